@@ -1,0 +1,310 @@
+"""Sessions: one per package, then the checks that span packages.
+
+    nox                          # everything that must pass
+    nox -s train                 # train the quickstart model
+    nox -s tests-hp-schedule     # one package, with only what it declares installed
+    nox -R -s tests-hp-expert -- -k permute    # again, nothing reinstalled
+
+torch comes at the version that constraints.txt pins. Two variables name another one:
+
+    HP_TORCH        a requirement ("torch==2.11.0"), or the path or URL of a wheel; replaces the pin
+    HP_TORCH_INDEX  the URL of an index, or a directory of wheels, to look in as well
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nox
+from packaging.requirements import Requirement
+
+nox.needs_version = ">=2026.10"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.error_on_external_run = True
+
+ROOT = Path(__file__).resolve().parent
+SCRATCH = ROOT / ".nox"
+PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+
+
+def _projects() -> dict[str, dict[str, Any]]:
+    """Return the [project] table of every package, by distribution name."""
+    files = sorted(ROOT.glob("packages/*/pyproject.toml"))
+    return {table["name"]: table for table in (nox.project.load_toml(f)["project"] for f in files)}
+
+
+PACKAGES = _projects()
+
+
+# ---- what every session installs from ----
+
+
+def _torch_requirement() -> str:
+    """Return HP_TORCH as a requirement; a wheel becomes a direct reference."""
+    named = os.environ.get("HP_TORCH", "")
+    if named.endswith(".whl") and "://" not in named:
+        return f"torch @ {Path(named).resolve().as_uri()}"
+    return f"torch @ {named}" if "://" in named and "@" not in named else named
+
+
+def _constraints(torch: str) -> str:
+    """Return the path of the pins, in which `torch`, if given, takes the place of torch's."""
+    pinned = ROOT / "constraints.txt"
+    if not torch:
+        return str(pinned)
+    others = [line for line in pinned.read_text().splitlines() if not line.startswith("torch=")]
+    replaced = SCRATCH / f"constraints-{re.sub(r'[^0-9A-Za-z.]+', '-', torch)}.txt"
+    replaced.parent.mkdir(exist_ok=True)
+    replaced.write_text("\n".join([*others, torch, ""]))
+    return str(replaced)
+
+
+def _environment(torch: str = "") -> dict[str, str]:
+    """Return what makes pip and uv resolve alike: the pins and the places to look in."""
+    constraints = _constraints(torch or _torch_requirement())
+    env = {"PIP_CONSTRAINT": constraints, "UV_CONSTRAINT": constraints}
+    # uv reads none of pip's variables, and separates places with commas where pip uses spaces.
+    links = os.environ.get("PIP_FIND_LINKS", "").split()
+    index = os.environ.get("HP_TORCH_INDEX", "")
+    if index and "://" not in index:
+        links.append(str(Path(index).resolve()))
+    elif index:
+        env |= {"UV_INDEX": index, "UV_INDEX_STRATEGY": "unsafe-best-match"}
+        env["PIP_EXTRA_INDEX_URL"] = f"{os.environ.get('PIP_EXTRA_INDEX_URL', '')} {index}".strip()
+    if links:
+        env |= {"PIP_FIND_LINKS": " ".join(links)}
+        env.setdefault("UV_FIND_LINKS", os.environ.get("UV_FIND_LINKS", ",".join(links)))
+    return env
+
+
+def _local_closure(*names: str) -> dict[str, set[str]]:
+    """Return the packages of this repository that `names` need and are, with their extras."""
+    closure: dict[str, set[str]] = {}
+    pending = [Requirement(name) for name in names]
+    while pending:
+        requirement = pending.pop()
+        known = closure.get(requirement.name)
+        if requirement.name not in PACKAGES or (known is not None and requirement.extras <= known):
+            continue
+        closure.setdefault(requirement.name, set()).update(requirement.extras)
+        table = PACKAGES[requirement.name]
+        pending += map(Requirement, table["dependencies"])
+        for extra in requirement.extras:
+            pending += map(Requirement, table["optional-dependencies"][extra])
+    return closure
+
+
+def _install(session: nox.Session, *names: str, group: str, torch: str = "") -> None:
+    """Install packages of this repository as editable, and one dependency group.
+
+    Siblings go into the same command: resolved on their own they would be looked up in a registry.
+    """
+    session.env.update(_environment(torch))
+    editable: list[str] = []
+    for name, extras in sorted(_local_closure(*names).items()):
+        suffix = f"[{','.join(sorted(extras))}]" if extras else ""
+        editable += ["-e", f"packages/{name}{suffix}"]
+    tools = nox.project.dependency_groups(PYPROJECT, group) if group else ()
+    session.install("--no-compile", *editable, *tools)
+
+
+def _with_extras(name: str) -> str:
+    extras = PACKAGES[name].get("optional-dependencies", {})
+    return f"{name}[{','.join(extras)}]" if extras else name
+
+
+def _sources() -> list[str]:
+    return [f"packages/{name}/src" for name in PACKAGES]
+
+
+# ---- run by default ----
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check format, style, the layering of packages and the private torch symbols in use."""
+    _install(session, group="lint")
+    session.run("ruff", "format", "--check", ".")
+    session.run("ruff", "check", ".")
+    session.run("lint-imports", env={"PYTHONPATH": os.pathsep.join(_sources())})
+    session.run("python", "tools/private_torch_symbols.py")
+
+
+@nox.session
+def api(session: nox.Session) -> None:
+    """Compare each package's public names with packages/*/api.txt; `-- --write` rewrites those."""
+    _install(session, group="api")
+    session.run("python", "tools/public_api.py", *session.posargs)
+
+
+@nox.session
+def mypy(session: nox.Session) -> None:
+    """Check the types of all sources at once, then of tests, tools and sessions."""
+    _install(session, *map(_with_extras, PACKAGES), group="type")
+    session.run("mypy", *_sources())
+    # Packages may use one name for a test helper, so their tests are checked one by one.
+    for tests in [*sorted(ROOT.glob("packages/*/tests")), ROOT / "integration_tests"]:
+        if any(tests.rglob("*.py")):
+            session.run("mypy", str(tests.relative_to(ROOT)))
+    session.run("mypy", "noxfile.py", "tools", "docs/conf.py")
+
+
+def _tests(requirement: str, *, only: str = "", without: str = "") -> Callable[[nox.Session], None]:
+    """Return the session that tests one package with nothing installed but what it declares."""
+    tests = f"packages/{Requirement(requirement).name}/tests"
+
+    def session_function(session: nox.Session) -> None:
+        _install(session, requirement, group="test" if without else "test-torch")
+        selected = [tests]
+        if only or without:
+            matched = sorted(str(f) for f in Path(tests).rglob(only or without))
+            selected = matched if only else [tests, *(f"--ignore={f}" for f in matched)]
+        session.run("python", "-m", "pytest", *selected, *session.posargs)
+
+    session_function.__doc__ = f"Test {requirement} installed alone."
+    return session_function
+
+
+# hp-schedule plans without torch: only the tests of its runtime may need it.
+RUNTIME_TESTS = "test_*runtime*.py"
+for _name in PACKAGES:
+    _session = nox.session(name=f"tests-{_name}", tags=["tests"])
+    if _name == "hp-schedule":
+        _session(_tests(_name, without=RUNTIME_TESTS))
+        _session = nox.session(name=f"tests-{_name}-runtime", tags=["tests"])
+        _session(_tests(f"{_name}[runtime]", only=RUNTIME_TESTS))
+    else:
+        _session(_tests(_with_extras(_name)))
+
+
+@nox.session
+def integration(session: nox.Session) -> None:
+    """Run the packages together, and the checks of tools and documentation."""
+    _install(session, "hp-train", group="test-torch")
+    session.run("python", "tools/private_torch_symbols.py", "--installed")
+    session.run("python", "-m", "pytest", "integration_tests", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into docs/_build/html; a warning is an error."""
+    _install(session, *map(_with_extras, PACKAGES), group="docs")
+    session.run("sphinx-build", "-W", "-n", "--keep-going", "-q", "docs", "docs/_build/html")
+    session.log("open docs/_build/html/index.html")
+
+
+# ---- on demand ----
+
+
+@nox.session(default=False)
+def train(session: nox.Session) -> None:
+    """Train: `nox -s train -- CONFIG --section.key value` passes all of it to `hp train`."""
+    _install(session, "hp-train", group="")
+    session.run("hp", "train", *session.posargs)
+
+
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """Run every benchmark, or those named: `nox -s bench -- benchmarks/rank_start.py`."""
+    found = sorted(str(f) for f in Path().glob("**/benchmarks/bench_*.py") if ".nox" not in f.parts)
+    _install(session, "hp-train", group="test-torch")
+    for script in session.posargs or found:
+        session.run("python", script)
+
+
+@nox.session(default=False)
+def gpu(session: nox.Session) -> None:
+    """Run the tests marked `gpu`, on the torch that HP_TORCH or HP_TORCH_INDEX name."""
+    _install(session, *map(_with_extras, PACKAGES), group="test-torch")
+    session.run("python", "-c", "import torch; print(torch.cuda.get_device_name())")
+    session.run("python", "-m", "pytest", "-m", "gpu", "packages", "integration_tests")
+
+
+@nox.session(default=False)
+def build(session: nox.Session) -> None:
+    """Build every package into dist/, check the files, install each into an empty environment."""
+    _install(session, group="build")
+    dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    for name in PACKAGES:
+        project = f"packages/{name}"
+        session.run("python", "-m", "build", "--no-isolation", "--outdir", str(dist), project)
+    session.run("twine", "check", "--strict", *map(str, sorted(dist.iterdir())))
+    session.run("python", "tools/check_distributions.py", str(dist))
+    session.run("python", "tools/install_distributions.py", str(dist))
+
+
+def _test_with_torch(session: nox.Session, torch: str) -> None:
+    """Test every package against one release of torch, where this machine can hold it."""
+    if session.venv_backend != "uv":
+        session.skip("needs uv")
+    free = shutil.disk_usage(ROOT).free / 2**30
+    if free < CUDA_BUILD_GIB:
+        session.skip(f"free disk ({free:.0f} GiB) must be at least {CUDA_BUILD_GIB} GiB")
+    _install(session, *map(_with_extras, PACKAGES), group="test-torch", torch=torch)
+    session.run("python", "tools/private_torch_symbols.py", "--installed")
+    session.run("python", "-m", "pytest", "packages", *session.posargs)
+
+
+# What the registry's build for Linux needs with its CUDA libraries: measured 4.5 GiB, plus uv's
+# cache of the same where hard links are not possible.
+CUDA_BUILD_GIB = 10
+TORCH = next(r for r in PACKAGES["hp-platform"]["dependencies"] if r.startswith("torch"))
+
+
+@nox.session(name="compat-torch-lowest", tags=["compat"], default=False)
+def compat_torch_lowest(session: nox.Session) -> None:
+    """Test every package against the lowest torch that hp-platform declares."""
+    [lowest] = [s.version for s in Requirement(TORCH).specifier if s.operator == ">="]
+    _test_with_torch(session, f"torch=={lowest}")
+
+
+@nox.session(name="compat-torch-newest", tags=["compat"], default=False)
+def compat_torch_newest(session: nox.Session) -> None:
+    """Test every package against the newest torch that the registry has in the declared range."""
+    session.env.update(_environment(TORCH))
+    arguments = ["pip", "install", "--dry-run", "--no-deps", "--reinstall", TORCH]
+    planned = session.run("uv", *arguments, silent=True, external=True)
+    newest = re.search(r"torch==\S+", str(planned))
+    if newest is None:
+        session.error(f"no torch in what uv would install: {planned}")
+    _test_with_torch(session, newest.group())
+
+
+def _tests_with_lowest_siblings(requirement: str) -> Callable[[nox.Session], None]:
+    package = Requirement(requirement).name
+
+    def session_function(session: nox.Session) -> None:
+        _install(session, group="test-torch")
+        arguments = ["tools/lowest_siblings.py", requirement, "--into", str(SCRATCH / "siblings")]
+        found = session.run("python", *arguments, silent=True)
+        session.log(found)
+        siblings = [line.split()[-1] for line in str(found).splitlines()]
+        session.install("--no-compile", f"packages/{requirement}", *siblings)
+        session.run("python", "-m", "pytest", f"packages/{package}/tests", *session.posargs)
+
+    session_function.__doc__ = f"Test {requirement} against the lowest siblings it allows."
+    return session_function
+
+
+for _name in PACKAGES:
+    if len(_local_closure(_with_extras(_name))) > 1:
+        nox.session(name=f"compat-siblings-{_name}", tags=["compat"], default=False)(
+            _tests_with_lowest_siblings(_with_extras(_name))
+        )
+
+
+@nox.session(venv_backend="none", default=False)
+def compat(session: nox.Session) -> None:
+    """Queue every compat-* session: lowest and newest torch, lowest siblings."""
+    session.notify("compat-torch-lowest")
+    session.notify("compat-torch-newest")
+    for name in PACKAGES:
+        if len(_local_closure(_with_extras(name))) > 1:
+            session.notify(f"compat-siblings-{name}")

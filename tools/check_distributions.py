@@ -1,0 +1,83 @@
+"""Check what is inside the wheels and sdists of dist/.
+
+Usage: ``python tools/check_distributions.py dist``.
+"""
+
+from __future__ import annotations
+
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parent.parent
+SDIST_FILES = ("CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml")
+
+
+def read_metadata(wheel: Path) -> Message:
+    """Return the METADATA of a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+        return Parser().parsestr(archive.read(name).decode())
+
+
+def check_wheel(wheel: Path, versions: dict[str, str]) -> Iterator[str]:
+    """Yield the faults of one wheel; `versions` are those of all the wheels beside it."""
+    module = wheel.name.split("-")[0]
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    if f"{module}/py.typed" not in names:
+        yield "has no py.typed: its annotations are invisible to type checkers"
+    if not any(name.endswith(".dist-info/licenses/LICENSE") for name in names):
+        yield "has no LICENSE"
+    foreign = {n.split("/")[0] for n in names if not n.startswith((f"{module}/", f"{module}-"))}
+    if foreign:
+        yield f"would install {sorted(foreign)} beside {module}"
+    if any("/tests/" in name or name.startswith("tests/") for name in names):
+        yield "holds tests"
+    metadata = read_metadata(wheel)
+    if not str(metadata.get_payload()).strip():
+        yield "has no description"
+    for text in metadata.get_all("Requires-Dist", []):
+        requirement = Requirement(text)
+        version = versions.get(requirement.name)
+        if version and version not in requirement.specifier:
+            yield f"needs {requirement}, but {requirement.name} here is {version}"
+
+
+def check_sdist(sdist: Path) -> Iterator[str]:
+    """Yield the faults of one sdist: it must be enough to build and to test the package."""
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/", 1)[-1] for name in archive.getnames()}
+    yield from (f"has no {name}" for name in SDIST_FILES if name not in names)
+    if not any(name.startswith("tests/") for name in names):
+        yield "has no tests"
+
+
+def main(dist: Path) -> int:
+    """Print every fault; return the exit status."""
+    wheels = sorted(dist.glob("*.whl"))
+    sdists = sorted(dist.glob("*.tar.gz"))
+    packages = sorted(ROOT.glob("packages/*/pyproject.toml"))
+    versions: dict[str, str] = {}
+    for wheel in wheels:
+        metadata = read_metadata(wheel)
+        versions[str(metadata["Name"])] = str(metadata["Version"])
+    faults = [f"{w.name} {fault}" for w in wheels for fault in check_wheel(w, versions)]
+    faults += [f"{s.name} {fault}" for s in sdists for fault in check_sdist(s)]
+    for kind, files in (("wheels", wheels), ("sdists", sdists)):
+        if len(files) != len(packages):
+            faults.append(f"number of {kind} ({len(files)}) must equal packages ({len(packages)})")
+    for fault in faults:
+        print(fault)
+    print(f"{len(wheels)} wheels and {len(sdists)} sdists, {len(faults)} faults")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
