@@ -1,4 +1,59 @@
 """Devices, process groups and differentiable collectives over torch.distributed, fully typed."""
 
-__all__ = ["__version__"]
+from hp_platform.agreement import PeerError, agree
+from hp_platform.collectives import (
+    all_gather_uneven,
+    all_to_all,
+    all_to_all_lazy,
+    all_to_all_wait,
+    is_waited,
+    launch_all_to_all,
+    reduce_scatter_uneven,
+    start_all_to_all,
+    wait_tensor,
+)
+from hp_platform.device import backend_for, local_device
+from hp_platform.groups import mesh_of, new_group, resolve_group
+from hp_platform.launch import RankInfo, Runtime, initialize, shutdown
+from hp_platform.p2p import irecv, isend
+from hp_platform.pending import Pending
+from hp_platform.streams import Event, current_stream, use_stream
+from hp_platform.sync_hooks import sync_hook
+from hp_platform.threads import ThreadContext
+from hp_platform.weight_grads import WeightGradQueue, linear, submit_weight_grad
+
+__all__ = [
+    "Event",
+    "PeerError",
+    "Pending",
+    "RankInfo",
+    "Runtime",
+    "ThreadContext",
+    "WeightGradQueue",
+    "__version__",
+    "agree",
+    "all_gather_uneven",
+    "all_to_all",
+    "all_to_all_lazy",
+    "all_to_all_wait",
+    "backend_for",
+    "current_stream",
+    "initialize",
+    "irecv",
+    "is_waited",
+    "isend",
+    "launch_all_to_all",
+    "linear",
+    "local_device",
+    "mesh_of",
+    "new_group",
+    "reduce_scatter_uneven",
+    "resolve_group",
+    "shutdown",
+    "start_all_to_all",
+    "submit_weight_grad",
+    "sync_hook",
+    "use_stream",
+    "wait_tensor",
+]
 __version__ = "0.1.0"

@@ -1,0 +1,126 @@
+"""Every private torch symbol this package uses, in one place.
+
+torch has no public spelling for these. A release that moves one of them breaks this file alone;
+`tests/test_platform_internals.py` checks that each is there and behaves as the wrappers say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+from torch._compile import _disable_dynamo
+from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import _functional_collectives as functional
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+AsyncCollectiveTensor = functional.AsyncCollectiveTensor
+
+
+# Renamed in 2.13, where the old names warn.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather(output: Tensor, x: Tensor, group: ProcessGroup) -> None:
+    """Write the `[N, ...]` of every rank into `output` `[ranks * N, ...]`."""
+    _all_gather(output, x, group=group)
+
+
+def reduce_scatter(output: Tensor, x: Tensor, group: ProcessGroup) -> None:
+    """Sum `x` `[ranks * N, ...]` over ranks and write the part of this rank into `output`."""
+    _reduce_scatter(output, x, group=group)
+
+
+def functional_all_to_all(
+    x: Tensor, output_splits: list[int] | None, input_splits: list[int] | None, group: ProcessGroup
+) -> Tensor:
+    """Launch an all-to-all and return its unwaited result."""
+    return functional.all_to_all_single(x, output_splits, input_splits, group)
+
+
+def functional_wait(x: Tensor) -> Tensor:
+    """Wait for the collective that writes `x` and return the plain tensor."""
+    if isinstance(x, AsyncCollectiveTensor):
+        result: Tensor = x.trigger_wait()
+        return result
+    return functional.wait_tensor(x)
+
+
+def is_multithreading_enabled() -> bool:
+    """Whether backward may run nodes in the device threads of the autograd engine."""
+    return torch._C._is_multithreading_enabled()
+
+
+def dynamo_disabled(fn: Callable[P, T]) -> Callable[P, T]:
+    """`torch.compiler.disable` that does not import the compiler before the first call."""
+    return _disable_dynamo(fn)
+
+
+def default_store() -> dist.Store:
+    """The store that the default process group was initialised with."""
+    return distributed_c10d._get_default_store()
+
+
+def backend_name(group: ProcessGroup, device: torch.device) -> str | None:
+    """Name of the backend that serves `device` in `group`; None if there is none."""
+    try:
+        name: str = group._get_backend(device).name()
+    except RuntimeError:
+        return None
+    return name
+
+
+def group_timeout(group: ProcessGroup, device: torch.device) -> timedelta | None:
+    """The time-out `group` was created with; None where its backend does not tell."""
+    try:
+        options: Any = group._get_backend(device).options
+    except (AttributeError, RuntimeError):
+        return None
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None
+
+
+def knows_ranks(group: ProcessGroup) -> bool:
+    """Whether torch maps the ranks of `group` to ranks of a default process group."""
+    return group is dist.group.WORLD or group in distributed_c10d._world.pg_group_ranks
+
+
+def register_group(name: str, group: ProcessGroup) -> None:
+    """Make `group` usable by functional collectives and by `torch.distributed` functions.
+
+    Its ranks count as global ranks. For groups that were not made by `dist.new_group`.
+    """
+    group._set_group_name(name)
+    _register_process_group(name, group)
+    world = distributed_c10d._world
+    world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
+
+
+def unregister_group(name: str, group: ProcessGroup) -> None:
+    """Undo `register_group`."""
+    _unregister_process_group(name)
+    distributed_c10d._world.pg_group_ranks.pop(group, None)
+
+
+def gloo_group(
+    store: dist.Store, *, rank: int, world_size: int, timeout: timedelta, name: str
+) -> ProcessGroup:
+    """A Gloo group on the loopback interface, independent of any default process group."""
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timeout
+    backend = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, world_size, options)
+    backend._set_sequence_number_for_group()
+    group = ProcessGroup(dist.PrefixStore(f"{name}/group", store), rank, world_size)
+    kind = ProcessGroup.BackendType.GLOO
+    group._register_backend(torch.device("cpu"), kind, backend)
+    group._set_default_backend(kind)
+    return group

@@ -1,0 +1,195 @@
+"""Start and end of the distributed runtime of one process."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from hp_platform.device import (
+    allow_shared_devices,
+    backend_for,
+    local_device,
+    nccl_shares_devices,
+    ranks_per_device,
+)
+from hp_platform.pending import release_completed
+
+_log = logging.getLogger("hp_platform")
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """Place of this process among all of them.
+
+    Attributes:
+        rank: Among all processes, from 0.
+        world_size: Number of processes.
+        local_rank: Among those of this machine, from 0.
+        local_world_size: Number of those of this machine.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+    def __post_init__(self) -> None:
+        """Check that ranks lie inside their worlds."""
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank ({self.rank}) must be in [0, world_size ({self.world_size}))")
+        if not 0 <= self.local_rank < self.local_world_size:
+            raise ValueError(
+                f"local_rank ({self.local_rank}) must be in "
+                f"[0, local_world_size ({self.local_world_size}))"
+            )
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] = os.environ) -> RankInfo | None:
+        """Read what torchrun or Slurm set; None where neither did.
+
+        Raises:
+            ValueError: If a variable is not a whole number, or they contradict each other.
+        """
+        if "RANK" in env and "WORLD_SIZE" in env:
+            world = _number(env, "WORLD_SIZE")
+            rank = _number(env, "RANK")
+            local_world = _number(env, "LOCAL_WORLD_SIZE", default=world)
+            local = _number(env, "LOCAL_RANK", default=rank % max(local_world, 1))
+            return cls(rank, world, local, local_world)
+        if "SLURM_PROCID" in env and "SLURM_NTASKS" in env:
+            world = _number(env, "SLURM_NTASKS")
+            local = _number(env, "SLURM_LOCALID", default=0)
+            # For example "4(x2),3": this task's node is not told, the first count serves all.
+            text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_NTASKS_PER_NODE")
+            local_world = world if text is None else int(text.split("(")[0].split(",")[0])
+            return cls(_number(env, "SLURM_PROCID"), world, local, max(local_world, local + 1))
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """What a process needs to know after `initialize`.
+
+    Attributes:
+        info: Place of this process.
+        device: Device of its tensors; the current one.
+        backend: `"nccl"` or `"gloo"`, of the default group.
+        timeout: Of each collective of the default group and of groups derived from it.
+        control: Gloo group of all ranks for CPU tensors and objects, distinct from the default.
+    """
+
+    info: RankInfo
+    device: torch.device
+    backend: str
+    timeout: timedelta
+    control: ProcessGroup
+
+
+def initialize(
+    info: RankInfo | None = None,
+    *,
+    device_type: str = "auto",
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    init_method: str | None = None,
+) -> Runtime:
+    """Choose the device and backend, and create the default group and the control group.
+
+    A default group that exists already, for example in a script started by accelerate, is kept.
+
+    Args:
+        info: Place of this process; None: from the environment, else a world of one.
+        device_type: As in `local_device`.
+        timeout: Of each collective.
+        init_method: Address as in `torch.distributed.init_process_group`; None: `env://`, or
+            nothing for a world of one.
+
+    Raises:
+        ValueError: If the environment, `info` and an existing default group contradict each other.
+    """
+    info = info or RankInfo.from_env() or _existing_world() or RankInfo(0, 1, 0, 1)
+    device = local_device(info.local_rank, device_type=device_type)
+    if dist.is_initialized():
+        _require_existing(info)
+    else:
+        _create_default_group(info, device, timeout, init_method)
+    control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
+    return Runtime(info, device, str(dist.get_backend()), timeout, control)
+
+
+def shutdown() -> None:
+    """Destroy all process groups of this process; does nothing if there are none."""
+    release_completed(everything=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _create_default_group(
+    info: RankInfo, device: torch.device, timeout: timedelta, init_method: str | None
+) -> None:
+    shared = ranks_per_device(device, info.local_world_size)
+    backend = backend_for(device, ranks_per_device=shared)
+    if shared > 1 and backend == "nccl":
+        allow_shared_devices()
+    if shared > 1 and backend == "gloo" and info.local_rank == 0 and not nccl_shares_devices():
+        _log.warning(
+            "%d ranks share a GPU and this NCCL cannot: using Gloo through the host", shared
+        )
+    if init_method is None and info.world_size == 1 and "MASTER_ADDR" not in os.environ:
+        _init(info, device, backend, timeout, store=dist.HashStore())
+    else:
+        _init(info, device, backend, timeout, init_method=init_method or "env://")
+
+
+def _init(
+    info: RankInfo,
+    device: torch.device,
+    backend: str,
+    timeout: timedelta,
+    *,
+    store: dist.Store | None = None,
+    init_method: str | None = None,
+) -> None:
+    dist.init_process_group(
+        backend,
+        init_method=init_method,
+        store=store,
+        rank=info.rank,
+        world_size=info.world_size,
+        timeout=timeout,
+        # Naming the device makes NCCL connect now instead of at its first collective.
+        device_id=device if backend == "nccl" else None,
+    )
+
+
+def _existing_world() -> RankInfo | None:
+    if not dist.is_initialized():
+        return None
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return RankInfo(rank, world, rank, world)
+
+
+def _require_existing(info: RankInfo) -> None:
+    if (info.rank, info.world_size) != (dist.get_rank(), dist.get_world_size()):
+        raise ValueError(
+            f"rank {info.rank} of {info.world_size} must equal that of the existing default group "
+            f"(rank {dist.get_rank()} of {dist.get_world_size()})"
+        )
+
+
+def _number(env: Mapping[str, str], name: str, *, default: int | None = None) -> int:
+    text = env.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise ValueError(f"{name} ({text!r}) must be a whole number") from None

@@ -1,0 +1,91 @@
+"""`Pending`: an operation under way, with the result and the buffers it owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Generic, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+# Note [Dropped operations]. Buffers of an operation that nobody waited for must outlive it, since
+# the backend may still read or write them. They stay here until their operation reports completion.
+# Gloo reports completion of a send or receive only to a wait, so those stay until `shutdown`.
+_dropped: dict[int, tuple[tuple[dist.Work, ...], tuple[Tensor, ...]]] = {}
+_serial = count()
+
+
+class Pending(Generic[T]):
+    """Result of an operation that may still be running.
+
+    It owns what the operation reads and writes: dropping it without `wait` keeps the buffers alive
+    until the operation has finished (Note [Dropped operations]).
+    """
+
+    __slots__ = ("_buffers", "_finish", "_waited", "_works", "_result")
+
+    def __init__(
+        self,
+        result: T,
+        *,
+        works: Sequence[dist.Work] = (),
+        buffers: Sequence[Tensor] = (),
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        """Own an operation.
+
+        Args:
+            result: What `wait` returns.
+            works: Handles that must complete before the result may be used.
+            buffers: Every tensor the operation reads or writes, inputs included.
+            finish: Called once after the handles completed, for example to copy from the host.
+        """
+        self._waited = False
+        self._result: T | None = result
+        self._works = tuple(works)
+        self._buffers = tuple(buffers)
+        self._finish = finish
+        release_completed()
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once.
+
+        Never true too early; Gloo tells of a finished send or receive only when waited for.
+        """
+        return self._waited or all(work.is_completed() for work in self._works)
+
+    def wait(self) -> T:
+        """Block until the result may be used, release the buffers and return the result.
+
+        On CUDA this makes the current stream wait, not the host.
+
+        Raises:
+            RuntimeError: On a second call, or if the operation failed.
+        """
+        if self._waited:
+            raise RuntimeError("wait() must be called once: the result was handed out before")
+        self._waited = True
+        result, finish = self._result, self._finish
+        for work in self._works:
+            work.wait()
+        if finish is not None:
+            finish()
+        self._works, self._buffers, self._finish, self._result = (), (), None, None
+        return result  # type: ignore[return-value]  # None only after a wait
+
+    def __del__(self) -> None:
+        works: tuple[dist.Work, ...] = getattr(self, "_works", ())
+        if works:
+            _dropped[next(_serial)] = (works, self._buffers)
+
+
+def release_completed(*, everything: bool = False) -> int:
+    """Let go of buffers of dropped operations that have finished; return how many remain."""
+    # A copy, since __del__ may add an entry from any thread meanwhile.
+    for key, (works, _) in list(_dropped.items()):
+        if everything or all(work.is_completed() for work in works):
+            _dropped.pop(key, None)
+    return len(_dropped)

@@ -1,0 +1,19 @@
+"""Run ranks in tests: processes or threads, a slow link, and a comparison of two runs' tensors.
+
+Needs no test framework; pytest, if there is one, is imported ahead for the ranks.
+"""
+
+from hp_platform.testing.comparing import Comparison, Difference, compare
+from hp_platform.testing.processes import RankError, run_distributed
+from hp_platform.testing.slow import slow_group
+from hp_platform.testing.threaded import run_in_threads
+
+__all__ = [
+    "Comparison",
+    "Difference",
+    "RankError",
+    "compare",
+    "run_distributed",
+    "run_in_threads",
+    "slow_group",
+]

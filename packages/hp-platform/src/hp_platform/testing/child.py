@@ -1,0 +1,153 @@
+"""One rank process of `run_distributed`."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import functools
+import importlib
+import importlib.util
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a rank has to do.
+
+    Attributes:
+        rank: Of this process.
+        world_size: Number of ranks.
+        port: Of the store on the loopback interface.
+        timeout: Seconds for the function.
+        threads: Intra-op threads of torch.
+        env: The whole environment.
+        output: File for what the rank prints.
+        module: Name of the module that defines the function.
+        module_file: Its file, to import it from if the name alone does not lead there.
+        payload: Pickled function and arguments.
+    """
+
+    rank: int
+    world_size: int
+    port: int
+    timeout: float
+    threads: int
+    env: Mapping[str, str]
+    output: str
+    module: str
+    module_file: str | None
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception of a rank, as text, since not every exception can be pickled."""
+
+    kind: str
+    message: str
+    traceback: str
+
+
+def run_rank(connection: Connection, task: Task) -> None:
+    """Run the task: send None once connected to the others, then the result or a `Failure`."""
+    _isolate(task)
+    outcome: bytes | Failure
+    try:
+        function, args = _load(task)
+        _connect(task)
+        connection.send(None)
+        # Shows in the output where a hung rank stands, just before the caller gives up on it.
+        faulthandler.dump_traceback_later(task.timeout - min(0.5, task.timeout / 5))
+        outcome = pickle.dumps(function(*args))
+    except BaseException as error:  # noqa: BLE001  # handed to the caller
+        outcome = Failure(type(error).__name__, str(error), traceback.format_exc())
+    faulthandler.cancel_dump_traceback_later()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        connection.send(outcome)
+        # Leaving now would look like a lost connection to ranks that still run.
+        connection.recv()
+    except (EOFError, OSError):
+        pass
+    # Interpreter and backend need no orderly end: nothing outlives this process.
+    os._exit(0)
+
+
+def _isolate(task: Task) -> None:
+    """Detach this process from the terminal and tie its life to its parent's."""
+    os.setsid()  # so that whatever the rank starts can be killed with it
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    file = os.open(task.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    # The server that forked this process may have been started with its output closed.
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: PTH123, SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: PTH123, SIM115
+    faulthandler.enable(file=sys.stderr)
+    os.environ.clear()
+    os.environ.update(task.env)
+    torch.set_num_threads(task.threads)
+
+
+def _load(task: Task) -> tuple[Callable[..., object], tuple[object, ...]]:
+    _import(task.module, task.module_file)
+    function, args = pickle.loads(task.payload)  # noqa: S301  # made by the parent process
+    return function, args
+
+
+def _import(name: str, file: str | None) -> None:
+    """Make `name` importable: by name if that leads to `file`, else from `file`."""
+    if name in sys.modules or file is None:
+        return
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is not None and spec.origin and Path(spec.origin).resolve() == Path(file).resolve():
+        importlib.import_module(name)
+        return
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{name} must be importable from {file}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+
+
+def _connect(task: Task) -> None:
+    store = dist.TCPStore("127.0.0.1", task.port, is_master=False)
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=task.rank,
+        world_size=task.world_size,
+        # Longer than the task's own, which reports more.
+        timeout=timedelta(seconds=task.timeout + 60),
+    )
+
+
+def describe(function: Callable[..., object]) -> tuple[str, str | None]:
+    """Name and file of the module that defines a function or what a partial calls."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__module__", None) or "__main__"
+    if name == "__main__":  # multiprocessing prepares this one itself
+        return name, None
+    return name, getattr(sys.modules.get(name), "__file__", None)

@@ -1,0 +1,93 @@
+"""Compare the tensors of two runs by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far one tensor is from what was expected.
+
+    Attributes:
+        name: Its name in both runs.
+        error: max|a - b| / max|b|, infinite where the tensors cannot be compared.
+        note: Why they cannot be compared; empty if they can.
+    """
+
+    name: str
+    error: float
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Differences of two runs, the worst first. `str()` is a table.
+
+    Attributes:
+        differences: One per name of either run.
+        bound: Largest error that counts as equal.
+    """
+
+    differences: tuple[Difference, ...]
+    bound: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether every error is within the bound."""
+        return all(d.error <= self.bound for d in self.differences)
+
+    def __str__(self) -> str:
+        width = max((len(d.name) for d in self.differences), default=0)
+        lines = [
+            f"{'ok  ' if d.error <= self.bound else 'FAIL'}  {d.name:<{width}}  {d.error:9.3e}"
+            f"  {d.note}".rstrip()
+            for d in self.differences
+        ]
+        failed = sum(d.error > self.bound for d in self.differences)
+        lines.append(f"{failed} of {len(self.differences)} exceed {self.bound:g}")
+        return "\n".join(lines)
+
+
+def compare(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, bound: float = 0.0
+) -> Comparison:
+    """Compare tensors of the same name; a missing name, another shape and NaN all fail.
+
+    Args:
+        actual: What a run gave.
+        expected: What it should have given; the errors are relative to it.
+        bound: Largest error that counts as equal; 0: every value is the same.
+    """
+    names = list(expected) + [name for name in actual if name not in expected]
+    differences = [_difference(name, actual.get(name), expected.get(name)) for name in names]
+    differences.sort(key=lambda d: -d.error)
+    return Comparison(tuple(differences), bound)
+
+
+def _difference(name: str, actual: Tensor | None, expected: Tensor | None) -> Difference:
+    if actual is None or expected is None:
+        return Difference(name, math.inf, f"missing in {'actual' if actual is None else 'expected'}")
+    if actual.shape != expected.shape:
+        shapes = f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+        return Difference(name, math.inf, shapes)
+    note = "" if actual.dtype == expected.dtype else f"{actual.dtype} instead of {expected.dtype}"
+    return Difference(name, _error(actual, expected), note)
+
+
+def _error(actual: Tensor, expected: Tensor) -> float:
+    if actual.numel() == 0:
+        return 0.0
+    a = actual.detach().cpu().to(torch.float64)
+    b = expected.detach().cpu().to(torch.float64)
+    if torch.equal(a, b):
+        return 0.0
+    distance = (a - b).abs().max().item()
+    scale = b.abs().max().item()
+    error = math.inf if scale == 0 else distance / scale
+    return math.inf if math.isnan(error) else error

@@ -1,0 +1,278 @@
+"""`run_distributed`: a function on several ranks, each a process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from hp_platform.testing.child import Failure, Task, describe, run_rank
+
+T = TypeVar("T")
+
+_PRELOADED = ["torch", "torch.distributed", "hp_platform.testing", "pytest", "hypothesis"]
+_START_SECONDS = 120.0  # until all ranks are connected; the first call imports torch
+_GRACE_SECONDS = 0.3  # after a failure, for others to report theirs
+_OUTPUT_BYTES = 8000
+
+
+class RankError(RuntimeError):
+    """A rank raised, died or did not finish in time.
+
+    Attributes:
+        rank: The rank that failed, the first cause if there are several.
+    """
+
+    def __init__(self, message: str, *, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+def run_distributed(
+    fn: Callable[..., T],
+    *args: object,
+    world_size: int,
+    timeout: float = 60.0,
+    threads: int = 1,
+) -> list[T]:
+    """Run `fn(*args)` on `world_size` ranks, each a process in one Gloo world on this machine.
+
+    The default process group is initialised before `fn` is called; `RANK`, `WORLD_SIZE` and the
+    other variables of torchrun are set, so `hp_platform.initialize` works in it as well. Processes
+    are forked from a server that has imported torch: the first call of a program takes seconds, the
+    others 0.1-0.3 s. None outlives the call, nor the calling process. What ranks print is printed
+    here at the end, in rank order.
+
+    Args:
+        fn: A function at the top level of a module, or a `functools.partial` of one.
+        *args: Picklable; every rank gets the same.
+        world_size: Number of ranks.
+        timeout: Seconds for `fn`, counted from when all ranks are connected.
+        threads: Intra-op threads of torch in each rank.
+
+    Returns:
+        What `fn` returned, by rank; picklable.
+
+    Raises:
+        RankError: If a rank raised, died or did not finish. All ranks are killed; the message names
+            the rank and contains its traceback and the end of its output.
+        ValueError: If `world_size` is not positive.
+        TypeError: If `fn` or `args` cannot be pickled.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size ({world_size}) must be at least 1")
+    payload = _pickle(fn, args)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        ranks: list[_Rank] = []
+        try:
+            for rank in range(world_size):
+                module, file = describe(fn)
+                task = Task(
+                    rank=rank,
+                    world_size=world_size,
+                    port=store.port,
+                    timeout=timeout,
+                    threads=threads,
+                    env=_environment(rank, world_size, store.port, threads),
+                    output=str(Path(folder, f"rank{rank}.txt")),
+                    module=module,
+                    module_file=file,
+                    payload=payload,
+                )
+                ranks.append(_Rank(task))
+            _supervise(ranks, timeout)
+            for started in ranks:
+                sys.stdout.write(started.output())
+            results: list[T] = [started.result() for started in ranks]
+        finally:
+            for started in ranks:
+                started.end()
+    return results
+
+
+class _Rank:
+    """A rank process, seen from the caller."""
+
+    def __init__(self, task: Task) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        self.rank, self.world_size = task.rank, task.world_size
+        self._file = Path(task.output)
+        self.connection: Connection
+        self.connection, theirs = context.Pipe()
+        self.process: BaseProcess = context.Process(
+            target=run_rank, args=(theirs, task), name=f"rank{task.rank}"
+        )
+        self.process.start()
+        theirs.close()
+        self.connected = False
+        self.outcome: bytes | Failure | None = None
+        self.lost = False
+
+    @property
+    def finished(self) -> bool:
+        return self.lost or self.outcome is not None
+
+    @property
+    def failed(self) -> bool:
+        return self.lost or isinstance(self.outcome, Failure)
+
+    def read(self) -> None:
+        """Take what the rank has to say, or notice that it is gone."""
+        try:
+            while not self.finished and self.connection.poll():
+                message = self.connection.recv()
+                self.connected = True
+                self.outcome = message
+        except (EOFError, OSError):
+            self.lost = True
+        if not self.finished and not self.process.is_alive():
+            self.lost = not self.connection.poll()
+
+    def result(self) -> object:
+        assert isinstance(self.outcome, bytes)
+        return pickle.loads(self.outcome)  # noqa: S301  # made by our own child
+
+    def output(self) -> str:
+        return self._file.read_text(errors="replace") if self._file.exists() else ""
+
+    def report(self) -> str:
+        """Say what happened to this rank, in words."""
+        who = f"rank {self.rank} of {self.world_size}"
+        if isinstance(self.outcome, Failure):
+            text = f"{who} raised {self.outcome.kind}: {self.outcome.message}"
+            return f"{text}\n\n{self.outcome.traceback}{self._tail()}"
+        if self.lost:
+            self.process.join(timeout=5.0)
+            return f"{who} died: {_exit_text(self.process.exitcode)}{self._tail()}"
+        return f"{who} was still running{self._tail()}"
+
+    def _tail(self) -> str:
+        text = self.output()[-_OUTPUT_BYTES:]
+        return f"\n--- output of rank {self.rank} ---\n{text}" if text else ""
+
+    def end(self) -> None:
+        """Let a finished rank go, kill any other with whatever it started."""
+        if isinstance(self.outcome, bytes):
+            try:
+                self.connection.send(None)
+            except OSError:
+                pass
+        elif self.process.is_alive():
+            _kill_group(self.process)
+        self.process.join(timeout=5.0)
+        if self.process.is_alive():
+            _kill_group(self.process)
+            self.process.join()
+        self.process.close()
+        self.connection.close()
+
+
+def _supervise(ranks: list[_Rank], timeout: float) -> None:
+    """Return when all ranks have a result.
+
+    Raises:
+        RankError: When one has failed, or time is up.
+    """
+    deadline = time.monotonic() + _START_SECONDS
+    connected = failed = False
+    while True:
+        running = [rank for rank in ranks if not rank.finished]
+        if not running or time.monotonic() > deadline:
+            break
+        objects: list[object] = [rank.connection for rank in running]
+        objects += [rank.process.sentinel for rank in running]
+        wait(objects, timeout=max(deadline - time.monotonic(), 0))  # type: ignore[arg-type]
+        for rank in running:
+            rank.read()
+        if not connected and all(rank.connected for rank in ranks):
+            connected = True
+            deadline = time.monotonic() + timeout
+        if not failed and any(rank.failed for rank in ranks):
+            failed = True
+            deadline = time.monotonic() + _GRACE_SECONDS
+    if failed:
+        raise _failure(ranks)
+    if running:
+        raise _overdue(ranks, timeout if connected else _START_SECONDS)
+
+
+def _failure(ranks: list[_Rank]) -> RankError:
+    """Name the cause first: a dead rank, else an error that is not the echo of another rank's."""
+
+    def order(rank: _Rank) -> int:
+        if rank.lost:
+            return 0
+        echo = isinstance(rank.outcome, Failure) and rank.outcome.kind == "PeerError"
+        return 2 if echo else 1
+
+    failed = sorted((rank for rank in ranks if rank.failed), key=order)
+    others = [rank.report().splitlines()[0] for rank in failed[1:]]
+    text = "\n".join([failed[0].report(), *others])
+    return RankError(text, rank=failed[0].rank)
+
+
+def _overdue(ranks: list[_Rank], timeout: float) -> RankError:
+    running = [rank for rank in ranks if not rank.finished]
+    numbers = [rank.rank for rank in running]
+    text = f"rank {numbers[0]} of {len(ranks)} did not finish within {timeout:g} s"
+    lines = [f"{text} (still running: {numbers})", *(rank.report() for rank in running)]
+    return RankError("\n".join(lines), rank=numbers[0])
+
+
+def _pickle(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
+    try:
+        return pickle.dumps((fn, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        name = getattr(fn, "__qualname__", repr(fn))
+        raise TypeError(
+            f"fn ({name}) must be a function at the top level of a module, and its arguments must "
+            f"be picklable: {error}"
+        ) from error
+
+
+def _environment(rank: int, world_size: int, port: int, threads: int) -> dict[str, str]:
+    env = dict(os.environ)
+    if sys.platform == "linux":
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name need not resolve
+    env |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        # The store at that port runs here, not in rank 0.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": str(threads),
+    }
+    return env
+
+
+def _kill_group(process: BaseProcess) -> None:
+    """Kill a rank and what it started; each rank leads a process group of its own."""
+    assert process.pid is not None
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:  # it has not got so far as to make the group
+        process.kill()
+
+
+def _exit_text(code: int | None) -> str:
+    if code is None:
+        return "unknown"
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exited with status {code}"
