@@ -1,0 +1,192 @@
+"""The settings of a run: one frozen struct per section of the TOML file.
+
+This module is the schema and nothing else: names, types, bounds, defaults and help. Files and
+command lines are read by :mod:`hp_train.options`, rules across keys are in
+:mod:`hp_train.rules`. None of the three imports torch, so that a bad config is answered before
+torch is loaded.
+"""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, to_builtins
+
+_LARGEST = 2**31 - 1
+
+Count = Annotated[int, Meta(ge=1, le=_LARGEST)]
+CountOrZero = Annotated[int, Meta(ge=0, le=_LARGEST)]
+Seconds = Annotated[float, Meta(gt=0, le=1e9)]
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+BelowOne = Annotated[float, Meta(ge=0, lt=1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+def _help(text: str) -> Meta:
+    return Meta(description=text)
+
+
+class RunConfig(Struct, frozen=True, kw_only=True):
+    """Where a run is kept and what it is called."""
+
+    output_dir: Annotated[str, _help("Folder in which run directories are made.")] = "runs"
+    name: Annotated[
+        str,
+        Meta(pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.+-]*)?$"),
+        _help('Name of the run directory. "": the config\'s name and the time in UTC.'),
+    ] = ""
+    seed: Annotated[
+        int,
+        Meta(ge=0, le=2**63 - 1),
+        _help("Decides weights, dropout and the order of the data, whatever the layout."),
+    ] = 0
+    resume: Annotated[str, _help('Run directory to go on with. "": a new run.')] = ""
+    tensorboard: Annotated[
+        bool, _help("Also write TensorBoard events; needs the extra hp-train[tensorboard].")
+    ] = False
+
+
+class LaunchConfig(Struct, frozen=True, kw_only=True):
+    """How processes are started, and how long they may take. All times are in seconds."""
+
+    num_processes: Annotated[
+        CountOrZero, _help("Processes of the run. 0: as many as the mesh has places.")
+    ] = 0
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], _help("auto: GPUs where there are any, else the CPU.")
+    ] = "auto"
+    threads_per_process: Annotated[
+        CountOrZero, _help("Threads per process. 0: the cores shared out, at least 1.")
+    ] = 0
+    init_timeout_seconds: Annotated[
+        Seconds, _help("Seconds for processes to start and find each other.")
+    ] = 60.0
+    step_timeout_seconds: Annotated[
+        Seconds, _help("Seconds for one collective or message between ranks.")
+    ] = 300.0
+    hang_seconds: Annotated[
+        Seconds, _help("Seconds without progress of any rank after which the run is ended.")
+    ] = 120.0
+    stop_grace_seconds: Annotated[
+        Seconds, _help("Seconds for saving after a request to stop, then the ranks are killed.")
+    ] = 30.0
+
+
+class MeshConfig(Struct, frozen=True, kw_only=True):
+    """How many ways each axis is split; pp * dp_replicate is the number of processes."""
+
+    pp: Annotated[Count, _help("Pipeline ranks.")] = 1
+    dp_replicate: Annotated[Count, _help("Data-parallel ranks.")] = 1
+    ep: Annotated[
+        Count, _help("Expert-parallel ranks, taken out of dp_replicate, which it must divide.")
+    ] = 1
+
+
+class PipelineConfig(Struct, frozen=True, kw_only=True):
+    """In which order the stages compute."""
+
+    schedule: Annotated[
+        Literal["gpipe", "1f1b", "interleaved_1f1b"], _help("Order of forwards and backwards.")
+    ] = "interleaved_1f1b"
+    stages_per_rank: Annotated[
+        Count, _help("Stages that each pipeline rank holds; 1 unless interleaved.")
+    ] = 1
+
+
+class ModelConfig(Struct, frozen=True, kw_only=True):
+    """Shape of the decoder."""
+
+    dim: Annotated[Count, _help("Width of the residual stream.")] = 128
+    num_layers: Annotated[Count, _help("Transformer layers.")] = 4
+    num_heads: Annotated[Count, _help("Query heads.")] = 4
+    num_kv_heads: Annotated[Count, _help("Key and value heads, a divisor of num_heads.")] = 2
+    head_dim: Annotated[CountOrZero, _help("Width of a head. 0: dim // num_heads.")] = 0
+    num_dense_layers: Annotated[
+        CountOrZero, _help("First layers that have one feed-forward instead of experts.")
+    ] = 0
+    dense_hidden: Annotated[Count, _help("Hidden width of those feed-forwards.")] = 512
+    expert_hidden: Annotated[Count, _help("Hidden width of an expert.")] = 128
+    num_experts: Annotated[Count, _help("Routed experts per layer.")] = 8
+    top_k: Annotated[Count, _help("Experts that each token goes to.")] = 2
+    num_shared_experts: Annotated[CountOrZero, _help("Experts that every token goes to.")] = 1
+    rope_theta: Annotated[Positive, _help("Base of the rotary position angles.")] = 10000.0
+    norm_eps: Annotated[Positive, _help("Added to the mean square in RMSNorm.")] = 1e-5
+    dropout: Annotated[BelowOne, _help("Share of activations dropped in training.")] = 0.0
+    balance_coefficient: Annotated[
+        NotNegative, _help("Weight of the loss that spreads tokens over experts.")
+    ] = 0.01
+    init_std: Annotated[Positive, _help("Standard deviation of the first weights.")] = 0.02
+    tie_embeddings: Annotated[
+        bool, _help("Share the embedding with the output layer; not yet with mesh.pp > 1.")
+    ] = False
+
+
+class DataConfig(Struct, frozen=True, kw_only=True):
+    """The text to train on."""
+
+    paths: Annotated[
+        tuple[str, ...],
+        _help("Text files, folders or .jsonl files. []: text of Python's standard library."),
+    ] = ()
+    tokenizer: Annotated[str, _help('A tokenizer.json of Hugging Face tokenizers. "": bytes.')] = ""
+    seq_len: Annotated[Count, _help("Tokens per sequence.")] = 128
+    eval_fraction: Annotated[
+        Annotated[float, Meta(gt=0, lt=1)], _help("Share of the text held out for evaluation.")
+    ] = 0.02
+
+
+class TrainConfig(Struct, frozen=True, kw_only=True):
+    """The loop: batches, optimizer, and what is written when."""
+
+    steps: Annotated[Count, _help("Updates of the weights.")] = 150
+    global_batch_size: Annotated[Count, _help("Sequences per update, over all ranks.")] = 32
+    microbatch_size: Annotated[Count, _help("Sequences per forward pass of a stage.")] = 4
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float64"], _help("Type that the model computes in.")
+    ] = "float32"
+    learning_rate: Annotated[NotNegative, _help("Highest learning rate.")] = 3e-3
+    min_learning_rate_ratio: Annotated[
+        Share, _help("Last learning rate as a share of the highest.")
+    ] = 0.1
+    warmup_steps: Annotated[CountOrZero, _help("Steps of linear warm-up.")] = 10
+    weight_decay: Annotated[NotNegative, _help("AdamW's decay of matrices.")] = 0.1
+    beta1: Annotated[BelowOne, _help("AdamW's decay of the mean gradient.")] = 0.9
+    beta2: Annotated[BelowOne, _help("AdamW's decay of the mean square.")] = 0.95
+    adam_eps: Annotated[Positive, _help("AdamW's addition to the root.")] = 1e-8
+    max_grad_norm: Annotated[
+        NotNegative, _help("Gradients are scaled down to this norm. 0: never.")
+    ] = 1.0
+    log_every: Annotated[Count, _help("Steps between printed lines.")] = 10
+    eval_every: Annotated[CountOrZero, _help("Steps between evaluations. 0: none.")] = 50
+    eval_batches: Annotated[Count, _help("Global batches per evaluation.")] = 4
+    save_every: Annotated[CountOrZero, _help("Steps between checkpoints. 0: only at the end.")] = 0
+    keep_checkpoints: Annotated[Count, _help("Checkpoints kept; older ones are removed.")] = 2
+    sample_tokens: Annotated[
+        CountOrZero, _help("Tokens of the continuation printed at the end. 0: none.")
+    ] = 200
+    sample_prompt: Annotated[str, _help("What that continuation starts with.")] = "def "
+
+
+class Config(Struct, frozen=True, kw_only=True):
+    """All settings of a run, by section."""
+
+    run: RunConfig = RunConfig()
+    launch: LaunchConfig = LaunchConfig()
+    mesh: MeshConfig = MeshConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+
+    @property
+    def world_size(self) -> int:
+        """Processes that the mesh has places for."""
+        return self.mesh.pp * self.mesh.dp_replicate
+
+
+def to_dict(config: Config) -> dict[str, dict[str, Any]]:
+    """The settings as plain tables, ready for TOML or JSON."""
+    tables: dict[str, dict[str, Any]] = to_builtins(config)
+    return {
+        section: {k: list(v) if isinstance(v, tuple) else v for k, v in table.items()}
+        for section, table in tables.items()
+    }
