@@ -1,4 +1,26 @@
 """Context parallelism: attention over sequences split across ranks."""
 
-__all__ = ["__version__"]
+from hp_context.api import ContextParallel
+from hp_context.kernels import Attention, masked_attention
+from hp_context.layout import local_positions, shard_sequence, unshard_sequence
+from hp_context.masks import Causal, Documents, Full, Mask, SlidingWindow, mask_tensor
+from hp_context.ulysses import head_to_seq, seq_to_head
+
+__all__ = [
+    "Attention",
+    "Causal",
+    "ContextParallel",
+    "Documents",
+    "Full",
+    "Mask",
+    "SlidingWindow",
+    "__version__",
+    "head_to_seq",
+    "local_positions",
+    "mask_tensor",
+    "masked_attention",
+    "seq_to_head",
+    "shard_sequence",
+    "unshard_sequence",
+]
 __version__ = "0.1.0"

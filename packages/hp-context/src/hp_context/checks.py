@@ -1,0 +1,123 @@
+"""What is wrong with q, k, v before anything is exchanged: on one rank, and between ranks.
+
+Shape symbols: N ranks, s local sequence, H query heads, G key/value heads, D head size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hp_context.heads import legal_degrees
+from hp_platform import PeerError
+
+
+@dataclass(frozen=True, slots=True)
+class Dims:
+    """Where the sequence and the heads are: (1, 2) in [B, s, H, D], (2, 1) in [B, H, s, D]."""
+
+    seq: int
+    head: int
+
+    def __post_init__(self) -> None:
+        if self.seq < 0 or self.head < 0:
+            raise ValueError(f"seq_dim ({self.seq}) and head_dim ({self.head}) must be >= 0")
+        if self.seq == self.head:
+            raise ValueError(f"seq_dim ({self.seq}) must differ from head_dim ({self.head})")
+
+
+def check_local(q: Tensor, k: Tensor, v: Tensor, *, dims: Dims, num_ranks: int) -> None:
+    """Raise `ValueError` if q, k, v of this rank cannot be exchanged over `num_ranks` ranks."""
+    named = {"q": q, "k": k, "v": v}
+    for name, x in named.items():
+        if hasattr(x, "placements"):
+            raise ValueError(f"{name} (DTensor) must be a plain tensor: pass {name}.to_local()")
+        if x.ndim != q.ndim or x.ndim <= max(dims.seq, dims.head) + 1:
+            raise ValueError(
+                f"{_shapes(named)}: dims must agree and end with the head size, after "
+                f"seq_dim ({dims.seq}) and head_dim ({dims.head})"
+            )
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"{name} ({x.dtype} on {x.device}) must match q ({q.dtype} on {q.device})"
+            )
+        if _without(x, dims.head) != _without(q, dims.head):
+            raise ValueError(
+                f"{_shapes(named)}: all dims but head_dim ({dims.head}) and the last must agree; "
+                f"is the layout seq_dim={dims.head}, head_dim={dims.seq}?"
+            )
+    _check_heads(q.size(dims.head), k.size(dims.head), v.size(dims.head), num_ranks)
+    if k.size(-1) != q.size(-1):
+        raise ValueError(f"head size of k ({k.size(-1)}) must equal that of q ({q.size(-1)})")
+
+
+def _check_heads(num_heads: int, num_kv_heads: int, num_v_heads: int, num_ranks: int) -> None:
+    if num_kv_heads != num_v_heads:
+        raise ValueError(f"heads of k ({num_kv_heads}) must equal heads of v ({num_v_heads})")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"heads of k ({num_kv_heads}) must divide heads of q ({num_heads})")
+    if num_heads % num_ranks:
+        raise ValueError(
+            f"ulysses_degree ({num_ranks}) must divide heads of q ({num_heads}); legal degrees: "
+            f"{legal_degrees(num_heads)}"
+        )
+
+
+def check_between_ranks(
+    error: ValueError | None, q: Tensor, *, dims: Dims, group: ProcessGroup
+) -> None:
+    """Compare q over the ranks of `group`; every rank calls, and all of them raise or none.
+
+    Costs one all-gather of a few numbers and a synchronisation with the device.
+
+    Args:
+        error: What `check_local` raised on this rank.
+        q: [s, H, D] and more dims, as `dims` says.
+        dims: Where the sequence is.
+        group: The ranks that share the sequence.
+
+    Raises:
+        ValueError: `error`; or ranks hold different numbers of positions; or all of them hold
+            the same ones, that is a full sequence instead of a part.
+        PeerError: Another rank has an error.
+    """
+    mine = _summary(error, q, dims)
+    gathered = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(gathered, mine, group=group)
+    rows = torch.stack(gathered).tolist()
+    if error is not None:
+        raise error
+    for rank, (failed, *_) in enumerate(rows):
+        if failed:
+            raise PeerError(f"rank {rank} of the context group cannot use its q, k, v", rank=rank)
+    lengths = [int(row[1]) for row in rows]
+    if len(set(lengths)) > 1:
+        raise ValueError(f"local sequence lengths ({lengths}) must be equal on all ranks")
+    varies, content = all(row[2] for row in rows), {row[3] for row in rows}
+    if varies and len(content) == 1 and group.size() > 1:
+        raise ValueError(
+            f"q ({tuple(q.shape)}) must be this rank's part of the sequence, but all "
+            f"{group.size()} ranks passed the same values: split them with shard_sequence"
+        )
+
+
+def _summary(error: ValueError | None, q: Tensor, dims: Dims) -> Tensor:
+    """Return float64 [4]: failed, s, whether values vary along s, their sum."""
+    if error is not None:
+        return torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64, device=q.device)
+    values = q.detach()
+    # Equal positions, such as padding, say nothing about how a sequence was split.
+    varies = (values != values.narrow(dims.seq, 0, 1)).any()
+    failed, length = torch.zeros_like(varies), torch.full_like(varies, True) * q.size(dims.seq)
+    parts = [failed, length, varies, values.sum(dtype=torch.float64)]
+    return torch.stack([part.to(torch.float64) for part in parts])
+
+
+def _without(x: Tensor, dim: int) -> tuple[int, ...]:
+    return tuple(size for i, size in enumerate(x.shape[:-1]) if i != dim)
+
+
+def _shapes(named: dict[str, Tensor]) -> str:
+    return ", ".join(f"{name} ({tuple(x.shape)})" for name, x in named.items())

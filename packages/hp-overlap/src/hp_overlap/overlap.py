@@ -1,0 +1,118 @@
+"""Run one chunk's forward and another's backward at once, each hiding the other's transfers."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, cast
+
+from torch import Tensor
+
+from hp_overlap.coordinator import Hook, HookCoordinator, TraceEntry
+from hp_overlap.hooks import hook_tensor, require_unwaited
+from hp_overlap.pair import run_pair
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class CommComputeOverlap:
+    """Hides the expert all-to-alls of a forward and a backward behind each other's compute.
+
+    The functions given to `wrap_dispatch` and `wrap_combine` launch a collective and return its
+    result *unwaited* (`hp_platform.all_to_all_lazy`); permutations of the result belong after
+    the wrapped call. [Note: Baton] in `hp_overlap.coordinator` states the protocol.
+
+    Args:
+        coordinator: Where the two parties meet; its own one when None.
+        strict: While a pair runs, raise where a wrapped function returned a result that was
+            waited for already, or its backward a gradient that was: nothing would be hidden.
+
+    Example:
+        >>> overlap = CommComputeOverlap()
+        >>> dispatch = overlap.wrap_dispatch(lambda x: x)
+        >>> combine = overlap.wrap_combine(lambda x: x)
+        >>> overlap.run(lambda: None, lambda: None)
+    """
+
+    def __init__(self, coordinator: HookCoordinator | None = None, *, strict: bool = False) -> None:
+        self._coordinator = coordinator if coordinator is not None else HookCoordinator()
+        self._strict = strict
+
+    @property
+    def coordinator(self) -> HookCoordinator:
+        """Where the two parties meet."""
+        return self._coordinator
+
+    @property
+    def trace(self) -> list[TraceEntry]:
+        """The hooks of the current or last pair as (party, hook, section), in launch order."""
+        return self._coordinator.trace
+
+    def wrap_dispatch(self, fn: Callable[P, R]) -> Callable[P, R]:
+        """Put hooks A and B around `fn`.
+
+        Args:
+            fn: Launches the dispatch of its first positional argument, a tensor, and returns a
+                tensor or a tuple that begins with one, unwaited.
+
+        Returns:
+            A callable with the same signature.
+        """
+        return self._wrap(fn, "A", "B")
+
+    def wrap_combine(self, fn: Callable[P, R], is_last_layer: bool = False) -> Callable[P, R]:
+        """Put hooks C and D around `fn`.
+
+        Args:
+            fn: Launches the combine of its first positional argument; see `wrap_dispatch`.
+            is_last_layer: Has no effect. The baton needs no mark on the last layer, and its
+                hook D hands the turn over like any other, so that what follows the last
+                combine is hidden as well.
+        """
+        del is_last_layer
+        return self._wrap(fn, "C", "D")
+
+    def run(self, fwd_fn: Callable[[], object], bwd_fn: Callable[[], object]) -> None:
+        """Run both callables to their ends, `fwd_fn` in this thread, `bwd_fn` in a helper.
+
+        Receive what both need before, and send what they made after: neither may wait for
+        another rank on anything but the wrapped collectives. The helper runs with this
+        thread's device, stream, autocast, grad mode and context variables.
+
+        Raises:
+            BaseException: What either side raised first, with the other side's end as a note.
+                The other side was stopped at its next hook, and no thread is left, except
+                where a side never came back within the coordinator's time-out: the note and
+                the log then name its place.
+            RuntimeError: The coordinator is in use.
+        """
+        run_pair(self._coordinator, fwd_fn, bwd_fn)
+
+    def _wrap(self, fn: Callable[P, R], before: Hook, after: Hook) -> Callable[P, R]:
+        coordinator, name = self._coordinator, getattr(fn, "__qualname__", repr(fn))
+
+        def check_gradient(gradient: Tensor) -> None:
+            require_unwaited(gradient, f"gradient of {name}", "backward", coordinator)
+
+        @wraps(fn)
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not args or not isinstance(args[0], Tensor):
+                raise TypeError(f"first positional argument of {name} must be a tensor")
+            x = hook_tensor(args[0], before, coordinator)
+            if self._strict and x.requires_grad:
+                x.register_hook(check_gradient)
+            result = cast("Callable[..., Any]", fn)(x, *args[1:], **kwargs)
+            first = result[0] if isinstance(result, tuple) else result
+            if not isinstance(first, Tensor):
+                raise TypeError(
+                    f"result of {name} must be a tensor or a tuple that begins with one"
+                )
+            if self._strict:
+                require_unwaited(first, f"result of {name}", "forward", coordinator)
+            hooked = hook_tensor(first, after, coordinator)
+            if not isinstance(result, tuple):
+                return cast("R", hooked)
+            rest = (hooked, *result[1:])
+            make = getattr(type(result), "_make", type(result))
+            return cast("R", make(rest))
+
+        return wrapped

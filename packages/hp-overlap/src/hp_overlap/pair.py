@@ -1,0 +1,116 @@
+"""Two parties on two threads: start, end, failure, time-out, signal."""
+
+import contextvars
+import logging
+import threading
+import traceback
+from collections.abc import Callable
+
+import torch
+
+from hp_overlap.coordinator import OTHER, HookCoordinator, OverlapTimeoutError, Party
+from hp_platform import ThreadContext
+
+_logger = logging.getLogger("hp_overlap")
+
+# A party that was silent for a whole time-out gets this long to end, not another time-out.
+_LAST_SECONDS = 1.0
+
+
+def run_pair(
+    coordinator: HookCoordinator, fwd_fn: Callable[[], object], bwd_fn: Callable[[], object]
+) -> None:
+    """Run `fwd_fn` in this thread and `bwd_fn` in a helper; see `CommComputeOverlap.run`."""
+    coordinator.enable()
+    helper = _Helper(coordinator, bwd_fn)
+    try:
+        helper.start()
+        _run_party(coordinator, "forward", fwd_fn)
+        if not coordinator.errors:
+            helper.await_progress()
+    except BaseException as error:  # noqa: BLE001 - no thread to be had, a time-out, a signal
+        coordinator.leave("forward", error)
+    if helper.settle():
+        coordinator.disable()
+    errors, coordinator.errors = coordinator.errors, {}  # their tracebacks hold tensors
+    _raise_root(errors)
+
+
+class _Helper:
+    """The thread of the backward party."""
+
+    def __init__(self, coordinator: HookCoordinator, bwd_fn: Callable[[], object]) -> None:
+        self._coordinator, self._bwd_fn = coordinator, bwd_fn
+        self._context = ThreadContext.capture()
+        # Not `join`: interrupted by a signal, it marks a running thread as ended (bpo-45274).
+        self._ended = threading.Event()
+        variables = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=variables.run, args=(self._run,), name="hp-overlap-backward", daemon=True
+        )
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def await_progress(self) -> None:
+        """Wait for the end while the party, alone by now, keeps passing hooks."""
+        coordinator, passed = self._coordinator, -1
+        while not self._ended.is_set():
+            if len(coordinator.trace) == passed:
+                raise OverlapTimeoutError(
+                    f"forward party at its end: backward party still in "
+                    f"{coordinator.places['backward']} after timeout ({coordinator.timeout:g} s)"
+                )
+            passed = len(coordinator.trace)
+            self._ended.wait(coordinator.timeout)
+
+    def settle(self) -> bool:
+        """Wait for the end; False if the party is stuck and its thread has to be left behind."""
+        if self._thread.ident is None:
+            return True
+        errors = self._coordinator.errors
+        silent = any(isinstance(error, OverlapTimeoutError) for error in errors.values())
+        if self._ended.wait(_LAST_SECONDS if silent else self._coordinator.timeout):
+            self._thread.join()
+            return True
+        place = self._coordinator.places["backward"]
+        note = f"backward party did not stop in time, its thread is left in {place}"
+        _logger.error("%s", note)
+        for error in errors.values():
+            error.add_note(note)
+        return False
+
+    def _run(self) -> None:
+        try:
+            _run_party(self._coordinator, "backward", self._run_in_context)
+        finally:
+            self._ended.set()
+
+    def _run_in_context(self) -> None:
+        # Backward then runs here on every device, not in the thread that autograd keeps for it:
+        # the hooks know their party by its thread, and the forward party may call autograd too.
+        with self._context.apply(), torch.autograd.set_multithreading_enabled(False):
+            self._bwd_fn()
+
+
+def _run_party(coordinator: HookCoordinator, party: Party, fn: Callable[[], object]) -> None:
+    caught: BaseException | None = None
+    try:
+        coordinator.start(party)
+        fn()
+    except BaseException as error:  # noqa: BLE001 - run_pair raises it
+        caught = error
+    coordinator.leave(party, caught)
+    if isinstance(caught, OverlapTimeoutError):
+        # The other side may never come back to let `run_pair` raise: say it now.
+        _logger.error("%s", caught)
+
+
+def _raise_root(errors: dict[Party, BaseException]) -> None:
+    """Raise the first of `errors` with the other one as a note; return if there is none."""
+    for party, root in errors.items():
+        other = errors.get(OTHER[party])
+        if other is not None:
+            said = "".join(traceback.format_exception_only(other)).strip()
+            root.add_note(f"{OTHER[party]} party of the overlapped pair ended with: {said}")
+        raise root

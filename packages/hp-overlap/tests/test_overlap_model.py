@@ -1,0 +1,219 @@
+"""Every interleaving of two chunks on the shipped state machine, and its launch order."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise, product
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import pytest
+
+from hp_overlap import coordinator
+from hp_overlap.coordinator import OTHER, SECTIONS, Baton, Hook, Party
+
+T = TypeVar("T")
+PARTIES: tuple[Party, Party] = ("forward", "backward")
+
+
+class Step(NamedTuple):
+    """Launch `launch`, or reach `hook` of `direction`, or raise."""
+
+    launch: str = ""
+    hook: Hook | None = None
+    direction: Party = "forward"
+    fails: bool = False
+
+
+class State(NamedTuple):
+    """Where both parties are: next step, blocked in a hook or at the start, ended; and the log."""
+
+    at: tuple[int, int]
+    waiting: tuple[bool, bool]
+    baton: Baton
+    log: tuple[str, ...] = ()
+
+
+class Outcome(NamedTuple):
+    logs: set[tuple[str, ...]]
+    deadlocks: list[State]
+
+
+def forward_layer(tag: str, layer: int, *, dense: bool) -> list[Step]:
+    steps = [Step(f"{tag}attention{layer}")]
+    for hook, launch in (("A", "dispatch"), ("B", "experts"), ("C", "combine"), ("D", "")):
+        if not dense:
+            name: Hook = hook  # type: ignore[assignment]
+            steps += [Step(hook=name), *([Step(f"{tag}{launch}{layer}")] if launch else [])]
+    return steps
+
+
+def forward_chunk(layers: int, dense: frozenset[int] = frozenset()) -> list[Step]:
+    return [s for i in range(layers) for s in forward_layer("F.", i, dense=i in dense)]
+
+
+def backward_chunk(
+    layers: int, dense: frozenset[int] = frozenset(), *, recompute: bool = False
+) -> list[Step]:
+    steps = [Step("B.head")]
+    for i in reversed(range(layers)):
+        if recompute:
+            steps += forward_layer("B.again.", i, dense=i in dense)
+        if i not in dense:
+            for hook, section in SECTIONS["backward"].items():
+                steps += [Step(hook=hook, direction="backward")]
+                steps += [Step(f"B.{section}{i}")] if section != "attention" else []
+        steps.append(Step(f"B.attention{i}"))
+    return steps
+
+
+def put(pair: tuple[T, T], i: int, value: T) -> tuple[T, T]:
+    return (value, pair[1]) if i == 0 else (pair[0], value)
+
+
+def successors(
+    state: State, programs: tuple[list[Step], list[Step]], interrupted: Party | None
+) -> Iterator[State]:
+    """All states one atomic action of either thread away, or one signal in a waiting thread."""
+    for i, party in enumerate(PARTIES):
+        program, position, baton = programs[i], state.at[i], state.baton
+        if position > len(program):
+            continue
+        moved = state._replace(waiting=put(state.waiting, i, False))
+        on = moved._replace(at=put(state.at, i, position + 1))
+        failed = moved._replace(
+            at=put(state.at, i, len(program) + 1),
+            baton=baton.left(party, failed=True),
+            log=(*state.log, f"{party}!"),
+        )
+        if state.waiting[i]:
+            if party == interrupted or baton.stops(party):
+                yield failed
+            if baton.ready(party) and not baton.stops(party):
+                yield moved
+            continue
+        assert baton.holder == party or baton.stops(party), "both parties run"
+        if position == len(program):
+            yield on._replace(baton=baton.left(party, failed=False))
+            continue
+        step = program[position]
+        if step.fails:
+            yield failed
+        elif step.hook is None:
+            yield on._replace(log=(*state.log, step.launch))
+        else:
+            reached = baton.at_hook(party, step.direction, step.hook)
+            yield on._replace(waiting=put(state.waiting, i, True), baton=reached)
+
+
+def explore(forward: list[Step], backward: list[Step], interrupted: Party | None = None) -> Outcome:
+    """Walk through every interleaving; the two threads start in any order."""
+    programs = (forward, backward)
+    start = State((0, 0), (True, True), Baton())
+    seen, stack, outcome = {start}, [start], Outcome(set(), [])
+    while stack:
+        state = stack.pop()
+        following = list(successors(state, programs, interrupted))
+        if not following:
+            if all(n > len(p) for n, p in zip(state.at, programs, strict=True)):
+                outcome.logs.add(state.log)
+            else:
+                outcome.deadlocks.append(state)
+        fresh = [s for s in following if s not in seen]
+        seen.update(fresh)
+        stack += fresh
+    return outcome
+
+
+def collectives(log: tuple[str, ...]) -> list[str]:
+    return [name for name in log if "dispatch" in name or "combine" in name]
+
+
+def masks(layers: int) -> list[frozenset[int]]:
+    return [frozenset(i for i in range(layers) if bits >> i & 1) for bits in range(1 << layers)]
+
+
+@pytest.mark.parametrize(("forward", "backward"), list(product(range(5), range(5))))
+def test_every_pair_of_chunks_has_one_launch_order_and_no_deadlock(
+    forward: int, backward: int
+) -> None:
+    for dense_f, dense_b, recompute in product(masks(forward), masks(backward), (False, True)):
+        chunks = (
+            forward_chunk(forward, dense_f),
+            backward_chunk(backward, dense_b, recompute=recompute),
+        )
+        outcome = explore(*chunks)
+        assert not outcome.deadlocks, (dense_f, dense_b, recompute)
+        assert len(outcome.logs) == 1, (dense_f, dense_b, recompute)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 4, 5])
+def test_collectives_alternate_in_the_documented_order(layers: int) -> None:
+    (log,) = explore(forward_chunk(layers), backward_chunk(layers)).logs
+    expected = []
+    for i in range(layers):
+        j = layers - 1 - i
+        expected += [f"B.combine{j}", f"F.dispatch{i}", f"B.dispatch{j}", f"F.combine{i}"]
+    assert collectives(log) == expected
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_what_follows_a_collective_is_the_other_party_s_compute(layers: int) -> None:
+    (log,) = explore(forward_chunk(layers), backward_chunk(layers)).logs
+    for launched, following in pairwise(log):
+        if collectives((launched,)):
+            assert launched[0] != following[0]
+            assert not collectives((following,))
+
+
+def test_a_recomputed_layer_is_one_uninterrupted_run_of_launches() -> None:
+    (log,) = explore(forward_chunk(3), backward_chunk(3, recompute=True)).logs
+    again = ["attention", "dispatch", "experts", "combine"]
+    for layer in range(3):
+        first = log.index(f"B.again.attention{layer}")
+        assert list(log[first : first + 4]) == [f"B.again.{name}{layer}" for name in again]
+
+
+@pytest.mark.parametrize("failing", PARTIES)
+def test_a_failure_anywhere_ends_both_parties_within_one_section(failing: Party) -> None:
+    chunks = {"forward": forward_chunk(2), "backward": backward_chunk(2, recompute=True)}
+    for position in range(len(chunks[failing]) + 1):
+        broken = dict(chunks)
+        broken[failing] = [*chunks[failing][:position], Step(fails=True)]
+        outcome = explore(broken["forward"], broken["backward"])
+        assert not outcome.deadlocks
+        (log,) = outcome.logs
+        # The other one waits in a hook when it happens, or has ended: it launches nothing more.
+        survivors = [name for name in log[log.index(f"{failing}!") :] if not name.endswith("!")]
+        assert survivors == []
+        assert set(log) >= {f"{failing}!"}
+
+
+@pytest.mark.parametrize("interrupted", PARTIES)
+def test_a_signal_in_a_waiting_party_lets_the_other_finish_its_section_only(
+    interrupted: Party,
+) -> None:
+    outcome = explore(forward_chunk(2), backward_chunk(2), interrupted)
+    assert not outcome.deadlocks
+    for log in outcome.logs:
+        if f"{interrupted}!" in log:
+            after = log[log.index(f"{interrupted}!") + 1 :]
+            assert sum(not name.endswith("!") for name in after) <= 1
+
+
+def test_the_coordinator_needs_no_torch() -> None:
+    path = Path(coordinator.__file__)
+    code = (
+        "import importlib.util, sys\n"
+        f"spec = importlib.util.spec_from_file_location('coordinator', {str(path)!r})\n"
+        "module = importlib.util.module_from_spec(spec)\n"
+        "sys.modules['coordinator'] = module\n"
+        "spec.loader.exec_module(module)\n"
+        "assert module.HookCoordinator().is_enabled() is False\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_two_parties_are_each_other_s_other() -> None:
+    assert all(OTHER[OTHER[party]] == party for party in PARTIES)
