@@ -1,7 +1,8 @@
 """Print the public names of every package from its source, or compare them with packages/*/api.txt.
 
-A module is public when it defines a non-empty ``__all__``; nothing is imported, so torch is not
-needed. A change of a name, a parameter, a default or an annotation shows up as a line of the diff.
+A module is public when its ``__all__`` names something that no package above it exports. Nothing is
+imported, so torch is not needed. A change of a name, a parameter, a default or an annotation shows
+up as a line of the diff. Every public module must also be in docs/PACKAGE/api.md.
 
     python tools/public_api.py            # exit status 1 and a diff when a snapshot is out of date
     python tools/public_api.py --write    # rewrite the snapshots
@@ -13,6 +14,7 @@ import argparse
 import difflib
 import sys
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TypeAlias
 
@@ -69,7 +71,10 @@ def describe(name: str, item: Member, *, depth: int = 0) -> Iterator[str]:
     except griffe.AliasResolutionError as error:
         yield f"{indent}{name} from {error.alias.target_path}"  # of another distribution
         return
-    if isinstance(target, griffe.Function):
+    if isinstance(target, griffe.Module) and name in target.members:
+        # A function with the name of the module it is defined in: the import hides the module.
+        yield from describe(name, target.members[name], depth=depth)
+    elif isinstance(target, griffe.Function):
         kinds = sorted(target.labels & {"async", "classmethod", "staticmethod"})
         prefix = indent + "".join(f"{kind} " for kind in kinds)
         bound = depth > 0 and "staticmethod" not in kinds
@@ -111,21 +116,40 @@ def format_value(attribute: griffe.Attribute) -> str:
     return f" = {attribute.value}"
 
 
-def describe_module(module: griffe.Module) -> Iterator[str]:
-    """Yield the public names of a module and of its public submodules, sorted."""
-    if module.exports:
-        yield f"# {module.path}"
-        for export in sorted(str(getattr(name, "name", name)) for name in module.exports):
-            yield from describe(export, module.members[export])
-        yield ""
+def exported_names(module: griffe.Module) -> set[str]:
+    """Return the names of a module's ``__all__``."""
+    return {str(getattr(name, "name", name)) for name in module.exports or []}
+
+
+def public_modules(
+    module: griffe.Module, above: AbstractSet[str] = frozenset()
+) -> Iterator[griffe.Module]:
+    """Yield the modules that export a name which no package above them exports."""
+    names = exported_names(module)
+    if not names <= above:
+        yield module
     for _, submodule in sorted(module.modules.items()):
         if isinstance(submodule, griffe.Module):
-            yield from describe_module(submodule)
+            yield from public_modules(submodule, above | names)
 
 
-def snapshot(module: griffe.Module) -> str:
+def snapshot(package: griffe.Module) -> str:
     """Return the whole text of a package's api.txt."""
-    return "\n".join(describe_module(module)).rstrip() + "\n"
+    parts = []
+    for module in public_modules(package):
+        names = sorted(exported_names(module))
+        described = (line for name in names for line in describe(name, module.members[name]))
+        parts.append("\n".join([f"# {module.path}", *described, ""]))
+    return "\n".join(parts)
+
+
+def undocumented_modules(package: griffe.Module) -> Iterator[str]:
+    """Yield the public modules that the package's API page leaves out."""
+    page = ROOT / "docs" / package.path.replace("_", "-") / "api.md"
+    documented = page.read_text().split() if page.exists() else []
+    for module in public_modules(package):
+        if module.path not in documented:
+            yield f"{page.relative_to(ROOT)} has no automodule of {module.path}"
 
 
 def main() -> int:
@@ -134,7 +158,11 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="rewrite packages/*/api.txt")
     write = parser.parse_args().write
     stale = 0
-    for directory, module in load_modules().items():
+    packages = load_modules()
+    faults = [fault for package in packages.values() for fault in undocumented_modules(package)]
+    for fault in faults:
+        print(fault)
+    for directory, module in packages.items():
         path = directory / "api.txt"
         old = path.read_text() if path.exists() else ""
         new = snapshot(module)
@@ -152,7 +180,7 @@ def main() -> int:
         print("\nThe public interface changed. If that is meant, run nox -s api -- --write")
         print("and add a line to the CHANGELOG.md of the package.")
         return 1
-    return 0
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

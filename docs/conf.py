@@ -1,0 +1,60 @@
+"""Sphinx configuration: MyST pages, furo, and API pages from docstrings."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+project = "hp packages"
+author = "the contributors"
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = project
+html_show_copyright = False
+html_copy_source = False
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+# "Returns:" sections are prose: what stands before a colon in them is no type.
+napoleon_use_rtype = False
+
+nitpicky = True
+# What is documented elsewhere: torch and the libraries beside it, the standard library, and the
+# type variables of our own signatures.
+_ELSEWHERE = ["torch", "numpy", "tokenizers", "safetensors", *sorted(sys.stdlib_module_names)]
+nitpick_ignore_regex = [
+    ("py:.*", rf"({'|'.join(_ELSEWHERE)})(\..*)?"),
+    ("py:.*", r"(.*\.)?[A-Z](_co)?"),
+]
+
+
+def resolve_private_module(app: Any, env: Any, node: Any, contnode: Any) -> Any:
+    """Link ``hp_x.module.Name``, as annotations spell it, to ``hp_x.Name``, where it is documented.
+
+    Modules are private; their public names are documented in the package that exports them.
+    """
+    target = str(node.get("reftarget", ""))
+    if node.get("refdomain") != "py" or not target.startswith("hp_"):
+        return None
+    domain = env.domains.python_domain
+    parts = target.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        public = ".".join([*parts[:end], parts[-1]])
+        if public in domain.objects:
+            return domain.resolve_xref(
+                env, node["refdoc"], app.builder, node.get("reftype", "obj"), public, node, contnode
+            )
+    return None
+
+
+def setup(app: Any) -> None:
+    """Register the resolver."""
+    app.connect("missing-reference", resolve_private_module)

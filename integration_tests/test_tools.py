@@ -1,0 +1,113 @@
+"""The scripts behind the sessions find what they are there to find."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+from check_distributions import check_wheel
+from lowest_siblings import lowest
+from packaging.requirements import Requirement
+from packaging.version import Version
+from private_torch_symbols import compare, exists, scan
+from readme_example import first_python_block, run_example
+
+METADATA = """\
+Metadata-Version: 2.4
+Name: hp-a
+Version: 0.1.0
+Requires-Dist: hp-b<0.2,>=0.1
+
+A description.
+"""
+
+
+def symbols_of(directory: Path, source: str) -> set[str]:
+    file = directory / "module.py"
+    file.write_text(source)
+    return set(scan([file]))
+
+
+@pytest.mark.parametrize(
+    ("source", "symbol"),
+    [
+        ("import torch\ntorch._C._name()", "torch._C._name"),
+        ("import torch.distributed as d\nd._x.y.z", "torch.distributed._x.y"),
+        ("from torch.distributed import _functional_collectives as f\nf.wait", ""),
+        ("from torch.distributed.a import _name", "torch.distributed.a._name"),
+        ("import torch\ngetattr(torch._C, '_late', None)", "torch._C._late"),
+        ("import torch\ndef f(x): return x._version", "?._version"),
+    ],
+)
+def test_scan_finds_private_symbols_however_they_are_reached(
+    tmp_path: Path, source: str, symbol: str
+) -> None:
+    wanted = symbol or "torch.distributed._functional_collectives.wait"
+    assert symbols_of(tmp_path, source) == {wanted}
+
+
+def test_scan_passes_over_public_symbols_and_our_own_private_names(tmp_path: Path) -> None:
+    source = """
+import torch
+class A:
+    _slots: int
+    def __init__(self) -> None:
+        self._own = torch.zeros(1).__len__()
+def f(a: A, b: tuple[int]) -> object:
+    return a._own, a._slots, b._replace(x=torch.distributed.get_rank())
+"""
+    assert symbols_of(tmp_path, source) == set()
+
+
+def test_comparison_reports_symbols_unlisted_and_symbols_unused() -> None:
+    used = {"torch._a": {"x.py"}, "?._b": {"y.py"}, "torch._c": {"z.py"}}
+    assert list(compare(used, ["torch._a", "torch.Tensor._b", "torch._gone"])) == [
+        "not listed: torch._c in z.py",
+        "listed but not used: torch._gone",
+    ]
+
+
+def test_symbols_are_looked_up_in_what_is_installed() -> None:
+    assert exists("torch.distributed.distributed_c10d._get_default_group")
+    assert not exists("torch.distributed.distributed_c10d._no_such_name")
+    assert not exists("torch._no_such_module.name")
+
+
+@pytest.mark.parametrize(
+    ("specifier", "expected"), [(">=0.1,<0.2", "0.1.0"), (">=0.1.2,<0.2", "0.1.3"), ("", "0.1.0")]
+)
+def test_lowest_sibling_is_the_first_that_the_range_allows(specifier: str, expected: str) -> None:
+    candidates = [Version(v) for v in ("0.2.0", "0.1.3", "0.1.0")]
+    assert lowest(Requirement(f"hp-b{specifier}"), candidates) == Version(expected)
+
+
+def test_lowest_sibling_fails_when_a_version_left_its_dependents_behind() -> None:
+    with pytest.raises(ValueError, match=r"hp-b.* must allow one of the versions .*0\.2\.0"):
+        lowest(Requirement("hp-b>=0.1,<0.2"), [Version("0.2.0")])
+
+
+def test_wheel_check_names_every_fault(tmp_path: Path) -> None:
+    wheel = tmp_path / "hp_a-0.1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("hp_a/__init__.py", "")
+        archive.writestr("tests/test_a.py", "")
+        archive.writestr("hp_a-0.1.0.dist-info/METADATA", METADATA)
+    faults = list(check_wheel(wheel, {"hp-b": "0.2.0"}))
+    expected = ["py.typed", "LICENSE", "['tests']", "holds tests", "hp-b here is 0.2.0"]
+    assert len(faults) == len(expected)
+    assert all(part in fault for part, fault in zip(expected, faults, strict=True))
+
+
+def test_example_is_the_first_python_block_and_runs_by_itself(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("```sh\nfalse\n```\n```python\nprint(6 * 7)\n```\n```python\n1 / 0\n```\n")
+    assert first_python_block(readme.read_text()) == "print(6 * 7)\n"
+    assert run_example(readme) == "42\n"
+
+
+def test_failing_example_is_reported_with_what_it_printed(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("```python\nprint('before')\n1 / 0\n```\n")
+    with pytest.raises(RuntimeError, match=r"(?s)status 1.*before.*ZeroDivisionError"):
+        run_example(readme)
