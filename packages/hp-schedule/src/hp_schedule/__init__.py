@@ -1,4 +1,55 @@
 """Pipeline schedules as data: generate, prove, simulate, draw and run (planning needs no torch)."""
 
-__all__ = ["__version__"]
+from hp_schedule.costs import Costs
+from hp_schedule.errors import DeadlockError, ScheduleError
+from hp_schedule.executor import Driver, Executor, run_together
+from hp_schedule.generators import forward_only, gpipe, interleaved_1f1b, one_f_one_b
+from hp_schedule.ir import MetaStep, MetaStepType
+from hp_schedule.notation import from_csv, from_json, load, to_csv, to_json
+from hp_schedule.passes import add_send_recv, drop_communication
+from hp_schedule.placement import generate_rank_to_stage_mapping, generate_stage_to_rank_mapping
+from hp_schedule.render import chrome_trace, step_grid, timeline_svg, timetable
+from hp_schedule.schedule import Row, Schedule
+from hp_schedule.simulation import Simulation, simulate
+from hp_schedule.timeline import Span, Timeline
+from hp_schedule.validation import Finding, FindingKind, ValidationReport, validate
+
+__all__ = [
+    "Costs",
+    "DeadlockError",
+    "Driver",
+    "Executor",
+    "Finding",
+    "FindingKind",
+    "MetaStep",
+    "MetaStepType",
+    "Row",
+    "Schedule",
+    "ScheduleError",
+    "Simulation",
+    "Span",
+    "Timeline",
+    "ValidationReport",
+    "__version__",
+    "add_send_recv",
+    "chrome_trace",
+    "drop_communication",
+    "forward_only",
+    "from_csv",
+    "from_json",
+    "generate_rank_to_stage_mapping",
+    "generate_stage_to_rank_mapping",
+    "gpipe",
+    "interleaved_1f1b",
+    "load",
+    "one_f_one_b",
+    "run_together",
+    "simulate",
+    "step_grid",
+    "timeline_svg",
+    "timetable",
+    "to_csv",
+    "to_json",
+    "validate",
+]
 __version__ = "0.1.0"

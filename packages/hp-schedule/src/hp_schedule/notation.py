@@ -1,0 +1,202 @@
+"""Schedules as text: the CSV of ``torch.distributed.pipelining`` and the JSON of this package.
+
+CSV has one line per rank and one step per field, an empty field for an empty cell. It does not
+say where stages live or how many microbatches there are; both follow from the steps.
+
+JSON, version 1::
+
+    {"version": 1, "num_ranks": 2, "num_microbatches": 1, "stage_to_rank": [0, 1],
+     "chains": [[0, 1]],
+     "ranks": [[["F", 0, 0], ["SEND_F", 0, 0], null], ...]}
+
+"chains" may be left out when all stages form one chain in order. A step is its type in the step
+notation (`hp_schedule.ir`), then stage, then microbatch; ["UNSHARD", 0] and the other FSDP steps
+have no microbatch. ["OVERLAP", step, step] is a forward and a backward in the order given. null is
+an empty cell. RECV_F is the input of the stage it names, SEND_B the gradient of that input.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hp_schedule.ir import MetaStep, MetaStepType
+from hp_schedule.schedule import Schedule
+
+_VERSION = 1
+_REQUIRED = ("version", "num_ranks", "num_microbatches", "stage_to_rank", "ranks")
+
+
+def to_csv(schedule: Schedule) -> str:
+    """Return a schedule as torch's CSV, one line per rank."""
+    lines = (",".join("" if s is None else str(s) for s in row) for row in schedule.steps)
+    return "".join(line + "\n" for line in lines)
+
+
+def from_csv(text: str) -> Schedule:
+    """Read torch's CSV, with or without communication steps.
+
+    Raises:
+        ValueError: If a field is no step, a stage stands on two ranks or on none, or there is no
+            step; the message begins with the rank and the cell.
+    """
+    rows: list[list[MetaStep | None]] = []
+    place: dict[int, int] = {}
+    num_microbatches = 0
+    for rank, line in enumerate(text.splitlines()):
+        rows.append([])
+        for position, field in enumerate(line.split(",") if line.strip() else ()):
+            step = _parse_field(field, rank, position)
+            rows[-1].append(step)
+            for leaf in step.leaves() if step else ():
+                stage, microbatch = leaf.stage_index or 0, leaf.microbatch_index or 0
+                if place.setdefault(stage, rank) != rank:
+                    raise ValueError(
+                        f"rank {rank}, cell {position}: stage ({stage}) of {step} must be on one "
+                        f"rank, it is on rank {place[stage]} too"
+                    )
+                num_microbatches = max(num_microbatches, 1 + microbatch)
+    if not place:
+        raise ValueError("schedule (0 steps) must have at least 1")
+    missing = set(range(max(place) + 1)) - set(place)
+    if missing:
+        raise ValueError(f"stage ({min(missing)}) must be on a rank, no step names it")
+    return Schedule.from_steps(
+        rows,
+        stage_to_rank=[place[stage] for stage in sorted(place)],
+        num_microbatches=num_microbatches,
+    )
+
+
+def _parse_field(field: str, rank: int, position: int) -> MetaStep | None:
+    if not field.strip():
+        return None
+    try:
+        return MetaStep.from_str(field)
+    except ValueError as error:
+        raise ValueError(f"rank {rank}, cell {position}: {error}") from None
+
+
+def to_json(schedule: Schedule) -> str:
+    """Return a schedule as JSON, one line per rank."""
+    head = {
+        "version": _VERSION,
+        "num_ranks": schedule.num_ranks,
+        "num_microbatches": schedule.num_microbatches,
+        "stage_to_rank": schedule.stage_to_rank,
+        "chains": schedule.chains,
+    }
+    lines = (
+        "  " + json.dumps([_to_document(step) for step in row], separators=(",", ":"))
+        for row in schedule.steps
+    )
+    rows = ",\n".join(lines)
+    return f'{json.dumps(head)[:-1]}, "ranks": [\n{rows}\n]}}\n'
+
+
+def from_json(text: str) -> Schedule:
+    """Read the JSON format.
+
+    Raises:
+        ValueError: If the text is no such document.
+    """
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"schedule must be JSON: {error}") from None
+    _check_document(document)
+    ranks = document["ranks"]
+    if document["num_ranks"] != len(ranks):
+        raise ValueError(
+            f"num_ranks ({document['num_ranks']}) must equal len(ranks) ({len(ranks)})"
+        )
+    return Schedule.from_steps(
+        [list(_from_row(row, rank)) for rank, row in enumerate(ranks)],
+        stage_to_rank=document["stage_to_rank"],
+        num_microbatches=document["num_microbatches"],
+        chains=document.get("chains", ()),
+    )
+
+
+def load(path: Path) -> Schedule:
+    """Read a file: JSON if its text begins with a brace, otherwise CSV.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If its text is no schedule.
+    """
+    return parse(path.read_text(encoding="utf-8"))
+
+
+def parse(text: str) -> Schedule:
+    """Read JSON if the text begins with a brace, otherwise CSV.
+
+    Raises:
+        ValueError: If the text is no schedule.
+    """
+    return from_json(text) if text.lstrip().startswith("{") else from_csv(text)
+
+
+def _to_document(step: MetaStep | None) -> list[Any] | None:
+    if step is None:
+        return None
+    if step.sub_steps:
+        return ["OVERLAP", *(_to_document(half) for half in step.sub_steps)]
+    document: list[Any] = [step.type.value, step.stage_index]
+    return document if step.microbatch_index is None else [*document, step.microbatch_index]
+
+
+def _from_row(row: Any, rank: int) -> Iterator[MetaStep | None]:
+    if not isinstance(row, list):
+        raise ValueError(f"rank {rank}: row ({row!r}) must be a list")
+    for position, cell in enumerate(row):
+        try:
+            yield None if cell is None else _from_document(cell)
+        except ValueError as error:
+            raise ValueError(f"rank {rank}, cell {position}: {error}") from None
+
+
+def _from_document(cell: Any) -> MetaStep:
+    match cell:
+        case ["OVERLAP", list(first), list(second)]:
+            steps = (_from_document(first), _from_document(second))
+            forward_first = steps[0].type is MetaStepType.FWD
+            kind = MetaStepType.OVERLAP_F_B if forward_first else MetaStepType.OVERLAP_B_F
+            return MetaStep(kind, sub_steps=steps)
+        case [str(name), *indices] if name in _NAMES and all(map(_is_count, indices)):
+            if len(indices) == 1 + (not _NAMES[name].is_fsdp):
+                return MetaStep(_NAMES[name], *indices)
+    raise ValueError(
+        f'step ({json.dumps(cell)}) must be [type, stage, microbatch], for example ["F", 2, 0]'
+    )
+
+
+_NAMES = {kind.value: kind for kind in MetaStepType if not kind.is_overlap}
+
+
+def _check_document(document: Mapping[str, Any]) -> None:
+    for key in _REQUIRED:
+        if key not in document:
+            raise ValueError(f"schedule must have {key!r}")
+    if document["version"] != _VERSION:
+        raise ValueError(f"version ({document['version']!r}) must be {_VERSION}")
+    for key in document:
+        if key not in {*_REQUIRED, "chains"}:
+            raise ValueError(f"key ({key!r}) must be one of version {_VERSION}'s")
+    for key in ("num_ranks", "num_microbatches"):
+        if not _is_count(document[key]):
+            raise ValueError(f"{key} ({document[key]!r}) must be a whole number >= 0")
+    lists = {"stage_to_rank": document["stage_to_rank"]}
+    chains = document.get("chains", [])
+    if not isinstance(chains, list):
+        raise ValueError(f"chains ({chains!r}) must be a list of lists")
+    lists |= {f"chains[{index}]": chain for index, chain in enumerate(chains)}
+    for name, value in lists.items():
+        if not (isinstance(value, list) and all(map(_is_count, value))):
+            raise ValueError(f"{name} ({value!r}) must be a list of whole numbers >= 0")
+    if not isinstance(document["ranks"], list):
+        raise ValueError("ranks must be a list of rows")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,0 +1,123 @@
+"""Steps as 64-bit integers, so that a schedule of millions of steps stays small and quick.
+
+A `MetaStep` is the view that people see; passes and checks work on its code:
+
+    bits   0- 3   kind: the position of its type in `MetaStepType`
+    bits   4-17   stage           bits  18-32   microbatch
+    bits  33-46   stage           bits  47-61   microbatch     of an overlap's second half
+    bit      62   an overlap's backward half is an input backward (I) instead of a full one (B)
+
+-1 is an empty cell (a bubble). A code needs no table beside it, so passes may move codes between
+rows and schedules freely.
+"""
+
+from functools import lru_cache
+from typing import Final
+
+from hp_schedule.ir import MetaStep, MetaStepType
+
+BUBBLE: Final = -1
+
+KIND_MASK: Final = 0xF
+STAGE_SHIFT: Final = 4
+STAGE_MASK: Final = 0x3FFF
+MICROBATCH_SHIFT: Final = 18
+MICROBATCH_MASK: Final = 0x7FFF
+_SECOND_SHIFT: Final = 29
+_INPUT_HALF: Final = 1 << 62
+
+MAX_STAGES: Final = STAGE_MASK + 1
+MAX_MICROBATCHES: Final = MICROBATCH_MASK + 1
+
+TYPES: Final = tuple(MetaStepType)
+KIND: Final = {kind: index for index, kind in enumerate(TYPES)}
+
+FWD: Final = KIND[MetaStepType.FWD]
+BWD: Final = KIND[MetaStepType.BWD]
+BWD_INPUT: Final = KIND[MetaStepType.BWD_INPUT]
+BWD_WEIGHT: Final = KIND[MetaStepType.BWD_WEIGHT]
+FWD_SEND: Final = KIND[MetaStepType.FWD_SEND]
+FWD_RECV: Final = KIND[MetaStepType.FWD_RECV]
+BWD_SEND: Final = KIND[MetaStepType.BWD_SEND]
+BWD_RECV: Final = KIND[MetaStepType.BWD_RECV]
+FSDP_UNSHARD: Final = KIND[MetaStepType.FSDP_UNSHARD]
+FSDP_RESHARD: Final = KIND[MetaStepType.FSDP_RESHARD]
+FSDP_REDUCE_GRAD: Final = KIND[MetaStepType.FSDP_REDUCE_GRAD]
+OVERLAP_F_B: Final = KIND[MetaStepType.OVERLAP_F_B]
+OVERLAP_B_F: Final = KIND[MetaStepType.OVERLAP_B_F]
+
+# [Note: Order of kinds] The hot loops compare kinds instead of looking them up: compute steps
+# (F, B, I, W) come first, then communication, then FSDP, then overlaps. `MetaStepType` lists its
+# members in this order.
+FIRST_COMMUNICATION: Final = FWD_SEND
+FIRST_FSDP: Final = FSDP_UNSHARD
+FIRST_OVERLAP: Final = OVERLAP_F_B
+
+SEND_OF: Final = {FWD: FWD_SEND, BWD: BWD_SEND, BWD_INPUT: BWD_SEND}
+"""The kind of step that sends what a kind of compute step writes."""
+
+
+def encode(kind: int, stage: int, microbatch: int = 0) -> int:
+    """Return the code of a step that is no overlap."""
+    return kind | stage << STAGE_SHIFT | microbatch << MICROBATCH_SHIFT
+
+
+def encode_overlap(first: int, second: int) -> int:
+    """Return the code of the overlap of two steps: one F with one B or I, in this order."""
+    forward_first = first & KIND_MASK == FWD
+    backward = second if forward_first else first
+    kind = OVERLAP_F_B if forward_first else OVERLAP_B_F
+    code = kind | (first & ~KIND_MASK) | (second & ~KIND_MASK) << _SECOND_SHIFT
+    return code | _INPUT_HALF if backward & KIND_MASK == BWD_INPUT else code
+
+
+def halves(code: int) -> tuple[int, int]:
+    """Return the codes of an overlap's two steps, in their order."""
+    backward = BWD_INPUT if code & _INPUT_HALF else BWD
+    forward_first = code & KIND_MASK == OVERLAP_F_B
+    first, second = (FWD, backward) if forward_first else (backward, FWD)
+    place = STAGE_MASK << STAGE_SHIFT | MICROBATCH_MASK << MICROBATCH_SHIFT
+    return first | code & place, second | code >> _SECOND_SHIFT & place
+
+
+def leaves(code: int) -> tuple[int, ...]:
+    """Return the codes of the steps a code stands for: two of an overlap, otherwise itself."""
+    return halves(code) if code & KIND_MASK >= FIRST_OVERLAP else (code,)
+
+
+def is_compute(code: int) -> bool:
+    """Whether a code is a compute step (an overlap is); False for an empty cell."""
+    kind = code & KIND_MASK
+    return code >= 0 and (kind < FIRST_COMMUNICATION or kind >= FIRST_OVERLAP)
+
+
+def pack(step: MetaStep | None) -> int:
+    """Return the code of a step; None is an empty cell.
+
+    Raises:
+        ValueError: If an index does not fit its bits.
+    """
+    if step is None:
+        return BUBBLE
+    if step.sub_steps:
+        return encode_overlap(pack(step.sub_steps[0]), pack(step.sub_steps[1]))
+    stage = step.stage_index or 0
+    microbatch = step.microbatch_index or 0
+    if stage >= MAX_STAGES:
+        raise ValueError(f"stage_index ({stage}) must be < {MAX_STAGES}")
+    if microbatch >= MAX_MICROBATCHES:
+        raise ValueError(f"microbatch_index ({microbatch}) must be < {MAX_MICROBATCHES}")
+    return encode(KIND[step.type], stage, microbatch)
+
+
+@lru_cache(maxsize=1 << 16)
+def unpack(code: int) -> MetaStep:
+    """Return the step of a code that is no empty cell."""
+    kind = TYPES[code & KIND_MASK]
+    if kind.is_overlap:
+        first, second = halves(code)
+        return MetaStep(kind, sub_steps=(unpack(first), unpack(second)))
+    stage = code >> STAGE_SHIFT & STAGE_MASK
+    if kind.is_fsdp:
+        return MetaStep(kind, stage)
+    return MetaStep(kind, stage, code >> MICROBATCH_SHIFT & MICROBATCH_MASK)

@@ -1,0 +1,66 @@
+"""When steps ran, planned or measured."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hp_schedule.ir import MetaStep
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One step of one rank on the clock.
+
+    Attributes:
+        rank: Whose step.
+        step: A compute step, or a receive: then the span is the time the rank stood waiting for
+            the message.
+        start: Seconds from any origin common to all spans of a timeline.
+        end: Not before start.
+    """
+
+    rank: int
+    step: MetaStep
+    start: float
+    end: float
+
+
+class Timeline(tuple[Span, ...]):
+    """The spans of one run of a schedule, by rank and then by time.
+
+    Args:
+        spans: In any order, of any number of ranks.
+        num_ranks: Default: one more than the highest rank with a span.
+    """
+
+    num_ranks: int
+
+    def __new__(cls, spans: Iterable[Span] = (), num_ranks: int | None = None) -> "Timeline":
+        timeline = super().__new__(cls, sorted(spans, key=lambda span: (span.rank, span.start)))
+        present = 1 + max((span.rank for span in timeline), default=-1)
+        timeline.num_ranks = present if num_ranks is None else num_ranks
+        return timeline
+
+    @property
+    def start(self) -> float:
+        """The earliest start, 0 without spans."""
+        return min((span.start for span in self), default=0.0)
+
+    @property
+    def end(self) -> float:
+        """The latest end, 0 without spans."""
+        return max((span.end for span in self), default=0.0)
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first start to the last end."""
+        return self.end - self.start
+
+    @property
+    def bubble(self) -> tuple[float, ...]:
+        """For each rank the share of the makespan in which it computed nothing, 0 to 1."""
+        busy = [0.0] * self.num_ranks
+        for span in self:
+            if span.step.type.is_compute:
+                busy[span.rank] += span.end - span.start
+        whole = self.makespan
+        return tuple(1 - part / whole if whole > 0 else 0.0 for part in busy)
