@@ -1,0 +1,70 @@
+"""What torchrun or Slurm put into the environment, read without torch."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hp_train.errors import ConfigError
+
+_FIRST_SPECIAL_STEP = 2**32 - 16
+"""Slurm numbers the batch script and other steps that are no ``srun`` from the top down."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Processes that somebody else has started.
+
+    Attributes:
+        variable: Where the number of processes was read.
+        size: Number of processes.
+    """
+
+    variable: str
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.variable} ({self.size})"
+
+
+def external_world(env: Mapping[str, str] = os.environ) -> World | None:
+    """The processes started by torchrun or ``srun``; None where this one is to start them.
+
+    A Slurm batch script is one process, whatever number of tasks its job asked for, and starts
+    the others itself.
+
+    Raises:
+        ConfigError: When the number of processes is not a number.
+    """
+    if "RANK" in env and "WORLD_SIZE" in env:
+        variable = "WORLD_SIZE"
+    elif "SLURM_PROCID" in env and "SLURM_NTASKS" in env and _is_srun_step(env):
+        variable = "SLURM_NTASKS"
+    else:
+        return None
+    if not env[variable].isdecimal():
+        raise ConfigError(f'{variable} ("{env[variable][:60]}") must be a number')
+    return World(variable, int(env[variable]))
+
+
+def slurm_rendezvous(env: Mapping[str, str]) -> dict[str, str]:
+    """Where the processes of a Slurm step meet: the first host, and a port that the job decides.
+
+    Returns:
+        Values of ``MASTER_ADDR`` and ``MASTER_PORT`` that are not set already.
+
+    >>> slurm_rendezvous({"SLURM_JOB_NODELIST": "gpu[03-07,12],big1", "SLURM_JOB_ID": "17"})
+    {'MASTER_ADDR': 'gpu03', 'MASTER_PORT': '20017'}
+    """
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
+    match = re.match(r"([^,\[]*)(?:\[(\w+))?", nodes)
+    host = "".join(part or "" for part in match.groups()) if match else ""
+    job = env.get("SLURM_JOB_ID", "0")
+    port = 20_000 + (int(job) if job.isdecimal() else 0) % 20_000
+    found = {"MASTER_ADDR": host or "localhost", "MASTER_PORT": str(port)}
+    return {name: value for name, value in found.items() if name not in env}
+
+
+def _is_srun_step(env: Mapping[str, str]) -> bool:
+    step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", ""))
+    return step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP

@@ -1,0 +1,250 @@
+"""From a TOML file and a command line to a checked config whose every value has an origin."""
+
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from hp_train import rules
+from hp_train.config import Config
+from hp_train.environment import external_world
+from hp_train.errors import ConfigError
+from hp_train.schema import (
+    Field,
+    convert,
+    did_you_mean,
+    fields,
+    sections,
+    shown,
+    unknown_key,
+)
+
+_SHIPPED = Path(__file__).parent / "configs"
+_COMMAND_LINE = "command line"
+_FLAG = re.compile(r"--([A-Za-z_][\w-]*\.[\w.-]*)(?:=(.*))?", re.DOTALL)
+_ASSIGNMENT = re.compile(r"([A-Za-z_][\w-]*\.[\w-]*)=(.*)", re.DOTALL)
+_HEADER = re.compile(r"\s*\[\s*([\w.\"'-]+)\s*\]")
+_KEY = re.compile(r"\s*([\w.\"'-]+)\s*=")
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A config, and where each of its values comes from.
+
+    Attributes:
+        config: Checked.
+        origins: Key -> ``"default"``, ``"run.toml:12"``, ``"command line"`` or a variable's name.
+        name: Of the config file, without its suffix.
+    """
+
+    config: Config
+    origins: Mapping[str, str]
+    name: str
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Take ``--section.key value``, ``--section.key=value`` and ``section.key=value`` out.
+
+    Returns:
+        Keys with their values as written, and the other arguments.
+
+    Raises:
+        ConfigError: When a value is missing.
+
+    >>> split_overrides(["--train.steps", "9", "my.toml", "mesh.pp=2"])
+    ([('train.steps', '9'), ('mesh.pp', '2')], ['my.toml'])
+    """
+    overrides, rest = [], []
+    arguments = iter(enumerate(argv))
+    for index, argument in arguments:
+        match = _FLAG.fullmatch(argument) or _ASSIGNMENT.fullmatch(argument)
+        if match is None:
+            rest.append(argument)
+            continue
+        key, value = match[1].replace("-", "_"), match[2]
+        if value is None:
+            following = argv[index + 1] if index + 1 < len(argv) else "--"
+            if not following.startswith("--"):
+                value = following
+                next(arguments)
+            elif key in fields() and fields()[key].base is bool:
+                value = "true"
+            else:
+                raise ConfigError(
+                    f"--{key} must be followed by a value" if key in fields() else unknown_key(key)
+                )
+        overrides.append((key, value))
+    return overrides, rest
+
+
+def resolve(
+    source: str | None = None,
+    overrides: Iterable[tuple[str, object]] = (),
+    *,
+    env: Mapping[str, str] = os.environ,
+) -> Resolved:
+    """Read a config, put the command line over it, and check the result.
+
+    Args:
+        source: Path of a TOML file or name of a shipped config. None: the config of the run
+            named by ``run.resume`` in ``overrides``, else ``quickstart``.
+        overrides: Keys with values; strings are converted to the type of the key.
+        env: Tells of processes that torchrun or Slurm started.
+
+    Raises:
+        ConfigError: About the first thing that is wrong, in one line.
+    """
+    given = _collect(overrides)
+    path = _find(source, resume=given.get("run.resume"))
+    text = _read(path)
+    values, origins = _from_toml(text, path.name if path.parent == _SHIPPED else str(path))
+    for key, raw in given.items():
+        values[key] = _convert_override(fields()[key], raw)
+        origins[key] = _COMMAND_LINE
+    world = external_world(env)
+    if world is not None and values.get("launch.num_processes", 0) == 0:
+        values["launch.num_processes"] = world.size
+        origins["launch.num_processes"] = world.variable
+    config = build(values)
+    rules.check(config, world)
+    return Resolved(config, {key: origins.get(key, "default") for key in fields()}, path.stem)
+
+
+def build(values: Mapping[str, Any]) -> Config:
+    """Make a config of checked values by key, with defaults for the rest; no rule is checked."""
+    tables: dict[str, dict[str, Any]] = {section: {} for section in sections()}
+    for key, value in values.items():
+        field = fields()[key]
+        tables[field.section][field.name] = value
+    return msgspec.convert(tables, Config)
+
+
+def for_saving(resolved: Resolved) -> Config:
+    """The config as a run directory keeps it, to be read again from any folder.
+
+    Paths are absolute; what the environment said about this start, and which run it went on
+    with, does not belong to the run.
+    """
+    config = resolved.config
+    launch, data = config.launch, config.data
+    if resolved.origins["launch.num_processes"] not in ("default", _COMMAND_LINE):
+        launch = replace(launch, num_processes=0)
+    tokenizer = str(Path(data.tokenizer).absolute()) if data.tokenizer else ""
+    paths = tuple(str(Path(path).absolute()) for path in data.paths)
+    output_dir = str(Path(config.run.output_dir).absolute())
+    return replace(
+        config,
+        run=replace(config.run, output_dir=output_dir, resume=""),
+        launch=launch,
+        data=replace(data, paths=paths, tokenizer=tokenizer),
+    )
+
+
+def shipped() -> list[str]:
+    """Names of the configs that come with the package."""
+    return sorted(path.stem for path in _SHIPPED.glob("*.toml"))
+
+
+def _collect(overrides: Iterable[tuple[str, object]]) -> dict[str, object]:
+    given: dict[str, object] = {}
+    for key, raw in overrides:
+        if key not in fields():
+            raise ConfigError(unknown_key(key))
+        if key in given:
+            raise ConfigError(f"{key} ({shown(raw)}) must be given once, not also {given[key]}")
+        given[key] = raw
+    return given
+
+
+def _convert_override(field: Field, raw: object) -> Any:
+    if field.is_list and isinstance(raw, str):
+        raw = _parse_list(raw) if raw.startswith("[") else [raw]
+    return convert(field, raw, strict=False)
+
+
+def _parse_list(text: str) -> object:
+    try:
+        return tomllib.loads(f"list = {text}")["list"]
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return text  # refused by the conversion, which names the key
+
+
+def _find(source: str | None, *, resume: object) -> Path:
+    if resume:
+        if source is not None:
+            raise ConfigError(f"config ({shown(source)}) must be left out where a run is resumed")
+        rules.require_run_directory(str(resume))
+        return Path(str(resume)) / "config.toml"
+    source = source or "quickstart"
+    if source in shipped():
+        return _SHIPPED / f"{source}.toml"
+    if source.endswith(".toml") or "/" in source:
+        return Path(source)
+    names = shipped()
+    known = ", ".join(names)
+    hint = did_you_mean(source, names)
+    raise ConfigError(f"config ({shown(source)}) must be a .toml file or one of {known}{hint}")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config ({path}) must be UTF-8: byte {error.start} is not") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(
+            f"config ({shown(str(path))}) must be a readable file: {reason}"
+        ) from None
+
+
+def _from_toml(text: str, path: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Values and origins of the keys that a file gives."""
+    try:
+        document = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise ConfigError(f"{path} must be TOML: {reason}") from None
+    lines = _line_numbers(text)
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for section, table in document.items():
+        where = f"{path}:{lines[section]}" if section in lines else path
+        if section not in sections():
+            raise ConfigError(f"{where}: {unknown_key(section)}")
+        if not isinstance(table, dict):
+            raise ConfigError(f"{where}: {section} ({shown(table)}) must be a table, [{section}]")
+        for name, raw in table.items():
+            key = f"{section}.{name}"
+            origins[key] = f"{path}:{lines[key]}" if key in lines else where
+            if key not in fields():
+                raise ConfigError(f"{origins[key]}: {unknown_key(key)}")
+            try:
+                values[key] = convert(fields()[key], raw, strict=True)
+            except ConfigError as error:
+                raise ConfigError(f"{origins[key]}: {error}") from None
+    return values, origins
+
+
+def _line_numbers(text: str) -> dict[str, int]:
+    """Lines on which sections and keys begin; tomllib does not tell."""
+    lines: dict[str, int] = {}
+    section = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if match := _HEADER.match(line):
+            section = _unquoted(match[1])
+            lines.setdefault(section, number)
+        elif match := _KEY.match(line):
+            name = _unquoted(match[1])
+            lines.setdefault(f"{section}.{name}" if section else name, number)
+    return lines
+
+
+def _unquoted(key: str) -> str:
+    return key.replace('"', "").replace("'", "")

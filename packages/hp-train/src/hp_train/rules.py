@@ -1,0 +1,216 @@
+"""Rules that tie several keys together, and keys to the file system. All of them are here.
+
+Each rule is a function that yields the sentence about every way in which it is broken:
+``key (value) must relation key (value)``, then the nearest values that would do.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from hp_train.config import Config
+from hp_train.environment import World
+from hp_train.errors import ConfigError
+from hp_train.schema import did_you_mean, shown
+
+
+def check(config: Config, world: World | None = None) -> None:
+    """Refuse a config that breaks a rule.
+
+    Args:
+        config: With every single value in its bounds.
+        world: The processes that torchrun or Slurm started; None where neither did.
+
+    Raises:
+        ConfigError: About the first broken rule.
+    """
+    for problem in _problems(config, world):
+        raise ConfigError(problem)
+
+
+def require_run_directory(path: str) -> None:
+    """Refuse to go on with something that is no run directory.
+
+    Raises:
+        ConfigError: When it has no ``config.toml``.
+    """
+    if not _is_file(f"{path}/config.toml"):
+        raise ConfigError(
+            f"run.resume ({shown(path)}) must be a run directory, with a config.toml"
+            f"{_neighbour(path)}"
+        )
+
+
+def _problems(config: Config, world: World | None) -> Iterator[str]:
+    yield from _mesh(config, world)
+    yield from _pipeline(config)
+    yield from _model(config)
+    yield from _batches(config)
+    yield from _files(config)
+
+
+def _mesh(config: Config, world: World | None) -> Iterator[str]:
+    mesh, num_processes = config.mesh, config.launch.num_processes
+    place = f"launch.num_processes ({num_processes})"
+    if world is not None:
+        if num_processes not in (0, world.size):
+            yield f"{place} must equal {world}"
+        num_processes, place = world.size, str(world)
+    if num_processes not in (0, config.world_size):
+        product = f"mesh.pp ({mesh.pp}) x mesh.dp_replicate ({mesh.dp_replicate})"
+        yield f"{product} = {config.world_size} must equal {place}{_fit(config, num_processes)}"
+    if mesh.dp_replicate % mesh.ep:
+        yield (
+            f"mesh.ep ({mesh.ep}) must divide mesh.dp_replicate ({mesh.dp_replicate})"
+            f"{_divisors(mesh.ep, mesh.dp_replicate)}"
+        )
+    if config.model.num_experts % mesh.ep:
+        yield (
+            f"mesh.ep ({mesh.ep}) must divide model.num_experts ({config.model.num_experts})"
+            f"{_divisors(mesh.ep, config.model.num_experts)}"
+        )
+
+
+def _pipeline(config: Config) -> Iterator[str]:
+    mesh, pipeline, model = config.mesh, config.pipeline, config.model
+    num_stages = mesh.pp * pipeline.stages_per_rank
+    if pipeline.schedule != "interleaved_1f1b" and pipeline.stages_per_rank != 1:
+        yield (
+            f"pipeline.stages_per_rank ({pipeline.stages_per_rank}) must be 1 "
+            f"with pipeline.schedule ({shown(pipeline.schedule)})"
+        )
+    if model.num_layers < num_stages:
+        yield (
+            f"model.num_layers ({model.num_layers}) must be at least mesh.pp ({mesh.pp}) x "
+            f"pipeline.stages_per_rank ({pipeline.stages_per_rank}) = {num_stages}"
+        )
+    if model.tie_embeddings and num_stages > 1:
+        yield (
+            f"model.tie_embeddings (true) must be false with mesh.pp ({mesh.pp}) x "
+            f"pipeline.stages_per_rank ({pipeline.stages_per_rank}) above 1"
+        )
+
+
+def _model(config: Config) -> Iterator[str]:
+    model = config.model
+    heads = f"model.num_heads ({model.num_heads})"
+    if model.num_heads % model.num_kv_heads:
+        yield (
+            f"model.num_kv_heads ({model.num_kv_heads}) must divide {heads}"
+            f"{_divisors(model.num_kv_heads, model.num_heads)}"
+        )
+    if model.head_dim % 2:
+        yield f"model.head_dim ({model.head_dim}) must be even"
+    if model.head_dim == 0 and model.dim % (2 * model.num_heads):
+        yield (
+            f"model.dim ({model.dim}) must be a multiple of 2 x {heads} where model.head_dim is 0"
+            f"{_multiples(model.dim, 2 * model.num_heads)}"
+        )
+    if model.top_k > model.num_experts:
+        yield f"model.top_k ({model.top_k}) must be at most model.num_experts ({model.num_experts})"
+    if model.num_dense_layers > model.num_layers:
+        yield (
+            f"model.num_dense_layers ({model.num_dense_layers}) must be at most "
+            f"model.num_layers ({model.num_layers})"
+        )
+
+
+def _batches(config: Config) -> Iterator[str]:
+    train, dp = config.train, config.mesh.dp_replicate
+    unit = dp * train.microbatch_size
+    if train.global_batch_size % unit:
+        yield (
+            f"train.global_batch_size ({train.global_batch_size}) must be a multiple of "
+            f"mesh.dp_replicate ({dp}) x train.microbatch_size ({train.microbatch_size}) = {unit}"
+            f"{_multiples(train.global_batch_size, unit)}"
+        )
+    if train.warmup_steps > train.steps:
+        yield (
+            f"train.warmup_steps ({train.warmup_steps}) must be at most train.steps ({train.steps})"
+        )
+    if train.sample_tokens and not train.sample_prompt:
+        yield (
+            'train.sample_prompt ("") must not be empty '
+            f"with train.sample_tokens ({train.sample_tokens})"
+        )
+
+
+def _files(config: Config) -> Iterator[str]:
+    run, data = config.run, config.data
+    for path in data.paths:
+        if not _exists(path):
+            yield f"data.paths ({shown(path)}) must exist{_neighbour(path)}"
+    if data.tokenizer and not _is_file(data.tokenizer):
+        yield f"data.tokenizer ({shown(data.tokenizer)}) must be a file{_neighbour(data.tokenizer)}"
+    if run.resume:
+        require_run_directory(run.resume)
+    target = run.resume or run.output_dir
+    key = "run.resume" if run.resume else "run.output_dir"
+    problem = _not_writable(target)
+    if problem:
+        yield f"{key} ({shown(target)}) must be a writable folder: {problem}"
+
+
+def _not_writable(path: str) -> str:
+    """Why nothing can be made in a folder, or in the nearest one above it that exists."""
+    if not path or "\0" in path:
+        return "no such name"
+    folder = Path(path).absolute()
+    try:
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+    except OSError as error:
+        return error.strerror or "not accessible"
+    if not folder.is_dir():
+        return f"{shown(str(folder))} is a file"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"{shown(str(folder))} is not writable"
+    return ""
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):
+        return False
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _neighbour(path: str) -> str:
+    """A file of a similar name in the same folder, as a hint."""
+    try:
+        folder, name = os.path.split(path.rstrip("/"))
+        return did_you_mean(name, [entry.name for entry in Path(folder or ".").iterdir()])
+    except (OSError, ValueError):
+        return ""
+
+
+def _fit(config: Config, num_processes: int) -> str:
+    mesh = config.mesh
+    if num_processes % mesh.pp == 0:
+        return f"; nearest: mesh.dp_replicate = {num_processes // mesh.pp}"
+    if num_processes % mesh.dp_replicate == 0:
+        return f"; nearest: mesh.pp = {num_processes // mesh.dp_replicate}"
+    return _divisors(mesh.pp, num_processes, name="mesh.pp = ")
+
+
+def _divisors(value: int, of: int, *, name: str = "") -> str:
+    """Hint at the divisors of a number on either side of a value that is none."""
+    if of > 10**6:
+        return ""
+    divisors = [n for n in range(1, of + 1) if of % n == 0]
+    below = [n for n in divisors if n < value][-1:]
+    above = [n for n in divisors if n > value][:1]
+    return "; nearest: " + name + " or ".join(map(str, below + above))
+
+
+def _multiples(value: int, of: int) -> str:
+    """Hint at the multiples of a number on either side of a value that is none."""
+    low = value // of * of
+    return "; nearest: " + " or ".join(str(n) for n in (low, low + of) if n > 0)
