@@ -1,3 +1,4 @@
+# ruff: noqa: SLF001  # the purpose of this module
 """Every private torch symbol this package uses, in one place.
 
 torch has no public spelling for these. A release that moves one of them breaks this file alone;
@@ -6,14 +7,21 @@ torch has no public spelling for these. A release that moves one of them breaks 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+from torch._C._distributed_c10d import (
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+    _register_process_group,
+    _unregister_process_group,
+)
 from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed import _functional_collectives as functional
@@ -22,6 +30,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 AsyncCollectiveTensor = functional.AsyncCollectiveTensor
+
+__all__ = ["HashStore", "PrefixStore", "Store", "TCPStore"]
 
 
 # Renamed in 2.13, where the old names warn.
@@ -43,15 +53,24 @@ def functional_all_to_all(
     x: Tensor, output_splits: list[int] | None, input_splits: list[int] | None, group: ProcessGroup
 ) -> Tensor:
     """Launch an all-to-all and return its unwaited result."""
-    return functional.all_to_all_single(x, output_splits, input_splits, group)
+    if torch.compiler.is_compiling():
+        return functional.all_to_all_single(x, output_splits, input_splits, group)
+    # The operator behind it: the function above imports the compiler, which takes seconds.
+    even = [x.shape[0] // group.size()] * group.size()
+    y = torch.ops._c10d_functional.all_to_all_single(
+        x, output_splits or even, input_splits or even, group.group_name
+    )
+    return AsyncCollectiveTensor(y)
 
 
 def functional_wait(x: Tensor) -> Tensor:
     """Wait for the collective that writes `x` and return the plain tensor."""
-    if isinstance(x, AsyncCollectiveTensor):
-        result: Tensor = x.trigger_wait()
-        return result
-    return functional.wait_tensor(x)
+    y: Tensor = x
+    if torch.compiler.is_compiling():
+        y = functional.wait_tensor(x)
+    elif isinstance(x, AsyncCollectiveTensor):
+        y = x.trigger_wait()
+    return y
 
 
 def is_multithreading_enabled() -> bool:
@@ -64,9 +83,22 @@ def dynamo_disabled(fn: Callable[P, T]) -> Callable[P, T]:
     return _disable_dynamo(fn)
 
 
-def default_store() -> dist.Store:
+def default_store() -> Store:
     """The store that the default process group was initialised with."""
     return distributed_c10d._get_default_store()
+
+
+def nccl_options(*, high_priority: bool, timeout: timedelta | None) -> Any:
+    """Options of an NCCL group; the time-out travels in them as well."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
+    if timeout is not None:
+        options._timeout = timeout
+    return options
+
+
+def version_of(x: Tensor) -> int:
+    """How many in-place writes the storage of `x` has seen."""
+    return x._version
 
 
 def backend_name(group: ProcessGroup, device: torch.device) -> str | None:
@@ -93,33 +125,34 @@ def knows_ranks(group: ProcessGroup) -> bool:
     return group is dist.group.WORLD or group in distributed_c10d._world.pg_group_ranks
 
 
-def register_group(name: str, group: ProcessGroup) -> None:
+def register_group(name: str, group: ProcessGroup, ranks: Sequence[int]) -> None:
     """Make `group` usable by functional collectives and by `torch.distributed` functions.
 
-    Its ranks count as global ranks. For groups that were not made by `dist.new_group`.
+    For groups that `dist.new_group` did not make. `ranks` are the global ranks of its members.
     """
-    group._set_group_name(name)
-    _register_process_group(name, group)
+    group._set_group_name(cast("Any", name))
+    _register_process_group(cast("Any", name), group)
     world = distributed_c10d._world
-    world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
+    world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
 
 
 def unregister_group(name: str, group: ProcessGroup) -> None:
     """Undo `register_group`."""
-    _unregister_process_group(name)
+    _unregister_process_group(cast("Any", name))
     distributed_c10d._world.pg_group_ranks.pop(group, None)
 
 
 def gloo_group(
-    store: dist.Store, *, rank: int, world_size: int, timeout: timedelta, name: str
+    store: Store, *, rank: int, world_size: int, timeout: timedelta, name: str
 ) -> ProcessGroup:
     """A Gloo group on the loopback interface, independent of any default process group."""
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
     options._timeout = timeout
-    backend = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, world_size, options)
+    backend = gloo(PrefixStore(name, store), rank, world_size, options)
     backend._set_sequence_number_for_group()
-    group = ProcessGroup(dist.PrefixStore(f"{name}/group", store), rank, world_size)
+    group = ProcessGroup(PrefixStore(f"{name}/group", store), rank, world_size)
     kind = ProcessGroup.BackendType.GLOO
     group._register_backend(torch.device("cpu"), kind, backend)
     group._set_default_backend(kind)

@@ -24,9 +24,7 @@ class PeerError(RuntimeError):
         self.rank = rank
 
 
-def agree(
-    error: BaseException | None = None, *, group: ProcessGroup, where: str = ""
-) -> None:
+def agree(error: BaseException | None = None, *, group: ProcessGroup, where: str = "") -> None:
     """Exchange status before a collective phase; return on all ranks or raise on all of them.
 
     Without it, a rank that raises leaves the others blocked in their next collective. Costs one

@@ -52,8 +52,8 @@ def all_to_all(
         ValueError: If the splits do not fit the group or the rows; before anything is sent.
     """
     pg = resolve_group(group)
-    outputs, inputs = _splits(x, output_splits, input_splits, pg)
-    y: Tensor = _AllToAll.apply(x, outputs, inputs, pg, False)
+    splits = _splits(x, output_splits, input_splits, pg)
+    y: Tensor = _AllToAll.apply(x, splits, pg, False)
     return y
 
 
@@ -71,8 +71,8 @@ def all_to_all_lazy(
     in forward only. Under `torch.compile` the compiler places the wait.
     """
     pg = resolve_group(group)
-    outputs, inputs = _splits(x, output_splits, input_splits, pg)
-    y: Tensor = _AllToAll.apply(x, outputs, inputs, pg, True)
+    splits = _splits(x, output_splits, input_splits, pg)
+    y: Tensor = _AllToAll.apply(x, splits, pg, True)
     return y
 
 
@@ -194,14 +194,16 @@ def reduce_scatter_uneven(
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, outputs: Splits, inputs: Splits, group: ProcessGroup, lazy: bool
+        ctx: Any, x: Tensor, splits: tuple[Splits, Splits], group: ProcessGroup, lazy: bool
     ) -> Tensor:
-        ctx.call = (inputs, outputs, group, lazy)
-        return _exchange(x, outputs, inputs, group, lazy)
+        outputs, inputs = splits
+        ctx.call = ((inputs, outputs), group, lazy)
+        y = _internals.functional_all_to_all(x.contiguous(), outputs, inputs, group)
+        return y if lazy else _internals.functional_wait(y)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _AllToAll.apply(grad, *ctx.call), None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _AllToAll.apply(grad, *ctx.call), None, None, None
 
 
 class _WaitTensor(torch.autograd.Function):
@@ -270,13 +272,6 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _AllGather.apply(grad, *ctx.call), None, None, None
-
-
-def _exchange(
-    x: Tensor, outputs: Splits, inputs: Splits, group: ProcessGroup, lazy: bool
-) -> Tensor:
-    y = _internals.functional_all_to_all(x.contiguous(), outputs, inputs, group)
-    return y if lazy else _internals.functional_wait(y)
 
 
 def _start(

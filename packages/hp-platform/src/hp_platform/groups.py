@@ -61,13 +61,16 @@ def new_group(
     _require_same_call(name, rank_lists, backend, rank=world.rank())
     if timeout is None:
         timeout = _internals.group_timeout(world, _device_of(dist.get_backend(world)))
+    options = None
+    if backend == "nccl":
+        options = _internals.nccl_options(high_priority=high_priority, timeout=timeout)
     mine: ProcessGroup | None = None
     for ranks in rank_lists:
         group = dist.new_group(
             list(ranks),
             timeout=timeout,
             backend=backend,
-            pg_options=_options(backend, timeout, high_priority=high_priority),
+            pg_options=options,
             group_desc=name,
         )
         if world.rank() in ranks:
@@ -163,15 +166,6 @@ def _require_same_call(
             f"rank {rank}: new_group call {serial} ({mine[:200]}) must equal that of rank 0 "
             f"({theirs[:-64]}): every rank makes every group in one order"
         )
-
-
-def _options(backend: str, timeout: timedelta | None, *, high_priority: bool) -> Any | None:
-    if backend != "nccl" or not high_priority:
-        return None
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    if timeout is not None:
-        options._timeout = timeout
-    return options
 
 
 def _device_of(backend: str) -> torch.device:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from hp_platform import _internals
 from hp_platform.device import (
     allow_shared_devices,
     backend_for,
@@ -144,7 +145,7 @@ def _create_default_group(
             "%d ranks share a GPU and this NCCL cannot: using Gloo through the host", shared
         )
     if init_method is None and info.world_size == 1 and "MASTER_ADDR" not in os.environ:
-        _init(info, device, backend, timeout, store=dist.HashStore())
+        _init(info, device, backend, timeout, store=_internals.HashStore())
     else:
         _init(info, device, backend, timeout, init_method=init_method or "env://")
 
@@ -155,7 +156,7 @@ def _init(
     backend: str,
     timeout: timedelta,
     *,
-    store: dist.Store | None = None,
+    store: _internals.Store | None = None,
     init_method: str | None = None,
 ) -> None:
     dist.init_process_group(

@@ -25,7 +25,7 @@ class Pending(Generic[T]):
     until the operation has finished (Note [Dropped operations]).
     """
 
-    __slots__ = ("_buffers", "_finish", "_waited", "_works", "_result")
+    __slots__ = ("_buffers", "_finish", "_result", "_waited", "_works")
 
     def __init__(
         self,

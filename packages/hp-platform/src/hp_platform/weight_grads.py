@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hp_platform._internals import version_of
+
 Compute = Callable[[], Tensor]
 
 
@@ -167,7 +169,7 @@ class _Linear(torch.autograd.Function):
         if not torch.is_grad_enabled():
             x, grad = x.detach(), grad.detach()
         if ctx.needs_input_grad[1]:
-            compute = partial(_weight_grad, grad, x, weight.dtype, x._version)
+            compute = partial(_weight_grad, grad, x, weight.dtype, version_of(x))
             grad_weight = submit_weight_grad(weight, compute)
         if ctx.needs_input_grad[2]:
             grad_bias = submit_weight_grad(bias, partial(_bias_grad, grad, bias.dtype))
@@ -183,10 +185,10 @@ def _accumulate(entries: list[_Entry]) -> None:
 
 
 def _weight_grad(grad: Tensor, x: Tensor, dtype: torch.dtype, version: int) -> Tensor:
-    if x._version != version:
+    if version_of(x) != version:
         raise RuntimeError(
-            f"x._version ({x._version}) must equal that in backward ({version}): the input of a "
-            "linear was written before its weight gradient was computed"
+            f"version of x ({version_of(x)}) must equal that in backward ({version}): the input of "
+            "a linear was written before its weight gradient was computed"
         )
     rows_grad = grad.reshape(-1, grad.shape[-1])
     return rows_grad.t().mm(x.reshape(-1, x.shape[-1])).to(dtype)

@@ -21,6 +21,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from hp_platform._internals import TCPStore
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -74,7 +76,7 @@ def run_rank(connection: Connection, task: Task) -> None:
         faulthandler.dump_traceback_later(task.timeout - min(0.5, task.timeout / 5))
         outcome = pickle.dumps(function(*args))
     except BaseException as error:  # noqa: BLE001  # handed to the caller
-        outcome = Failure(type(error).__name__, str(error), traceback.format_exc())
+        outcome = Failure(type(error).__name__, str(error), _format(error))
     faulthandler.cancel_dump_traceback_later()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -88,6 +90,13 @@ def run_rank(connection: Connection, task: Task) -> None:
     os._exit(0)
 
 
+def _format(error: BaseException) -> str:
+    """The traceback without the frame of this module."""
+    trace = error.__traceback__
+    shown = error.with_traceback(trace.tb_next if trace else None)
+    return "".join(traceback.format_exception(shown))
+
+
 def _isolate(task: Task) -> None:
     """Detach this process from the terminal and tie its life to its parent's."""
     os.setsid()  # so that whatever the rank starts can be killed with it
@@ -98,8 +107,8 @@ def _isolate(task: Task) -> None:
     os.dup2(file, 2)
     os.close(file)
     # The server that forked this process may have been started with its output closed.
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: PTH123, SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: PTH123, SIM115
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.enable(file=sys.stderr)
     os.environ.clear()
     os.environ.update(task.env)
@@ -132,7 +141,7 @@ def _import(name: str, file: str | None) -> None:
 
 
 def _connect(task: Task) -> None:
-    store = dist.TCPStore("127.0.0.1", task.port, is_master=False)
+    store = TCPStore("127.0.0.1", task.port, is_master=False)
     dist.init_process_group(
         "gloo",
         store=store,

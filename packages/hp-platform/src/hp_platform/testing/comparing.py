@@ -72,7 +72,8 @@ def compare(
 
 def _difference(name: str, actual: Tensor | None, expected: Tensor | None) -> Difference:
     if actual is None or expected is None:
-        return Difference(name, math.inf, f"missing in {'actual' if actual is None else 'expected'}")
+        where = "actual" if actual is None else "expected"
+        return Difference(name, math.inf, f"missing in {where}")
     if actual.shape != expected.shape:
         shapes = f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
         return Difference(name, math.inf, shapes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -13,15 +14,24 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import torch.distributed as dist
-
+from hp_platform._internals import TCPStore
 from hp_platform.testing.child import Failure, Task, describe, run_rank
 
 T = TypeVar("T")
 
-_PRELOADED = ["torch", "torch.distributed", "hp_platform.testing", "pytest", "hypothesis"]
+# Imported once by the server the ranks are forked from. torch imports the third and fourth itself
+# at the first use of a lazy collective and of an optimizer, which would cost each rank seconds.
+_PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "hp_platform.testing",
+    "pytest",
+    "hypothesis",
+]
 _START_SECONDS = 120.0  # until all ranks are connected; the first call imports torch
 _GRACE_SECONDS = 0.3  # after a failure, for others to report theirs
 _OUTPUT_BYTES = 8000
@@ -73,7 +83,7 @@ def run_distributed(
     if world_size < 1:
         raise ValueError(f"world_size ({world_size}) must be at least 1")
     payload = _pickle(fn, args)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         ranks: list[_Rank] = []
         try:
@@ -141,7 +151,7 @@ class _Rank:
         if not self.finished and not self.process.is_alive():
             self.lost = not self.connection.poll()
 
-    def result(self) -> object:
+    def result(self) -> Any:
         assert isinstance(self.outcome, bytes)
         return pickle.loads(self.outcome)  # noqa: S301  # made by our own child
 
@@ -166,10 +176,8 @@ class _Rank:
     def end(self) -> None:
         """Let a finished rank go, kill any other with whatever it started."""
         if isinstance(self.outcome, bytes):
-            try:
+            with contextlib.suppress(OSError):
                 self.connection.send(None)
-            except OSError:
-                pass
         elif self.process.is_alive():
             _kill_group(self.process)
         self.process.join(timeout=5.0)
@@ -225,11 +233,13 @@ def _failure(ranks: list[_Rank]) -> RankError:
 
 
 def _overdue(ranks: list[_Rank], timeout: float) -> RankError:
+    """Name a rank first that does not stand in a collective: the others wait for that one."""
     running = [rank for rank in ranks if not rank.finished]
     numbers = [rank.rank for rank in running]
-    text = f"rank {numbers[0]} of {len(ranks)} did not finish within {timeout:g} s"
+    running.sort(key=lambda rank: "torch/distributed" in rank.output())
+    text = f"rank {running[0].rank} of {len(ranks)} did not finish within {timeout:g} s"
     lines = [f"{text} (still running: {numbers})", *(rank.report() for rank in running)]
-    return RankError("\n".join(lines), rank=numbers[0])
+    return RankError("\n".join(lines), rank=running[0].rank)
 
 
 def _pickle(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:

@@ -2,9 +2,122 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hp_platform import _internals
+from hp_platform.groups import global_ranks
 
-def slow_group(group: ProcessGroup, *, latency: float = 0.0, bandwidth: float = float("inf")) -> ProcessGroup:
-    """Placeholder."""
-    raise NotImplementedError
+_serial = count()
+
+
+def slow_group(
+    group: ProcessGroup, *, latency: float = 0.0, bandwidth: float = math.inf
+) -> ProcessGroup:
+    """Wrap `group` in one whose operations take `latency + bytes / bandwidth` seconds longer.
+
+    The delay is spent in a thread, one operation after the other as on one link; whoever launched
+    the operation is free until it waits. Bytes are those that this rank passes in. `group` itself
+    must not be used meanwhile.
+
+    Args:
+        group: Group of this rank, for example of `run_in_threads` or the default one.
+        latency: Seconds.
+        bandwidth: Bytes per second.
+
+    Raises:
+        ValueError: If `latency` is negative or `bandwidth` not positive.
+    """
+    if latency < 0:
+        raise ValueError(f"latency ({latency}) must not be negative")
+    if bandwidth <= 0:
+        raise ValueError(f"bandwidth ({bandwidth}) must be positive")
+    slow = _SlowGroup(group, latency, bandwidth)
+    name = f"slow{next(_serial)}/{group.group_name}"
+    _internals.register_group(name, slow, global_ranks(group))
+    return slow
+
+
+class _SlowWork(dist.Work):
+    def __init__(self, future: Future[None], tensors: object) -> None:
+        super().__init__()
+        self._future = future
+        self._tensors = tensors  # alive until the operation is done
+
+    def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002  # the group has its own
+        self._future.result()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+
+def _delayed(name: str, *, sent: int) -> Callable[..., _SlowWork]:
+    """A method that runs the one of the wrapped group later; argument `sent` is what it sends."""
+
+    def method(self: _SlowGroup, *args: Any, **kwargs: Any) -> _SlowWork:
+        seconds = self.latency + (_num_bytes(args[sent]) if args else 0) / self.bandwidth
+
+        def transfer() -> None:
+            time.sleep(seconds)
+            getattr(self.inner, name)(*args, **kwargs).wait()
+
+        return _SlowWork(self.link.submit(transfer), args)
+
+    return method
+
+
+class _SlowGroup(ProcessGroup):
+    """Delays what another group does. Newer torch calls some operations by their newer names."""
+
+    def __init__(self, inner: ProcessGroup, latency: float, bandwidth: float) -> None:
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # no store
+        self.inner, self.latency, self.bandwidth = inner, latency, bandwidth
+        self.link = ThreadPoolExecutor(1, thread_name_prefix="slow-link")
+        self._name = ""
+
+    alltoall = _delayed("alltoall", sent=1)
+    alltoall_base = _delayed("alltoall_base", sent=1)
+    all_to_all_single = _delayed("alltoall_base", sent=1)
+    allgather = _delayed("allgather", sent=1)
+    _allgather_base = _delayed("_allgather_base", sent=1)
+    all_gather_single = _delayed("_allgather_base", sent=1)
+    reduce_scatter = _delayed("reduce_scatter", sent=1)
+    _reduce_scatter_base = _delayed("_reduce_scatter_base", sent=1)
+    reduce_scatter_single = _delayed("_reduce_scatter_base", sent=1)
+    allreduce = _delayed("allreduce", sent=0)
+    broadcast = _delayed("broadcast", sent=0)
+    send = _delayed("send", sent=0)
+    barrier = _delayed("barrier", sent=0)
+
+    def recv(self, *args: Any) -> dist.Work:
+        """Not delayed: the send is, and must not queue up behind a receive."""
+        return self.inner.recv(*args)
+
+    def getBackendName(self) -> str:  # noqa: N802  # torch's name
+        """Return what torch shows for this group."""
+        return "slow"
+
+    @property
+    def group_name(self) -> Any:
+        """Name that functional collectives find this group by."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+
+def _num_bytes(sent: object) -> int:
+    if isinstance(sent, Tensor):
+        return sent.numel() * sent.element_size()
+    if isinstance(sent, Sequence):
+        return sum(_num_bytes(item) for item in sent)
+    return 0

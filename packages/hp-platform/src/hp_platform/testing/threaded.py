@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from itertools import count
-from queue import SimpleQueue
 from typing import TypeVar
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hp_platform import _internals
@@ -18,6 +19,7 @@ from hp_platform.testing.processes import RankError
 T = TypeVar("T")
 
 _serial = count()
+_JOIN_SECONDS = 2.0
 
 
 def run_in_threads(
@@ -42,23 +44,19 @@ def run_in_threads(
             finish in time.
     """
     run = f"threads{next(_serial)}"
-    store = dist.HashStore()
-    finished: SimpleQueue[tuple[int, T | None, BaseException | None]] = SimpleQueue()
+    store = _internals.HashStore()
+    finished: queue.SimpleQueue[tuple[int, T | None, BaseException | None]] = queue.SimpleQueue()
     groups: dict[int, ProcessGroup] = {}
 
     def rank_main(rank: int) -> None:
         try:
-            group = _internals.gloo_group(
-                store,
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=timeout),
-                name=run,
-            )
-            groups[rank] = group
-            _internals.register_group(f"{run}/{rank}", group)
-            finished.put((rank, fn(group), None))
+            groups[rank] = _make_group(store, run, rank, world_size, timeout)
+            finished.put((rank, fn(groups[rank]), None))
         except BaseException as error:  # noqa: BLE001  # handed to the caller
+            # Gloo closes the connections of this rank, and so ends collectives in which others
+            # wait for it, once nothing holds its group: not a frame of the traceback either.
+            traceback.clear_frames(error.__traceback__)
+            _forget_group(run, rank, groups)
             finished.put((rank, None, error))
 
     threads = [
@@ -69,25 +67,34 @@ def run_in_threads(
         thread.start()
     try:
         return _collect(finished, world_size, timeout)
-    except RankError:
-        for group in list(groups.values()):
-            group.abort()  # so that ranks blocked in a collective end
-        raise
     finally:
         for thread in threads:
-            thread.join(timeout=5.0)
-        for rank, group in groups.items():
-            _internals.unregister_group(f"{run}/{rank}", group)
+            thread.join(timeout=_JOIN_SECONDS)
+        for rank in range(world_size):
+            _forget_group(run, rank, groups)
+
+
+def _make_group(
+    store: _internals.Store, run: str, rank: int, world_size: int, timeout: float
+) -> ProcessGroup:
+    group = _internals.gloo_group(
+        store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout + 1), name=run
+    )
+    _internals.register_group(f"{run}/{rank}", group, range(world_size))
+    return group
+
+
+def _forget_group(run: str, rank: int, groups: dict[int, ProcessGroup]) -> None:
+    group = groups.pop(rank, None)
+    if group is not None:
+        _internals.unregister_group(f"{run}/{rank}", group)
 
 
 def _collect(
-    finished: SimpleQueue[tuple[int, T | None, BaseException | None]],
+    finished: queue.SimpleQueue[tuple[int, T | None, BaseException | None]],
     world_size: int,
     timeout: float,
 ) -> list[T]:
-    import queue
-    import time
-
     deadline = time.monotonic() + timeout
     results: dict[int, T | None] = {}
     while len(results) < world_size:
