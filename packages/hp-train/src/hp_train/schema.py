@@ -4,6 +4,7 @@ A refused value is answered in one line, ``key (value) must relation``, never wi
 the type names of the library that found it.
 """
 
+import contextlib
 import difflib
 import json
 import math
@@ -145,12 +146,10 @@ def _refusal(field: Field, raw: object, *, strict: bool) -> str:
     if field.choices:
         hint = did_you_mean(str(raw), field.choices)
     else:
-        try:
+        with contextlib.suppress(msgspec.ValidationError):
             relation = field.bounds(msgspec.convert(raw, field.base, strict=strict))
-        except msgspec.ValidationError:
-            pass
     bare = isinstance(raw, str) and not strict and field.base in _KINDS and field.base is not str
-    return f"{field.key} ({str(raw)[:_SHOWN] if bare else shown(raw)}) must be {relation}{hint}"
+    return f"{field.key} ({shown(raw)[1:-1] if bare else shown(raw)}) must be {relation}{hint}"
 
 
 def shown(value: object) -> str:

@@ -1,0 +1,144 @@
+"""Train the same small model in any layout, and look inside."""
+
+import json
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from hp_platform import RankInfo, initialize, shutdown
+from hp_platform.testing import run_distributed
+from hp_train.config import Config
+from hp_train.data import load_tokenizer, prepare
+from hp_train.launch import Worker
+from hp_train.signals import StopFlag
+from hp_train.supervise import Board
+from hp_train.train import Trainer
+
+BASE: dict[str, dict[str, Any]] = {
+    "model": {
+        "dim": 32,
+        "num_layers": 4,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "expert_hidden": 16,
+        "num_experts": 4,
+        "top_k": 2,
+        "dense_hidden": 48,
+        "num_dense_layers": 1,
+        "dropout": 0.1,
+        "init_std": 0.1,
+    },
+    "data": {"seq_len": 16, "eval_fraction": 0.2},
+    "train": {
+        "steps": 5,
+        "global_batch_size": 16,
+        "microbatch_size": 2,
+        "warmup_steps": 2,
+        "eval_every": 0,
+        "eval_batches": 1,
+        "sample_tokens": 0,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run computed, by name over the whole model.
+
+    Attributes:
+        losses: Of each step.
+        norms: Gradient norm of each step.
+        eval_loss: After the last step.
+        first_gradients: Of the first step.
+        parameters: After the last step.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    eval_loss: float = 0.0
+    first_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def config_of(**sections: dict[str, Any]) -> Config:
+    """BASE with some keys of some sections replaced."""
+    tables = {
+        name: {**BASE.get(name, {}), **sections.get(name, {})} for name in BASE | sections
+    }
+    return msgspec.convert(tables, Config)
+
+
+def write_corpus(directory: Path) -> Path:
+    """A little text that is the same on every machine."""
+    path = directory / "corpus.jsonl"
+    rows = ({"text": f"{i} squared is {i * i}, and cubed {i**3}. " * 3} for i in range(200))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def train_in(config: Config, directory: Path) -> Result:
+    """Train for ``train.steps`` in the layout of the config and bring back what rank 0 gathered."""
+    directory.mkdir(parents=True, exist_ok=True)
+    prepare(
+        directory / "data",
+        paths=[str(write_corpus(directory))],
+        tokenizer=load_tokenizer(""),
+        eval_fraction=config.data.eval_fraction,
+    )
+    run = partial(_train_rank, msgspec.json.encode(config), str(directory))
+    results = run_distributed(run, world_size=config.world_size, timeout=120)
+    assert isinstance(results[0], Result)
+    return results[0]
+
+
+def _train_rank(encoded: bytes, directory: str) -> Result | None:
+    config = msgspec.json.decode(encoded, type=Config)
+    info = RankInfo.from_env()
+    assert info is not None
+    runtime = initialize(info, device_type="cpu")
+    worker = worker_of(info, Path(directory))
+    trainer = Trainer(config, worker, runtime, load_tokenizer(""))
+    trainer.compute_gradients()
+    gradients = _whole(trainer, gradients=True)
+    trainer.optimizer.zero_grad()
+    losses, norms = [], []
+    while trainer.step < config.train.steps:
+        metrics, _ = trainer.train_step()
+        losses.append(metrics.loss)
+        norms.append(metrics.grad_norm)
+    eval_loss = trainer.evaluate()
+    parameters = _whole(trainer, gradients=False)
+    shutdown()
+    if info.rank:
+        return None
+    return Result(losses, norms, eval_loss, gradients, parameters)
+
+
+def worker_of(info: RankInfo, directory: Path) -> Worker:
+    """A worker whose heartbeats nobody watches."""
+    board = Board.create(directory / f"board-{info.rank}", num_ranks=info.world_size)
+    return Worker(info=info, run_dir=directory, board=board, stop=StopFlag())
+
+
+def _whole(trainer: Trainer, *, gradients: bool) -> dict[str, torch.Tensor]:
+    """Every rank's parameters or gradients by name, experts apart; replicas must agree."""
+    mine = {}
+    for parameter in trainer.parameters:
+        tensor = parameter.tensor.grad if gradients else parameter.tensor.detach()
+        assert tensor is not None
+        if parameter.experts is None:
+            mine[parameter.name] = tensor.clone()
+        else:
+            for row, expert in zip(tensor, parameter.experts, strict=True):
+                mine[f"{parameter.name}[{expert}]"] = row.clone()
+    everyone: list[dict[str, torch.Tensor]] = [{} for _ in range(trainer.runtime.info.world_size)]
+    dist.all_gather_object(everyone, mine, group=trainer.runtime.control)
+    whole: dict[str, torch.Tensor] = {}
+    for part in everyone:
+        for name, tensor in part.items():
+            assert torch.equal(whole.setdefault(name, tensor), tensor), f"replicas differ: {name}"
+    return whole

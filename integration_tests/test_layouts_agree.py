@@ -1,0 +1,63 @@
+"""Every layout computes what one process computes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hp_platform.testing import compare
+
+from integration_tests.layouts import Result, config_of, train_in
+
+LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
+    "pp2-ep2-interleaved": {
+        "mesh": {"pp": 2, "dp_replicate": 2, "ep": 2},
+        "pipeline": {"schedule": "interleaved_1f1b", "stages_per_rank": 2},
+    },
+    "pp2-dp1-1f1b": {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b"}},
+    "dp4-ep2": {"mesh": {"dp_replicate": 4, "ep": 2}},
+    "pp4-gpipe": {"mesh": {"pp": 4}, "pipeline": {"schedule": "gpipe"}},
+    "ep4": {"mesh": {"dp_replicate": 4, "ep": 4}},
+}
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    folder = tmp_path_factory.mktemp("one")
+    return {
+        dtype: train_in(config_of(train={"dtype": dtype}), folder / dtype)
+        for dtype in ("float32", "float64")
+    }
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradients_equal_one_process_in_fp64(
+    name: str, one_process: dict[str, Result], tmp_path: Path
+) -> None:
+    layout = LAYOUTS[name]
+    result = train_in(config_of(**layout, train={"dtype": "float64", "steps": 2}), tmp_path)
+    expected = one_process["float64"]
+    comparison = compare(result.first_gradients, expected.first_gradients, bound=1e-12)
+    assert comparison.ok, comparison
+    assert result.losses == pytest.approx(expected.losses[:2], rel=1e-12)
+    assert result.norms == pytest.approx(expected.norms[:2], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["pp2-ep2-interleaved", "dp4-ep2"])
+def test_the_loss_curve_equals_one_process_in_fp32(
+    name: str, one_process: dict[str, Result], tmp_path: Path
+) -> None:
+    layout = LAYOUTS[name]
+    result = train_in(config_of(**layout), tmp_path)
+    expected = one_process["float32"]
+    assert result.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert result.norms == pytest.approx(expected.norms, rel=1e-5)
+    assert result.eval_loss == pytest.approx(expected.eval_loss, rel=1e-5)
+    assert expected.losses[-1] < expected.losses[0]
+
+
+def test_a_repeated_run_is_bitwise_the_same(tmp_path: Path) -> None:
+    config = config_of(**LAYOUTS["pp2-ep2-interleaved"])
+    first, second = (train_in(config, tmp_path / name) for name in ("a", "b"))
+    assert first.losses == second.losses
+    comparison = compare(first.parameters, second.parameters)
+    assert comparison.ok, comparison

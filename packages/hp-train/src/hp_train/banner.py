@@ -1,0 +1,35 @@
+"""The first lines of a run: what is trained, where, and how it is laid out."""
+
+import torch
+
+from hp_platform import Runtime
+from hp_train import __version__
+from hp_train.config import Config
+from hp_train.mesh import Mesh
+from hp_train.optimizer import GradientNorm
+
+
+def banner(config: Config, mesh: Mesh, runtime: Runtime, norm: GradientNorm) -> list[str]:
+    """Lines that say model size, mesh and batch.
+
+    Args:
+        config: Of the run.
+        mesh: Of the run.
+        runtime: Device and backend.
+        norm: Knows the sizes of all parameters of all ranks.
+    """
+    model, train = config.model, config.train
+    total = sum(norm.sizes.values())
+    inactive = 1 - model.top_k / model.num_experts
+    active = total - inactive * sum(n for name, n in norm.sizes.items() if name.endswith("]"))
+    where = f"{runtime.info.world_size} processes on {runtime.device.type} ({runtime.backend})"
+    schedule = f"{config.pipeline.schedule}, {config.pipeline.stages_per_rank} stages per rank"
+    experts = f"{model.num_experts} experts, top {model.top_k}, {model.num_shared_experts} shared"
+    size = f"{total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active per token"
+    batch = f"{train.global_batch_size} sequences x {config.data.seq_len} tokens"
+    return [
+        f"hp-train {__version__}, torch {torch.__version__}: {where}",
+        f"mesh   {mesh.layout}, schedule {schedule}",
+        f"model  {size}: {model.num_layers} layers of {model.dim}, {experts}",
+        f"batch  {batch} in microbatches of {train.microbatch_size}, {train.steps} steps",
+    ]

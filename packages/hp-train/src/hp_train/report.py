@@ -1,0 +1,96 @@
+"""Pictures of a run: the loss curve, and the pipeline's timeline as planned and as it went."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+from hp_schedule import Timeline, chrome_trace, timeline_svg
+from hp_train.metrics import read_metrics
+
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 360, 56, 16, 40, 44
+_COLOURS = {"loss": "#4c78a8", "eval_loss": "#e45756"}
+_LABELS = {"loss": "training", "eval_loss": "held out"}
+
+
+def write_report(run_dir: Path, timelines: Mapping[str, Timeline]) -> None:
+    """Write loss.svg, timeline.svg and timeline.json into a run directory.
+
+    Args:
+        run_dir: Holds metrics.jsonl.
+        timelines: For example ``{"planned": ..., "actual": ...}``; none leaves the timeline out.
+    """
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    (run_dir / "loss.svg").write_text(loss_curve_svg(rows))
+    if timelines:
+        (run_dir / "timeline.svg").write_text(timeline_svg(timelines))
+        (run_dir / "timeline.json").write_text(json.dumps(chrome_trace(timelines)))
+
+
+def loss_curve_svg(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Training and held-out loss over steps as an SVG picture.
+
+    Args:
+        rows: Lines of metrics.jsonl.
+    """
+    series = {
+        key: [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+        for key in _COLOURS
+    }
+    points = [point for line in series.values() for point in line]
+    if not points:
+        points = [(0, 0.0), (1, 1.0)]
+    x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
+    y_low, y_high = min(y for _, y in points), max(y for _, y in points)
+    x_ticks, y_ticks = _ticks(x_low, x_high), _ticks(y_low, y_high)
+    x_span, y_span = max(x_high - x_low, 1e-9), max(y_high - y_low, 1e-9)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = _LEFT + (x - x_low) / x_span * (_WIDTH - _LEFT - _RIGHT)
+        down = _TOP + (y_high - y) / y_span * (_HEIGHT - _TOP - _BOTTOM)
+        return round(across, 1), round(down, 1)
+
+    parts = [_text(_LEFT, 22, "loss (nats per token)", "start")]
+    for y in y_ticks:
+        _, down = place(x_low, y)
+        parts.append(f'<path class="grid" d="M{_LEFT} {down}H{_WIDTH - _RIGHT}"/>')
+        parts.append(_text(_LEFT - 8, down + 4, f"{y:g}", "end"))
+    for x in x_ticks:
+        across, _ = place(x, y_low)
+        parts.append(_text(across, _HEIGHT - _BOTTOM + 18, f"{x:g}", "middle"))
+    parts.append(_text(_WIDTH / 2, _HEIGHT - 8, "step", "middle"))
+    for number, (key, line) in enumerate(series.items()):
+        if line:
+            path = "M" + "L".join(f"{x} {y}" for x, y in (place(*point) for point in line))
+            parts.append(f'<path class="line" stroke="{_COLOURS[key]}" d="{path}"/>')
+            last = f"{_LABELS[key]} {line[-1][1]:.3f}"
+            across = _WIDTH - _RIGHT - 150 * (len(series) - number - 1)
+            parts.append(_text(across, 22, last, "end", _COLOURS[key]))
+    return _SVG.format(width=_WIDTH, height=_HEIGHT, body="\n".join(parts))
+
+
+_SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" \
+font-family="system-ui, sans-serif" font-size="12">
+<style>
+text {{ fill: #24292f }} .grid {{ stroke: #8884; fill: none }}
+.line {{ fill: none; stroke-width: 1.6; stroke-linejoin: round }}
+@media (prefers-color-scheme: dark) {{ text {{ fill: #d0d7de }} }}
+</style>
+{body}
+</svg>
+"""
+
+
+def _text(x: float, y: float, text: str, anchor: str, colour: str = "") -> str:
+    style = f' style="fill:{colour}"' if colour else ""
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}"{style}>{escape(text)}</text>'
+
+
+def _ticks(low: float, high: float, count: int = 6) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten within [low, high], about ``count`` of them."""
+    wanted = max(high - low, 1e-9) / count
+    power = 10.0 ** math.floor(math.log10(wanted))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= wanted)
+    return [round(i * step, 10) for i in range(math.ceil(low / step), math.floor(high / step) + 1)]

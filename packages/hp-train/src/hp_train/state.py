@@ -1,0 +1,62 @@
+"""What a checkpoint holds: parameters and Adam moments by global name, and a few numbers.
+
+Experts are offered as DTensors sharded over the expert-parallel ranks, everything else as plain
+tensors, so that a checkpoint says nothing of the layout it was saved under.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from hp_train.optimizer import Parameter
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def materialize_optimizer(optimizer: torch.optim.AdamW) -> None:
+    """Give every parameter its Adam state now instead of at the first step.
+
+    A resumed run loads into the very tensors the optimizer will use.
+    """
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            state = optimizer.state[tensor]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                for moment in _MOMENTS:
+                    state[moment] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
+
+
+def set_optimizer_steps(optimizer: torch.optim.AdamW, steps: int) -> None:
+    """Set how many updates the optimizer counts as done: what its bias correction depends on."""
+    for state in optimizer.state.values():
+        state["step"].fill_(steps)
+
+
+def checkpoint_tensors(
+    parameters: Sequence[Parameter], optimizer: torch.optim.AdamW, expert_mesh: DeviceMesh
+) -> dict[str, Tensor]:
+    """This rank's tensors under their global names. They share memory with the live state.
+
+    Args:
+        parameters: This rank's.
+        optimizer: Materialised; see :func:`materialize_optimizer`.
+        expert_mesh: One-dimensional, over the ranks that share out the experts.
+
+    Returns:
+        ``model.<name>``, ``optimizer.exp_avg.<name>`` and ``optimizer.exp_avg_sq.<name>``.
+    """
+    tensors = {}
+    for parameter in parameters:
+        state = optimizer.state[parameter.tensor]
+        named = {"model": parameter.tensor.detach()}
+        named |= {f"optimizer.{moment}": state[moment] for moment in _MOMENTS}
+        for prefix, tensor in named.items():
+            whole = tensor
+            if parameter.experts is not None:
+                whole = DTensor.from_local(tensor, expert_mesh, [Shard(0)], run_check=False)
+            tensors[f"{prefix}.{parameter.name}"] = whole
+    return tensors

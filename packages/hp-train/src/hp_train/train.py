@@ -1,0 +1,380 @@
+"""The training loop of one rank.
+
+Note [one agreed step]: whatever one rank learns on its own (a stop was requested, a gradient is
+not finite) goes into the vector that all ranks sum at the end of every step, so that all of them
+act on it at the same step. No rank ever decides alone.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from hp_platform import Runtime, agree, initialize, mesh_of, shutdown
+from hp_schedule import MetaStep, Span
+from hp_train.banner import banner
+from hp_train.checkpoint import load_latest, save_checkpoint
+from hp_train.config import Config, to_dict
+from hp_train.data import Dataset, Tokenizer, load_tokenizer, prepare
+from hp_train.errors import PREEMPTED, CheckpointError, DataError, NumericsError
+from hp_train.generate import continue_text
+from hp_train.launch import Worker
+from hp_train.mesh import Layout, build_mesh
+from hp_train.metrics import Console, MetricsWriter, StepMetrics, peak_memory_bytes
+from hp_train.model import DropoutKey, Microbatch
+from hp_train.optimizer import (
+    GradientNorm,
+    build_optimizer,
+    clip_gradients,
+    learning_rate,
+    named_parameters,
+    reduce_gradients,
+)
+from hp_train.parallelize import build_pipeline
+from hp_train.report import planned_and_actual, write_report
+from hp_train.state import checkpoint_tensors, materialize_optimizer, set_optimizer_steps
+
+
+def main(config: Config, *, worker: Worker) -> int:
+    """Train as one rank of a world that is being started now.
+
+    Args:
+        config: Validated; the same on every rank.
+        worker: This process's place, run directory, heartbeat and stop flag.
+
+    Returns:
+        Exit status: 0 done, 75 stopped on request after saving.
+    """
+    worker.board.beat(step=0, phase="connect", waiting=True)
+    runtime = initialize(
+        worker.info,
+        device_type=config.launch.device,
+        timeout=timedelta(seconds=config.launch.init_timeout_seconds),
+    )
+    try:
+        tokenizer = _prepare_data(config, worker, runtime)
+        return Trainer(config, worker, runtime, tokenizer).run()
+    finally:
+        shutdown()
+
+
+def _prepare_data(config: Config, worker: Worker, runtime: Runtime) -> Tokenizer:
+    """Tokenise once per node; every rank learns of a failure before anything is built on it."""
+    worker.board.beat(step=0, phase="prepare data", waiting=worker.info.local_rank != 0)
+    error: Exception | None = None
+    tokenizer: Tokenizer | None = None
+    try:
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        if worker.info.local_rank == 0:
+            prepare(
+                worker.run_dir / "data",
+                paths=config.data.paths,
+                tokenizer=tokenizer,
+                eval_fraction=config.data.eval_fraction,
+            )
+    except Exception as failure:  # noqa: BLE001 - every rank must hear of it
+        error = failure
+    agree(error, group=runtime.control, where="prepare data")
+    assert tokenizer is not None
+    return tokenizer
+
+
+class Trainer:
+    """A run as one rank sees it. All ranks construct it and call its methods together.
+
+    Args:
+        config: Validated.
+        worker: This process.
+        runtime: The initialised world.
+        tokenizer: Of the data.
+    """
+
+    def __init__(
+        self, config: Config, worker: Worker, runtime: Runtime, tokenizer: Tokenizer
+    ) -> None:
+        self.config, self.worker, self.runtime, self.tokenizer = config, worker, runtime, tokenizer
+        self.device = runtime.device
+        self._beat("build")
+        timeout = timedelta(seconds=config.launch.step_timeout_seconds)
+        self.mesh = build_mesh(Layout.of(config.mesh), runtime, timeout=timeout)
+        self.pipeline = build_pipeline(
+            config,
+            self.mesh,
+            runtime,
+            vocab_size=tokenizer.vocab_size,
+            timeout=timeout,
+            on_step=self._on_pipeline_step,
+        )
+        self.schedule, self.runner = self.pipeline.training(self._loss)
+        self.evaluator = self.pipeline.inference(
+            num_microbatches=self.schedule.num_microbatches,
+            microbatch_size=config.train.microbatch_size,
+        )
+        self.parameters = named_parameters(self.pipeline.modules.values())
+        self.optimizer = build_optimizer(self.parameters, config.train)
+        materialize_optimizer(self.optimizer)
+        self.norm = GradientNorm(self.parameters, self.mesh, control=runtime.control)
+        self.data = self._open("train", seed=config.run.seed)
+        self.held_out = self._open("eval", seed=None)
+        self.step = 0
+        self.next_sequence = 0
+        self.spans: list[Span] = []
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes and prints."""
+        return self.mesh.rank == 0
+
+    def run(self) -> int:
+        """Resume if there is something to resume from, train, evaluate, save, report.
+
+        Returns:
+            Exit status: 0 done, 75 stopped on request after saving.
+        """
+        notes = self._resume()
+        train, run = self.config.train, self.config.run
+        console = Console(enabled=self.is_main, total=train.steps, done=self.step)
+        metrics = MetricsWriter(
+            self.worker.run_dir if self.is_main else None,
+            resume_step=self.step,
+            tensorboard=run.tensorboard,
+        )
+        for line in (*banner(self.config, self.mesh, self.runtime, self.norm), *notes):
+            console.print(line)
+        stopped = False
+        try:
+            if self.step == 0 and train.eval_every:
+                console.print(f"before training: eval loss {self.evaluate():.4f}")
+            while self.step < train.steps and not stopped:
+                step_metrics, stopped = self.train_step()
+                if train.eval_every and self._is_due(train.eval_every) and not stopped:
+                    step_metrics = step_metrics.with_eval(self.evaluate())
+                metrics.write(step_metrics)
+                console.advance()
+                if self._is_due(train.log_every) or step_metrics.eval_loss is not None:
+                    console.print(str(step_metrics))
+                if self._is_due(train.save_every) and not stopped:
+                    self._save_or_warn(console)
+            path = self.save()
+            if stopped and self.step < train.steps:
+                console.print(f"stopped on request after step {self.step}, saved {path}")
+                return PREEMPTED
+            self._finish(console)
+            return 0
+        finally:
+            metrics.close()
+            console.close()
+
+    def train_step(self) -> tuple[StepMetrics, bool]:
+        """One update of the weights.
+
+        Returns:
+            What happened, and whether some rank was asked to stop.
+
+        Raises:
+            NumericsError: On every rank, before the weights are touched, when the loss or a
+                gradient is not finite.
+        """
+        began = time.perf_counter()
+        train = self.config.train
+        loss, balance, busy = self.compute_gradients()
+        scalars, squares, memory = self._sum_over_ranks(
+            [loss, balance, busy, self.worker.stop.requested]
+        )
+        loss, balance, busy, stops = scalars
+        grad_norm = math.sqrt(squares.sum())
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+            what = self.norm.first_bad(squares)
+            bad = f"the gradient of {what}" if what else f"the loss ({loss})"
+            raise NumericsError(f"step {self.step + 1}: {bad} is not finite")
+        self._beat("optimizer")
+        clip_gradients(self.parameters, grad_norm, train.max_grad_norm)
+        rate = learning_rate(self.step, train)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        self.next_sequence += train.global_batch_size
+        seconds = time.perf_counter() - began
+        metrics = StepMetrics(
+            step=self.step,
+            loss=loss,
+            balance_loss=balance,
+            grad_norm=grad_norm,
+            lr=rate,
+            tokens=self.next_sequence * self.config.data.seq_len,
+            tokens_per_second=train.global_batch_size * self.config.data.seq_len / seconds,
+            step_seconds=seconds,
+            peak_memory_bytes=memory,
+            bubble=1.0 - busy / self.runtime.info.world_size,
+        )
+        return metrics, stops > 0
+
+    def compute_gradients(self) -> tuple[float, float, float]:
+        """Forward and backward of the next global batch, gradients summed over the ranks.
+
+        Returns:
+            This rank's share of the loss and of the balancing loss, and the share of the
+            pipeline's wall time that this rank spent computing.
+        """
+        args, kwargs, targets = self._microbatches(self.data, self.next_sequence, train=True)
+        began = time.perf_counter()
+        result = self.runner.run_microbatches(args, kwargs, targets)
+        seconds = time.perf_counter() - began
+        self.spans = list(result.timeline)
+        self._beat("reduce gradients", waiting=True)
+        reduce_gradients(self.parameters, self.mesh)
+        balances = [t for k in kwargs for t in k["microbatch"].balance_losses]
+        busy = sum(span.end - span.start for span in self.spans if span.step.type.is_compute)
+        return float(sum(result.losses)), float(sum(balances)), busy / seconds
+
+    def evaluate(self) -> float:
+        """Mean cross-entropy on held-out text, in nats per token, the same number on all ranks."""
+        size = self.config.train.global_batch_size
+        available = max(1, self.held_out.num_sequences // size)
+        num_batches = min(self.config.train.eval_batches, available)
+        total = torch.zeros(1, dtype=torch.float64, device=self.device)
+        for batch in range(num_batches):
+            args, kwargs, targets = self._microbatches(self.held_out, batch * size, train=False)
+            outputs = self.evaluator.run_microbatches(args, kwargs).outputs
+            if self.pipeline.is_last:
+                for logits, target in zip(outputs, targets, strict=True):
+                    total += self._loss(logits, target)
+        self._beat("evaluate", waiting=True)
+        dist.all_reduce(total, group=self.mesh.world)
+        return float(total) / num_batches
+
+    def save(self) -> str:
+        """Write a checkpoint of the state after :attr:`step`.
+
+        Returns:
+            Its path.
+
+        Raises:
+            CheckpointError: On every rank; what was saved before is intact.
+        """
+        self._beat("save")
+        extra = {
+            "step": self.step,
+            "next_sequence": self.next_sequence,
+            "data": self.data.digest,
+            "seed": self.config.run.seed,
+            "layout": str(self.mesh.layout),
+            "config": to_dict(self.config),
+        }
+        path = save_checkpoint(
+            self.worker.run_dir / "checkpoints",
+            step=self.step,
+            tensors=self._tensors(),
+            extra=extra,
+            group=self.runtime.control,
+            keep=self.config.train.keep_checkpoints,
+        )
+        return str(path)
+
+    def _resume(self) -> list[str]:
+        """Load the newest good checkpoint of the run directory; returns what to say about it."""
+        self._beat("load")
+        directory = self.worker.run_dir / "checkpoints"
+        loaded = load_latest(directory, tensors=self._tensors(), group=self.runtime.control)
+        if loaded is None:
+            asked = bool(self.config.run.resume)
+            return ["no checkpoint to resume from: starting at step 0"] if asked else []
+        notes = [f"skipped damaged checkpoint {path}: {why}" for path, why in loaded.skipped]
+        if loaded.extra["data"] != self.data.digest:
+            raise DataError(
+                f"{loaded.path} was trained on other data than {self.worker.run_dir}/data"
+            )
+        self.step = loaded.extra["step"]
+        self.next_sequence = loaded.extra["next_sequence"]
+        set_optimizer_steps(self.optimizer, self.step)
+        return [*notes, f"resumed from {loaded.path}"]
+
+    def _save_or_warn(self, console: Console) -> None:
+        """A full disk in the middle of a run is no reason to lose the run."""
+        if self.step == self.config.train.steps:
+            return  # the final save follows at once
+        try:
+            self.save()
+        except CheckpointError as error:
+            console.print(f"warning: {error}; going on, next try in {self.config.train.save_every}")
+
+    def _finish(self, console: Console) -> None:
+        train = self.config.train
+        timelines = planned_and_actual(self.schedule, self.spans, self.mesh, self.runtime.control)
+        if train.sample_tokens:
+            self._beat("sample")
+            text = continue_text(
+                self.pipeline, self.tokenizer, train.sample_prompt, num_tokens=train.sample_tokens
+            )
+            console.print(f"sample:\n{train.sample_prompt}{text}")
+        if self.is_main:
+            write_report(self.worker.run_dir, timelines)
+
+    def _microbatches(
+        self, data: Dataset, first: int, *, train: bool
+    ) -> tuple[list[tuple[Tensor]], list[dict[str, Any]], list[Tensor]]:
+        """This rank's share of the global batch that starts at sequence ``first``."""
+        size, count = self.config.train.microbatch_size, self.schedule.num_microbatches
+        first += self.mesh.dp_index * size * count
+        args, kwargs, targets = [], [], []
+        for start in range(first, first + size * count, size):
+            indices = range(start, start + size)
+            tokens, target = data.batch(indices)
+            key = None
+            if train:
+                sequence_index = torch.tensor(indices, device=self.device)
+                key = DropoutKey(self.config.run.seed, self.step, sequence_index)
+            args.append((tokens.to(self.device),))
+            kwargs.append({"microbatch": Microbatch(self.config.train.global_batch_size, key)})
+            targets.append(target.to(self.device))
+        return args, kwargs, targets
+
+    def _loss(self, logits: Tensor, target: Tensor) -> Tensor:
+        """This microbatch's share of the step's mean loss: a sum over the global token count."""
+        num_tokens = self.config.train.global_batch_size * self.config.data.seq_len
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        rows = logits.flatten(0, 1).to(wide)
+        return F.cross_entropy(rows, target.flatten(), reduction="sum") / num_tokens
+
+    def _sum_over_ranks(self, scalars: Sequence[float]) -> tuple[list[float], Tensor, int]:
+        """Sum scalars and squared gradient norms over all ranks; see Note [one agreed step].
+
+        Returns:
+            The sums, the squares by entry (fp64, CPU), and the largest peak memory of any rank.
+        """
+        memory = [0.0] * self.runtime.info.world_size
+        memory[self.mesh.rank] = peak_memory_bytes(self.device)
+        head = torch.tensor([*scalars, *memory], dtype=torch.float64)
+        vector = torch.cat((head.to(self.device), self.norm.local_squares(self.device)))
+        dist.all_reduce(vector, group=self.mesh.world)
+        values, memories, squares = vector.cpu().split(
+            [len(scalars), len(memory), len(self.norm.sizes)]
+        )
+        return values.tolist(), squares, int(memories.max())
+
+    def _tensors(self) -> dict[str, Tensor]:
+        expert_ranks = self.mesh.layout.expert_ranks()
+        mine = next(ranks for ranks in expert_ranks if self.mesh.rank in ranks)
+        device_mesh = mesh_of({"ep": self.mesh.ep}, mine, device_type=self.device.type)
+        return checkpoint_tensors(self.parameters, self.optimizer, device_mesh)
+
+    def _open(self, split: str, *, seed: int | None) -> Dataset:
+        directory = self.worker.run_dir / "data"
+        return Dataset.open(directory, split, seq_len=self.config.data.seq_len, seed=seed)
+
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def _on_pipeline_step(self, step: MetaStep) -> None:
+        self._beat(str(step))
+
+    def _beat(self, phase: str, *, waiting: bool = False) -> None:
+        self.worker.board.beat(step=self.step, phase=phase, waiting=waiting)

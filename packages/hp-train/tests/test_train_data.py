@@ -1,0 +1,136 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hp_train.data import Dataset, load_tokenizer, prepare
+from hp_train.data.corpus import read_documents, standard_library
+from hp_train.errors import ConfigError, DataError
+
+BYTES = load_tokenizer("")
+
+
+def _corpus(folder: Path, count: int = 40) -> str:
+    folder.mkdir()
+    for i in range(count):
+        (folder / f"{i:03}.txt").write_text(f"document {i} " * 20)
+    return str(folder)
+
+
+def _prepare(tmp_path: Path, count: int = 40) -> Path:
+    paths = [_corpus(tmp_path / "corpus", count)]
+    prepare(tmp_path / "data", paths=paths, tokenizer=BYTES, eval_fraction=0.2)
+    return tmp_path / "data"
+
+
+def test_bytes_round_trip_any_text() -> None:
+    text = "héllo, wörld\n\tπ"
+    assert BYTES.decode(BYTES.encode(text).tolist()) == text
+    assert BYTES.vocab_size == 256
+
+
+def test_the_standard_library_is_there_without_any_download() -> None:
+    names = [document.name for document, _ in zip(standard_library(), range(50), strict=False)]
+    assert names == sorted(names)
+    assert all(name.endswith(".py") for name in names)
+
+
+def test_every_token_lands_in_exactly_one_split(tmp_path: Path) -> None:
+    directory = _prepare(tmp_path)
+    both = [(directory / f"{s}.bin").read_bytes().split(b"\0") for s in ("train", "eval")]
+    texts = sorted(t.decode() for t in (*both[0], *both[1]) if t)
+    assert texts == sorted(d.text for d in read_documents([str(tmp_path / "corpus")]))
+    assert len(both[1]) > 1
+
+
+def test_prepared_data_survives_a_change_of_its_sources(tmp_path: Path) -> None:
+    directory = _prepare(tmp_path)
+    before = (directory / "train.bin").read_bytes()
+    (tmp_path / "corpus" / "000.txt").write_text("changed")
+    prepare(directory, paths=[str(tmp_path / "corpus")], tokenizer=BYTES, eval_fraction=0.2)
+    assert (directory / "train.bin").read_bytes() == before
+
+
+def test_targets_are_the_inputs_shifted_by_one(tmp_path: Path) -> None:
+    data = Dataset.open(_prepare(tmp_path), "train", seq_len=16, seed=None)
+    inputs, targets = data.batch(range(3))
+    assert inputs.shape == targets.shape == (3, 16)
+    stream = torch.from_numpy(data.tokens[:49].astype("int64"))
+    assert torch.equal(inputs.flatten(), stream[:48])
+    assert torch.equal(targets.flatten(), stream[1:49])
+
+
+def test_a_pass_reads_every_sequence_once_in_an_order_fixed_by_the_seed(tmp_path: Path) -> None:
+    directory = _prepare(tmp_path)
+    data = Dataset.open(directory, "train", seq_len=16, seed=1)
+    n = data.num_sequences
+    rows = data.batch(range(n))[0]
+    plain = Dataset.open(directory, "train", seq_len=16, seed=None).batch(range(n))[0]
+    assert sorted(map(tuple, rows.tolist())) == sorted(map(tuple, plain.tolist()))
+    assert not torch.equal(rows, plain)
+    again = Dataset.open(directory, "train", seq_len=16, seed=1)
+    assert torch.equal(again.batch(range(5, 9))[0], rows[5:9])
+    assert not torch.equal(data.batch(range(n, 2 * n))[0], rows)
+
+
+def test_jsonl_lines_are_documents(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "one"}) + "\n\n" + json.dumps({"text": "two"}) + "\n")
+    assert [d.text for d in read_documents([str(path)])] == ["one", "two"]
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"text": 3}', "1", "[" * 100_000])
+def test_a_bad_jsonl_line_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "one"}) + "\n" + line + "\n")
+    with pytest.raises(DataError, match=r"a\.jsonl:2: "):
+        list(read_documents([str(path)]))
+
+
+def test_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match=r"a\.txt"):
+        list(read_documents([str(tmp_path)]))
+
+
+def test_a_corpus_without_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="no documents for the train split"):
+        prepare(
+            tmp_path / "d", paths=[str(tmp_path / "empty")], tokenizer=BYTES, eval_fraction=0.1
+        )
+
+
+def test_too_little_text_for_one_sequence_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="must exceed data.seq_len"):
+        Dataset.open(_prepare(tmp_path), "train", seq_len=10**6, seed=0)
+
+
+def test_a_file_that_does_not_fit_its_index_is_refused(tmp_path: Path) -> None:
+    directory = _prepare(tmp_path)
+    with (directory / "train.bin").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(DataError, match="must equal"):
+        Dataset.open(directory, "train", seq_len=16, seed=0)
+
+
+def test_a_hugging_face_tokenizer_file_is_used(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"])
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.train_from_iterator(["def f(x): return x"] * 4, trainer)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.vocab_size == backend.get_vocab_size()
+    assert tokenizer.separator == backend.token_to_id("<|endoftext|>")
+    assert tokenizer.decode(tokenizer.encode("return x").tolist()) == "return x"
+
+
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    (tmp_path / "t.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"data\.tokenizer"):
+        load_tokenizer(str(tmp_path / "t.json"))

@@ -1,0 +1,159 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hp_train.config import ModelConfig, TrainConfig
+from hp_train.model import DropoutKey, Microbatch, TransformerStage, add_loss, initialize_parameters
+from hp_train.model.layers import Attention, RMSNorm, dropout, rotary_angles, rotate
+from hp_train.optimizer import learning_rate
+from hp_train.parallelize import split_layers
+
+CONFIG = ModelConfig(dim=16, num_layers=4, expert_hidden=8, num_experts=4, init_std=0.2)
+
+
+def _stage(config: ModelConfig, layers: range, *, seed: int = 0) -> TransformerStage:
+    last = layers.stop == config.num_layers
+    stage = TransformerStage(config, 32, layers=layers, first=layers.start == 0, last=last)
+    initialize_parameters(stage, config, seed=seed)
+    return stage
+
+
+def test_stages_in_a_row_are_the_whole_model() -> None:
+    tokens = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(0))
+    microbatch = Microbatch(2)
+    whole = _stage(CONFIG, range(4))(tokens, microbatch=microbatch)
+    x = tokens
+    for layers in (range(1), range(1, 3), range(3, 4)):
+        x = _stage(CONFIG, layers)(x, microbatch=microbatch)
+    assert torch.equal(x, whole)
+    assert whole.shape == (2, 8, 32)
+
+
+def test_parameters_keep_their_global_names_and_values_on_any_stage() -> None:
+    whole = dict(_stage(CONFIG, range(4)).named_parameters())
+    parts: dict[str, nn.Parameter] = {}
+    for layers in (range(2), range(2, 4)):
+        parts |= dict(_stage(CONFIG, layers).named_parameters())
+    assert parts.keys() == whole.keys()
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+
+
+def test_the_seed_decides_the_weights() -> None:
+    a, b = (_stage(CONFIG, range(1), seed=s).embedding for s in (0, 1))
+    assert a is not None
+    assert b is not None
+    assert not torch.equal(a.weight, b.weight)
+    assert float(a.weight.detach().std()) == pytest.approx(CONFIG.init_std, rel=0.1)
+
+
+def test_no_position_sees_a_later_one() -> None:
+    stage = _stage(CONFIG, range(4))
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    other = tokens.clone()
+    other[0, 5:] = 7
+    a, b = (stage(t, microbatch=Microbatch(1)) for t in (tokens, other))
+    assert torch.equal(a[0, :5], b[0, :5])
+    assert not torch.equal(a[0, 5], b[0, 5])
+
+
+def test_grouped_heads_equal_repeated_heads() -> None:
+    grouped = Attention(16, num_heads=4, num_kv_heads=2, head_dim=4, rope_theta=1e4).double()
+    full = Attention(16, num_heads=4, num_kv_heads=4, head_dim=4, rope_theta=1e4).double()
+    for p in grouped.parameters():
+        nn.init.normal_(p)
+    with torch.no_grad():
+        full.wq.weight.copy_(grouped.wq.weight)
+        full.wo.weight.copy_(grouped.wo.weight)
+        for mine, theirs in ((full.wk, grouped.wk), (full.wv, grouped.wv)):
+            mine.weight.copy_(theirs.weight.view(2, 4, 16).repeat_interleave(2, 0).view(16, 16))
+    x = torch.randn(2, 6, 16, dtype=torch.float64)
+    assert torch.allclose(grouped(x), full(x), rtol=0, atol=1e-12)
+
+
+def test_rotation_depends_on_the_distance_of_positions_alone() -> None:
+    cos, sin = rotary_angles(12, 8, theta=100.0, device=torch.device("cpu"))
+    q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
+    at = [rotate(t.expand(1, 12, 1, 8), cos, sin)[0, :, 0] for t in (q, k)]
+    scores = at[0] @ at[1].T
+    assert torch.allclose(scores.diagonal(3), scores[0, 3].expand(9), rtol=0, atol=1e-12)
+
+
+def test_rms_norm_gives_unit_mean_square() -> None:
+    norm = RMSNorm(64, eps=1e-8)
+    nn.init.ones_(norm.weight)
+    y = norm(torch.randn(3, 64) * 7)
+    assert torch.allclose(y.square().mean(-1), torch.ones(3), atol=1e-5)
+
+
+def test_dropout_is_a_function_of_seed_step_place_and_sequence() -> None:
+    x = torch.ones(4, 8, 16)
+    key = DropoutKey(0, 3, torch.arange(4))
+    y = dropout(x, 0.25, key, "a")
+    assert torch.equal(y, dropout(x, 0.25, key, "a"))
+    assert torch.equal(y[2:], dropout(x[2:], 0.25, DropoutKey(0, 3, torch.arange(2, 4)), "a"))
+    for other in (
+        dropout(x, 0.25, key, "b"),
+        dropout(x, 0.25, DropoutKey(0, 4, key.sequence_index), "a"),
+        dropout(x, 0.25, DropoutKey(1, 3, key.sequence_index), "a"),
+    ):
+        assert not torch.equal(y, other)
+    assert set(y.unique().tolist()) == {0.0, pytest.approx(4 / 3)}
+    assert float((y == 0).double().mean()) == pytest.approx(0.25, abs=0.06)
+
+
+def test_nothing_is_dropped_outside_training() -> None:
+    x = torch.randn(2, 3, 4)
+    assert dropout(x, 0.5, None, "a") is x
+
+
+def test_an_added_loss_acts_like_a_term_of_the_sum() -> None:
+    x = torch.randn(3, requires_grad=True)
+    w = torch.tensor(2.0, requires_grad=True)
+    add_loss(x * 1.0, 3.0 * w).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones(3))
+    assert w.grad is not None
+    assert float(w.grad) == 3.0
+
+
+def test_balance_losses_are_collected_in_training_only() -> None:
+    stage = _stage(CONFIG, range(4))
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    microbatch = Microbatch(2, DropoutKey(0, 0, torch.arange(2)))
+    stage(tokens, microbatch=microbatch)
+    assert len(microbatch.balance_losses) == CONFIG.num_layers
+    idle = Microbatch(2)
+    stage(tokens, microbatch=idle)
+    assert idle.balance_losses == []
+
+
+def test_tied_embeddings_share_one_parameter() -> None:
+    config = ModelConfig(dim=16, num_layers=1, tie_embeddings=True)
+    stage = _stage(config, range(1))
+    assert "output.weight" not in dict(stage.named_parameters())
+    logits = stage(torch.zeros(1, 4, dtype=torch.int64), microbatch=Microbatch(1))
+    assert logits.shape == (1, 4, 32)
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(4, 4), (7, 3), (5, 1), (9, 4)])
+def test_layers_are_shared_out_evenly(layers: int, stages: int) -> None:
+    runs = split_layers(layers, stages)
+    assert [i for run in runs for i in run] == list(range(layers))
+    assert max(map(len, runs)) - min(map(len, runs)) <= 1
+
+
+def test_fewer_layers_than_stages_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"num_layers \(2\) must be at least num_stages \(3\)"):
+        split_layers(2, 3)
+
+
+def test_the_learning_rate_warms_up_and_comes_down() -> None:
+    config = TrainConfig(steps=100, warmup_steps=10, learning_rate=1.0)
+    rates = [learning_rate(step, config) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == rates[10] == 1.0
+    assert rates == sorted(rates[:10]) + sorted(rates[10:], reverse=True)
+    assert rates[100] == pytest.approx(config.min_learning_rate_ratio)
+    assert math.isfinite(learning_rate(10**6, config))

@@ -1,0 +1,65 @@
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from hp_train.metrics import MetricsWriter, StepMetrics, read_metrics
+from hp_train.report import loss_curve_svg
+
+
+def _metrics(step: int, eval_loss: float | None = None) -> StepMetrics:
+    return StepMetrics(
+        step=step,
+        loss=5.0 / step,
+        balance_loss=0.01,
+        grad_norm=1.0,
+        lr=1e-3,
+        tokens=step * 100,
+        tokens_per_second=1e3,
+        step_seconds=0.1,
+        peak_memory_bytes=1 << 20,
+        bubble=0.25,
+        eval_loss=eval_loss,
+    )
+
+
+def test_metrics_have_the_documented_keys(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, resume_step=0, tensorboard=False)
+    writer.write(_metrics(1))
+    writer.write(_metrics(2, eval_loss=3.0))
+    writer.close()
+    first, second = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    required = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second"}
+    required |= {"step_seconds", "peak_memory_bytes"}
+    assert required <= first.keys()
+    assert "eval_loss" not in first
+    assert second["eval_loss"] == 3.0
+
+
+def test_resuming_drops_lines_after_the_checkpoint_and_a_torn_last_line(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, resume_step=0, tensorboard=False)
+    for step in range(1, 6):
+        writer.write(_metrics(step))
+    writer.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    MetricsWriter(tmp_path, resume_step=3, tensorboard=False).close()
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_tensorboard_events_are_written_when_asked(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    writer = MetricsWriter(tmp_path, resume_step=0, tensorboard=True)
+    writer.write(_metrics(1))
+    writer.close()
+    assert list((tmp_path / "tensorboard").glob("events.*"))
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 300])
+def test_the_loss_curve_is_well_formed_at_any_length(steps: int) -> None:
+    rows = [_metrics(s, eval_loss=4.0 if s % 2 else None).as_dict() for s in range(1, steps + 1)]
+    picture = ElementTree.fromstring(loss_curve_svg(rows))
+    assert picture.tag.endswith("svg")
+    lines = [p for p in picture.iter() if p.get("class") == "line"]
+    assert len(lines) == (2 if steps else 0)
