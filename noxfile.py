@@ -270,7 +270,7 @@ def compat_torch_newest(session: nox.Session) -> None:
     """Test every package against the newest torch that the registry has in the declared range."""
     session.env.update(_environment(TORCH))
     arguments = ["pip", "install", "--dry-run", "--no-deps", "--reinstall", TORCH]
-    planned = session.run("uv", *arguments, silent=True, external=True)
+    planned = session.run_install("uv", *arguments, silent=True, external=True)
     newest = re.search(r"torch==\S+", str(planned))
     if newest is None:
         session.error(f"no torch in what uv would install: {planned}")
@@ -283,10 +283,11 @@ def _tests_with_lowest_siblings(requirement: str) -> Callable[[nox.Session], Non
     def session_function(session: nox.Session) -> None:
         _install(session, group="test-torch")
         arguments = ["tools/lowest_siblings.py", requirement, "--into", str(SCRATCH / "siblings")]
-        found = session.run("python", *arguments, silent=True)
+        found = str(session.run_install("python", *arguments, silent=True) or "")
         session.log(found)
-        siblings = [line.split()[-1] for line in str(found).splitlines()]
-        session.install("--no-compile", f"packages/{requirement}", *siblings)
+        directories = [f"packages/{requirement}", *(s.split()[-1] for s in found.splitlines())]
+        editable = [argument for directory in directories for argument in ("-e", directory)]
+        session.install("--no-compile", *editable)
         session.run("python", "-m", "pytest", f"packages/{package}/tests", *session.posargs)
 
     session_function.__doc__ = f"Test {requirement} against the lowest siblings it allows."

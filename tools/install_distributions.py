@@ -6,10 +6,12 @@ point to. Usage, with uv on PATH: ``python tools/install_distributions.py dist``
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from check_distributions import read_metadata
@@ -27,27 +29,41 @@ def uv(*arguments: str) -> None:
     subprocess.run(["uv", *arguments, "--quiet"], check=True)
 
 
-def torch_is_installed(python: Path) -> bool:
-    """Tell whether the environment of an interpreter holds torch."""
-    probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is not None)"
-    return subprocess.run([str(python), "-c", probe], check=False).returncode == 1
+def resolve_from(dist: Path, pins: Path) -> None:
+    """Make uv look in `dist` and obey `pins`, besides the places and pins of its environment.
+
+    Command-line options would take the place of the variables, torch's pin among them.
+    """
+    links = [os.environ.get("UV_FIND_LINKS", ""), str(dist)]
+    constraints = [os.environ.get("UV_CONSTRAINT", ""), str(pins)]
+    os.environ["UV_FIND_LINKS"] = ",".join(filter(None, links))
+    os.environ["UV_CONSTRAINT"] = " ".join(filter(None, constraints))
 
 
-def install_and_run(name: str, version: str, *, dist: Path, pins: Path, scratch: Path) -> str:
+def installed_torch(python: Path) -> str:
+    """Return the version of torch in the environment of an interpreter, or that there is none."""
+    probe = "import importlib.metadata as m; print(m.version('torch'))"
+    done = subprocess.run([python, "-c", probe], capture_output=True, text=True, check=False)
+    return f"torch {done.stdout.strip()}" if done.returncode == 0 else "no torch"
+
+
+def install_and_run(name: str, versions: Mapping[str, str], scratch: Path) -> str:
     """Install one package alone, check the environment and run the example; return a report."""
     environment = scratch / name
     python = environment / "bin" / "python"
     uv("venv", str(environment), "--python", sys.executable)
     start = time.perf_counter()
-    places = ["--python", str(python), "--find-links", str(dist), "--constraint", str(pins)]
-    uv("pip", "install", "--no-compile", *places, f"{name}=={version}")
+    # uv's cache goes by name and version, and would install what an earlier build left there.
+    fresh = [argument for sibling in versions for argument in ("--refresh-package", sibling)]
+    requirement = f"{name}=={versions[name]}"
+    uv("pip", "install", "--no-compile", "--python", str(python), *fresh, requirement)
     installed = time.perf_counter() - start
     uv("pip", "check", "--python", str(python))
-    torch = "with torch" if torch_is_installed(python) else "without torch"
+    torch = installed_torch(python)
     start = time.perf_counter()
     output = run_example(ROOT / "packages" / name / "README.md", str(python))
     ran = time.perf_counter() - start
-    report = f"{name} {version}: installed {torch} in {installed:.1f} s, example ran in {ran:.1f} s"
+    report = f"{requirement}: installed in {installed:.1f} s ({torch}), example ran in {ran:.1f} s"
     return report + "".join(f"\n    {line}" for line in output.splitlines()[-5:])
 
 
@@ -60,9 +76,9 @@ def main(dist: Path) -> int:
         # A newer release of a sibling in a registry must not take the place of the wheel in dist/.
         pins = scratch / "pins.txt"
         pins.write_text("".join(f"{name}=={version}\n" for name, version in versions.items()))
-        for name, version in versions.items():
-            report = install_and_run(name, version, dist=dist, pins=pins, scratch=scratch)
-            print(report, flush=True)
+        resolve_from(dist, pins)
+        for name in versions:
+            print(install_and_run(name, versions, scratch), flush=True)
     return 0
 
 
