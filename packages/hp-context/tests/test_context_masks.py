@@ -5,8 +5,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hp_context import Attention, Causal, Documents, Full, Mask, SlidingWindow, mask_tensor
-from hp_context import masked_attention
+from hp_context import (
+    Attention,
+    Causal,
+    Documents,
+    Full,
+    Mask,
+    SlidingWindow,
+    mask_tensor,
+    masked_attention,
+)
 
 lengths = st.lists(st.integers(1, 7), min_size=1, max_size=6).map(tuple)
 

@@ -1,0 +1,234 @@
+"""Input that cannot be right is refused on every rank, in one line with the numbers in it."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from hp_context import Attention, Causal, ContextParallel, Documents, SlidingWindow
+from hp_platform import PeerError
+from hp_platform.testing import run_in_threads
+
+Run = Callable[[ProcessGroup], None]
+
+
+def heads(q: int, k: int | None = None, *, seq: int = 4, size: int = 8) -> list[Tensor]:
+    return [torch.randn(2, seq, n, size) for n in (q, k or q, k or q)]
+
+
+def refused(error: type[Exception], message: str, call: Run, *, ranks: int = 2) -> None:
+    """All ranks raise `error` with `message`."""
+
+    def rank(group: ProcessGroup) -> None:
+        with pytest.raises(error, match=message) as caught:
+            call(group)
+        assert "\n" not in str(caught.value)
+
+    run_in_threads(rank, world_size=ranks, timeout=20)
+
+
+def attend(qkv: list[Tensor], parallel: ContextParallel | None = None) -> Run:
+    def call(group: ProcessGroup) -> None:
+        (parallel or ContextParallel()).apply(Attention(), group)(*qkv)
+
+    return call
+
+
+def test_heads_that_the_degree_does_not_divide_name_the_legal_degrees() -> None:
+    message = r"ulysses_degree \(4\) must divide heads of q \(6\); legal degrees: \[1, 2, 3, 6\]"
+    refused(ValueError, message, attend(heads(6)), ranks=4)
+
+
+@pytest.mark.parametrize(
+    ("qkv", "message"),
+    [
+        (heads(8, 3), r"heads of k \(3\) must divide heads of q \(8\)"),
+        ([*heads(8)[:2], heads(4)[2]], r"heads of k \(8\) must equal heads of v \(4\)"),
+        ([heads(8)[0].double(), *heads(8)[1:]], r"k \(torch.float32 on cpu\) must match q"),
+        ([heads(8, size=6)[0], *heads(8)[1:]], r"head size of k \(8\) must equal that of q \(6\)"),
+        ([x[0, 0] for x in heads(8)], "must agree and end with the head size"),
+        ([heads(8, seq=5)[0], *heads(8)[1:]], "all dims but head_dim"),
+    ],
+)
+def test_shapes_that_do_not_fit_each_other_are_refused(qkv: list[Tensor], message: str) -> None:
+    refused(ValueError, message, attend(qkv))
+
+
+def test_swapped_dims_are_named_where_grouped_heads_show_them() -> None:
+    heads_first = [x.transpose(1, 2) for x in heads(8, 2)]
+    refused(ValueError, r"is the layout seq_dim=2, head_dim=1\?", attend(heads_first))
+
+
+def test_the_head_size_cannot_be_the_head_dim() -> None:
+    parallel = ContextParallel(seq_dim=1, head_dim=3)
+    refused(ValueError, "must agree and end with the head size", attend(heads(8), parallel))
+
+
+def test_a_whole_sequence_where_a_part_is_expected_is_noticed() -> None:
+    whole = heads(8)
+    refused(ValueError, "must be this rank's part .* all 2 ranks passed the same", attend(whole))
+
+
+def test_equal_padding_on_all_ranks_is_no_whole_sequence() -> None:
+    run_in_threads(attend([torch.zeros(1, 4, 2, 8)] * 3), world_size=2)
+
+
+def test_ranks_with_different_lengths_all_raise() -> None:
+    def call(group: ProcessGroup) -> None:
+        attend(heads(8, seq=4 + group.rank()))(group)
+
+    refused(ValueError, r"local sequence lengths \(\[4, 5\]\) must be equal", call)
+
+
+def test_the_peers_of_a_rank_with_bad_input_do_not_hang() -> None:
+    def rank(group: ProcessGroup) -> None:
+        bad = group.rank() == 1
+        with pytest.raises(ValueError if bad else PeerError) as caught:
+            attend(heads(6, 4 if bad else 3))(group)
+        if not bad:
+            assert str(caught.value) == "rank 1 of the context group cannot use its q, k, v"
+
+    run_in_threads(rank, world_size=3, timeout=20)
+
+
+def test_lengths_are_compared_once_per_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathers: list[int] = []
+    gather = torch.distributed.all_gather
+
+    def count(*args: object, **kwargs: object) -> object:
+        gathers.append(1)
+        return gather(*args, **kwargs)
+
+    monkeypatch.setattr(torch.distributed, "all_gather", count)
+
+    def rank(group: ProcessGroup) -> None:
+        parallel = ContextParallel()
+        layers = [parallel.apply(Attention(), group) for _ in range(3)]
+        for layer in layers * 2:
+            layer(*heads(8))
+
+    run_in_threads(rank, world_size=2)
+    assert len(gathers) == 2
+
+
+class NoMask(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        del k, v
+        return q
+
+
+class Local(NoMask):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        del k, v, attn_mask
+        return q[:, :3]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ContextParallel(1), r"the all-gather K/V mode \(ulysses_degree=1\) is not avail"),
+        (lambda: ContextParallel(0), r"ulysses_degree \(0\) must be >= 1"),
+        (
+            lambda: ContextParallel(seq_dim=2, head_dim=2),
+            r"seq_dim \(2\) must differ from head_dim",
+        ),
+        (lambda: ContextParallel(seq_dim=-1), "must be >= 0"),
+        (lambda: ContextParallel(qkv_indices=(0, 1)), "must be three positions"),
+        (lambda: ContextParallel(qkv_kwarg_names=("q", "k")), "must be three names"),
+    ],
+)
+def test_impossible_settings_are_refused_at_construction(
+    make: Callable[[], ContextParallel], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_hybrid_degree_is_refused_by_name() -> None:
+    def call(group: ProcessGroup) -> None:
+        ContextParallel(2).apply(Attention(), group)
+
+    refused(ValueError, r"the hybrid mode \(ulysses_degree=2\) is not available", call, ranks=4)
+
+
+def test_a_degree_that_does_not_divide_the_ranks_is_refused() -> None:
+    def call(group: ProcessGroup) -> None:
+        ContextParallel(3).apply(Attention(), group)
+
+    refused(
+        ValueError, r"ulysses_degree \(3\) must divide the number of ranks \(4\)", call, ranks=4
+    )
+
+
+def test_the_full_degree_may_be_named() -> None:
+    def rank(group: ProcessGroup) -> None:
+        ContextParallel(2).apply(Attention(), group)(*heads(8))
+
+    run_in_threads(rank, world_size=2)
+
+
+def test_a_module_is_made_parallel_only_once() -> None:
+    def call(group: ProcessGroup) -> None:
+        core = ContextParallel().apply(Attention(), group)
+        ContextParallel().apply(core, group)
+
+    refused(ValueError, r"module \(Attention\) must be made parallel only once", call)
+
+
+def test_a_mask_needs_a_module_that_takes_it() -> None:
+    def call(group: ProcessGroup) -> None:
+        ContextParallel(mask=Causal()).apply(NoMask(), group)
+
+    refused(ValueError, "NoMask.forward has no parameter attn_mask", call)
+
+
+def test_two_different_masks_are_refused() -> None:
+    def call(group: ProcessGroup) -> None:
+        ContextParallel(mask=Causal()).apply(Attention(SlidingWindow(3)), group)
+
+    refused(ValueError, r"mask \(Causal\(\)\) must equal the mask of the module", call)
+
+
+def test_documents_that_do_not_fill_the_whole_sequence_are_refused() -> None:
+    parallel = ContextParallel(mask=Documents((4,)))  # the local length, not the whole one
+    message = r"sum of Documents lengths \(4\) must equal the length of the whole sequence \(8\)"
+    refused(ValueError, message, attend_anew(parallel))
+
+
+def attend_anew(parallel: ContextParallel) -> Run:
+    def call(group: ProcessGroup) -> None:
+        parallel.apply(Attention(), group)(*heads(8))
+
+    return call
+
+
+def test_a_mask_tensor_of_a_shard_is_refused() -> None:
+    def call(group: ProcessGroup) -> None:
+        core = ContextParallel().apply(Local(), group)
+        core(*heads(8), torch.ones(4, 4, dtype=torch.bool))
+
+    refused(ValueError, r"attn_mask \(\(4, 4\)\) must cover the whole sequence \(8 queries", call)
+
+
+def test_an_output_that_lost_positions_is_refused() -> None:
+    def call(group: ProcessGroup) -> None:
+        ContextParallel().apply(Local(), group)(*heads(8))
+
+    refused(ValueError, r"output of the core attention .* must have the sequence \(8\)", call)
+
+
+def test_a_call_without_q_k_v_says_where_they_were_expected() -> None:
+    def call(group: ProcessGroup) -> None:
+        parallel = ContextParallel(qkv_kwarg_names=("query", "key", "value"))
+        parallel.apply(Attention(), group)(*heads(8)[:1])
+
+    refused(TypeError, r"k \(NoneType\) must be a tensor at position 1 or keyword key", call)
+
+
+def test_what_is_neither_mesh_nor_group_is_refused() -> None:
+    def call(_: ProcessGroup) -> None:
+        ContextParallel().apply(Attention(), object())  # type: ignore[arg-type]
+
+    refused(TypeError, "must be a DeviceMesh or a ProcessGroup", call)

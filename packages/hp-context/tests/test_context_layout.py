@@ -1,0 +1,95 @@
+"""Splitting a sequence over ranks and undoing it."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hp_context import head_to_seq, local_positions, seq_to_head, shard_sequence, unshard_sequence
+from hp_platform.testing import run_in_threads
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.bool])
+def test_tokens_labels_and_positions_are_split_alike_and_put_together_again(
+    dtype: torch.dtype,
+) -> None:
+    tokens = torch.arange(24).view(2, 12).to(dtype)
+    whole_positions = torch.arange(12)
+
+    def rank(group: ProcessGroup) -> None:
+        part = shard_sequence(tokens, group)
+        assert part.shape == (2, 3)
+        assert part.is_contiguous()
+        positions = local_positions(12, group)
+        assert torch.equal(part, tokens[:, positions])
+        assert torch.equal(positions, shard_sequence(whole_positions, group, seq_dim=0))
+        assert torch.equal(unshard_sequence(part, group), tokens)
+
+    run_in_threads(rank, world_size=4)
+
+
+def test_the_gradient_of_a_part_is_the_sum_over_the_ranks_that_saw_it() -> None:
+    def rank(group: ProcessGroup) -> Tensor:
+        part = torch.ones(1, 2, dtype=torch.float64, requires_grad=True)
+        (unshard_sequence(part, group).sum() * (group.rank() + 1)).backward()
+        assert part.grad is not None
+        return part.grad
+
+    for grad in run_in_threads(rank, world_size=3):
+        assert grad.tolist() == [[6.0, 6.0]]
+
+
+def test_a_length_that_does_not_divide_names_the_padding() -> None:
+    def rank(group: ProcessGroup) -> None:
+        message = r"sequence length \(10\) must be divisible by .* \(4\); pad it by 2"
+        with pytest.raises(ValueError, match=message):
+            shard_sequence(torch.zeros(1, 10), group)
+        with pytest.raises(ValueError, match=message):
+            local_positions(10, group)
+
+    run_in_threads(rank, world_size=4)
+
+
+@pytest.mark.parametrize(("seq_dim", "head_dim"), [(1, 2), (2, 1), (0, 2), (2, 0)])
+def test_an_exchange_there_and_back_is_the_identity(seq_dim: int, head_dim: int) -> None:
+    def rank(group: ProcessGroup) -> None:
+        torch.manual_seed(group.rank())
+        shape = [2, 2, 2, 5]
+        shape[seq_dim], shape[head_dim] = 3, 8
+        x = torch.randn(shape)
+        exchanged = seq_to_head(x, group=group, seq_dim=seq_dim, head_dim=head_dim)
+        assert (exchanged.size(seq_dim), exchanged.size(head_dim)) == (12, 2)
+        back = head_to_seq(exchanged, group=group, seq_dim=seq_dim, head_dim=head_dim)
+        assert torch.equal(back, x)
+
+    run_in_threads(rank, world_size=4)
+
+
+def test_exchanged_positions_are_in_rank_order_and_heads_are_this_rank_s() -> None:
+    def rank(group: ProcessGroup) -> None:
+        positions = local_positions(6, group)
+        x = positions[None, :, None, None] * 10 + torch.arange(4)[None, None, :, None]
+        exchanged = seq_to_head(x.double(), group=group)
+        mine = torch.tensor([2 * group.rank(), 2 * group.rank() + 1])
+        expected = torch.arange(6)[:, None] * 10 + mine
+        assert torch.equal(exchanged[0, :, :, 0], expected.double())
+
+    run_in_threads(rank, world_size=2)
+
+
+@pytest.mark.parametrize("index", [(0, 0, 1, 1), (0, 1, 1, 2), (0, 1, 2, 3)])
+def test_replicated_heads_get_the_sum_of_their_gradients(index: tuple[int, ...]) -> None:
+    num_heads = max(index) + 1
+
+    def rank(group: ProcessGroup) -> None:
+        torch.manual_seed(group.rank())
+        x = torch.randn(2, 3, num_heads, 5, dtype=torch.float64, requires_grad=True)
+        weight = torch.randn(2, 6, 2, 5, dtype=torch.float64)
+        y = seq_to_head(x, group=group, head_index=index)
+        (grad,) = torch.autograd.grad(y, x, weight)
+        plain = seq_to_head(x[:, :, torch.tensor(index)], group=group)
+        assert torch.equal(y, plain)
+        (expected,) = torch.autograd.grad(plain, x, weight)
+        assert (grad - expected).abs().max() < 1e-14
+
+    run_in_threads(rank, world_size=2)
