@@ -76,7 +76,8 @@ class WeightGradQueue:
         """Compute what is queued under `key` and accumulate it into the `grad` of the parameters.
 
         Accumulates through autograd, so that hooks of the parameters run
-        (Note [Order of accumulation]).
+        (Note [Order of accumulation]). torch has called them once before, in the backward that left
+        the gradient out: with None, and with `param.grad` as it was.
 
         Returns:
             How many gradients were computed; 0 for a key that is not known.

@@ -7,21 +7,26 @@ import faulthandler
 import functools
 import importlib
 import importlib.util
+import io
+import multiprocessing
 import os
 import pickle
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hp_platform._internals import TCPStore
+from hp_platform._internals import AsyncCollectiveTensor, TCPStore, functional_wait
 
 _PR_SET_PDEATHSIG = 1
 
@@ -74,7 +79,7 @@ def run_rank(connection: Connection, task: Task) -> None:
         connection.send(None)
         # Shows in the output where a hung rank stands, just before the caller gives up on it.
         faulthandler.dump_traceback_later(task.timeout - min(0.5, task.timeout / 5))
-        outcome = pickle.dumps(function(*args))
+        outcome = _dumps(function(*args))
     except BaseException as error:  # noqa: BLE001  # handed to the caller
         outcome = Failure(type(error).__name__, str(error), _format(error))
     faulthandler.cancel_dump_traceback_later()
@@ -90,6 +95,21 @@ def run_rank(connection: Connection, task: Task) -> None:
     os._exit(0)
 
 
+class _Pickler(pickle.Pickler):
+    """Waits for tensors that a collective is still writing."""
+
+    def reducer_override(self, obj: object) -> Any:
+        if isinstance(obj, AsyncCollectiveTensor):
+            return functional_wait(obj).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+def _dumps(value: object) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
+
+
 def _format(error: BaseException) -> str:
     """The traceback without the frame of this module."""
     trace = error.__traceback__
@@ -98,9 +118,10 @@ def _format(error: BaseException) -> str:
 
 
 def _isolate(task: Task) -> None:
-    """Detach this process from the terminal and tie its life to its parent's."""
+    """Detach this process from the terminal and tie its life to that of the caller."""
     os.setsid()  # so that whatever the rank starts can be killed with it
-    if sys.platform == "linux":
+    threading.Thread(target=_die_with_caller, name="watch-caller", daemon=True).start()
+    if sys.platform == "linux":  # the parent is the server, which may be killed as well
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     file = os.open(task.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(file, 1)
@@ -113,6 +134,17 @@ def _isolate(task: Task) -> None:
     os.environ.clear()
     os.environ.update(task.env)
     torch.set_num_threads(task.threads)
+
+
+def _die_with_caller() -> None:
+    """Wait for the end of the process that called `run_distributed`, then kill this group.
+
+    The server does not end with the caller: it lives while any of its children does.
+    """
+    caller = multiprocessing.parent_process()
+    if caller is not None:
+        caller.join()
+        os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def _load(task: Task) -> tuple[Callable[..., object], tuple[object, ...]]:
@@ -137,6 +169,11 @@ def _import(name: str, file: str | None) -> None:
         raise ImportError(f"{name} must be importable from {file}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    # pickle imports the parents too, which may not exist as packages.
+    parent = name.rpartition(".")[0]
+    while parent:
+        sys.modules.setdefault(parent, ModuleType(parent))
+        parent = parent.rpartition(".")[0]
     spec.loader.exec_module(module)
 
 
