@@ -1,4 +1,34 @@
-"""Pipeline stages with different tensor-parallel sizes, straight or U-shaped."""
+"""Pipeline stages with different tensor-parallel sizes, straight or U-shaped.
 
-__all__ = ["__version__"]
+Everything here needs no torch; `hp_vtp.transport` executes plans over torch.distributed.
+"""
+
+from hp_vtp.cost import Links, bound_seconds, predicted_seconds
+from hp_vtp.explain import explain
+from hp_vtp.placement import Placement, Replicated, Sharded
+from hp_vtp.plan import plan_edge, plan_transfer
+from hp_vtp.topology import Edge, LayoutError, PipelineLayout, StageLayout
+from hp_vtp.transfer import Algorithm, Move, Step, StepKind, TransferPlan
+
+__all__ = [
+    "Algorithm",
+    "Edge",
+    "LayoutError",
+    "Links",
+    "Move",
+    "PipelineLayout",
+    "Placement",
+    "Replicated",
+    "Sharded",
+    "StageLayout",
+    "Step",
+    "StepKind",
+    "TransferPlan",
+    "__version__",
+    "bound_seconds",
+    "explain",
+    "plan_edge",
+    "plan_transfer",
+    "predicted_seconds",
+]
 __version__ = "0.1.0"

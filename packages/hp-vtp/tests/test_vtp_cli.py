@@ -1,0 +1,62 @@
+import subprocess
+import sys
+
+import pytest
+
+from hp_vtp.cli import main
+
+EXPLAIN = ["explain", "--from", "2", "--to", "3"]
+
+
+def run(arguments: list[str]) -> int | str | None:
+    try:
+        return main(arguments)
+    except SystemExit as stop:
+        return stop.code
+
+
+def test_explain_prints_the_plan_and_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*EXPLAIN, "--shape", "4096,1024", "--dtype", "bfloat16"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("2 -> 3 ranks, 4096x1024 of 2 B = 8.00 MiB")
+    assert "bound 4.00 MiB (N / 2 links)" in out
+
+
+def test_explain_takes_placements_lanes_and_speeds(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--source", "sharded:0", "--destination", "sharded:0", "--lanes", "2"]
+    speeds = ["--cross-gbit", "8", "--cross-us", "0", "--algorithm", "interval"]
+    assert main([*EXPLAIN, "--shape", "2000,1000", "--dtype", "uint8", *options, *speeds]) == 0
+    out = capsys.readouterr().out
+    assert "sharded(0) -> sharded(0)" in out
+    assert "bound 1.00 ms" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (EXPLAIN, "the following arguments are required: --shape"),
+        ([*EXPLAIN, "--shape", "4,x"], "shape (4,x) must be integers separated by commas"),
+        ([*EXPLAIN, "--shape", "4,-1"], "shape ((4, -1)) must not be negative"),
+        ([*EXPLAIN, "--shape", "4", "--source", "odd"], "placement (odd) must be replicated or"),
+        ([*EXPLAIN, "--shape", "4", "--source", "sharded:1"], "source.dim (1) must be within"),
+        ([*EXPLAIN, "--shape", "4", "--lanes", "0"], "source_lanes (0) must be within 1..number"),
+        ([*EXPLAIN, "--shape", "4", "--cross-gbit", "0"], "cross_bandwidth (0.0) must be greater"),
+        ([*EXPLAIN, "--shape", "4", "--dtype", "half"], "invalid choice"),
+        (["explain", "--from", "0", "--to", "1", "--shape", "4"], "num_sources (0) must be at"),
+    ],
+)
+def test_a_bad_argument_is_one_line_and_status_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = run(arguments)
+    captured = capsys.readouterr()
+    assert status == 2
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_topology_plan_and_command_do_not_import_torch() -> None:
+    code = "import sys, hp_vtp, hp_vtp.topology, hp_vtp.cli; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
