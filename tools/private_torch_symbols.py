@@ -21,6 +21,7 @@ import sys
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,6 +39,7 @@ class _Scan(ast.NodeVisitor):
 
     def __init__(self) -> None:
         self.aliases: dict[str, str] = {}  # local name -> dotted path within torch
+        self.others: set[str] = set()  # modules that are not torch's: os._exit is theirs
         self.symbols: set[str] = set()
         self.foreign: set[str] = set()  # underscore attributes of objects of unknown type
         self.defined: set[str] = set()
@@ -48,6 +50,8 @@ class _Scan(ast.NodeVisitor):
                 self._note(name.name)
                 bound = name.asname or "torch"
                 self.aliases[bound] = name.name if name.asname else "torch"
+            else:
+                self.others.add(name.asname or name.name.split(".")[0])
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         module = node.module or ""
@@ -67,7 +71,9 @@ class _Scan(ast.NodeVisitor):
         if owner in {"self", "cls"}:
             if isinstance(node.ctx, ast.Store):
                 self.defined.add(node.attr)
-        elif is_private(node.attr) and node.attr not in NAMED_TUPLE_API:
+        elif (
+            is_private(node.attr) and owner not in self.others and node.attr not in NAMED_TUPLE_API
+        ):
             self.foreign.add(node.attr)
         self.generic_visit(node)
 
@@ -112,8 +118,12 @@ class _Scan(ast.NodeVisitor):
             self.symbols.add(".".join(parts[: private[-1] + 2]))
 
 
-def scan(files: Iterable[Path]) -> dict[str, set[str]]:
-    """Return the private symbols in use, each with the files that use it."""
+def scan(files: Iterable[Path]) -> tuple[dict[str, set[str]], set[str]]:
+    """Return the private symbols in use, each with the files that use it, and doubtful names.
+
+    A doubtful name is used on an object of unknown type and defined in the sources as well: it may
+    be torch's (where a source overrides a private method of torch) or not.
+    """
     used: dict[str, set[str]] = defaultdict(set)
     foreign: dict[str, set[str]] = defaultdict(set)
     defined: set[str] = set()
@@ -129,11 +139,12 @@ def scan(files: Iterable[Path]) -> dict[str, set[str]]:
     for name in foreign.keys() - defined:
         used[f"?.{name}"] |= foreign[name]
     # The import of a private module says less than the names that are used of it.
-    return {
+    symbols = {
         symbol: where
         for symbol, where in used.items()
         if not any(other.startswith(f"{symbol}.") for other in used)
     }
+    return symbols, foreign.keys() & defined
 
 
 def exists(symbol: str) -> bool:
@@ -152,17 +163,19 @@ def exists(symbol: str) -> bool:
     return False
 
 
-def compare(used: Mapping[str, set[str]], listed: Iterable[str]) -> Iterator[str]:
+def compare(
+    used: Mapping[str, set[str]], listed: Iterable[str], doubtful: AbstractSet[str] = frozenset()
+) -> Iterator[str]:
     """Yield one line for each symbol that is used but not listed, or listed but not used."""
     listed = set(listed)
-    owners = {symbol.rsplit(".", 1)[-1] for symbol in listed}
+    # The class that owns ?._name is for the list to say.
+    listed_names = {symbol.rsplit(".", 1)[-1] for symbol in listed}
     for symbol, files in sorted(used.items()):
-        # The class that owns ?._name is for the list to say.
-        if symbol not in listed and not (symbol.startswith("?.") and symbol[2:] in owners):
+        if symbol not in listed and not (symbol.startswith("?.") and symbol[2:] in listed_names):
             yield f"not listed: {symbol} in {', '.join(sorted(files))}"
-    names = {symbol[2:] for symbol in used if symbol.startswith("?.")}
+    used_names = doubtful | {symbol[2:] for symbol in used if symbol.startswith("?.")}
     for symbol in sorted(listed - used.keys()):
-        if symbol.rsplit(".", 1)[-1] not in names:
+        if symbol.rsplit(".", 1)[-1] not in used_names:
             yield f"listed but not used: {symbol}"
 
 
@@ -172,15 +185,15 @@ def main() -> int:
     parser.add_argument("--installed", action="store_true", help="look them up in torch as well")
     installed = parser.parse_args().installed
     table = tomllib.loads(LIST.read_text())["symbols"]
-    used = scan(sorted(ROOT.glob("packages/*/src/**/*.py")))
-    problems = list(compare(used, table))
+    used, doubtful = scan(sorted(ROOT.glob("packages/*/src/**/*.py")))
+    problems = list(compare(used, table, doubtful))
     if installed:
         # A symbol with a fallback may be missing from some versions.
         needed = (name for name, entry in sorted(table.items()) if not entry.get("fallback"))
         problems += [f"not in the installed torch: {name}" for name in needed if not exists(name)]
     for problem in problems:
         print(problem)
-    print(f"{len(used)} private torch symbols in use, {len(problems)} problems ({LIST.name})")
+    print(f"{len(table)} private torch symbols listed, {len(problems)} problems ({LIST.name})")
     return 1 if problems else 0
 
 

@@ -128,8 +128,8 @@ def public_modules(
     names = exported_names(module)
     if not names <= above:
         yield module
-    for _, submodule in sorted(module.modules.items()):
-        if isinstance(submodule, griffe.Module):
+    for name, submodule in sorted(module.modules.items()):
+        if isinstance(submodule, griffe.Module) and not name.startswith("_"):
             yield from public_modules(submodule, above | names)
 
 
