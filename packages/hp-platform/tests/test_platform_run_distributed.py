@@ -8,9 +8,9 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from hp_platform import all_to_all_lazy, initialize, is_waited, shutdown
-from hp_platform.testing import RankError, run_distributed
+from hp_platform.testing import RankError, processes, run_distributed
 
 
 class Answer(NamedTuple):
@@ -139,10 +139,15 @@ def test_a_hang_names_the_rank_that_the_others_wait_for_and_where_it_stands() ->
     assert caught.value.rank == 1
 
 
-def _starts_a_process_and_fails(file: str) -> None:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+def _starts_a_process_and(file: str, then: Callable[[], None]) -> None:
+    process = subprocess.Popen(["sleep", "1000"])
     Path(file).write_text(f"{os.getpid()} {process.pid}", encoding="utf-8")
+    then()
     time.sleep(1000)
+
+
+def _starts_a_process_and_hangs(file: str) -> None:
+    _starts_a_process_and(file, lambda: None)
 
 
 def _is_running(pid: int) -> bool:
@@ -164,44 +169,25 @@ def _wait_until_gone(pids: list[int]) -> None:
 def test_nothing_outlives_a_failed_run(tmp_path: Path) -> None:
     file = tmp_path / "pids"
     with pytest.raises(RankError, match="did not finish"):
-        run_distributed(_starts_a_process_and_fails, str(file), world_size=1, timeout=1)
+        run_distributed(_starts_a_process_and_hangs, str(file), world_size=1, timeout=1)
     _wait_until_gone([int(pid) for pid in file.read_text(encoding="utf-8").split()])
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
+def _kills_its_caller(file: str, caller: int) -> None:
+    _starts_a_process_and(file, lambda: os.kill(caller, signal.SIGKILL))
+
+
+def _calls_a_killer(file: str) -> None:
+    processes._PRELOADED.clear()  # this process needs a server of its own, for one rank
+    run_distributed(_kills_its_caller, file, os.getpid(), world_size=1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ranks_die_with_a_caller_that_is_killed(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
-        textwrap.dedent(
-            """
-            import os, pathlib, sys, time
-            from hp_platform.testing import run_distributed
-
-            def rank_main(folder):
-                pathlib.Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
-                time.sleep(1000)
-
-            if __name__ == "__main__":
-                run_distributed(rank_main, sys.argv[1], world_size=2)
-            """
-        ),
-        encoding="utf-8",
-    )
-    ranks = tmp_path / "ranks"
-    ranks.mkdir()
-    caller = subprocess.Popen([sys.executable, str(program), str(ranks)])
-    try:
-        deadline = time.monotonic() + 60
-        pids: list[str] = []
-        while len(pids) < 2:
-            pids = [pid for file in ranks.iterdir() if (pid := file.read_text(encoding="utf-8"))]
-            assert caller.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-    finally:
-        caller.kill()
-        caller.wait()
-    _wait_until_gone([int(pid) for pid in pids])
+    file = tmp_path / "pids"
+    with pytest.raises(RankError, match="rank 0 of 1 died: killed by SIGKILL"):
+        run_distributed(_calls_a_killer, str(file), world_size=1)
+    _wait_until_gone([int(pid) for pid in file.read_text(encoding="utf-8").split()])
 
 
 def _cannot_be_sent() -> object:

@@ -205,12 +205,12 @@ def _supervise(ranks: list[_Rank], timeout: float) -> None:
         wait(objects, timeout=max(deadline - time.monotonic(), 0))  # type: ignore[arg-type]
         for rank in running:
             rank.read()
-        if not connected and all(rank.connected for rank in ranks):
-            connected = True
-            deadline = time.monotonic() + timeout
         if not failed and any(rank.failed for rank in ranks):
             failed = True
             deadline = time.monotonic() + _GRACE_SECONDS
+        if not (failed or connected) and all(rank.connected for rank in ranks):
+            connected = True
+            deadline = time.monotonic() + timeout
     if failed:
         raise _failure(ranks)
     if running:
