@@ -9,14 +9,15 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+
 from hp_platform import RankInfo, initialize, shutdown
 from hp_platform.testing import run_distributed
+from hp_train.board import Board
 from hp_train.config import Config
 from hp_train.data import load_tokenizer, prepare
-from hp_train.launch import Worker
 from hp_train.signals import StopFlag
-from hp_train.supervise import Board
 from hp_train.train import Trainer
+from hp_train.worker import Worker
 
 BASE: dict[str, dict[str, Any]] = {
     "model": {
@@ -66,9 +67,7 @@ class Result:
 
 def config_of(**sections: dict[str, Any]) -> Config:
     """BASE with some keys of some sections replaced."""
-    tables = {
-        name: {**BASE.get(name, {}), **sections.get(name, {})} for name in BASE | sections
-    }
+    tables = {name: {**BASE.get(name, {}), **sections.get(name, {})} for name in BASE | sections}
     return msgspec.convert(tables, Config)
 
 

@@ -103,7 +103,7 @@ def test_a_corpus_without_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_too_little_text_for_one_sequence_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="must exceed data.seq_len"):
+    with pytest.raises(DataError, match=r"must exceed data\.seq_len"):
         Dataset.open(_prepare(tmp_path), "train", seq_len=10**6, seed=0)
 
 

@@ -1,6 +1,6 @@
 import json
 from pathlib import Path
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -59,7 +59,7 @@ def test_tensorboard_events_are_written_when_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize("steps", [0, 1, 2, 300])
 def test_the_loss_curve_is_well_formed_at_any_length(steps: int) -> None:
     rows = [_metrics(s, eval_loss=4.0 if s % 2 else None).as_dict() for s in range(1, steps + 1)]
-    picture = ElementTree.fromstring(loss_curve_svg(rows))
+    picture = ET.fromstring(loss_curve_svg(rows))
     assert picture.tag.endswith("svg")
     lines = [p for p in picture.iter() if p.get("class") == "line"]
     assert len(lines) == (2 if steps else 0)

@@ -6,8 +6,8 @@ after the last known token cannot influence it, because attention is causal.
 
 import torch
 import torch.distributed as dist
-from hp_schedule.runtime import PipelineScheduleRuntime
 
+from hp_schedule.runtime import PipelineScheduleRuntime
 from hp_train.data import Tokenizer
 from hp_train.model import Microbatch
 from hp_train.parallelize import Pipeline

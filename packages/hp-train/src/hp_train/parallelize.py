@@ -11,14 +11,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-from hp_schedule.runtime import (
-    EdgeGroups,
-    PipelineScheduleRuntime,
-    PipelineStage,
-    TensorSpec,
-    TorchTransport,
-    build_edge_groups,
-)
 from torch import Tensor
 
 from hp_expert import ExpertParallel, GroupedExperts
@@ -32,6 +24,14 @@ from hp_schedule import (
     interleaved_1f1b,
     one_f_one_b,
     validate,
+)
+from hp_schedule.runtime import (
+    EdgeGroups,
+    PipelineScheduleRuntime,
+    PipelineStage,
+    TensorSpec,
+    TorchTransport,
+    build_edge_groups,
 )
 from hp_train.config import Config, PipelineConfig
 from hp_train.mesh import Mesh

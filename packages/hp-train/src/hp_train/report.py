@@ -2,17 +2,66 @@
 
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from hp_schedule import Timeline, chrome_trace, timeline_svg
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from hp_schedule import (
+    Costs,
+    MetaStepType,
+    Schedule,
+    Timeline,
+    chrome_trace,
+    simulate,
+    timeline_svg,
+)
+from hp_train.mesh import Mesh
 from hp_train.metrics import read_metrics
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 360, 56, 16, 40, 44
 _COLOURS = {"loss": "#4c78a8", "eval_loss": "#e45756"}
 _LABELS = {"loss": "training", "eval_loss": "held out"}
+
+
+def planned_and_actual(
+    schedule: Schedule, timeline: Timeline, mesh: Mesh, *, control: ProcessGroup
+) -> dict[str, Timeline]:
+    """One step of the first pipeline: as it went, and as the simulator has it at those costs.
+
+    All ranks call this together.
+
+    Args:
+        schedule: What was run.
+        timeline: This rank's spans.
+        mesh: Of the run.
+        control: Group over all ranks for objects.
+
+    Returns:
+        ``planned`` and ``actual``, the same on every rank.
+    """
+    everyone: list[Timeline | None] = [None] * control.size()
+    dist.all_gather_object(everyone, timeline, group=control)
+    pipeline = mesh.layout.pipelines()[0]
+    spans = [span for rank in pipeline for span in everyone[rank] or ()]
+    actual = Timeline(spans, num_ranks=schedule.num_ranks)
+    forward = _mean_seconds(actual, MetaStepType.FWD, schedule.num_stages)
+    backward = _mean_seconds(actual, MetaStepType.BWD, schedule.num_stages)
+    # The simulator prices the two halves of a backward apart; a full backward takes their sum.
+    costs = Costs(forward=forward, input_grad=backward, weight_grad=0.0)
+    return {"planned": simulate(schedule, costs).timeline, "actual": actual}
+
+
+def _mean_seconds(timeline: Timeline, kind: MetaStepType, num_stages: int) -> list[float]:
+    seconds: list[list[float]] = [[] for _ in range(num_stages)]
+    for span in timeline:
+        if span.step.type is kind and span.step.stage_index is not None:
+            seconds[span.step.stage_index].append(span.end - span.start)
+    return [statistics.fmean(each) if each else 0.0 for each in seconds]
 
 
 def write_report(run_dir: Path, timelines: Mapping[str, Timeline]) -> None:

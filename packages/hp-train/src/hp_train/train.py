@@ -17,14 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hp_platform import Runtime, agree, initialize, mesh_of, shutdown
-from hp_schedule import MetaStep, Span
+from hp_schedule import MetaStep, Timeline
 from hp_train.banner import banner
 from hp_train.checkpoint import load_latest, save_checkpoint
 from hp_train.config import Config, to_dict
 from hp_train.data import Dataset, Tokenizer, load_tokenizer, prepare
 from hp_train.errors import PREEMPTED, CheckpointError, DataError, NumericsError
 from hp_train.generate import continue_text
-from hp_train.launch import Worker
 from hp_train.mesh import Layout, build_mesh
 from hp_train.metrics import Console, MetricsWriter, StepMetrics, peak_memory_bytes
 from hp_train.model import DropoutKey, Microbatch
@@ -39,6 +38,7 @@ from hp_train.optimizer import (
 from hp_train.parallelize import build_pipeline
 from hp_train.report import planned_and_actual, write_report
 from hp_train.state import checkpoint_tensors, materialize_optimizer, set_optimizer_steps
+from hp_train.worker import Worker
 
 
 def main(config: Config, *, worker: Worker) -> int:
@@ -100,6 +100,9 @@ class Trainer:
     ) -> None:
         self.config, self.worker, self.runtime, self.tokenizer = config, worker, runtime, tokenizer
         self.device = runtime.device
+        self.step = 0
+        self.next_sequence = 0
+        self.timeline = Timeline()
         self._beat("build")
         timeout = timedelta(seconds=config.launch.step_timeout_seconds)
         self.mesh = build_mesh(Layout.of(config.mesh), runtime, timeout=timeout)
@@ -122,9 +125,6 @@ class Trainer:
         self.norm = GradientNorm(self.parameters, self.mesh, control=runtime.control)
         self.data = self._open("train", seed=config.run.seed)
         self.held_out = self._open("eval", seed=None)
-        self.step = 0
-        self.next_sequence = 0
-        self.spans: list[Span] = []
 
     @property
     def is_main(self) -> bool:
@@ -228,11 +228,11 @@ class Trainer:
         began = time.perf_counter()
         result = self.runner.run_microbatches(args, kwargs, targets)
         seconds = time.perf_counter() - began
-        self.spans = list(result.timeline)
+        self.timeline = result.timeline
         self._beat("reduce gradients", waiting=True)
         reduce_gradients(self.parameters, self.mesh)
         balances = [t for k in kwargs for t in k["microbatch"].balance_losses]
-        busy = sum(span.end - span.start for span in self.spans if span.step.type.is_compute)
+        busy = sum(span.end - span.start for span in self.timeline if span.step.type.is_compute)
         return float(sum(result.losses)), float(sum(balances)), busy / seconds
 
     def evaluate(self) -> float:
@@ -308,7 +308,9 @@ class Trainer:
 
     def _finish(self, console: Console) -> None:
         train = self.config.train
-        timelines = planned_and_actual(self.schedule, self.spans, self.mesh, self.runtime.control)
+        timelines = planned_and_actual(
+            self.schedule, self.timeline, self.mesh, control=self.runtime.control
+        )
         if train.sample_tokens:
             self._beat("sample")
             text = continue_text(

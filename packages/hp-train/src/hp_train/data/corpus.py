@@ -33,7 +33,8 @@ def read_documents(paths: Sequence[str]) -> Iterator[Document]:
     """Documents of the given files and folders, in the order given.
 
     A folder is read recursively in name order (.py, .txt, .md, .rst, .jsonl). A line of a jsonl
-    file is one document: an object with a string under ``text``.
+    file is one document: an object with a string under ``text``. Names are relative to the path
+    given, so that a corpus keeps its held-out documents when it is moved.
 
     Raises:
         DataError: Naming file and line of what cannot be read.
@@ -45,20 +46,20 @@ def read_documents(paths: Sequence[str]) -> Iterator[Document]:
         else:
             files = [given]
         for path in files:
-            yield from _read_file(path)
+            yield from _read_file(path, path.relative_to(given.parent).as_posix())
 
 
-def _read_file(path: Path) -> Iterator[Document]:
+def _read_file(path: Path, name: str) -> Iterator[Document]:
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"data.paths: cannot read {path}: {error}") from None
     if path.suffix != ".jsonl":
-        yield Document(path.as_posix(), text)
+        yield Document(name, text)
         return
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():
-            yield Document(f"{path.as_posix()}:{number}", _json_text(path, number, line))
+            yield Document(f"{name}:{number}", _json_text(path, number, line))
 
 
 def _json_text(path: Path, number: int, line: str) -> str:
