@@ -25,6 +25,8 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 # "Returns:" sections are prose: what stands before a colon in them is no type.
 napoleon_use_rtype = False
+# A field that a class documents under "Attributes:" is also a member: described once, not twice.
+napoleon_use_ivar = True
 
 nitpicky = True
 # What is documented elsewhere: torch and the libraries beside it, the standard library, and the
@@ -55,6 +57,17 @@ def resolve_private_module(app: Any, env: Any, node: Any, contnode: Any) -> Any:
     return None
 
 
+def keep_colons(_app: Any, what: str, *rest: Any) -> None:
+    """Keep napoleon from taking the words before a colon for the type of a property.
+
+    It does so in the first line of an attribute's docstring; an empty comment is put before that.
+    """
+    _name, _object, _options, lines = rest
+    if what in {"attribute", "data", "property"}:
+        lines[:0] = ["..", ""]
+
+
 def setup(app: Any) -> None:
-    """Register the resolver."""
+    """Register the two above."""
     app.connect("missing-reference", resolve_private_module)
+    app.connect("autodoc-process-docstring", keep_colons, priority=400)
