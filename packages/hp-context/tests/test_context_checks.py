@@ -93,6 +93,16 @@ def test_the_peers_of_a_rank_with_bad_input_do_not_hang() -> None:
     run_in_threads(rank, world_size=3, timeout=20)
 
 
+def test_a_mask_that_only_one_rank_has_wrong_is_told_to_all() -> None:
+    def rank(group: ProcessGroup) -> None:
+        bad = group.rank() == 0
+        core = ContextParallel().apply(Attention(), group)
+        with pytest.raises(ValueError if bad else PeerError):
+            core(*heads(8), attn_mask=Documents((3 if bad else 8,)))
+
+    run_in_threads(rank, world_size=2, timeout=20)
+
+
 def test_lengths_are_compared_once_per_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     gathers: list[int] = []
     gather = torch.distributed.all_gather

@@ -1,5 +1,6 @@
 """Attention over a split sequence equals attention in one process: outputs and gradients."""
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from hp_context import (
@@ -22,7 +24,7 @@ from hp_context import (
     shard_sequence,
     unshard_sequence,
 )
-from hp_platform.testing import run_distributed
+from hp_platform.testing import RankError, run_distributed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -317,6 +319,40 @@ def reordered() -> list[Tensor]:
 def test_positions_may_be_permuted_and_heads_merged_in_the_output() -> None:
     for whole in run_distributed(reordered, world_size=2):
         assert max(errors(whole, alone(Case(Causal())))) <= 1e-12
+
+
+def by_mesh() -> list[Tensor]:
+    def attend(parallel: ContextParallel, group: dist.ProcessGroup, qkv: list[Tensor]) -> Tensor:
+        mesh = init_device_mesh("cpu", (1, group.size()), mesh_dim_names=("dp", "cp"))
+        with pytest.raises(ValueError, match="must equal 1"):
+            parallel.apply(Attention(Causal()), mesh)
+        out: Tensor = parallel.apply(Attention(Causal()), mesh["cp"])(*qkv)
+        return out
+
+    return split(Case(Causal()), attend)
+
+
+def test_one_axis_of_a_mesh_stands_for_its_group() -> None:
+    for whole in run_distributed(by_mesh, world_size=2):
+        assert max(errors(whole, alone(Case(Causal())))) <= 1e-12
+
+
+def dies_in_attention() -> None:
+    class Dies(Attention):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Mask | None = None) -> Tensor:
+            if dist.get_rank() == 1:
+                os._exit(3)
+            return super().forward(q, k, v, attn_mask)
+
+    group = dist.group.WORLD
+    assert group is not None
+    ContextParallel().apply(Dies(), group)(*(shard_sequence(x, group) for x in inputs(Case())[:3]))
+
+
+def test_a_rank_that_dies_between_the_exchanges_ends_the_run_naming_it() -> None:
+    with pytest.raises(RankError) as caught:
+        run_distributed(dies_in_attention, world_size=2, timeout=20)
+    assert caught.value.rank == 1
 
 
 def test_a_group_of_one_changes_nothing() -> None:

@@ -193,27 +193,27 @@ def test_system_exit_in_the_helper_reaches_the_caller() -> None:
 def test_a_forward_that_never_arrives_is_logged_at_once_and_raised(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    overlap = CommComputeOverlap(HookCoordinator(timeout=0.1))
+    overlap = CommComputeOverlap(HookCoordinator(timeout=0.5))
     co = overlap.coordinator
     logged_in_time: list[bool] = []
 
     def stuck(name: Hook | None) -> None:
         if name == "B":
-            time.sleep(0.4)
+            time.sleep(1.5)
             logged_in_time.append(bool(caplog.records))
 
     with caplog.at_level(logging.ERROR), pytest.raises(OverlapTimeoutError) as caught:
         overlap.run(chunk(co, "forward", 2, visit=stuck), chunk(co, "backward", 2))
     assert logged_in_time == [True]
     assert str(caught.value) == (
-        "backward party at hook A: no turn within timeout (0.1 s), "
+        "backward party at hook A: no turn within timeout (0.5 s), "
         "forward party still in section 'experts' after hook B"
     )
     assert "forward party of the overlapped pair ended with" in caught.value.__notes__[0]
 
 
 def test_a_backward_that_never_arrives_is_reported_and_left_behind() -> None:
-    overlap = CommComputeOverlap(HookCoordinator(timeout=0.1))
+    overlap = CommComputeOverlap(HookCoordinator(timeout=0.5))
     co = overlap.coordinator
     release = threading.Event()
     ends: list[str] = []
@@ -238,11 +238,12 @@ def test_a_backward_that_never_arrives_is_reported_and_left_behind() -> None:
     (helper,) = [t for t in threading.enumerate() if t.name == "hp-overlap-backward"]
     helper.join(20)
     assert ends == ["backward party stopped at hook A: forward party failed"]
+    co.timeout = 20
     overlap.run(chunk(co, "forward", 1), chunk(co, "backward", 1))
 
 
 def test_a_backward_that_hangs_alone_is_reported() -> None:
-    overlap = CommComputeOverlap(HookCoordinator(timeout=0.1))
+    overlap = CommComputeOverlap(HookCoordinator(timeout=0.5))
     release = threading.Event()
 
     def stuck(_: Hook | None) -> None:

@@ -132,20 +132,25 @@ class ContextParallel:
         slots = self._slots(args, kwargs)
         values: dict[int | str, Any] = dict(enumerate(args)) | kwargs
         q, k, v = (values[slot] for slot in slots)
-        self._check(q, k, v, group)
+        mask_slot: int | str = self.mask_kwarg_name
+        if mask_position is not None and mask_position < len(args):
+            mask_slot = mask_position
+        error: Exception | None = None
+        mask: Mask | Tensor | None = None
+        try:
+            check_local(q, k, v, dims=self.dims, num_ranks=group.size())
+            mask = self._whole_mask(module, values.get(mask_slot), q, group.size())
+        except (TypeError, ValueError) as caught:
+            error = caught
+        self._agree(error, q, k, v, group)
+        if mask is not None:
+            values[mask_slot] = mask
         if group.size() > 1:
             index = kv_head_index(q.size(self.dims.head), k.size(self.dims.head), group.size())
-            for place, x, heads in zip(slots, (q, k, v), (None, index, index), strict=True):
-                values[place] = seq_to_head(
+            for slot, x, heads in zip(slots, (q, k, v), (None, index, index), strict=True):
+                values[slot] = seq_to_head(
                     x, group=group, seq_dim=self.dims.seq, head_dim=self.dims.head, head_index=heads
                 )
-        seq_len = q.size(self.dims.seq) * group.size()
-        slot: int | str = self.mask_kwarg_name
-        if mask_position is not None and mask_position < len(args):
-            slot = mask_position
-        mask = self._whole_mask(module, values.get(slot), seq_len, q)
-        if mask is not None:
-            values[slot] = mask
         return (
             tuple(values[i] for i in range(len(args))),
             {name: value for name, value in values.items() if isinstance(name, str)},
@@ -172,32 +177,34 @@ class ContextParallel:
         slots: list[int | str] = []
         for letter, index, name in zip("qkv", self.qkv_indices, names, strict=True):
             slot: int | str = name if name in kwargs else index
-            value = (
-                kwargs.get(name) if name in kwargs else args[index] if index < len(args) else None
-            )
+            positional = args[index] if index < len(args) else None
+            value = kwargs.get(name, positional)
             if not isinstance(value, Tensor):
                 known = f"position {index}" + (f" or keyword {name}" if name else "")
                 raise TypeError(f"{letter} ({type(value).__name__}) must be a tensor at {known}")
             slots.append(slot)
         return slots
 
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> None:
-        error: ValueError | None = None
-        try:
-            check_local(q, k, v, dims=self.dims, num_ranks=group.size())
-        except ValueError as caught:
-            error = caught
+    def _agree(
+        self, error: Exception | None, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup
+    ) -> None:
+        """Raise on all ranks or on none, once per shape.
+
+        A rank that comes with another shape later cannot be told apart from one that is late,
+        short of one more collective in every call.
+        """
         shapes = (group.group_name, q.shape, k.shape, v.shape, q.dtype)
-        if error is not None or shapes not in self._agreed:
-            # Once per shape: a rank that comes with another shape later cannot be told apart
-            # from one that is late, short of an exchange in every call.
+        if shapes not in self._agreed:
             check_between_ranks(error, q, dims=self.dims, group=group)
             self._agreed.add(shapes)
+        if error is not None:
+            raise error
 
     def _whole_mask(
-        self, module: nn.Module, given: Any, seq_len: int, like: Tensor
+        self, module: nn.Module, given: Any, q: Tensor, num_ranks: int
     ) -> Mask | Tensor | None:
         """Return the mask of the whole sequence in the form that `module` takes."""
+        seq_len = q.size(self.dims.seq) * num_ranks
         if isinstance(given, Tensor):
             if given.size(-1) != seq_len or given.size(-2) not in (1, seq_len):
                 raise ValueError(
@@ -206,12 +213,14 @@ class ContextParallel:
                 )
             return given
         mask = self.mask if given is None else given
+        if isinstance(module, Attention):
+            (module.mask if mask is None else mask).check(seq_len)
         if mask is None or isinstance(module, Attention):
             return mask
         if not isinstance(mask, Mask):
             kind = type(mask).__name__
             raise TypeError(f"{self.mask_kwarg_name} ({kind}) must be a tensor or a Mask")
-        return mask_tensor(mask, seq_len, device=like.device)
+        return mask_tensor(mask, seq_len, device=q.device)
 
     def _mask_position(self, module: nn.Module) -> int | None:
         """Return the position of the mask among the parameters, after checking that it fits."""

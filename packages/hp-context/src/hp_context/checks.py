@@ -66,20 +66,21 @@ def _check_heads(num_heads: int, num_kv_heads: int, num_v_heads: int, num_ranks:
 
 
 def check_between_ranks(
-    error: ValueError | None, q: Tensor, *, dims: Dims, group: ProcessGroup
+    error: Exception | None, q: Tensor, *, dims: Dims, group: ProcessGroup
 ) -> None:
     """Compare q over the ranks of `group`; every rank calls, and all of them raise or none.
 
     Costs one all-gather of a few numbers and a synchronisation with the device.
 
     Args:
-        error: What `check_local` raised on this rank.
+        error: What is wrong with the input of this rank.
         q: [s, H, D] and more dims, as `dims` says.
         dims: Where the sequence is.
         group: The ranks that share the sequence.
 
     Raises:
-        ValueError: `error`; or ranks hold different numbers of positions; or all of them hold
+        Exception: `error`.
+        ValueError: Ranks hold different numbers of positions; or all of them hold
             the same ones, that is a full sequence instead of a part.
         PeerError: Another rank has an error.
     """
@@ -103,7 +104,7 @@ def check_between_ranks(
         )
 
 
-def _summary(error: ValueError | None, q: Tensor, dims: Dims) -> Tensor:
+def _summary(error: Exception | None, q: Tensor, dims: Dims) -> Tensor:
     """Return float64 [4]: failed, s, whether values vary along s, their sum."""
     if error is not None:
         return torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64, device=q.device)

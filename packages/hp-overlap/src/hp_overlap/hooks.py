@@ -1,7 +1,4 @@
-"""The four hooks on tensors: an identity in both directions that stops at the coordinator.
-
-Shape symbols: none; a hook never looks at the values of its tensor.
-"""
+"""The four hooks on tensors: an identity in both directions that stops at the coordinator."""
 
 from functools import partial
 
