@@ -107,8 +107,9 @@ def test_several_tensors_travel_together() -> None:
     run_distributed(check_layout, layout, MIXED, "auto", world_size=5)
 
 
-def test_a_u_shape_of_two_stages_keeps_its_four_edges_apart() -> None:
-    layout = PipelineLayout.u_shaped([1, 2])
+@pytest.mark.parametrize("chain", [(0, 1, 0), (0, 1, 0, 1, 0)])
+def test_a_chain_that_returns_keeps_its_edges_apart(chain: tuple[int, ...]) -> None:
+    layout = PipelineLayout.from_ranks([[1], [0, 2]], chain=chain)
     metas = (TensorMeta((4, 6), torch.float32),)
     run_distributed(check_layout, layout, metas, "interval", world_size=3)
 

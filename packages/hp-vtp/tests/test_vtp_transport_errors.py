@@ -148,5 +148,15 @@ def misuse() -> None:
         Transport(PipelineLayout.straight([1, 1]))
 
 
+def close_late() -> None:
+    transport = Transport(PipelineLayout.straight([1, 1]), timeout=SHORT)
+    dist.destroy_process_group()
+    transport.close()
+
+
+def test_closing_after_all_groups_are_gone_does_nothing() -> None:
+    run_distributed(close_late, world_size=2)
+
+
 def test_a_wrong_call_is_refused_before_anything_is_sent() -> None:
     run_distributed(misuse, world_size=3)

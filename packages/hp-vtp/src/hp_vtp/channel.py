@@ -90,7 +90,9 @@ class Channel:
             raise
 
     def close(self) -> None:
-        """Destroy the groups."""
+        """Destroy the groups, unless `destroy_process_group` has destroyed all groups already."""
+        if not dist.is_initialized():
+            return
         groups = [self._group] if self._control is self._group else [self._group, self._control]
         for group in groups:
             dist.destroy_process_group(group)
