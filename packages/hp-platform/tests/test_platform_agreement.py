@@ -92,7 +92,7 @@ def test_ranks_are_named_as_in_the_world() -> None:
     assert run_distributed(_global_rank_in_a_subgroup, world_size=3) == [None, 2, None]
 
 
-def _dies_before_agreeing() -> list[str]:
+def _dies_before_agreeing() -> None:
     runtime = initialize()
     if runtime.info.rank == 1:
         os._exit(0)
@@ -104,11 +104,12 @@ def _dies_before_agreeing() -> list[str]:
     own = ValueError("own")
     with pytest.raises(ValueError, match="own") as caught:
         agree(own, group=runtime.control)
-    print("\n".join([*notes, *caught.value.__notes__]))
-    raise SystemExit(3)
+    raise SystemExit("; ".join([*notes, *caught.value.__notes__]))
 
 
 def test_a_lost_rank_ends_the_agreement_and_keeps_the_own_error() -> None:
     with pytest.raises(RuntimeError, match="rank 1 of 2 died") as caught:
         run_distributed(_dies_before_agreeing, world_size=2, timeout=20)
-    assert "rank 0 of 2 raised SystemExit" in str(caught.value)
+    own = str(caught.value).splitlines()[-1]
+    assert own.startswith("rank 0 of 2 raised SystemExit: a rank was lost while all were to agree")
+    assert "before saving; the other ranks could not be told: " in own

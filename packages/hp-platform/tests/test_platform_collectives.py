@@ -311,7 +311,9 @@ def test_sizes_that_do_not_fit_are_refused(sizes: list[int], dim: int, message: 
 
 def test_reduce_scatter_refuses_sizes_that_do_not_add_up() -> None:
     def rank_main(group: ProcessGroup) -> None:
-        with pytest.raises(ValueError, match=r"sum\(sizes\) \(4\) must equal the length of x \(5\)"):
+        with pytest.raises(
+            ValueError, match=r"sum\(sizes\) \(4\) must equal the length of x \(5\)"
+        ):
             reduce_scatter_uneven(torch.ones(5), sizes=[2, 2], group=group)
 
     run_in_threads(rank_main, world_size=2)

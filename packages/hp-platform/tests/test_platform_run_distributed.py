@@ -94,7 +94,7 @@ def test_ranks_can_initialize_from_the_environment() -> None:
 
 def _fails_in(rank: int) -> None:
     if dist.get_rank() == rank:
-        print("the last words")
+        print("the last words")  # noqa: T201
         raise ZeroDivisionError("the cause")
     dist.barrier()
 
@@ -133,7 +133,7 @@ def _hangs() -> None:
 
 
 def test_a_hang_names_the_rank_that_the_others_wait_for_and_where_it_stands() -> None:
-    with pytest.raises(RankError, match="^rank 1 of 2 did not finish within 1 s") as caught:
+    with pytest.raises(RankError, match=r"^rank 1 of 2 did not finish within 1 s") as caught:
         run_distributed(_hangs, world_size=2, timeout=1)
     assert "in _hangs" in str(caught.value)
     assert caught.value.rank == 1
@@ -195,7 +195,7 @@ def _cannot_be_sent() -> object:
 
 
 def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank() -> None:
-    with pytest.raises(RankError, match="rank 0 of 1 raised .*pickle"):
+    with pytest.raises(RankError, match=r"rank 0 of 1 raised .*pickle"):
         run_distributed(_cannot_be_sent, world_size=1)
 
 
@@ -219,7 +219,7 @@ def test_leaving_is_a_failure_too() -> None:
 
 
 def _prints_and_warns() -> None:
-    print(f"rank {dist.get_rank()} was here")
+    print(f"rank {dist.get_rank()} was here")  # noqa: T201
     warnings.warn("not for the caller", stacklevel=1)
 
 

@@ -70,13 +70,18 @@ class Failure:
 
 
 def run_rank(connection: Connection, task: Task) -> None:
-    """Run the task: send None once connected to the others, then the result or a `Failure`."""
+    """Run the task: send None once connected to the others, then the result or a `Failure`.
+
+    After each of the two it waits for the caller to answer.
+    """
     _isolate(task)
     outcome: bytes | Failure
     try:
         function, args = _load(task)
         _connect(task)
         connection.send(None)
+        # Until all are connected: a rank that ended now would look like a crash to the others.
+        connection.recv()
         # Shows in the output where a hung rank stands, just before the caller gives up on it.
         faulthandler.dump_traceback_later(task.timeout - min(0.5, task.timeout / 5))
         outcome = _dumps(function(*args))

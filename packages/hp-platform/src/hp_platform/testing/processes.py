@@ -80,6 +80,7 @@ def run_distributed(
         ValueError: If `world_size` is not positive.
         TypeError: If `fn` or `args` cannot be pickled.
     """
+    __tracebackhide__ = True
     if world_size < 1:
         raise ValueError(f"world_size ({world_size}) must be at least 1")
     payload = _pickle(fn, args)
@@ -151,6 +152,11 @@ class _Rank:
         if not self.finished and not self.process.is_alive():
             self.lost = not self.connection.poll()
 
+    def proceed(self) -> None:
+        """Answer a rank that waits: all are connected, or all have finished."""
+        with contextlib.suppress(OSError):  # it may be gone
+            self.connection.send(None)
+
     def result(self) -> Any:
         assert isinstance(self.outcome, bytes)
         return pickle.loads(self.outcome)  # noqa: S301  # made by our own child
@@ -176,8 +182,7 @@ class _Rank:
     def end(self) -> None:
         """Let a finished rank go, kill any other with whatever it started."""
         if isinstance(self.outcome, bytes):
-            with contextlib.suppress(OSError):
-                self.connection.send(None)
+            self.proceed()
         elif self.process.is_alive():
             _kill_group(self.process)
         self.process.join(timeout=5.0)
@@ -194,6 +199,7 @@ def _supervise(ranks: list[_Rank], timeout: float) -> None:
     Raises:
         RankError: When one has failed, or time is up.
     """
+    __tracebackhide__ = True
     deadline = time.monotonic() + _START_SECONDS
     connected = failed = False
     while True:
@@ -210,6 +216,8 @@ def _supervise(ranks: list[_Rank], timeout: float) -> None:
             deadline = time.monotonic() + _GRACE_SECONDS
         if not (failed or connected) and all(rank.connected for rank in ranks):
             connected = True
+            for rank in ranks:
+                rank.proceed()
             deadline = time.monotonic() + timeout
     if failed:
         raise _failure(ranks)

@@ -43,6 +43,7 @@ def run_in_threads(
         RankError: If a rank raised (the first one that did; the original is the cause) or did not
             finish in time.
     """
+    __tracebackhide__ = True
     run = f"threads{next(_serial)}"
     store = _internals.HashStore()
     finished: queue.SimpleQueue[tuple[int, T | None, BaseException | None]] = queue.SimpleQueue()
@@ -53,11 +54,11 @@ def run_in_threads(
             groups[rank] = _make_group(store, run, rank, world_size, timeout)
             finished.put((rank, fn(groups[rank]), None))
         except BaseException as error:  # noqa: BLE001  # handed to the caller
+            finished.put((rank, None, error))
             # Gloo closes the connections of this rank, and so ends collectives in which others
             # wait for it, once nothing holds its group: not a frame of the traceback either.
             traceback.clear_frames(error.__traceback__)
             _forget_group(run, rank, groups)
-            finished.put((rank, None, error))
 
     threads = [
         threading.Thread(target=rank_main, args=(rank,), name=f"rank{rank}", daemon=True)
@@ -95,6 +96,7 @@ def _collect(
     world_size: int,
     timeout: float,
 ) -> list[T]:
+    __tracebackhide__ = True
     deadline = time.monotonic() + timeout
     results: dict[int, T | None] = {}
     while len(results) < world_size:

@@ -1,0 +1,180 @@
+"""Groups are communicators of their own, and meshes stand on them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
+
+from hp_platform import all_to_all, launch_all_to_all, mesh_of, new_group, resolve_group
+from hp_platform.testing import RankError, run_distributed
+
+
+def _mesh_axis_that_spans_the_world() -> tuple[bool, bool]:
+    torch_mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "ep"))
+    ep = new_group([[0, 1]], name="ep")
+    pp = new_group([[0], [1]], name="pp")
+    assert ep is not None
+    assert pp is not None
+    ours = mesh_of({"pp": pp, "ep": ep}, [[0, 1]], device_type="cpu")
+    assert ours["ep"].get_group() is ep
+    assert resolve_group(ours["ep"]) is ep
+    assert ours["pp"].size() == 1
+    return torch_mesh.get_group("ep") is dist.group.WORLD, ours.get_group("ep") is dist.group.WORLD
+
+
+def test_an_axis_that_spans_the_world_is_not_the_default_group() -> None:
+    """torch's mesh reuses the default group there; that is what these groups are for."""
+    assert run_distributed(_mesh_axis_that_spans_the_world, world_size=2) == [(True, False)] * 2
+
+
+def _two_groups_in_opposite_orders() -> list[float]:
+    """Each rank launches on the two groups in its own order, from one thread."""
+    rank = dist.get_rank()
+    first, second = (new_group([[0, 1]], name=name) for name in ("ep", "cp"))
+    assert first is not None
+    assert second is not None
+    assert first is not second
+    order = [first, second] if rank == 0 else [second, first]
+    started = {}
+    for group in order:
+        value = 10.0 * rank + (1.0 if group is first else 2.0)
+        started[group] = launch_all_to_all(torch.full((2,), value), group=group)
+    return [*started[first].wait().tolist(), *started[second].wait().tolist()]
+
+
+def test_groups_over_the_same_ranks_do_not_share_a_queue() -> None:
+    """With one queue, these exchanges would be paired crosswise."""
+    result = run_distributed(_two_groups_in_opposite_orders, world_size=2, timeout=20)
+    assert result == [[1.0, 11.0, 2.0, 12.0]] * 2
+
+
+def _one_group_is_blocked() -> float:
+    """Rank 1 enters the slow group's exchange only after the other group's has finished."""
+    slow, quick = (new_group([[0, 1]], name=name) for name in ("slow", "quick"))
+    assert slow is not None
+    assert quick is not None
+    if dist.get_rank() == 0:
+        waiting = threading.Thread(target=lambda: all_to_all(torch.ones(2), group=slow))
+        waiting.start()
+        time.sleep(0.05)
+    result = all_to_all(torch.full((2,), float(dist.get_rank())), group=quick)
+    if dist.get_rank() == 0:
+        waiting.join()
+    else:
+        all_to_all(torch.ones(2), group=slow)
+    return result.sum().item()
+
+
+def test_a_blocked_group_does_not_block_another_over_the_same_ranks() -> None:
+    assert run_distributed(_one_group_is_blocked, world_size=2, timeout=20) == [1.0, 1.0]
+
+
+def _subgroups() -> tuple[list[int], int, timedelta | None]:
+    group = new_group([[0, 2], [1, 3]], name="dp", timeout=timedelta(seconds=7))
+    assert group is not None
+    total = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(total, group=group)
+    options = group._get_backend(torch.device("cpu")).options
+    return dist.get_process_group_ranks(group), int(total.item()), options._timeout
+
+
+def test_each_rank_gets_the_group_it_is_in() -> None:
+    results = run_distributed(_subgroups, world_size=4)
+    seven = timedelta(seconds=7)
+    assert results == [([0, 2], 2, seven), ([1, 3], 4, seven)] * 2
+
+
+def _left_out() -> tuple[bool, timedelta]:
+    group = new_group([[0]], name="first")
+    every = new_group([[0, 1]], name="every")
+    assert every is not None
+    timeouts = [g._get_backend(torch.device("cpu")).options._timeout for g in (every, _world())]
+    assert timeouts[0] == timeouts[1]
+    return group is None, timeouts[0]
+
+
+def _world() -> ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+def test_a_rank_in_no_list_gets_none_and_time_outs_are_inherited() -> None:
+    results = run_distributed(_left_out, world_size=2, timeout=30)
+    assert [r[0] for r in results] == [False, True]
+    assert results[0][1] == timedelta(seconds=90)
+
+
+def _other_order() -> None:
+    names = ["ep", "cp"] if dist.get_rank() == 0 else ["cp", "ep"]
+    for name in names:
+        new_group([[0, 1]], name=name)
+
+
+def test_another_order_of_construction_is_an_error_and_not_a_hang() -> None:
+    with pytest.raises(RankError, match=r"rank 1: new_group call 0 \(cp .*rank 0 \(ep") as caught:
+        run_distributed(_other_order, world_size=2, timeout=20)
+    assert caught.value.rank == 1
+
+
+def _refused(lists: list[list[int]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        new_group(lists, name="x")
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        ([], "non-empty"),
+        ([[0], []], "non-empty"),
+        ([[0, 1], [1]], "disjoint"),
+        ([[0, 2]], r"inside the world \(2 ranks\)"),
+        ([[1, 0]], "ascending"),
+    ],
+)
+def test_wrong_lists_are_refused(lists: list[list[int]], message: str) -> None:
+    run_distributed(_refused, lists, message, world_size=2)
+
+
+def test_groups_need_a_default_group() -> None:
+    with pytest.raises(RuntimeError, match="must be initialised"):
+        new_group([[0]], name="x")
+
+
+def _meshes() -> None:
+    rank = dist.get_rank()
+    dp = new_group([[0, 2], [1, 3]], name="dp")
+    ep = new_group([[0, 1], [2, 3]], name="ep")
+    assert dp is not None
+    assert ep is not None
+    mesh = mesh_of({"dp": dp, "ep": ep}, [[0, 1], [2, 3]], device_type="cpu")
+    assert list(mesh.get_coordinate() or ()) == [rank // 2, rank % 2]
+    assert resolve_group(mesh["dp"]) is dp
+    with pytest.raises(ValueError, match=r"mesh.ndim \(2\) must equal 1: .*'dp', 'ep'"):
+        resolve_group(mesh)
+    with pytest.raises(ValueError, match="ranks along axis dp"):
+        mesh_of({"dp": ep, "ep": dp}, [[0, 1], [2, 3]], device_type="cpu")
+    with pytest.raises(ValueError, match=r"depth of ranks \(1\) must equal"):
+        mesh_of({"dp": dp, "ep": ep}, [0, 1, 2, 3], device_type="cpu")
+    with pytest.raises(ValueError, match="must contain rank"):
+        mesh_of({"dp": dp}, [4, 5], device_type="cpu")
+    line = mesh_of({"ep": ep}, dist.get_process_group_ranks(ep), device_type="cpu")
+    assert line.get_group() is ep
+    received = all_to_all(torch.full((2,), float(rank)), group=line)
+    assert received.tolist() == [rank - rank % 2, rank - rank % 2 + 1]
+
+
+def test_meshes_over_our_groups() -> None:
+    run_distributed(_meshes, world_size=4)
+
+
+def test_only_groups_and_meshes_resolve() -> None:
+    with pytest.raises(TypeError, match=r"mesh_or_group \(list\) must be"):
+        resolve_group([0, 1])  # type: ignore[arg-type]
