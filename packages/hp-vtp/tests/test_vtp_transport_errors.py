@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hp_platform.testing import RankError, run_distributed
 from hp_vtp import PipelineLayout, Sharded, StageLayout
