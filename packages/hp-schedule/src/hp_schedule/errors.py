@@ -1,8 +1,8 @@
 """The errors of schedules.
 
-    ValueError
-        ScheduleError       a schedule that must not run
-            DeadlockError   its ranks wait for each other
+ValueError
+    ScheduleError       a schedule that must not run
+        DeadlockError   its ranks wait for each other
 """
 
 

@@ -16,7 +16,7 @@ an empty cell. RECV_F is the input of the stage it names, SEND_B the gradient of
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +147,7 @@ def _to_document(step: MetaStep | None) -> list[Any] | None:
 
 
 def _from_row(row: Any, rank: int) -> Iterator[MetaStep | None]:
-    if not isinstance(row, list):
-        raise ValueError(f"rank {rank}: row ({row!r}) must be a list")
+    _require(isinstance(row, list), f"rank {rank}: row ({row!r}) must be a list")
     for position, cell in enumerate(row):
         try:
             yield None if cell is None else _from_document(cell)
@@ -174,28 +173,31 @@ def _from_document(cell: Any) -> MetaStep:
 _NAMES = {kind.value: kind for kind in MetaStepType if not kind.is_overlap}
 
 
-def _check_document(document: Mapping[str, Any]) -> None:
+def _check_document(document: Any) -> None:
+    _require(isinstance(document, dict), "schedule must be a JSON object")
     for key in _REQUIRED:
-        if key not in document:
-            raise ValueError(f"schedule must have {key!r}")
-    if document["version"] != _VERSION:
-        raise ValueError(f"version ({document['version']!r}) must be {_VERSION}")
+        _require(key in document, f"schedule must have {key!r}")
     for key in document:
-        if key not in {*_REQUIRED, "chains"}:
-            raise ValueError(f"key ({key!r}) must be one of version {_VERSION}'s")
+        known = key in {*_REQUIRED, "chains"}
+        _require(known, f"key ({key!r}) must be one of version {_VERSION}'s")
+    version = document["version"]
+    _require(version == _VERSION, f"version ({version!r}) must be {_VERSION}")
     for key in ("num_ranks", "num_microbatches"):
-        if not _is_count(document[key]):
-            raise ValueError(f"{key} ({document[key]!r}) must be a whole number >= 0")
-    lists = {"stage_to_rank": document["stage_to_rank"]}
+        number = document[key]
+        _require(_is_count(number), f"{key} ({number!r}) must be a whole number >= 0")
     chains = document.get("chains", [])
-    if not isinstance(chains, list):
-        raise ValueError(f"chains ({chains!r}) must be a list of lists")
+    _require(isinstance(chains, list), f"chains ({chains!r}) must be a list of lists")
+    lists = {"stage_to_rank": document["stage_to_rank"]}
     lists |= {f"chains[{index}]": chain for index, chain in enumerate(chains)}
     for name, value in lists.items():
-        if not (isinstance(value, list) and all(map(_is_count, value))):
-            raise ValueError(f"{name} ({value!r}) must be a list of whole numbers >= 0")
-    if not isinstance(document["ranks"], list):
-        raise ValueError("ranks must be a list of rows")
+        counts = isinstance(value, list) and all(map(_is_count, value))
+        _require(counts, f"{name} ({value!r}) must be a list of whole numbers >= 0")
+    _require(isinstance(document["ranks"], list), "ranks must be a list of rows")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
 
 
 def _is_count(value: Any) -> bool:

@@ -4,7 +4,8 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import overload
+from itertools import pairwise
+from typing import Self, overload
 
 from hp_schedule import packing
 from hp_schedule.ir import MetaStep
@@ -33,7 +34,7 @@ class Row(Sequence["MetaStep | None"]):
     def __getitem__(self, index: int) -> MetaStep | None: ...
     @overload
     def __getitem__(self, index: slice) -> "Row": ...
-    def __getitem__(self, index: int | slice) -> "MetaStep | None | Row":
+    def __getitem__(self, index: int | slice) -> "MetaStep | Row | None":
         if isinstance(index, slice):
             return Row(self.codes()[index])
         return _view(self._packed[index])
@@ -115,7 +116,7 @@ class Schedule:
         stage_to_rank: Sequence[int],
         num_microbatches: int,
         chains: Sequence[Sequence[int]] = (),
-    ) -> "Schedule":
+    ) -> Self:
         """Build a schedule from steps per rank; see the class for the arguments.
 
         Raises:
@@ -148,7 +149,7 @@ class Schedule:
         """For each stage the one whose output it reads, -1 at the start of a chain."""
         result = [-1] * self.num_stages
         for chain in self.chains:
-            for before, after in zip(chain, chain[1:], strict=False):
+            for before, after in pairwise(chain):
                 result[after] = before
         return tuple(result)
 
@@ -176,8 +177,7 @@ class Schedule:
     def has_communication(self) -> bool:
         """Whether any step sends or receives."""
         return bool(
-            self._kinds
-            & {packing.FWD_SEND, packing.FWD_RECV, packing.BWD_SEND, packing.BWD_RECV}
+            self._kinds & {packing.FWD_SEND, packing.FWD_RECV, packing.BWD_SEND, packing.BWD_RECV}
         )
 
     @cached_property

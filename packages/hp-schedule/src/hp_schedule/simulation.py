@@ -65,10 +65,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     """
     network = _Network(schedule, costs or Costs())
     ranks = [_SimulatedRank(rank, network) for rank in range(schedule.num_ranks)]
-    run_together(
-        [Executor(row, driver) for row, driver in zip(schedule.steps, ranks, strict=True)]
-    )
-    timeline = Timeline((s for rank in ranks for s in rank.spans), schedule.num_ranks)
+    run_together([Executor(row, driver) for row, driver in zip(schedule.steps, ranks, strict=True)])
+    timeline = Timeline(span for rank in ranks for span in rank.spans)
     return Simulation(
         makespan=timeline.makespan,
         bubble=timeline.bubble,

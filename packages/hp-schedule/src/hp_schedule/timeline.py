@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Self
 
 from hp_schedule.ir import MetaStep
 
@@ -29,16 +30,18 @@ class Timeline(tuple[Span, ...]):
 
     Args:
         spans: In any order, of any number of ranks.
-        num_ranks: Default: one more than the highest rank with a span.
     """
 
-    num_ranks: int
+    __slots__ = ()
 
-    def __new__(cls, spans: Iterable[Span] = (), num_ranks: int | None = None) -> "Timeline":
-        timeline = super().__new__(cls, sorted(spans, key=lambda span: (span.rank, span.start)))
-        present = 1 + max((span.rank for span in timeline), default=-1)
-        timeline.num_ranks = present if num_ranks is None else num_ranks
-        return timeline
+    def __new__(cls, spans: Iterable[Span] = ()) -> Self:
+        """Sort the spans."""
+        return super().__new__(cls, sorted(spans, key=lambda span: (span.rank, span.start)))
+
+    @property
+    def num_ranks(self) -> int:
+        """One more than the highest rank with a span."""
+        return 1 + max((span.rank for span in self), default=-1)
 
     @property
     def start(self) -> float:

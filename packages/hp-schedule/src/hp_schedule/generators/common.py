@@ -32,9 +32,7 @@ def warm_up_steady_cool_down(fwd: Sequence[int], bwd: Sequence[int], *, warm_up:
     return [*fwd[:warm_up], *chain.from_iterable(pairs), *bwd[steady:]]
 
 
-def check_counts(
-    *, num_ranks: int, num_microbatches: int, num_stages_per_rank: int = 1
-) -> None:
+def check_counts(*, num_ranks: int, num_microbatches: int, num_stages_per_rank: int = 1) -> None:
     """Raise ValueError unless every count is at least 1."""
     counts = {
         "num_ranks": num_ranks,

@@ -21,7 +21,6 @@ def gpipe(num_ranks: int, *, num_microbatches: int) -> Schedule:
     check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
     microbatches = range(num_microbatches)
     rows = [
-        [*forwards(rank, microbatches), *backwards(rank, microbatches)]
-        for rank in range(num_ranks)
+        [*forwards(rank, microbatches), *backwards(rank, microbatches)] for rank in range(num_ranks)
     ]
     return build(rows, num_stages=num_ranks, num_microbatches=num_microbatches)

@@ -70,4 +70,3 @@ class ComputeClock:
             f"rank {rank}, compute step {position}: {step} waits for a value that is never "
             "computed; `validate` shows where the order is wrong"
         )
-

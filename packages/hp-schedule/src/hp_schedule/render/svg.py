@@ -7,6 +7,7 @@ from html import escape
 from hp_schedule.ir import MetaStep, MetaStepType
 from hp_schedule.timeline import Span, Timeline
 
+_NAMESPACE = 'xmlns="http://www.w3.org/2000/svg"'
 _LEFT = 76.0
 _PLOT = 980.0
 _RIGHT = 84.0
@@ -65,8 +66,8 @@ def timeline_svg(timelines: Mapping[str, Timeline]) -> str:
     """Return timelines stacked over one time axis, one row per rank.
 
     Compute steps are blocks with their microbatch where it fits, in another tone for each of a
-    rank's stages; a wait for a message is a thin line. Every row ends with its share of bubble. Pointing
-    at a block tells step and times.
+    rank's stages; a wait for a message is a thin line. Every row ends with its share of bubble.
+    Pointing at a block tells step and times.
 
     Args:
         timelines: By title, in seconds, for example a plan and a measurement; each starts at 0.
@@ -77,96 +78,117 @@ def timeline_svg(timelines: Mapping[str, Timeline]) -> str:
     if not timelines:
         raise ValueError("timelines (0) must be at least 1")
     longest = max(timeline.makespan for timeline in timelines.values())
-    scale = _PLOT / longest if longest > 0 else 0.0
     body: list[str] = []
     top = 10.0
     for title, timeline in timelines.items():
-        body += _panel(title, timeline, scale, longest, top)
-        top += _TITLE + timeline.num_ranks * (_ROW + _GAP) + _AXIS + _PANEL_GAP
+        panel = _Panel(title, timeline, longest=longest, top=top)
+        body += panel.draw()
+        top = panel.bottom + _AXIS + _PANEL_GAP
     body += _legend(timelines, top)
-    height = top + _LEGEND
-    title_text = escape(" and ".join(timelines))
+    width, high = f"{_WIDTH:g}", f"{top + _LEGEND:g}"
+    size = f"{width} {high}"
     return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH:g} {height:g}" '
-            f'width="{_WIDTH:g}" height="{height:g}" role="img">',
-            f"<title>Pipeline timeline: {title_text}</title>",
+        (
+            f'<svg {_NAMESPACE} viewBox="0 0 {size}" width="{width}" height="{high}" role="img">',
+            f"<title>Pipeline timeline: {escape(' and '.join(timelines))}</title>",
             f"<style>{_STYLE}{_tone_styles()}</style>",
-            f'<rect class="page" width="{_WIDTH:g}" height="{height:g}"/>',
+            f'<rect class="page" width="{width}" height="{high}"/>',
             *body,
             "</svg>\n",
-        ]
+        )
     )
 
 
-def _panel(title: str, timeline: Timeline, scale: float, longest: float, top: float) -> list[str]:
-    bubble = timeline.bubble
-    average = sum(bubble) / len(bubble) if bubble else 0.0
-    unit, factor = _unit(longest)
-    summary = f"{_number(timeline.makespan * factor)} {unit}, bubble {average:.1%}"
-    first = top + _TITLE
-    bottom = first + timeline.num_ranks * (_ROW + _GAP)
-    parts = [
-        f'<text class="title" x="{_LEFT:g}" y="{top + 18:g}">{escape(title)}'
-        f'<tspan class="muted" dx="10">{summary}</tspan></text>',
-        f'<text class="muted end" x="{_WIDTH - 14:g}" y="{top + 18:g}">bubble</text>',
-    ]
-    rows = [first + rank * (_ROW + _GAP) for rank in range(timeline.num_ranks)]
-    for rank, y in enumerate(rows):
-        middle = y + _ROW / 2 + 4
-        parts += [
-            f'<rect class="lane" x="{_LEFT:g}" y="{y:g}" width="{_PLOT:g}" height="{_ROW:g}"/>',
-            f'<text class="end" x="{_LEFT - 10:g}" y="{middle:g}">rank {rank}</text>',
-            f'<text class="muted end" x="{_WIDTH - 14:g}" y="{middle:g}">{bubble[rank]:.1%}</text>',
+class _Panel:
+    """One timeline: title, a lane per rank, axis.
+
+    Args:
+        title: Above the lanes.
+        timeline: What is drawn.
+        longest: Seconds that the axis spans.
+        top: Where the panel begins, in pixels.
+    """
+
+    def __init__(self, title: str, timeline: Timeline, *, longest: float, top: float) -> None:
+        self._title = title
+        self._timeline = timeline
+        self._origin = timeline.start
+        self._longest = longest
+        self._scale = _PLOT / longest if longest > 0 else 0.0
+        self._top = top
+        self._lanes = [top + _TITLE + rank * (_ROW + _GAP) for rank in range(timeline.num_ranks)]
+        self._tones = _tones(timeline)
+        self.bottom = top + _TITLE + timeline.num_ranks * (_ROW + _GAP)
+
+    def draw(self) -> list[str]:
+        """Return the elements of the panel."""
+        parts = [*self._heading(), *self._frame(), *self._axis()]
+        for span in self._timeline:
+            parts += self._block(span)
+        return parts
+
+    def _heading(self) -> list[str]:
+        bubble = self._timeline.bubble
+        average = sum(bubble) / len(bubble) if bubble else 0.0
+        unit, factor = _unit(self._longest)
+        summary = f"{_number(self._timeline.makespan * factor)} {unit}, bubble {average:.1%}"
+        y = self._top + 18
+        title = f'<text class="title" x="{_LEFT:g}" y="{y:g}">{escape(self._title)}'
+        return [
+            f'{title}<tspan class="muted" dx="10">{summary}</tspan></text>',
+            f'<text class="muted end" x="{_WIDTH - 14:g}" y="{y:g}">bubble</text>',
         ]
-    parts += _axis(scale, longest, first - 4, bottom)
-    tones = _tones(timeline)
-    for span in timeline:
-        parts += _block(span, timeline.start, scale, rows[span.rank], tones)
-    return parts
+
+    def _frame(self) -> list[str]:
+        parts = []
+        for rank, (y, bubble) in enumerate(zip(self._lanes, self._timeline.bubble, strict=True)):
+            middle = f"{y + _ROW / 2 + 4:g}"
+            parts += [
+                f'<rect class="lane" x="{_LEFT:g}" y="{y:g}" width="{_PLOT:g}" height="{_ROW:g}"/>',
+                f'<text class="end" x="{_LEFT - 10:g}" y="{middle}">rank {rank}</text>',
+                f'<text class="muted end" x="{_WIDTH - 14:g}" y="{middle}">{bubble:.1%}</text>',
+            ]
+        return parts
+
+    def _axis(self) -> list[str]:
+        unit, factor = _unit(self._longest)
+        step = _tick(self._longest)
+        last = int(self._longest / step * (1 + 1e-9)) if step > 0 else 0
+        y1, y2 = self._top + _TITLE - 4, self.bottom
+        parts = []
+        for index in range(last + 1):
+            x = f"{_LEFT + index * step * self._scale:.2f}"
+            label = _number(index * step * factor) + (f" {unit}" if index == last else "")
+            parts += [
+                f'<line class="grid" x1="{x}" y1="{y1:g}" x2="{x}" y2="{y2:g}"/>',
+                f'<text class="muted mid" x="{x}" y="{y2 + 14:g}">{label}</text>',
+            ]
+        return parts
+
+    def _block(self, span: Span) -> list[str]:
+        x = _LEFT + (span.start - self._origin) * self._scale
+        y = self._lanes[span.rank]
+        width = (span.end - span.start) * self._scale
+        tip = f"<title>{escape(_tip(span, self._origin))}</title>"
+        if not span.step.type.is_compute:
+            return [_rect("wait0", (x, y + _ROW - 3, width, 3), tip)] if width > 0 else []
+        leaves = list(span.step.leaves())
+        height = _ROW / len(leaves)
+        parts = []
+        for index, leaf in enumerate(leaves):
+            top = y + index * height
+            tone = self._tones[span.rank, leaf.stage_index or 0]
+            parts.append(_rect(f"{_LETTER[leaf.type]}{tone}", (x, top, width, height), tip))
+            text = str(leaf.microbatch_index)
+            if width >= len(text) * _DIGIT + 3:
+                place = f'x="{x + width / 2:.2f}" y="{top + height / 2 + 4:.2f}"'
+                parts.append(f'<text class="cell" {place}>{text}</text>')
+        return parts
 
 
-def _axis(scale: float, longest: float, top: float, bottom: float) -> list[str]:
-    unit, factor = _unit(longest)
-    parts = []
-    step = _tick(longest)
-    count = int(longest / step * (1 + 1e-9)) if step > 0 else 0
-    for index in range(count + 1):
-        x = _LEFT + index * step * scale
-        label = _number(index * step * factor)
-        last = f" {unit}" if index == count else ""
-        parts += [
-            f'<line class="grid" x1="{x:.2f}" y1="{top:g}" x2="{x:.2f}" y2="{bottom:g}"/>',
-            f'<text class="muted mid" x="{x:.2f}" y="{bottom + 14:g}">{label}{last}</text>',
-        ]
-    return parts
-
-
-def _block(
-    span: Span, origin: float, scale: float, y: float, tones: Mapping[tuple[int, int], int]
-) -> list[str]:
-    x = _LEFT + (span.start - origin) * scale
-    width = (span.end - span.start) * scale
-    tip = f"<title>{escape(_tip(span, origin))}</title>"
-    if not span.step.type.is_compute:
-        return [_rect("wait0", x, y + _ROW - 3, width, 3, tip)] if width > 0 else []
-    leaves = list(span.step.leaves())
-    height = _ROW / len(leaves)
-    parts = []
-    for index, leaf in enumerate(leaves):
-        top = y + index * height
-        tone = tones[span.rank, leaf.stage_index or 0]
-        parts.append(_rect(f"{_LETTER[leaf.type]}{tone}", x, top, width, height, tip))
-        text = str(leaf.microbatch_index)
-        if width >= len(text) * _DIGIT + 3:
-            parts.append(
-                f'<text class="cell" x="{x + width / 2:.2f}" y="{top + height / 2 + 4:.2f}">'
-                f"{text}</text>"
-            )
-    return parts
-
-
-def _rect(name: str, x: float, y: float, width: float, height: float, tip: str = "") -> str:
+def _rect(name: str, box: tuple[float, float, float, float], tip: str = "") -> str:
+    """Return a block of a class; the box is x, y, width and height."""
+    x, y, width, height = box
     # A hair of space between blocks, but never so much that a short block disappears.
     inner = max(width - 0.8, width * 0.6)
     return (
@@ -186,8 +208,8 @@ def _legend(timelines: Mapping[str, Timeline], top: float) -> list[str]:
     x = _LEFT
     for letter, name in _NAMES.items():
         if letter in present:
-            size = (18.0, 3.0, 8.5) if letter == "wait" else (18.0, 12.0, 4.0)
-            parts.append(_rect(f"{letter}0", x, top + size[2], size[0], size[1]))
+            offset, height = (8.5, 3.0) if letter == "wait" else (4.0, 12.0)
+            parts.append(_rect(f"{letter}0", (x, top + offset, 18.0, height)))
             parts.append(f'<text x="{x + 24:g}" y="{top + 14:g}">{name}</text>')
             x += 24 + 6.6 * len(name) + 22
     note = "numbers are microbatches, tones a rank's stages"

@@ -34,9 +34,7 @@ def timetable(schedule: Schedule) -> str:
 _UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
-def step_grid(
-    schedule: Schedule, *, mark: tuple[int, int] | None = None, context: int = 6
-) -> str:
+def step_grid(schedule: Schedule, *, mark: tuple[int, int] | None = None, context: int = 6) -> str:
     """Return the rows as they stand: one column per rank, one line per cell.
 
     Args:

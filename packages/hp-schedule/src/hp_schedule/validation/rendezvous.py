@@ -115,7 +115,7 @@ class Rendezvous:
         waits: dict[int, tuple[int, str]] = {}
         for value, rank in self._waits_for_value.items():
             waits[rank] = (self._producer(value), "for its value to come from")
-        for value, rank in self._waits_for_post.items():
+        for rank in self._waits_for_post.values():
             send = self._rows[rank][self._position[rank]]
             peer = self._flow.peer[send & KIND_MASK][send >> STAGE_SHIFT & STAGE_MASK]
             waits[rank] = (peer, "for its receive to be posted by")

@@ -32,6 +32,9 @@ from hp_schedule.validation.report import Finding, FindingKind
 # What has been seen of a (stage, microbatch); bit k is the step of kind k.
 _BACKWARD_BITS = 1 << BWD | 1 << BWD_INPUT
 _WEIGHT_BITS = 1 << BWD | 1 << BWD_WEIGHT
+_SPLIT_BITS = 1 << BWD_INPUT | 1 << BWD_WEIGHT
+
+Problem = tuple[FindingKind, str] | None
 
 
 class RowCheck:
@@ -77,7 +80,7 @@ class RowCheck:
         yield from self._missing()
         yield from self._message_order()
 
-    def _check(self, code: int, rank: int, position: int) -> tuple[FindingKind, str] | None:
+    def _check(self, code: int, rank: int, position: int) -> Problem:
         """Check one step against what stood before it in its row, and remember it."""
         kind = code & KIND_MASK
         stage = code >> STAGE_SHIFT & STAGE_MASK
@@ -93,37 +96,36 @@ class RowCheck:
             return self._check_message(code, seen, rank, position)
         return self._check_compute(code, seen) or self._fsdp.check(kind, stage)
 
-    def _check_compute(self, code: int, seen: int) -> tuple[FindingKind, str] | None:
+    def _check_compute(self, code: int, seen: int) -> Problem:
         kind = code & KIND_MASK
+        if kind == FWD:
+            return self._check_input(code, seen, FWD_RECV)
+        forward = code & ~KIND_MASK | FWD
+        if not seen >> FWD & 1:
+            return _before(code, forward)
+        if seen & (_SPLIT_BITS if kind == BWD else 1 << BWD):
+            return FindingKind.DUPLICATE, f"{unpack(code)} repeats a backward"
+        if kind != BWD_WEIGHT:
+            return self._check_input(code, seen, BWD_RECV)
+        return None if seen >> BWD_INPUT & 1 else _before(code, code & ~KIND_MASK | BWD_INPUT)
+
+    def _check_input(self, code: int, seen: int, receive: int) -> Problem:
+        """Check that the value from another stage was received, or made on this rank."""
+        schedule = self._schedule
         stage = code >> STAGE_SHIFT & STAGE_MASK
         microbatch = code >> MICROBATCH_SHIFT
-        if kind != FWD:
-            if not seen >> FWD & 1:
-                return _before(code, encode(FWD, stage, microbatch))
-            if kind == BWD_WEIGHT and not seen & _BACKWARD_BITS:
-                return _before(code, encode(BWD_INPUT, stage, microbatch))
-            split = 1 << BWD_INPUT | 1 << BWD_WEIGHT
-            if seen & (split if kind == BWD else 1 << BWD):
-                return FindingKind.DUPLICATE, f"{unpack(code)} repeats a backward"
-        if kind == BWD_WEIGHT:
+        other = (schedule.upstream if receive == FWD_RECV else schedule.downstream)[stage]
+        if other < 0:
             return None
-        receive = FWD_RECV if kind == FWD else BWD_RECV
-        other = self._schedule.upstream if kind == FWD else self._schedule.downstream
-        if other[stage] < 0:
+        if self._flow.peer[receive][stage] >= 0:
+            missing = self._communication and not seen >> receive & 1
+            return _before(code, encode(receive, stage, microbatch)) if missing else None
+        made = 1 << FWD if receive == FWD_RECV else _BACKWARD_BITS
+        if self._seen[other * schedule.num_microbatches + microbatch] & made:
             return None
-        if self._flow.peer[receive][stage] < 0:
-            index = other[stage] * self._schedule.num_microbatches + microbatch
-            producer = 1 << FWD if kind == FWD else _BACKWARD_BITS
-            if not self._seen[index] & producer:
-                source = FWD if kind == FWD else BWD
-                return _before(code, encode(source, other[stage], microbatch))
-        elif self._communication and not seen >> receive & 1:
-            return _before(code, encode(receive, stage, microbatch))
-        return None
+        return _before(code, encode(FWD if receive == FWD_RECV else BWD, other, microbatch))
 
-    def _check_message(
-        self, code: int, seen: int, rank: int, position: int
-    ) -> tuple[FindingKind, str] | None:
+    def _check_message(self, code: int, seen: int, rank: int, position: int) -> Problem:
         kind = code & KIND_MASK
         peer = self._flow.peer[kind][code >> STAGE_SHIFT & STAGE_MASK]
         if peer < 0:
@@ -146,13 +148,13 @@ class RowCheck:
                 messages += [] if self._forward_only else [BWD_RECV, BWD_SEND]
                 wanted += [kind for kind in messages if flow.peer[kind][stage] >= 0]
             full = sum(1 << kind for kind in wanted)
-            split = full & ~(1 << BWD) | 1 << BWD_INPUT | 1 << BWD_WEIGHT
+            split = full & ~(1 << BWD) | _SPLIT_BITS
             complete = {full} if self._forward_only else {full, split}
             start = stage * schedule.num_microbatches
             for microbatch in range(schedule.num_microbatches):
                 seen = self._seen[start + microbatch]
                 if seen not in complete:
-                    target = split if seen & (1 << BWD_INPUT | 1 << BWD_WEIGHT) else full
+                    target = split if seen & _SPLIT_BITS else full
                     yield from _absent(target & ~seen, stage, microbatch, rank)
 
     def _message_order(self) -> Iterator[Finding]:
@@ -178,7 +180,7 @@ class _FsdpState:
         }
         self._reduced = [False] * schedule.num_stages
 
-    def check(self, kind: int, stage: int) -> tuple[FindingKind, str] | None:
+    def check(self, kind: int, stage: int) -> Problem:
         problem = None
         if kind == FSDP_UNSHARD:
             if self._sharded.get(stage) is False:

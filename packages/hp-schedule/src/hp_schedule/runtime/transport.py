@@ -1,0 +1,178 @@
+"""Messages over torch.distributed: a process group of its own for every directed edge.
+
+[Note: A group per directed edge] Operations on one process group run in one order. If both
+directions, or several neighbours, shared a group, an early posted receive would hold up sends
+behind it, and ranks could wait for each other although the schedule is sound. With a group per
+directed edge the only order is that of the messages of the edge, which `validate` has checked;
+messages need no tags.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hp_platform import Pending, irecv, isend, new_group
+from hp_platform.pending import release_completed
+from hp_schedule.schedule import Schedule
+from hp_schedule.transport import Message
+
+Edge = tuple[int, int]
+"""Ranks of the pipeline: source, destination."""
+
+
+class EdgeGroups:
+    """The process groups of this rank's edges, kept here alone so that `close` really closes them.
+
+    Args:
+        groups: By edge.
+    """
+
+    def __init__(self, groups: Mapping[Edge, ProcessGroup]) -> None:
+        self._groups = dict(groups)
+        self._closed = False
+
+    def __getitem__(self, edge: Edge) -> ProcessGroup:
+        if self._closed:
+            raise RuntimeError("edge groups must be open: they were closed after an error")
+        return self._groups[edge]
+
+    def __contains__(self, edge: object) -> bool:
+        return edge in self._groups
+
+    def close(self) -> None:
+        """Close the connections of this rank; whoever waits at the other end fails."""
+        self._closed = True
+        while self._groups:
+            _, group = self._groups.popitem()
+            group.abort()  # NCCL: ends kernels that wait for a peer; Gloo: closing below does it
+            dist.destroy_process_group(group)
+
+
+def build_edge_groups(
+    pipelines: Sequence[Sequence[int]],
+    *,
+    edges: Iterable[Edge] | None = None,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+) -> EdgeGroups:
+    """Create the groups that pipelines side by side need; every rank of the world calls this.
+
+    Args:
+        pipelines: For each pipeline the global ranks of its ranks in order; disjoint, of equal
+            length, the same on every caller.
+        edges: Directed pairs of pipeline ranks; default all neighbours in a ring, both ways,
+            which loop and V placements need at most.
+        backend: ``"gloo"`` or ``"nccl"``; default that of the default group.
+        timeout: Of each message; default that of the default group.
+
+    Raises:
+        ValueError: If the pipelines differ in length or an edge is out of range.
+    """
+    num_ranks = len(pipelines[0]) if pipelines else 0
+    if num_ranks == 0 or any(len(ranks) != num_ranks for ranks in pipelines):
+        lengths = [len(ranks) for ranks in pipelines]
+        raise ValueError(f"lengths of pipelines ({lengths}) must be equal and >= 1")
+    wanted = sorted(set(_ring(num_ranks) if edges is None else edges))
+    groups: dict[Edge, ProcessGroup] = {}
+    for edge in wanted:
+        source, destination = edge
+        if source == destination or not all(0 <= rank < num_ranks for rank in edge):
+            raise ValueError(f"edge ({edge}) must join two of {num_ranks} ranks")
+        pairs = [sorted((ranks[source], ranks[destination])) for ranks in pipelines]
+        group = new_group(
+            pairs, name=f"pipeline {source}->{destination}", backend=backend, timeout=timeout
+        )
+        if group is not None:
+            groups[edge] = group
+    return EdgeGroups(groups)
+
+
+def _ring(num_ranks: int) -> set[Edge]:
+    pairs = {(rank, (rank + 1) % num_ranks) for rank in range(num_ranks if num_ranks > 1 else 0)}
+    return pairs | {(b, a) for a, b in pairs}
+
+
+class TorchTransport:
+    """A `hp_schedule.transport.Transport` over process groups.
+
+    Args:
+        schedule: Whose messages are to be moved.
+        rank_of: The global rank of each rank of the pipeline.
+        groups: From `build_edge_groups`; may serve several transports in turn.
+        max_sends_in_flight: A send of an edge first waits for the one that many before it, which
+            bounds the memory of sent values. Safe for every schedule that `validate` accepts.
+
+    Raises:
+        ValueError: If the pipeline has another size than the schedule, or a group is missing.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        *,
+        rank_of: Sequence[int],
+        groups: EdgeGroups,
+        max_sends_in_flight: int = 8,
+    ) -> None:
+        if len(rank_of) != schedule.num_ranks:
+            raise ValueError(
+                f"len(rank_of) ({len(rank_of)}) must equal num_ranks ({schedule.num_ranks})"
+            )
+        if max_sends_in_flight < 1:
+            raise ValueError(f"max_sends_in_flight ({max_sends_in_flight}) must be >= 1")
+        me = dist.get_rank() if schedule.edges else None
+        for edge in schedule.edges:
+            if me in {rank_of[rank] for rank in edge} and edge not in groups:
+                raise ValueError(f"edge ({edge}) of the schedule must have a group")
+        self._rank_of = tuple(rank_of)
+        self._groups = groups
+        self._max_sends = max_sends_in_flight
+        self._receives: dict[Message, Pending[Tensor]] = {}
+        self._sends: defaultdict[Edge, deque[tuple[Message, Pending[None]]]] = defaultdict(deque)
+
+    def send(self, message: Message, value: Tensor) -> None:
+        """Start to send a tensor; it is kept alive until it has arrived."""
+        edge = (message.source, message.destination)
+        queue = self._sends[edge]
+        while len(queue) >= self._max_sends:
+            queue.popleft()[1].wait()
+        pending = isend(value, self._rank_of[message.destination], group=self._groups[edge])
+        queue.append((message, pending))
+
+    def post_receive(self, message: Message, buffer: Tensor) -> None:
+        """Start to receive into a contiguous tensor of the sender's shape and dtype."""
+        edge = (message.source, message.destination)
+        source = self._rank_of[message.source]
+        self._receives[message] = irecv(buffer, source, group=self._groups[edge])
+
+    def wait_receive(self, message: Message) -> Tensor:
+        """Return the buffer of a posted receive, filled."""
+        return self._receives.pop(message).wait()
+
+    def release_send(self, message: Message) -> None:
+        """Let go of a message and those before it on its edge: they are known to have arrived."""
+        queue = self._sends[message.source, message.destination]
+        if any(message == sent for sent, _ in queue):
+            while queue:
+                sent, pending = queue.popleft()
+                pending.wait()
+                if sent == message:
+                    break
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has arrived."""
+        for queue in self._sends.values():
+            while queue:
+                queue.popleft()[1].wait()
+
+    def abort(self) -> None:
+        """Close this rank's connections: peers that wait for it fail within seconds."""
+        self._receives.clear()
+        self._sends.clear()
+        # Operations under way keep Gloo's connections open for as long as anything refers to them.
+        release_completed(everything=True)
+        self._groups.close()
