@@ -1,0 +1,168 @@
+"""The directory of a run's checkpoints: names, leftovers, commit, quarantine, purge.
+
+::
+
+    step-00000010            complete: it got this name by a rename when everything was on the disk
+    step-00000010.1          saved again at the same step; newer than the one without a number
+    step-00000020.tmp-<id>   being written, or removed; locked as long as its writer lives
+    step-00000020.bad        found damaged by a load and set aside; also .bad-1, .bad-2, ...
+
+One rank calls these functions.
+"""
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import shutil
+from itertools import count
+from pathlib import Path
+from uuid import uuid4
+
+from hp_train.checkpoint.files import fsync_directory
+
+_COMPLETE = re.compile(r"\Astep-([0-9]{8,16})(?:\.([0-9]{1,6}))?\Z")
+_STAGING = re.compile(r"\Astep-[0-9.]+\.tmp-[0-9a-f]{32}\Z")
+_BAD = re.compile(r"\Astep-[0-9.]+\.bad(-[0-9]+)?\Z")
+
+_log = logging.getLogger(__name__)
+
+
+def step_name(step: int, attempt: int = 0) -> str:
+    """Name of a complete checkpoint."""
+    return f"step-{step:08d}" + (f".{attempt}" if attempt else "")
+
+
+def parse_step_name(name: str) -> tuple[int, int] | None:
+    """Step and attempt; None if it is not what :func:`step_name` gives."""
+    match = _COMPLETE.match(name)
+    if match is None:
+        return None
+    step, attempt = int(match[1]), int(match[2] or 0)
+    return (step, attempt) if step_name(step, attempt) == name else None
+
+
+def complete_checkpoints(directory: Path) -> list[Path]:
+    """Those with the name of a complete one, newest first. Nothing is opened."""
+    found = [(key, name) for name in _names(directory) if (key := parse_step_name(name))]
+    return [directory / name for _, name in sorted(found, reverse=True)]
+
+
+def bad_checkpoints(directory: Path) -> list[Path]:
+    """Those that were set aside as damaged."""
+    return [directory / name for name in sorted(_names(directory)) if _BAD.match(name)]
+
+
+def create_staging(directory: Path, step: int) -> tuple[Path, int]:
+    """Make the directory a checkpoint is written to.
+
+    Returns:
+        Its path, and a descriptor that keeps it from being taken for a leftover until it is closed.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    path = _new_staging_name(directory / step_name(step))
+    path.mkdir()
+    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    _try_lock(lock)
+    return path, lock
+
+
+def commit(staging: Path, step: int) -> Path:
+    """Give a written directory its final name and put that on the disk; returns the path.
+
+    A checkpoint that has the name already is not replaced: the new one gets the next number.
+    """
+    directory = staging.parent
+    for attempt in count():
+        path = directory / step_name(step, attempt)
+        if not os.path.lexists(path):
+            staging.rename(path)
+            fsync_directory(directory)
+            return path
+    raise AssertionError
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove what runs that died while saving or purging left behind."""
+    for name in _names(directory):
+        path = directory / name
+        if _STAGING.match(name) and not path.is_symlink() and not _is_locked(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def quarantine(path: Path) -> Path:
+    """Set a damaged checkpoint aside; returns its new path, the old one if it cannot be renamed."""
+    for number in count():
+        target = path.with_name(path.name + (f".bad-{number}" if number else ".bad"))
+        if not os.path.lexists(target):
+            break
+    try:
+        path.rename(target)
+    except OSError as error:
+        _log.warning("cannot rename damaged checkpoint %s: %s", path, error.strerror)
+        return path
+    return target
+
+
+def purge(newest: Path, *, keep: int) -> None:
+    """Remove checkpoints older than `newest` but for `keep` - 1; those of its own step go as well.
+
+    What cannot be removed is left with a warning: the new checkpoint is good all the same.
+    """
+    steps: list[int] = []
+    mine = parse_step_name(newest.name)
+    for path in complete_checkpoints(newest.parent):
+        key = parse_step_name(path.name)
+        if mine is None or key is None or key >= mine:
+            continue
+        if key[0] != mine[0] and key[0] not in steps:
+            steps.append(key[0])
+        if key[0] == mine[0] or len(steps) >= keep:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Rename first, so that a kill in between leaves no half checkpoint under a good name."""
+    staging = _new_staging_name(path)
+    try:
+        path.rename(staging)
+    except OSError as error:
+        _log.warning("cannot remove old checkpoint %s: %s", path, error.strerror)
+    else:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _new_staging_name(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tmp-{uuid4().hex}")
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return [path.name for path in directory.iterdir()]
+    except FileNotFoundError:
+        return []
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        return not _try_lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Lock a directory until the descriptor is closed; False if another process holds the lock.
+
+    True as well where the file system has no such locks: there a second run in the same directory
+    takes what this one is writing for a leftover, and this one's save fails.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    return True

@@ -1,0 +1,118 @@
+"""Loading: the newest checkpoint that is good, under whatever layout the ranks have now."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from hp_train.checkpoint.directory import (
+    bad_checkpoints,
+    complete_checkpoints,
+    quarantine,
+    remove_leftovers,
+)
+from hp_train.checkpoint.manifest import DamageError, Manifest
+from hp_train.checkpoint.planners import StrictLoadPlanner
+from hp_train.checkpoint.reader import ManifestReader
+from hp_train.checkpoint.together import on_rank_zero, run_planned, verify_together
+from hp_train.checkpoint.verify import read_manifest
+from hp_train.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What was loaded, besides the tensors.
+
+    Attributes:
+        step: Of the training run.
+        extra: What was saved beside the tensors.
+        path: Of the checkpoint.
+        skipped: Newer ones that were damaged, newest first: where each is now and, in one line,
+            what is wrong with it.
+    """
+
+    step: int
+    extra: dict[str, Any]
+    path: Path
+    skipped: list[tuple[Path, str]]
+
+
+def load_latest(
+    directory: Path, *, tensors: Mapping[str, Tensor], group: ProcessGroup
+) -> Loaded | None:
+    """Load the newest good checkpoint into tensors. Every rank of `group` calls.
+
+    The first rank looks for checkpoints and decides for all. Every byte of one is verified before
+    any tensor is touched; a damaged one is renamed to `step-N.bad` and the next older one taken.
+    Tensors are filled in place; a DTensor takes its part, whatever parts were saved.
+
+    Args:
+        directory: Of the run's checkpoints.
+        tensors: What this rank holds, by global name. The names of all ranks together must be those
+            of the checkpoint, with the same dtypes and shapes.
+        group: CPU group.
+
+    Returns:
+        What was loaded; None if there is no checkpoint, good or bad.
+
+    Raises:
+        CheckpointError: On all ranks, in one line: all checkpoints are damaged, one does not fit
+            the tensors, or the storage cannot be read. The tensors are untouched, unless the
+            message says otherwise.
+        RuntimeError: If a rank is gone.
+    """
+    candidates = on_rank_zero(lambda: _scan(directory), group=group)
+    skipped: list[tuple[Path, str]] = []
+    for path in candidates:
+        manifest, damage = on_rank_zero(lambda: _manifest_or_damage(path), group=group)  # noqa: B023
+        if manifest is not None:
+            damage = verify_together(path, manifest, group=group)
+            if damage is None:
+                _copy(path, manifest, tensors, group)
+                return Loaded(manifest.step, manifest.extra, path, skipped)
+        aside = on_rank_zero(lambda: quarantine(path), group=group)  # noqa: B023
+        skipped.append((aside, damage or ""))
+    if skipped:
+        listed = "; ".join(f"{path}: {damage}" for path, damage in skipped)
+        raise CheckpointError(f"every checkpoint in {directory} is damaged: {listed}")
+    set_aside = on_rank_zero(lambda: bad_checkpoints(directory), group=group)
+    if set_aside:
+        raise CheckpointError(
+            f"{directory} has damaged checkpoints only ({', '.join(p.name for p in set_aside)}); "
+            "remove them to start anew"
+        )
+    return None
+
+
+def _scan(directory: Path) -> list[Path]:
+    remove_leftovers(directory)
+    return complete_checkpoints(directory)
+
+
+def _manifest_or_damage(path: Path) -> tuple[Manifest | None, str | None]:
+    try:
+        return read_manifest(path), None
+    except DamageError as damage:
+        return None, str(damage)
+
+
+def _copy(
+    path: Path, manifest: Manifest, tensors: Mapping[str, Tensor], group: ProcessGroup
+) -> None:
+    reader = ManifestReader(path, manifest)
+    planner = StrictLoadPlanner()
+    try:
+        with torch.no_grad():
+            run_planned(
+                lambda: load(
+                    dict(tensors), storage_reader=reader, planner=planner, process_group=group
+                ),
+                group=group,
+            )
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None

@@ -1,0 +1,110 @@
+"""What ranks do together around a checkpoint, so that all of them go on or all of them raise."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+
+from hp_platform import PeerError, agree
+from hp_train.checkpoint.manifest import DamageError, Manifest, Part, parts_of
+from hp_train.checkpoint.verify import share_of, verify_parts
+from hp_train.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+def on_rank_zero(call: Callable[[], T], *, group: ProcessGroup) -> T:
+    """Run `call` on the first rank and return its result on all.
+
+    Raises:
+        CheckpointError: On all ranks, if it raised that or an OSError.
+    """
+    box: list[Any] = [None, None]
+    if group.rank() == 0:
+        try:
+            box[0] = call()
+        except Exception as error:
+            box[1] = str(error)
+            dist.broadcast_object_list(box, group_src=0, group=group)
+            if not isinstance(error, CheckpointError | OSError):
+                raise
+            raise CheckpointError(str(error)) from None
+    dist.broadcast_object_list(box, group_src=0, group=group)
+    result, message = box
+    if message is not None:
+        raise CheckpointError(message)
+    return cast("T", result)
+
+
+def run_planned(call: Callable[[], object], *, group: ProcessGroup) -> None:
+    """Run a save or a load of `torch.distributed.checkpoint`.
+
+    Raises:
+        CheckpointError: On all ranks, naming one that failed and its error.
+        BaseException: What interrupted this rank, such as a KeyboardInterrupt.
+    """
+    try:
+        call()
+    except CheckpointException as failed:
+        own = failed.failures.get(group.rank())
+        if own is not None and not isinstance(own[0], Exception):
+            raise own[0] from None
+        rank, (error, _) = min(failed.failures.items())
+        where = f"rank {dist.get_global_rank(group, rank)}"
+        if isinstance(error, CheckpointError):
+            raise CheckpointError(f"{where}: {error}") from None
+        raise CheckpointError(f"{where}: {type(error).__name__}: {error}") from error
+
+
+def verify_together(path: Path, manifest: Manifest, *, group: ProcessGroup) -> str | None:
+    """Check all chunks, every rank a share of them.
+
+    Returns:
+        What is damaged; None if nothing is.
+
+    Raises:
+        CheckpointError: On all ranks, if one cannot read the checkpoint, or finds damage where the
+            first rank finds none: then the reader is at fault, not the checkpoint.
+    """
+    parts = parts_of(manifest)
+    damage: str | None = None
+    error: CheckpointError | None = None
+    try:
+        verify_parts(path, manifest, share_of(parts, rank=group.rank(), world_size=group.size()))
+    except DamageError as found:
+        damage = str(found)
+    except OSError as raised:
+        error = CheckpointError(f"{path}: {raised}")
+    agree_all(error, group=group, where="using a checkpoint")
+    reports: list[str | None] = [None] * group.size()
+    dist.all_gather_object(reports, damage, group=group)
+    for rank, report in enumerate(reports):
+        if report is not None:
+            share = share_of(parts, rank=rank, world_size=group.size())
+            confirmed = on_rank_zero(lambda: _damage(path, manifest, share), group=group)  # noqa: B023
+            if confirmed is None:
+                raise CheckpointError(
+                    f"rank {dist.get_global_rank(group, rank)}: {path}: {report}, but not as rank "
+                    "0 reads it: the directory must be on storage that all ranks share"
+                )
+            return confirmed
+    return None
+
+
+def agree_all(error: CheckpointError | None, *, group: ProcessGroup, where: str) -> None:
+    """`hp_platform.agree`, with the same kind of error on all ranks."""
+    try:
+        agree(error, group=group, where=where)
+    except PeerError as peer:
+        raise CheckpointError(str(peer)) from None
+
+
+def _damage(path: Path, manifest: Manifest, parts: list[Part]) -> str | None:
+    try:
+        verify_parts(path, manifest, parts)
+    except DamageError as damage:
+        return str(damage)
+    return None
