@@ -16,8 +16,8 @@ from hp_train.board import Board
 from hp_train.config import Config
 from hp_train.data import load_tokenizer, prepare
 from hp_train.signals import StopFlag
+from hp_train.task import Worker
 from hp_train.train import Trainer
-from hp_train.worker import Worker
 
 BASE: dict[str, dict[str, Any]] = {
     "model": {
@@ -109,7 +109,7 @@ def _train_rank(encoded: bytes, directory: str) -> Result | None:
         metrics, _ = trainer.train_step()
         losses.append(metrics.loss)
         norms.append(metrics.grad_norm)
-    eval_loss = trainer.evaluate()
+    eval_loss = trainer.evaluate() or 0.0
     parameters = _whole(trainer, gradients=False)
     shutdown()
     if info.rank:

@@ -44,8 +44,8 @@ class StepMetrics:
     bubble: float
     eval_loss: float | None = None
 
-    def with_eval(self, eval_loss: float) -> "StepMetrics":
-        """The same step, with the held-out loss measured after it."""
+    def with_eval(self, eval_loss: float | None) -> "StepMetrics":
+        """The same step, with the held-out loss measured after it, if it was."""
         return replace(self, eval_loss=eval_loss)
 
     def as_dict(self) -> dict[str, Any]:

@@ -51,7 +51,8 @@ def named_parameters(stages: Iterable[nn.Module]) -> list[Parameter]:
 
 def build_optimizer(parameters: Iterable[Parameter], config: TrainConfig) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter, 2019); norms and other vectors are not decayed."""
-    matrices, vectors = [], []
+    matrices: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
     for parameter in parameters:
         (matrices if parameter.tensor.dim() >= 2 else vectors).append(parameter.tensor)
     groups = [

@@ -15,6 +15,7 @@ from hp_schedule import (
     Costs,
     MetaStepType,
     Schedule,
+    Span,
     Timeline,
     chrome_trace,
     simulate,
@@ -44,11 +45,9 @@ def planned_and_actual(
     Returns:
         ``planned`` and ``actual``, the same on every rank.
     """
-    everyone: list[Timeline | None] = [None] * control.size()
-    dist.all_gather_object(everyone, timeline, group=control)
-    pipeline = mesh.layout.pipelines()[0]
-    spans = [span for rank in pipeline for span in everyone[rank] or ()]
-    actual = Timeline(spans, num_ranks=schedule.num_ranks)
+    everyone: list[Sequence[Span]] = [()] * control.size()
+    dist.all_gather_object(everyone, list(timeline), group=control)
+    actual = Timeline(span for rank in mesh.layout.pipelines()[0] for span in everyone[rank])
     forward = _mean_seconds(actual, MetaStepType.FWD, schedule.num_stages)
     backward = _mean_seconds(actual, MetaStepType.BWD, schedule.num_stages)
     # The simulator prices the two halves of a backward apart; a full backward takes their sum.

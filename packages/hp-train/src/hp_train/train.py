@@ -38,7 +38,7 @@ from hp_train.optimizer import (
 from hp_train.parallelize import build_pipeline
 from hp_train.report import planned_and_actual, write_report
 from hp_train.state import checkpoint_tensors, materialize_optimizer, set_optimizer_steps
-from hp_train.worker import Worker
+from hp_train.task import Worker
 
 
 def main(config: Config, *, worker: Worker) -> int:
@@ -150,11 +150,16 @@ class Trainer:
         stopped = False
         try:
             if self.step == 0 and train.eval_every:
-                console.print(f"before training: eval loss {self.evaluate():.4f}")
+                before = self.evaluate()
+                stopped = before is None
+                if before is not None:
+                    console.print(f"before training: eval loss {before:.4f}")
             while self.step < train.steps and not stopped:
                 step_metrics, stopped = self.train_step()
-                if train.eval_every and self._is_due(train.eval_every) and not stopped:
-                    step_metrics = step_metrics.with_eval(self.evaluate())
+                if self._is_due(train.eval_every) and not stopped:
+                    eval_loss = self.evaluate()
+                    stopped = eval_loss is None
+                    step_metrics = step_metrics.with_eval(eval_loss)
                 metrics.write(step_metrics)
                 console.advance()
                 if self._is_due(train.log_every) or step_metrics.eval_loss is not None:
@@ -235,21 +240,30 @@ class Trainer:
         busy = sum(span.end - span.start for span in self.timeline if span.step.type.is_compute)
         return float(sum(result.losses)), float(sum(balances)), busy / seconds
 
-    def evaluate(self) -> float:
-        """Mean cross-entropy on held-out text, in nats per token, the same number on all ranks."""
+    def evaluate(self) -> float | None:
+        """Mean cross-entropy on held-out text, in nats per token, the same number on all ranks.
+
+        Returns:
+            None when some rank was asked to stop in the middle.
+        """
         size = self.config.train.global_batch_size
         available = max(1, self.held_out.num_sequences // size)
         num_batches = min(self.config.train.eval_batches, available)
-        total = torch.zeros(1, dtype=torch.float64, device=self.device)
+        loss = 0.0
         for batch in range(num_batches):
             args, kwargs, targets = self._microbatches(self.held_out, batch * size, train=False)
             outputs = self.evaluator.run_microbatches(args, kwargs).outputs
-            if self.pipeline.is_last:
-                for logits, target in zip(outputs, targets, strict=True):
-                    total += self._loss(logits, target)
-        self._beat("evaluate", waiting=True)
-        dist.all_reduce(total, group=self.mesh.world)
-        return float(total) / num_batches
+            # There are outputs on the last stage alone.
+            losses = [self._loss(o, t) for o, t in zip(outputs, targets, strict=False)]
+            self._beat("evaluate", waiting=True)
+            shares = [float(sum(losses)), self.worker.stop.requested]
+            total = torch.tensor(shares, dtype=torch.float64).to(self.device)
+            dist.all_reduce(total, group=self.mesh.world)
+            batch_loss, stops = total.tolist()
+            if stops:
+                return None
+            loss += batch_loss
+        return loss / num_batches
 
     def save(self) -> str:
         """Write a checkpoint of the state after :attr:`step`.

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from hp_train.errors import ConfigError
 
-TokenArray = NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint32]
+TokenArray = NDArray[np.unsignedinteger]
 
 
 class Tokenizer(Protocol):
@@ -80,7 +80,8 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> TokenArray:
         """uint16 or uint32 ids, by the size of the vocabulary."""
         dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
-        return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, dtype=dtype)
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return np.array(ids, dtype=dtype)
 
     def decode(self, ids: list[int]) -> str:
         """Text of the ids."""

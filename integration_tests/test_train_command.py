@@ -1,0 +1,164 @@
+"""`hp train` as a person meets it: a process, its output, its exit status, its files."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from integration_tests.layouts import write_corpus
+
+TINY = {
+    "launch.hang_seconds": 60,
+    "mesh.pp": 2,
+    "mesh.dp_replicate": 2,
+    "mesh.ep": 2,
+    "pipeline.stages_per_rank": 2,
+    "model.dim": 32,
+    "model.expert_hidden": 16,
+    "model.num_experts": 4,
+    "model.dropout": 0.1,
+    "data.seq_len": 16,
+    "data.eval_fraction": 0.2,
+    "train.steps": 6,
+    "train.global_batch_size": 16,
+    "train.microbatch_size": 2,
+    "train.warmup_steps": 2,
+    "train.log_every": 1,
+    "train.eval_every": 3,
+    "train.eval_batches": 1,
+    "train.save_every": 3,
+    "train.sample_tokens": 4,
+}
+
+
+def start(arguments: Sequence[str], **settings: object) -> subprocess.Popen[str]:
+    keys = [f"--{key}={value}" for key, value in settings.items()]
+    return subprocess.Popen(
+        [sys.executable, "-m", "hp_train", "train", *arguments, *keys],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], *, timeout: float = 120) -> tuple[int, str]:
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return process.returncode, output
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    folder = tmp_path_factory.mktemp("runs")
+    return TINY | {"data.paths": str(write_corpus(folder)), "run.output_dir": str(folder / "out")}
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: dict[str, object]) -> tuple[Path, str]:
+    """A run from beginning to end, and what it printed."""
+    status, output = finish(start([], **tiny))
+    assert status == 0, output
+    return Path(output.splitlines()[-1]), output
+
+
+def metrics_of(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers_of(run: Path) -> list[tuple[float, ...]]:
+    """What must be the same in every repetition of a run."""
+    return [(row["step"], row["loss"], row["grad_norm"], row["lr"]) for row in metrics_of(run)]
+
+
+def test_a_run_says_what_it_is_and_where_it_is_kept(whole: tuple[Path, str]) -> None:
+    run, output = whole
+    assert "pp 2 x dp 2 (ep 2)" in output
+    assert "4 processes on" in output
+    for step in range(1, 7):
+        assert f"step {step:>5}  loss" in output
+    assert "sample:" in output
+    assert run.is_dir()
+
+
+def test_a_run_leaves_metrics_pictures_and_a_checkpoint(whole: tuple[Path, str]) -> None:
+    run, _ = whole
+    rows = metrics_of(run)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    keys = {"loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds"}
+    assert all(keys | {"peak_memory_bytes"} <= row.keys() for row in rows)
+    assert [row["step"] for row in rows if "eval_loss" in row] == [3, 6]
+    for name in ("config.toml", "loss.svg", "timeline.svg", "timeline.json"):
+        assert (run / name).stat().st_size > 100, name
+    trace = json.loads((run / "timeline.json").read_text())
+    names = {e["args"]["name"] for e in trace["traceEvents"] if e.get("name") == "process_name"}
+    assert names == {"planned", "actual"}
+    assert (run / "checkpoints").is_dir()
+
+
+def test_a_stopped_run_is_resumed_bit_exactly(
+    tiny: dict[str, object], whole: tuple[Path, str]
+) -> None:
+    settings = tiny | {"run.name": "stopped", "train.save_every": 0}
+    process = start([], **settings)
+    metrics = Path(str(tiny["run.output_dir"])) / "stopped" / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGTERM)
+    status, output = finish(process)
+    assert status == 75, output
+    assert "stopped on request after step" in output
+    run = metrics.parent
+    done = len(metrics_of(run))
+    assert 2 <= done < 6
+    status, output = finish(start(["--resume", str(run)]))
+    assert status == 0, output
+    assert f"resumed from {run}" in output
+    assert numbers_of(run) == numbers_of(whole[0])
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_the_weights_are_touched(
+    tiny: dict[str, object],
+) -> None:
+    settings = tiny | {"train.learning_rate": "1e30", "train.max_grad_norm": 0}
+    status, output = finish(start([], **settings))
+    assert status == 6, output
+    assert "not finite" in output
+
+
+def test_text_that_cannot_be_read_ends_every_rank_with_one_line(
+    tiny: dict[str, object], tmp_path: Path
+) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "fine"}\n{"txt": 1}\n')
+    status, output = finish(start([], **tiny | {"data.paths": str(bad)}))
+    assert status == 3, output
+    assert "bad.jsonl:2" in output
+    assert "Traceback" not in output
+
+
+def test_torchrun_starts_the_same_run(tiny: dict[str, object], whole: tuple[Path, str]) -> None:
+    settings = tiny | {"run.name": "torchrun", "launch.num_processes": 0}
+    keys = [f"--{key}={value}" for key, value in settings.items()]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4"]
+    process = subprocess.Popen(
+        [*command, "-m", "hp_train", "train", *keys],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    status, output = finish(process)
+    assert status == 0, output
+    run = Path(str(tiny["run.output_dir"])) / "torchrun"
+    assert numbers_of(run) == numbers_of(whole[0])
