@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -146,6 +147,27 @@ def test_wrong_lists_are_refused(lists: list[list[int]], message: str) -> None:
 def test_groups_need_a_default_group() -> None:
     with pytest.raises(RuntimeError, match="must be initialised"):
         new_group([[0]], name="x")
+
+
+def _bound_device_while_making_groups() -> tuple[object, object]:
+    """Pretend that the default group is NCCL's, bound to a device."""
+    world = _world()
+    world.bound_device_id = torch.device("cuda", 0)
+    seen: list[object] = []
+    make = dist.new_group
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        seen.append(world.bound_device_id)
+        return make(*args, **kwargs)
+
+    dist.new_group = spy
+    new_group([[0], [1]], name="x", backend="gloo")
+    return seen, world.bound_device_id
+
+
+def test_gloo_groups_beside_an_nccl_world_do_not_split_its_communicator() -> None:
+    expected = ([None, None], torch.device("cuda", 0))
+    assert run_distributed(_bound_device_while_making_groups, world_size=2) == [expected] * 2
 
 
 def _meshes() -> None:

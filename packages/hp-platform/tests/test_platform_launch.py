@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from hp_platform import RankInfo, backend_for, initialize, local_device, new_group, shutdown
 from hp_platform import device as device_module
+from hp_platform._internals import HashStore
 from hp_platform.launch import _create_default_group
 from hp_platform.testing import run_distributed
 
@@ -83,6 +85,19 @@ def test_a_lone_process_is_a_world_of_one() -> None:
     shutdown()
     assert not dist.is_initialized()
     shutdown()
+
+
+@pytest.mark.parametrize("backend", [None, "cpu:gloo", "gloo"])
+@pytest.mark.usefixtures("clean")
+def test_a_default_group_of_someone_else_is_described_as_it_is(backend: str | None) -> None:
+    dist.init_process_group(
+        backend, store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=8)
+    )
+    runtime = initialize()
+    assert (runtime.backend, runtime.timeout) == ("gloo", timedelta(seconds=8))
+    group = new_group([[0]], name="x")
+    assert group is not None
+    assert group._get_backend(CPU).options._timeout == timedelta(seconds=8)
 
 
 @pytest.mark.usefixtures("clean")
@@ -184,8 +199,6 @@ def test_sharing_through_gloo_says_so_once(
 
 
 def test_sharing_through_nccl_turns_its_switch_on(two_gpus: pytest.MonkeyPatch) -> None:
-    import os  # noqa: PLC0415
-
     two_gpus.setenv(SWITCH, "")
     two_gpus.delenv(SWITCH)
     two_gpus.setattr(device_module, "_nccl_version", lambda: (2, 30, 7))

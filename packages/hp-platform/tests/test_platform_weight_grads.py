@@ -286,7 +286,7 @@ def test_other_functions_can_submit_their_own() -> None:
     x = torch.ones(4, 2)
     queue = WeightGradQueue()
     with queue.defer(0):
-        y: Tensor = _Scale.apply(x, scale)
+        y: Tensor = _Scale.apply(x, scale)  # type: ignore[no-untyped-call]
         y.sum().backward()
     assert scale.grad is None
     assert queue.flush(0) == 1

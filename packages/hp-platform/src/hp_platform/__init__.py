@@ -2,6 +2,7 @@
 
 from hp_platform.agreement import PeerError, agree
 from hp_platform.collectives import (
+    StartedAllToAll,
     all_gather_uneven,
     all_to_all,
     all_to_all_lazy,
@@ -28,6 +29,7 @@ __all__ = [
     "Pending",
     "RankInfo",
     "Runtime",
+    "StartedAllToAll",
     "ThreadContext",
     "WeightGradQueue",
     "__version__",

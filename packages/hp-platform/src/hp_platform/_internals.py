@@ -101,8 +101,10 @@ def version_of(x: Tensor) -> int:
     return x._version
 
 
-def backend_name(group: ProcessGroup, device: torch.device) -> str | None:
+def backend_name(group: ProcessGroup | None, device: torch.device) -> str | None:
     """Name of the backend that serves `device` in `group`; None if there is none."""
+    if group is None:
+        return None
     try:
         name: str = group._get_backend(device).name()
     except RuntimeError:
@@ -110,8 +112,10 @@ def backend_name(group: ProcessGroup, device: torch.device) -> str | None:
     return name
 
 
-def group_timeout(group: ProcessGroup, device: torch.device) -> timedelta | None:
+def group_timeout(group: ProcessGroup | None, device: torch.device) -> timedelta | None:
     """The time-out `group` was created with; None where its backend does not tell."""
+    if group is None:
+        return None
     try:
         options: Any = group._get_backend(device).options
     except (AttributeError, RuntimeError):

@@ -9,7 +9,8 @@ its own, and `mesh_of` builds a mesh over such groups.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import chain, count, pairwise
 from typing import Any
@@ -59,24 +60,24 @@ def new_group(
     _validate(rank_lists, world_size=world.size())
     backend = backend or str(dist.get_backend(world))
     _require_same_call(name, rank_lists, backend, rank=world.rank())
+    on_cuda = _serves_cuda(backend)
     if timeout is None:
-        timeout = _internals.group_timeout(world, _device_of(dist.get_backend(world)))
+        timeout = _internals.group_timeout(world, _device(on_cuda=_serves_cuda_now(world)))
     options = None
-    if backend == "nccl":
+    if on_cuda:
         options = _internals.nccl_options(high_priority=high_priority, timeout=timeout)
     mine: ProcessGroup | None = None
-    for ranks in rank_lists:
-        group = dist.new_group(
-            list(ranks),
-            timeout=timeout,
-            backend=backend,
-            pg_options=options,
-            group_desc=name,
-        )
-        if world.rank() in ranks:
-            mine = group
-    if mine is not None:
-        _connect(mine, backend)
+    with _unbound(world) if not on_cuda else nullcontext():
+        for ranks in rank_lists:
+            group = dist.new_group(
+                list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=name
+            )
+            if world.rank() in ranks:
+                mine = group
+    if mine is not None and on_cuda:
+        # NCCL may otherwise connect at the first use, and ranks may differ in which group that is.
+        dist.all_reduce(torch.zeros(1, device=_device(on_cuda=True)), group=mine)
+        torch.cuda.synchronize()
     return mine
 
 
@@ -168,17 +169,33 @@ def _require_same_call(
         )
 
 
-def _device_of(backend: str) -> torch.device:
-    if backend == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def _serves_cuda(backend: str) -> bool:
+    """Whether NCCL is part of a backend as `torch.distributed.new_group` takes it."""
+    if backend == "undefined":  # what torch calls its own choice: NCCL where there is a GPU
+        return torch.cuda.is_available()
+    return "nccl" in backend
 
 
-def _connect(group: ProcessGroup, backend: str) -> None:
-    """Run one collective, because NCCL may otherwise connect at the first use, in any order."""
-    if backend == "nccl":
-        dist.all_reduce(torch.zeros(1, device=_device_of(backend)), group=group)
-        torch.cuda.synchronize()
+def _serves_cuda_now(world: ProcessGroup) -> bool:
+    return _serves_cuda(str(dist.get_backend(world)))
+
+
+def _device(*, on_cuda: bool) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+
+
+@contextmanager
+def _unbound(world: ProcessGroup) -> Iterator[None]:
+    """Hide the device of the default group while Gloo groups are made.
+
+    Otherwise torch takes part, on the ranks outside a new group alone, in splitting the default
+    NCCL communicator, for which they would wait forever.
+    """
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 def _require_own_ranks(group_by_axis: Mapping[str, ProcessGroup], mesh: torch.Tensor) -> None:

@@ -83,7 +83,7 @@ class Runtime:
     Attributes:
         info: Place of this process.
         device: Device of its tensors; the current one.
-        backend: `"nccl"` or `"gloo"`, of the default group.
+        backend: `"nccl"` or `"gloo"`: what serves the device in the default group.
         timeout: Of each collective of the default group and of groups derived from it.
         control: Gloo group of all ranks for CPU tensors and objects, distinct from the default.
     """
@@ -109,7 +109,7 @@ def initialize(
     Args:
         info: Place of this process; None: from the environment, else a world of one.
         device_type: As in `local_device`.
-        timeout: Of each collective.
+        timeout: Of each collective; a default group that exists keeps its own.
         init_method: Address as in `torch.distributed.init_process_group`; None: `env://`, or
             nothing for a world of one.
 
@@ -120,10 +120,15 @@ def initialize(
     device = local_device(info.local_rank, device_type=device_type)
     if dist.is_initialized():
         _require_existing(info)
+        timeout = _internals.group_timeout(dist.group.WORLD, device) or timeout
     else:
         _create_default_group(info, device, timeout, init_method)
     control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
-    return Runtime(info, device, str(dist.get_backend()), timeout, control)
+    world = dist.group.WORLD
+    backend = _internals.backend_name(world, device)
+    if backend is None:
+        raise ValueError(f"the default group ({dist.get_backend()}) must serve device ({device})")
+    return Runtime(info, device, backend, timeout, control)
 
 
 def shutdown() -> None:

@@ -23,21 +23,22 @@ def use_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[objec
 class Event:
     """A point in the work of a stream; on a CPU it has always been reached."""
 
-    __slots__ = ("_event",)
+    __slots__ = ("_device", "_event")
 
     def __init__(self, device: torch.device) -> None:
         """Create an event for streams of `device`."""
+        self._device = device
         self._event = torch.cuda.Event() if device.type == "cuda" else None
 
     def record(self, stream: torch.cuda.Stream | None = None) -> None:
         """Mark the end of what `stream` (by default the current one) was given so far."""
         if self._event is not None:
-            self._event.record(stream or torch.cuda.current_stream())
+            self._event.record(stream or torch.cuda.current_stream(self._device))
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
         """Make what `stream` (by default the current one) is given from now on wait for it."""
         if self._event is not None:
-            self._event.wait(stream or torch.cuda.current_stream())
+            self._event.wait(stream or torch.cuda.current_stream(self._device))
 
     def query(self) -> bool:
         """Whether the point has been reached."""
