@@ -1,0 +1,117 @@
+"""One rank of a run whose processes torchrun or Slurm has started.
+
+Signals and deaths are theirs to pass on; the time-out of collectives takes the place of the
+launcher's watch for hangs.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed.rendezvous import rendezvous
+
+from hp_platform import RankInfo
+from hp_train.board import Board
+from hp_train.environment import slurm_rendezvous
+from hp_train.errors import PREEMPTED, ConfigError
+from hp_train.options import Resolved
+from hp_train.rundir import make_run_directory, write_config
+from hp_train.signals import StopFlag
+from hp_train.task import Worker, error_file, stack_file
+from hp_train.worker import report_stacks, run_guarded
+
+_STORE_TIMEOUT = timedelta(minutes=5)
+
+
+def run(resolved: Resolved, *, entry: str) -> int:
+    """Be one rank in this process.
+
+    Args:
+        resolved: Checked config.
+        entry: ``module:function`` to call with the config and ``worker=``.
+
+    Returns:
+        Exit status. A failure does not return but ends the process with its status: interpreters
+        whose peers are gone may wait for them in vain at their end.
+
+    Raises:
+        ConfigError: When the environment or the run directory cannot be used.
+    """
+    stop = StopFlag()
+    stop.install()
+    try:
+        info = RankInfo.from_env()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    assert info is not None, "the caller has seen that there is a world"
+    if "RANK" not in os.environ:
+        os.environ.update(slurm_rendezvous(os.environ))
+    run_dir = _run_directory(resolved, info, os.environ)
+    if info.rank == 0:
+        write_config(run_dir, resolved)
+    report_stacks(stack_file(run_dir, info.rank))
+    board = Board.unwatched()
+    worker = Worker(info=info, run_dir=run_dir, board=board, stop=stop)
+    status = run_guarded(entry, resolved.config, worker)
+    if status is None:
+        _end_failed(worker)
+    elif info.rank == 0:
+        _say_where(run_dir, status)
+    return status or 0
+
+
+def _end_failed(worker: Worker) -> None:
+    fate = worker.board.slots()[0]
+    path = error_file(worker.run_dir, worker.info.rank)
+    if not fate.is_echo:
+        with path.open() as file:
+            reason = file.readline().strip()
+        sys.stderr.write(
+            f"error: rank {worker.info.rank} failed at {fate.place}: {reason}\ntraceback: {path}\n"
+        )
+        sys.stderr.flush()
+    os._exit(fate.status)
+
+
+def _say_where(run_dir: Path, status: int) -> None:
+    if status == PREEMPTED:
+        sys.stderr.write(f"stopped on request; go on with: hp train --resume {run_dir}\n")
+    elif status == 0:
+        sys.stdout.write(f"{run_dir}\n")
+
+
+def _run_directory(resolved: Resolved, info: RankInfo, env: Mapping[str, str]) -> Path:
+    """The same folder on every rank: named by the config, by Slurm, or by rank 0."""
+    run = resolved.config.run
+    if run.resume or info.world_size == 1:
+        return make_run_directory(resolved)
+    base = Path(run.output_dir)
+    if run.name:
+        run_dir = base / run.name
+    elif "RANK" not in env:
+        job = f"{env.get('SLURM_JOB_ID', '0')}.{env.get('SLURM_STEP_ID', '0')}"
+        run_dir = base / f"{resolved.name}-{job}"
+    elif env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        run_dir = _from_rank_zero(resolved, info)
+    else:
+        raise ConfigError(
+            'run.name ("") must be given where ranks are started by hand, so that all have the same'
+        )
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f'run.output_dir ("{base}") must be a writable folder: {error.strerror}'
+        ) from None
+    return run_dir
+
+
+def _from_rank_zero(resolved: Resolved, info: RankInfo) -> Path:
+    """The folder that rank 0 makes at the first start and torchrun's store keeps for restarts."""
+    store, _, _ = next(rendezvous("env://", timeout=_STORE_TIMEOUT))
+    key = "hp_train/run_directory"
+    if info.rank == 0 and not store.check([key]):
+        store.set(key, str(make_run_directory(resolved)))
+    return Path(store.get(key).decode())

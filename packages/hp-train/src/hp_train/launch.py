@@ -1,0 +1,262 @@
+"""From a resolved config to an exit status: the run directory, the ranks, and their end."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hp_train.board import Board, State
+from hp_train.environment import external_world
+from hp_train.errors import PREEMPTED, ConfigError, RankLostError
+from hp_train.rundir import locked, make_run_directory, write_config
+from hp_train.signals import STOP_SIGNALS, StopTrap
+from hp_train.supervise import Verdict, Watch, kill_ranks
+from hp_train.task import Task, Worker, error_file, stack_file
+
+if TYPE_CHECKING:
+    from hp_train.elastic import ElasticRanks
+    from hp_train.options import Resolved
+
+__all__ = ["Worker", "run"]
+
+_ENTRY = "hp_train.train:main"
+_LOOK_SECONDS = 0.05
+_REAP_SECONDS = 5.0
+_STACK_SECONDS = 1.0
+_STACK_LINES = 12
+# torch imports the last three by itself at the first use of an optimizer, of a lazy collective and
+# of a checkpoint; every rank would take seconds for each of them, all at the same time.
+_PRELOADED = (
+    "hp_train.zygote",
+    "torch.distributed.elastic.multiprocessing",
+)
+_PRELOADED_FOR_TRAINING = (
+    "hp_train.train",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torch.distributed.checkpoint",
+)
+
+
+def run(resolved: Resolved, *, _entry: str = _ENTRY) -> int:
+    """Train, in this process if torchrun or Slurm started it, else in processes of its own.
+
+    Args:
+        resolved: Checked config.
+        _entry: ``module:function`` that each rank calls, for tests.
+
+    Returns:
+        Exit status, see `hp_train.errors`.
+
+    Raises:
+        ConfigError: When the run directory or the device cannot be used.
+    """
+    if external_world() is not None:
+        from hp_train import external  # noqa: PLC0415 - imports torch
+
+        return external.run(resolved, entry=_entry)
+    with StopTrap() as trap:
+        run_dir = make_run_directory(resolved)
+        with locked(run_dir):
+            write_config(run_dir, resolved)
+            return _run_ranks(resolved, run_dir, trap, _entry)
+
+
+def _run_ranks(resolved: Resolved, run_dir: Path, trap: StopTrap, entry: str) -> int:
+    config = resolved.config
+    _start_server(entry)
+    # Imported while the server does the same.
+    import torch  # noqa: PLC0415
+
+    from hp_train.elastic import ElasticRanks  # noqa: PLC0415
+
+    if config.launch.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError('launch.device ("cuda") must be cpu or auto where there is no GPU')
+    heartbeat = run_dir / "heartbeat"
+    board = Board.create(heartbeat, num_ranks=config.world_size)
+    trap.is_watched = True
+    try:
+        if trap.first:
+            return _stopped(run_dir, "before any process was started, nothing to save")
+        task = Task(config, run_dir, heartbeat, os.getpid(), entry)
+        ranks = ElasticRanks(task, num_processes=config.world_size)
+        watch = Watch(
+            board,
+            hang_seconds=config.launch.hang_seconds,
+            start_seconds=config.launch.init_timeout_seconds,
+        )
+        grace = config.launch.stop_grace_seconds
+        return _Run(run_dir, trap, board, ranks, watch, stop_grace_seconds=grace).finish()
+    except BaseException:
+        kill_ranks(board.slots())
+        raise
+    finally:
+        heartbeat.unlink(missing_ok=True)
+
+
+def _start_server(entry: str) -> None:
+    """Start the server that ranks are forked from, which imports all they need once.
+
+    Measured on 2 cores: four ranks are at work 0.2 s after it is ready; four interpreters that
+    import torch each would need 8 s or more.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a wall of text from peers of the dead
+    os.environ["HP_TRAIN_LAUNCHER_PID"] = str(os.getpid())
+    needed = _PRELOADED_FOR_TRAINING if entry == _ENTRY else (entry.partition(":")[0],)
+    multiprocessing.set_forkserver_preload([*_PRELOADED, *needed])
+    # What is started here inherits blocked signals: the tracker keeps them blocked, the server
+    # unblocks them when it is ready to ignore them.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # undone in part by the tracker
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        del os.environ["HP_TRAIN_LAUNCHER_PID"]
+
+
+class _Run:
+    """The launcher while its ranks are at work."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        trap: StopTrap,
+        board: Board,
+        ranks: ElasticRanks,
+        watch: Watch,
+        *,
+        stop_grace_seconds: float,
+    ) -> None:
+        self.run_dir, self.trap, self.board, self.ranks = run_dir, trap, board, ranks
+        self.watch, self.stop_grace_seconds = watch, stop_grace_seconds
+
+    def finish(self) -> int:
+        """Watch the ranks to their end, whatever it is, and say what it was.
+
+        Returns:
+            Exit status.
+        """
+        while not self.ranks.is_done:
+            self.ranks.join(_LOOK_SECONDS)
+            if self.trap.first and not self.board.stop_requested():
+                self.board.request_stop()
+                _say("stopping: the ranks save after this step; once more to stop at once")
+            if self.trap.second or self.trap.waiting_seconds > self.stop_grace_seconds:
+                return self._end_now()
+            verdict = self.watch.look()
+            if verdict is not None and not self.ranks.is_done:
+                return self._fail(verdict)
+        if self.ranks.statuses:
+            return self._returned(max(self.ranks.statuses.values()))
+        return self._agent_gave_up()
+
+    def _returned(self, status: int) -> int:
+        if status == PREEMPTED:
+            return _stopped(self.run_dir)
+        if status == 0:
+            sys.stdout.write(f"{self.run_dir}\n")
+            sys.stdout.flush()
+        return status
+
+    def _end_now(self) -> int:
+        slots = self.board.slots()
+        self._kill()
+        where = f"rank {slots[0].rank} was at {slots[0].place}"
+        if self.trap.second:
+            how = "at once"
+        else:
+            how = f"by force, not done saving after {self.stop_grace_seconds:g} s"
+        _say(f"stopped {how}, {where}; last checkpoint: hp train --resume {self.run_dir}")
+        return 128 + (self.trap.second or self.trap.first)
+
+    def _fail(self, verdict: Verdict) -> int:
+        stack = self._stack_of(verdict.rank) if verdict.is_hang else []
+        self._kill()
+        reason = ""
+        if verdict.state is State.FAILED:
+            reason = _first_line(error_file(self.run_dir, verdict.rank))
+        elif not verdict.is_hang and verdict.state is State.RUNNING:
+            code = self.ranks.exit_codes.get(verdict.rank)
+            if self.trap.first and code == -self.trap.first:
+                return _stopped(self.run_dir, "before the first step, nothing to save")
+            reason = _describe_exit(code)
+        _say(f"error: {verdict.message}" + (f": {reason}" if reason else ""))
+        if verdict.state is State.FAILED:
+            _say(f"traceback: {error_file(self.run_dir, verdict.rank)}")
+        for line in stack:
+            _say(line)
+        return verdict.status
+
+    def _agent_gave_up(self) -> int:
+        """The agent saw a process end that had not yet told the board that it lives."""
+        self._kill()
+        if self.ranks.error is not None:
+            _say(f"error: the elastic launcher failed: {self.ranks.error}")
+            return 1
+        rank, code = next(iter(self.ranks.exit_codes.items()), (0, None))
+        if self.trap.first and code == -self.trap.first:
+            return _stopped(self.run_dir, "before the first step, nothing to save")
+        _say(f"error: rank {rank} was lost before it started: {_describe_exit(code)}")
+        return RankLostError.exit_code
+
+    def _kill(self) -> None:
+        kill_ranks(self.board.slots())
+        self.ranks.join(_REAP_SECONDS)
+
+    def _stack_of(self, rank: int) -> list[str]:
+        """The stack of a rank's main thread, which its fault handler writes even when blocked."""
+        path = stack_file(self.run_dir, rank)
+        kill_ranks([self.board.slots()[rank]], signal.SIGUSR2)
+        deadline = time.monotonic() + _STACK_SECONDS
+        lines: list[str] = []
+        while not lines and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+            lines = path.read_text(errors="replace").splitlines()
+        current = next((n for n, line in enumerate(lines) if line.startswith("Current")), 0)
+        frames = itertools.takewhile(_is_of_training, lines[current + 1 :])
+        shown = [f"  {line.strip()}" for line in itertools.islice(frames, _STACK_LINES)]
+        return [f"its Python stack, from {path}:", *shown] if shown else []
+
+
+def _stopped(run_dir: Path, when: str = "") -> int:
+    when = f" {when}" if when else ""
+    _say(f"stopped on request{when}; go on with: hp train --resume {run_dir}")
+    return PREEMPTED
+
+
+def _describe_exit(code: int | None) -> str:
+    if code is None:
+        return "its process ended without a result"
+    if code >= 0:
+        return f"its process ended with status {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def _is_of_training(frame: str) -> bool:
+    """Whether a line of a stack lies above what starts every rank."""
+    return "hp_train/worker.py" not in frame
+
+
+def _first_line(path: Path) -> str:
+    try:
+        with path.open(errors="replace") as file:
+            return file.readline().strip()
+    except OSError:
+        return ""
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()

@@ -1,0 +1,108 @@
+"""Requests to stop.
+
+Note [one request]: a request may reach a run many times over. Ctrl-C goes to every process of the
+terminal's group; ``timeout`` signals its child and then its whole group; a scheduler may signal
+every process of a job. So the launcher passes a request on through shared memory and not by yet
+another signal, and whatever arrives within `ONE_REQUEST_SECONDS` of the first signal belongs to
+it. Only a later one means "now".
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+ONE_REQUEST_SECONDS = 0.5
+
+
+class StopFlag:
+    """Whether this process, or the whole run, was asked to stop.
+
+    A second request ends the process at once with 128 + the signal's number.
+
+    Args:
+        passed_on: Also tells whether to stop: the launcher's word.
+    """
+
+    def __init__(self, passed_on: Callable[[], bool] | None = None) -> None:
+        self._passed_on = passed_on
+        self._first = 0.0
+
+    @property
+    def requested(self) -> bool:
+        """Whether to stop. Cheap enough to be asked at every step."""
+        return self._first > 0 or (self._passed_on is not None and self._passed_on())
+
+    def install(self) -> None:
+        """Listen to the stop signals; the process must be in its main thread."""
+        for signum in _listened_to():
+            signal.signal(signum, self._on_signal)
+
+    def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._first and now - self._first > ONE_REQUEST_SECONDS:
+            os._exit(128 + signum)
+        self._first = self._first or now
+
+
+class StopTrap:
+    """The launcher's ear for stop signals, between ``with`` and its end.
+
+    Until `is_watched` is set, a second request raises SystemExit from wherever the main thread
+    stands, for example in the middle of an import.
+
+    Attributes:
+        first: Number of the first signal; 0 while none came.
+        second: Number of the signal that asks to end at once; 0 while none came.
+        is_watched: Whether somebody looks at `second` all the time.
+    """
+
+    def __init__(self) -> None:
+        self.first = 0
+        self.second = 0
+        self.is_watched = False
+        self._asked_at = 0.0
+        self._previous: dict[int, Any] = {}
+
+    @property
+    def waiting_seconds(self) -> float:
+        """Seconds since the first signal; 0 while none came."""
+        return time.monotonic() - self._asked_at if self.first else 0.0
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for signum in _listened_to():
+                self._previous[signum] = signal.signal(signum, self._on_signal)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+
+    def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
+        if not self.first:
+            self.first, self._asked_at = signum, time.monotonic()
+        elif self.waiting_seconds > ONE_REQUEST_SECONDS:
+            self.second = signum
+            if not self.is_watched:
+                raise SystemExit(128 + signum)
+
+
+def ignore_stops() -> None:
+    """Let no signal change how a process ends whose work is done."""
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+
+
+def _listened_to() -> list[signal.Signals]:
+    """The stop signals, but for those that the caller's caller chose to ignore (``nohup``)."""
+    return [s for s in STOP_SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]

@@ -1,0 +1,135 @@
+"""What a process of a run does before and after training: its place, its stop flag, its end."""
+
+import faulthandler
+import importlib
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from hp_platform import PeerError, RankInfo
+from hp_train.board import Board
+from hp_train.config import Config
+from hp_train.errors import HpError
+from hp_train.lifetime import die_with
+from hp_train.signals import StopFlag
+from hp_train.task import Task, Worker, error_file, stack_file
+
+_HOLD_SECONDS = 10.0
+_ECHOES = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection was likely closed",
+    "broken pipe",
+    "timed out",
+    "nccl",
+)
+"""What gloo, NCCL and the store say when another rank is gone or late."""
+
+
+def work(task: Task) -> int:
+    """Be one rank, in a process that the launcher has started.
+
+    Returns:
+        Exit status of the rank. After a failure the process waits for the launcher to end it, so
+        that the launcher finds one cause and not the crashes that follow from it.
+    """
+    die_with(task.launcher_pid)
+    info = RankInfo.from_env()
+    assert info is not None, "the elastic launcher sets RANK"
+    board = Board.attach(task.board, rank=info.local_rank)
+    stop = StopFlag(passed_on=board.stop_requested)
+    stop.install()
+    board.join()
+    report_stacks(stack_file(task.run_dir, info.rank))
+    worker = Worker(info=info, run_dir=task.run_dir, board=board, stop=stop)
+    status = run_guarded(task.entry, task.config, worker)
+    if status is None:
+        time.sleep(_HOLD_SECONDS)
+        os._exit(1)
+    return status
+
+
+def run_guarded(entry: str, config: Config, worker: Worker) -> int | None:
+    """Call the entry and tell the board how it ended.
+
+    Returns:
+        Exit status; None after a failure, which is on the board and in the error file.
+    """
+    try:
+        set_threads(config, worker.info.local_world_size)
+        status = _load(entry)(config, worker=worker)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher must know
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            status = 0
+        else:
+            write_error(error_file(worker.run_dir, worker.info.rank), error)
+            sys.stdout.flush()
+            worker.board.failed(exit_status(error), is_echo=is_echo(error))
+            return None
+    sys.stdout.flush()
+    worker.board.returned(status)
+    return status
+
+
+def exit_status(error: BaseException) -> int:
+    """Exit status of a process that ends with this error."""
+    if isinstance(error, HpError):
+        return error.exit_code
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
+    return 1
+
+
+def one_line(error: BaseException) -> str:
+    """The error as a sentence: what it says and, unless it is made for people, what it is."""
+    text = " ".join(" ".join((str(error), *getattr(error, "__notes__", ()))).split())
+    if len(text) > 500:
+        text = text[:497] + "..."
+    name = type(error).__name__
+    return text if isinstance(error, HpError) and text else f"{name}: {text}" if text else name
+
+
+def is_echo(error: BaseException) -> bool:
+    """Whether an error only says that another rank is gone or late."""
+    if isinstance(error, PeerError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(echo in text for echo in _ECHOES)
+
+
+def write_error(path: Path, error: BaseException) -> None:
+    """Write one line and the traceback; a full disk must not hide the error."""
+    trace = "".join(traceback.format_exception(error))
+    try:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"{one_line(error)}\n\n{trace}", errors="replace")
+    except OSError:
+        sys.stderr.write(trace)
+
+
+def set_threads(config: Config, local_world_size: int) -> None:
+    """Give torch this process's share of the cores."""
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(
+        config.launch.threads_per_process or max(1, cores // max(1, local_world_size))
+    )
+
+
+def report_stacks(path: Path) -> None:
+    """Write all Python stacks to a file on SIGUSR2, and when this process crashes."""
+    path.parent.mkdir(exist_ok=True)
+    stream = path.open("w")
+    faulthandler.enable(stream)
+    faulthandler.register(signal.SIGUSR2, stream, all_threads=True)
+
+
+def _load(entry: str) -> Callable[..., int]:
+    module, _, name = entry.partition(":")
+    function: Callable[..., int] = getattr(importlib.import_module(module), name)
+    return function

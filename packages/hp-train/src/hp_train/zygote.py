@@ -1,0 +1,43 @@
+"""Imported first by the server that ranks are forked from; not for import elsewhere.
+
+The server must outlive signals that are meant for the run: a terminal or a scheduler sends them
+to every process, and the ranks, which end with the server, could no longer save. It must not
+outlive the launcher, which by itself it would: ranks hold open the pipe that tells it of the
+launcher's end.
+"""
+
+import os
+import signal
+from types import FrameType
+
+from hp_train.lifetime import kill_when_parent_dies
+from hp_train.signals import STOP_SIGNALS
+
+LAUNCHER = "HP_TRAIN_LAUNCHER_PID"
+"""Environment variable by which the server knows that it is one."""
+
+_server = os.getpid()
+_previous = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+
+
+def _on_interrupt(signum: int, frame: FrameType | None) -> None:
+    # multiprocessing gives this handler, and no other, back to what it forks.
+    if os.getpid() != _server:
+        signal.default_int_handler(signum, frame)
+
+
+def _restore() -> None:
+    for signum, handler in _previous.items():
+        signal.signal(signum, handler)
+
+
+if os.environ.get(LAUNCHER) == str(os.getppid()):
+    kill_when_parent_dies()
+    for _signum, _handler in _previous.items():
+        if _handler is not signal.SIG_IGN:
+            signal.signal(_signum, signal.SIG_IGN)
+    if _previous[signal.SIGINT] is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _on_interrupt)
+    os.register_at_fork(after_in_child=_restore)
+    # The launcher blocked them until here.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
