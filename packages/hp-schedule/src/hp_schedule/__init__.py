@@ -12,6 +12,7 @@ from hp_schedule.render import chrome_trace, step_grid, timeline_svg, timetable
 from hp_schedule.schedule import Row, Schedule
 from hp_schedule.simulation import Simulation, simulate
 from hp_schedule.timeline import Span, Timeline
+from hp_schedule.transport import Message, Transport
 from hp_schedule.validation import Finding, FindingKind, ValidationReport, validate
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Executor",
     "Finding",
     "FindingKind",
+    "Message",
     "MetaStep",
     "MetaStepType",
     "Row",
@@ -29,6 +31,7 @@ __all__ = [
     "Simulation",
     "Span",
     "Timeline",
+    "Transport",
     "ValidationReport",
     "__version__",
     "add_send_recv",

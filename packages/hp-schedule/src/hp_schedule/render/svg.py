@@ -212,7 +212,8 @@ def _legend(timelines: Mapping[str, Timeline], top: float) -> list[str]:
             parts.append(_rect(f"{letter}0", (x, top + offset, 18.0, height)))
             parts.append(f'<text x="{x + 24:g}" y="{top + 14:g}">{name}</text>')
             x += 24 + 6.6 * len(name) + 22
-    note = "numbers are microbatches, tones a rank's stages"
+    several = any(tone > 0 for timeline in timelines.values() for tone in _tones(timeline).values())
+    note = "numbers are microbatches" + (", tones a rank's stages" if several else "")
     parts.append(f'<text class="muted" x="{x:g}" y="{top + 14:g}">{note}</text>')
     return parts
 

@@ -29,16 +29,22 @@ class PipelineResult:
     """
 
     def __init__(
-        self, losses: Sequence[Tensor], outputs: Sequence[Tensor], recorder: Recorder | None
+        self,
+        losses: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        timeline: Callable[[], Timeline],
     ) -> None:
         self.losses = list(losses)
         self.outputs = list(outputs)
-        self._recorder = recorder
+        self._timeline = timeline
 
     @property
     def timeline(self) -> Timeline:
-        """This rank's spans, in seconds since the epoch; empty if nothing was recorded."""
-        return Timeline() if self._recorder is None else self._recorder.timeline()
+        """This rank's spans, in seconds since the epoch; empty if nothing was recorded.
+
+        On CUDA the first look waits until the device has got to the end of the run.
+        """
+        return self._timeline()
 
 
 class PipelineScheduleRuntime:
@@ -140,7 +146,7 @@ class PipelineScheduleRuntime:
         return PipelineResult(
             [loss for _, loss in sorted(driver.losses.items())],
             [output for _, output in sorted(driver.outputs.items())],
-            recorder,
+            Timeline if recorder is None else recorder.timeline,
         )
 
     def _handlers(self, driver: StageDriver, batch: Batch) -> dict[MetaStepType, Handler]:

@@ -1,0 +1,160 @@
+"""The command."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hp_schedule import add_send_recv, from_json, interleaved_1f1b, load, one_f_one_b, to_csv
+from hp_schedule.cli import main
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    path = tmp_path / "good.json"
+    arguments = ["generate", "1f1b", "--ranks", "2", "--microbatches", "3", "--communication"]
+    assert main([*arguments, "--json", "-o", str(path)]) == 0
+    return path
+
+
+def test_generate_prints_a_timetable(capsys: Capture) -> None:
+    assert main(["generate", "1f1b", "--ranks", "2", "--microbatches", "1"]) == 0
+    assert capsys.readouterr().out == "rank 0 | F0 .  .  .  B0 -\nrank 1 | .  F0 B0 -\n"
+
+
+def test_generate_prints_the_public_format(capsys: Capture) -> None:
+    arguments = ["--ranks", "2", "--microbatches", "3", "--stages-per-rank", "3", "--json"]
+    assert main(["generate", "interleaved_1f1b", *arguments]) == 0
+    expected = interleaved_1f1b(2, num_microbatches=3, num_stages_per_rank=3)
+    assert from_json(capsys.readouterr().out) == expected
+
+
+def test_generate_prints_csv(capsys: Capture) -> None:
+    assert main(["generate", "1f1b", "--ranks", "2", "--microbatches", "3", "--csv"]) == 0
+    assert capsys.readouterr().out == to_csv(one_f_one_b(2, num_microbatches=3))
+
+
+def test_check_accepts_a_sound_schedule(good: Path, capsys: Capture) -> None:
+    assert main(["check", str(good)]) == 0
+    assert capsys.readouterr().out == (
+        "valid (with messages): 2 ranks, 2 stages, 3 microbatches, 24 steps\n"
+    )
+
+
+def test_check_reports_what_is_wrong_with_status_1(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text("0B0,0F0\n")
+    assert main(["check", str(path)]) == 1
+    assert "order: rank 0, cell 0: 0B0 stands before 0F0" in capsys.readouterr().out
+    assert main(["check", str(path), "--json"]) == 1
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert finding["kind"] == "order"
+    assert (finding["rank"], finding["cell"]) == (0, 0)
+
+
+def test_check_can_demand_messages(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "compute.csv"
+    path.write_text("0F0,0B0\n1F0,1B0\n")
+    assert main(["check", str(path)]) == 0
+    assert main(["check", str(path), "--communication"]) == 1
+    assert "0SEND_F0 is missing" in capsys.readouterr().out
+
+
+def test_simulate_prints_numbers_and_writes_pictures(
+    good: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    svg, trace = tmp_path / "a.svg", tmp_path / "a.trace"
+    arguments = ["simulate", str(good), "--latency", "0.5", "--svg", str(svg)]
+    assert main([*arguments, "--trace", str(trace), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["makespan"] == 14
+    assert found["peak_activations"] == [2, 1]
+    assert svg.read_text().startswith("<svg")
+    assert "traceEvents" in json.loads(trace.read_text())
+    assert main(["simulate", str(good)]) == 0
+    assert "makespan 12" in capsys.readouterr().out
+
+
+def test_simulate_counts_in_shares_of_a_rank(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "four.csv"
+    schedule = interleaved_1f1b(8, num_microbatches=16, num_stages_per_rank=4)
+    path.write_text(to_csv(add_send_recv(schedule)))
+    assert main(["simulate", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["makespan"] == pytest.approx(53.25)
+
+
+def test_convert_goes_back_and_forth(good: Path, tmp_path: Path, capsys: Capture) -> None:
+    csv = tmp_path / "a.csv"
+    assert main(["convert", str(good), str(csv), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["format"] == "csv"
+    assert main(["convert", str(csv), "--to", "json"]) == 0
+    assert from_json(capsys.readouterr().out) == load(good)
+
+
+def test_show_draws_time_or_cells(good: Path, capsys: Capture) -> None:
+    assert main(["show", str(good)]) == 0
+    assert capsys.readouterr().out.startswith("rank 0 | F0 F1")
+    assert main(["show", str(good), "--cells"]) == 0
+    assert "0SEND_F0" in capsys.readouterr().out
+    assert main(["show", str(good), "--json"]) == 0
+    assert from_json(capsys.readouterr().out) == load(good)
+
+
+def test_a_dash_reads_standard_input(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("0F0,0B0\n"))
+    assert main(["check", "-"]) == 0
+    assert "1 ranks, 1 stages" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["check", "/nowhere/at/all"], "No such file"),
+        (["generate", "1f1b", "--ranks", "0", "--microbatches", "1"], "num_ranks (0)"),
+        (
+            ["generate", "gpipe", "--ranks", "2", "--microbatches", "1", "--stages-per-rank", "2"],
+            "--stages-per-rank (2) must be 1",
+        ),
+        (["convert", "{good}", "a.txt"], "output (a.txt) must end in .csv or .json"),
+        (["simulate", "{good}", "--forward", "-1"], "forward (-1.0) must be >= 0"),
+        (["simulate", "{bad}"], "no rank can go on"),
+        (["show", "{junk}"], "rank 0, cell 1: step ('0B0x')"),
+    ],
+)
+def test_bad_input_is_one_line_with_status_2(
+    arguments: list[str], message: str, good: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "bad.csv").write_text("1F0,0F0\n")
+    (tmp_path / "junk.csv").write_text("0F0,0B0x\n")
+    names = {"good": good, "bad": tmp_path / "bad.csv", "junk": tmp_path / "junk.csv"}
+    assert main([argument.format(**names) for argument in arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+@pytest.mark.parametrize("arguments", [["generate", "x"], ["nothing"], []])
+def test_bad_arguments_are_one_line_with_status_2(arguments: list[str], capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_planning_works_where_torch_is_not_installed() -> None:
+    program = (
+        "import sys\n"
+        "sys.modules['torch'] = sys.modules['hp_platform'] = None\n"
+        "import hp_schedule\n"
+        "from hp_schedule.cli import main\n"
+        "sys.exit(main(['generate', '1f1b', '--ranks', '2', '--microbatches', '2']))\n"
+    )
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    assert found.stdout.startswith("rank 0 | F0")
