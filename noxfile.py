@@ -42,9 +42,6 @@ def _projects() -> dict[str, dict[str, Any]]:
 PACKAGES = _projects()
 
 
-# ---- what every session installs from ----
-
-
 def _torch_requirement() -> str:
     """Return HP_TORCH as a requirement; a wheel becomes a direct reference."""
     named = os.environ.get("HP_TORCH", "")
@@ -78,8 +75,8 @@ def _environment(torch: str = "") -> dict[str, str]:
         env |= {"UV_INDEX": index, "UV_INDEX_STRATEGY": "unsafe-best-match"}
         env["PIP_EXTRA_INDEX_URL"] = f"{os.environ.get('PIP_EXTRA_INDEX_URL', '')} {index}".strip()
     if links:
-        env |= {"PIP_FIND_LINKS": " ".join(links)}
-        env.setdefault("UV_FIND_LINKS", os.environ.get("UV_FIND_LINKS", ",".join(links)))
+        env["PIP_FIND_LINKS"] = " ".join(links)
+        env["UV_FIND_LINKS"] = ",".join(filter(None, [os.environ.get("UV_FIND_LINKS"), *links]))
     return env
 
 
@@ -123,9 +120,6 @@ def _sources() -> list[str]:
     return [f"packages/{name}/src" for name in PACKAGES]
 
 
-# ---- run by default ----
-
-
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check format, style, the layering of packages and the private torch symbols in use."""
@@ -152,7 +146,7 @@ def mypy(session: nox.Session) -> None:
     for tests in [*sorted(ROOT.glob("packages/*/tests")), ROOT / "integration_tests"]:
         if any(tests.rglob("*.py")):
             session.run("mypy", str(tests.relative_to(ROOT)))
-    session.run("mypy", "noxfile.py", "tools", "docs/conf.py")
+    session.run("mypy", "noxfile.py", "tools", "benchmarks", "docs/conf.py")
 
 
 def _tests(requirement: str, *, only: str = "", without: str = "") -> Callable[[nox.Session], None]:
@@ -164,6 +158,8 @@ def _tests(requirement: str, *, only: str = "", without: str = "") -> Callable[[
         selected = [tests]
         if only or without:
             matched = sorted(str(f) for f in Path(tests).rglob(only or without))
+            if not matched:
+                session.error(f"no file in {tests} is named {only or without}")
             selected = matched if only else [tests, *(f"--ignore={f}" for f in matched)]
         session.run("python", "-m", "pytest", *selected, *session.posargs)
 
@@ -200,9 +196,6 @@ def docs(session: nox.Session) -> None:
     session.log("open docs/_build/html/index.html")
 
 
-# ---- on demand ----
-
-
 @nox.session(default=False)
 def train(session: nox.Session) -> None:
     """Train: `nox -s train -- CONFIG --section.key value` passes all of it to `hp train`."""
@@ -212,8 +205,9 @@ def train(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Run every benchmark, or those named: `nox -s bench -- benchmarks/rank_start.py`."""
-    found = sorted(str(f) for f in Path().glob("**/benchmarks/bench_*.py") if ".nox" not in f.parts)
+    """Run every benchmark, or those named: `nox -s bench -- benchmarks/bench_ranks.py`."""
+    scripts = "benchmarks/bench_*.py"
+    found = sorted(str(f) for f in [*Path().glob(scripts), *Path("packages").glob(f"*/{scripts}")])
     _install(session, "hp-train", group="test-torch")
     for script in session.posargs or found:
         session.run("python", script)
