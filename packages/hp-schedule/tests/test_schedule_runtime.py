@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -342,13 +343,13 @@ def test_activations_live_only_from_forward_to_backward() -> None:
     assert [alive for _, alive in found] == [0, 0, 0]
 
 
-def test_a_registered_function_takes_the_place_of_a_step() -> None:
+def test_a_registered_function_may_run_the_halves_of_an_overlap_in_threads() -> None:
     seen: list[str] = []
 
     def together(step: MetaStep, context: PipelineContext) -> None:
         seen.append(str(step))
-        for half in step.sub_steps:
-            context.run(half)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(context.run, step.sub_steps))
 
     text = "0F0 1F0 1B0 (0B0;0F1)OVERLAP_B_F 1F1 1B1 0B1"
     schedule = Schedule.from_steps(

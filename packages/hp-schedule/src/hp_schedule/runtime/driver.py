@@ -1,7 +1,7 @@
 """The torch machine behind the executor: one rank's stages during one run."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -292,7 +292,7 @@ class StageDriver:
 
     def _span(
         self, step_type: MetaStepType, stage: int, microbatch: int
-    ) -> "nullcontext[None] | Any":
+    ) -> AbstractContextManager[None]:
         if self._recorder is None:
             return nullcontext()
         return self._recorder.span(MetaStep(step_type, stage, microbatch))

@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
 from hp_schedule.errors import DeadlockError, ScheduleError
 from hp_schedule.render.timetable import step_grid
 from hp_schedule.schedule import Schedule
+
+MAX_FINDINGS: Final = 20
+"""A report stops here: one mistake can break every later step."""
 
 
 class FindingKind(Enum):
@@ -55,7 +59,7 @@ class ValidationReport:
 
     Attributes:
         schedule: What was checked.
-        findings: Broken rules, at most `MAX_FINDINGS`; deadlocks are looked for only in schedules
+        findings: Broken rules, at most 20; deadlocks are looked for only in schedules
             that break no other rule.
     """
 
@@ -82,6 +86,3 @@ class ValidationReport:
         text = "\n".join([*lines, "", step_grid(self.schedule, mark=mark)])
         deadlocked = first.kind is FindingKind.DEADLOCK
         raise DeadlockError(text) if deadlocked else ScheduleError(text)
-
-
-MAX_FINDINGS = 20
