@@ -11,15 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
 
 from hp_platform import (
     all_gather_uneven,
     all_to_all,
     all_to_all_lazy,
     all_to_all_wait,
+    initialize,
     is_waited,
     launch_all_to_all,
     reduce_scatter_uneven,
+    shutdown,
     start_all_to_all,
     sync_hook,
     wait_tensor,
@@ -208,6 +211,43 @@ def test_launched_exchange_takes_an_unwaited_input() -> None:
     first, second = run_in_threads(rank_main, world_size=2)
     assert first.tolist() == [0, 1]
     assert second.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_recomputation_exchanges_again(exchange: Exchange, use_reentrant: bool) -> None:
+    def rank_main(group: ProcessGroup) -> Tensor:
+        def block(x: Tensor) -> Tensor:
+            return torch.exp(exchange(torch.sin(x), **_splits(group.rank(), ROWS), group=group))
+
+        x = _input(group.rank(), ROWS).requires_grad_()
+        y = checkpoint(block, x, use_reentrant=use_reentrant)
+        y.sum().backward()
+        assert x.grad is not None
+        return wait_tensor(x.grad)
+
+    for rank, grad in enumerate(run_in_threads(rank_main, world_size=3)):
+        x = _input(rank, ROWS).requires_grad_()
+        torch.exp(torch.sin(x)).sum().backward()
+        assert torch.equal(grad, x.grad)  # type: ignore[arg-type]
+
+
+# The compiler makes such an object for itself.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("exchange", [all_to_all, all_to_all_lazy])
+def test_a_compiled_region_may_exchange(exchange: Exchange) -> None:
+    def function(x: Tensor, group: ProcessGroup) -> Tensor:
+        return exchange(x * 2, output_splits=[4], input_splits=[4], group=group) * 3
+
+    try:
+        control = initialize(device_type="cpu").control
+        x = torch.arange(4.0).requires_grad_()
+        y = torch.compile(function, backend="aot_eager", fullgraph=True)(x, control)
+        y.sum().backward()
+    finally:
+        shutdown()
+    assert y.tolist() == [0.0, 6.0, 12.0, 18.0]
+    assert torch.equal(x.grad, torch.full((4,), 6.0))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

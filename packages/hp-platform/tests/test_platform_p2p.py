@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_platform import Pending, irecv, isend, launch_all_to_all, new_group, shutdown
+from hp_platform import Pending, irecv, isend, launch_all_to_all, new_group, p2p, shutdown
 from hp_platform.pending import release_completed
 from hp_platform.testing import run_distributed, run_in_threads, slow_group
 
@@ -29,6 +29,24 @@ def test_tensors_go_both_ways_at_once() -> None:
     first, second = run_in_threads(rank_main, world_size=2)
     assert first == [10, 13, 11, 14, 12, 15]
     assert second == [0, 3, 1, 4, 2, 5]
+
+
+def test_tensors_that_the_backend_cannot_send_go_through_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(p2p, "_needs_host", lambda *_: True)
+
+    def rank_main(group: ProcessGroup) -> tuple[list[float], list[float]]:
+        if group.rank() == 0:
+            isend(torch.arange(3.0), 1, group=group).wait()
+            return [], []
+        buffer = torch.full((3,), -1.0)
+        received = irecv(buffer, 0, group=group)
+        before = buffer.tolist()
+        assert received.wait() is buffer
+        return before, buffer.tolist()
+
+    assert run_in_threads(rank_main, world_size=2)[1] == ([-1.0] * 3, [0.0, 1.0, 2.0])
 
 
 def test_tags_tell_messages_apart() -> None:

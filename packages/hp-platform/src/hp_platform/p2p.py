@@ -52,7 +52,7 @@ def irecv(buffer: Tensor, src: int, *, group: ProcessGroup, tag: int = 0) -> Pen
     if not _needs_host(buffer, group):
         work = group.recv([target], peer, tag)
         return Pending(buffer, works=[work], buffers=[target])
-    host = torch.empty_like(target, device="cpu", pin_memory=True)
+    host = torch.empty_like(target, device="cpu", pin_memory=target.is_cuda)
     work = group.recv([host], peer, tag)
 
     def copy() -> None:
