@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 
 import pytest
 import torch
@@ -132,7 +133,7 @@ def test_done_becomes_true_by_itself_for_a_collective() -> None:
     def rank_main(group: ProcessGroup) -> tuple[bool, float]:
         pending = launch_all_to_all(torch.ones(2), group=slow_group(group, latency=0.1))
         before = pending.done()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while not pending.done():
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -141,18 +142,29 @@ def test_done_becomes_true_by_itself_for_a_collective() -> None:
     assert run_in_threads(rank_main, world_size=2) == [(False, 2.0)] * 2
 
 
-def test_buffers_of_a_dropped_operation_live_until_it_has_finished() -> None:
-    def rank_main(group: ProcessGroup) -> None:
-        # Without its Pending, nobody but the operation knows these buffers.
-        launch_all_to_all(torch.ones(2), group=slow_group(group, latency=0.2))
-        gc.collect()
-        assert release_completed() > 0
+class _Work(dist.Work):
+    """An operation that ends when told to."""
 
-    run_in_threads(rank_main, world_size=2)
-    deadline = time.monotonic() + 10
-    while release_completed():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    ended = False
+
+    def is_completed(self) -> bool:
+        return self.ended
+
+
+def test_buffers_of_a_dropped_operation_live_until_it_has_finished() -> None:
+    release_completed(everything=True)
+    work, buffer = _Work(), torch.ones(2)
+    alive = weakref.ref(buffer)
+    pending = Pending(None, works=[work], buffers=[buffer])
+    assert not pending.done()
+    del pending, buffer
+    gc.collect()
+    assert release_completed() == 1
+    assert alive() is not None
+    work.ended = True
+    assert release_completed() == 0
+    gc.collect()
+    assert alive() is None
 
 
 def test_a_dropped_send_arrives_and_is_released_by_shutdown() -> None:

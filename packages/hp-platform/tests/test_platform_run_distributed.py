@@ -61,7 +61,7 @@ def test_later_calls_start_in_well_under_a_second() -> None:
         start = time.monotonic()
         run_distributed(_nothing, world_size=4)
         seconds.append(time.monotonic() - start)
-    assert min(seconds) < 1.5  # 0.1 on a quiet machine
+    assert min(seconds) < 3  # 0.1 on a quiet machine
 
 
 def _state() -> tuple[int, str | None, str, str, bool]:
@@ -103,7 +103,7 @@ def test_an_exception_names_the_rank_and_brings_its_traceback_and_output() -> No
     start = time.monotonic()
     with pytest.raises(RankError, match=r"^rank 1 of 3 raised ZeroDivisionError: the cause") as e:
         run_distributed(_fails_in, 1, world_size=3, timeout=30)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 25
     assert e.value.rank == 1
     assert 'raise ZeroDivisionError("the cause")' in str(e.value)
     assert "the last words" in str(e.value)
@@ -159,7 +159,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while any(map(_is_running, pids)):
         assert time.monotonic() < deadline, pids
         time.sleep(0.02)
