@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from integration_tests.layouts import write_corpus
 
+from hp_train.board import Board
+
 TINY = {
     "launch.hang_seconds": 60,
     "mesh.pp": 2,
@@ -162,3 +164,42 @@ def test_torchrun_starts_the_same_run(tiny: dict[str, object], whole: tuple[Path
     assert status == 0, output
     run = Path(str(tiny["run.output_dir"])) / "torchrun"
     assert numbers_of(run) == numbers_of(whole[0])
+
+
+def _at_work(process: subprocess.Popen[str], run: Path, *, steps: int) -> list[int]:
+    """Process ids of the ranks, once they have done some steps."""
+    deadline = time.monotonic() + 90
+    while True:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        heartbeat = run / "heartbeat"
+        if heartbeat.exists() and heartbeat.stat().st_size:
+            slots = Board.attach(heartbeat, rank=0).slots()
+            if all(slot.step >= steps for slot in slots):
+                return [slot.pid for slot in slots]
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("signum", "status", "says"),
+    [
+        (signal.SIGKILL, 7, "rank 2 was lost at step"),
+        (signal.SIGSTOP, 5, "rank 2 is stopped at step"),
+    ],
+)
+def test_a_rank_that_dies_or_hangs_ends_the_job_and_is_named(
+    tiny: dict[str, object], signum: signal.Signals, status: int, says: str
+) -> None:
+    name = signum.name.lower()
+    process = start(
+        [], **tiny | {"run.name": name, "launch.hang_seconds": 3, "train.steps": 100_000}
+    )
+    ranks = _at_work(process, Path(str(tiny["run.output_dir"])) / name, steps=2)
+    os.kill(ranks[2], signum)
+    began = time.monotonic()
+    got, output = finish(process, timeout=60)
+    assert got == status, output
+    assert says in output
+    assert time.monotonic() - began < 30
+    for pid in ranks:
+        assert not Path(f"/proc/{pid}").exists()
