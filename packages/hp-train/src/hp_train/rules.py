@@ -36,7 +36,7 @@ def require_run_directory(path: str) -> None:
     """
     if not _is_file(f"{path}/config.toml"):
         raise ConfigError(
-            f"run.resume ({shown(path)}) must be a run directory, with a config.toml"
+            f"run.resume ({_path(path)}) must be a run directory, with a config.toml"
             f"{_neighbour(path)}"
         )
 
@@ -124,10 +124,6 @@ def _batches(config: Config) -> Iterator[str]:
             f"mesh.dp_replicate ({dp}) x train.microbatch_size ({train.microbatch_size}) = {unit}"
             f"{_multiples(train.global_batch_size, unit)}"
         )
-    if train.warmup_steps > train.steps:
-        yield (
-            f"train.warmup_steps ({train.warmup_steps}) must be at most train.steps ({train.steps})"
-        )
     if train.sample_tokens and not train.sample_prompt:
         yield (
             'train.sample_prompt ("") must not be empty '
@@ -139,16 +135,16 @@ def _files(config: Config) -> Iterator[str]:
     run, data = config.run, config.data
     for path in data.paths:
         if not _exists(path):
-            yield f"data.paths ({shown(path)}) must exist{_neighbour(path)}"
+            yield f"data.paths ({_path(path)}) must exist{_neighbour(path)}"
     if data.tokenizer and not _is_file(data.tokenizer):
-        yield f"data.tokenizer ({shown(data.tokenizer)}) must be a file{_neighbour(data.tokenizer)}"
+        yield f"data.tokenizer ({_path(data.tokenizer)}) must be a file{_neighbour(data.tokenizer)}"
     if run.resume:
         require_run_directory(run.resume)
     target = run.resume or run.output_dir
     key = "run.resume" if run.resume else "run.output_dir"
     problem = _not_writable(target)
     if problem:
-        yield f"{key} ({shown(target)}) must be a writable folder: {problem}"
+        yield f"{key} ({_path(target)}) must be a writable folder: {problem}"
 
 
 def _not_writable(path: str) -> str:
@@ -162,9 +158,9 @@ def _not_writable(path: str) -> str:
     except OSError as error:
         return error.strerror or "not accessible"
     if not folder.is_dir():
-        return f"{shown(str(folder))} is a file"
+        return f"{_path(str(folder))} is a file"
     if not os.access(folder, os.W_OK | os.X_OK):
-        return f"{shown(str(folder))} is not writable"
+        return f"{_path(str(folder))} is not writable"
     return ""
 
 
@@ -182,11 +178,16 @@ def _is_file(path: str) -> bool:
         return False
 
 
+def _path(path: str) -> str:
+    return shown(path, limit=250)
+
+
 def _neighbour(path: str) -> str:
     """A file of a similar name in the same folder, as a hint."""
     try:
         folder, name = os.path.split(path.rstrip("/"))
-        return did_you_mean(name, [entry.name for entry in Path(folder or ".").iterdir()])
+        siblings = [entry.name for entry in Path(folder or ".").iterdir()]
+        return "" if name in siblings else did_you_mean(name, siblings)
     except (OSError, ValueError):
         return ""
 

@@ -152,13 +152,13 @@ def _refusal(field: Field, raw: object, *, strict: bool) -> str:
     return f"{field.key} ({shown(raw)[1:-1] if bare else shown(raw)}) must be {relation}{hint}"
 
 
-def shown(value: object) -> str:
-    """A value for a one-line message: as TOML writes it, cut short."""
+def shown(value: object, *, limit: int = _SHOWN) -> str:
+    """A value for a one-line message: as TOML writes it, cut to a number of characters."""
     if isinstance(value, dict):
         return "a table"
     plain = isinstance(value, str | int | float | list | NoneType)
     text = json.dumps(value, default=str) if plain else str(value)
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -1,0 +1,157 @@
+"""The command ``hp``."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from hp_train import __version__
+from hp_train.errors import ConfigError, HpError
+from hp_train.options import Resolved, resolve, shipped, split_overrides
+from hp_train.render import to_json, to_lines, to_toml
+from hp_train.schema import did_you_mean, fields
+from hp_train.signals import ignore_stops
+
+_OVERRIDES = "--section.key value, --section.key=value or section.key=value sets any key."
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers a wrong command line in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: Arguments; None: those of this process, which is then at its end.
+
+    Returns:
+        Exit status, see `hp_train.errors`.
+    """
+    try:
+        status = _main(sys.argv[1:] if argv is None else argv)
+    except HpError as error:
+        sys.stderr.write(f"error: {error}\n")
+        status = error.exit_code
+    except KeyboardInterrupt:
+        status = 130
+    except BrokenPipeError:  # `hp config | head`
+        sys.stderr.close()
+        status = 141
+    if argv is None:
+        ignore_stops()
+    return status
+
+
+def _main(argv: Sequence[str]) -> int:
+    overrides, rest = split_overrides(argv)
+    parser = _parser()
+    _refuse_bare_keys(rest)
+    options = parser.parse_args(rest)
+    if options.command == "doctor":
+        if overrides:
+            raise ConfigError(f"hp doctor takes no --{overrides[0][0]}")
+        from hp_train.doctor import main as doctor  # noqa: PLC0415 - imports torch
+
+        return doctor(as_json=options.json)
+    given: list[tuple[str, object]] = [*overrides]
+    if options.data:
+        given.append(("data.paths", options.data))
+    if options.resume:
+        given.append(("run.resume", options.resume))
+    resolved = resolve(options.config, given)
+    if options.command == "config":
+        return _print_config(resolved, options)
+    if options.dry_run:
+        return _dry_run(resolved)
+    from hp_train.launch import run  # noqa: PLC0415 - only what trains needs it
+
+    return run(resolved)
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="hp", description="Train mixture-of-experts language models.")
+    parser.add_argument("--version", action="version", version=f"hp {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    train = commands.add_parser(
+        "train", help="train a model", epilog=_OVERRIDES, allow_abbrev=False
+    )
+    _add_config(train)
+    train.add_argument("--dry-run", action="store_true", help="check the config and stop")
+    config = commands.add_parser(
+        "config",
+        help="print a config with the meaning of every key",
+        epilog=_OVERRIDES,
+        allow_abbrev=False,
+    )
+    _add_config(config)
+    form = config.add_mutually_exclusive_group()
+    form.add_argument("--origins", action="store_true", help="one line per key, no help")
+    form.add_argument("--json", action="store_true", help="as JSON, with origins")
+    doctor = commands.add_parser(
+        "doctor", help="tell what this machine can run", allow_abbrev=False
+    )
+    doctor.add_argument("--json", action="store_true", help="as JSON")
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    names = ", ".join(shipped())
+    parser.add_argument(
+        "config",
+        metavar="CONFIG",
+        nargs="?",
+        help=f"a .toml file, or one that comes along: {names} (default: quickstart)",
+    )
+    parser.add_argument(
+        "--data",
+        metavar="PATH",
+        nargs="+",
+        action="extend",
+        help="text files, folders or .jsonl files to train on; short for --data.paths",
+    )
+    parser.add_argument("--resume", metavar="RUN", help="go on with the run of this directory")
+
+
+def _refuse_bare_keys(arguments: Sequence[str]) -> None:
+    """Point ``--steps`` to ``--train.steps``; argparse would take its value for the config."""
+    flags = ("--data", "--resume", "--dry-run", "--origins", "--json", "--help", "--version")
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        if flag == "--":
+            return
+        if not flag.startswith("--") or flag in flags:
+            continue
+        name = flag[2:].replace("-", "_")
+        namesakes = [f"--{key}" for key, field in fields().items() if field.name == name]
+        hint = f"; did you mean {' or '.join(namesakes)}?" if namesakes else ""
+        hint = hint or did_you_mean(
+            flag, [*flags, *(f"--{field.name}" for field in fields().values())]
+        )
+        raise ConfigError(f"{flag} is not a known option{hint}")
+
+
+def _print_config(resolved: Resolved, options: argparse.Namespace) -> int:
+    if options.json:
+        text = to_json(resolved)
+    elif options.origins:
+        text = to_lines(resolved)
+    else:
+        text = to_toml(resolved.config, resolved.origins)
+    sys.stdout.write(text)
+    sys.stdout.flush()
+    return 0
+
+
+def _dry_run(resolved: Resolved) -> int:
+    config = resolved.config
+    mesh, train = config.mesh, config.train
+    sys.stdout.write(
+        f"config {resolved.name} is good: {config.world_size} processes, pp {mesh.pp} x "
+        f"dp_replicate {mesh.dp_replicate} (ep {mesh.ep}), {train.steps} steps of "
+        f"{train.global_batch_size} sequences x {config.data.seq_len} tokens\n"
+    )
+    return 0

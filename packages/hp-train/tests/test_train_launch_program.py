@@ -1,0 +1,146 @@
+"""The launcher as a program of its own: signals to its group, its death, ranks of others."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # exported, but untyped
+
+from hp_train.supervise import process_state
+
+_PROGRAM = Path(__file__).with_name("train_launch_ranks.py")
+_WAIT_SECONDS = 60.0
+
+
+@contextmanager
+def program(
+    entry: str, folder: Path, *overrides: str, env: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """Run the launcher in a session of its own, of which nothing is left afterwards."""
+    options = (f"run.output_dir={folder}", "mesh.pp=1", "pipeline.stages_per_rank=1", *overrides)
+    with subprocess.Popen(
+        [sys.executable, str(_PROGRAM), entry, *options],
+        env=os.environ | (env or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            for pid in session(process.pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def session(leader: int) -> list[int]:
+    """Processes of a session that are alive."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and process_state(int(entry.name)) not in ("", "Z", "X"):
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[3]) == leader:
+                found.append(int(entry.name))
+    return found
+
+
+def wait_until(path: Path) -> None:
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while not path.exists():
+        assert time.monotonic() < deadline, f"no {path}"
+        time.sleep(0.02)
+
+
+def assert_nobody_is_left(leader: int) -> None:
+    deadline = time.monotonic() + 5
+    while session(leader):
+        assert time.monotonic() < deadline, session(leader)
+        time.sleep(0.05)
+
+
+def test_ctrl_c_reaches_the_whole_group_and_saves_once(tmp_path: Path) -> None:
+    with program("trains", tmp_path, "run.name=x") as launcher:
+        wait_until(tmp_path / "x" / "started")
+        os.killpg(launcher.pid, signal.SIGINT)
+        out, _ = launcher.communicate(timeout=30)
+        assert launcher.returncode == 75
+        assert out.splitlines() == [
+            "stopping: the ranks save after this step; once more to stop at once",
+            f"stopped on request; go on with: hp train --resume {tmp_path / 'x'}",
+        ]
+        assert (tmp_path / "x" / "saved-1").exists()
+        assert_nobody_is_left(launcher.pid)
+
+
+def test_nobody_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    with program("trains", tmp_path, "run.name=x") as launcher:
+        wait_until(tmp_path / "x" / "started")
+        assert len(session(launcher.pid)) >= 4
+        launcher.kill()
+        launcher.wait()
+        assert_nobody_is_left(launcher.pid)
+
+
+def test_signals_to_the_group_during_imports_leave_one_line_and_nobody(tmp_path: Path) -> None:
+    with program("trains", tmp_path, "run.name=x") as launcher:
+        wait_until(tmp_path / "x" / "config.toml")
+        os.killpg(launcher.pid, signal.SIGINT)
+        os.killpg(launcher.pid, signal.SIGTERM)
+        out, _ = launcher.communicate(timeout=60)
+        assert launcher.returncode == 75
+        assert "Traceback" not in out
+        assert out.splitlines()[-1].startswith("stopped on request")
+        assert_nobody_is_left(launcher.pid)
+
+
+def test_ranks_that_others_started_share_a_folder_and_stop_together(tmp_path: Path) -> None:
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    common = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    ranks = [common | {"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+    with (
+        program("trains", tmp_path, env=ranks[0]) as first,
+        program("trains", tmp_path, env=ranks[1]) as second,
+    ):
+        deadline = time.monotonic() + _WAIT_SECONDS
+        while not list(tmp_path.glob("*/started")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        second.send_signal(signal.SIGTERM)
+        out, _ = first.communicate(timeout=30)
+        assert (first.returncode, second.wait(timeout=30)) == (75, 75)
+        (run_dir,) = tmp_path.iterdir()
+        assert out == f"stopped on request; go on with: hp train --resume {run_dir}\n"
+        assert {path.name for path in run_dir.glob("saved-*")} == {"saved-0", "saved-1"}
+
+
+@pytest.mark.parametrize(("fault", "status"), [("data-error", 3)])
+def test_a_rank_that_others_started_fails_with_its_status(
+    fault: str, status: int, tmp_path: Path
+) -> None:
+    env = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+    }
+    overrides = ("mesh.dp_replicate=1", "mesh.ep=1", f"run.name={fault}")
+    with program("fails_alone", tmp_path, *overrides, env=env) as rank:
+        out, _ = rank.communicate(timeout=60)
+        assert rank.returncode == status
+        assert out.splitlines()[0] == "error: rank 0 failed at step 0 (start): no text"

@@ -1,0 +1,84 @@
+"""What ranks do in the tests of the launcher, and the launcher as a program of its own."""
+
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from hp_train.config import Config
+from hp_train.errors import PREEMPTED, DataError
+from hp_train.launch import Worker, run
+from hp_train.options import resolve
+
+STEPS = 100_000
+
+
+def returns(_config: Config, *, worker: Worker) -> int:
+    (worker.run_dir / f"rank-{worker.info.rank}").write_text(str(worker.info.world_size))
+    return 0
+
+
+def trains(config: Config, *, worker: Worker) -> int:
+    """Step by step with the others until one of them is asked to stop, as the real loop does."""
+    _connect()
+    for step in range(STEPS):
+        _fault(config.run.name, step, worker)
+        worker.board.beat(step=step, phase="forward")
+        time.sleep(0.01)
+        stop = torch.tensor(float(worker.stop.requested))
+        worker.board.beat(step=step, phase="reduce", waiting=True)
+        dist.all_reduce(stop)
+        if step == 2 and worker.info.rank == 0:
+            _tell_started(worker)
+        if stop.item() > 0:
+            (worker.run_dir / f"saved-{worker.info.rank}").write_text(str(step))
+            return PREEMPTED
+    return 0
+
+
+def never_saves(_config: Config, *, worker: Worker) -> int:
+    _tell_started(worker)
+    while True:
+        worker.board.beat(step=7, phase="save")
+        time.sleep(0.01)
+
+
+def fails_alone(_config: Config, *, worker: Worker) -> int:  # noqa: ARG001
+    raise DataError("no text")
+
+
+def _tell_started(worker: Worker) -> None:
+    file = worker.run_dir / "starting"
+    file.write_text(str(os.getpid()))
+    file.rename(worker.run_dir / "started")
+
+
+def _connect() -> None:
+    dist.init_process_group("gloo")
+
+
+def _fault(name: str, step: int, worker: Worker) -> None:
+    """What the run's name asks for happens to rank 1 at step 3."""
+    if worker.info.rank != 1 or step != 3:
+        return
+    if name == "value-error":
+        raise ValueError("the sum of\ntwo lines")
+    if name == "data-error":
+        raise DataError("corpus.jsonl:3 must be JSON")
+    if name == "exit":
+        os._exit(9)
+    if name == "exit-zero":
+        os._exit(0)
+    if name.startswith("SIG"):
+        os.kill(os.getpid(), signal.Signals[name])
+    if name == "sleeps":
+        time.sleep(3600)
+
+
+if __name__ == "__main__":
+    entry, *options = sys.argv[1:]
+    overrides = [tuple(option.split("=", 1)) for option in options]
+    sys.exit(run(resolve(None, overrides), _entry=f"train_launch_ranks:{entry}"))  # type: ignore[arg-type]
