@@ -62,7 +62,7 @@ def test_a_good_config_is_checked_without_torch() -> None:
     [
         ("train --steps 5", "--steps is not a known option; did you mean --train.steps?"),
         ("train --resum x", "--resum is not a known option; did you mean --resume?"),
-        ("train --trian.steps 5", "trian.steps is not a known key; did you mean train.steps?"),
+        ("train --trian.steps 5", "unknown key trian.steps; did you mean train.steps?"),
         ("train --train.steps", "--train.steps must be followed by a value"),
         ("train quikstart", "did you mean quickstart?"),
         ("train a.toml b.toml", "unrecognized arguments: b.toml"),

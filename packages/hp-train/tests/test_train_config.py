@@ -142,9 +142,9 @@ def test_a_resumed_run_takes_its_own_config(tmp_path: Path) -> None:
         ),
         ("run.name=../x", 'run.name ("../x") must be letters, digits and _ . + - only'),
         ("data.paths=[1]", "data.paths ([1]) must be a list of strings"),
-        ("train.step=1", "train.step is not a known key; did you mean train.steps?"),
-        ("trian.steps=1", "trian.steps is not a known key; did you mean train.steps?"),
-        ("train.dim=1", "train.dim is not a known key; did you mean model.dim?"),
+        ("train.step=1", "unknown key train.step; did you mean train.steps?"),
+        ("trian.steps=1", "unknown key trian.steps; did you mean train.steps?"),
+        ("train.dim=1", "unknown key train.dim; did you mean model.dim?"),
         (
             "launch.num_processes=3",
             (
@@ -233,9 +233,9 @@ def test_the_output_folder_must_be_writable(
     [
         ("[train\n", "must be TOML"),
         ("[train]\nsteps = 1\nsteps = 2\n", "must be TOML"),
-        ("[trian]\n", ":1: trian is not a known key; did you mean train?"),
-        ("[train]\n\nstepz = 2\n", ":3: train.stepz is not a known key; did you mean train.steps?"),
-        ("steps = 2\n", ":1: steps is not a known key"),
+        ("[trian]\n", ":1: unknown key trian; did you mean train?"),
+        ("[train]\n\nstepz = 2\n", ":3: unknown key train.stepz; did you mean train.steps?"),
+        ("steps = 2\n", ":1: unknown key steps"),
         ("train = 5\n", ":1: train (5) must be a table, [train]"),
         ("[[train]]\nsteps = 3\n", "must be a table"),
         ("[train]\nsteps = [1]\n", ":2: train.steps ([1]) must be an integer"),
@@ -372,7 +372,8 @@ def test_the_documentation_lists_every_key_with_its_default() -> None:
     page = Path(__file__).parents[3] / "docs" / "hp-train" / "config.md"
     if not page.exists():
         pytest.skip("not in a checkout")
-    text = page.read_text()
+    rows = {line.split("`")[1]: line for line in page.read_text().splitlines() if "| `" in line}
     for field in fields().values():
-        assert f"| `{field.key}` |" in text
-        assert field.help.replace("|", "\\|") in text
+        default = list(field.default) if isinstance(field.default, tuple) else field.default
+        value = tomli_w.dumps({"value": default}).removeprefix("value = ").strip()
+        assert rows[field.key].endswith(f"| `{value}` | {field.help} |")

@@ -175,7 +175,7 @@ def unknown_key(key: str) -> str:
     """The message for a key that does not exist, with the nearest that does.
 
     >>> unknown_key("train.step")
-    'train.step is not a known key; did you mean train.steps?'
+    'unknown key train.step; did you mean train.steps?'
     """
     section, _, name = key.rpartition(".")
     known = fields()
@@ -190,4 +190,4 @@ def unknown_key(key: str) -> str:
         hint = did_you_mean(key, known) or f"; [{section}] has " + ", ".join(siblings)
     else:
         hint = did_you_mean(key, [*known, *sections()])
-    return f"{shown(key)[1:-1]} is not a known key{hint}"
+    return f"unknown key {shown(key)[1:-1]}{hint}"
