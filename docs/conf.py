@@ -34,7 +34,7 @@ nitpicky = True
 _ELSEWHERE = ["torch", "numpy", "tokenizers", "safetensors", *sorted(sys.stdlib_module_names)]
 nitpick_ignore_regex = [
     ("py:.*", rf"({'|'.join(_ELSEWHERE)})(\..*)?"),
-    ("py:.*", r"(.*\.)?[A-Z](_co)?"),
+    ("py:.*", r"(.*\.)?([A-Z]|\w+T)(_co)?"),
 ]
 
 
