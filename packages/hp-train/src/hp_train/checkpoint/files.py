@@ -11,7 +11,7 @@ from typing import Protocol
 
 from hp_train.checkpoint.manifest import DamageError
 
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 1 << 20
 """Read, hashed or written at a time: stays in the processor's cache between the two."""
 
 
@@ -129,6 +129,15 @@ def read_into(descriptor: int, buffer: memoryview) -> int:
             break
         done += count
     return done
+
+
+def read_and_hash(descriptor: int, buffer: memoryview) -> str:
+    """Fill `buffer` from the current position; SHA-256 of what was read."""
+    hasher = hashlib.sha256()
+    for start in range(0, len(buffer), PIECE_BYTES):
+        piece = buffer[start : start + PIECE_BYTES]
+        hasher.update(piece[: read_into(descriptor, piece)])
+    return hasher.hexdigest()
 
 
 def hash_span(descriptor: int, *, begin: int, nbytes: int, buffer: memoryview) -> str:

@@ -115,4 +115,4 @@ def _copy(
                 group=group,
             )
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
+        raise CheckpointError(f"{path}: {error}") from error.__cause__

@@ -1,6 +1,5 @@
 """The storage reader of `torch.distributed.checkpoint` over verified safetensors files."""
 
-import hashlib
 import os
 from collections import defaultdict
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch.futures import Future
 from hp_train.checkpoint.files import (
     opened,
     opened_directory,
-    read_into,
+    read_and_hash,
 )
 from hp_train.checkpoint.manifest import (
     Manifest,
@@ -41,6 +40,7 @@ class ManifestReader(StorageReader):
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self._path = path
         self._manifest = manifest
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # memory that is new is slow to touch
         self._header_bytes: dict[int, int] = {}
         by_file: dict[int, list[Part]] = defaultdict(list)
         self._part: dict[tuple[str, tuple[int, ...]], Part] = {}
@@ -93,14 +93,16 @@ class ManifestReader(StorageReader):
         return False
 
     def _read(self, directory: int, index: MetadataIndex) -> Tensor:
+        """A saved chunk; valid until the next call."""
         part = self._part[index.fqn, tuple(index.offset or ())]
         name = self._manifest.files[part.chunk.file].name
-        data = torch.empty(part.nbytes, dtype=torch.uint8)
-        view = data.numpy().data
+        if self._buffer.numel() < part.nbytes:
+            self._buffer = torch.empty(part.nbytes, dtype=torch.uint8)
+        data = self._buffer[: part.nbytes]
         with opened(directory, name) as descriptor:
             os.lseek(descriptor, self._header_bytes[part.chunk.file] + part.chunk.begin, 0)
-            read_into(descriptor, view)
-        if hashlib.sha256(view).hexdigest() != part.chunk.sha256:
+            found = read_and_hash(descriptor, data.numpy().data)
+        if found != part.chunk.sha256:
             raise CheckpointError(
                 f"{self._path}/{name}: tensor {part.key} changed after it was verified; the state "
                 "is loaded in part and must not be used"

@@ -51,14 +51,11 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: On all ranks, in one line: the storage failed, or a tensor cannot be saved.
-        ValueError: If `keep`, `step` or `extra` is wrong.
-        RuntimeError: If a rank is gone.
+        ValueError: If `keep`, `step` or `extra` is wrong on this rank.
+        RuntimeError: If a rank is gone, or such an argument is wrong on another rank.
     """
-    if keep < 1:
-        raise ValueError(f"keep ({keep}) must be at least 1")
-    if step < 0:
-        raise ValueError(f"step ({step}) must be at least 0")
-    agree(_extra_error(extra), group=group, where="saving a checkpoint")
+    error = _argument_error(step, keep) or _extra_error(extra)
+    agree(error, group=group, where="saving a checkpoint")
     writer = ManifestWriter(directory, step=step, extra=extra)
     if group.rank() == 0:
         remove_leftovers(directory)
@@ -96,6 +93,14 @@ def _commit(writer: ManifestWriter, step: int, group: ProcessGroup) -> Path:
     if manifest is not None and (damage := verify_together(staging, manifest, group=group)):
         raise CheckpointError(f"{staging} was not written well: {damage}")
     return on_rank_zero(lambda: commit(staging, step), group=group)
+
+
+def _argument_error(step: int, keep: int) -> ValueError | None:
+    if keep < 1:
+        return ValueError(f"keep ({keep}) must be at least 1")
+    if step < 0:
+        return ValueError(f"step ({step}) must be at least 0")
+    return None
 
 
 def _extra_error(extra: Mapping[str, Any]) -> ValueError | None:

@@ -44,6 +44,7 @@ from hp_train.checkpoint.manifest import (
     ITEM_BYTES,
     MANIFEST,
     Chunk,
+    DamageError,
     Manifest,
     Part,
     SavedFile,
@@ -125,12 +126,14 @@ class ManifestWriter(StorageWriter):
         if self.staging is None:
             raise CheckpointError("a staging directory must exist before a checkpoint is finished")
         text = encode(self._manifest(metadata, results))
-        decode(text)  # never write what a load would refuse
         try:
+            decode(text)  # never write what a load would refuse
             for name, data in ((MANIFEST, text), (DIGEST, digest_line(text))):
                 with created(self.staging / name) as descriptor:
                     write(descriptor, memoryview(data))
             fsync_directory(self.staging)
+        except DamageError as damage:
+            raise CheckpointError(f"cannot save: {damage}") from None
         except OSError as error:
             raise failed("write", self.staging / MANIFEST, error) from None
 
