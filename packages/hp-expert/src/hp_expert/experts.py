@@ -1,0 +1,131 @@
+"""Experts with stacked weights."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hp_expert.batch import ExpertBatch
+from hp_expert.dispatch import Dispatcher, LocalDispatcher
+from hp_expert.swiglu import autocast, routed_swiglu
+
+
+class GroupedExperts(nn.Module):
+    """SwiGLU experts whose weights are stacked along dim 0.
+
+    A module may hold a part of the experts; `hp_expert.ExpertParallel` makes it so. Nothing about
+    a call is kept on it.
+
+    Attributes:
+        w1: Gate projections [num_local_experts, hidden, dim].
+        w2: Down projections [num_local_experts, dim, hidden].
+        w3: Up projections [num_local_experts, hidden, dim].
+        num_experts: Experts on all ranks.
+        first_expert: Global index of the first one here.
+        dispatcher: Brings rows to the experts' ranks and back.
+
+    Args:
+        num_experts: Number of experts.
+        dim: Width of a row.
+        hidden: Width between the projections.
+        device: Of the weights.
+        dtype: Of the weights.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        dim: int,
+        hidden: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_experts, self.first_expert = num_experts, 0
+        self.w1 = nn.Parameter(torch.empty(num_experts, hidden, dim, device=device, dtype=dtype))
+        self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden, device=device, dtype=dtype))
+        self.w3 = nn.Parameter(torch.empty(num_experts, hidden, dim, device=device, dtype=dtype))
+        self.dispatcher: Dispatcher[Any] = LocalDispatcher(num_experts)
+        self.reset_parameters()
+
+    @property
+    def num_local_experts(self) -> int:
+        """Experts of this module: `first_expert` and those after it."""
+        return self.w1.shape[0]
+
+    def reset_parameters(self) -> None:
+        """Draw each expert's weights as `torch.nn.Linear` does."""
+        for weight in (self.w1, self.w2, self.w3):
+            bound = 1 / math.sqrt(weight.shape[2])
+            nn.init.uniform_(weight, -bound, bound)
+
+    def forward(
+        self, rows: Tensor | ExpertBatch, num_tokens_per_expert: Tensor | None = None
+    ) -> Tensor:
+        """Apply experts to rows, on whatever rank the experts are.
+
+        Args:
+            rows: Rows sorted by expert [R, dim]; or a batch from `Dispatcher.finish_dispatch`, of
+                rows that have arrived at their experts.
+            num_tokens_per_expert: With rows: how many there are of each expert, integer
+                [num_experts].
+
+        Returns:
+            The outputs in the order of the rows [R, dim].
+
+        Raises:
+            ValueError: If the counts do not fit the rows or the experts.
+            hp_platform.PeerError: If they do not on another rank.
+        """
+        if isinstance(rows, ExpertBatch):
+            return routed_swiglu(rows, self.w1, self.w3, self.w2)
+        if num_tokens_per_expert is None:
+            raise TypeError("num_tokens_per_expert must be given with rows")
+        expert_R1 = _expert_of_rows(rows, num_tokens_per_expert, self.num_experts)
+        try:
+            sent, state = self.dispatcher.launch_dispatch(autocast(rows), expert_R1)
+        except ValueError as error:
+            raise _explain(rows, num_tokens_per_expert, self.num_experts) or error from None
+        batch = self.dispatcher.finish_dispatch(sent, state)
+        out = routed_swiglu(batch, self.w1, self.w3, self.w2)
+        returned = self.dispatcher.launch_combine(out, state)
+        return self.dispatcher.finish_combine(returned, state)
+
+    def extra_repr(self) -> str:
+        """Show the sizes and the part of the experts that is here."""
+        local, hidden, dim = self.w1.shape
+        here = f"{self.first_expert}..{self.first_expert + local - 1}"
+        return f"num_experts={self.num_experts} (here {here}), dim={dim}, hidden={hidden}"
+
+
+def _expert_of_rows(rows: Tensor, counts_E: Tensor, num_experts: int) -> Tensor:
+    """Expert of each row, [R, 1]; no expert (E) for all of them if the counts do not fit.
+
+    The verdict is left to the dispatcher, which shares it between ranks.
+    """
+    num_rows, device = rows.shape[0], rows.device
+    nowhere = torch.full((num_rows,), num_experts, device=device)
+    if counts_E.shape != (num_experts,) or counts_E.is_floating_point():
+        return nowhere.unsqueeze(1)
+    ends_E = counts_E.to(device).cumsum(0)
+    expert_R = torch.searchsorted(ends_E, torch.arange(num_rows, device=device), right=True)
+    fits = (ends_E[-1] == num_rows) & (counts_E.amin() >= 0)
+    return expert_R.where(fits, nowhere).unsqueeze(1)
+
+
+def _explain(rows: Tensor, counts_E: Tensor, num_experts: int) -> ValueError | None:
+    """Say why counts do not fit, if they do not."""
+    if counts_E.shape != (num_experts,) or counts_E.is_floating_point():
+        return ValueError(
+            f"num_tokens_per_expert ({tuple(counts_E.shape)}, {counts_E.dtype}) must be integer "
+            f"and [num_experts ({num_experts})]"
+        )
+    counts = counts_E.tolist()
+    if sum(counts) != rows.shape[0] or min(counts) < 0:
+        return ValueError(
+            f"sum of num_tokens_per_expert ({sum(counts)}) must equal the number of rows "
+            f"({rows.shape[0]}), and none may be negative"
+        )
+    return None

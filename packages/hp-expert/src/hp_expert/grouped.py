@@ -1,0 +1,70 @@
+"""All experts in one product: `torch.nn.functional.grouped_mm`, for CUDA and bf16.
+
+Its traps, which shape this file: offsets are int32 and nobody checks them; strides are multiples of
+16 bytes; rows after the last offset are uninitialised memory (here the last offset is P, always);
+gradients must not be expanded; there is no fp64.
+
+Shape symbols: N rows, F slots per row, P positions in expert order, H hidden width, D width.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hp_expert.batch import ExpertBatch
+from hp_expert.permute import gather_and_sum, invert
+from hp_expert.swiglu_types import Activations, ExpertWeights, InputGradients, WeightGradients
+
+
+def forward(
+    batch: ExpertBatch, scale_P: Tensor | None, weights: ExpertWeights
+) -> tuple[Tensor, Activations]:
+    """Compute the output [N, D] and the pre-activations."""
+    offsets_L = _offsets(batch)
+    x_PD = batch.rows.index_select(0, batch.row_at())
+    gate_PH = F.grouped_mm(x_PD, weights.w1.mT, offs=offsets_L)
+    up_PH = F.grouped_mm(x_PD, weights.w3.mT, offs=offsets_L)
+    y_PD = F.grouped_mm(F.silu(gate_PH).mul_(up_PH), weights.w2.mT, offs=offsets_L)
+    if scale_P is not None:
+        y_PD.mul_(scale_P[:, None])
+    return _sum_over_slots(y_PD, batch), Activations(gate_PH, up_PH)
+
+
+def backward(
+    batch: ExpertBatch,
+    scale_P: Tensor | None,
+    weights: ExpertWeights,
+    kept: Activations,
+    grad_out: Tensor,
+    *,
+    wanted: WeightGradients,
+) -> InputGradients:
+    """Compute the gradients of rows and scale; hand the factors of the others to `wanted`."""
+    offsets_L, row_at = _offsets(batch), batch.row_at()
+    x_PD, dy_PD = batch.rows.index_select(0, row_at), grad_out.index_select(0, row_at)
+    dh_PH = F.grouped_mm(dy_PD, weights.w2, offs=offsets_L)
+    silu_PH = F.silu(kept.gate)
+    h_PH = silu_PH * kept.up
+    grad_scale = None
+    if scale_P is not None:
+        wide = scale_P.dtype
+        grad_scale = torch.linalg.vecdot(dh_PH.to(wide), h_PH.to(wide))
+        dh_PH.mul_(scale_P[:, None])
+        h_PH.mul_(scale_P[:, None])
+    dup_PH = silu_PH.mul_(dh_PH)
+    dgate_PH = torch.ops.aten.silu_backward(dh_PH.mul_(kept.up), kept.gate)
+    dx_PD = F.grouped_mm(dgate_PH, weights.w1, offs=offsets_L)
+    dx_PD += F.grouped_mm(dup_PH, weights.w3, offs=offsets_L)
+    wanted.w1.add(dgate_PH, x_PD, offsets_L)
+    wanted.w3.add(dup_PH, x_PD, offsets_L)
+    wanted.w2.add(dy_PD, h_PH, offsets_L)
+    return InputGradients(_sum_over_slots(dx_PD, batch), grad_scale)
+
+
+def _offsets(batch: ExpertBatch) -> Tensor:
+    return batch.num_tokens_per_expert.cumsum(0, dtype=torch.int32)
+
+
+def _sum_over_slots(values_PD: Tensor, batch: ExpertBatch) -> Tensor:
+    position_NF = invert(batch.order).view(-1, batch.num_slots_per_row)
+    return gather_and_sum(values_PD, position_NF)

@@ -1,0 +1,169 @@
+"""How experts are spread over ranks, as styles for torch's `parallelize_module`.
+
+A style changes a module once: its parameters become this rank's part, and its dispatcher one that
+reaches the others. It keeps nothing of any call.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from hp_expert.batch import ExpertBatch
+from hp_expert.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
+from hp_expert.experts import GroupedExperts
+from hp_platform import resolve_group
+
+
+class BaseExpertParallel(ParallelStyle, ABC):
+    """A way to spread experts over ranks: override `partition`, `dispatch` and `combine`.
+
+    `dispatch` returns what `combine` will need, and nothing may be kept in the style instead: calls
+    of several microbatches interleave. To launch and finish in two steps each, override
+    `make_dispatcher` as well.
+    """
+
+    def apply(self, module: nn.Module, mesh_or_group: DeviceMesh | ProcessGroup) -> nn.Module:
+        """Spread the experts of a module, in place.
+
+        Parameters may be on any device, the meta device included.
+
+        Args:
+            module: `GroupedExperts`, or a module that contains some, such as a `MoE`.
+            mesh_or_group: The ranks: a one-dimensional mesh or a group.
+
+        Returns:
+            `module`.
+
+        Raises:
+            ValueError: On every rank, if the experts cannot be spread over the ranks, have been
+                before, or the module has none.
+        """
+        group = resolve_group(mesh_or_group)
+        found = [part for part in module.modules() if isinstance(part, GroupedExperts)]
+        if not found:
+            raise ValueError(f"module ({type(module).__name__}) must contain GroupedExperts")
+        spread = [e for e in found if e.num_local_experts != e.num_experts]
+        if spread:
+            raise ValueError(f"experts ({spread[0]}) must be spread over ranks only once")
+        # All of them or none: what can be refused is refused before anything changes.
+        dispatchers = [self.make_dispatcher(experts, group) for experts in found]
+        for experts, dispatcher in zip(found, dispatchers, strict=True):
+            self.partition(experts, group)
+            experts.dispatcher = dispatcher
+        return module
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """What torch's `parallelize_module` calls."""
+        return self.apply(module, device_mesh)
+
+    @abstractmethod
+    def partition(self, experts: GroupedExperts, group: ProcessGroup) -> None:
+        """Keep this rank's part of the parameters."""
+
+    @abstractmethod
+    def dispatch(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor | None,
+        *,
+        group: ProcessGroup,
+        num_experts: int,
+    ) -> tuple[ExpertBatch, Any]:
+        """Bring rows to their experts; see `Dispatcher.launch_dispatch` for the arguments.
+
+        Returns:
+            What this rank's experts compute on, and what `combine` needs to know.
+        """
+
+    @abstractmethod
+    def combine(self, y: Tensor, state: Any, *, group: ProcessGroup, num_experts: int) -> Tensor:
+        """Bring the outputs of the batch's rows back and sum those of each token: [T, D]."""
+
+    def make_dispatcher(self, experts: GroupedExperts, group: ProcessGroup) -> Dispatcher[Any]:
+        """Return the dispatcher of a module; by default one that calls `dispatch` and `combine`."""
+        return _StyleDispatcher(self, group, experts.num_experts)
+
+
+class ExpertParallel(BaseExpertParallel):
+    """Each rank keeps an equal run of the experts; rows travel by all-to-all."""
+
+    def partition(self, experts: GroupedExperts, group: ProcessGroup) -> None:
+        """Keep experts r * L .. (r + 1) * L - 1 on rank r, L = num_experts / size of the group."""
+        num_local = experts.num_experts // group.size()
+        first = group.rank() * num_local
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            # A copy, so that the whole parameter can be freed.
+            mine = parameter.detach()[first : first + num_local].clone()
+            setattr(experts, name, nn.Parameter(mine, requires_grad=parameter.requires_grad))
+        experts.first_expert = first
+
+    def dispatch(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor | None,
+        *,
+        group: ProcessGroup,
+        num_experts: int,
+    ) -> tuple[ExpertBatch, Any]:
+        """Exchange rows; see `BaseExpertParallel.dispatch`."""
+        dispatcher = AllToAllDispatcher(group, num_experts)
+        rows, state = dispatcher.launch_dispatch(x, experts, weights)
+        return dispatcher.finish_dispatch(rows, state), state
+
+    def combine(self, y: Tensor, state: Any, *, group: ProcessGroup, num_experts: int) -> Tensor:
+        """Exchange back and sum; see `BaseExpertParallel.combine`."""
+        dispatcher = AllToAllDispatcher(group, num_experts)
+        return dispatcher.finish_combine(dispatcher.launch_combine(y, state), state)
+
+    def make_dispatcher(self, experts: GroupedExperts, group: ProcessGroup) -> Dispatcher[Any]:
+        """Return a dispatcher of four calls, or of two if a subclass overrides one of them."""
+        dispatcher = AllToAllDispatcher(group, experts.num_experts)
+        kind = type(self)
+        if (kind.dispatch, kind.combine) != (ExpertParallel.dispatch, ExpertParallel.combine):
+            return super().make_dispatcher(experts, group)
+        return LocalDispatcher(experts.num_experts) if group.size() == 1 else dispatcher
+
+
+@dataclass(frozen=True, slots=True)
+class _Dispatched:
+    """State of a style's dispatch: the batch, ready before the finish, and the style's own."""
+
+    batch: ExpertBatch
+    state: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _StyleDispatcher:
+    """Four calls from the two of a style; nothing is left for the finishes to do."""
+
+    style: BaseExpertParallel
+    group: ProcessGroup
+    num_experts: int
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_StyleDispatcher":
+        return self
+
+    def launch_dispatch(
+        self, x: Tensor, experts: Tensor, weights: Tensor | None = None
+    ) -> tuple[Tensor, _Dispatched]:
+        batch, state = self.style.dispatch(
+            x, experts, weights, group=self.group, num_experts=self.num_experts
+        )
+        return batch.rows, _Dispatched(batch, state)
+
+    def finish_dispatch(self, rows: Tensor, state: _Dispatched) -> ExpertBatch:
+        return state.batch._replace(rows=rows)
+
+    def launch_combine(self, y: Tensor, state: _Dispatched) -> Tensor:
+        return self.style.combine(y, state.state, group=self.group, num_experts=self.num_experts)
+
+    def finish_combine(self, rows: Tensor, state: _Dispatched) -> Tensor:
+        del state
+        return rows
