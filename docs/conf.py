@@ -19,6 +19,8 @@ myst_heading_anchors = 3
 
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+default_role = "code"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 napoleon_google_docstring = True
