@@ -87,6 +87,18 @@ def test_a_wrong_command_line_is_answered_in_one_line(
     assert message in err
 
 
+def test_a_wrong_config_is_told_once_per_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train"]) == 2
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert main(["train"]) == 2
+    assert "must equal WORLD_SIZE (8)" in capsys.readouterr().err
+
+
 def test_overrides_are_taken_out_of_a_command_line() -> None:
     arguments = ["train", "--train.steps", "-1", "my.toml", "--mesh.pp=2", "run.name=a=b", "--x"]
     overrides, rest = split_overrides(arguments)

@@ -14,7 +14,7 @@ from hp_train import launch
 from hp_train.errors import ConfigError
 from hp_train.options import Resolved, resolve
 from hp_train.rundir import locked
-from hp_train.supervise import process_state
+from hp_train.supervise import Board, kill_ranks, process_state
 
 _WAIT_SECONDS = 60.0
 
@@ -67,6 +67,7 @@ def test_ranks_that_return_make_a_run_that_succeeds(
     assert [(run_dir / f"rank-{rank}").read_text() for rank in (0, 1)] == ["2", "2"]
     assert tomllib.loads((run_dir / "config.toml").read_text())["mesh"]["dp_replicate"] == 2
     assert not (run_dir / "heartbeat").exists()
+    assert not (run_dir / "errors").exists()
     out, err = capfd.readouterr()
     assert (out, err) == (f"{run_dir}\n", "")
 
@@ -96,6 +97,25 @@ def test_a_rank_that_fails_ends_the_run_by_its_name(
         assert "in _fault" in error_file.read_text()
     else:
         assert len(err) == 1
+
+
+def test_ranks_that_die_all_at_once_end_the_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def kill_all(_pid: int) -> None:
+        kill_ranks(Board.attach(tmp_path / "all" / "heartbeat", rank=0).slots())
+
+    when_started(tmp_path / "all", kill_all)
+    assert run(tmp_path, "all") == 7
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "was lost at step" in line
+
+
+def test_a_process_that_does_not_end_after_its_work_does_not_keep_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_REAP_SECONDS", 0.3)
+    assert run(tmp_path, "done", "leaves_a_thread") == 0
 
 
 @pytest.mark.parametrize(("fault", "how"), [("SIGSTOP", "is stopped"), ("sleeps", "hangs")])

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 
 import torch
@@ -44,6 +45,12 @@ def never_saves(_config: Config, *, worker: Worker) -> int:
     while True:
         worker.board.beat(step=7, phase="save")
         time.sleep(0.01)
+
+
+def leaves_a_thread(config: Config, *, worker: Worker) -> int:
+    """Returns, but its process does not end by itself."""
+    threading.Thread(target=time.sleep, args=(3600,)).start()
+    return returns(config, worker=worker)
 
 
 def fails_alone(_config: Config, *, worker: Worker) -> int:  # noqa: ARG001

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from hp_train import __version__
+from hp_train.environment import speaks_for_node
 from hp_train.errors import ConfigError, HpError
 from hp_train.options import Resolved, resolve, shipped, split_overrides
 from hp_train.render import to_json, to_lines, to_toml
@@ -34,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status = _main(sys.argv[1:] if argv is None else argv)
     except HpError as error:
-        sys.stderr.write(f"error: {error}\n")
+        if speaks_for_node():
+            sys.stderr.write(f"error: {error}\n")
         status = error.exit_code
     except KeyboardInterrupt:
         status = 130

@@ -25,7 +25,6 @@ class ElasticRanks:
     In the main thread the agent would take the stop signals and raise out of what it is doing.
 
     Attributes:
-        statuses: What each rank returned, when all have.
         exit_codes: Of the first process that ended otherwise; negative: killed by that signal.
         error: Why the agent itself failed.
 
@@ -35,7 +34,6 @@ class ElasticRanks:
     """
 
     def __init__(self, task: Task, *, num_processes: int) -> None:
-        self.statuses: dict[int, int] = {}
         self.exit_codes: dict[int, int] = {}
         self.error: Exception | None = None
         self._thread = threading.Thread(
@@ -69,7 +67,7 @@ class ElasticRanks:
             logs_specs=_Console(),
         )
         try:
-            self.statuses = elastic_launch(config, work)(task)
+            elastic_launch(config, work)(task)
         except ChildFailedError as error:
             self.exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         except Exception as error:  # noqa: BLE001 - the main thread tells it

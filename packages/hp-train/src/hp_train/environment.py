@@ -47,6 +47,11 @@ def external_world(env: Mapping[str, str] = os.environ) -> World | None:
     return World(variable, int(env[variable]))
 
 
+def speaks_for_node(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether what all processes of a machine have to say is said by this one."""
+    return env.get("LOCAL_RANK", env.get("SLURM_LOCALID", "0")) == "0"
+
+
 def slurm_rendezvous(env: Mapping[str, str]) -> dict[str, str]:
     """Where the processes of a Slurm step meet: the first host, and a port that the job decides.
 

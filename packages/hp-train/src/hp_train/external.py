@@ -19,7 +19,7 @@ from hp_train.errors import PREEMPTED, ConfigError
 from hp_train.options import Resolved
 from hp_train.rundir import make_run_directory, write_config
 from hp_train.signals import StopFlag
-from hp_train.task import Worker, error_file, stack_file
+from hp_train.task import Worker, drop_empty, error_file, stack_file
 from hp_train.worker import report_stacks, run_guarded
 
 _STORE_TIMEOUT = timedelta(minutes=5)
@@ -55,6 +55,7 @@ def run(resolved: Resolved, *, entry: str) -> int:
     board = Board.unwatched()
     worker = Worker(info=info, run_dir=run_dir, board=board, stop=stop)
     status = run_guarded(entry, resolved.config, worker)
+    drop_empty([stack_file(run_dir, info.rank)])
     if status is None:
         _end_failed(worker)
     elif info.rank == 0:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from hp_train.board import Board, State
 from hp_train.environment import external_world
-from hp_train.errors import PREEMPTED, ConfigError, RankLostError
+from hp_train.errors import PREEMPTED, ConfigError
 from hp_train.rundir import locked, make_run_directory, write_config
 from hp_train.signals import STOP_SIGNALS, StopTrap
-from hp_train.supervise import Verdict, Watch, kill_ranks
-from hp_train.task import Task, Worker, error_file, stack_file
+from hp_train.supervise import Verdict, Watch, gone, kill_ranks, most_suspect
+from hp_train.task import Task, Worker, drop_empty, error_file, stack_file
 
 if TYPE_CHECKING:
     from hp_train.elastic import ElasticRanks
@@ -99,6 +99,7 @@ def _run_ranks(resolved: Resolved, run_dir: Path, trap: StopTrap, entry: str) ->
         raise
     finally:
         heartbeat.unlink(missing_ok=True)
+        drop_empty(stack_file(run_dir, rank) for rank in range(config.world_size))
 
 
 def _start_server(entry: str) -> None:
@@ -152,12 +153,21 @@ class _Run:
                 _say("stopping: the ranks save after this step; once more to stop at once")
             if self.trap.second or self.trap.waiting_seconds > self.stop_grace_seconds:
                 return self._end_now()
+            if self._all_returned():
+                # Some library may keep a process from ending whose work is done.
+                self.ranks.join(_REAP_SECONDS)
+                if not self.ranks.is_done:
+                    self._kill()
+                break
             verdict = self.watch.look()
             if verdict is not None and not self.ranks.is_done:
                 return self._fail(verdict)
-        if self.ranks.statuses:
-            return self._returned(max(self.ranks.statuses.values()))
+        if self._all_returned():
+            return self._returned(max(slot.status for slot in self.board.slots()))
         return self._agent_gave_up()
+
+    def _all_returned(self) -> bool:
+        return all(slot.state is State.RETURNED for slot in self.board.slots())
 
     def _returned(self, status: int) -> int:
         if status == PREEMPTED:
@@ -169,13 +179,16 @@ class _Run:
 
     def _end_now(self) -> int:
         slots = self.board.slots()
+        slot = most_suspect([slot for slot in slots if slot.state is State.RUNNING] or slots)
         self._kill()
-        where = f"rank {slots[0].rank} was at {slots[0].place}"
         if self.trap.second:
             how = "at once"
         else:
             how = f"by force, not done saving after {self.stop_grace_seconds:g} s"
-        _say(f"stopped {how}, {where}; last checkpoint: hp train --resume {self.run_dir}")
+        _say(
+            f"stopped {how}, rank {slot.rank} was at {slot.place}; "
+            f"from the last checkpoint: hp train --resume {self.run_dir}"
+        )
         return 128 + (self.trap.second or self.trap.first)
 
     def _fail(self, verdict: Verdict) -> int:
@@ -184,7 +197,7 @@ class _Run:
         reason = ""
         if verdict.state is State.FAILED:
             reason = _first_line(error_file(self.run_dir, verdict.rank))
-        elif not verdict.is_hang and verdict.state is State.RUNNING:
+        elif not verdict.is_hang:
             code = self.ranks.exit_codes.get(verdict.rank)
             if self.trap.first and code == -self.trap.first:
                 return _stopped(self.run_dir, "before the first step, nothing to save")
@@ -197,16 +210,12 @@ class _Run:
         return verdict.status
 
     def _agent_gave_up(self) -> int:
-        """The agent saw a process end that had not yet told the board that it lives."""
+        """The agent saw the end of a process, or failed itself, before the watch saw anything."""
+        if self.ranks.exit_codes:
+            return self._fail(gone(self.board.slots()[min(self.ranks.exit_codes)]))
         self._kill()
-        if self.ranks.error is not None:
-            _say(f"error: the elastic launcher failed: {self.ranks.error}")
-            return 1
-        rank, code = next(iter(self.ranks.exit_codes.items()), (0, None))
-        if self.trap.first and code == -self.trap.first:
-            return _stopped(self.run_dir, "before the first step, nothing to save")
-        _say(f"error: rank {rank} was lost before it started: {_describe_exit(code)}")
-        return RankLostError.exit_code
+        _say(f"error: the elastic launcher failed: {self.ranks.error}")
+        return 1
 
     def _kill(self) -> None:
         kill_ranks(self.board.slots())

@@ -13,7 +13,15 @@ from pathlib import Path
 from hp_train.board import Board, Slot, State
 from hp_train.errors import HangError, RankLostError
 
-__all__ = ["Board", "Verdict", "Watch", "kill_ranks", "process_state"]
+__all__ = [
+    "Board",
+    "Verdict",
+    "Watch",
+    "gone",
+    "kill_ranks",
+    "most_suspect",
+    "process_state",
+]
 
 _SETTLE_SECONDS = 0.3
 """Between the first sign of a failure and the verdict: time for the others to show theirs."""
@@ -90,15 +98,13 @@ class Watch:
         lost = min(self._lost_at.items(), key=lambda item: item[1], default=None)
         # A rank is seen to be lost a moment after it was.
         if causes and (lost is None or causes[0].ended_at < lost[1] - _SETTLE_SECONDS):
-            return _raised(causes[0])
+            return gone(causes[0])
         if lost is not None:
-            slot = slots[lost[0]]
-            message = f"rank {slot.rank} was lost at {slot.place}"
-            return Verdict(slot.rank, State.RUNNING, False, RankLostError.exit_code, message)
+            return gone(slots[lost[0]])
         running = [slot for slot in slots if slot.state is State.RUNNING]
         if running:  # somebody waited in vain for one that is still there
-            return _stuck(_most_suspect(running), f"rank {failed[0].rank} gave up waiting for it")
-        return _raised(failed[0])
+            return _stuck(most_suspect(running), f"rank {failed[0].rank} gave up waiting for it")
+        return gone(failed[0])
 
     def _hang(self, slots: Sequence[Slot], now: float) -> Verdict | None:
         progress = tuple(slot.sequence for slot in slots) + tuple(slot.state for slot in slots)
@@ -114,12 +120,17 @@ class Watch:
         running = [slot for slot in slots if slot.state is State.RUNNING]
         if not running or idle <= self.hang_seconds:
             return None
-        return _stuck(_most_suspect(running), f"no progress of any rank for {idle:.0f} s")
+        return _stuck(most_suspect(running), f"no progress of any rank for {idle:.0f} s")
 
 
-def _raised(slot: Slot) -> Verdict:
-    message = f"rank {slot.rank} failed at {slot.place}"
-    return Verdict(slot.rank, State.FAILED, False, slot.status, message)
+def gone(slot: Slot) -> Verdict:
+    """The verdict about a rank that has raised, or whose process has ended."""
+    if slot.state is State.FAILED:
+        message = f"rank {slot.rank} failed at {slot.place}"
+        return Verdict(slot.rank, slot.state, False, slot.status, message)
+    where = "before it started" if slot.state is State.ABSENT else f"at {slot.place}"
+    message = f"rank {slot.rank} was lost {where}"
+    return Verdict(slot.rank, slot.state, False, RankLostError.exit_code, message)
 
 
 def _stuck(slot: Slot, why: str) -> Verdict:
@@ -128,7 +139,7 @@ def _stuck(slot: Slot, why: str) -> Verdict:
     return Verdict(slot.rank, State.RUNNING, True, HangError.exit_code, message)
 
 
-def _most_suspect(running: Sequence[Slot]) -> Slot:
+def most_suspect(running: Sequence[Slot]) -> Slot:
     """A stopped process, else one that waits for nobody, else the one furthest behind."""
     return min(
         running,

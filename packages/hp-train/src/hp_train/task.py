@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,3 +60,12 @@ def error_file(run_dir: Path, rank: int) -> Path:
 def stack_file(run_dir: Path, rank: int) -> Path:
     """Where a rank writes its Python stacks on SIGUSR2, and when it crashes."""
     return run_dir / "errors" / f"rank-{rank}.stack.txt"
+
+
+def drop_empty(stacks: Iterable[Path]) -> None:
+    """Remove stack files in which nothing was written, and their folder if that was all."""
+    for path in stacks:
+        with contextlib.suppress(OSError):
+            if path.stat().st_size == 0:
+                path.unlink()
+            path.parent.rmdir()
