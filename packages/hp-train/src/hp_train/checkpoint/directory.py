@@ -112,7 +112,12 @@ def purge(newest: Path, *, keep: int) -> None:
     """
     steps: list[int] = []
     mine = parse_step_name(newest.name)
-    for path in complete_checkpoints(newest.parent):
+    try:
+        candidates = complete_checkpoints(newest.parent)
+    except OSError as error:
+        _log.warning("cannot look for old checkpoints in %s: %s", newest.parent, error.strerror)
+        return
+    for path in candidates:
         key = parse_step_name(path.name)
         if mine is None or key is None or key >= mine:
             continue

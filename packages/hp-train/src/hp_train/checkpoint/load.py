@@ -16,6 +16,7 @@ from hp_train.checkpoint.directory import (
     quarantine,
     remove_leftovers,
 )
+from hp_train.checkpoint.extra import decode_extra
 from hp_train.checkpoint.manifest import DamageError, Manifest
 from hp_train.checkpoint.planners import StrictLoadPlanner
 from hp_train.checkpoint.reader import ManifestReader
@@ -74,7 +75,7 @@ def load_latest(
             damage = verify_together(path, manifest, group=group)
             if damage is None:
                 _copy(path, manifest, tensors, group)
-                return Loaded(manifest.step, manifest.extra, path, skipped)
+                return Loaded(manifest.step, decode_extra(bytes(manifest.extra)), path, skipped)
         aside = on_rank_zero(lambda: quarantine(path), group=group)  # noqa: B023
         skipped.append((aside, damage or ""))
     if skipped:

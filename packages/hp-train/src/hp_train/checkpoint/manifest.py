@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
+from hp_train.checkpoint.extra import decode_extra
 from hp_train.checkpoint.tiling import gap_error, tiling_error
 
 MANIFEST = "manifest.json"
@@ -83,7 +84,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         step: Of the training run.
         world_size: Number of ranks that wrote it; information only.
         software: Name and version of what wrote it; information only.
-        extra: JSON of the caller.
+        extra: JSON of the caller; kept as text, since two libraries may spell a number differently.
         files: Those that hold chunks.
         tensors: By global name.
     """
@@ -94,7 +95,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step: _Count
     world_size: _Count
     software: dict[str, str]
-    extra: dict[str, Any]
+    extra: msgspec.Raw
     files: tuple[SavedFile, ...]
     tensors: dict[str, SavedTensor]
 
@@ -137,7 +138,8 @@ def decode(text: bytes) -> Manifest:
     try:
         manifest = msgspec.json.decode(text, type=Manifest)
         canonical = encode(manifest) == text
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        decode_extra(bytes(manifest.extra))
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise DamageError(f"{MANIFEST} is not a manifest: {error}") from None
     if not canonical:
         raise DamageError(f"{MANIFEST} is not spelled as it was written")

@@ -1,10 +1,10 @@
 """Saving: written beside, read back, then renamed."""
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from hp_platform import agree
 from hp_train.checkpoint.directory import commit, purge, remove_leftovers
+from hp_train.checkpoint.extra import encode_extra
 from hp_train.checkpoint.manifest import DamageError
 from hp_train.checkpoint.planners import StrictSavePlanner
 from hp_train.checkpoint.together import agree_all, on_rank_zero, run_planned, verify_together
@@ -54,11 +55,18 @@ def save_checkpoint(
         ValueError: If `keep`, `step` or `extra` is wrong on this rank.
         RuntimeError: If a rank is gone, or such an argument is wrong on another rank.
     """
-    error = _argument_error(step, keep) or _extra_error(extra)
+    error: ValueError | None = None
+    text = b""
+    try:
+        _check_arguments(step=step, keep=keep)
+        text = encode_extra(extra)
+    except ValueError as raised:
+        error = raised
     agree(error, group=group, where="saving a checkpoint")
-    writer = ManifestWriter(directory, step=step, extra=extra)
+    writer = ManifestWriter(directory, step=step, extra=text)
     if group.rank() == 0:
-        remove_leftovers(directory)
+        with contextlib.suppress(OSError):  # the save itself will say what is wrong
+            remove_leftovers(directory)
     try:
         with torch.no_grad():
             run_planned(
@@ -95,33 +103,8 @@ def _commit(writer: ManifestWriter, step: int, group: ProcessGroup) -> Path:
     return on_rank_zero(lambda: commit(staging, step), group=group)
 
 
-def _argument_error(step: int, keep: int) -> ValueError | None:
+def _check_arguments(*, step: int, keep: int) -> None:
     if keep < 1:
-        return ValueError(f"keep ({keep}) must be at least 1")
+        raise ValueError(f"keep ({keep}) must be at least 1")
     if step < 0:
-        return ValueError(f"step ({step}) must be at least 0")
-    return None
-
-
-def _extra_error(extra: Mapping[str, Any]) -> ValueError | None:
-    """Say why JSON would not give back what it is given: NaN, keys that are no strings.
-
-    Tuples come back as lists, which is let pass.
-    """
-    try:
-        restored = msgspec.json.decode(msgspec.json.encode(extra))
-    except (msgspec.MsgspecError, TypeError, OverflowError, RecursionError) as error:
-        return ValueError(f"extra must be JSON: {error}")
-    if not _same(extra, restored):
-        return ValueError("extra must be JSON: string keys, finite numbers, no other types")
-    return None
-
-
-def _same(value: object, restored: object) -> bool:
-    if isinstance(value, Mapping) and isinstance(restored, dict):
-        return value.keys() == restored.keys() and all(
-            _same(value[key], restored[key]) for key in restored
-        )
-    if isinstance(value, list | tuple) and isinstance(restored, list):
-        return len(value) == len(restored) and all(map(_same, value, restored))
-    return type(value) is type(restored) and value == restored
+        raise ValueError(f"step ({step}) must be at least 0")

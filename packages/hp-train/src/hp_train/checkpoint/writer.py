@@ -11,10 +11,8 @@ import os
 import platform
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import msgspec
@@ -75,11 +73,11 @@ class ManifestWriter(StorageWriter):
         staging: Where the checkpoint is, once the coordinator has made the directory.
     """
 
-    def __init__(self, directory: Path, *, step: int, extra: Mapping[str, Any]) -> None:
+    def __init__(self, directory: Path, *, step: int, extra: bytes) -> None:
         self.staging: Path | None = None
         self._directory = directory
         self._step = step
-        self._extra = dict(extra)
+        self._extra = extra
         self._save_id = uuid4().hex
         self._lock: int | None = None
 
@@ -182,7 +180,7 @@ class ManifestWriter(StorageWriter):
                 "python": platform.python_version(),
                 "torch": str(torch.__version__),
             },
-            extra=self._extra,
+            extra=msgspec.Raw(self._extra),
             files=tuple(
                 SavedFile(_file_name(rank), nbytes[file]) for file, rank in enumerate(written)
             ),
