@@ -6,6 +6,9 @@ import select
 import signal
 import threading
 
+LAUNCHER_VARIABLE = "HP_TRAIN_LAUNCHER_PID"
+"""Environment variable by which the server that ranks are forked from knows that it is one."""
+
 _PR_SET_PDEATHSIG = 1
 
 

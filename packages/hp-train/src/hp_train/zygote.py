@@ -10,11 +10,8 @@ import os
 import signal
 from types import FrameType
 
-from hp_train.lifetime import kill_when_parent_dies
+from hp_train.lifetime import LAUNCHER_VARIABLE, kill_when_parent_dies
 from hp_train.signals import STOP_SIGNALS
-
-LAUNCHER = "HP_TRAIN_LAUNCHER_PID"
-"""Environment variable by which the server knows that it is one."""
 
 _server = os.getpid()
 _previous = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
@@ -31,7 +28,7 @@ def _restore() -> None:
         signal.signal(signum, handler)
 
 
-if os.environ.get(LAUNCHER) == str(os.getppid()):
+if os.environ.get(LAUNCHER_VARIABLE) == str(os.getppid()):
     kill_when_parent_dies()
     for _signum, _handler in _previous.items():
         if _handler is not signal.SIG_IGN:
