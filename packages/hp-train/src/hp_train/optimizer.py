@@ -94,7 +94,8 @@ def reduce_gradients(parameters: Iterable[Parameter], mesh: Mesh) -> None:
         if tensor.grad is None:
             tensor.grad = torch.zeros_like(tensor)
         buckets.setdefault((parameter.experts is not None, tensor.dtype), []).append(tensor)
-    for (of_experts, _), tensors in sorted(buckets.items(), key=str):
+    # All ranks of a group hold the same parameters in the same order, so buckets come in one order.
+    for (of_experts, _), tensors in buckets.items():
         group = mesh.expert_replicas if of_experts else mesh.dp
         if group.size() > 1:
             _sum_flat([t.grad for t in tensors if t.grad is not None], group)
