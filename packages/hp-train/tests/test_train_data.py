@@ -97,9 +97,7 @@ def test_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
 def test_a_corpus_without_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="no documents for the train split"):
-        prepare(
-            tmp_path / "d", paths=[str(tmp_path / "empty")], tokenizer=BYTES, eval_fraction=0.1
-        )
+        prepare(tmp_path / "d", paths=[str(tmp_path / "empty")], tokenizer=BYTES, eval_fraction=0.1)
 
 
 def test_too_little_text_for_one_sequence_is_refused(tmp_path: Path) -> None:

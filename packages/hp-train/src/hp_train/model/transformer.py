@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hp_expert import GroupedExperts, MoE, TopKRouter, sequence_balance_loss
+from hp_expert import GroupedExperts, MoE, Routing, TopKRouter, sequence_balance_loss
 from hp_platform import linear
 from hp_train.config import ModelConfig
 from hp_train.model.layers import Attention, DropoutKey, Linear, RMSNorm, SwiGLU, dropout
@@ -97,7 +97,8 @@ class Block(nn.Module):
             dense: Tensor = self.feed_forward(x)
             return dense
         assert self.moe is not None
-        y, routing = self.moe(x)
+        result: tuple[Tensor, Routing] = self.moe(x)
+        y, routing = result
         if self.balance_coefficient == 0.0 or microbatch.key is None:
             return y
         B, S, _ = x.shape

@@ -1,0 +1,1 @@
+"""What needs several packages at once."""
