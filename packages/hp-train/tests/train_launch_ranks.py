@@ -36,6 +36,7 @@ def trains(config: Config, *, worker: Worker) -> int:
             _tell_started(worker)
         if stop.item() > 0:
             (worker.run_dir / f"saved-{worker.info.rank}").write_text(str(step))
+            dist.destroy_process_group()
             return PREEMPTED
     return 0
 
