@@ -1,0 +1,351 @@
+"""The four calls: what they cost, when they wait, and how they fail."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hp_expert import (
+    AllToAllDispatcher,
+    ExpertParallel,
+    GroupedExperts,
+    LocalDispatcher,
+    MoE,
+    TopKRouter,
+)
+from hp_platform import PeerError, is_waited, new_group
+from hp_platform.testing import run_distributed, run_in_threads
+
+EXPERTS, DIM, HIDDEN = 8, 4, 6
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Sums have one order on both sides."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tokens(rank: int, *, count: int = 9, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(count, DIM, generator=generator, dtype=dtype).requires_grad_()
+
+
+def choices(rank: int, *, count: int = 9) -> Tensor:
+    generator = torch.Generator().manual_seed(50 + rank)
+    return torch.rand(count, EXPERTS, generator=generator).argsort(-1)[:, :2]
+
+
+def fixed_experts() -> GroupedExperts:
+    experts = GroupedExperts(EXPERTS, DIM, HIDDEN, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(99)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(drawn)
+    return experts
+
+
+def test_rows_arrive_at_their_experts_and_return_to_their_tokens() -> None:
+    """Experts that multiply by their own index plus one, done by hand between the calls."""
+
+    def rank_main(group: dist.ProcessGroup) -> None:
+        dispatcher, x, experts = (
+            AllToAllDispatcher(group, EXPERTS),
+            tokens(group.rank()),
+            choices(0),
+        )
+        sent, state = dispatcher.launch_dispatch(x, experts)
+        batch = dispatcher.finish_dispatch(sent, state)
+        assert sum(batch.counts) == batch.rows.shape[0] == batch.order.numel()
+        assert batch.num_tokens_per_expert.tolist() == list(batch.counts)
+        out = torch.empty_like(batch.rows)
+        for local, span in enumerate(batch.spans()):
+            rows = batch.order[span]
+            out[rows] = batch.rows[rows] * (group.rank() * 4 + local + 1)
+        y = dispatcher.finish_combine(dispatcher.launch_combine(out, state), state)
+        assert torch.allclose(y, x * (experts + 1).sum(1, keepdim=True), rtol=1e-14)
+
+    run_in_threads(rank_main, world_size=2)
+
+
+def test_launches_return_unwaited_in_both_directions() -> None:
+    def rank_main(group: dist.ProcessGroup) -> list[bool]:
+        dispatcher, x = AllToAllDispatcher(group, EXPERTS), tokens(group.rank())
+        sent, state = dispatcher.launch_dispatch(x, choices(group.rank()))
+        waited = [is_waited(sent)]
+        batch = dispatcher.finish_dispatch(sent, state)
+        waited.append(is_waited(batch.rows))
+        back = dispatcher.launch_combine(batch.rows, state)
+        waited.append(is_waited(back))
+        y = dispatcher.finish_combine(back, state)
+        waited.append(is_waited(y))
+        # What combine's exchange brings back in backward.
+        batch.rows.register_hook(lambda grad: waited.append(is_waited(grad)))
+        y.sum().backward()
+        return waited
+
+    for waited in run_in_threads(rank_main, world_size=2):
+        assert waited == [False, True, False, True, False]
+
+
+class _Syncs(TorchDispatchMode):
+    """Counts operators that would make the host wait for a device."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "bincount", "equal")
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().removeprefix("aten::")
+        sized = kwargs is not None and kwargs.get("output_size") is not None
+        if name.startswith(self.NAMES) or (name.startswith("repeat_interleave") and not sized):
+            self.found.append(name)
+        if any(t.dtype == torch.bool for t in _indices(name, args)):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _indices(name: str, args: Any) -> list[Tensor]:
+    if not name.startswith("index."):
+        return []
+    return [index for index in args[1] if index is not None]
+
+
+@contextmanager
+def counted_host_reads() -> Iterator[list[str]]:
+    """Names of what read values on the host: syncing operators, `tolist`, `cpu`, `numpy`."""
+    with _Syncs() as mode:
+        reads = mode.found
+
+        def counting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+            def read(*args: Any, **kwargs: Any) -> Any:
+                reads.append(name)
+                return method(*args, **kwargs)
+
+            return read
+
+        patches = [
+            patch.object(Tensor, name, counting(name, getattr(Tensor, name)))
+            for name in ("tolist", "cpu", "numpy")
+        ]
+        for each in patches:
+            each.start()
+        try:
+            yield reads
+        finally:
+            for each in patches:
+                each.stop()
+
+
+def host_reads() -> list[list[str]]:
+    group = dist.group.WORLD
+    assert group is not None
+    moe = MoE(TopKRouter(DIM, EXPERTS, 2).double(), fixed_experts())
+    ExpertParallel().apply(moe, group)
+    found = []
+    for _ in range(2):
+        x = tokens(group.rank())
+        with counted_host_reads() as forward:
+            y, _ = moe(x)
+        with counted_host_reads() as backward:
+            y.sum().backward()
+        found += [forward, backward]
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_layer_reads_the_host_once(world_size: int) -> None:
+    for found in run_distributed(host_reads, world_size=world_size):
+        assert found == [["tolist"], [], ["tolist"], []]
+
+
+def test_the_count_of_host_reads_sees_what_it_should() -> None:
+    x = torch.arange(4)
+    with counted_host_reads() as found:
+        x.tolist()
+        bool(x.sum() > 3)
+        x[x > 1]
+        x.repeat_interleave(x)
+        x.repeat_interleave(x, output_size=6)
+        x.cpu()
+    assert {name.split(".")[0] for name in found} == {
+        "tolist", "_local_scalar_dense", "index", "repeat_interleave", "cpu"
+    }  # fmt: skip
+
+
+def two_threads(concurrent: bool) -> list[Tensor]:
+    """Two microbatches through one module, each with a group of its own."""
+    world = dist.group.WORLD
+    assert world is not None
+    ranks = list(range(world.size()))
+    groups = [new_group([ranks], name=name) for name in "ab"]
+    experts = fixed_experts()
+    ExpertParallel().apply(experts, world)
+    xs = [tokens(2 * world.rank() + i, count=64) for i in range(2)]
+    ys: list[Tensor | None] = [None, None]
+
+    def microbatch(i: int) -> None:
+        group = groups[i]
+        assert group is not None
+        dispatcher = AllToAllDispatcher(group, EXPERTS)
+        for _ in range(5):
+            sent, state = dispatcher.launch_dispatch(xs[i], choices(i, count=64))
+            out = experts(dispatcher.finish_dispatch(sent, state))
+            ys[i] = dispatcher.finish_combine(dispatcher.launch_combine(out, state), state)
+        y = ys[i]
+        assert y is not None
+        y.square().sum().backward()
+
+    threads = [threading.Thread(target=microbatch, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+        if not concurrent:
+            thread.join()
+    for thread in threads:
+        thread.join()
+    found = [*ys, *(x.grad for x in xs), *(p.grad for p in experts.parameters())]
+    assert all(t is not None for t in found)
+    return [t.detach() for t in found if t is not None]
+
+
+def test_two_threads_do_not_disturb_each_other() -> None:
+    together = run_distributed(two_threads, True, world_size=2)
+    one_by_one = run_distributed(two_threads, False, world_size=2)
+    for mine, theirs in zip(together, one_by_one, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def _out_of_range(rank: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    experts = choices(rank)
+    if rank == 1:
+        experts[0, 0], experts[3, 1] = EXPERTS, -1
+    return tokens(rank), experts, None
+
+
+def _too_few_choices(rank: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    experts = choices(rank)
+    return tokens(rank), experts[:-1] if rank == 1 else experts, None
+
+
+def _float_choices(rank: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    experts = choices(rank)
+    return tokens(rank), experts.double() if rank == 1 else experts, None
+
+
+def _wrong_weights(rank: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    return tokens(rank), choices(rank), torch.ones(9, 2 + (rank == 1)).double()
+
+
+def _whole_sequences(rank: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    x = tokens(rank)
+    return x.view(3, 3, DIM) if rank == 1 else x, choices(rank), None
+
+
+BAD_ON_RANK_1 = [
+    (_out_of_range, r"experts must be in \[0, num_experts \(8\)\), but 2 are not"),
+    (_too_few_choices, r"rows of experts \(8\) must equal rows of x \(9\)"),
+    (_float_choices, r"experts \(\(9, 2\), torch.float64\) must be \[T, K\] and int64"),
+    (_wrong_weights, r"weights \(\(9, 3\), torch.float64\) must have the shape of experts"),
+    (_whole_sequences, r"x \(\(3, 3, 4\), torch.float64\) must be \[T, D\]"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), BAD_ON_RANK_1)
+def test_wrong_input_of_one_rank_is_an_error_on_all_and_harms_nothing(
+    make: Callable[[int], tuple[Tensor, Tensor, Tensor | None]], message: str
+) -> None:
+    def rank_main(group: dist.ProcessGroup) -> None:
+        dispatcher = AllToAllDispatcher(group, EXPERTS)
+        kind: type[Exception] = ValueError if group.rank() == 1 else PeerError
+        with pytest.raises(kind, match=message) as caught:
+            dispatcher.launch_dispatch(*make(group.rank()))
+        assert group.rank() == 1 or "rank 1 failed" in str(caught.value)
+        sent, state = dispatcher.launch_dispatch(tokens(group.rank()), choices(group.rank()))
+        assert dispatcher.finish_dispatch(sent, state).rows.shape == (sum(state.counts), DIM)
+
+    run_in_threads(rank_main, world_size=4, timeout=20)
+
+
+@pytest.mark.parametrize("make", [_out_of_range, _too_few_choices, _wrong_weights])
+def test_one_process_refuses_the_same(
+    make: Callable[[int], tuple[Tensor, Tensor, Tensor | None]],
+) -> None:
+    message = next(text for function, text in BAD_ON_RANK_1 if function is make)
+    with pytest.raises(ValueError, match=message):
+        LocalDispatcher(EXPERTS).launch_dispatch(*make(1))
+
+
+def test_ranks_that_disagree_about_rows_all_raise() -> None:
+    def rank_main(group: dist.ProcessGroup) -> None:
+        x = tokens(0, dtype=torch.float32 if group.rank() else torch.float64)
+        message = rf"rank {group.rank()}: x \(width 4, .*\) must equal that of rank"
+        with pytest.raises(ValueError, match=message):
+            AllToAllDispatcher(group, EXPERTS).launch_dispatch(x, choices(0))
+
+    run_in_threads(rank_main, world_size=4, timeout=20)
+
+
+def test_counts_that_do_not_fit_on_one_rank_are_an_error_on_all() -> None:
+    def rank_main(group: dist.ProcessGroup) -> None:
+        experts = fixed_experts()
+        ExpertParallel().apply(experts, group)
+        counts = torch.tensor([1, 2, 0, 3, 0, 0, 1, 2 + group.rank()])
+        kind, message = (ValueError, "must equal") if group.rank() else (PeerError, "rank 1")
+        with pytest.raises(kind, match=message):
+            experts(tokens(0), counts)
+
+    run_in_threads(rank_main, world_size=2, timeout=20)
+
+
+def test_sorted_rows_travel_by_their_counts() -> None:
+    def rank_main(group: dist.ProcessGroup) -> None:
+        experts = fixed_experts()
+        counts = torch.tensor([1, 2, 0, 3, 0, 0, 1, 2]).roll(group.rank())
+        expected = experts(tokens(group.rank()), counts)
+        ExpertParallel().apply(experts, group)
+        actual = experts(tokens(group.rank()), counts)
+        assert torch.allclose(actual, expected, rtol=1e-12)
+
+    run_in_threads(rank_main, world_size=4)
+
+
+def absent_rank() -> float:
+    world = dist.group.WORLD
+    assert world is not None
+    group = new_group([[0, 1]], name="impatient", timeout=timedelta(seconds=1))
+    assert group is not None
+    start = time.monotonic()
+    if world.rank() == 0:
+        with pytest.raises(RuntimeError):
+            AllToAllDispatcher(group, EXPERTS).launch_dispatch(tokens(0), choices(0))
+    else:
+        time.sleep(3)
+    return time.monotonic() - start
+
+
+def test_a_rank_that_never_comes_is_an_error_within_the_time_out() -> None:
+    waited, _ = run_distributed(absent_rank, world_size=2)
+    assert waited < 3
+
+
+def test_ranks_must_divide_the_experts() -> None:
+    def rank_main(group: dist.ProcessGroup) -> None:
+        message = r"num_experts \(8\) must be divisible by the size of the expert group \(3\)"
+        with pytest.raises(ValueError, match=message):
+            AllToAllDispatcher(group, EXPERTS)
+
+    run_in_threads(rank_main, world_size=3)
