@@ -79,8 +79,14 @@ def write_corpus(directory: Path) -> Path:
     return path
 
 
-def train_in(config: Config, directory: Path) -> Result:
-    """Train for ``train.steps`` in the layout of the config and bring back what rank 0 gathered."""
+def train_in(config: Config, directory: Path, *, until: int | None = None) -> Result:
+    """Train in the layout of the config and bring back what rank 0 gathered.
+
+    Args:
+        config: Of the run; goes on from the directory's last checkpoint if there is one.
+        directory: Of the run.
+        until: Save a checkpoint after this step and end; None trains for ``train.steps``.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     prepare(
         directory / "data",
@@ -88,27 +94,30 @@ def train_in(config: Config, directory: Path) -> Result:
         tokenizer=load_tokenizer(""),
         eval_fraction=config.data.eval_fraction,
     )
-    run = partial(_train_rank, msgspec.json.encode(config), str(directory))
+    run = partial(_train_rank, msgspec.json.encode(config), str(directory), until)
     results = run_distributed(run, world_size=config.world_size, timeout=120)
     assert isinstance(results[0], Result)
     return results[0]
 
 
-def _train_rank(encoded: bytes, directory: str) -> Result | None:
+def _train_rank(encoded: bytes, directory: str, until: int | None) -> Result | None:
     config = msgspec.json.decode(encoded, type=Config)
     info = RankInfo.from_env()
     assert info is not None
     runtime = initialize(info, device_type="cpu")
     worker = worker_of(info, Path(directory))
     trainer = Trainer(config, worker, runtime, load_tokenizer(""))
+    trainer.resume()
     trainer.compute_gradients()
     gradients = _whole(trainer, gradients=True)
     trainer.optimizer.zero_grad()
     losses, norms = [], []
-    while trainer.step < config.train.steps:
+    while trainer.step < (until or config.train.steps):
         metrics, _ = trainer.train_step()
         losses.append(metrics.loss)
         norms.append(metrics.grad_norm)
+    if until is not None:
+        trainer.save()
     eval_loss = trainer.evaluate() or 0.0
     parameters = _whole(trainer, gradients=False)
     shutdown()

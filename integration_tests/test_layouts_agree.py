@@ -61,3 +61,16 @@ def test_a_repeated_run_is_bitwise_the_same(tmp_path: Path) -> None:
     assert first.losses == second.losses
     comparison = compare(first.parameters, second.parameters)
     assert comparison.ok, comparison
+
+
+@pytest.mark.parametrize("other", ["dp4-ep2", "pp2-dp1-1f1b"])
+def test_a_run_goes_on_under_another_layout(
+    other: str, one_process: dict[str, Result], tmp_path: Path
+) -> None:
+    first = config_of(**LAYOUTS["pp2-ep2-interleaved"], train={"dtype": "float64"})
+    before = train_in(first, tmp_path, until=2)
+    after = train_in(config_of(**LAYOUTS[other], train={"dtype": "float64"}), tmp_path)
+    expected = one_process["float64"]
+    assert [*before.losses, *after.losses] == pytest.approx(expected.losses, rel=1e-12)
+    comparison = compare(after.parameters, expected.parameters, bound=1e-12)
+    assert comparison.ok, comparison

@@ -137,7 +137,7 @@ class Trainer:
         Returns:
             Exit status: 0 done, 75 stopped on request after saving.
         """
-        notes = self._resume()
+        notes = self.resume()
         train, run = self.config.train, self.config.run
         console = Console(enabled=self.is_main, total=train.steps, done=self.step)
         metrics = MetricsWriter(
@@ -293,7 +293,7 @@ class Trainer:
         )
         return str(path)
 
-    def _resume(self) -> list[str]:
+    def resume(self) -> list[str]:
         """Load the newest good checkpoint of the run directory; returns what to say about it."""
         self._beat("load")
         directory = self.worker.run_dir / "checkpoints"
