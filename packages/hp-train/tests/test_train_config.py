@@ -1,4 +1,5 @@
 import random
+import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -377,3 +378,17 @@ def test_the_documentation_lists_every_key_with_its_default() -> None:
         default = list(field.default) if isinstance(field.default, tuple) else field.default
         value = tomli_w.dumps({"value": default}).removeprefix("value = ").strip()
         assert rows[field.key].endswith(f"| `{value}` | {field.help} |")
+
+
+@pytest.mark.parametrize(
+    ("key", "extra"), [("run.tensorboard", "tensorboard"), ("data.tokenizer", "tokenizers")]
+)
+def test_a_missing_extra_is_named_with_what_installs_it(
+    key: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, extra, None)
+    file = tmp_path / "tokenizer.json"
+    file.touch()
+    value = str(file) if key == "data.tokenizer" else "true"
+    expected = f"{key} needs the extra {extra}: pip install 'hp-train[{extra}]'"
+    assert refusal((key, value)) == expected

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from hp_train.errors import ConfigError
-
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
@@ -113,9 +111,6 @@ class MetricsWriter:
         run_dir: Where the files go; None writes nothing (all ranks but one).
         resume_step: Lines after this step were written by a run that was cut off; they go.
         tensorboard: Also write TensorBoard events under ``tensorboard/``.
-
-    Raises:
-        ConfigError: When TensorBoard is asked for and not installed.
     """
 
     def __init__(self, run_dir: Path | None, *, resume_step: int, tensorboard: bool) -> None:
@@ -160,9 +155,6 @@ def _reopen(path: Path, resume_step: int) -> Any:
 
 
 def _event_writer(run_dir: Path, resume_step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - optional extra
-    except ImportError:
-        message = "run.tensorboard needs TensorBoard: pip install 'hp-train[tensorboard]'"
-        raise ConfigError(message) from None
+    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - optional extra
+
     return SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1)

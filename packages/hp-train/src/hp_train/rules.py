@@ -4,6 +4,7 @@ Each rule is a function that yields the sentence about every way in which it is 
 ``key (value) must relation key (value)``, then the nearest values that would do.
 """
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,7 @@ def _problems(config: Config, world: World | None) -> Iterator[str]:
     yield from _model(config)
     yield from _batches(config)
     yield from _files(config)
+    yield from _extras(config)
 
 
 def _mesh(config: Config, world: World | None) -> Iterator[str]:
@@ -145,6 +147,14 @@ def _files(config: Config) -> Iterator[str]:
     problem = _not_writable(target)
     if problem:
         yield f"{key} ({_path(target)}) must be a writable folder: {problem}"
+
+
+def _extras(config: Config) -> Iterator[str]:
+    needs = {"tensorboard": ("run.tensorboard", config.run.tensorboard)}
+    needs["tokenizers"] = ("data.tokenizer", bool(config.data.tokenizer))
+    for extra, (key, is_wanted) in needs.items():
+        if is_wanted and importlib.util.find_spec(extra) is None:
+            yield f"{key} needs the extra {extra}: pip install 'hp-train[{extra}]'"
 
 
 def _not_writable(path: str) -> str:

@@ -55,17 +55,12 @@ class HuggingFaceTokenizer:
         path: The file.
 
     Raises:
-        ConfigError: When the library is missing or the file is not a tokenizer.
+        ConfigError: When the file is not a tokenizer.
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            from tokenizers import Tokenizer as Backend  # noqa: PLC0415 - optional extra
-        except ImportError:
-            message = (
-                "data.tokenizer needs the tokenizers library: pip install 'hp-train[tokenizers]'"
-            )
-            raise ConfigError(message) from None
+        from tokenizers import Tokenizer as Backend  # noqa: PLC0415 - optional extra
+
         try:
             self._backend = Backend.from_file(str(path))
         except Exception as error:  # noqa: BLE001 - the library raises no narrower type
