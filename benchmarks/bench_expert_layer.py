@@ -46,7 +46,7 @@ Layer = Callable[[GroupedExperts, Tensor, Tensor, Tensor], Tensor]
 def hp(experts: GroupedExperts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     """Run the layer as `hp_expert.MoE` does after its router."""
     dispatcher = experts.dispatcher
-    rows, state = dispatcher.launch_dispatch(x, chosen, weights)
+    rows, state = dispatcher.launch_dispatch(*dispatcher.prepare(x, chosen, weights))
     out = experts(dispatcher.finish_dispatch(rows, state))
     return dispatcher.finish_combine(dispatcher.launch_combine(out, state), state)
 

@@ -1,4 +1,4 @@
-"""The four calls: what they cost, when they wait, and how they fail."""
+"""The calls of a dispatcher: what they cost, when they wait, and how they fail."""
 
 import threading
 import time
@@ -66,7 +66,7 @@ def test_rows_arrive_at_their_experts_and_return_to_their_tokens() -> None:
             tokens(group.rank()),
             choices(0),
         )
-        sent, state = dispatcher.launch_dispatch(x, experts)
+        sent, state = dispatcher.launch_dispatch(*dispatcher.prepare(x, experts))
         batch = dispatcher.finish_dispatch(sent, state)
         assert sum(batch.counts) == batch.rows.shape[0] == batch.order.numel()
         assert batch.num_tokens_per_expert.tolist() == list(batch.counts)
@@ -83,8 +83,12 @@ def test_rows_arrive_at_their_experts_and_return_to_their_tokens() -> None:
 def test_launches_return_unwaited_in_both_directions() -> None:
     def rank_main(group: dist.ProcessGroup) -> list[bool]:
         dispatcher, x = AllToAllDispatcher(group, EXPERTS), tokens(group.rank())
-        sent, state = dispatcher.launch_dispatch(x, choices(group.rank()))
-        waited = [is_waited(sent)]
+        weights, waited = torch.ones(9, 2, requires_grad=True), list[bool]()
+        rows, state = dispatcher.prepare(x, choices(group.rank()), weights)
+        # What dispatch's exchange brings back in backward.
+        rows.register_hook(lambda grad: waited.append(is_waited(grad)))
+        sent, state = dispatcher.launch_dispatch(rows, state)
+        waited.append(is_waited(sent))
         batch = dispatcher.finish_dispatch(sent, state)
         waited.append(is_waited(batch.rows))
         back = dispatcher.launch_combine(batch.rows, state)
@@ -97,7 +101,7 @@ def test_launches_return_unwaited_in_both_directions() -> None:
         return waited
 
     for waited in run_in_threads(rank_main, world_size=2):
-        assert waited == [False, True, False, True, False]
+        assert waited == [False, True, False, True, False, False]
 
 
 class _Syncs(TorchDispatchMode):
@@ -203,7 +207,8 @@ def two_threads(concurrent: bool) -> list[Tensor]:
         assert group is not None
         dispatcher = AllToAllDispatcher(group, EXPERTS)
         for _ in range(5):
-            sent, state = dispatcher.launch_dispatch(xs[i], choices(i, count=64))
+            rows, state = dispatcher.prepare(xs[i], choices(i, count=64))
+            sent, state = dispatcher.launch_dispatch(rows, state)
             out = experts(dispatcher.finish_dispatch(sent, state))
             ys[i] = dispatcher.finish_combine(dispatcher.launch_combine(out, state), state)
         y = ys[i]
@@ -272,9 +277,10 @@ def test_wrong_input_of_one_rank_is_an_error_on_all_and_harms_nothing(
         dispatcher = AllToAllDispatcher(group, EXPERTS)
         kind: type[Exception] = ValueError if group.rank() == 1 else PeerError
         with pytest.raises(kind, match=message) as caught:
-            dispatcher.launch_dispatch(*make(group.rank()))
+            dispatcher.prepare(*make(group.rank()))
         assert group.rank() == 1 or "rank 1 failed" in str(caught.value)
-        sent, state = dispatcher.launch_dispatch(tokens(group.rank()), choices(group.rank()))
+        prepared = dispatcher.prepare(tokens(group.rank()), choices(group.rank()))
+        sent, state = dispatcher.launch_dispatch(*prepared)
         assert dispatcher.finish_dispatch(sent, state).rows.shape == (sum(state.counts), DIM)
 
     run_in_threads(rank_main, world_size=4, timeout=20)
@@ -286,7 +292,7 @@ def test_one_process_refuses_the_same(
 ) -> None:
     message = next(text for function, text in BAD_ON_RANK_1 if function is make)
     with pytest.raises(ValueError, match=message):
-        LocalDispatcher(EXPERTS).launch_dispatch(*make(1))
+        LocalDispatcher(EXPERTS).prepare(*make(1))
 
 
 def test_ranks_that_disagree_about_rows_all_raise() -> None:
@@ -294,7 +300,7 @@ def test_ranks_that_disagree_about_rows_all_raise() -> None:
         x = tokens(0, dtype=torch.float32 if group.rank() else torch.float64)
         message = rf"rank {group.rank()}: x \(width 4, .*\) must equal that of rank"
         with pytest.raises(ValueError, match=message):
-            AllToAllDispatcher(group, EXPERTS).launch_dispatch(x, choices(0))
+            AllToAllDispatcher(group, EXPERTS).prepare(x, choices(0))
 
     run_in_threads(rank_main, world_size=4, timeout=20)
 
@@ -331,7 +337,7 @@ def absent_rank() -> float:
     start = time.monotonic()
     if world.rank() == 0:
         with pytest.raises(RuntimeError):
-            AllToAllDispatcher(group, EXPERTS).launch_dispatch(tokens(0), choices(0))
+            AllToAllDispatcher(group, EXPERTS).prepare(tokens(0), choices(0))
     else:
         time.sleep(3)
     return time.monotonic() - start

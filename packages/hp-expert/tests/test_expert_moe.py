@@ -71,8 +71,14 @@ def test_the_shared_expert_runs_while_rows_travel() -> None:
 
     moe.experts.dispatcher = Watched()  # type: ignore[assignment]
     moe(torch.randn(1, 3, DIM, dtype=torch.float64))
-    launches = ["launch_dispatch", "shared", "finish_dispatch", "launch_combine", "finish_combine"]
-    assert order == launches
+    assert order == [
+        "prepare",
+        "launch_dispatch",
+        "shared",
+        "finish_dispatch",
+        "launch_combine",
+        "finish_combine",
+    ]
 
 
 def test_nothing_is_left_on_the_module_after_a_call() -> None:

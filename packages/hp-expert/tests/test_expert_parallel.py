@@ -188,7 +188,8 @@ def interleaved(moe: MoE, xs: list[Tensor]) -> list[Tensor]:
     for x in xs:
         flat = x.reshape(-1, DIM)
         routing = moe.router(flat)
-        sent.append(dispatcher.launch_dispatch(flat, routing.experts, routing.weights))
+        rows, state = dispatcher.prepare(flat, routing.experts, routing.weights)
+        sent.append(dispatcher.launch_dispatch(rows, state))
     batches = [dispatcher.finish_dispatch(rows, state) for rows, state in sent]
     outs = [moe.experts(batch) for batch in batches]
     pairs = list(zip(outs, [state for _, state in sent], strict=True))

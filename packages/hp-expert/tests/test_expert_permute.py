@@ -16,7 +16,7 @@ choices = st.integers(1, 4).flatmap(
 
 
 @given(choices)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_slots_of_an_expert_stay_in_token_order(experts: Tensor) -> None:
     permutation = sort_by_expert(experts)
     flat = experts.flatten().tolist()
@@ -28,7 +28,7 @@ def test_slots_of_an_expert_stay_in_token_order(experts: Tensor) -> None:
 
 
 @given(choices, st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_gathering_then_summing_multiplies_by_the_number_of_choices(
     experts: Tensor, dtype: torch.dtype
 ) -> None:

@@ -39,7 +39,7 @@ def test_without_normalisation_weights_are_the_scores() -> None:
     ),
     st.integers(1, 7),
 )
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 def test_of_equal_scores_the_lower_expert_wins(scores: list[list[int]], top_k: int) -> None:
     chosen = top_k_experts(torch.tensor(scores, dtype=torch.float32).view(-1, 7), top_k)
     for row, experts in zip(scores, chosen.tolist(), strict=True):
@@ -148,7 +148,7 @@ def test_balance_of_a_sequence_follows_its_definition() -> None:
 
 
 @given(st.integers(1, 6), st.integers(0, 6), st.integers(0, 99))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_balance_of_a_sequence_does_not_depend_on_its_batch(size: int, cut: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(size, 5, 4, generator=generator)

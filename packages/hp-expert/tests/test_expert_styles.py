@@ -222,7 +222,7 @@ class Replicated(BaseExpertParallel):
     ) -> tuple[ExpertBatch, Any]:
         del group
         local = LocalDispatcher(num_experts)
-        rows, state = local.launch_dispatch(x, experts, weights)
+        rows, state = local.prepare(x, experts, weights)
         return local.finish_dispatch(rows, state), None
 
     def combine(

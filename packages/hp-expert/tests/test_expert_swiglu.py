@@ -49,7 +49,7 @@ def choices(num_experts: int, top_k: int, *, tokens: int = TOKENS) -> Tensor:
 
 def batch_of(x: Tensor, weights: Tensor | None, experts: Tensor, num_experts: int) -> ExpertBatch:
     dispatcher = LocalDispatcher(num_experts)
-    return dispatcher.finish_dispatch(*dispatcher.launch_dispatch(x, experts, weights))
+    return dispatcher.finish_dispatch(*dispatcher.prepare(x, experts, weights))
 
 
 def plain(inputs: list[Tensor], experts: Tensor) -> Tensor:

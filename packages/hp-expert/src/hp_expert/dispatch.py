@@ -1,19 +1,23 @@
-"""Bringing rows to the ranks of their experts and back, in four calls that keep no state.
+"""Bringing rows to the ranks of their experts and back, in calls that keep no state.
 
-Note [State travels with the call]. A dispatcher is a value without memory: what combine must know
-of dispatch is in the `DispatchState` that dispatch returned. So any number of microbatches may be
-between their dispatch and their combine, in any threads, and a recompute disturbs nobody. Launches
-return rows that nobody has waited for; what runs before the finish overlaps with the exchange.
+Note [State travels with the call]. A dispatcher is a value without memory: what a later call must
+know is in the `DispatchState` that the earlier one returned. So any number of microbatches may be
+between their dispatch and their combine, in any threads, and a recompute disturbs nobody.
+
+Note [Launches are nothing but exchanges]. Between its first argument and its first result, a launch
+is one lazy all-to-all: nobody has waited for its result, nor in backward for the gradient of its
+argument. What runs next, in either direction, overlaps with the exchange. This is why rows are
+sorted and gathered before, in `prepare`, and summed after, in `finish_combine`.
 
 Note [One host read]. An exchange needs the number of rows for each rank as Python numbers. Counts
 sent, counts received and each rank's verdict on its own input travel in one small exchange, which
 the local sort and gather hide, and reach the host in one read. Nothing else waits for the device.
 
 Shape symbols: T tokens, K experts per token, S = T * K slots, E experts, W ranks, L = E / W local
-experts, R rows received, D width.
+experts, R rows received, D width, C = L + 2 numbers told to a rank, B = E blocks of rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -35,15 +39,16 @@ StateT = TypeVar("StateT")
 
 
 class Dispatcher(Protocol[StateT]):
-    """Four calls between tokens and experts; replaceable (`GroupedExperts.dispatcher`).
+    """Four calls between tokens and experts, after a local one that prepares them.
 
-    They are called in this order for one batch, but calls for several batches may interleave.
+    They are called in this order for one batch; calls for several batches may interleave. A module
+    uses whatever `GroupedExperts.dispatcher` is.
     """
 
-    def launch_dispatch(
+    def prepare(
         self, x: Tensor, experts: Tensor, weights: Tensor | None = None
     ) -> tuple[Tensor, StateT]:
-        """Send rows off.
+        """Check and sort.
 
         Args:
             x: Tokens [T, D].
@@ -51,18 +56,21 @@ class Dispatcher(Protocol[StateT]):
             weights: What each expert's output counts [T, K]; None: one.
 
         Returns:
-            Rows on their way, not to be read, and what the other calls need to know.
+            Rows to send, and what the other calls need to know.
 
         Raises:
             ValueError: If the input is wrong.
             hp_platform.PeerError: If that of another rank is.
         """
 
+    def launch_dispatch(self, rows: Tensor, state: StateT) -> tuple[Tensor, StateT]:
+        """Send the prepared rows off; return those on their way here, not to be read yet."""
+
     def finish_dispatch(self, rows: Tensor, state: StateT) -> ExpertBatch:
         """Wait for the rows and say which experts take them."""
 
     def launch_combine(self, y: Tensor, state: StateT) -> Tensor:
-        """Send the experts' outputs `y`, one for each row of the batch, back."""
+        """Send the experts' outputs, one for each row of the batch, back; not to be read yet."""
 
     def finish_combine(self, rows: Tensor, state: StateT) -> Tensor:
         """Wait for the outputs and sum those of each token: [T, D]."""
@@ -74,8 +82,8 @@ class DispatchState:
 
     Attributes:
         permutation: Of this rank's slots by expert.
-        weights: Routing weights that belong to the rows: [T, K] where tokens stay, [R] where rows
-            came, possibly not yet.
+        weights: Routing weights of the rows: [T, K] where tokens stay; [S] before the launch where
+            they leave, and [R] after it, possibly still on their way.
         order: Slot of the arrived rows at each position of expert order, int64.
         counts: Positions of each local expert, on the host.
         num_tokens_per_expert: The same on the device, int64 [L].
@@ -102,10 +110,10 @@ class LocalDispatcher:
 
     num_experts: int
 
-    def launch_dispatch(
+    def prepare(
         self, x: Tensor, experts: Tensor, weights: Tensor | None = None
     ) -> tuple[Tensor, DispatchState]:
-        """Sort; see `Dispatcher.launch_dispatch`."""
+        """Sort; see `Dispatcher.prepare`."""
         error = input_error(x, experts, weights)
         if error is not None:
             raise error
@@ -118,6 +126,10 @@ class LocalDispatcher:
             permutation, weights, permutation.order, tuple(numbers), counts[: self.num_experts]
         )
         return x, state
+
+    def launch_dispatch(self, rows: Tensor, state: DispatchState) -> tuple[Tensor, DispatchState]:
+        """Return both."""
+        return rows, state
 
     def finish_dispatch(self, rows: Tensor, state: DispatchState) -> ExpertBatch:
         """Hand the tokens on as they are."""
@@ -160,48 +172,43 @@ class AllToAllDispatcher:
         """Return itself: copies of a module share the group, which cannot be copied."""
         return self
 
-    def launch_dispatch(
+    def prepare(
         self, x: Tensor, experts: Tensor, weights: Tensor | None = None
     ) -> tuple[Tensor, DispatchState]:
-        """Exchange counts, launch the exchange of rows; see `Dispatcher.launch_dispatch`."""
+        """Sort and gather while counts are exchanged; see `Dispatcher.prepare`."""
         W, L = self.group.size(), self.num_experts // self.group.size()
         error = input_error(x, experts, weights)
         header = Header.of(x, weights) if error is None else Header.failed()
-        sent_WC = _announcement(experts, header, num_ranks=W, num_local=L, device=x.device)
-        exchange = launch_all_to_all(sent_WC, group=self.group)
+        told_WC = _announcement(experts, header, num_ranks=W, num_local=L, device=x.device)
+        exchange = launch_all_to_all(told_WC, group=self.group)
         if error is None:
             permutation = sort_by_expert(experts)
             rows_SD = gather_slots(x, permutation)
-        received_WC = exchange.wait()
-        sent, received = read_host(torch.stack([sent_WC, received_WC]))
-        if error is None and sent[0][L]:
-            error = ValueError(_invalid_experts(sent[0][L], self.num_experts))
-        raise_together(
-            error, header, [row[L:] for row in received], group=self.group, device=x.device
-        )
-        input_splits = tuple(sum(row[:L]) for row in sent)
-        output_splits = tuple(sum(row[:L]) for row in received)
-
-        def exchange_lazily(y: Tensor) -> Tensor:
-            return all_to_all_lazy(
-                y, output_splits=output_splits, input_splits=input_splits, group=self.group
-            )
-
-        weights_R = None
-        if weights is not None:
-            weights_R = exchange_lazily(permute_slots(weights, permutation))
-        rows_RD = exchange_lazily(rows_SD)
-        counts_WL = received_WC[:, :L]
+            weights_S = None if weights is None else permute_slots(weights, permutation)
+        heard_WC = exchange.wait()
+        told, heard = read_host(torch.stack([told_WC, heard_WC]))
+        if error is None and told[0][L]:
+            error = ValueError(_invalid_experts(told[0][L], self.num_experts))
+        verdicts = [row[L:] for row in heard]
+        raise_together(error, header, verdicts, group=self.group, device=x.device)
+        output_splits = tuple(sum(row[:L]) for row in heard)
+        counts_WL = heard_WC[:, :L]
         state = DispatchState(
             permutation,
-            weights_R,
+            weights_S,
             order=_by_expert(counts_WL, num_rows=sum(output_splits)),
-            counts=tuple(map(sum, zip(*(row[:L] for row in received), strict=True))),
+            counts=tuple(sum(row[e] for row in heard) for e in range(L)),
             num_tokens_per_expert=counts_WL.sum(0),
-            input_splits=input_splits,
+            input_splits=tuple(sum(row[:L]) for row in told),
             output_splits=output_splits,
         )
-        return rows_RD, state
+        return rows_SD, state
+
+    def launch_dispatch(self, rows: Tensor, state: DispatchState) -> tuple[Tensor, DispatchState]:
+        """Launch the exchange of rows, and that of their routing weights."""
+        if state.weights is not None:
+            state = replace(state, weights=self._send(state.weights, state))
+        return self._send(rows, state), state
 
     def finish_dispatch(self, rows: Tensor, state: DispatchState) -> ExpertBatch:
         """Wait for the rows."""
@@ -224,6 +231,14 @@ class AllToAllDispatcher:
     def finish_combine(self, rows: Tensor, state: DispatchState) -> Tensor:
         """Wait for the outputs and sum those of each token."""
         return sum_slots(wait_tensor(rows), state.permutation)
+
+    def _send(self, x: Tensor, state: DispatchState) -> Tensor:
+        return all_to_all_lazy(
+            x,
+            output_splits=state.output_splits,
+            input_splits=state.input_splits,
+            group=self.group,
+        )
 
 
 def read_host(numbers: Tensor) -> list[Any]:

@@ -85,9 +85,10 @@ class GroupedExperts(nn.Module):
             raise TypeError("num_tokens_per_expert must be given with rows")
         expert_R1 = _expert_of_rows(rows, num_tokens_per_expert, self.num_experts)
         try:
-            sent, state = self.dispatcher.launch_dispatch(autocast(rows), expert_R1)
+            prepared, state = self.dispatcher.prepare(autocast(rows), expert_R1)
         except ValueError as error:
             raise _explain(rows, num_tokens_per_expert, self.num_experts) or error from None
+        sent, state = self.dispatcher.launch_dispatch(prepared, state)
         batch = self.dispatcher.finish_dispatch(sent, state)
         out = routed_swiglu(batch, self.w1, self.w3, self.w2)
         returned = self.dispatcher.launch_combine(out, state)

@@ -39,7 +39,8 @@ class MoE(nn.Module):
         x_TD = x.reshape(-1, x.shape[-1])
         routing: Routing = self.router(x_TD)
         dispatcher = self.experts.dispatcher
-        rows, state = dispatcher.launch_dispatch(autocast(x_TD), routing.experts, routing.weights)
+        rows, state = dispatcher.prepare(autocast(x_TD), routing.experts, routing.weights)
+        rows, state = dispatcher.launch_dispatch(rows, state)
         shared = None if self.shared is None else self.shared(x)
         batch = dispatcher.finish_dispatch(rows, state)
         rows = dispatcher.launch_combine(self.experts(batch), state)

@@ -5,7 +5,7 @@ reaches the others. It keeps nothing of any call.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ class BaseExpertParallel(ParallelStyle, ABC):
     """A way to spread experts over ranks: override `partition`, `dispatch` and `combine`.
 
     `dispatch` returns what `combine` will need, and nothing may be kept in the style instead: calls
-    of several microbatches interleave. To launch and finish in two steps each, override
+    of several microbatches interleave. To launch and finish in separate steps, override
     `make_dispatcher` as well.
     """
 
@@ -75,7 +75,7 @@ class BaseExpertParallel(ParallelStyle, ABC):
         group: ProcessGroup,
         num_experts: int,
     ) -> tuple[ExpertBatch, Any]:
-        """Bring rows to their experts; see `Dispatcher.launch_dispatch` for the arguments.
+        """Bring rows to their experts; see `Dispatcher.prepare` for the arguments.
 
         Returns:
             What this rank's experts compute on, and what `combine` needs to know.
@@ -114,7 +114,7 @@ class ExpertParallel(BaseExpertParallel):
     ) -> tuple[ExpertBatch, Any]:
         """Exchange rows; see `BaseExpertParallel.dispatch`."""
         dispatcher = AllToAllDispatcher(group, num_experts)
-        rows, state = dispatcher.launch_dispatch(x, experts, weights)
+        rows, state = dispatcher.launch_dispatch(*dispatcher.prepare(x, experts, weights))
         return dispatcher.finish_dispatch(rows, state), state
 
     def combine(self, y: Tensor, state: Any, *, group: ProcessGroup, num_experts: int) -> Tensor:
@@ -131,17 +131,19 @@ class ExpertParallel(BaseExpertParallel):
         return LocalDispatcher(experts.num_experts) if group.size() == 1 else dispatcher
 
 
-@dataclass(frozen=True, slots=True)
-class _Dispatched:
-    """State of a style's dispatch: the batch, ready before the finish, and the style's own."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _StyleState:
+    """What travels with a call: first its routing, then its batch and the style's own state."""
 
-    batch: ExpertBatch
-    state: Any
+    experts: Tensor
+    weights: Tensor | None
+    batch: ExpertBatch | None = None
+    own: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class _StyleDispatcher:
-    """Four calls from the two of a style; nothing is left for the finishes to do."""
+    """The calls of a dispatcher from the two of a style: the launches do all the work."""
 
     style: BaseExpertParallel
     group: ProcessGroup
@@ -150,20 +152,24 @@ class _StyleDispatcher:
     def __deepcopy__(self, memo: dict[int, Any]) -> "_StyleDispatcher":
         return self
 
-    def launch_dispatch(
+    def prepare(
         self, x: Tensor, experts: Tensor, weights: Tensor | None = None
-    ) -> tuple[Tensor, _Dispatched]:
-        batch, state = self.style.dispatch(
-            x, experts, weights, group=self.group, num_experts=self.num_experts
-        )
-        return batch.rows, _Dispatched(batch, state)
+    ) -> tuple[Tensor, _StyleState]:
+        return x, _StyleState(experts, weights)
 
-    def finish_dispatch(self, rows: Tensor, state: _Dispatched) -> ExpertBatch:
+    def launch_dispatch(self, rows: Tensor, state: _StyleState) -> tuple[Tensor, _StyleState]:
+        batch, own = self.style.dispatch(
+            rows, state.experts, state.weights, group=self.group, num_experts=self.num_experts
+        )
+        return batch.rows, replace(state, batch=batch, own=own)
+
+    def finish_dispatch(self, rows: Tensor, state: _StyleState) -> ExpertBatch:
+        assert state.batch is not None
         return state.batch._replace(rows=rows)
 
-    def launch_combine(self, y: Tensor, state: _Dispatched) -> Tensor:
-        return self.style.combine(y, state.state, group=self.group, num_experts=self.num_experts)
+    def launch_combine(self, y: Tensor, state: _StyleState) -> Tensor:
+        return self.style.combine(y, state.own, group=self.group, num_experts=self.num_experts)
 
-    def finish_combine(self, rows: Tensor, state: _Dispatched) -> Tensor:
+    def finish_combine(self, rows: Tensor, state: _StyleState) -> Tensor:
         del state
         return rows
