@@ -1,7 +1,7 @@
 """The torch runtime against one process."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +31,7 @@ from hp_schedule.runtime import (
     TensorSpec,
     TorchTransport,
     build_edge_groups,
+    transport,
 )
 
 WIDTH, ROWS = 6, 3
@@ -277,6 +278,32 @@ def test_pipelines_side_by_side_do_not_disturb_each_other() -> None:
     _, grads = one_process(4, 3)
     torch.testing.assert_close({**found[0], **found[2]}, grads, rtol=0, atol=0)
     torch.testing.assert_close({**found[1], **found[3]}, grads, rtol=0, atol=0)
+
+
+def messages_of_building(pipelines: list[list[int]]) -> list[tuple[str, int, int]]:
+    """Direction, peer and group size of what this rank sends and receives."""
+    found: list[tuple[str, int, int]] = []
+
+    def recorded(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def record(x: Tensor, peer: int, *, group: dist.ProcessGroup) -> Any:
+            found.append((name, peer, group.size()))
+            return call(x, peer, group=group)
+
+        return record
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "isend", recorded("to", transport.isend))
+        patch.setattr(transport, "irecv", recorded("from", transport.irecv))
+        build_edge_groups(pipelines)
+    return found
+
+
+def test_every_edge_is_connected_when_it_is_built() -> None:
+    found = run_distributed(messages_of_building, [[0, 2, 1]], world_size=3)
+    # Edges by places in the pipeline: 0-1, 0-2, 1-0, 1-2, 2-0, 2-1.
+    assert found[0] == [("to", 2, 2), ("to", 1, 2), ("from", 2, 2), ("from", 1, 2)]
+    assert found[2] == [("from", 0, 2), ("to", 0, 2), ("to", 1, 2), ("from", 1, 2)]
+    assert found[1] == [("from", 0, 2), ("from", 2, 2), ("to", 0, 2), ("to", 2, 2)]
 
 
 class Detached(nn.Module):

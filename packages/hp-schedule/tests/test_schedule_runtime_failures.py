@@ -1,8 +1,10 @@
 """Stages that fail and ranks that die: an error in the right words, and never a hang."""
 
 import os
+import threading
 import time
 import traceback
+from typing import Any
 
 import pytest
 import torch
@@ -133,6 +135,23 @@ def test_closed_edge_groups_say_so() -> None:
     groups.close()
     with pytest.raises(RuntimeError, match="closed after an error"):
         groups[0, 1]
+
+
+def test_closing_nccl_groups_waits_for_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    aborted, both = [], threading.Barrier(3)
+
+    class Stuck:
+        """Cannot be aborted before the other one is: its device runs the other one's kernel."""
+
+        def abort(self) -> None:
+            both.wait(timeout=10)
+            aborted.append(self)
+
+    monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
+    stuck: Any = {(0, 1): Stuck(), (1, 0): Stuck()}
+    EdgeGroups(stuck).close()
+    assert not aborted
+    both.wait(timeout=10)
 
 
 @pytest.mark.parametrize(

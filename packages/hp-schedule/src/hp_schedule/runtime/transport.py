@@ -7,10 +7,12 @@ directed edge the only order is that of the messages of the edge, which `validat
 messages need no tags.
 """
 
+import threading
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -48,8 +50,13 @@ class EdgeGroups:
         self._closed = True
         while self._groups:
             _, group = self._groups.popitem()
-            group.abort()  # NCCL: ends kernels that wait for a peer; Gloo: closing below does it
-            dist.destroy_process_group(group)
+            if _uses_nccl(group):
+                # Ends kernels that wait for a peer, and waits itself for those of other groups:
+                # all at once, and without holding up the error that is being reported.
+                threading.Thread(target=group.abort, daemon=True).start()
+            else:
+                group.abort()
+                dist.destroy_process_group(group)
 
 
 def build_edge_groups(
@@ -60,6 +67,9 @@ def build_edge_groups(
     timeout: timedelta | None = None,
 ) -> EdgeGroups:
     """Create the groups that pipelines side by side need; every rank of the world calls this.
+
+    One number has travelled along each edge when this returns: NCCL connects two ranks at their
+    first message, both of them waiting for it, which in a schedule could be one for the other.
 
     Args:
         pipelines: For each pipeline the global ranks of its ranks in order; disjoint, of equal
@@ -88,7 +98,26 @@ def build_edge_groups(
         )
         if group is not None:
             groups[edge] = group
+            _connect(group, [ranks[source] for ranks in pipelines])
     return EdgeGroups(groups)
+
+
+def _connect(group: ProcessGroup, sources: Sequence[int]) -> None:
+    """Send a number from the rank of a pair that is among the sources to the other one."""
+    me = dist.get_rank()
+    (other,) = (rank for rank in dist.get_process_group_ranks(group) if rank != me)
+    on_cuda = _uses_nccl(group)
+    number = torch.zeros(1, device=torch.cuda.current_device() if on_cuda else "cpu")
+    if me in sources:
+        isend(number, other, group=group).wait()
+    else:
+        irecv(number, other, group=group).wait()
+    if on_cuda:
+        torch.cuda.synchronize()
+
+
+def _uses_nccl(group: ProcessGroup) -> bool:
+    return "nccl" in dist.get_backend(group)
 
 
 def _ring(num_ranks: int) -> set[Edge]:
