@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hp_platform import linear
+from hp_platform import irecv, isend, linear
 from hp_platform.testing import run_distributed
 from hp_schedule import (
     MetaStep,
@@ -292,8 +292,8 @@ def messages_of_building(pipelines: list[list[int]]) -> list[tuple[str, int, int
         return record
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transport, "isend", recorded("to", transport.isend))
-        patch.setattr(transport, "irecv", recorded("from", transport.irecv))
+        patch.setattr(transport, "isend", recorded("to", isend))
+        patch.setattr(transport, "irecv", recorded("from", irecv))
         build_edge_groups(pipelines)
     return found
 
