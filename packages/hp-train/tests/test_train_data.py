@@ -1,10 +1,13 @@
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from hp_train.data import Dataset, load_tokenizer, prepare
+from hp_train.data import Dataset, dataset, load_tokenizer, prepare
 from hp_train.data.corpus import read_documents, standard_library
 from hp_train.errors import ConfigError, DataError
 
@@ -42,6 +45,30 @@ def test_every_token_lands_in_exactly_one_split(tmp_path: Path) -> None:
     texts = sorted(t.decode() for t in (*both[0], *both[1]) if t)
     assert texts == sorted(d.text for d in read_documents([str(tmp_path / "corpus")]))
     assert len(both[1]) > 1
+
+
+def test_two_nodes_may_prepare_the_same_directory_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both_have_read = threading.Barrier(2)
+    tokenize = dataset._tokenize
+
+    def tokenize_together(*args: Any) -> Any:
+        streams = tokenize(*args)
+        both_have_read.wait(timeout=10)
+        return streams
+
+    monkeypatch.setattr(dataset, "_tokenize", tokenize_together)
+    corpus, directory = _corpus(tmp_path / "corpus"), tmp_path / "data"
+
+    def prepare_as_node() -> None:
+        prepare(directory, paths=[corpus], tokenizer=BYTES, eval_fraction=0.2)
+
+    with ThreadPoolExecutor(2) as pool:
+        for node in [pool.submit(prepare_as_node) for _ in range(2)]:
+            node.result()
+    assert Dataset.open(directory, "train", seq_len=8, seed=0).num_sequences
+    assert {path.name for path in directory.iterdir()} == {"index.json", "train.bin", "eval.bin"}
 
 
 def test_prepared_data_survives_a_change_of_its_sources(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -55,12 +56,17 @@ def prepare(
         if not stream.size:
             held = " (raise data.eval_fraction)" if split == "eval" else ""
             raise DataError(f"data.paths hold no documents for the {split} split{held}")
-        (directory / f"{split}.bin").write_bytes(stream.tobytes())
+        _replace(directory / f"{split}.bin", stream.tobytes())
         digest = hashlib.blake2b(stream.tobytes(), digest_size=16).hexdigest()
         about[split] = {"tokens": stream.size, "dtype": str(stream.dtype), "digest": digest}
-    draft = index.with_suffix(".tmp")
-    draft.write_text(json.dumps(about))
-    draft.replace(index)
+    _replace(index, json.dumps(about).encode())
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file at once, whoever else does: on shared storage one process of every node."""
+    draft = path.with_suffix(f".{uuid4().hex}.tmp")
+    draft.write_bytes(content)
+    draft.replace(path)
 
 
 def _tokenize(
