@@ -126,27 +126,34 @@ class GradientNorm:
     def __init__(
         self, parameters: Iterable[Parameter], mesh: Mesh, *, control: dist.ProcessGroup
     ) -> None:
-        self._spoken: list[tuple[nn.Parameter, list[str]]] = []
+        self._spoken: list[tuple[nn.Parameter, int]] = []
+        spoken_names: list[str] = []
         mine: dict[str, int] = {}
         for parameter in parameters:
             names = _entry_names(parameter)
             mine |= dict.fromkeys(names, parameter.tensor.numel() // len(names))
             is_whole = parameter.experts is None
             if (mesh.dp_index == 0) if is_whole else mesh.is_first_expert_replica:
-                self._spoken.append((parameter.tensor, names))
+                self._spoken.append((parameter.tensor, len(names)))
+                spoken_names += names
         everyone: list[dict[str, int]] = [{} for _ in range(control.size())]
         dist.all_gather_object(everyone, mine, group=control)
         self.sizes = dict(sorted({k: v for rank in everyone for k, v in rank.items()}.items()))
-        self._position = {name: i for i, name in enumerate(self.sizes)}
+        position = {name: i for i, name in enumerate(self.sizes)}
+        self._positions = torch.tensor([position[name] for name in spoken_names], dtype=torch.int64)
 
     def local_squares(self, device: torch.device) -> Tensor:
         """This rank's entries, zeros elsewhere: fp64 [entries], to be summed over all ranks."""
         squares = torch.zeros(len(self.sizes), dtype=torch.float64, device=device)
-        for tensor, names in self._spoken:
+        norms = []
+        for tensor, num_entries in self._spoken:
             assert tensor.grad is not None
-            rows = tensor.grad.reshape(len(names), -1)
-            norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
-            squares[[self._position[name] for name in names]] = norms.square()
+            rows = tensor.grad.reshape(num_entries, -1)
+            norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64))
+        if norms:
+            # One write: each would cost a copy of its positions, for which a GPU is waited for.
+            self._positions = self._positions.to(device)
+            squares[self._positions] = torch.cat(norms).square()
         return squares
 
     def first_bad(self, squares: Tensor) -> str | None:

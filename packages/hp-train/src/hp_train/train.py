@@ -8,6 +8,7 @@ act on it at the same step. No rank ever decides alone.
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from hp_platform import Runtime, agree, initialize, mesh_of, shutdown
+from hp_platform import Runtime, agree, initialize, mesh_of, new_group, shutdown
 from hp_schedule import MetaStep, Timeline
 from hp_train.banner import banner
 from hp_train.checkpoint import load_latest, save_checkpoint
@@ -49,19 +50,34 @@ def main(config: Config, *, worker: Worker) -> int:
         worker: This process's place, run directory, heartbeat and stop flag.
 
     Returns:
-        Exit status: 0 done, 75 stopped on request after saving.
+        Exit status: 0 done, 75 stopped on request after saving. After an error the process groups
+        are left as they are: NCCL would wait for operations that other ranks never join, and
+        nobody would learn of the error. The process is to be ended.
     """
     worker.board.beat(step=0, phase="connect", waiting=True)
+    runtime = _connect(config, worker)
+    tokenizer = _prepare_data(config, worker, runtime)
+    status = Trainer(config, worker, runtime, tokenizer).run()
+    shutdown()
+    return status
+
+
+def _connect(config: Config, worker: Worker) -> Runtime:
+    """Initialise the world; what comes after waits for as long as a step may."""
+    launch = config.launch
     runtime = initialize(
         worker.info,
-        device_type=config.launch.device,
-        timeout=timedelta(seconds=config.launch.init_timeout_seconds),
+        device_type=launch.device,
+        timeout=timedelta(seconds=launch.init_timeout_seconds),
     )
-    try:
-        tokenizer = _prepare_data(config, worker, runtime)
-        return Trainer(config, worker, runtime, tokenizer).run()
-    finally:
-        shutdown()
+    control = new_group(
+        [range(runtime.info.world_size)],
+        name="control",
+        backend="gloo",
+        timeout=timedelta(seconds=launch.step_timeout_seconds),
+    )
+    assert control is not None, "every rank is in the control group"
+    return replace(runtime, control=control)
 
 
 def _prepare_data(config: Config, worker: Worker, runtime: Runtime) -> Tokenizer:
@@ -103,6 +119,7 @@ class Trainer:
         self.step = 0
         self.next_sequence = 0
         self.timeline = Timeline()
+        self._cpu_before = time.process_time()
         self._beat("build")
         timeout = timedelta(seconds=config.launch.step_timeout_seconds)
         self.mesh = build_mesh(Layout.of(config.mesh), runtime, timeout=timeout)
@@ -189,10 +206,11 @@ class Trainer:
         began = time.perf_counter()
         train = self.config.train
         loss, balance, busy = self.compute_gradients()
+        cpu, self._cpu_before = self._cpu_before, time.process_time()
         scalars, squares, memory = self._sum_over_ranks(
-            [loss, balance, busy, self.worker.stop.requested]
+            [loss, balance, busy, self._cpu_before - cpu, self.worker.stop.requested]
         )
-        loss, balance, busy, stops = scalars
+        loss, balance, busy, cpu_seconds, stops = scalars
         grad_norm = math.sqrt(squares.sum())
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
             what = self.norm.first_bad(squares)
@@ -217,6 +235,7 @@ class Trainer:
             tokens=self.next_sequence * self.config.data.seq_len,
             tokens_per_second=train.global_batch_size * self.config.data.seq_len / seconds,
             step_seconds=seconds,
+            cpu_seconds=cpu_seconds,
             peak_memory_bytes=memory,
             bubble=1.0 - busy / self.runtime.info.world_size,
         )
@@ -232,8 +251,8 @@ class Trainer:
         args, kwargs, targets = self._microbatches(self.data, self.next_sequence, train=True)
         began = time.perf_counter()
         result = self.runner.run_microbatches(args, kwargs, targets)
+        self.timeline = result.timeline  # a GPU is behind until this was read
         seconds = time.perf_counter() - began
-        self.timeline = result.timeline
         self._beat("reduce gradients", waiting=True)
         reduce_gradients(self.parameters, self.mesh)
         balances = [t for k in kwargs for t in k["microbatch"].balance_losses]
@@ -346,12 +365,18 @@ class Trainer:
             tokens, target = data.batch(indices)
             key = None
             if train:
-                sequence_index = torch.tensor(indices, device=self.device)
+                sequence_index = self._on_device(torch.tensor(indices))
                 key = DropoutKey(self.config.run.seed, self.step, sequence_index)
-            args.append((tokens.to(self.device),))
+            args.append((self._on_device(tokens),))
             kwargs.append({"microbatch": Microbatch(self.config.train.global_batch_size, key)})
-            targets.append(target.to(self.device))
+            targets.append(self._on_device(target))
         return args, kwargs, targets
+
+    def _on_device(self, x: Tensor) -> Tensor:
+        """Copy from the CPU without waiting for what the device still computes."""
+        if self.device.type == "cuda":
+            x = x.pin_memory()
+        return x.to(self.device, non_blocking=True)
 
     def _loss(self, logits: Tensor, target: Tensor) -> Tensor:
         """This microbatch's share of the step's mean loss: a sum over the global token count."""

@@ -1,0 +1,102 @@
+"""What a rank does around and between its steps, as devices that run behind the host need it."""
+
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+from hp_platform import RankInfo, shutdown
+from hp_schedule import MetaStep, MetaStepType, Span, Timeline
+from hp_train import train
+from hp_train.board import Board
+from hp_train.config import Config
+from hp_train.optimizer import GradientNorm, Parameter
+from hp_train.signals import StopFlag
+from hp_train.task import Worker
+from hp_train.train import Trainer
+
+CONFIG = msgspec.convert(
+    {
+        "launch": {"device": "cpu", "init_timeout_seconds": 7, "step_timeout_seconds": 77},
+        "model": {},
+        "data": {},
+        "train": {},
+    },
+    Config,
+)
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Worker]:
+    board = Board.create(tmp_path / "board", num_ranks=1)
+    yield Worker(info=RankInfo(0, 1, 0, 1), run_dir=tmp_path, board=board, stop=StopFlag())
+    shutdown()
+
+
+def test_control_traffic_may_take_as_long_as_a_step(worker: Worker) -> None:
+    runtime = train._connect(CONFIG, worker)
+    options: Any = runtime.control._get_backend(torch.device("cpu")).options
+    assert runtime.timeout == timedelta(seconds=7)
+    assert options._timeout == timedelta(seconds=77)
+
+
+def test_an_error_is_not_held_up_by_an_orderly_end(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    def wait_for_ever() -> None:
+        raise AssertionError("NCCL would wait here for kernels whose peers never come")
+
+    monkeypatch.setattr(train, "_prepare_data", fail)
+    monkeypatch.setattr(train, "shutdown", wait_for_ever)
+    with pytest.raises(MemoryError):
+        train.main(CONFIG, worker=worker)
+
+
+class _Behind:
+    """The result of a run that the device has not finished when the host returns."""
+
+    losses: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def timeline(self) -> Timeline:
+        time.sleep(0.05)
+        return Timeline([Span(0, MetaStep(MetaStepType.FWD, 0, 0), 0.0, 0.05)])
+
+
+def test_no_rank_is_busy_for_longer_than_its_pipeline_runs() -> None:
+    trainer: Any = SimpleNamespace(
+        _microbatches=lambda *_, **__: ([], [], []),
+        _beat=lambda *_, **__: None,
+        runner=SimpleNamespace(run_microbatches=lambda *_: _Behind()),
+        data=None,
+        next_sequence=0,
+        parameters=[],
+        mesh=None,
+    )
+    _, _, busy = Trainer.compute_gradients(trainer)
+    assert 0 < busy <= 1
+
+
+def test_squares_of_gradients_are_written_once_and_in_their_places(worker: Worker) -> None:
+    runtime = train._connect(CONFIG, worker)
+    whole, experts = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))
+    whole.grad = torch.tensor([1.0, 2.0, 2.0])
+    experts.grad = torch.tensor([[3.0, 4.0], [0.0, 1.0]])
+    mesh: Any = SimpleNamespace(dp_index=0, is_first_expert_replica=True)
+    parameters = [Parameter("z", whole), Parameter("a", experts, range(4, 6))]
+    norm = GradientNorm(parameters, mesh, control=runtime.control)
+    assert list(norm.sizes) == ["a[4]", "a[5]", "z"]
+    assert norm.local_squares(torch.device("cpu")).tolist() == [25.0, 1.0, 9.0]
+    mesh.dp_index, mesh.is_first_expert_replica = 1, False
+    silent = GradientNorm(parameters, mesh, control=runtime.control)
+    assert silent.local_squares(torch.device("cpu")).tolist() == [0.0, 0.0, 0.0]
