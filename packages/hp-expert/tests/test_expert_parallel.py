@@ -240,11 +240,13 @@ def test_bits_do_not_depend_on_interleaving_nor_recomputation(
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-def deferred(group: dist.ProcessGroup, *, defer: bool) -> list[Tensor]:
+def deferred(
+    group: dist.ProcessGroup, run: Callable[[MoE, list[Tensor]], list[Tensor]], *, defer: bool
+) -> list[Tensor]:
     moe = spread(build(dtype=torch.float32), group)
     queue = WeightGradQueue()
     xs = [tokens(group.rank(), seed=s, dtype=torch.float32).requires_grad_() for s in (1, 2)]
-    ys = sequentially(moe, xs)
+    ys = run(moe, xs)
     for key, (x, y) in enumerate(zip(xs, ys, strict=True)):
         if not defer:
             loss_of(y, x).backward()
@@ -259,9 +261,14 @@ def deferred(group: dist.ProcessGroup, *, defer: bool) -> list[Tensor]:
     return [grad for grad in grads if grad is not None]
 
 
-def test_weight_gradients_can_come_after_the_input_gradients_have_left() -> None:
-    actual = run_in_threads(lambda group: deferred(group, defer=True), world_size=2)
-    expected = run_in_threads(lambda group: deferred(group, defer=False), world_size=2)
+@pytest.mark.parametrize("way", WAYS)
+def test_weight_gradients_can_come_after_the_input_gradients_have_left(
+    way: Callable[[MoE, list[Tensor]], list[Tensor]],
+) -> None:
+    actual = run_in_threads(lambda group: deferred(group, way, defer=True), world_size=2)
+    expected = run_in_threads(
+        lambda group: deferred(group, sequentially, defer=False), world_size=2
+    )
     for mine, theirs in zip(actual, expected, strict=True):
         assert len(mine) == len(theirs)
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))

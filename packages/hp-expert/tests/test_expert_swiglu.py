@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hp_expert import ExpertBatch, GroupedExperts, LocalDispatcher, grouped, loop, routed_swiglu
-from hp_expert.swiglu_types import Backend
+from hp_expert.swiglu import routed_swiglu_by
+from hp_expert.swiglu_types import Backend, ExpertWeights
 from hp_platform import WeightGradQueue
 
 TOKENS, DIM, HIDDEN = 13, 8, 16
@@ -65,7 +66,9 @@ def plain(inputs: list[Tensor], experts: Tensor) -> Tensor:
 def applied(inputs: list[Tensor], experts: Tensor, backend: Backend | None = None) -> Tensor:
     x, weights, w1, w3, w2 = inputs
     batch = batch_of(x, weights, experts, w1.shape[0])
-    return routed_swiglu(batch, w1, w3, w2, backend=backend)
+    if backend is None:
+        return routed_swiglu(batch, w1, w3, w2)
+    return routed_swiglu_by(backend, batch, ExpertWeights(w1, w3, w2))
 
 
 def results(run: Callable[[], Tensor], inputs: list[Tensor]) -> list[Tensor]:

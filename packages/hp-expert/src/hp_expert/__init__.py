@@ -1,7 +1,8 @@
 """Expert parallelism for mixture-of-experts models: stateless dispatch, one host read per layer."""
 
+from hp_expert.all_to_all import AllToAllDispatcher
 from hp_expert.batch import ExpertBatch
-from hp_expert.dispatch import AllToAllDispatcher, Dispatcher, DispatchState, LocalDispatcher
+from hp_expert.dispatch import Dispatcher, DispatchState, LocalDispatcher
 from hp_expert.experts import GroupedExperts
 from hp_expert.moe import MoE
 from hp_expert.permute import Permutation, gather_slots, sort_by_expert, sum_slots

@@ -13,8 +13,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from hp_expert.all_to_all import AllToAllDispatcher
 from hp_expert.batch import ExpertBatch
-from hp_expert.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
+from hp_expert.dispatch import Dispatcher, LocalDispatcher
 from hp_expert.experts import GroupedExperts
 from hp_platform import resolve_group
 

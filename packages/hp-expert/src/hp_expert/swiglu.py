@@ -25,10 +25,8 @@ from hp_expert.weight_gradient import WeightGradient
 from hp_platform import wait_tensor
 
 
-def routed_swiglu(
-    batch: ExpertBatch, w1: Tensor, w3: Tensor, w2: Tensor, *, backend: Backend | None = None
-) -> Tensor:
-    """Apply the experts to a batch.
+def routed_swiglu(batch: ExpertBatch, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:
+    """Apply the experts to a batch, in the way that is fastest for its device, dtype and size.
 
     Differentiable once, with respect to rows, routing weights, w1, w3 and w2. Weights that are
     wider than the rows are cast to their dtype and get gradients in their own.
@@ -38,7 +36,6 @@ def routed_swiglu(
         w1: Gate projections [L, H, D].
         w3: Up projections [L, H, D].
         w2: Down projections [L, D, H].
-        backend: How to compute; by default the fastest one for this device, dtype and size.
 
     Returns:
         [N, D], of the dtype of the rows.
@@ -49,9 +46,13 @@ def routed_swiglu(
     """
     batch = batch._replace(rows=autocast(batch.rows))
     _require_fit(batch, w1)
-    chosen = backend or _fastest(batch, w1)
+    return routed_swiglu_by(_fastest(batch, w1), batch, ExpertWeights(w1, w3, w2))
+
+
+def routed_swiglu_by(backend: Backend, batch: ExpertBatch, weights: ExpertWeights) -> Tensor:
+    """Apply the experts to a batch in the given way; see `routed_swiglu`."""
     with torch.autocast(batch.rows.device.type, enabled=False):
-        out: Tensor = _RoutedSwiGLU.apply(batch.rows, batch.weights, w1, w3, w2, batch, chosen)
+        out: Tensor = _RoutedSwiGLU.apply(batch.rows, batch.weights, *weights, batch, backend)
     return out
 
 
