@@ -18,6 +18,7 @@ def _metrics(step: int, eval_loss: float | None = None) -> StepMetrics:
         tokens=step * 100,
         tokens_per_second=1e3,
         step_seconds=0.1,
+        cpu_seconds=0.2,
         peak_memory_bytes=1 << 20,
         bubble=0.25,
         eval_loss=eval_loss,

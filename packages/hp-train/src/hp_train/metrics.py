@@ -25,6 +25,7 @@ class StepMetrics:
         tokens: Tokens trained on since the start of the run.
         tokens_per_second: Of this step, over all ranks.
         step_seconds: Wall time of this step.
+        cpu_seconds: CPU time of all ranks since the step before, evaluation and saving included.
         peak_memory_bytes: The largest of any rank: CUDA allocations, resident set on the CPU.
         bubble: Share of the ranks' time in the pipeline that went into no stage's compute.
         eval_loss: Mean cross-entropy on held-out text, where it was evaluated.
@@ -38,6 +39,7 @@ class StepMetrics:
     tokens: int
     tokens_per_second: float
     step_seconds: float
+    cpu_seconds: float
     peak_memory_bytes: int
     bubble: float
     eval_loss: float | None = None
