@@ -66,6 +66,8 @@ def _environment(torch: str = "") -> dict[str, str]:
     """Return what makes pip and uv resolve alike: the pins and the places to look in."""
     constraints = _constraints(torch or _torch_requirement())
     env = {"PIP_CONSTRAINT": constraints, "UV_CONSTRAINT": constraints}
+    # Where it is set, every process would compile torch's sources again: twice the time of import.
+    env["PYTHONDONTWRITEBYTECODE"] = ""
     # uv reads none of pip's variables, and separates places with commas where pip uses spaces.
     links = os.environ.get("PIP_FIND_LINKS", "").split()
     index = os.environ.get("HP_TORCH_INDEX", "")
