@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 import torch
@@ -79,13 +80,16 @@ def write_corpus(directory: Path) -> Path:
     return path
 
 
-def train_in(config: Config, directory: Path, *, until: int | None = None) -> Result:
+def train_in(
+    config: Config, directory: Path, *, until: int | None = None, device: str = "cpu"
+) -> Result:
     """Train in the layout of the config and bring back what rank 0 gathered.
 
     Args:
         config: Of the run; goes on from the directory's last checkpoint if there is one.
         directory: Of the run.
         until: Save a checkpoint after this step and end; None trains for ``train.steps``.
+        device: ``"cuda"``: each rank takes a GPU, or several share one, with the backend for that.
     """
     directory.mkdir(parents=True, exist_ok=True)
     prepare(
@@ -94,17 +98,22 @@ def train_in(config: Config, directory: Path, *, until: int | None = None) -> Re
         tokenizer=load_tokenizer(""),
         eval_fraction=config.data.eval_fraction,
     )
-    run = partial(_train_rank, msgspec.json.encode(config), str(directory), until)
+    address = f"file://{directory}/rendezvous-{uuid4().hex}"
+    run = partial(_train_rank, msgspec.json.encode(config), str(directory), until, device, address)
     results = run_distributed(run, world_size=config.world_size, timeout=120)
     assert isinstance(results[0], Result)
     return results[0]
 
 
-def _train_rank(encoded: bytes, directory: str, until: int | None) -> Result | None:
+def _train_rank(
+    encoded: bytes, directory: str, until: int | None, device: str, address: str
+) -> Result | None:
     config = msgspec.json.decode(encoded, type=Config)
     info = RankInfo.from_env()
     assert info is not None
-    runtime = initialize(info, device_type="cpu")
+    if device != "cpu":
+        shutdown()  # the world that `run_distributed` has made is one of Gloo
+    runtime = initialize(info, device_type=device, init_method=address)
     worker = worker_of(info, Path(directory))
     trainer = Trainer(config, worker, runtime, load_tokenizer(""))
     trainer.resume()
@@ -139,10 +148,10 @@ def _whole(trainer: Trainer, *, gradients: bool) -> dict[str, torch.Tensor]:
         tensor = parameter.tensor.grad if gradients else parameter.tensor.detach()
         assert tensor is not None
         if parameter.experts is None:
-            mine[parameter.name] = tensor.clone()
+            mine[parameter.name] = tensor.cpu().clone()
         else:
             for row, expert in zip(tensor, parameter.experts, strict=True):
-                mine[f"{parameter.name}[{expert}]"] = row.clone()
+                mine[f"{parameter.name}[{expert}]"] = row.cpu().clone()
     everyone: list[dict[str, torch.Tensor]] = [{} for _ in range(trainer.runtime.info.world_size)]
     dist.all_gather_object(everyone, mine, group=trainer.runtime.control)
     whole: dict[str, torch.Tensor] = {}
