@@ -138,6 +138,7 @@ def test_an_address_may_be_given(tmp_path_factory: pytest.TempPathFactory) -> No
 @pytest.fixture
 def two_gpus(clean: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine that seems to have two GPUs and NCCL 2.29."""
+    clean.setenv("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     clean.setattr(torch.cuda, "device_count", lambda: 2)
     clean.setattr(torch.cuda, "set_device", lambda _: None)
     clean.setattr(dist, "is_nccl_available", lambda: True)
@@ -196,6 +197,19 @@ def test_sharing_through_gloo_says_so_once(
     assert started["device_id"] is None
     (notice,) = caplog.messages
     assert notice == "2 ranks share a GPU and this NCCL cannot: using Gloo through the host"
+
+
+@pytest.mark.parametrize("wanted", [None, "true"])
+def test_sends_on_groups_of_their_own_are_not_warned_of(
+    two_gpus: pytest.MonkeyPatch, wanted: str | None
+) -> None:
+    name = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+    two_gpus.setenv(name, wanted or "")
+    if wanted is None:
+        two_gpus.delenv(name)
+    _started_with(two_gpus)
+    _create_default_group(RankInfo(0, 2, 0, 2), GPU, timedelta(1), None)
+    assert os.environ[name] == (wanted or "false")
 
 
 def test_sharing_through_nccl_turns_its_switch_on(two_gpus: pytest.MonkeyPatch) -> None:

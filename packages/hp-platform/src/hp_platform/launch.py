@@ -145,6 +145,10 @@ def _create_default_group(
     backend = backend_for(device, ranks_per_device=shared)
     if shared > 1 and backend == "nccl":
         allow_shared_devices()
+    if backend == "nccl":
+        # Several lines from every rank at its first send. A group for each directed edge, as
+        # pipelines here have them, is the remedy that the warning asks for.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     if shared > 1 and backend == "gloo" and info.local_rank == 0 and not nccl_shares_devices():
         _log.warning(
             "%d ranks share a GPU and this NCCL cannot: using Gloo through the host", shared
