@@ -159,3 +159,15 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"data\.tokenizer"):
         load_tokenizer(str(tmp_path / "t.json"))
+
+
+def test_every_document_is_a_sign_of_life(tmp_path: Path) -> None:
+    beats: list[None] = []
+    prepare(
+        tmp_path / "data",
+        paths=[_corpus(tmp_path / "corpus", 7)],
+        tokenizer=BYTES,
+        eval_fraction=0.5,
+        on_document=lambda: beats.append(None),
+    )
+    assert len(beats) == 7

@@ -12,15 +12,17 @@ import pytest
 import torch
 from torch import nn
 
-from hp_platform import RankInfo, shutdown
+from hp_platform import RankInfo, initialize, shutdown
+from hp_platform.testing import run_distributed
 from hp_schedule import MetaStep, MetaStepType, Span, Timeline
 from hp_train import train
 from hp_train.board import Board
 from hp_train.config import Config
+from hp_train.errors import DataError
 from hp_train.optimizer import GradientNorm, Parameter
 from hp_train.signals import StopFlag
 from hp_train.task import Worker
-from hp_train.train import Trainer
+from hp_train.train import Trainer, require_same_data
 
 CONFIG = msgspec.convert(
     {
@@ -100,3 +102,19 @@ def test_squares_of_gradients_are_written_once_and_in_their_places(worker: Worke
     mesh.dp_index, mesh.is_first_expert_replica = 1, False
     silent = GradientNorm(parameters, mesh, control=runtime.control)
     assert silent.local_squares(torch.device("cpu")).tolist() == [0.0, 0.0, 0.0]
+
+
+def _compare_digests(differs: bool) -> str:
+    runtime = initialize(device_type="cpu")
+    mine = ("train", "eval 2" if differs and runtime.info.rank == 2 else "eval")
+    try:
+        require_same_data(mine, control=runtime.control)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_read_other_text_are_named_on_every_rank() -> None:
+    assert run_distributed(_compare_digests, False, world_size=3) == [""] * 3
+    said = run_distributed(_compare_digests, True, world_size=3)
+    assert set(said) == {"ranks 0 and 2 must read the same text, but their tokens differ"}

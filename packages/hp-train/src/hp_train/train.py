@@ -82,23 +82,46 @@ def _connect(config: Config, worker: Worker) -> Runtime:
 
 def _prepare_data(config: Config, worker: Worker, runtime: Runtime) -> Tokenizer:
     """Tokenise once per node; every rank learns of a failure before anything is built on it."""
-    worker.board.beat(step=0, phase="prepare data", waiting=worker.info.local_rank != 0)
+    prepares = worker.info.local_rank == 0
+
+    def beat() -> None:
+        worker.board.beat(step=0, phase="prepare data", waiting=not prepares)
+
+    beat()
     error: Exception | None = None
     tokenizer: Tokenizer | None = None
     try:
         tokenizer = load_tokenizer(config.data.tokenizer)
-        if worker.info.local_rank == 0:
+        if prepares:
             prepare(
                 worker.run_dir / "data",
                 paths=config.data.paths,
                 tokenizer=tokenizer,
                 eval_fraction=config.data.eval_fraction,
+                on_document=beat,
             )
     except Exception as failure:  # noqa: BLE001 - every rank must hear of it
         error = failure
     agree(error, group=runtime.control, where="prepare data")
     assert tokenizer is not None
     return tokenizer
+
+
+def require_same_data(digests: tuple[str, ...], *, control: dist.ProcessGroup) -> None:
+    """Compare what the ranks read: nodes without shared storage each tokenise their own copy.
+
+    Args:
+        digests: Of this rank's splits.
+        control: Group over all ranks for objects.
+
+    Raises:
+        DataError: On every rank, when two of them differ.
+    """
+    everyone: list[tuple[str, ...]] = [()] * control.size()
+    dist.all_gather_object(everyone, digests, group=control)
+    other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
+    if other is not None:
+        raise DataError(f"ranks 0 and {other} must read the same text, but their tokens differ")
 
 
 class Trainer:
@@ -142,6 +165,7 @@ class Trainer:
         self.norm = GradientNorm(self.parameters, self.mesh, control=runtime.control)
         self.data = self._open("train", seed=config.run.seed)
         self.held_out = self._open("eval", seed=None)
+        require_same_data((self.data.digest, self.held_out.digest), control=runtime.control)
 
     @property
     def is_main(self) -> bool:

@@ -9,7 +9,7 @@ Shape symbols: B sequences, S positions.
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,12 @@ _SPLITS = ("train", "eval")
 
 
 def prepare(
-    directory: Path, *, paths: Sequence[str], tokenizer: Tokenizer, eval_fraction: float
+    directory: Path,
+    *,
+    paths: Sequence[str],
+    tokenizer: Tokenizer,
+    eval_fraction: float,
+    on_document: Callable[[], None] = lambda: None,
 ) -> None:
     """Tokenise the corpus into ``train.bin`` and ``eval.bin``, once per run directory.
 
@@ -41,6 +46,7 @@ def prepare(
         paths: ``data.paths``; empty for the standard library.
         tokenizer: Its ids are stored in the narrowest dtype that holds them.
         eval_fraction: Share of documents held out.
+        on_document: Called before each document, for heartbeats.
 
     Raises:
         DataError: When the sources cannot be read or hold no text.
@@ -50,7 +56,7 @@ def prepare(
         return
     directory.mkdir(parents=True, exist_ok=True)
     documents = read_documents(paths) if paths else standard_library()
-    streams = _tokenize(documents, tokenizer, eval_fraction)
+    streams = _tokenize(documents, tokenizer, eval_fraction, on_document)
     about: dict[str, Any] = {"vocab_size": tokenizer.vocab_size}
     for split, stream in zip(_SPLITS, streams, strict=True):
         if not stream.size:
@@ -70,10 +76,14 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def _tokenize(
-    documents: Iterable[Document], tokenizer: Tokenizer, eval_fraction: float
+    documents: Iterable[Document],
+    tokenizer: Tokenizer,
+    eval_fraction: float,
+    on_document: Callable[[], None],
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     parts: tuple[list[NDArray[Any]], list[NDArray[Any]]] = ([], [])
     for document in documents:
+        on_document()
         ids = tokenizer.encode(document.text)
         parts[_is_held_out(document.name, eval_fraction)].extend(
             (ids, np.full(1, tokenizer.separator, dtype=ids.dtype))
