@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration_tests.layouts import Result, config_of, train_in
 
 from hp_platform.testing import compare
+from integration_tests.layouts import Result, config_of, train_in
 
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "pp2-ep2-interleaved": {

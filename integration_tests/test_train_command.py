@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from integration_tests.layouts import write_corpus
 
 from hp_train.board import Board
+from integration_tests.layouts import write_corpus
 
 TINY = {
     "launch.hang_seconds": 60,
