@@ -40,7 +40,8 @@ def cpu_seconds_per_step(layout: list[str]) -> float:
         command = [sys.executable, "-m", "hp_train", "train", *settings]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # noqa: S603  # our own
         lines = Path(directory, "bench", "metrics.jsonl").read_text().splitlines()
-    return statistics.median(json.loads(line)["cpu_seconds"] for line in lines[LEFT_OUT:])
+    seconds: list[float] = [json.loads(line)["cpu_seconds"] for line in lines[LEFT_OUT:]]
+    return statistics.median(seconds)
 
 
 def main() -> None:
