@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hp_platform.testing import compare
-from hp_train import launch
+from hp_train.launch import launcher
 from integration_tests.layouts import config_of, train_in, write_corpus
 from integration_tests.test_layouts_agree import LAYOUTS
 from integration_tests.test_train_command import TINY, finish, metrics_of, start
@@ -102,7 +102,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_what_ranks_are_forked_from_has_not_touched_the_gpu() -> None:
-    modules = [*launch._PRELOADED, *launch._PRELOADED_FOR_TRAINING]
+    modules = [*launcher._PRELOADED, *launcher._PRELOADED_FOR_TRAINING]
     environment = os.environ | {"PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-c", FORK, *modules]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

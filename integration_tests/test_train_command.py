@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hp_train.board import Board
+from hp_train.launch.board import Board
 from integration_tests.layouts import write_corpus
 
 TINY = {

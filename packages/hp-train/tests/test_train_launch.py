@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from hp_train import launch
 from hp_train.errors import ConfigError
+from hp_train.launch import launcher
+from hp_train.launch.rundir import locked
+from hp_train.launch.supervise import Board, kill_ranks, process_state
 from hp_train.options import Resolved, resolve
-from hp_train.rundir import locked
-from hp_train.supervise import Board, kill_ranks, process_state
 
 _WAIT_SECONDS = 60.0
 
@@ -36,7 +36,7 @@ def resolved(folder: Path, name: str, *overrides: tuple[str, object]) -> Resolve
 
 
 def run(folder: Path, name: str, entry: str = "trains", *overrides: tuple[str, object]) -> int:
-    return launch.run(resolved(folder, name, *overrides), _entry=f"train_launch_ranks:{entry}")
+    return launcher.run(resolved(folder, name, *overrides), _entry=f"train_launch_ranks:{entry}")
 
 
 def when_started(run_dir: Path, act: Callable[[int], None]) -> threading.Thread:
@@ -115,7 +115,7 @@ def test_ranks_that_die_all_at_once_end_the_run(
 def test_a_process_that_does_not_end_after_its_work_does_not_keep_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "_REAP_SECONDS", 0.3)
+    monkeypatch.setattr(launcher, "_REAP_SECONDS", 0.3)
     assert run(tmp_path, "done", "leaves_a_thread") == 0
 
 
@@ -173,7 +173,7 @@ def test_ranks_that_do_not_save_in_time_are_killed(
 def test_a_signal_before_any_process_exists_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launch, "_start_server", lambda _entry: send(signal.SIGTERM))
+    monkeypatch.setattr(launcher, "_start_server", lambda _entry: send(signal.SIGTERM))
     assert run(tmp_path, "early") == 75
     assert "before any process was started, nothing to save" in capfd.readouterr().err
 
@@ -183,7 +183,7 @@ def test_a_signal_while_ranks_start_stops_them_when_they_have(
     seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        launch,
+        launcher,
         "_start_server",
         lambda _entry: threading.Timer(seconds, send, [signal.SIGTERM]).start(),
     )
@@ -201,7 +201,7 @@ def test_a_name_is_used_once_and_resumed_by_its_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must be new in"):
         run(tmp_path, "named", "returns")
     again = resolve(None, [("run.resume", str(tmp_path / "named")), ("run.seed", 3)], env={})
-    assert launch.run(again, _entry="train_launch_ranks:returns") == 0
+    assert launcher.run(again, _entry="train_launch_ranks:returns") == 0
     saved = tomllib.loads((tmp_path / "named" / "config.toml").read_text())
     assert (saved["run"]["seed"], saved["run"]["resume"]) == (3, "")
 

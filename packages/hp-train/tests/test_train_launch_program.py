@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # exported, but untyped
 
-from hp_train.supervise import process_state
+from hp_train.launch.supervise import process_state
 
 _PROGRAM = Path(__file__).with_name("train_launch_ranks.py")
 _WAIT_SECONDS = 60.0

@@ -16,12 +16,12 @@ from hp_platform import RankInfo, initialize, shutdown
 from hp_platform.testing import run_distributed
 from hp_schedule import MetaStep, MetaStepType, Span, Timeline
 from hp_train import train
-from hp_train.board import Board
 from hp_train.config import Config
 from hp_train.errors import DataError
+from hp_train.launch.board import Board
+from hp_train.launch.signals import StopFlag
+from hp_train.launch.task import Worker
 from hp_train.optimizer import GradientNorm, Parameter
-from hp_train.signals import StopFlag
-from hp_train.task import Worker
 from hp_train.train import Trainer, require_same_data
 
 CONFIG = msgspec.convert(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hp_train.signals import ONE_REQUEST_SECONDS, STOP_SIGNALS, StopFlag, StopTrap
+from hp_train.launch.signals import ONE_REQUEST_SECONDS, STOP_SIGNALS, StopFlag, StopTrap
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def test_what_the_launcher_passes_on_raises_the_flag() -> None:
 def test_a_second_request_ends_a_rank_at_once() -> None:
     program = f"""
         import os, signal, time
-        from hp_train.signals import StopFlag
+        from hp_train.launch.signals import StopFlag
         StopFlag().install()
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep({ONE_REQUEST_SECONDS + 0.1})

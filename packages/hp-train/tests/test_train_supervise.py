@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hp_train.board import Board, State
-from hp_train.supervise import Verdict, Watch, kill_ranks, process_state
+from hp_train.launch.board import Board, State
+from hp_train.launch.supervise import Verdict, Watch, kill_ranks, process_state
 
 
 @dataclass

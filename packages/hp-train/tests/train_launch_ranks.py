@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from hp_train.config import Config
 from hp_train.errors import PREEMPTED, DataError
-from hp_train.launch import Worker, run
+from hp_train.launch.launcher import run
+from hp_train.launch.task import Worker
 from hp_train.options import resolve
 
 STEPS = 100_000

@@ -8,10 +8,10 @@ from typing import NoReturn
 from hp_train import __version__
 from hp_train.environment import speaks_for_node
 from hp_train.errors import ConfigError, HpError
+from hp_train.launch.signals import ignore_stops
 from hp_train.options import Resolved, resolve, shipped, split_overrides
 from hp_train.render import to_json, to_lines, to_toml
 from hp_train.schema import did_you_mean, fields
-from hp_train.signals import ignore_stops
 
 _OVERRIDES = "--section.key value, --section.key=value or section.key=value sets any key."
 
@@ -69,7 +69,7 @@ def _main(argv: Sequence[str]) -> int:
         return _print_config(resolved, options)
     if options.dry_run:
         return _dry_run(resolved)
-    from hp_train.launch import run  # noqa: PLC0415 - only what trains needs it
+    from hp_train.launch.launcher import run  # noqa: PLC0415 - only what trains needs it
 
     return run(resolved)
 

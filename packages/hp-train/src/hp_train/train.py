@@ -25,6 +25,7 @@ from hp_train.config import Config, to_dict
 from hp_train.data import Dataset, Tokenizer, load_tokenizer, prepare
 from hp_train.errors import PREEMPTED, CheckpointError, DataError, NumericsError
 from hp_train.generate import continue_text
+from hp_train.launch.task import Worker
 from hp_train.mesh import Layout, build_mesh
 from hp_train.metrics import Console, MetricsWriter, StepMetrics, peak_memory_bytes
 from hp_train.model import DropoutKey, Microbatch
@@ -39,7 +40,6 @@ from hp_train.optimizer import (
 from hp_train.parallelize import build_pipeline
 from hp_train.report import planned_and_actual, write_report
 from hp_train.state import checkpoint_tensors, materialize_optimizer, set_optimizer_steps
-from hp_train.task import Worker
 
 
 def main(config: Config, *, worker: Worker) -> int:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hp_train.board import Board, Slot, State
 from hp_train.errors import HangError, RankLostError
+from hp_train.launch.board import Board, Slot, State
 
 __all__ = [
     "Board",

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hp_train.board import Board
 from hp_train.config import Config
-from hp_train.signals import StopFlag
+from hp_train.launch.board import Board
+from hp_train.launch.signals import StopFlag
 
 if TYPE_CHECKING:
     from hp_platform import RankInfo

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 
 from hp_platform import PeerError, RankInfo
-from hp_train.board import Board
 from hp_train.config import Config
 from hp_train.errors import HpError
-from hp_train.lifetime import die_with
-from hp_train.signals import StopFlag
-from hp_train.task import Task, Worker, error_file, stack_file
+from hp_train.launch.board import Board
+from hp_train.launch.lifetime import die_with
+from hp_train.launch.signals import StopFlag
+from hp_train.launch.task import Task, Worker, error_file, stack_file
 
 _HOLD_SECONDS = 10.0
 _ECHOES = (

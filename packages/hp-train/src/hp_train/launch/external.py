@@ -13,14 +13,14 @@ from pathlib import Path
 from torch.distributed.rendezvous import rendezvous
 
 from hp_platform import RankInfo
-from hp_train.board import Board
 from hp_train.environment import slurm_rendezvous
 from hp_train.errors import PREEMPTED, ConfigError
+from hp_train.launch.board import Board
+from hp_train.launch.rundir import make_run_directory, write_config
+from hp_train.launch.signals import StopFlag
+from hp_train.launch.task import Worker, drop_empty, error_file, stack_file
+from hp_train.launch.worker import report_stacks, run_guarded
 from hp_train.options import Resolved
-from hp_train.rundir import make_run_directory, write_config
-from hp_train.signals import StopFlag
-from hp_train.task import Worker, drop_empty, error_file, stack_file
-from hp_train.worker import report_stacks, run_guarded
 
 _STORE_TIMEOUT = timedelta(minutes=5)
 

@@ -12,20 +12,18 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hp_train.board import Board, State
 from hp_train.environment import external_world
 from hp_train.errors import PREEMPTED, ConfigError
-from hp_train.lifetime import LAUNCHER_VARIABLE
-from hp_train.rundir import locked, make_run_directory, write_config
-from hp_train.signals import STOP_SIGNALS, StopTrap
-from hp_train.supervise import Verdict, Watch, gone, kill_ranks, most_suspect
-from hp_train.task import Task, Worker, drop_empty, error_file, stack_file
+from hp_train.launch.board import Board, State
+from hp_train.launch.lifetime import LAUNCHER_VARIABLE
+from hp_train.launch.rundir import locked, make_run_directory, write_config
+from hp_train.launch.signals import STOP_SIGNALS, StopTrap
+from hp_train.launch.supervise import Verdict, Watch, gone, kill_ranks, most_suspect
+from hp_train.launch.task import Task, drop_empty, error_file, stack_file
 
 if TYPE_CHECKING:
-    from hp_train.elastic import ElasticRanks
+    from hp_train.launch.elastic import ElasticRanks
     from hp_train.options import Resolved
-
-__all__ = ["Worker", "run"]
 
 _ENTRY = "hp_train.train:main"
 _LOOK_SECONDS = 0.05
@@ -35,7 +33,7 @@ _STACK_LINES = 12
 # torch imports the last three by itself at the first use of an optimizer, of a lazy collective and
 # of a checkpoint; every rank would take seconds for each of them, all at the same time.
 _PRELOADED = (
-    "hp_train.zygote",
+    "hp_train.launch.zygote",
     "torch.distributed.elastic.multiprocessing",
 )
 _PRELOADED_FOR_TRAINING = (
@@ -60,7 +58,7 @@ def run(resolved: Resolved, *, _entry: str = _ENTRY) -> int:
         ConfigError: When the run directory or the device cannot be used.
     """
     if external_world() is not None:
-        from hp_train import external  # noqa: PLC0415 - imports torch
+        from hp_train.launch import external  # noqa: PLC0415 - imports torch
 
         return external.run(resolved, entry=_entry)
     with StopTrap() as trap:
@@ -76,7 +74,7 @@ def _run_ranks(resolved: Resolved, run_dir: Path, trap: StopTrap, entry: str) ->
     # Imported while the server does the same.
     import torch  # noqa: PLC0415
 
-    from hp_train.elastic import ElasticRanks  # noqa: PLC0415
+    from hp_train.launch.elastic import ElasticRanks  # noqa: PLC0415
 
     if config.launch.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError('launch.device ("cuda") must be cpu or auto where there is no GPU')
@@ -256,7 +254,7 @@ def _describe_exit(code: int | None) -> str:
 
 def _is_of_training(frame: str) -> bool:
     """Whether a line of a stack lies above what starts every rank."""
-    return "hp_train/worker.py" not in frame
+    return "hp_train/launch/worker.py" not in frame
 
 
 def _first_line(path: Path) -> str:

@@ -1,7 +1,7 @@
 """Ranks on this machine through torch's elastic launcher.
 
-Importing this takes as long as importing torch; `hp_train.launch` does so when the server that
-ranks are forked from is already under way.
+Importing this takes as long as importing torch; `hp_train.launch.launcher` does so when the server
+that ranks are forked from is already under way.
 """
 
 import logging
@@ -12,8 +12,8 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from hp_train.task import Task
-from hp_train.worker import work
+from hp_train.launch.task import Task
+from hp_train.launch.worker import work
 
 _POLL_SECONDS = 0.1
 _TALKATIVE = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")

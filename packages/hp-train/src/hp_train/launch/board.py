@@ -143,7 +143,7 @@ class Board:
         )
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop; see Note [one request] in `hp_train.signals`."""
+        """Ask all ranks to stop; see Note [one request] in `hp_train.launch.signals`."""
         self._memory[0] = 1
 
     def stop_requested(self) -> bool:
