@@ -153,7 +153,8 @@ def test_a_second_signal_ends_everything_at_once(
 
     def ask_twice(pid: int) -> None:
         pids.append(pid)
-        send(signal.SIGTERM, signal.SIGINT)
+        # Long enough for the ranks to notice the first, on a busy machine too.
+        send(signal.SIGTERM, signal.SIGINT, seconds_between=2.5)
 
     when_started(tmp_path / "twice", ask_twice)
     assert run(tmp_path, "twice", "never_saves") == 130
