@@ -26,14 +26,14 @@ TINY = {
     "model.dropout": 0.1,
     "data.seq_len": 16,
     "data.eval_fraction": 0.2,
-    "train.steps": 6,
+    "train.steps": 24,
     "train.global_batch_size": 16,
     "train.microbatch_size": 2,
     "train.warmup_steps": 2,
     "train.log_every": 1,
-    "train.eval_every": 3,
+    "train.eval_every": 12,
     "train.eval_batches": 1,
-    "train.save_every": 3,
+    "train.save_every": 12,
     "train.sample_tokens": 4,
 }
 
@@ -84,7 +84,7 @@ def test_a_run_says_what_it_is_and_where_it_is_kept(whole: tuple[Path, str]) -> 
     run, output = whole
     assert "pp 2 x dp 2 (ep 2)" in output
     assert "4 processes on" in output
-    for step in range(1, 7):
+    for step in range(1, 25):
         assert f"step {step:>5}  loss" in output
     assert "sample:" in output
     assert run.is_dir()
@@ -93,10 +93,10 @@ def test_a_run_says_what_it_is_and_where_it_is_kept(whole: tuple[Path, str]) -> 
 def test_a_run_leaves_metrics_pictures_and_a_checkpoint(whole: tuple[Path, str]) -> None:
     run, _ = whole
     rows = metrics_of(run)
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows] == list(range(1, 25))
     keys = {"loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds"}
     assert all(keys | {"peak_memory_bytes"} <= row.keys() for row in rows)
-    assert [row["step"] for row in rows if "eval_loss" in row] == [3, 6]
+    assert [row["step"] for row in rows if "eval_loss" in row] == [12, 24]
     for name in ("config.toml", "loss.svg", "timeline.svg", "timeline.json"):
         assert (run / name).stat().st_size > 100, name
     trace = json.loads((run / "timeline.json").read_text())
@@ -122,7 +122,7 @@ def test_a_stopped_run_is_resumed_bit_exactly(
     assert "stopped on request after step" in output
     run = metrics.parent
     done = len(metrics_of(run))
-    assert 2 <= done < 6
+    assert 2 <= done < 24
     status, output = finish(start(["--resume", str(run)]))
     assert status == 0, output
     assert f"resumed from {run}" in output
