@@ -60,7 +60,8 @@ def fails_alone(_config: Config, *, worker: Worker) -> int:  # noqa: ARG001
 
 
 def _tell_started(worker: Worker) -> None:
-    file = worker.run_dir / "starting"
+    """Every rank tells; a file of its own, for the first rename takes a shared one away."""
+    file = worker.run_dir / f"starting-{worker.info.rank}"
     file.write_text(str(os.getpid()))
     file.rename(worker.run_dir / "started")
 
