@@ -1,0 +1,91 @@
+"""The backward of one microbatch in one stage, whole or in two parts."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hp_platform import WeightGradQueue
+
+Grads = tuple[Tensor | None, ...]
+"""One gradient per tensor; None where nothing reached it."""
+
+WeightBackward = Callable[[], None]
+"""Computes the weight gradients that were put off; called once."""
+
+
+class BackwardSplitter(Protocol):
+    """Splits a stage's backward in two. Keeps no state of a run, so any thread may call it."""
+
+    def split_backward(
+        self,
+        module: nn.Module,
+        outputs: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        *,
+        inputs: Sequence[Tensor],
+    ) -> tuple[Grads, WeightBackward]:
+        """Run the part of the backward that the stage before waits for.
+
+        Args:
+            module: Whose parameters get gradients, of which any part may be put off.
+            outputs: Where the backward starts: tensors that require grad, each with its graph.
+            grads: Their gradients, as many.
+            inputs: What the forward received, leaves that require grad; may be empty.
+
+        Returns:
+            The gradients of the inputs, and the function that computes what was put off and
+            accumulates it into the `grad` of the parameters.
+        """
+        ...
+
+
+class DeferringSplitter:
+    """Splits where layers hand their weight gradients to hp-platform's queue; the default.
+
+    One backward runs, and every operation once: layers made of `hp_platform.linear` or
+    `hp_platform.submit_weight_grad` put theirs off, all others compute theirs in the first part.
+    """
+
+    def split_backward(
+        self,
+        module: nn.Module,
+        outputs: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        *,
+        inputs: Sequence[Tensor],
+    ) -> tuple[Grads, WeightBackward]:
+        """Run the backward with the weight gradients of such layers put off."""
+        del module
+        queue = WeightGradQueue()
+        with queue.defer(0):
+            found = full_backward(outputs, grads, inputs=inputs)
+
+        def finish() -> None:
+            queue.flush(0)
+
+        return found, finish
+
+
+def full_backward(
+    outputs: Sequence[Tensor], grads: Sequence[Tensor], *, inputs: Sequence[Tensor]
+) -> Grads:
+    """Run the whole backward; parameter gradients accumulate.
+
+    Args:
+        outputs: As in `BackwardSplitter.split_backward`.
+        grads: Their gradients, as many.
+        inputs: Leaves that require grad.
+
+    Returns:
+        The gradients of the inputs, whose `grad` is None again.
+    """
+    if outputs:
+        # In this thread, so that what is bound to it (deferred weight gradients) applies.
+        with torch.autograd.set_multithreading_enabled(False):
+            torch.autograd.backward(list(outputs), list(grads))
+    found = tuple(leaf.grad for leaf in inputs)
+    for leaf in inputs:
+        leaf.grad = None
+    return found
