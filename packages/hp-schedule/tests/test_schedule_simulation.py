@@ -14,6 +14,7 @@ from hp_schedule import (
     one_f_one_b,
     simulate,
 )
+from hp_schedule.costs import PerStep
 
 
 def _share_costs(num_stages_per_rank: int, latency: float) -> Costs:
@@ -60,6 +61,20 @@ def test_costs_may_differ_from_stage_to_stage() -> None:
     costs = Costs(forward=[1, 5], input_grad=[1, 2], weight_grad=0)
     result = simulate(gpipe(2, num_microbatches=2), costs)
     assert result.makespan == 1 + 5 + 5 + 2 + 2 + 1
+
+
+def test_costs_may_differ_from_microbatch_to_microbatch() -> None:
+    costs = Costs(forward=[[1, 2], 3], input_grad=[[1, 4], [2, 5]], weight_grad=0)
+    result = simulate(gpipe(2, num_microbatches=2), costs)
+    assert result.makespan == 1 + 3 + 3 + 2 + 5 + 4
+
+
+def test_latency_may_differ_from_edge_to_edge() -> None:
+    there, back = 0.25, 4
+    result = simulate(gpipe(2, num_microbatches=1), Costs(latency={(0, 1): there, (1, 0): back}))
+    assert result.makespan == 1 + there + 1 + 2 + back + 2
+    with pytest.raises(ValueError, match=r"latency must have the edge \(1, 0\)"):
+        simulate(gpipe(2, num_microbatches=1), Costs(latency={(0, 1): there}))
 
 
 def test_a_wait_for_a_message_is_a_span_of_its_receive() -> None:
@@ -117,6 +132,10 @@ def test_a_schedule_that_cannot_run_is_a_deadlock_error_with_its_places() -> Non
     [
         (Costs(forward=[1.0]), r"len\(forward\) \(1\) must equal num_stages \(2\)"),
         (Costs(activation=[1.0] * 3), r"len\(activation\) \(3\) must equal num_stages \(2\)"),
+        (
+            Costs(input_grad=[[1.0], [1.0, 2.0]]),
+            r"len\(input_grad\[1\]\) \(2\) must equal num_microbatches \(1\)",
+        ),
     ],
 )
 def test_costs_must_fit_the_stages(costs: Costs, message: str) -> None:
@@ -124,10 +143,20 @@ def test_costs_must_fit_the_stages(costs: Costs, message: str) -> None:
         simulate(gpipe(2, num_microbatches=1), costs)
 
 
-@pytest.mark.parametrize("value", [-1.0, float("nan"), [1.0, -2.0]])
-def test_costs_must_not_be_negative(value: float | list[float]) -> None:
+@pytest.mark.parametrize("value", [-1.0, float("nan"), [1.0, -2.0], [[1.0], [-2.0]]])
+def test_costs_must_not_be_negative(value: PerStep) -> None:
     with pytest.raises(ValueError, match="must be >= 0"):
         Costs(forward=value)
+
+
+def test_a_latency_must_not_be_negative_on_any_edge() -> None:
+    with pytest.raises(ValueError, match=r"latency \(-1\) must be >= 0"):
+        Costs(latency={(0, 1): 1, (1, 0): -1})
+
+
+def test_a_bandwidth_must_let_something_through() -> None:
+    with pytest.raises(ValueError, match=r"bandwidth \(0\) must be > 0"):
+        Costs(bandwidth=0)
 
 
 def test_messages_need_time_to_be_ordered_by() -> None:

@@ -1,56 +1,99 @@
 """What the steps of a schedule cost."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hp_schedule.packing import BWD, BWD_INPUT, BWD_WEIGHT, FWD, TYPES
+from hp_schedule.packing import BWD, BWD_INPUT, BWD_WEIGHT, FWD
 
 PerStage = float | Sequence[float]
 """One number for every stage, or one per stage."""
+PerStep = float | Sequence[float | Sequence[float]]
+"""One number for every step, one per stage, or one per stage and microbatch."""
+Latency = float | Mapping[tuple[int, int], float]
+"""One number for every directed edge, or one per edge (source rank, destination rank)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Durations in seconds (or any unit, the results are in it too) and memory.
+    """Durations in seconds (or any unit, the results are in it too), memory and traffic.
 
     Attributes:
-        forward: Duration of a stage's forward.
-        input_grad: Duration of the backward of its input.
+        forward: Duration of a forward.
+        input_grad: Duration of the backward of a stage's input.
         weight_grad: Duration of the backward of its weights; a full backward takes both.
-        latency: Time from the moment a message is sent and its receive posted to its arrival.
-        activation: Memory a microbatch holds in a stage from its forward to the end of its
-            backward, in any unit.
+        activation: Memory a microbatch holds in a stage from the start of its forward to the end
+            of its backward (of its weight part where it is split), in any unit.
+        latency: Time from the end of a message's transmission to its arrival.
+        message: Size of a stage's output, which is the size of its gradient too, in any unit.
+        bandwidth: That unit per unit of time, on every channel: a message occupies its channel
+            for message / bandwidth.
+        unshard: Duration of gathering a stage's parameters.
+        reduce_grad: Duration of reducing a stage's gradients.
 
     Raises:
-        ValueError: If a number is negative.
+        ValueError: If a number is negative, or the bandwidth is not positive.
     """
 
-    forward: PerStage = 1.0
-    input_grad: PerStage = 1.0
-    weight_grad: PerStage = 1.0
-    latency: float = 0.0
-    activation: PerStage = 1.0
+    forward: PerStep = 1.0
+    input_grad: PerStep = 1.0
+    weight_grad: PerStep = 1.0
+    activation: PerStep = 1.0
+    latency: Latency = 0.0
+    message: PerStep = 0.0
+    bandwidth: float = math.inf
+    unshard: PerStage = 0.0
+    reduce_grad: PerStage = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("forward", "input_grad", "weight_grad", "latency", "activation"):
-            value = getattr(self, name)
-            for number in value if isinstance(value, Sequence) else (value,):
+        for name in self.__dataclass_fields__:
+            for number in _numbers(getattr(self, name)):
                 if not number >= 0:
                     raise ValueError(f"{name} ({number}) must be >= 0")
+        if self.bandwidth == 0:
+            raise ValueError(f"bandwidth ({self.bandwidth}) must be > 0")
 
-    def durations(self, num_stages: int) -> tuple[tuple[float, ...], ...]:
-        """Return the duration of every step, indexed by kind, then by stage.
+    def durations(self, num_stages: int, num_microbatches: int) -> tuple[list[float], ...]:
+        """Return what every compute step takes.
+
+        Returns:
+            One table for each kind of compute step (F, B, I, W, numbered as in
+            `hp_schedule.packing`), each indexed by stage * num_microbatches + microbatch.
 
         Raises:
-            ValueError: If a sequence does not have one number per stage.
+            ValueError: If a sequence does not have one entry per stage, or per microbatch.
         """
-        forward = per_stage("forward", self.forward, num_stages)
-        input_grad = per_stage("input_grad", self.input_grad, num_stages)
-        weight_grad = per_stage("weight_grad", self.weight_grad, num_stages)
-        full = tuple(i + w for i, w in zip(input_grad, weight_grad, strict=True))
+        sizes = (num_stages, num_microbatches)
+        forward = per_step("forward", self.forward, *sizes)
+        input_grad = per_step("input_grad", self.input_grad, *sizes)
+        weight_grad = per_step("weight_grad", self.weight_grad, *sizes)
+        if isinstance(self.input_grad, Sequence) or isinstance(self.weight_grad, Sequence):
+            full = [i + w for i, w in zip(input_grad, weight_grad, strict=True)]
+        else:
+            full = [float(self.input_grad + self.weight_grad)] * len(forward)
         columns = {FWD: forward, BWD: full, BWD_INPUT: input_grad, BWD_WEIGHT: weight_grad}
-        nothing = (0.0,) * num_stages
-        return tuple(columns.get(kind, nothing) for kind in range(len(TYPES)))
+        return tuple(columns[kind] for kind in sorted(columns))
+
+    def latency_of(self, source: int, destination: int) -> float:
+        """Return the latency of a directed edge between two ranks.
+
+        Raises:
+            ValueError: If `latency` is a mapping without this edge.
+        """
+        if not isinstance(self.latency, Mapping):
+            return self.latency
+        if (source, destination) not in self.latency:
+            raise ValueError(f"latency must have the edge ({source}, {destination})")
+        return self.latency[source, destination]
+
+    def transmission(self, num_stages: int, num_microbatches: int) -> list[float]:
+        """Return how long each stage's message occupies its channel, indexed as `durations` is.
+
+        Raises:
+            ValueError: If a sequence does not have one entry per stage, or per microbatch.
+        """
+        sizes = per_step("message", self.message, num_stages, num_microbatches)
+        return [size / self.bandwidth for size in sizes] if any(sizes) else sizes
 
 
 def per_stage(name: str, value: PerStage, num_stages: int) -> tuple[float, ...]:
@@ -64,3 +107,37 @@ def per_stage(name: str, value: PerStage, num_stages: int) -> tuple[float, ...]:
     if len(value) != num_stages:
         raise ValueError(f"len({name}) ({len(value)}) must equal num_stages ({num_stages})")
     return tuple(map(float, value))
+
+
+def per_step(name: str, value: PerStep, num_stages: int, num_microbatches: int) -> list[float]:
+    """Return one number per step, indexed by stage * num_microbatches + microbatch.
+
+    Raises:
+        ValueError: If a sequence has another length.
+    """
+    if not isinstance(value, Sequence):
+        return [float(value)] * (num_stages * num_microbatches)
+    if len(value) != num_stages:
+        raise ValueError(f"len({name}) ({len(value)}) must equal num_stages ({num_stages})")
+    table: list[float] = []
+    for stage, entry in enumerate(value):
+        if not isinstance(entry, Sequence):
+            table.extend([float(entry)] * num_microbatches)
+        elif len(entry) != num_microbatches:
+            raise ValueError(
+                f"len({name}[{stage}]) ({len(entry)}) must equal num_microbatches "
+                f"({num_microbatches})"
+            )
+        else:
+            table.extend(map(float, entry))
+    return table
+
+
+def _numbers(value: PerStep | Latency) -> Iterator[float]:
+    if isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, Sequence):
+        for entry in value:
+            yield from _numbers(entry)
+    else:
+        yield value

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hp_schedule.costs import Costs, per_stage
+from hp_schedule.costs import Costs, per_step
 from hp_schedule.dataflow import Dataflow, dataflow
 from hp_schedule.executor import Executor, run_together
 from hp_schedule.ir import MetaStep, MetaStepType
@@ -17,6 +17,7 @@ from hp_schedule.packing import (
     FWD_SEND,
     KIND,
     KIND_MASK,
+    MICROBATCH_SHIFT,
     SEND_OF,
     STAGE_MASK,
     STAGE_SHIFT,
@@ -80,14 +81,20 @@ class _Network:
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.flow: Dataflow = dataflow(schedule)
-        self.durations = costs.durations(schedule.num_stages)
-        self.activation = per_stage("activation", costs.activation, schedule.num_stages)
+        sizes = (schedule.num_stages, schedule.num_microbatches)
+        self.num_microbatches = schedule.num_microbatches
+        self.durations = costs.durations(*sizes)
+        self.activation = per_step("activation", costs.activation, *sizes)
         self.implicit = not schedule.has_communication
-        self.latency = costs.latency
+        self.latency_of = costs.latency_of
         self.available: dict[tuple[int, int], float] = {}
         self._sent: dict[int, float] = {}
         self._posted: dict[int, float] = {}
         self._last_arrival: dict[tuple[int, int], float] = {}
+
+    def index(self, code: int) -> int:
+        stage = code >> STAGE_SHIFT & STAGE_MASK
+        return stage * self.num_microbatches + (code >> MICROBATCH_SHIFT)
 
     def send(self, value: int, edge: tuple[int, int], now: float) -> None:
         self._sent[value] = now
@@ -101,7 +108,7 @@ class _Network:
 
     def _move(self, value: int, edge: tuple[int, int]) -> None:
         start = max(self._sent.pop(value), self._posted.pop(value))
-        arrival = max(start + self.latency, self._last_arrival.get(edge, 0.0))
+        arrival = max(start + self.latency_of(*edge), self._last_arrival.get(edge, 0.0))
         self._last_arrival[edge] = arrival
         self.available[value, edge[1]] = arrival
 
@@ -191,21 +198,21 @@ class _SimulatedRank:
             self._now = arrival
 
     def _elapse(self, code: int) -> None:
-        kind, stage = code & KIND_MASK, code >> STAGE_SHIFT & STAGE_MASK
+        kind, index = code & KIND_MASK, self._network.index(code)
         if kind == FWD:
-            self._held += self._network.activation[stage]
+            self._held += self._network.activation[index]
             self.peak = max(self.peak, self._held)
-        self._now += self._network.durations[kind][stage]
+        self._now += self._network.durations[kind][index]
 
     def _hand_out(self, code: int) -> None:
         kind, stage = code & KIND_MASK, code >> STAGE_SHIFT & STAGE_MASK
         network = self._network
         if kind in {BWD, BWD_WEIGHT}:
-            self._held -= network.activation[stage]
+            self._held -= network.activation[network.index(code)]
         value = network.flow.value_written(code)
         if value < 0:
             return
         network.available[value, self._rank] = self._now
         peer = network.flow.peer[SEND_OF[kind]][stage]
         if network.implicit and peer >= 0:
-            network.available[value, peer] = self._now + network.latency
+            network.available[value, peer] = self._now + network.latency_of(self._rank, peer)

@@ -3,7 +3,15 @@
 from hp_schedule.costs import Costs
 from hp_schedule.dataflow import Dataflow, dataflow
 from hp_schedule.errors import DeadlockError
-from hp_schedule.packing import KIND_MASK, STAGE_MASK, STAGE_SHIFT, is_compute, leaves, unpack
+from hp_schedule.packing import (
+    KIND_MASK,
+    MICROBATCH_SHIFT,
+    STAGE_MASK,
+    STAGE_SHIFT,
+    is_compute,
+    leaves,
+    unpack,
+)
 from hp_schedule.schedule import Schedule
 
 
@@ -29,9 +37,10 @@ class ComputeClock:
         self.codes = [[c for c in row.codes() if is_compute(c)] for row in schedule.steps]
         self.finish: list[list[float]] = [[] for _ in self.codes]
         self._flow: Dataflow = dataflow(schedule)
-        self._durations = costs.durations(schedule.num_stages)
+        self._durations = costs.durations(schedule.num_stages, schedule.num_microbatches)
         self._written: list[float] = [-1.0] * self._flow.num_values
         self._waiting: dict[int, int] = {}
+        self._num_microbatches = schedule.num_microbatches
         runnable = list(range(schedule.num_ranks))
         while runnable:
             self._advance(runnable.pop(), runnable)
@@ -42,6 +51,7 @@ class ComputeClock:
         """Run a rank until it lacks a value, and make those runnable that waited for its."""
         codes, finish = self.codes[rank], self.finish[rank]
         written, waiting, flow = self._written, self._waiting, self._flow
+        num_microbatches = self._num_microbatches
         now = finish[-1] if finish else 0.0
         for position in range(len(finish), len(codes)):
             parts = leaves(codes[position])
@@ -53,7 +63,9 @@ class ComputeClock:
                         return
                     now = max(now, written[value])
             for part in parts:
-                now += self._durations[part & KIND_MASK][part >> STAGE_SHIFT & STAGE_MASK]
+                stage = part >> STAGE_SHIFT & STAGE_MASK
+                index = stage * num_microbatches + (part >> MICROBATCH_SHIFT)
+                now += self._durations[part & KIND_MASK][index]
             finish.append(now)
             for part in parts:
                 value = flow.value_written(part)

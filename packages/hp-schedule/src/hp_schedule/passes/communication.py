@@ -49,7 +49,7 @@ def add_send_recv(schedule: Schedule, *, costs: Costs | None = None) -> Schedule
     if schedule.has_communication:
         raise ValueError("schedule must have no communication steps; see drop_communication")
     costs = costs or Costs()
-    durations = costs.durations(schedule.num_stages)
+    durations = costs.durations(schedule.num_stages, schedule.num_microbatches)
     if any(duration <= 0 for kind in SEND_OF for duration in durations[kind]):
         raise ValueError("forward, input_grad and weight_grad + input_grad must be > 0")
     clock = ComputeClock(schedule, costs)
