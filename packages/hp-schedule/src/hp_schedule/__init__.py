@@ -12,7 +12,7 @@ from hp_schedule.render import chrome_trace, step_grid, timeline_svg, timetable
 from hp_schedule.schedule import Row, Schedule
 from hp_schedule.simulation import Simulation, simulate
 from hp_schedule.timeline import Span, Timeline
-from hp_schedule.transport import Message, Transport
+from hp_schedule.transport import Message, MessageKind, Transport
 from hp_schedule.validation import Finding, FindingKind, ValidationReport, validate
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Finding",
     "FindingKind",
     "Message",
+    "MessageKind",
     "MetaStep",
     "MetaStepType",
     "Row",

@@ -5,39 +5,62 @@ example between stages with different numbers of ranks, implement the same proto
 """
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 
 
+class MessageKind(Enum):
+    """What a message carries; the value names it in errors."""
+
+    INPUT = "input"
+    OUTPUT_GRADIENT = "output gradient"
+    HEADER = "header of the input"
+    REQUEST = "expectations"
+
+    def __str__(self) -> str:
+        return self.value
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One value on its way along a directed edge.
+    """One value on its way along a directed edge; equal messages are one message.
 
     Attributes:
         source: Rank of the pipeline that sends.
         destination: Rank of the pipeline that receives.
-        stage_index: The stage that reads the value.
-        microbatch_index: Of which microbatch.
-        is_gradient: Whether the value is the gradient of the stage's output, otherwise its input.
+        stage_index: The stage whose input, output gradient, or header of an input it is; for a
+            request the stage that expects.
+        microbatch_index: Of which microbatch; 0 for a request.
+        kind: An input, a gradient, the header that tells the shapes of an input ahead of it, or
+            the request that tells the stage before, once, what a stage expects of every input.
     """
 
     source: int
     destination: int
     stage_index: int
     microbatch_index: int
-    is_gradient: bool
+    kind: MessageKind
+
+    @property
+    def edge(self) -> tuple[int, int]:
+        """Source and destination."""
+        return self.source, self.destination
 
     def __str__(self) -> str:
-        what = "output gradient" if self.is_gradient else "input"
         return (
-            f"{what} of stage {self.stage_index}, microbatch {self.microbatch_index}, "
+            f"{self.kind} of stage {self.stage_index}, microbatch {self.microbatch_index}, "
             f"rank {self.source} -> rank {self.destination}"
         )
 
 
 class Transport(Protocol[T]):
-    """Moves messages. Each is sent once and received once, in one order on every directed edge."""
+    """Moves messages. Each is sent once and received once, in one order on every directed edge.
+
+    The runtime's values are tuples of tensors. Several threads may call at once, never for the
+    receives of one edge.
+    """
 
     def send(self, message: Message, value: T) -> None:
         """Start to send; the value must not be written until it has arrived."""
@@ -59,6 +82,13 @@ class Transport(Protocol[T]):
         """Wait until everything that was sent has arrived."""
         ...
 
-    def abort(self) -> None:
-        """Give up after an error, so that the other ranks fail instead of waiting."""
+    def abort(self, reason: str) -> str:
+        """Give up after an error, so that the other ranks fail instead of waiting.
+
+        Args:
+            reason: Of this rank, for the others.
+
+        Returns:
+            The reason of the rank that gave up first: this one's, or another's where it is known.
+        """
         ...

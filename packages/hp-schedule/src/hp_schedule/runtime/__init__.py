@@ -1,18 +1,29 @@
 """Run schedules on torch modules; needs the extra ``hp-schedule[runtime]``."""
 
-from hp_schedule.runtime.driver import Batch, PipelineContext
-from hp_schedule.runtime.runtime import PipelineResult, PipelineScheduleRuntime
-from hp_schedule.runtime.stage import PipelineStage, TensorSpec
+from hp_schedule.runtime.backward import BackwardSplitter, DeferringSplitter
+from hp_schedule.runtime.context import Batch, PipelineContext
+from hp_schedule.runtime.result import PipelineResult
+from hp_schedule.runtime.runtime import PipelineScheduleRuntime
+from hp_schedule.runtime.sharding import StageSharding
+from hp_schedule.runtime.shared import SharedParameterInfo, SharedParameters, share_parameters
+from hp_schedule.runtime.specs import TensorSpec
+from hp_schedule.runtime.stage import PipelineStage
 from hp_schedule.runtime.transport import EdgeGroups, TorchTransport, build_edge_groups
 
 __all__ = [
+    "BackwardSplitter",
     "Batch",
+    "DeferringSplitter",
     "EdgeGroups",
     "PipelineContext",
     "PipelineResult",
     "PipelineScheduleRuntime",
     "PipelineStage",
+    "SharedParameterInfo",
+    "SharedParameters",
+    "StageSharding",
     "TensorSpec",
     "TorchTransport",
     "build_edge_groups",
+    "share_parameters",
 ]

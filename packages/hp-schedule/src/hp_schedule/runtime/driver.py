@@ -1,61 +1,22 @@
 """The torch machine behind the executor: one rank's stages during one run."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hp_platform import WeightGradQueue
 from hp_schedule.ir import MetaStep, MetaStepType
+from hp_schedule.runtime.backward import Grads
+from hp_schedule.runtime.context import Batch, Chunk, Key, LossFunction, PipelineContext, Values
+from hp_schedule.runtime.mailbox import Expectations, Mailbox
 from hp_schedule.runtime.recorder import Recorder
-from hp_schedule.runtime.stage import PipelineStage, TensorSpec
+from hp_schedule.runtime.sharding import StageSharding
+from hp_schedule.runtime.specs import Specs, TensorSpec
+from hp_schedule.runtime.stage import PipelineStage
 from hp_schedule.schedule import Schedule
-from hp_schedule.transport import Message, Transport
-
-LossFunction = Callable[[Tensor, Any], Tensor]
-
-_Key = tuple[int, int]
-"""Stage and microbatch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What a run is given, all by microbatch.
-
-    Attributes:
-        args: Positional arguments of the first stage; unused on ranks without it.
-        kwargs: Keyword arguments of every stage.
-        targets: Second argument of the loss function; unused on ranks without the last stage.
-    """
-
-    args: Sequence[Sequence[Any]]
-    kwargs: Sequence[Mapping[str, Any]]
-    targets: Sequence[Any]
-
-
-@dataclass(slots=True)
-class Chunk:
-    """What lives from the forward of a microbatch in a stage to its backward.
-
-    Attributes:
-        received: The stage's input, a leaf; None for the first stage.
-        output: The output, or the loss after the last stage; graph included.
-    """
-
-    received: Tensor | None
-    output: Tensor
-
-
-@dataclass(slots=True)
-class _Values:
-    """Values on this rank that wait for the step that takes them."""
-
-    inputs: dict[_Key, Tensor] = field(default_factory=dict)
-    output_grads: dict[_Key, Tensor] = field(default_factory=dict)
-    outgoing: dict[Message, Tensor] = field(default_factory=dict)
+from hp_schedule.transport import Transport
 
 
 class StageDriver:
@@ -69,9 +30,16 @@ class StageDriver:
         schedule: What is run.
         stages: This rank's stages by index.
         transport: Moves messages; None if the schedule has none.
-        loss_fn: Applied to the last stage's output; None leaves losses out.
+        expectations: Of the stages after this rank's, kept from run to run.
+        sharding: Does the FSDP steps; None leaves them to registered functions.
+        loss_fn: Applied to what a chain's last stage returns; None takes that for the loss.
         batch: The microbatches.
+        keep_outputs: Whether to keep what the last stages return, detached.
         recorder: Told of every span; None records nothing.
+
+    Attributes:
+        losses: Detached, by entry of the batch.
+        outputs: What the last stages returned, by entry of the batch.
     """
 
     def __init__(
@@ -80,24 +48,51 @@ class StageDriver:
         rank: int,
         schedule: Schedule,
         stages: Mapping[int, PipelineStage],
-        transport: Transport[Tensor] | None,
+        transport: Transport[tuple[Tensor, ...]] | None,
+        expectations: Expectations,
+        sharding: StageSharding | None,
         loss_fn: LossFunction | None,
         batch: Batch,
+        keep_outputs: bool,
         recorder: Recorder | None,
     ) -> None:
         self.losses: dict[int, Tensor] = {}
-        self.outputs: dict[int, Tensor] = {}
-        self._rank = rank
+        self.outputs: dict[int, Any] = {}
         self._schedule = schedule
         self._stages = stages
-        self._transport = transport
+        self._sharding = sharding
         self._loss_fn = loss_fn
         self._batch = batch
+        self._keep_outputs = keep_outputs
         self._recorder = recorder
+        self._in_overlap = False
         self._training = not schedule.is_forward_only
-        self._chunks: dict[_Key, Chunk] = {}
-        self._values = _Values()
-        self._weight_grads = WeightGradQueue()
+        self._chunks: dict[Key, Chunk] = {}
+        self._values = Values()
+        self._first_entry = {
+            stage: number * schedule.num_microbatches
+            for number, chain in enumerate(schedule.chains)
+            for stage in chain
+        }
+        self._mailbox: Mailbox | None = None
+        if transport is not None:
+            self._mailbox = Mailbox(
+                rank=rank,
+                schedule=schedule,
+                stages=stages,
+                transport=transport,
+                expectations=expectations,
+                output_specs=self._output_specs,
+            )
+        self.context = PipelineContext(
+            rank=rank,
+            schedule=schedule,
+            stages=stages,
+            batch=batch,
+            losses=self.losses,
+            run=self.run,
+            wait_inputs=self.wait_inputs,
+        )
 
     def ready(self, step_type: MetaStepType, stage_index: int, microbatch_index: int) -> bool:
         """Say True: steps wait for their inputs themselves."""
@@ -105,221 +100,252 @@ class StageDriver:
         return True
 
     def forward(self, stage_index: int, microbatch_index: int) -> None:
-        """Run a forward, and after the last stage the loss."""
-        stage = self._stages[stage_index]
-        received = self._take_input(stage, microbatch_index)
-        args = self._batch.args[microbatch_index] if received is None else (received,)
-        kwargs = self._batch.kwargs[microbatch_index]
+        """Run a forward, and at the end of a chain the loss."""
+        stage, key = self._ready_stage(stage_index), (stage_index, microbatch_index)
+        entry = self._first_entry[stage_index] + microbatch_index
+        self._wait_input(key)
+        received = self._values.inputs.pop(key, None)
+        args = self._batch.args[entry] if received is None else received
         grad_mode = torch.enable_grad() if self._training else torch.no_grad()
-        with self._span(MetaStepType.FWD, stage_index, microbatch_index), grad_mode:
-            output = stage.forward_one_chunk(args, kwargs)
-            if stage.is_last:
-                output = self._finish_forward(output, microbatch_index)
-        if not stage.is_last:
-            self._pass_output(stage_index, microbatch_index, output.detach())
+        is_last = self._schedule.downstream[stage_index] < 0
+        with self._span(MetaStepType.FWD, key), grad_mode:
+            output = stage.forward_one_chunk(args, self._batch.kwargs[entry])
+            outputs = self._finish_chain(output, entry) if is_last else stage.tensors_of(output)
         if self._training:
-            self._chunks[stage_index, microbatch_index] = Chunk(received, output)
+            self._chunks[key] = Chunk(received or (), outputs)
+        if not is_last:
+            self._pass_outputs(key, outputs)
 
     def backward(self, stage_index: int, microbatch_index: int) -> None:
-        """Run a backward of input and weights."""
-        self._run_backward(MetaStepType.BWD, stage_index, microbatch_index)
+        """Run a backward of inputs and weights."""
+        self._run_backward(MetaStepType.BWD, (stage_index, microbatch_index))
 
     def backward_input(self, stage_index: int, microbatch_index: int) -> None:
-        """Run a backward whose weight gradients are put off where the layers can."""
-        with self._weight_grads.defer((stage_index, microbatch_index)):
-            self._run_backward(MetaStepType.BWD_INPUT, stage_index, microbatch_index)
+        """Run a backward whose weight gradients are put off where the stage can."""
+        self._run_backward(MetaStepType.BWD_INPUT, (stage_index, microbatch_index))
 
     def backward_weight(self, stage_index: int, microbatch_index: int) -> None:
         """Compute the weight gradients that were put off."""
-        with self._span(MetaStepType.BWD_WEIGHT, stage_index, microbatch_index):
-            self._weight_grads.flush((stage_index, microbatch_index))
+        key = (stage_index, microbatch_index)
+        self._ready_stage(stage_index)
+        finish = self._values.weight_grads.pop(key)
+        with self._span(MetaStepType.BWD_WEIGHT, key):
+            finish()
 
     def overlap(self, step: MetaStep) -> None:
         """Run the halves one after the other; a registered function can do better."""
-        for half in step.sub_steps:
-            self.run(half)
+
+        def run_halves() -> None:
+            for half in step.sub_steps:
+                self.run(half)
+
+        self.run_overlap(step, run_halves)
+
+    def run_overlap(self, step: MetaStep, run_halves: Callable[[], None]) -> None:
+        """Wait for the inputs of both halves, then run them, as one span of the timeline."""
+        self.wait_inputs(step)
+        with nullcontext() if self._recorder is None else self._recorder.span(step):
+            self._in_overlap = True
+            run_halves()
+            self._in_overlap = False
 
     def send_forward(self, stage_index: int, microbatch_index: int) -> None:
         """Start to send an output."""
-        message = self._message(MetaStepType.FWD_SEND, stage_index, microbatch_index)
-        self._network.send(message, self._values.outgoing.pop(message))
+        values = self._values.outgoing.pop((stage_index, microbatch_index))
+        self._messages.send_input(stage_index, microbatch_index, values)
 
     def send_backward(self, stage_index: int, microbatch_index: int) -> None:
-        """Start to send an input gradient."""
-        message = self._message(MetaStepType.BWD_SEND, stage_index, microbatch_index)
-        self._network.send(message, self._values.outgoing.pop(message))
+        """Start to send input gradients."""
+        values = self._values.outgoing_grads.pop((stage_index, microbatch_index))
+        self._messages.send_gradient(stage_index, microbatch_index, values)
 
     def receive_forward(self, stage_index: int, microbatch_index: int) -> None:
         """Post the receive of an input."""
-        stage = self._stages[stage_index]
-        if stage.input_spec is None:
-            raise ValueError(f"input_spec of stage {stage_index} must be given")
-        message = self._message(MetaStepType.FWD_RECV, stage_index, microbatch_index)
-        self._network.post_receive(message, stage.input_spec.empty(stage.device))
+        self._messages.want_input(stage_index, microbatch_index)
 
     def receive_backward(self, stage_index: int, microbatch_index: int) -> None:
-        """Post the receive of an output gradient."""
-        stage = self._stages[stage_index]
-        chunk = self._chunks.get((stage_index, microbatch_index))
-        spec = stage.output_spec if chunk is None else TensorSpec.of(chunk.output)
-        if spec is None:
-            raise ValueError(
-                f"output_spec of stage {stage_index} must be given to post "
-                f"{stage_index}RECV_B{microbatch_index} before its forward"
-            )
-        message = self._message(MetaStepType.BWD_RECV, stage_index, microbatch_index)
-        self._network.post_receive(message, spec.empty(stage.device))
+        """Post the receive of output gradients."""
+        self._messages.want_gradient(stage_index, microbatch_index)
 
     def unshard(self, stage_index: int) -> None:
-        """Refuse: a function must be registered for FSDP steps."""
-        raise _unregistered(MetaStepType.FSDP_UNSHARD, stage_index)
+        """Start to gather a stage's parameters."""
+        self._sharder(MetaStepType.FSDP_UNSHARD, stage_index).unshard(self._stages[stage_index])
 
     def reshard(self, stage_index: int) -> None:
-        """Refuse: a function must be registered for FSDP steps."""
-        raise _unregistered(MetaStepType.FSDP_RESHARD, stage_index)
+        """Free a stage's gathered parameters."""
+        self._sharder(MetaStepType.FSDP_RESHARD, stage_index).reshard(self._stages[stage_index])
 
     def reduce_grad(self, stage_index: int) -> None:
-        """Refuse: a function must be registered for FSDP steps."""
-        raise _unregistered(MetaStepType.FSDP_REDUCE_GRAD, stage_index)
+        """Reduce a stage's gradients."""
+        sharder = self._sharder(MetaStepType.FSDP_REDUCE_GRAD, stage_index)
+        sharder.reduce_grad(self._stages[stage_index])
 
     def run(self, step: MetaStep) -> None:
         """Run one step, whatever its type, the built-in way."""
         if step.sub_steps:
             self.overlap(step)
-        elif step.type.is_fsdp:
-            raise _unregistered(step.type, step.stage_index or 0)
-        else:
-            actions = {
-                MetaStepType.FWD: self.forward,
-                MetaStepType.BWD: self.backward,
-                MetaStepType.BWD_INPUT: self.backward_input,
-                MetaStepType.BWD_WEIGHT: self.backward_weight,
-                MetaStepType.FWD_SEND: self.send_forward,
-                MetaStepType.FWD_RECV: self.receive_forward,
-                MetaStepType.BWD_SEND: self.send_backward,
-                MetaStepType.BWD_RECV: self.receive_backward,
-            }
-            actions[step.type](step.stage_index or 0, step.microbatch_index or 0)
+            return
+        stage = step.stage_index or 0
+        parameters = {
+            MetaStepType.FSDP_UNSHARD: self.unshard,
+            MetaStepType.FSDP_RESHARD: self.reshard,
+            MetaStepType.FSDP_REDUCE_GRAD: self.reduce_grad,
+        }
+        if step.type in parameters:
+            parameters[step.type](stage)
+            return
+        actions = {
+            MetaStepType.FWD: self.forward,
+            MetaStepType.BWD: self.backward,
+            MetaStepType.BWD_INPUT: self.backward_input,
+            MetaStepType.BWD_WEIGHT: self.backward_weight,
+            MetaStepType.FWD_SEND: self.send_forward,
+            MetaStepType.FWD_RECV: self.receive_forward,
+            MetaStepType.BWD_SEND: self.send_backward,
+            MetaStepType.BWD_RECV: self.receive_backward,
+        }
+        actions[step.type](stage, step.microbatch_index or 0)
+
+    def wait_inputs(self, step: MetaStep) -> None:
+        """Wait until what a compute step reads is on this rank."""
+        for leaf in step.leaves():
+            key = (leaf.stage_index or 0, leaf.microbatch_index or 0)
+            if leaf.type is MetaStepType.FWD:
+                self._wait_input(key)
+            elif leaf.type in (MetaStepType.BWD, MetaStepType.BWD_INPUT):
+                self._wait_output_grads(key)
 
     def finish(self) -> None:
         """Wait until everything that was sent has arrived."""
-        if self._transport is not None:
-            self._transport.finish()
+        if self._mailbox is not None:
+            self._mailbox.finish()
 
-    def _finish_forward(self, output: Tensor, microbatch: int) -> Tensor:
-        """Keep output and loss of the last stage; return what the backward starts from."""
-        if not self._training:
-            self.outputs[microbatch] = output
-        if self._loss_fn is None or not self._batch.targets:
-            return output
-        loss = self._loss_fn(output, self._batch.targets[microbatch])
-        if loss.numel() != 1:
-            raise ValueError(f"loss ({list(loss.shape)}) must be a scalar")
-        self.losses[microbatch] = loss.detach()
-        return loss
+    def _finish_chain(self, output: Any, entry: int) -> tuple[Tensor, ...]:
+        """Keep output and loss of a chain; return what the backward starts from."""
+        if self._keep_outputs:
+            self.outputs[entry] = _detached(output)
+        if self._loss_fn is None:
+            loss = output
+        elif self._batch.targets:
+            loss = self._loss_fn(output, self._batch.targets[entry])
+        else:
+            return ()
+        if self._loss_fn is None and not self._training:
+            return ()
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shown = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"loss ({shown}) must be a scalar")
+        self.losses[entry] = loss.detach()
+        return (loss,)
 
-    def _run_backward(self, step_type: MetaStepType, stage_index: int, microbatch: int) -> None:
-        stage = self._stages[stage_index]
-        grad = None if stage.is_last else self._take_output_grad(stage_index, microbatch)
-        chunk = self._chunks.pop((stage_index, microbatch))
-        with self._span(step_type, stage_index, microbatch):
-            result = stage.backward_one_chunk(chunk.output, grad, received=chunk.received)
-        if result is not None:
-            self._pass_input_grad(stage_index, microbatch, result)
+    def _run_backward(self, step_type: MetaStepType, key: Key) -> None:
+        stage = self._ready_stage(key[0])
+        self._wait_output_grads(key)
+        chunk = self._chunks.pop(key)
+        grads = self._values.output_grads.pop(key, None)
+        if grads is None:
+            grads = tuple(torch.full_like(x, self._batch.loss_scale) for x in chunk.outputs)
+        starts = [
+            (x, grad)
+            for x, grad in zip(chunk.outputs, grads, strict=True)
+            if grad is not None and x.requires_grad
+        ]
+        arguments = [x for x, _ in starts], [grad for _, grad in starts]
+        inputs = [x for x in chunk.received if x.requires_grad]
+        with self._span(step_type, key):
+            if step_type is MetaStepType.BWD:
+                found = stage.backward_one_chunk(*arguments, inputs=inputs)
+            elif starts:
+                found, later = stage.backward_input_one_chunk(*arguments, inputs=inputs)
+                self._values.weight_grads[key] = later
+            else:
+                found = (None,) * len(inputs)
+                self._values.weight_grads[key] = _nothing
+        if self._schedule.upstream[key[0]] >= 0:
+            self._pass_input_grads(key, chunk.received, found)
 
-    def _take_input(self, stage: PipelineStage, microbatch: int) -> Tensor | None:
-        if stage.is_first:
-            return None
-        key = (stage.stage_index, microbatch)
-        value = self._values.inputs.pop(key, None)
-        if value is None:
-            message = self._message(MetaStepType.FWD_RECV, *key)
-            value = self._wait(message, MetaStepType.FWD_RECV, key)
-        wants_grad = value.is_floating_point() or value.is_complex()
-        return value.requires_grad_(self._training and wants_grad)
+    def _wait_input(self, key: Key) -> None:
+        """Have the input of a stage among the values, as leaves, unless it starts a chain."""
+        if self._schedule.upstream[key[0]] < 0 or key in self._values.inputs:
+            return
+        with self._span(MetaStepType.FWD_RECV, key):
+            tensors, specs = self._messages.take_input(*key)
+        self._values.inputs[key] = tuple(
+            x.requires_grad_(self._training and spec.has_grad)
+            for x, spec in zip(tensors, specs, strict=True)
+        )
 
-    def _take_output_grad(self, stage_index: int, microbatch: int) -> Tensor:
-        key = (stage_index, microbatch)
-        value = self._values.output_grads.pop(key, None)
-        if value is None:
-            message = self._message(MetaStepType.BWD_RECV, *key)
-            value = self._wait(message, MetaStepType.BWD_RECV, key)
-            # The gradient of an output can only have come from a rank that has the output.
-            self._network.release_send(self._message(MetaStepType.FWD_SEND, *key))
-        return value
+    def _wait_output_grads(self, key: Key) -> None:
+        """Have the gradients of a stage's outputs among the values, unless it ends a chain."""
+        if self._schedule.downstream[key[0]] < 0 or key in self._values.output_grads:
+            return
+        with self._span(MetaStepType.BWD_RECV, key):
+            self._values.output_grads[key] = self._messages.take_gradient(*key)
 
-    def _pass_output(self, stage_index: int, microbatch: int, value: Tensor) -> None:
-        after = self._schedule.downstream[stage_index]
+    def _pass_outputs(self, key: Key, outputs: tuple[Tensor, ...]) -> None:
+        after = self._schedule.downstream[key[0]]
         if after in self._stages:
-            self._values.inputs[after, microbatch] = value
+            self._values.inputs[after, key[1]] = tuple(
+                x.detach().requires_grad_(x.requires_grad) for x in outputs
+            )
         else:
-            message = self._message(MetaStepType.FWD_SEND, stage_index, microbatch)
-            self._values.outgoing[message] = value
+            self._values.outgoing[key] = outputs
+            if self._training:
+                self._messages.progress()
 
-    def _pass_input_grad(self, stage_index: int, microbatch: int, value: Tensor) -> None:
-        before = self._schedule.upstream[stage_index]
+    def _pass_input_grads(self, key: Key, received: tuple[Tensor, ...], found: Grads) -> None:
+        grads = iter(found)
+        before = self._schedule.upstream[key[0]]
+        aligned = [next(grads) if x.requires_grad else None for x in received]
         if before in self._stages:
-            self._values.output_grads[before, microbatch] = value
+            self._values.output_grads[before, key[1]] = tuple(aligned)
         else:
-            message = self._message(MetaStepType.BWD_SEND, stage_index, microbatch)
-            self._values.outgoing[message] = value
+            self._values.outgoing_grads[key] = tuple(
+                torch.zeros_like(x) if grad is None else grad
+                for x, grad in zip(received, aligned, strict=True)
+                if x.requires_grad
+            )
 
-    def _message(self, step_type: MetaStepType, stage: int, microbatch: int) -> Message:
-        """Return the message of a send or receive step."""
-        before, after = self._schedule.upstream[stage], self._schedule.downstream[stage]
-        place = self._schedule.stage_to_rank
-        if step_type is MetaStepType.FWD_SEND:
-            return Message(self._rank, place[after], after, microbatch, is_gradient=False)
-        if step_type is MetaStepType.FWD_RECV:
-            return Message(place[before], self._rank, stage, microbatch, is_gradient=False)
-        if step_type is MetaStepType.BWD_SEND:
-            return Message(self._rank, place[before], before, microbatch, is_gradient=True)
-        return Message(place[after], self._rank, stage, microbatch, is_gradient=True)
+    def _output_specs(self, stage: int, microbatch: int) -> Specs | None:
+        chunk = self._chunks.get((stage, microbatch))
+        return None if chunk is None else tuple(map(TensorSpec.of, chunk.outputs))
 
-    def _wait(self, message: Message, step_type: MetaStepType, key: _Key) -> Tensor:
-        try:
-            with self._span(step_type, *key):
-                return self._network.wait_receive(message)
-        except RuntimeError as error:
-            error.add_note(f"while waiting for the {message}")
-            raise
+    def _ready_stage(self, stage_index: int) -> PipelineStage:
+        """Return a stage that is about to compute, its parameters gathered."""
+        stage = self._stages[stage_index]
+        if self._sharding is not None:
+            self._sharding.wait_unshard(stage)
+        return stage
+
+    def _sharder(self, step_type: MetaStepType, stage_index: int) -> StageSharding:
+        if self._sharding is None:
+            raise RuntimeError(
+                f"stage {stage_index}: a function must be registered for {step_type.name} "
+                "(register_custom_function), or sharding given"
+            )
+        return self._sharding
 
     @property
-    def _network(self) -> Transport[Tensor]:
-        if self._transport is None:
+    def _messages(self) -> Mailbox:
+        if self._mailbox is None:
             raise RuntimeError("transport must be given for a schedule with messages")
-        return self._transport
+        return self._mailbox
 
-    def _span(
-        self, step_type: MetaStepType, stage: int, microbatch: int
-    ) -> AbstractContextManager[None]:
-        if self._recorder is None:
+    def _span(self, step_type: MetaStepType, key: Key) -> AbstractContextManager[None]:
+        if self._recorder is None or self._in_overlap:
             return nullcontext()
-        return self._recorder.span(MetaStep(step_type, stage, microbatch))
+        return self._recorder.span(MetaStep(step_type, *key))
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineContext:
-    """What a function registered for a type of step works with.
-
-    Attributes:
-        rank: Rank of the pipeline.
-        schedule: What is run.
-        stages: This rank's stages by index.
-        batch: The microbatches: args, kwargs and targets.
-        run: Runs one step the built-in way, receiving what it needs; from any thread, and from
-            several at once for different microbatches.
-    """
-
-    rank: int
-    schedule: Schedule
-    stages: Mapping[int, PipelineStage]
-    batch: Batch
-    run: Callable[[MetaStep], None]
+def _nothing() -> None:
+    """Stand for the weight gradients of a stage that has none."""
 
 
-def _unregistered(step_type: MetaStepType, stage_index: int) -> RuntimeError:
-    return RuntimeError(
-        f"stage {stage_index}: a function must be registered for {step_type.name} "
-        "(register_custom_function)"
-    )
+def _detached(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output.detach()
+    if isinstance(output, (tuple, list)):
+        return tuple(_detached(part) for part in output)
+    if isinstance(output, dict):
+        return {name: _detached(part) for name, part in output.items()}
+    return output

@@ -1,14 +1,22 @@
 """Run a schedule: the public face of the torch runtime."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
 
 from hp_schedule.executor import Executor, Handler
 from hp_schedule.ir import MetaStep, MetaStepType
-from hp_schedule.runtime.driver import Batch, LossFunction, PipelineContext, StageDriver
+from hp_schedule.runtime.context import Batch, LossFunction, PipelineContext
+from hp_schedule.runtime.driver import StageDriver
+from hp_schedule.runtime.evaluation import forward_part
+from hp_schedule.runtime.mailbox import Expectations
 from hp_schedule.runtime.recorder import Recorder
+from hp_schedule.runtime.result import PipelineResult
+from hp_schedule.runtime.sharding import StageSharding
+from hp_schedule.runtime.shared import SharedParameters
+from hp_schedule.runtime.split_batch import BatchDims, split_args, split_kwargs
 from hp_schedule.runtime.stage import PipelineStage
 from hp_schedule.schedule import Schedule
 from hp_schedule.timeline import Timeline
@@ -18,52 +26,36 @@ from hp_schedule.validation import validate
 CustomFunction = Callable[[MetaStep, PipelineContext], None]
 
 
-class PipelineResult:
-    """What a run returned.
-
-    Attributes:
-        losses: One detached scalar per microbatch on the rank of the last stage; empty elsewhere
-            and without a loss function.
-        outputs: One output per microbatch on the rank of the last stage after a forward-only
-            schedule; empty otherwise.
-    """
-
-    def __init__(
-        self,
-        losses: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        timeline: Callable[[], Timeline],
-    ) -> None:
-        self.losses = list(losses)
-        self.outputs = list(outputs)
-        self._timeline = timeline
-
-    @property
-    def timeline(self) -> Timeline:
-        """This rank's spans, in seconds since the epoch; empty if nothing was recorded.
-
-        On CUDA the first look waits until the device has got to the end of the run.
-        """
-        return self._timeline()
-
-
 class PipelineScheduleRuntime:
     """Runs one rank's row of a schedule on its stages, again and again.
 
-    Every rank of the pipeline makes one and calls `run_microbatches` the same number of times.
+    Every rank of the pipeline makes one and calls `run`, `run_microbatches` and `evaluate` in the
+    same order.
 
     Args:
         stages: This rank's stages, all those that the schedule places on it.
         schedule: With communication steps, unless all stages are on one rank. Checked here.
         pipeline_rank: This rank's row.
         transport: Moves messages; may be None if all stages are on one rank.
-        loss_fn: ``loss_fn(output, target)`` returns a scalar on the last stage; its backward is
-            the start of all others, without any scaling. Needed by schedules with backwards.
+        loss_fn: ``loss_fn(output, target)`` returns a scalar on the last stage of a chain. None:
+            what that stage returns is the loss.
+        loss_scale: What each loss is multiplied with for the backward, for example 1 / number of
+            microbatches; reported losses are not. May be set anew between runs. Gradients that are
+            there already are left as they are, so several runs accumulate.
+        sharding: Does the FSDP steps of the schedule.
+        shared_parameters: Those that several stages have; their gradients are added up at the end
+            of every run.
+        args_batch_dim: For each positional argument of `run` the dim to cut along, None to hand it
+            to every microbatch whole; default 0 for all.
+        kwargs_batch_dim: The same by name; default 0 for those not named.
+        target_batch_dim: The same for the targets.
+        output_concat_dim: The dim along which `PipelineResult.output` puts outputs together.
+        return_outputs: Whether to keep what the last stages return; None does so without backwards.
         on_step: Called before each step, for example to tell a watchdog.
 
     Raises:
         ScheduleError: If the schedule is not valid.
-        ValueError: If stages, schedule, transport and loss function do not fit each other.
+        ValueError: If stages, schedule and transport do not fit each other.
     """
 
     def __init__(
@@ -72,26 +64,78 @@ class PipelineScheduleRuntime:
         schedule: Schedule,
         *,
         pipeline_rank: int,
-        transport: Transport[Tensor] | None = None,
+        transport: Transport[tuple[Tensor, ...]] | None = None,
         loss_fn: LossFunction | None = None,
+        loss_scale: float = 1.0,
+        sharding: StageSharding | None = None,
+        shared_parameters: SharedParameters | None = None,
+        args_batch_dim: BatchDims | None = None,
+        kwargs_batch_dim: Mapping[str, int | None] | None = None,
+        target_batch_dim: int | None = 0,
+        output_concat_dim: int = 0,
+        return_outputs: bool | None = None,
         on_step: Callable[[MetaStep], None] | None = None,
     ) -> None:
+        self.loss_scale = loss_scale
         self._stages = {stage.stage_index: stage for stage in stages}
         self._schedule = schedule
         self._rank = pipeline_rank
         self._transport = transport
         self._loss_fn = loss_fn
+        self._sharding = sharding
+        self._shared = shared_parameters
+        self._batch_dims = (args_batch_dim, kwargs_batch_dim, target_batch_dim)
+        self._concat_dim = output_concat_dim
+        self._return_outputs = return_outputs
         self._on_step = on_step
         self._custom: dict[MetaStepType, CustomFunction] = {}
+        self._expectations = Expectations()
         self._check()
+        self._forward_part = forward_part(schedule)
+
+    @property
+    def schedule(self) -> Schedule:
+        """What is run."""
+        return self._schedule
+
+    @property
+    def pipeline_rank(self) -> int:
+        """Which row of it is run here."""
+        return self._rank
 
     def register_custom_function(self, step_type: MetaStepType, fn: CustomFunction) -> None:
         """Run `fn(step, context)` instead of the built-in code for every step of a type.
 
-        For example OVERLAP_B_F, to run its halves at the same time, or the FSDP steps, for which
-        there is no built-in code. Registering again replaces the function.
+        For example OVERLAP_B_F, to run its halves at the same time: the inputs of both are there
+        when the function is called. Registering again replaces the function.
         """
         self._custom[step_type] = fn
+
+    def run(
+        self, *args: Any, target: Any = None, record: bool = True, **kwargs: Any
+    ) -> PipelineResult:
+        """Cut a batch into microbatches and run the schedule once; parameter gradients accumulate.
+
+        Args:
+            *args: Arguments of the first stage; none elsewhere.
+            target: Second argument of the loss function; only needed where the last stage is.
+            record: Whether to record the timeline.
+            **kwargs: Keyword arguments of every stage's module.
+
+        Returns:
+            As `run_microbatches`; which see for the errors too.
+        """
+        return self.run_microbatches(*self._cut(args, kwargs, target), record=record)
+
+    def evaluate(
+        self, *args: Any, target: Any = None, record: bool = False, **kwargs: Any
+    ) -> PipelineResult:
+        """Run the forwards alone, without gradients, and return losses and outputs.
+
+        Every rank calls it. Modules stay in their mode (`Module.train`, `Module.eval`).
+        """
+        batch = self._batch(*self._cut(args, kwargs, target))
+        return self._run(self._forward_part, batch, record=record)
 
     def run_microbatches(
         self,
@@ -102,6 +146,8 @@ class PipelineScheduleRuntime:
         record: bool = True,
     ) -> PipelineResult:
         """Run the schedule once over its microbatches; parameter gradients accumulate.
+
+        With several chains, entry ``c * num_microbatches + m`` belongs to microbatch m of chain c.
 
         Args:
             args: For each microbatch the positional arguments of the first stage; read only where
@@ -114,50 +160,85 @@ class PipelineScheduleRuntime:
         Raises:
             ValueError: If there is not one entry per microbatch.
             Exception: Whatever a stage raised, with a note that names rank, stage, microbatch and
-                step. This rank's connections are closed then, so that the other ranks fail too
-                instead of waiting; the runtime cannot be used again.
+                step, and one that tells where it began if that was on another rank. This rank's
+                connections are closed then, so that the other ranks fail too instead of waiting;
+                the runtime cannot be used again.
         """
         batch = self._batch(args, kwargs, targets)
+        has_end = any(self._schedule.downstream[stage] < 0 for stage in self._stages)
+        needs_targets = self._loss_fn is not None and not self._schedule.is_forward_only
+        if targets is None and has_end and needs_targets:
+            raise ValueError("targets (None) must be given to train the last stage")
+        return self._run(self._schedule, batch, record=record)
+
+    def _run(self, schedule: Schedule, batch: Batch, *, record: bool) -> PipelineResult:
         device = next(iter(self._stages.values())).device
         recorder = Recorder(self._rank, device) if record else None
-        driver = StageDriver(
-            rank=self._rank,
-            schedule=self._schedule,
-            stages=self._stages,
-            transport=self._transport,
-            loss_fn=self._loss_fn,
-            batch=batch,
-            recorder=recorder,
-        )
-        executor = Executor(
-            self._schedule.steps[self._rank],
-            driver,
-            handlers=self._handlers(driver, batch),
-            on_step=self._on_step,
-        )
+        keep = schedule.is_forward_only if self._return_outputs is None else self._return_outputs
+        executor: Executor | None = None
+        shared = None if schedule.is_forward_only else self._shared
         try:
-            executor.advance()
-            driver.finish()
+            driver = StageDriver(
+                rank=self._rank,
+                schedule=schedule,
+                stages=self._stages,
+                transport=self._transport,
+                expectations=self._expectations,
+                sharding=self._sharding,
+                loss_fn=self._loss_fn,
+                batch=batch,
+                keep_outputs=keep,
+                recorder=recorder,
+            )
+            executor = Executor(
+                schedule.steps[self._rank],
+                driver,
+                handlers=self._handlers(driver),
+                on_step=self._on_step,
+            )
+            with (
+                nullcontext() if shared is None else shared.accumulating(),
+                nullcontext() if self._sharding is None else self._sharding.during_run(),
+            ):
+                executor.advance()
+                driver.finish()
         except BaseException as error:
-            error.add_note(self._where(executor))
-            if self._transport is not None:
-                self._transport.abort()
+            self._give_up(error, executor)
             raise
         return PipelineResult(
             [loss for _, loss in sorted(driver.losses.items())],
-            [output for _, output in sorted(driver.outputs.items())],
-            Timeline if recorder is None else recorder.timeline,
+            [driver.outputs[entry] for entry in sorted(driver.outputs)],
+            timeline=Timeline if recorder is None else recorder.timeline,
+            concat_dim=self._concat_dim,
         )
 
-    def _handlers(self, driver: StageDriver, batch: Batch) -> dict[MetaStepType, Handler]:
-        context = PipelineContext(
-            rank=self._rank,
-            schedule=self._schedule,
-            stages=self._stages,
-            batch=batch,
-            run=driver.run,
+    def _handlers(self, driver: StageDriver) -> dict[MetaStepType, Handler]:
+        return {kind: _bind(kind, fn, driver) for kind, fn in self._custom.items()}
+
+    def _give_up(self, error: BaseException, executor: Executor | None) -> None:
+        """Say where it happened, and fail the other ranks."""
+        where = self._where(executor)
+        error.add_note(where)
+        reason = f"{where}: {type(error).__name__}: {error}"
+        if self._transport is not None:
+            first = self._transport.abort(reason)
+            if first != reason[: len(first)]:
+                error.add_note(f"began on {first}")
+        if self._shared is not None:
+            self._shared.close()
+
+    def _cut(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any
+    ) -> tuple[Sequence[Sequence[Any]], Sequence[Mapping[str, Any]], Sequence[Any] | None]:
+        num = self._num_entries
+        args_dims, kwargs_dims, target_dim = self._batch_dims
+        cut = split_args(args, num, dims=args_dims if args else None)
+        targets = None if target is None else split_args([target], num, dims=[target_dim])
+        return (
+            cut,
+            split_kwargs(kwargs, num, dims=kwargs_dims),
+            None if targets is None else [part for (part,) in targets],
         )
-        return {kind: _bind(fn, context) for kind, fn in self._custom.items()}
 
     def _batch(
         self,
@@ -165,24 +246,28 @@ class PipelineScheduleRuntime:
         kwargs: Sequence[Mapping[str, Any]] | None,
         targets: Sequence[Any] | None,
     ) -> Batch:
-        num = self._schedule.num_microbatches
+        num = self._num_entries
         batch = Batch(
             args=args,
             kwargs=[{}] * num if kwargs is None else kwargs,
             targets=() if targets is None else targets,
+            loss_scale=self.loss_scale,
         )
         for name, given in (("args", args), ("kwargs", batch.kwargs), ("targets", targets)):
             if given is not None and len(given) != num:
                 raise ValueError(f"len({name}) ({len(given)}) must equal num_microbatches ({num})")
-        has_last = any(stage.is_last for stage in self._stages.values())
-        if targets is None and has_last and not self._schedule.is_forward_only:
-            raise ValueError("targets (None) must be given to train the last stage")
         return batch
 
-    def _where(self, executor: Executor) -> str:
+    @property
+    def _num_entries(self) -> int:
+        return len(self._schedule.chains) * self._schedule.num_microbatches
+
+    def _where(self, executor: Executor | None) -> str:
+        if executor is None:
+            return f"rank {self._rank}: before the first step"
         step = executor.step
         if step is None:
-            return f"rank {self._rank}: while its last messages were on their way"
+            return f"rank {self._rank}: after the last step"
         parts = [f"rank {self._rank}"]
         for leaf in step.leaves():
             parts.append(f"stage {leaf.stage_index}")
@@ -196,8 +281,6 @@ class PipelineScheduleRuntime:
             raise ValueError(
                 f"pipeline_rank ({self._rank}) must be >= 0 and < num_ranks ({schedule.num_ranks})"
             )
-        if len(schedule.chains) != 1 or schedule.chains[0] != tuple(range(schedule.num_stages)):
-            raise ValueError(f"chains ({len(schedule.chains)}) must be one, of stages in order")
         placed = list(schedule.stages_of(self._rank))
         if sorted(self._stages) != placed:
             raise ValueError(
@@ -210,15 +293,21 @@ class PipelineScheduleRuntime:
                     f"num_stages ({stage.num_stages}) of stage {stage.stage_index} must equal the "
                     f"schedule's ({schedule.num_stages})"
                 )
+            if schedule.upstream[stage.stage_index] < 0 and stage.input_spec is not None:
+                raise ValueError(
+                    f"input_spec ({stage.input_spec}) of stage {stage.stage_index} must be None: "
+                    "it receives nothing"
+                )
         if schedule.edges and self._transport is None:
             raise ValueError("transport (None) must be given for a schedule with messages")
-        if self._loss_fn is None and not schedule.is_forward_only:
-            raise ValueError("loss_fn (None) must be given for a schedule with backwards")
         validate(schedule, communication=bool(schedule.edges)).raise_if_failed()
 
 
-def _bind(fn: CustomFunction, context: PipelineContext) -> Handler:
+def _bind(kind: MetaStepType, fn: CustomFunction, driver: StageDriver) -> Handler:
     def run(step: MetaStep) -> None:
-        fn(step, context)
+        fn(step, driver.context)
 
-    return run
+    def overlap(step: MetaStep) -> None:
+        driver.run_overlap(step, lambda: run(step))
+
+    return overlap if kind.is_overlap else run

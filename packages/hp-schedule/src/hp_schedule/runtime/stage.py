@@ -1,48 +1,41 @@
-"""One stage of a pipeline: a module, its place, and what comes in."""
+"""One stage of a pipeline: a module, its place, what comes in and how its backward is split."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Shape and dtype of a tensor that a stage receives for one microbatch."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "TensorSpec":
-        """Return the spec of a tensor."""
-        return cls(tuple(tensor.shape), tensor.dtype)
-
-    def empty(self, device: torch.device) -> Tensor:
-        """Return an uninitialised tensor of this shape and dtype."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
-
-    def __str__(self) -> str:
-        return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+from hp_schedule.runtime.backward import (
+    BackwardSplitter,
+    DeferringSplitter,
+    Grads,
+    WeightBackward,
+    full_backward,
+)
+from hp_schedule.runtime.specs import TensorSpec, as_specs, describe
 
 
 class PipelineStage:
     """A module and its place in the pipeline. Holds no state of any run.
 
     Args:
-        module: Called as ``module(x, **kwargs)`` with what the stage before returned, or, as the
-            first stage, as ``module(*args, **kwargs)`` with the microbatch's own arguments.
-            Returns one tensor.
+        module: Called as ``module(*received, **kwargs)`` with the tensors that the stage before
+            returned, or, at the start of a chain, as ``module(*args, **kwargs)`` with the
+            microbatch's own arguments. Returns a tensor or a sequence of tensors; at the end of a
+            chain whatever the loss function takes, or without one the loss itself.
         stage_index: Place of the stage, from 0.
-        num_stages: Stages of the whole pipeline.
+        num_stages: Stages of the whole schedule.
         device: Where received tensors are put; the module must be there already.
-        input_spec: What the stage receives for each microbatch; None for the first stage.
+        input_spec: What the stage receives for each microbatch, one spec per tensor. Receives are
+            then posted as early as the schedule says. None: the sender tells the shapes, which may
+            differ per microbatch, in a small message ahead of each; the tensors themselves are
+            asked for when the stage needs them, so their way is not hidden behind compute.
         output_spec: If given, what every output must look like.
+        splitter: Splits the backward for schedules that run its two parts as steps of their own.
 
     Raises:
-        ValueError: If the index is out of range, or input_spec is missing or superfluous.
+        ValueError: If the index is out of range.
     """
 
     def __init__(
@@ -52,67 +45,75 @@ class PipelineStage:
         stage_index: int,
         num_stages: int,
         device: torch.device,
-        input_spec: TensorSpec | None = None,
-        output_spec: TensorSpec | None = None,
+        input_spec: TensorSpec | Sequence[TensorSpec] | None = None,
+        output_spec: TensorSpec | Sequence[TensorSpec] | None = None,
+        splitter: BackwardSplitter | None = None,
     ) -> None:
         if not 0 <= stage_index < num_stages:
             raise ValueError(
                 f"stage_index ({stage_index}) must be >= 0 and < num_stages ({num_stages})"
             )
-        if (input_spec is None) != (stage_index == 0):
-            needed = "None" if stage_index == 0 else "given"
-            raise ValueError(f"input_spec ({input_spec}) must be {needed} for stage {stage_index}")
         self.module = module
         self.stage_index = stage_index
         self.num_stages = num_stages
         self.device = device
-        self.input_spec = input_spec
-        self.output_spec = output_spec
+        self.input_spec = as_specs(input_spec)
+        self.output_spec = as_specs(output_spec)
+        self.splitter: BackwardSplitter = DeferringSplitter() if splitter is None else splitter
 
-    @property
-    def is_first(self) -> bool:
-        """Whether the stage reads the microbatches' arguments."""
-        return self.stage_index == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the stage's output goes into the loss."""
-        return self.stage_index == self.num_stages - 1
-
-    def forward_one_chunk(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-        """Run the module on one microbatch.
+    def forward_one_chunk(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the module on one microbatch and return what it returns.
 
         Raises:
-            TypeError: If it does not return a tensor.
             ValueError: If its output does not fit output_spec.
         """
         output = self.module(*args, **kwargs)
-        if not isinstance(output, Tensor):
-            raise TypeError(f"output ({type(output).__name__}) of a stage must be a Tensor")
-        if self.output_spec is not None and TensorSpec.of(output) != self.output_spec:
-            raise ValueError(
-                f"output ({TensorSpec.of(output)}) must be as output_spec ({self.output_spec})"
-            )
+        if self.output_spec is not None:
+            self._check_output(self.tensors_of(output))
         return output
 
     def backward_one_chunk(
-        self, output: Tensor, grad: Tensor | None, *, received: Tensor | None
-    ) -> Tensor | None:
+        self, outputs: Sequence[Tensor], grads: Sequence[Tensor], *, inputs: Sequence[Tensor]
+    ) -> Grads:
         """Run the backward of one microbatch; parameter gradients accumulate.
 
         Args:
-            output: What the forward returned, or the loss.
-            grad: Gradient of output; None for a loss.
-            received: The input of the forward, a leaf; None for the first stage.
+            outputs: Where it starts: tensors that require grad, each with its graph.
+            grads: Their gradients, as many.
+            inputs: What the forward received, leaves that require grad.
 
         Returns:
-            The gradient of `received`, zeros if nothing reached it; None for the first stage.
+            The gradients of the inputs, None where nothing reached one.
         """
-        if output.requires_grad:
-            # In this thread, so that what is bound to it (deferred weight gradients) applies.
-            with torch.autograd.set_multithreading_enabled(False):
-                torch.autograd.backward(output, grad)
-        if received is None:
-            return None
-        result, received.grad = received.grad, None
-        return torch.zeros_like(received) if result is None else result
+        return full_backward(outputs, grads, inputs=inputs)
+
+    def backward_input_one_chunk(
+        self, outputs: Sequence[Tensor], grads: Sequence[Tensor], *, inputs: Sequence[Tensor]
+    ) -> tuple[Grads, WeightBackward]:
+        """Run the first part of the backward; return with its gradients what runs the second."""
+        return self.splitter.split_backward(self.module, outputs, grads, inputs=inputs)
+
+    def tensors_of(self, output: Any) -> tuple[Tensor, ...]:
+        """Return the tensors that an output passes on to the next stage.
+
+        Raises:
+            TypeError: If it is no tensor and no sequence of tensors.
+        """
+        tensors = tuple(output) if isinstance(output, (tuple, list)) else (output,)
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                raise TypeError(
+                    f"output ({type(tensor).__name__}) of stage {self.stage_index} must be a "
+                    "Tensor or a sequence of Tensors"
+                )
+        return tensors
+
+    def _check_output(self, tensors: Sequence[Tensor]) -> None:
+        specs = self.output_spec or ()
+        if len(tensors) != len(specs) or not all(
+            spec.fits(tensor) for spec, tensor in zip(specs, tensors, strict=True)
+        ):
+            raise ValueError(
+                f"output ({describe(map(TensorSpec.of, tensors))}) must be as output_spec "
+                f"({describe(specs)})"
+            )

@@ -11,6 +11,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -19,11 +20,14 @@ from torch.distributed import ProcessGroup
 
 from hp_platform import Pending, irecv, isend, new_group
 from hp_platform.pending import release_completed
+from hp_schedule.runtime.failures import FailureNote, default_note
 from hp_schedule.schedule import Schedule
-from hp_schedule.transport import Message
+from hp_schedule.transport import Message, MessageKind
 
 Edge = tuple[int, int]
 """Ranks of the pipeline: source, destination."""
+
+_serial = count()  # calls of build_edge_groups, which every rank makes in one order
 
 
 class EdgeGroups:
@@ -31,9 +35,13 @@ class EdgeGroups:
 
     Args:
         groups: By edge.
+        note: Where a rank that fails leaves its reason.
     """
 
-    def __init__(self, groups: Mapping[Edge, ProcessGroup]) -> None:
+    def __init__(
+        self, groups: Mapping[Edge, ProcessGroup], *, note: FailureNote | None = None
+    ) -> None:
+        self.note = FailureNote(None, "") if note is None else note
         self._groups = dict(groups)
         self._closed = False
 
@@ -49,14 +57,18 @@ class EdgeGroups:
         """Close the connections of this rank; whoever waits at the other end fails."""
         self._closed = True
         while self._groups:
-            _, group = self._groups.popitem()
-            if _uses_nccl(group):
-                # Ends kernels that wait for a peer, and waits itself for those of other groups:
-                # all at once, and without holding up the error that is being reported.
-                threading.Thread(target=group.abort, daemon=True).start()
-            else:
-                group.abort()
-                dist.destroy_process_group(group)
+            close_group(self._groups.popitem()[1])
+
+
+def close_group(group: ProcessGroup) -> None:
+    """Close this rank's connections of a group; whoever waits at their other ends fails."""
+    if _uses_nccl(group):
+        # Ends kernels that wait for a peer, and waits itself for those of other groups: all at
+        # once, and without holding up the error that is being reported.
+        threading.Thread(target=group.abort, daemon=True).start()
+    else:
+        group.abort()
+        dist.destroy_process_group(group)
 
 
 def build_edge_groups(
@@ -99,7 +111,14 @@ def build_edge_groups(
         if group is not None:
             groups[edge] = group
             _connect(group, [ranks[source] for ranks in pipelines])
-    return EdgeGroups(groups)
+    return EdgeGroups(groups, note=default_note(_note_key(pipelines)))
+
+
+def _note_key(pipelines: Sequence[Sequence[int]]) -> str:
+    """Return a key of this rank's pipeline and of this call, the same on all its ranks."""
+    me = dist.get_rank() if dist.is_initialized() else 0
+    mine = next((ranks for ranks in pipelines if me in ranks), ())
+    return f"hp_schedule/failure/{next(_serial)}/{'-'.join(map(str, mine))}"
 
 
 def _connect(group: ProcessGroup, sources: Sequence[int]) -> None:
@@ -126,14 +145,15 @@ def _ring(num_ranks: int) -> set[Edge]:
 
 
 class TorchTransport:
-    """A `hp_schedule.transport.Transport` over process groups.
+    """A `hp_schedule.transport.Transport` of tuples of tensors over process groups.
 
     Args:
         schedule: Whose messages are to be moved.
         rank_of: The global rank of each rank of the pipeline.
         groups: From `build_edge_groups`; may serve several transports in turn.
-        max_sends_in_flight: A send of an edge first waits for the one that many before it, which
-            bounds the memory of sent values. Safe for every schedule that `validate` accepts.
+        max_sends_in_flight: A send of an edge waits for the one that many before it, which bounds
+            the memory of sent values; with 0 for itself. Safe for every schedule that `validate`
+            accepts; without effect on edges whose shapes are told in headers.
 
     Raises:
         ValueError: If the pipeline has another size than the schedule, or a group is missing.
@@ -151,8 +171,8 @@ class TorchTransport:
             raise ValueError(
                 f"len(rank_of) ({len(rank_of)}) must equal num_ranks ({schedule.num_ranks})"
             )
-        if max_sends_in_flight < 1:
-            raise ValueError(f"max_sends_in_flight ({max_sends_in_flight}) must be >= 1")
+        if max_sends_in_flight < 0:
+            raise ValueError(f"max_sends_in_flight ({max_sends_in_flight}) must be >= 0")
         me = dist.get_rank() if schedule.edges else None
         for edge in schedule.edges:
             if me in {rank_of[rank] for rank in edge} and edge not in groups:
@@ -160,35 +180,44 @@ class TorchTransport:
         self._rank_of = tuple(rank_of)
         self._groups = groups
         self._max_sends = max_sends_in_flight
-        self._receives: dict[Message, Pending[Tensor]] = {}
-        self._sends: defaultdict[Edge, deque[tuple[Message, Pending[None]]]] = defaultdict(deque)
+        self._receives: dict[Message, list[Pending[Tensor]]] = {}
+        self._sends: defaultdict[Edge, deque[tuple[Message, list[Pending[None]]]]]
+        self._sends = defaultdict(deque)
+        self._unbounded: set[Edge] = set()
 
-    def send(self, message: Message, value: Tensor) -> None:
-        """Start to send a tensor; it is kept alive until it has arrived."""
-        edge = (message.source, message.destination)
+    def send(self, message: Message, value: Sequence[Tensor]) -> None:
+        """Start to send tensors; they are kept alive until they have arrived."""
+        edge = message.edge
         queue = self._sends[edge]
-        while len(queue) >= self._max_sends:
-            queue.popleft()[1].wait()
-        pending = isend(value, self._rank_of[message.destination], group=self._groups[edge])
-        queue.append((message, pending))
+        if message.kind is MessageKind.HEADER:
+            # What follows a header is asked for when it is needed, not where the schedule posts
+            # it, so waiting for it here might never end.
+            self._unbounded.add(edge)
+        group, peer = self._groups[edge], self._rank_of[message.destination]
+        queue.append((message, [isend(x, peer, group=group) for x in value if x.numel()]))
+        if message.kind is MessageKind.REQUEST:
+            return  # answered by a later message, so nobody may be there yet
+        while len(queue) > self._max_sends and edge not in self._unbounded:
+            _wait_all(queue.popleft()[1])
 
-    def post_receive(self, message: Message, buffer: Tensor) -> None:
-        """Start to receive into a contiguous tensor of the sender's shape and dtype."""
-        edge = (message.source, message.destination)
-        source = self._rank_of[message.source]
-        self._receives[message] = irecv(buffer, source, group=self._groups[edge])
+    def post_receive(self, message: Message, buffer: Sequence[Tensor]) -> None:
+        """Start to receive into contiguous tensors of the sender's shapes and dtypes."""
+        group, source = self._groups[message.edge], self._rank_of[message.source]
+        self._receives[message] = [
+            irecv(x, source, group=group) if x.numel() else Pending(x) for x in buffer
+        ]
 
-    def wait_receive(self, message: Message) -> Tensor:
-        """Return the buffer of a posted receive, filled."""
-        return self._receives.pop(message).wait()
+    def wait_receive(self, message: Message) -> tuple[Tensor, ...]:
+        """Return the buffers of a posted receive, filled."""
+        return tuple(pending.wait() for pending in self._receives.pop(message))
 
     def release_send(self, message: Message) -> None:
         """Let go of a message and those before it on its edge: they are known to have arrived."""
-        queue = self._sends[message.source, message.destination]
+        queue = self._sends[message.edge]
         if any(message == sent for sent, _ in queue):
             while queue:
                 sent, pending = queue.popleft()
-                pending.wait()
+                _wait_all(pending)
                 if sent == message:
                     break
 
@@ -196,12 +225,19 @@ class TorchTransport:
         """Wait until everything that was sent has arrived."""
         for queue in self._sends.values():
             while queue:
-                queue.popleft()[1].wait()
+                _wait_all(queue.popleft()[1])
 
-    def abort(self) -> None:
+    def abort(self, reason: str) -> str:
         """Close this rank's connections: peers that wait for it fail within seconds."""
+        first = self._groups.note.leave(reason)
         self._receives.clear()
         self._sends.clear()
         # Operations under way keep Gloo's connections open for as long as anything refers to them.
         release_completed(everything=True)
         self._groups.close()
+        return first
+
+
+def _wait_all(pendings: Sequence[Pending[None]]) -> None:
+    for pending in pendings:
+        pending.wait()

@@ -1,0 +1,264 @@
+"""One rank's messages of one run: what is expected of whom, and in which order it is asked for.
+
+[Note: Shapes on the way] A stage with an `input_spec` tells the stage before it once, ahead of the
+first run, what it expects; its receives are posted where the schedule says. A stage without one
+gets a header ahead of each input. Its buffers can only be made once the header is there, which the
+stage waits for when it needs the input. Whatever is posted later on the same edge then waits behind
+it, because an edge has one order.
+"""
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hp_schedule.runtime.specs import (
+    HEADER_SIZE,
+    Specs,
+    TensorSpec,
+    describe,
+    from_header,
+    to_header,
+)
+from hp_schedule.runtime.stage import PipelineStage
+from hp_schedule.schedule import Schedule
+from hp_schedule.transport import Message, MessageKind, Transport
+
+Tensors = tuple[Tensor, ...]
+_HEADER_SPECS = (TensorSpec((HEADER_SIZE,), torch.int64),)
+
+
+@dataclass(slots=True)
+class Expectations:
+    """What the stages after a rank's expect; lives from the first run to the last.
+
+    Attributes:
+        specs: By the stage before, as far as they have said so; None expects a header.
+        asked: Whether this rank has told, and asked for, what there is to tell.
+    """
+
+    specs: dict[int, Specs | None] = field(default_factory=dict)
+    asked: bool = False
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """A receive that is not posted yet.
+
+    Attributes:
+        specs: Returns what will come, None while that is not known.
+        header: Tells it, if nothing else does.
+    """
+
+    message: Message
+    device: torch.device
+    specs: Callable[[], Specs | None]
+    header: Message | None = None
+    header_is_posted: bool = False
+
+
+class _Inbox:
+    """The receives of one edge, posted in the order they are wanted in."""
+
+    def __init__(self, transport: Transport[Tensors]) -> None:
+        self._transport = transport
+        self._lock = threading.Lock()
+        self._wanted: deque[_Wanted] = deque()
+        self._posted: dict[Message, Specs] = {}
+
+    def want(self, wanted: _Wanted) -> None:
+        with self._lock:
+            self._wanted.append(wanted)
+            self._post()
+
+    def progress(self) -> None:
+        """Post what has come to be known."""
+        with self._lock:
+            self._post()
+
+    def take(self, message: Message) -> tuple[Tensors, Specs]:
+        """Wait for a message, first for the headers of those before it if need be."""
+        with self._lock:
+            if message not in self._posted:
+                self._post(until=message)
+            return self._transport.wait_receive(message), self._posted.pop(message)
+
+    def _post(self, until: Message | None = None) -> None:
+        waits = until is not None
+        while self._wanted:
+            first = self._wanted[0]
+            if first.header is not None and not first.header_is_posted:
+                self._transport.post_receive(first.header, _empty(_HEADER_SPECS, first.device))
+                first.header_is_posted = True
+            specs = first.specs()
+            if specs is None:
+                if not waits or first.header is None:
+                    return
+                specs = from_header(self._transport.wait_receive(first.header)[0]) or ()
+            self._transport.post_receive(first.message, _empty(specs, first.device))
+            self._posted[first.message] = specs
+            self._wanted.popleft()
+            waits = waits and first.message != until
+
+
+class Mailbox:
+    """Sends and receives of one rank during one run; steps of several threads may use it.
+
+    Args:
+        rank: Of the pipeline.
+        schedule: What is run.
+        stages: This rank's stages by index.
+        transport: Moves messages.
+        expectations: Kept from run to run.
+        output_specs: Returns the specs of a stage's outputs for a microbatch, None before its
+            forward.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        schedule: Schedule,
+        stages: Mapping[int, PipelineStage],
+        transport: Transport[Tensors],
+        expectations: Expectations,
+        output_specs: Callable[[int, int], Specs | None],
+    ) -> None:
+        self._rank = rank
+        self._schedule = schedule
+        self._stages = stages
+        self._transport = transport
+        self._expectations = expectations
+        self._output_specs = output_specs
+        self._inboxes: defaultdict[tuple[int, int], _Inbox]
+        self._inboxes = defaultdict(lambda: _Inbox(transport))
+        self._exchange_requests()
+
+    def send_input(self, stage: int, microbatch: int, values: Tensors) -> None:
+        """Send a stage's output on.
+
+        Args:
+            stage: Whose output it is.
+            microbatch: Of which microbatch.
+            values: With their graphs, which tell which of them get a gradient.
+
+        Raises:
+            ValueError: If it is not what the next stage expects.
+        """
+        expected = self._expected(stage)
+        message = self._to(self._schedule.downstream[stage], microbatch, MessageKind.INPUT)
+        specs = tuple(map(TensorSpec.of, values))
+        if expected is None:
+            header = self._to(message.stage_index, microbatch, MessageKind.HEADER)
+            self._transport.send(header, (to_header(specs).to(self._stages[stage].device),))
+        elif len(values) != len(expected) or not all(
+            spec.fits(value) for spec, value in zip(expected, values, strict=True)
+        ):
+            raise ValueError(
+                f"output ({describe(specs)}) of stage {stage}, microbatch {microbatch} must be as "
+                f"input_spec ({describe(expected)}) of stage {message.stage_index}; without an "
+                "input_spec shapes may differ"
+            )
+        self._transport.send(message, tuple(value.detach() for value in values))
+
+    def want_input(self, stage: int, microbatch: int) -> None:
+        """Post the receive of a stage's input, or of the header that tells its shapes."""
+        message = self._from(stage, microbatch, MessageKind.INPUT)
+        specs = self._stages[stage].input_spec
+        header = self._from(stage, microbatch, MessageKind.HEADER) if specs is None else None
+        device = self._stages[stage].device
+        self._inboxes[message.edge].want(_Wanted(message, device, lambda: specs, header))
+
+    def take_input(self, stage: int, microbatch: int) -> tuple[Tensors, Specs]:
+        """Wait for a stage's input; return it with its specs."""
+        return self._take(self._from(stage, microbatch, MessageKind.INPUT))
+
+    def send_gradient(self, stage: int, microbatch: int, values: Tensors) -> None:
+        """Send the gradients of those inputs of a stage that have one."""
+        before = self._schedule.upstream[stage]
+        self._transport.send(self._to(before, microbatch, MessageKind.OUTPUT_GRADIENT), values)
+
+    def want_gradient(self, stage: int, microbatch: int) -> None:
+        """Post the receive of a stage's output gradients, at the latest after its forward."""
+
+        def specs() -> Specs | None:
+            outputs = self._expectations.specs.get(stage) or self._output_specs(stage, microbatch)
+            return None if outputs is None else tuple(spec for spec in outputs if spec.has_grad)
+
+        message = self._from(stage, microbatch, MessageKind.OUTPUT_GRADIENT)
+        wanted = _Wanted(message, self._stages[stage].device, specs)
+        self._inboxes[message.edge].want(wanted)
+
+    def take_gradient(self, stage: int, microbatch: int) -> tuple[Tensor | None, ...]:
+        """Wait for the gradients of a stage's outputs; return one per output."""
+        message = self._from(stage, microbatch, MessageKind.OUTPUT_GRADIENT)
+        values = iter(self._take(message)[0])
+        # The gradient of an output can only have come from a rank that has the output.
+        after = self._schedule.downstream[stage]
+        self._transport.release_send(self._to(after, microbatch, MessageKind.INPUT))
+        outputs = self._expectations.specs.get(stage) or self._output_specs(stage, microbatch) or ()
+        return tuple(next(values) if spec.has_grad else None for spec in outputs)
+
+    def progress(self) -> None:
+        """Post receives whose shapes have come to be known."""
+        for inbox in list(self._inboxes.values()):
+            inbox.progress()
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has arrived."""
+        self._transport.finish()
+
+    def _exchange_requests(self) -> None:
+        """Tell the stages before this rank's what is expected ([Note: Shapes on the way])."""
+        here = self._stages
+        if self._expectations.asked:
+            return
+        self._expectations.asked = True
+        for stage in range(self._schedule.num_stages):
+            before = self._schedule.upstream[stage]
+            if before < 0 or (stage in here) == (before in here):
+                continue
+            if stage in here:
+                request = to_header(here[stage].input_spec).to(here[stage].device)
+                self._transport.send(self._request(stage), (request,))
+            else:
+                message = self._request(stage)
+                wanted = _Wanted(message, here[before].device, lambda: _HEADER_SPECS)
+                self._inboxes[message.edge].want(wanted)
+
+    def _expected(self, stage: int) -> Specs | None:
+        """Return what the stage after one expects; the first time waits until it has said so."""
+        known = self._expectations.specs
+        if stage not in known:
+            (header,), _ = self._take(self._request(self._schedule.downstream[stage]))
+            known[stage] = from_header(header)
+        return known[stage]
+
+    def _take(self, message: Message) -> tuple[Tensors, Specs]:
+        try:
+            return self._inboxes[message.edge].take(message)
+        except RuntimeError as error:
+            error.add_note(f"while waiting for the {message}")
+            raise
+
+    def _request(self, stage: int) -> Message:
+        place, before = self._schedule.stage_to_rank, self._schedule.upstream[stage]
+        return Message(place[stage], place[before], stage, 0, MessageKind.REQUEST)
+
+    def _to(self, stage: int, microbatch: int, kind: MessageKind) -> Message:
+        return Message(self._rank, self._schedule.stage_to_rank[stage], stage, microbatch, kind)
+
+    def _from(self, stage: int, microbatch: int, kind: MessageKind) -> Message:
+        schedule = self._schedule
+        neighbours = (
+            schedule.downstream if kind is MessageKind.OUTPUT_GRADIENT else schedule.upstream
+        )
+        source = schedule.stage_to_rank[neighbours[stage]]
+        return Message(source, self._rank, stage, microbatch, kind)
+
+
+def _empty(specs: Sequence[TensorSpec], device: torch.device) -> Tensors:
+    return tuple(spec.empty(device) for spec in specs)

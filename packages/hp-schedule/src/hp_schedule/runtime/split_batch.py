@@ -1,0 +1,97 @@
+"""Cut a batch into microbatches, and put their outputs together again."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BatchDims = Sequence[int | None]
+"""For each positional argument the dim to cut along; None hands it to every microbatch whole."""
+
+
+def split_args(args: Sequence[Any], num: int, *, dims: BatchDims | None = None) -> list[list[Any]]:
+    """Cut positional arguments into microbatches.
+
+    Tensors are cut as even as can be, the longer parts first; inside lists, tuples and dicts as
+    well. What is no tensor goes to every microbatch as it is.
+
+    Args:
+        args: Of the whole batch.
+        num: Number of microbatches.
+        dims: Default: 0 for every argument.
+
+    Returns:
+        The arguments of each microbatch.
+
+    Raises:
+        ValueError: If there is not one dim per argument, or a tensor is shorter than num.
+    """
+    if dims is None:
+        dims = [0] * len(args)
+    if len(dims) != len(args):
+        raise ValueError(f"len(args_batch_dim) ({len(dims)}) must equal len(args) ({len(args)})")
+    columns = [
+        _split(arg, num, dim, name=f"argument {index}")
+        for index, (arg, dim) in enumerate(zip(args, dims, strict=True))
+    ]
+    return [[column[index] for column in columns] for index in range(num)]
+
+
+def split_kwargs(
+    kwargs: Mapping[str, Any], num: int, *, dims: Mapping[str, int | None] | None = None
+) -> list[dict[str, Any]]:
+    """Cut keyword arguments into microbatches, as `split_args` does; dims not named are 0.
+
+    Raises:
+        ValueError: If a dim is named for what is not among kwargs, or a tensor is shorter than num.
+    """
+    dims = {} if dims is None else dims
+    columns = {
+        name: _split(value, num, dims.get(name, 0), name=f"argument {name}")
+        for name, value in kwargs.items()
+    }
+    return [{name: column[index] for name, column in columns.items()} for index in range(num)]
+
+
+def concat_outputs(outputs: Sequence[Any], *, dim: int = 0) -> Any:
+    """Put the outputs of microbatches together; the inverse of the cut.
+
+    Args:
+        outputs: Of each microbatch: a tensor, or a sequence or dict of such.
+        dim: To concatenate along.
+
+    Returns:
+        In the structure of one microbatch's output; None without outputs.
+    """
+    if not outputs:
+        return None
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(outputs), dim)
+    if isinstance(first, (tuple, list)):
+        return tuple(concat_outputs(parts, dim=dim) for parts in zip(*outputs, strict=True))
+    if isinstance(first, Mapping):
+        return {name: concat_outputs([part[name] for part in outputs], dim=dim) for name in first}
+    return list(outputs)
+
+
+def _split(value: Any, num: int, dim: int | None, *, name: str) -> Sequence[Any]:
+    if dim is None or value is None:
+        return [value] * num
+    if isinstance(value, Tensor):
+        if not -value.dim() <= dim < value.dim():
+            raise ValueError(f"batch dim ({dim}) of {name} must be a dim of {list(value.shape)}")
+        if value.shape[dim] < num:
+            raise ValueError(
+                f"size ({value.shape[dim]}) of {name} along dim {dim} must be >= the number of "
+                f"microbatches ({num})"
+            )
+        return value.tensor_split(num, dim)
+    if isinstance(value, Mapping):
+        parts = {key: _split(part, num, dim, name=name) for key, part in value.items()}
+        return [{key: part[index] for key, part in parts.items()} for index in range(num)]
+    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+        columns = [_split(part, num, dim, name=name) for part in value]
+        return [type(value)(column[index] for column in columns) for index in range(num)]
+    return [value] * num
