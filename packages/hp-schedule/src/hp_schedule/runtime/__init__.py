@@ -4,6 +4,13 @@ from hp_schedule.runtime.backward import BackwardSplitter, DeferringSplitter
 from hp_schedule.runtime.context import Batch, PipelineContext
 from hp_schedule.runtime.result import PipelineResult
 from hp_schedule.runtime.runtime import PipelineScheduleRuntime
+from hp_schedule.runtime.schedules import (
+    PipelineSchedule,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    from_schedule,
+)
 from hp_schedule.runtime.sharding import StageSharding
 from hp_schedule.runtime.shared import SharedParameterInfo, SharedParameters, share_parameters
 from hp_schedule.runtime.specs import TensorSpec
@@ -17,13 +24,18 @@ __all__ = [
     "EdgeGroups",
     "PipelineContext",
     "PipelineResult",
+    "PipelineSchedule",
     "PipelineScheduleRuntime",
     "PipelineStage",
+    "Schedule1F1B",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
     "SharedParameterInfo",
     "SharedParameters",
     "StageSharding",
     "TensorSpec",
     "TorchTransport",
     "build_edge_groups",
+    "from_schedule",
     "share_parameters",
 ]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
 
@@ -24,6 +24,20 @@ from hp_schedule.transport import Transport
 from hp_schedule.validation import validate
 
 CustomFunction = Callable[[MetaStep, PipelineContext], None]
+
+
+class RuntimeOptions(TypedDict, total=False):
+    """Keyword arguments of `PipelineScheduleRuntime` that do not depend on the schedule."""
+
+    loss_fn: LossFunction | None
+    loss_scale: float
+    sharding: StageSharding | None
+    args_batch_dim: BatchDims | None
+    kwargs_batch_dim: Mapping[str, int | None] | None
+    target_batch_dim: int | None
+    output_concat_dim: int
+    return_outputs: bool | None
+    on_step: Callable[[MetaStep], None] | None
 
 
 class PipelineScheduleRuntime:

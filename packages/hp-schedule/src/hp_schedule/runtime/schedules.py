@@ -1,0 +1,202 @@
+"""The schedules by name: each makes its own order, messages, process groups and transport."""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, Unpack
+
+import torch.distributed as dist
+
+from hp_schedule.generators import gpipe, interleaved_1f1b, one_f_one_b
+from hp_schedule.ir import MetaStep
+from hp_schedule.passes import add_send_recv
+from hp_schedule.placement import PlacementStyle, generate_stage_to_rank_mapping
+from hp_schedule.runtime.runtime import PipelineScheduleRuntime, RuntimeOptions
+from hp_schedule.runtime.shared import SharedParameterInfo, share_parameters
+from hp_schedule.runtime.stage import PipelineStage
+from hp_schedule.runtime.transport import EdgeGroups, TorchTransport, build_edge_groups
+from hp_schedule.schedule import Schedule
+
+
+class ScheduleOptions(RuntimeOptions, total=False):
+    """Keyword arguments of `PipelineSchedule`."""
+
+    pipelines: Sequence[Sequence[int]] | None
+    groups: EdgeGroups | None
+    overlap_p2p: bool
+    shared_parameters: Sequence[SharedParameterInfo]
+
+
+Rows = Iterable[Iterable[MetaStep | None]]
+"""One row of compute steps per rank."""
+
+
+class PipelineSchedule(PipelineScheduleRuntime):
+    """A runtime that makes its own schedule. Subclass it and say in which order steps run.
+
+    Messages are inserted, the schedule is checked, and process groups are made for its edges, so
+    every rank of the world constructs one, in the same order as its other groups.
+
+    Args:
+        stages: This rank's stage or stages.
+        num_microbatches: Of each run.
+        pipelines: For each of several pipelines side by side the global ranks of its ranks in
+            order; default one over the whole world.
+        groups: Those of an earlier schedule with the same edges; default new ones.
+        overlap_p2p: Whether sends go on while the rank computes; otherwise it waits for each.
+        shared_parameters: What stages have in common.
+        **options: See `PipelineScheduleRuntime`.
+
+    Raises:
+        ScheduleError: If the schedule is not valid.
+        ValueError: If stages, pipelines and schedule do not fit each other.
+    """
+
+    placement: ClassVar[PlacementStyle] = "loop"
+    """Where stages live if `construct_exec_order` returns rows."""
+
+    def __init__(
+        self,
+        stages: PipelineStage | Sequence[PipelineStage],
+        num_microbatches: int,
+        *,
+        pipelines: Sequence[Sequence[int]] | None = None,
+        groups: EdgeGroups | None = None,
+        overlap_p2p: bool = True,
+        shared_parameters: Sequence[SharedParameterInfo] = (),
+        **options: Unpack[RuntimeOptions],
+    ) -> None:
+        stages = [stages] if isinstance(stages, PipelineStage) else list(stages)
+        if not stages:
+            raise ValueError("len(stages) (0) must be >= 1")
+        if pipelines is None:
+            pipelines = [range(dist.get_world_size() if dist.is_initialized() else 1)]
+        ranks = _own(pipelines)
+        self.num_microbatches = num_microbatches
+        self.num_ranks = len(ranks)
+        self.num_stages = stages[0].num_stages
+        schedule = self._lowered()
+        transport = None
+        if schedule.edges:
+            if groups is None:
+                groups = build_edge_groups(pipelines, edges=schedule.edges)
+            transport = TorchTransport(
+                schedule, rank_of=ranks, groups=groups, max_sends_in_flight=8 if overlap_p2p else 0
+            )
+        self.groups = groups
+        super().__init__(
+            stages,
+            schedule,
+            pipeline_rank=ranks.index(dist.get_rank()) if len(ranks) > 1 else 0,
+            transport=transport,
+            shared_parameters=share_parameters(
+                shared_parameters, stages, schedule=schedule, pipelines=pipelines
+            )
+            if shared_parameters
+            else None,
+            **options,
+        )
+
+    @abstractmethod
+    def construct_exec_order(self) -> Rows | Schedule:
+        """Return the order of the compute steps, one row per rank, or a whole schedule.
+
+        `num_ranks`, `num_stages` and `num_microbatches` say how large it is to be. Rows are placed
+        as `placement` says; a whole schedule has its own placement, and may have messages.
+        """
+
+    @property
+    def num_stages_per_rank(self) -> int:
+        """Stages on every rank.
+
+        Raises:
+            ValueError: If they are not equally many.
+        """
+        if self.num_stages % self.num_ranks:
+            raise ValueError(
+                f"num_stages ({self.num_stages}) must be a multiple of num_ranks ({self.num_ranks})"
+            )
+        return self.num_stages // self.num_ranks
+
+    def _lowered(self) -> Schedule:
+        order = self.construct_exec_order()
+        if not isinstance(order, Schedule):
+            places = generate_stage_to_rank_mapping(self.num_ranks, self.num_stages, self.placement)
+            order = Schedule.from_steps(
+                order,
+                stage_to_rank=[places[stage] for stage in range(self.num_stages)],
+                num_microbatches=self.num_microbatches,
+            )
+        if order.num_ranks != self.num_ranks:
+            raise ValueError(
+                f"num_ranks ({order.num_ranks}) of the schedule must equal the length of the "
+                f"pipelines ({self.num_ranks})"
+            )
+        return order if order.has_communication else add_send_recv(order)
+
+
+class ScheduleGPipe(PipelineSchedule):
+    """All forwards, then all backwards; one stage per rank."""
+
+    def construct_exec_order(self) -> Schedule:
+        """Return `gpipe`."""
+        return gpipe(self.num_ranks, num_microbatches=self.num_microbatches)
+
+
+class Schedule1F1B(PipelineSchedule):
+    """One forward, one backward; one stage per rank."""
+
+    def construct_exec_order(self) -> Schedule:
+        """Return `one_f_one_b`."""
+        return one_f_one_b(self.num_ranks, num_microbatches=self.num_microbatches)
+
+
+class ScheduleInterleaved1F1B(PipelineSchedule):
+    """1F1B over several stages per rank; any number of microbatches."""
+
+    def construct_exec_order(self) -> Schedule:
+        """Return `interleaved_1f1b`."""
+        return interleaved_1f1b(
+            self.num_ranks,
+            num_microbatches=self.num_microbatches,
+            num_stages_per_rank=self.num_stages_per_rank,
+        )
+
+
+class _Given(PipelineSchedule):
+    """Runs a schedule that was made elsewhere."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: PipelineStage | Sequence[PipelineStage],
+        **options: Unpack[ScheduleOptions],
+    ) -> None:
+        self._given = schedule
+        super().__init__(stages, schedule.num_microbatches, **options)
+
+    def construct_exec_order(self) -> Schedule:
+        return self._given
+
+
+def from_schedule(
+    schedule: Schedule,
+    stages: PipelineStage | Sequence[PipelineStage],
+    **options: Unpack[ScheduleOptions],
+) -> PipelineSchedule:
+    """Return what runs a schedule that was searched, read from a file or made by a generator.
+
+    Args:
+        schedule: With its messages or without.
+        stages: This rank's.
+        **options: See `PipelineSchedule`.
+    """
+    return _Given(schedule, stages, **options)
+
+
+def _own(pipelines: Sequence[Sequence[int]]) -> Sequence[int]:
+    """Return the pipeline of this rank."""
+    me = dist.get_rank() if dist.is_initialized() else 0
+    for ranks in pipelines:
+        if me in ranks:
+            return ranks
+    raise ValueError(f"pipelines ({[list(ranks) for ranks in pipelines]}) must contain rank {me}")
