@@ -169,14 +169,20 @@ def run_together(executors: Sequence[Executor]) -> None:
         before = [executor.position for _, executor in waiting]
         left = [(rank, executor) for rank, executor in waiting if not executor.advance()]
         if len(left) == len(waiting) and before == [executor.position for _, executor in left]:
-            stuck = "; ".join(
-                f"rank {rank} at cell {executor.position} ({executor.step})"
-                for rank, executor in left
-            )
-            raise DeadlockError(f"no rank can go on: {stuck}")
+            raise DeadlockError(describe_stuck(executors))
         # Backward passes run against the order of the ranks: taking turns from both ends lets a
         # value travel through all of them in one round either way.
         waiting = left[::-1]
+
+
+def describe_stuck(executors: Sequence[Executor]) -> str:
+    """Say where each rank stands that is not done."""
+    places = (
+        f"rank {rank} at cell {executor.position} ({executor.step})"
+        for rank, executor in enumerate(executors)
+        if executor.step is not None
+    )
+    return "no rank can go on: " + "; ".join(places)
 
 
 def _actions(driver: Driver) -> tuple[Callable[[int, int], None], ...]:

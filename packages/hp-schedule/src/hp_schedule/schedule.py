@@ -177,13 +177,13 @@ class Schedule:
     def has_communication(self) -> bool:
         """Whether any step sends or receives."""
         return bool(
-            self._kinds & {packing.FWD_SEND, packing.FWD_RECV, packing.BWD_SEND, packing.BWD_RECV}
+            self.kinds & {packing.FWD_SEND, packing.FWD_RECV, packing.BWD_SEND, packing.BWD_RECV}
         )
 
     @cached_property
     def is_forward_only(self) -> bool:
         """Whether no step belongs to a backward pass."""
-        return self._kinds <= {
+        return self.kinds <= {
             packing.FWD,
             packing.FWD_SEND,
             packing.FWD_RECV,
@@ -192,9 +192,10 @@ class Schedule:
         }
 
     @cached_property
-    def _kinds(self) -> set[int]:
+    def kinds(self) -> frozenset[int]:
+        """The kinds (see `hp_schedule.packing`) of all steps."""
         mask = packing.KIND_MASK
-        return {code & mask for row in self.steps for code in row.codes() if code >= 0}
+        return frozenset(code & mask for row in self.steps for code in row.codes() if code >= 0)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages that live on a rank, ascending."""

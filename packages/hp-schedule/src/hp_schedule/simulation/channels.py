@@ -1,0 +1,111 @@
+"""Messages between ranks, under the three ways in which communicators are shared."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from hp_schedule.costs import Costs
+from hp_schedule.schedule import Schedule
+from hp_schedule.simulation.clock import Clock
+
+ChannelModel = Literal["edge", "pair", "rank"]
+"""Which messages share an in-order queue on a rank: those of a directed edge, those of a pair of
+ranks in both directions, or all of them (one communicator for all ranks)."""
+
+Edge = tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Queue:
+    """The operations that one rank has issued on one communicator, in order."""
+
+    values: deque[int] = field(default_factory=deque)
+    busy: bool = False
+
+
+class Channels:
+    """Moves a message when its send and its receive are both the oldest of their queues.
+
+    The message then occupies both queues until it has arrived, or, on a channel for each directed
+    edge, only for the time of its transmission: messages of an edge may follow each other on the
+    wire.
+
+    Args:
+        model: Which messages share a queue.
+        schedule: For the sizes of the messages.
+        costs: Latency, message sizes and bandwidth.
+        clock: Told when messages arrive.
+        on_arrival: Called with the value and its edge.
+    """
+
+    def __init__(
+        self,
+        model: ChannelModel,
+        schedule: Schedule,
+        costs: Costs,
+        clock: Clock,
+        on_arrival: Callable[[int, Edge], None],
+    ) -> None:
+        self._model = model
+        self._costs = costs
+        self._clock = clock
+        self._on_arrival = on_arrival
+        self._queues: dict[tuple[int, Edge], _Queue] = {}
+        self._edges: dict[int, Edge] = {}
+        self._transmission = transmission_by_value(schedule, costs)
+
+    def issue(self, rank: int, value: int, edge: Edge) -> None:
+        """Add the send or the receive of a value to a rank's queue."""
+        queue = self._queue(rank, edge)
+        queue.values.append(value)
+        self._edges[value] = edge
+        self._try(queue)
+
+    def _queue(self, rank: int, edge: Edge) -> _Queue:
+        match self._model:
+            case "edge":
+                channel = edge
+            case "pair":
+                channel = (min(edge), max(edge))
+            case "rank":
+                channel = (-1, -1)
+        return self._queues.setdefault((rank, channel), _Queue())
+
+    def _try(self, queue: _Queue) -> None:
+        """Start the transfer of a queue's oldest message if it can start."""
+        if queue.busy or not queue.values:
+            return
+        value = queue.values[0]
+        edge = self._edges[value]
+        ends = (self._queue(edge[0], edge), self._queue(edge[1], edge))
+        for end in ends:
+            if end.busy or not end.values or end.values[0] != value:
+                return
+        for end in ends:
+            end.busy = True
+        sent = self._clock.now + self._transmission[value]
+        arrival = sent + self._costs.latency_of(*edge)
+        free = sent if self._model == "edge" else arrival
+        self._clock.at(arrival, partial(self._on_arrival, value, edge))
+        self._clock.at(free, partial(self._release, ends))
+
+    def _release(self, ends: tuple[_Queue, _Queue]) -> None:
+        for end in ends:
+            end.values.popleft()
+            end.busy = False
+        for end in ends:
+            self._try(end)
+
+
+def transmission_by_value(schedule: Schedule, costs: Costs) -> list[float]:
+    """Return how long each value (see `hp_schedule.dataflow`) occupies a channel."""
+    num = schedule.num_microbatches
+    outputs = costs.transmission(schedule.num_stages, num)
+    gradients = [
+        time
+        for before in schedule.upstream
+        for time in (outputs[before * num : (before + 1) * num] if before >= 0 else [0.0] * num)
+    ]
+    return outputs + gradients

@@ -1,0 +1,297 @@
+"""Ranks whose clock is a number: the executor's driver for the simulator."""
+
+from dataclasses import dataclass
+
+from hp_schedule.costs import Costs, per_stage, per_step
+from hp_schedule.dataflow import Dataflow, dataflow
+from hp_schedule.errors import DeadlockError
+from hp_schedule.executor import Executor, describe_stuck
+from hp_schedule.ir import MetaStep, MetaStepType
+from hp_schedule.packing import (
+    BWD,
+    BWD_INPUT,
+    BWD_RECV,
+    BWD_SEND,
+    BWD_WEIGHT,
+    FSDP_UNSHARD,
+    FWD,
+    FWD_RECV,
+    FWD_SEND,
+    KIND,
+    KIND_MASK,
+    MICROBATCH_SHIFT,
+    SEND_OF,
+    STAGE_MASK,
+    STAGE_SHIFT,
+    encode,
+    pack,
+    unpack,
+)
+from hp_schedule.schedule import Schedule
+from hp_schedule.simulation.channels import ChannelModel, Channels, Edge
+from hp_schedule.simulation.clock import Clock, Cores, OwnCores, SharedCores
+from hp_schedule.timeline import Span
+
+_RECEIVE_OF = {FWD: FWD_RECV, BWD: BWD_RECV, BWD_INPUT: BWD_RECV}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What kind of machine is simulated; see `simulate`."""
+
+    channels: ChannelModel = "edge"
+    blocking: bool = False
+    cores: int | None = None
+
+
+class Machine:
+    """All ranks, and what they share.
+
+    Args:
+        schedule: What they run.
+        costs: What it costs.
+        options: The kind of machine.
+
+    Attributes:
+        produced: By value: when it was computed.
+        arrived: By value and destination: when it was there.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs, options: Options) -> None:
+        sizes = (schedule.num_stages, schedule.num_microbatches)
+        self.clock = Clock()
+        self.flow: Dataflow = dataflow(schedule)
+        self.num_microbatches = schedule.num_microbatches
+        self.durations = costs.durations(*sizes)
+        self.activation = per_step("activation", costs.activation, *sizes)
+        self.unshard = per_stage("unshard", costs.unshard, schedule.num_stages)
+        self.reduce_grad = per_stage("reduce_grad", costs.reduce_grad, schedule.num_stages)
+        self.options = options
+        self.implicit = not schedule.has_communication
+        self.cores: Cores = (
+            OwnCores(self.clock)
+            if options.cores is None
+            else SharedCores(self.clock, options.cores)
+        )
+        self.channels = Channels(options.channels, schedule, costs, self.clock, self._arrive)
+        self.produced: dict[int, float] = {}
+        self.arrived: dict[tuple[int, int], float] = {}
+        self.ranks = [_SimulatedRank(rank, self) for rank in range(schedule.num_ranks)]
+        self._executors = [
+            Executor(row, driver) for row, driver in zip(schedule.steps, self.ranks, strict=True)
+        ]
+
+    def run(self) -> float:
+        """Run every row to its end.
+
+        Returns:
+            The time at which the last thing ended.
+
+        Raises:
+            DeadlockError: If a row cannot be run to its end.
+        """
+        for rank in range(len(self.ranks)):
+            self.wake(rank)
+        self.clock.run()
+        if any(executor.step is not None for executor in self._executors):
+            raise DeadlockError(describe_stuck(self._executors))
+        for driver in self.ranks:
+            driver.close()
+        return self.clock.now
+
+    def wake(self, rank: int) -> None:
+        """Let a rank go on as far as it can."""
+        self._executors[rank].advance()
+
+    def index(self, code: int) -> int:
+        """Return where the tables of costs have a step."""
+        stage = code >> STAGE_SHIFT & STAGE_MASK
+        return stage * self.num_microbatches + (code >> MICROBATCH_SHIFT)
+
+    def produce(self, value: int, code: int, rank: int) -> None:
+        """Make a value known on its rank and, without communication steps, send it."""
+        self.produced[value] = self.arrived[value, rank] = self.clock.now
+        peer = self.flow.peer[SEND_OF[code & KIND_MASK]][code >> STAGE_SHIFT & STAGE_MASK]
+        if self.implicit and peer >= 0:
+            self.channels.issue(rank, value, (rank, peer))
+            self.channels.issue(peer, value, (rank, peer))
+
+    def _arrive(self, value: int, edge: Edge) -> None:
+        source, destination = edge
+        self.arrived[value, destination] = self.clock.now
+        self.ranks[source].moved(value)
+        self.ranks[destination].moved(value)
+
+
+class _SimulatedRank:
+    """One rank as the executor's driver.
+
+    Args:
+        rank: Its number.
+        machine: What it shares with the others.
+
+    Attributes:
+        spans: Its compute steps and its waits, in order of time.
+        busy: Time spent in compute steps.
+        exposed: Time spent waiting for values that were computed already, and for collectives.
+        peak: The most memory held by activations.
+    """
+
+    def __init__(self, rank: int, machine: Machine) -> None:
+        self.spans: list[Span] = []
+        self.busy = 0.0
+        self.exposed = 0.0
+        self.peak = 0.0
+        self._rank = rank
+        self._machine = machine
+        self._held = 0.0
+        # The rank is free since this time; while it is occupied, `ready` says so.
+        self._free = 0.0
+        self._occupied = False
+        # In blocking mode: the message that the rank stands at, and its step.
+        self._transfer: tuple[int, MetaStep] | None = None
+        # The collectives' communicator is free at this time; each stage has its parameters at.
+        self._collectives_free = 0.0
+        self._last_collective: MetaStep | None = None
+        self._gathered: dict[int, float] = {}
+
+    def ready(self, step_type: MetaStepType, stage_index: int, microbatch_index: int) -> bool:
+        if self._occupied:
+            return False
+        code = encode(KIND[step_type], stage_index, microbatch_index)
+        if code & KIND_MASK > BWD_WEIGHT:
+            return True
+        if self._gathered.get(stage_index, 0.0) > self._machine.clock.now:
+            return False
+        value = self._machine.flow.value_read(code)
+        return value < 0 or (value, self._rank) in self._machine.arrived
+
+    def forward(self, stage_index: int, microbatch_index: int) -> None:
+        self._compute(unpack(encode(FWD, stage_index, microbatch_index)))
+
+    def backward(self, stage_index: int, microbatch_index: int) -> None:
+        self._compute(unpack(encode(BWD, stage_index, microbatch_index)))
+
+    def backward_input(self, stage_index: int, microbatch_index: int) -> None:
+        self._compute(unpack(encode(BWD_INPUT, stage_index, microbatch_index)))
+
+    def backward_weight(self, stage_index: int, microbatch_index: int) -> None:
+        self._compute(unpack(encode(BWD_WEIGHT, stage_index, microbatch_index)))
+
+    def overlap(self, step: MetaStep) -> None:
+        self._compute(step)
+
+    def send_forward(self, stage_index: int, microbatch_index: int) -> None:
+        self._send(encode(FWD_SEND, stage_index, microbatch_index))
+
+    def send_backward(self, stage_index: int, microbatch_index: int) -> None:
+        self._send(encode(BWD_SEND, stage_index, microbatch_index))
+
+    def receive_forward(self, stage_index: int, microbatch_index: int) -> None:
+        self._receive(encode(FWD_RECV, stage_index, microbatch_index))
+
+    def receive_backward(self, stage_index: int, microbatch_index: int) -> None:
+        self._receive(encode(BWD_RECV, stage_index, microbatch_index))
+
+    def unshard(self, stage_index: int) -> None:
+        step = MetaStep(MetaStepType.FSDP_UNSHARD, stage_index)
+        self._gathered[stage_index] = self._collective(step, self._machine.unshard[stage_index])
+
+    def reshard(self, stage_index: int) -> None:
+        self._gathered.pop(stage_index, None)
+
+    def reduce_grad(self, stage_index: int) -> None:
+        step = MetaStep(MetaStepType.FSDP_REDUCE_GRAD, stage_index)
+        self._collective(step, self._machine.reduce_grad[stage_index])
+
+    def moved(self, value: int) -> None:
+        """Take note that a message of this rank has arrived."""
+        if self._transfer is not None and self._transfer[0] == value:
+            step, self._transfer = self._transfer[1], None
+            self._wait(step, self._machine.clock.now, self._machine.produced.get(value, 0.0))
+            self._occupied = False
+        self._machine.wake(self._rank)
+
+    def close(self) -> None:
+        """Account for what the rank waits for after its last step.
+
+        Raises:
+            DeadlockError: If that is a message which never comes.
+        """
+        if self._transfer is not None:
+            raise DeadlockError(f"no rank can go on: rank {self._rank} in {self._transfer[1]}")
+        if self._last_collective is not None:
+            self._wait(self._last_collective, self._collectives_free, 0.0)
+
+    def _collective(self, step: MetaStep, duration: float) -> float:
+        """Queue a collective and return the time of its end."""
+        self._last_collective = step
+        clock = self._machine.clock
+        self._collectives_free = max(self._collectives_free, clock.now) + duration
+        clock.at(self._collectives_free, self._resume)
+        return self._collectives_free
+
+    def _resume(self) -> None:
+        self._machine.wake(self._rank)
+
+    def _send(self, code: int) -> None:
+        value = self._machine.flow.value_read(code)
+        self._issue(code, value, (self._rank, self._peer(code)))
+
+    def _receive(self, code: int) -> None:
+        value = self._machine.flow.value_written(code)
+        self._issue(code, value, (self._peer(code), self._rank))
+
+    def _peer(self, code: int) -> int:
+        return self._machine.flow.peer[code & KIND_MASK][code >> STAGE_SHIFT & STAGE_MASK]
+
+    def _issue(self, code: int, value: int, edge: Edge) -> None:
+        if self._machine.options.blocking:
+            self._transfer = (value, unpack(code))
+            self._occupied = True
+            self._free = self._machine.clock.now
+        self._machine.channels.issue(self._rank, value, edge)
+
+    def _compute(self, step: MetaStep) -> None:
+        machine = self._machine
+        codes = [pack(part) for part in step.leaves()]
+        for code in codes:
+            self._wait_for_inputs(code)
+        for code in codes:
+            if code & KIND_MASK == FWD:
+                self._held += machine.activation[machine.index(code)]
+                self.peak = max(self.peak, self._held)
+        self._occupied = True
+        start = machine.clock.now
+        duration = sum(machine.durations[c & KIND_MASK][machine.index(c)] for c in codes)
+        machine.cores.start(duration, lambda: self._finish(step, codes, start))
+
+    def _finish(self, step: MetaStep, codes: list[int], start: float) -> None:
+        machine = self._machine
+        self._free = machine.clock.now
+        self._occupied = False
+        self.busy += self._free - start
+        self.spans.append(Span(self._rank, step, start, self._free))
+        for code in codes:
+            if code & KIND_MASK in {BWD, BWD_WEIGHT}:
+                self._held -= machine.activation[machine.index(code)]
+            value = machine.flow.value_written(code)
+            if value >= 0:
+                machine.produce(value, code, self._rank)
+        machine.wake(self._rank)
+
+    def _wait_for_inputs(self, code: int) -> None:
+        """Account for the time since the rank was free, by what it stood waiting for."""
+        machine = self._machine
+        stage = code >> STAGE_SHIFT & STAGE_MASK
+        value = machine.flow.value_read(code)
+        if value >= 0:
+            receive = unpack(code & ~KIND_MASK | _RECEIVE_OF[code & KIND_MASK])
+            self._wait(receive, machine.arrived[value, self._rank], machine.produced[value])
+        self._wait(unpack(encode(FSDP_UNSHARD, stage)), self._gathered.get(stage, 0.0), 0.0)
+
+    def _wait(self, step: MetaStep, until: float, produced: float) -> None:
+        if until > self._free:
+            self.spans.append(Span(self._rank, step, self._free, until))
+            self.exposed += max(0.0, until - max(self._free, produced))
+            self._free = until

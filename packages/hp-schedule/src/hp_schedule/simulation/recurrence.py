@@ -1,0 +1,193 @@
+"""The simulator without a clock, for compute steps on a machine without contention.
+
+There a step starts at the latest of the ends it depends on, so one visit per step is enough, in any
+order that visits no step before its inputs. `hp_schedule.simulation.machine` finds the same numbers
+and the timeline too; this finds them some ten times sooner, for searches.
+"""
+
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from hp_schedule.costs import Costs, per_step
+from hp_schedule.dataflow import dataflow
+from hp_schedule.packing import (
+    BWD,
+    BWD_INPUT,
+    BWD_WEIGHT,
+    FIRST_OVERLAP,
+    FWD,
+    KIND_MASK,
+    MICROBATCH_MASK,
+    MICROBATCH_SHIFT,
+    OVERLAP_B_F,
+    OVERLAP_F_B,
+    STAGE_MASK,
+    STAGE_SHIFT,
+    encode,
+    halves,
+    leaves,
+)
+from hp_schedule.schedule import Schedule
+
+_ABSENT: Final = -1.0
+
+# [Note: Overlaps as five acts] An overlap is two waits, two runs and, after the second run has
+# handed out its own result, the first one's. Each act is a step with part of an entry; its code has
+# the act in the bits above a step's.
+_ACT_SHIFT: Final = 33
+_WAIT, _RUN, _RUN_AND_WRITE, _WRITE = (act << _ACT_SHIFT for act in range(1, 5))
+_KEY_MASK: Final = ~(MICROBATCH_MASK << MICROBATCH_SHIFT)
+
+_Entry = tuple[int, int, float, list[float]]
+"""What a kind of step does in a stage: the values of microbatch 0 that it reads and writes, the
+latency of what it reads, its duration by microbatch."""
+
+
+@dataclass(slots=True)
+class Numbers:
+    """What is found, by rank; see `Simulation`."""
+
+    end: list[float]
+    busy: list[float]
+    exposed: list[float]
+    peak: list[float]
+
+
+def recurrence(schedule: Schedule, costs: Costs) -> Numbers | None:
+    """Return the numbers of a schedule of compute steps, None if it cannot be run to its end.
+
+    Empty cells and FSDP steps are skipped, messages are as long as their latency.
+    """
+    rows = [row.codes() for row in schedule.steps]
+    walk = _Walk(schedule, costs)
+    ranks = [walk.run(rank, _acts(row)) for rank, row in enumerate(rows)]
+    left = len(ranks)
+    while walk.runnable:
+        left -= next(ranks[walk.runnable.pop()], True)
+    if left:
+        return None
+    num = schedule.num_microbatches
+    activation = per_step("activation", costs.activation, schedule.num_stages, num)
+    return Numbers(
+        end=walk.end,
+        busy=walk.busy,
+        exposed=walk.exposed,
+        peak=[_peak(row, activation, num) for row in rows],
+    )
+
+
+class _Walk:
+    """Visits the steps of all ranks.
+
+    Attributes:
+        runnable: The ranks that can go on.
+        end: By rank, as the others: the end of its last step.
+        busy: Time spent in steps.
+        exposed: Time spent waiting for values that were computed already.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self.runnable = list(range(schedule.num_ranks))
+        self.end, self.busy, self.exposed = ([0.0] * schedule.num_ranks for _ in range(3))
+        self._table = _table(schedule, costs)
+        # By value: when it was computed, -1 before; -2 - rank where that rank waits for it.
+        num_values = 2 * schedule.num_stages * schedule.num_microbatches
+        self._written = [_ABSENT] * num_values
+
+    def run(self, rank: int, codes: Iterable[int]) -> Generator[bool, None, None]:
+        """Run a row; yields False where a value is lacking that another rank is to write."""
+        entry_of, written, runnable = self._table.get, self._written, self.runnable
+        now = busy = exposed = 0.0
+        for code in codes:
+            entry = entry_of(code & _KEY_MASK)
+            if entry is None:
+                continue
+            reads, writes, latency, durations = entry
+            microbatch = code >> MICROBATCH_SHIFT & MICROBATCH_MASK
+            if reads >= 0:
+                produced = written[reads + microbatch]
+                if produced < 0:
+                    written[reads + microbatch] = -2 - rank
+                    yield False
+                    produced = written[reads + microbatch]
+                arrival = produced + latency
+                if arrival > now:
+                    exposed += arrival - max(now, produced)
+                    now = arrival
+            duration = durations[microbatch]
+            busy += duration
+            now += duration
+            if writes >= 0:
+                waiter = written[writes + microbatch]
+                written[writes + microbatch] = now
+                if waiter < _ABSENT:
+                    runnable.append(int(-2 - waiter))
+        self.end[rank], self.busy[rank], self.exposed[rank] = now, busy, exposed
+
+
+def _table(schedule: Schedule, costs: Costs) -> dict[int, _Entry]:
+    num, flow = schedule.num_microbatches, dataflow(schedule)
+    all_durations = costs.durations(schedule.num_stages, num)
+    nothing = [0.0] * num
+    table: dict[int, _Entry] = {}
+    for stage, rank in enumerate(schedule.stage_to_rank):
+        for kind in (FWD, BWD, BWD_INPUT, BWD_WEIGHT):
+            source = (schedule.upstream if kind == FWD else schedule.downstream)[stage]
+            place = rank if source < 0 else schedule.stage_to_rank[source]
+            latency = 0.0 if place == rank else costs.latency_of(place, rank)
+            reads, writes = flow.reads[kind][stage], flow.writes[kind][stage]
+            durations = all_durations[kind][stage * num : (stage + 1) * num]
+            code = encode(kind, stage)
+            table[code] = (reads, writes, latency, durations)
+            table[code | _WAIT] = (reads, -1, latency, nothing)
+            table[code | _RUN] = (-1, -1, 0.0, durations)
+            table[code | _RUN_AND_WRITE] = (-1, writes, 0.0, durations)
+            table[code | _WRITE] = (-1, writes, 0.0, nothing)
+    return table
+
+
+def _acts(codes: list[int]) -> list[int]:
+    """Return a row with its overlaps taken apart."""
+    if _has_no_overlap(codes):
+        return codes
+    return [act for code in codes for act in _acts_of(code)]
+
+
+def _has_no_overlap(codes: list[int]) -> bool:
+    return not {code & KIND_MASK for code in codes} & {OVERLAP_F_B, OVERLAP_B_F}
+
+
+def _forwards_first(codes: list[int]) -> Iterator[int]:
+    """Yield the steps of a row, of each overlap the one that takes memory first."""
+    for code in codes:
+        yield from sorted(leaves(code), key=lambda leaf: leaf & KIND_MASK != FWD)
+
+
+def _acts_of(code: int) -> Iterator[int]:
+    if code < 0 or code & KIND_MASK < FIRST_OVERLAP:
+        yield code
+        return
+    first, second = halves(code)
+    yield first | _WAIT
+    yield second | _WAIT
+    yield first | _RUN
+    yield second | _RUN_AND_WRITE
+    yield first | _WRITE
+
+
+def _peak(codes: list[int], activation: list[float], num_microbatches: int) -> float:
+    """Return the most memory that a row holds: more from every F, less after every B or W."""
+    held = peak = 0.0
+    for code in codes if _has_no_overlap(codes) else _forwards_first(codes):
+        kind = code & KIND_MASK
+        if kind > BWD_WEIGHT or kind == BWD_INPUT:
+            continue
+        stage = code >> STAGE_SHIFT & STAGE_MASK
+        index = stage * num_microbatches + (code >> MICROBATCH_SHIFT)
+        if kind == FWD:
+            held += activation[index]
+            peak = max(peak, held)
+        else:
+            held -= activation[index]
+    return peak

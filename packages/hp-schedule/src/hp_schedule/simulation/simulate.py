@@ -1,0 +1,122 @@
+"""The entry point of the simulator."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from hp_schedule.costs import Costs
+from hp_schedule.packing import FSDP_REDUCE_GRAD, FSDP_UNSHARD
+from hp_schedule.schedule import Schedule
+from hp_schedule.simulation.channels import ChannelModel
+from hp_schedule.simulation.machine import Machine, Options
+from hp_schedule.simulation.recurrence import recurrence
+from hp_schedule.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What the simulator found.
+
+    Attributes:
+        makespan: From the start of the first step to the end of the last.
+        bubble: For each rank the share of the makespan in which it computes nothing.
+        peak_activations: For each rank the most memory its microbatches in flight hold at once.
+        exposed_communication: For each rank the time it stood waiting for values that were computed
+            already, for a send to be taken, or for a collective of its parameters.
+    """
+
+    makespan: float
+    bubble: tuple[float, ...]
+    peak_activations: tuple[float, ...]
+    exposed_communication: tuple[float, ...]
+    _spans: Callable[[], Timeline] = field(repr=False, compare=False)
+
+    @property
+    def timeline(self) -> Timeline:
+        """Every compute step, and every wait for a message or a collective.
+
+        Simulates once more when it is read: most callers, searches above all, want the numbers.
+        """
+        return self._spans()
+
+
+def simulate(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    *,
+    channels: ChannelModel = "edge",
+    blocking: bool = False,
+    cores: int | None = None,
+) -> Simulation:
+    """Run a schedule on a machine made of numbers.
+
+    A message moves once its send and its receive are both the oldest of their queues (see
+    `channels`), takes message / bandwidth and then the latency. Sends do not hold up their rank;
+    a compute step waits until its inputs have arrived. In a schedule without communication steps
+    a message is sent and its receive posted when it is produced. An overlap waits for both inputs,
+    takes as long as its two halves, and hands out both results at its end. Parameters are gathered
+    and gradients reduced one after the other on a communicator of their own; compute steps wait
+    for the parameters they need, and the end of the schedule for all gradients.
+
+    Args:
+        schedule: With or without communication steps.
+        costs: Default: 1 for every forward, input gradient and weight gradient, no latency.
+        channels: Which messages share an in-order queue on a rank: those of a directed edge
+            ("edge"; only there may a message follow another before that has arrived), of a pair
+            of ranks ("pair"), or all ("rank").
+        blocking: Whether a send or a receive holds up its rank until the message has arrived.
+        cores: Cores that all ranks together have for compute steps; while more steps run than
+            there are cores, all of them run slower by the same factor. Default: no such limit.
+
+    Raises:
+        DeadlockError: If the schedule cannot run to its end.
+        ValueError: If the costs do not fit the schedule, `cores` is below 1, or `blocking` is
+            asked of a schedule without communication steps.
+    """
+    if cores is not None and cores < 1:
+        raise ValueError(f"cores ({cores}) must be >= 1")
+    if blocking and not schedule.has_communication and schedule.edges:
+        raise ValueError("blocking (True) must have communication steps; see add_send_recv")
+    costs = costs or Costs()
+    options = Options(channels, blocking, cores)
+    spans = partial(_timeline, schedule, costs, options)
+    if _is_free_of_contention(schedule, costs, options):
+        numbers = recurrence(schedule, costs)
+        if numbers is not None:
+            makespan = max(numbers.end)
+            return Simulation(
+                makespan=makespan,
+                bubble=_idle(numbers.busy, makespan),
+                peak_activations=tuple(numbers.peak),
+                exposed_communication=tuple(numbers.exposed),
+                _spans=spans,
+            )
+    machine = Machine(schedule, costs, options)
+    makespan = machine.run()
+    return Simulation(
+        makespan=makespan,
+        bubble=_idle([rank.busy for rank in machine.ranks], makespan),
+        peak_activations=tuple(rank.peak for rank in machine.ranks),
+        exposed_communication=tuple(rank.exposed for rank in machine.ranks),
+        _spans=spans,
+    )
+
+
+def _is_free_of_contention(schedule: Schedule, costs: Costs, options: Options) -> bool:
+    """Whether every step starts as soon as its inputs are there."""
+    if options.channels != "edge" or options.cores is not None or schedule.has_communication:
+        return False
+    if any(costs.transmission(schedule.num_stages, schedule.num_microbatches)):
+        return False
+    collectives = schedule.kinds & {FSDP_UNSHARD, FSDP_REDUCE_GRAD}
+    return not collectives or (costs.unshard == 0 and costs.reduce_grad == 0)
+
+
+def _idle(busy: Sequence[float], makespan: float) -> tuple[float, ...]:
+    return tuple(1 - part / makespan if makespan > 0 else 0.0 for part in busy)
+
+
+def _timeline(schedule: Schedule, costs: Costs, options: Options) -> Timeline:
+    machine = Machine(schedule, costs, options)
+    machine.run()
+    return Timeline(span for rank in machine.ranks for span in rank.spans)
