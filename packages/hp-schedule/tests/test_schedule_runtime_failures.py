@@ -4,6 +4,8 @@ import os
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -52,19 +54,30 @@ class Failing(nn.Module):
         raise ArithmeticError("the number is too large")
 
 
-def run_pipeline(schedule: Schedule, modules: dict[int, nn.Module]) -> None:
+SHORT = add_send_recv(one_f_one_b(3, num_microbatches=3))
+
+
+def run_pipeline(
+    schedule: Schedule,
+    modules: dict[int, nn.Module],
+    *,
+    specs: dict[int, TensorSpec] | None = None,
+    timeout: timedelta | None = None,
+    num_args: int | None = None,
+) -> None:
     rank = dist.get_rank()
+    specs = {} if specs is None else specs
     stages = [
         PipelineStage(
             modules.get(stage, Failing()),
             stage_index=stage,
             num_stages=schedule.num_stages,
             device=torch.device("cpu"),
-            input_spec=TensorSpec(SHAPE) if stage else None,
+            input_spec=specs.get(stage, TensorSpec(SHAPE)) if stage else None,
         )
         for stage in schedule.stages_of(rank)
     ]
-    groups = build_edge_groups([range(schedule.num_ranks)])
+    groups = build_edge_groups([range(schedule.num_ranks)], timeout=timeout)
     runtime = PipelineScheduleRuntime(
         stages,
         schedule,
@@ -73,7 +86,8 @@ def run_pipeline(schedule: Schedule, modules: dict[int, nn.Module]) -> None:
         loss_fn=lambda output, target: (output * target).sum(),
     )
     num = schedule.num_microbatches
-    runtime.run_microbatches([(torch.ones(SHAPE),)] * num, None, [torch.ones(SHAPE)] * num)
+    given = num if num_args is None else num_args
+    runtime.run_microbatches([(torch.ones(SHAPE),)] * given, None, [torch.ones(SHAPE)] * num)
 
 
 def report_failure(schedule: Schedule, failing: int, forward_at: int, backward_at: int) -> str:
@@ -81,13 +95,7 @@ def report_failure(schedule: Schedule, failing: int, forward_at: int, backward_a
     modules: dict[int, nn.Module] = {
         failing: Failing(forward_at=forward_at, backward_at=backward_at)
     }
-    began = time.monotonic()
-    try:
-        run_pipeline(schedule, modules)
-    except Exception as error:  # noqa: BLE001  # what kind of error is the point
-        text = "".join(traceback.format_exception_only(error))
-        return f"{time.monotonic() - began:.1f} s: {text}"
-    return "no error"
+    return report(lambda: run_pipeline(schedule, modules))
 
 
 @pytest.mark.parametrize(
@@ -110,6 +118,9 @@ def test_a_failing_stage_names_its_place_and_the_other_ranks_fail_too(
         assert f"rank {rank}" in text
         if rank != failing:
             assert "RuntimeError" in text
+            assert f"began on {where}" in text
+            assert "ArithmeticError: the number is too large" in text
+            assert "while waiting for the" in text or "after the last step" in text
 
 
 def test_a_failing_stage_of_an_interleaved_schedule_is_named() -> None:
@@ -117,6 +128,65 @@ def test_a_failing_stage_of_an_interleaved_schedule_is_named() -> None:
     found = run_distributed(report_failure, schedule, 3, 1, -1, world_size=2, timeout=20)
     assert "rank 1, stage 3, microbatch 1: in step 3F1" in found[1]
     assert "RuntimeError" in found[0]
+
+
+def report_shapes(expected: tuple[int, ...]) -> str:
+    """Run three stages, the last of which expects another shape than it will get."""
+    return report(lambda: run_pipeline(SHORT, {}, specs={2: TensorSpec(expected)}))
+
+
+def report(run: Callable[[], None]) -> str:
+    """Return the error as text, and how long it took."""
+    began = time.monotonic()
+    try:
+        run()
+    except Exception as error:  # noqa: BLE001  # what kind of error is the point
+        text = "".join(traceback.format_exception_only(error))
+        return f"{time.monotonic() - began:.1f} s: {text}"
+    return "no error"
+
+
+def test_an_output_that_the_next_stage_does_not_expect_is_never_sent() -> None:
+    found = run_distributed(report_shapes, (2, 5), world_size=3, timeout=20)
+    where = "rank 1, stage 1, microbatch 0: in step 1SEND_F0"
+    assert "output ([2, 4] float32) of stage 1, microbatch 0 must be as" in found[1]
+    assert "input_spec ([2, 5] float32) of stage 2" in found[1]
+    assert where in found[1]
+    assert all(f"began on {where}" in found[rank] for rank in (0, 2))
+
+
+class Slow(Failing):
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(1.5)
+        return super().forward(x)
+
+
+def report_late_stage() -> str:
+    modules: dict[int, nn.Module] = {1: Slow()}
+    return report(lambda: run_pipeline(SHORT, modules, timeout=timedelta(seconds=0.5)))
+
+
+def test_a_stage_that_takes_longer_than_the_time_out_fails_its_neighbours_by_name() -> None:
+    found = run_distributed(report_late_stage, world_size=3, timeout=20)
+    assert "while waiting for the input of stage 2, microbatch 0, rank 1 -> rank 2" in found[2]
+    assert "rank 2, stage 2, microbatch 0: in step 2F0" in found[2]
+    assert all("no error" not in text and float(text.split()[0]) < 10 for text in found)
+
+
+def report_wrong_batch() -> str:
+    """Rank 0 is given one microbatch too few."""
+
+    def run() -> None:
+        run_pipeline(SHORT, {}, num_args=SHORT.num_microbatches - (dist.get_rank() == 0))
+
+    return report(run)
+
+
+def test_arguments_that_are_wrong_on_one_rank_fail_all() -> None:
+    found = run_distributed(report_wrong_batch, world_size=3, timeout=20)
+    assert "len(args) (2) must equal num_microbatches (3)" in found[0]
+    assert "rank 0: before the first step" in found[0]
+    assert all("began on rank 0: before the first step" in text for text in found[1:])
 
 
 def die_in_the_middle(schedule: Schedule) -> None:

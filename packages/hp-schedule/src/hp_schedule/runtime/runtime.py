@@ -139,7 +139,9 @@ class PipelineScheduleRuntime:
         Returns:
             As `run_microbatches`; which see for the errors too.
         """
-        return self.run_microbatches(*self._cut(args, kwargs, target), record=record)
+        return self._run(
+            self._schedule, lambda: self._batch(*self._cut(args, kwargs, target)), record=record
+        )
 
     def evaluate(
         self, *args: Any, target: Any = None, record: bool = False, **kwargs: Any
@@ -148,7 +150,10 @@ class PipelineScheduleRuntime:
 
         Every rank calls it. Modules stay in their mode (`Module.train`, `Module.eval`).
         """
-        batch = self._batch(*self._cut(args, kwargs, target))
+
+        def batch() -> Batch:
+            return self._batch(*self._cut(args, kwargs, target), training=False)
+
         return self._run(self._forward_part, batch, record=record)
 
     def run_microbatches(
@@ -178,14 +183,11 @@ class PipelineScheduleRuntime:
                 connections are closed then, so that the other ranks fail too instead of waiting;
                 the runtime cannot be used again.
         """
-        batch = self._batch(args, kwargs, targets)
-        has_end = any(self._schedule.downstream[stage] < 0 for stage in self._stages)
-        needs_targets = self._loss_fn is not None and not self._schedule.is_forward_only
-        if targets is None and has_end and needs_targets:
-            raise ValueError("targets (None) must be given to train the last stage")
-        return self._run(self._schedule, batch, record=record)
+        return self._run(self._schedule, lambda: self._batch(args, kwargs, targets), record=record)
 
-    def _run(self, schedule: Schedule, batch: Batch, *, record: bool) -> PipelineResult:
+    def _run(
+        self, schedule: Schedule, batch: Callable[[], Batch], *, record: bool
+    ) -> PipelineResult:
         device = next(iter(self._stages.values())).device
         recorder = Recorder(self._rank, device) if record else None
         keep = schedule.is_forward_only if self._return_outputs is None else self._return_outputs
@@ -200,7 +202,7 @@ class PipelineScheduleRuntime:
                 expectations=self._expectations,
                 sharding=self._sharding,
                 loss_fn=self._loss_fn,
-                batch=batch,
+                batch=batch(),
                 keep_outputs=keep,
                 recorder=recorder,
             )
@@ -259,6 +261,8 @@ class PipelineScheduleRuntime:
         args: Sequence[Sequence[Any]],
         kwargs: Sequence[Mapping[str, Any]] | None,
         targets: Sequence[Any] | None,
+        *,
+        training: bool = True,
     ) -> Batch:
         num = self._num_entries
         batch = Batch(
@@ -270,6 +274,10 @@ class PipelineScheduleRuntime:
         for name, given in (("args", args), ("kwargs", batch.kwargs), ("targets", targets)):
             if given is not None and len(given) != num:
                 raise ValueError(f"len({name}) ({len(given)}) must equal num_microbatches ({num})")
+        has_end = any(self._schedule.downstream[stage] < 0 for stage in self._stages)
+        needs_targets = training and not self._schedule.is_forward_only
+        if targets is None and has_end and needs_targets and self._loss_fn is not None:
+            raise ValueError("targets (None) must be given to train the last stage")
         return batch
 
     @property
