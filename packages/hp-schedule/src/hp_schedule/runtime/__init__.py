@@ -2,6 +2,8 @@
 
 from hp_schedule.runtime.backward import BackwardSplitter, DeferringSplitter
 from hp_schedule.runtime.context import Batch, PipelineContext
+from hp_schedule.runtime.defer import defer_weight_gradients
+from hp_schedule.runtime.graph_cut import GraphCuttingSplitter
 from hp_schedule.runtime.result import PipelineResult
 from hp_schedule.runtime.runtime import PipelineScheduleRuntime
 from hp_schedule.runtime.schedules import (
@@ -22,6 +24,7 @@ __all__ = [
     "Batch",
     "DeferringSplitter",
     "EdgeGroups",
+    "GraphCuttingSplitter",
     "PipelineContext",
     "PipelineResult",
     "PipelineSchedule",
@@ -36,6 +39,7 @@ __all__ = [
     "TensorSpec",
     "TorchTransport",
     "build_edge_groups",
+    "defer_weight_gradients",
     "from_schedule",
     "share_parameters",
 ]

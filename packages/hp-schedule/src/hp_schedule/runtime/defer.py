@@ -1,0 +1,36 @@
+"""Let an unmodified model put off its weight gradients."""
+
+from collections.abc import Iterator
+from functools import partial
+
+from torch import Tensor, nn
+
+from hp_platform import linear
+
+
+def defer_weight_gradients(module: nn.Module) -> nn.Module:
+    """Make every `torch.nn.Linear` inside compute with `hp_platform.linear` from now on.
+
+    The numbers stay the same to the bit. A backward that is split then puts the gradients of these
+    layers off in one pass over the graph (`hp_schedule.runtime.DeferringSplitter`): no operation
+    runs twice, recompute and FSDP included. Outside a split backward nothing changes.
+
+    Subclasses of Linear are left alone, since they may compute something else.
+
+    Args:
+        module: Changed in place: each such layer gets a `forward` of its own.
+
+    Returns:
+        The module itself.
+    """
+    for layer in _linears(module):
+        layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
+    return module
+
+
+def _linears(module: nn.Module) -> Iterator[nn.Linear]:
+    return (layer for layer in module.modules() if type(layer) is nn.Linear)
+
+
+def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x, layer.weight, layer.bias)
