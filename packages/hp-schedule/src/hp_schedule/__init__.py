@@ -5,6 +5,7 @@ from hp_schedule.errors import DeadlockError, ScheduleError
 from hp_schedule.executor import Driver, Executor, run_together
 from hp_schedule.generators import forward_only, gpipe, interleaved_1f1b, one_f_one_b
 from hp_schedule.ir import MetaStep, MetaStepType
+from hp_schedule.measured import measured_costs
 from hp_schedule.notation import from_csv, from_json, load, to_csv, to_json
 from hp_schedule.passes import add_send_recv, drop_communication
 from hp_schedule.placement import generate_rank_to_stage_mapping, generate_stage_to_rank_mapping
@@ -46,6 +47,7 @@ __all__ = [
     "gpipe",
     "interleaved_1f1b",
     "load",
+    "measured_costs",
     "one_f_one_b",
     "run_together",
     "simulate",

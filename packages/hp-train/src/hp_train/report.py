@@ -2,7 +2,6 @@
 
 import json
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,11 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hp_schedule import (
-    Costs,
-    MetaStepType,
     Schedule,
     Span,
     Timeline,
     chrome_trace,
+    measured_costs,
     simulate,
     timeline_svg,
 )
@@ -48,19 +46,10 @@ def planned_and_actual(
     everyone: list[Sequence[Span]] = [()] * control.size()
     dist.all_gather_object(everyone, list(timeline), group=control)
     actual = Timeline(span for rank in mesh.layout.pipelines()[0] for span in everyone[rank])
-    forward = _mean_seconds(actual, MetaStepType.FWD, schedule.num_stages)
-    backward = _mean_seconds(actual, MetaStepType.BWD, schedule.num_stages)
-    # The simulator prices the two halves of a backward apart; a full backward takes their sum.
-    costs = Costs(forward=forward, input_grad=backward, weight_grad=0.0)
+    costs = measured_costs(
+        actual, num_stages=schedule.num_stages, num_microbatches=schedule.num_microbatches
+    )
     return {"planned": simulate(schedule, costs).timeline, "actual": actual}
-
-
-def _mean_seconds(timeline: Timeline, kind: MetaStepType, num_stages: int) -> list[float]:
-    seconds: list[list[float]] = [[] for _ in range(num_stages)]
-    for span in timeline:
-        if span.step.type is kind and span.step.stage_index is not None:
-            seconds[span.step.stage_index].append(span.end - span.start)
-    return [statistics.fmean(each) if each else 0.0 for each in seconds]
 
 
 def write_report(run_dir: Path, timelines: Mapping[str, Timeline]) -> None:
