@@ -1,46 +1,65 @@
 """Send and receive steps between the compute steps.
 
-[Note: Order of messages] Rows are laid out along the time t at which messages are produced,
-computed as if they took no time:
+[Note: Order of messages] Every message has a key: the time t at which it is produced when the
+compute steps run as soon as they can, then, where several are produced at once, a number of its
+source. Rows are laid out along the keys: a step that ends at t on rank r stands at (t, r) and its
+SENDs right behind it, a RECV stands where its message's key belongs. A receive is posted while its
+rank still computes something else, at most about one step early, and few are outstanding.
 
-    a SEND stands right after the step that produces its message;
-    a RECV stands before the first compute step of its rank that ends at t or later.
+All ranks thus issue their sends and receives in one global order. A step waits only for messages
+produced before its own end, and a message only for its producer, and for what stands before its
+send and its receive, which has lower keys. So every wait leads to a lower key, and the rows cannot
+deadlock: not with one communicator per directed edge, per pair of ranks or for all ranks, and not
+if sends and receives block, whatever the steps really take. On one edge the order of receives is
+that of the sends, so messages need no tags.
 
-So a receive is posted while its rank still computes something else, at most one step early, and
-few are outstanding. The result cannot deadlock even if a send blocks until its receive is posted,
-with one channel per directed edge: the send at time t waits only for its receive; the steps before
-that receive ended before t, and so did their sends; hence every wait leads to an earlier time. On
-one edge receives are posted in the order of t, which is the order of the sends, so messages need
-no tags.
+Even ranks are numbered before odd ones: neighbours that produce at once then exchange pairwise
+instead of in a chain through all ranks.
 """
+
+import math
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from itertools import repeat
 
 from hp_schedule.costs import Costs
 from hp_schedule.dataflow import dataflow, receive_of
 from hp_schedule.packing import (
     FIRST_COMMUNICATION,
     FIRST_FSDP,
+    FIRST_OVERLAP,
+    FWD,
     KIND_MASK,
+    MICROBATCH_SHIFT,
     SEND_OF,
-    STAGE_MASK,
-    STAGE_SHIFT,
+    encode,
+    halves,
     is_compute,
-    leaves,
 )
 from hp_schedule.passes.clock import ComputeClock
 from hp_schedule.schedule import Schedule
+
+_PLACE_MASK = (1 << MICROBATCH_SHIFT) - 1
+"""The bits of a code that say kind and stage."""
+_Cell = tuple[float, int, int, int]
+"""Time, number of the rank it comes from, position among those at once, code."""
 
 
 def add_send_recv(schedule: Schedule, *, costs: Costs | None = None) -> Schedule:
     """Insert the sends and receives that a schedule's compute steps need.
 
     Neighbouring stages on one rank hand their values over directly and get no messages. The order
-    is free of deadlocks whatever the steps really take; costs only shape where receives stand.
+    is free of deadlocks under every way communicators may be shared and whatever the steps really
+    take; costs only shape where receives stand.
 
     Args:
         schedule: Without communication steps. Empty cells and FSDP steps stay where they are,
             in front of the step they precede.
-        costs: Durations to lay messages out with; default 1 for each of forward, input gradient
-            and weight gradient. Every forward and backward must take some time.
+        costs: Durations and latency to lay messages out with; default 1 for each of forward, input
+            gradient and weight gradient. Every forward and backward must take some time. Without a
+            latency, a quarter of the shortest forward is assumed: an order for messages that take
+            no time at all would be a bad one for any real ones.
 
     Raises:
         DeadlockError: If the compute steps contradict each other.
@@ -50,13 +69,18 @@ def add_send_recv(schedule: Schedule, *, costs: Costs | None = None) -> Schedule
         raise ValueError("schedule must have no communication steps; see drop_communication")
     costs = costs or Costs()
     durations = costs.durations(schedule.num_stages, schedule.num_microbatches)
-    if any(duration <= 0 for kind in SEND_OF for duration in durations[kind]):
+    if any(min(durations[kind]) <= 0 for kind in SEND_OF):
         raise ValueError("forward, input_grad and weight_grad + input_grad must be > 0")
+    if costs.latency == 0:
+        costs = replace(costs, latency=min(durations[FWD]) / 4)
     clock = ComputeClock(schedule, costs)
-    sends = [_sends_after(schedule, codes) for codes in clock.codes]
-    receives = _receives(schedule, clock, sends)
+    flows_of: list[list[_Flow]] = [[] for _ in schedule.steps]
+    for flow in _flows(schedule, clock):
+        flows_of[flow.source].append(flow)
+        flows_of[flow.destination].append(flow)
+    numbers = _numbers(schedule.num_ranks)
     return schedule.with_rows(
-        _merge(row.codes(), clock.finish[rank], sends[rank], receives[rank])
+        _row(rank, _own_cells(row.codes(), clock.finish[rank], numbers[rank]), flows_of, numbers)
         for rank, row in enumerate(schedule.steps)
     )
 
@@ -69,56 +93,114 @@ def drop_communication(schedule: Schedule) -> Schedule:
     )
 
 
-def _sends_after(schedule: Schedule, codes: list[int]) -> list[tuple[int, ...]]:
-    """Return, for each compute step of a rank, the sends of the values it writes."""
-    peer = dataflow(schedule).peer
-    result = []
-    for code in codes:
-        steps = []
-        for part in leaves(code):
-            send = SEND_OF.get(part & KIND_MASK)
-            if send is not None and peer[send][part >> STAGE_SHIFT & STAGE_MASK] >= 0:
-                steps.append(part & ~KIND_MASK | send)
-        result.append(tuple(steps))
-    return result
+@dataclass(slots=True)
+class _Flow:
+    """Messages from one rank to another, in the order in which they are produced.
+
+    Attributes:
+        position: 1, or 2 for the messages of the second halves of overlaps.
+        times: When they are produced.
+        sends: Codes.
+        receives: Codes.
+    """
+
+    source: int
+    destination: int
+    position: int
+    times: "array[float]" = field(default_factory=lambda: array("d"))
+    sends: "array[int]" = field(default_factory=lambda: array("q"))
+    receives: "array[int]" = field(default_factory=lambda: array("q"))
 
 
-def _receives(
-    schedule: Schedule, clock: ComputeClock, sends: list[list[tuple[int, ...]]]
-) -> list[list[tuple[float, int]]]:
-    """Return, for each rank, its receives with the time of their messages, in time order."""
-    peer = dataflow(schedule).peer
-    result: list[list[tuple[float, int]]] = [[] for _ in clock.codes]
-    for finish, steps in zip(clock.finish, sends, strict=True):
-        for time, codes in zip(finish, steps, strict=True):
-            for send in codes:
-                destination = peer[send & KIND_MASK][send >> STAGE_SHIFT & STAGE_MASK]
-                result[destination].append((time, receive_of(schedule, send)))
-    for row in result:
-        # Stable: messages of one source keep the order of their sends.
-        row.sort(key=lambda item: item[0])
-    return result
+def _flows(schedule: Schedule, clock: ComputeClock) -> list[_Flow]:
+    """Return the messages of all steps."""
+    posts = _Posts(schedule)
+    for codes, finish in zip(clock.codes, clock.finish, strict=True):
+        for code, time in zip(codes, finish, strict=True):
+            post = posts.first.get(code & _PLACE_MASK)
+            if post is not None:
+                post(time, code)
+            elif code & KIND_MASK >= FIRST_OVERLAP:
+                posts.overlap(time, code)
+    return posts.flows
 
 
-def _merge(
-    codes: list[int],
-    finish: list[float],
-    sends: list[tuple[int, ...]],
-    receives: list[tuple[float, int]],
+class _Posts:
+    """For each kind and stage whose result goes to another rank: what takes the message down.
+
+    Attributes:
+        flows: What was taken down.
+        first: By kind and stage.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.flows: list[_Flow] = []
+        self._by_ends: dict[tuple[int, int, int], _Flow] = {}
+        self.first = self._table(schedule, 1)
+        self._second = self._table(schedule, 2)
+
+    def overlap(self, time: float, code: int) -> None:
+        for table, half in zip((self.first, self._second), halves(code), strict=True):
+            post = table.get(half & _PLACE_MASK)
+            if post is not None:
+                post(time, half)
+
+    def _table(self, schedule: Schedule, position: int) -> dict[int, Callable[[float, int], None]]:
+        peer = dataflow(schedule).peer
+        table: dict[int, Callable[[float, int], None]] = {}
+        for kind, send in SEND_OF.items():
+            for stage, source in enumerate(schedule.stage_to_rank):
+                destination = peer[send][stage]
+                if destination >= 0:
+                    ends = (source, destination, position)
+                    flow = self._by_ends.setdefault(ends, _Flow(*ends))
+                    receive = receive_of(schedule, encode(send, stage))
+                    table[encode(kind, stage)] = _post(flow, encode(send, stage), receive)
+        self.flows = list(self._by_ends.values())
+        return table
+
+
+def _post(flow: _Flow, send: int, receive: int) -> Callable[[float, int], None]:
+    """Return what takes down a message, given the codes of microbatch 0."""
+    add_time, add_send, add_receive = flow.times.append, flow.sends.append, flow.receives.append
+
+    def post(time: float, code: int) -> None:
+        microbatch = code & ~_PLACE_MASK
+        add_time(time)
+        add_send(send | microbatch)
+        add_receive(receive | microbatch)
+
+    return post
+
+
+def _row(
+    rank: int, own: Iterable[_Cell], flows_of: list[list[_Flow]], numbers: list[int]
 ) -> list[int]:
-    row: list[int] = []
+    """Return a rank's steps with its messages."""
+    cells = list(own)
+    for flow in flows_of[rank]:
+        codes = flow.sends if rank == flow.source else flow.receives
+        source = repeat(numbers[flow.source])
+        cells.extend(zip(flow.times, source, repeat(flow.position), codes, strict=False))
+    # A few sorted runs: nearly linear.
+    cells.sort()
+    return [cell[-1] for cell in cells]
+
+
+def _own_cells(row: list[int], finish: list[float], number: int) -> Iterable[_Cell]:
+    """Return a rank's steps with their keys; what is no compute step has the next one's."""
+    if len(row) == len(finish):
+        return zip(finish, repeat(number), repeat(0), row, strict=False)
     computed = 0
-    received = 0
-    for code in codes:
-        if not is_compute(code):
-            row.append(code)
-            continue
-        while received < len(receives) and receives[received][0] <= finish[computed]:
-            row.append(receives[received][1])
-            received += 1
-        row.append(code)
-        row.extend(sends[computed])
-        computed += 1
-    # Only an incomplete schedule has messages that no later step reads; `validate` reports them.
-    row.extend(receive for _, receive in receives[received:])
-    return row
+    cells: list[_Cell] = []
+    for position, code in enumerate(row):
+        time = finish[computed] if computed < len(finish) else math.inf
+        cells.append((time, number, position - len(row), code))
+        computed += is_compute(code)
+    return cells
+
+
+def _numbers(num_ranks: int) -> list[int]:
+    """Return the number of each rank: the even ones first."""
+    order = [*range(0, num_ranks, 2), *range(1, num_ranks, 2)]
+    return [order.index(rank) for rank in range(num_ranks)]

@@ -5,7 +5,7 @@ order that visits no step before its inputs. `hp_schedule.simulation.machine` fi
 and the timeline too; this finds them some ten times sooner, for searches.
 """
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,6 +26,7 @@ from hp_schedule.packing import (
     STAGE_SHIFT,
     encode,
     halves,
+    is_compute,
     leaves,
 )
 from hp_schedule.schedule import Schedule
@@ -37,6 +38,7 @@ _ABSENT: Final = -1.0
 # the act in the bits above a step's.
 _ACT_SHIFT: Final = 33
 _WAIT, _RUN, _RUN_AND_WRITE, _WRITE = (act << _ACT_SHIFT for act in range(1, 5))
+_LAST_RUN: Final = _RUN_AND_WRITE >> _ACT_SHIFT
 _KEY_MASK: Final = ~(MICROBATCH_MASK << MICROBATCH_SHIFT)
 
 _Entry = tuple[int, int, float, list[float]]
@@ -60,44 +62,57 @@ def recurrence(schedule: Schedule, costs: Costs) -> Numbers | None:
     Empty cells and FSDP steps are skipped, messages are as long as their latency.
     """
     rows = [row.codes() for row in schedule.steps]
-    walk = _Walk(schedule, costs)
-    ranks = [walk.run(rank, _acts(row)) for rank, row in enumerate(rows)]
-    left = len(ranks)
-    while walk.runnable:
-        left -= next(ranks[walk.runnable.pop()], True)
-    if left:
+    walk = Walk(schedule, costs)
+    if not walk.run(rows):
         return None
     num = schedule.num_microbatches
     activation = per_step("activation", costs.activation, schedule.num_stages, num)
     return Numbers(
-        end=walk.end,
+        end=[ends[-1] if ends else 0.0 for ends in walk.ends],
         busy=walk.busy,
         exposed=walk.exposed,
         peak=[_peak(row, activation, num) for row in rows],
     )
 
 
-class _Walk:
-    """Visits the steps of all ranks.
+class Walk:
+    """Visits the compute steps of all ranks, each once and after its inputs.
+
+    Args:
+        schedule: Its placement and its counts.
+        costs: Durations and latencies.
 
     Attributes:
-        runnable: The ranks that can go on.
-        end: By rank, as the others: the end of its last step.
-        busy: Time spent in steps.
-        exposed: Time spent waiting for values that were computed already.
+        ends: For each rank the end of each of its compute steps.
+        busy: By rank: time spent in steps.
+        exposed: By rank: time spent waiting for values that were computed already.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self.runnable = list(range(schedule.num_ranks))
-        self.end, self.busy, self.exposed = ([0.0] * schedule.num_ranks for _ in range(3))
+        self.ends: list[list[float]] = [[] for _ in schedule.steps]
+        self.busy, self.exposed = ([0.0] * schedule.num_ranks for _ in range(2))
+        self._runnable = list(range(schedule.num_ranks))
         self._table = _table(schedule, costs)
         # By value: when it was computed, -1 before; -2 - rank where that rank waits for it.
         num_values = 2 * schedule.num_stages * schedule.num_microbatches
         self._written = [_ABSENT] * num_values
 
-    def run(self, rank: int, codes: Iterable[int]) -> Generator[bool, None, None]:
-        """Run a row; yields False where a value is lacking that another rank is to write."""
-        entry_of, written, runnable = self._table.get, self._written, self.runnable
+    def run(self, rows: Sequence[list[int]]) -> bool:
+        """Visit all steps of packed rows; returns whether each row could be walked to its end."""
+        acts = [_acts(row) for row in rows]
+        ranks = [self._run(rank, row) for rank, row in enumerate(acts)]
+        left = len(ranks)
+        while self._runnable:
+            left -= next(ranks[self._runnable.pop()], True)
+        for rank, (row, row_acts) in enumerate(zip(rows, acts, strict=True)):
+            if row_acts is not row:
+                self.ends[rank] = _ends_of_steps(row_acts, self.ends[rank])
+        return left == 0
+
+    def _run(self, rank: int, codes: Iterable[int]) -> Generator[bool, None, None]:
+        """Walk a row; yields False where a value is lacking that another rank is to write."""
+        entry_of, written, runnable = self._table.get, self._written, self._runnable
+        ended = self.ends[rank].append
         now = busy = exposed = 0.0
         for code in codes:
             entry = entry_of(code & _KEY_MASK)
@@ -118,12 +133,13 @@ class _Walk:
             duration = durations[microbatch]
             busy += duration
             now += duration
+            ended(now)
             if writes >= 0:
                 waiter = written[writes + microbatch]
                 written[writes + microbatch] = now
                 if waiter < _ABSENT:
                     runnable.append(int(-2 - waiter))
-        self.end[rank], self.busy[rank], self.exposed[rank] = now, busy, exposed
+        self.busy[rank], self.exposed[rank] = busy, exposed
 
 
 def _table(schedule: Schedule, costs: Costs) -> dict[int, _Entry]:
@@ -174,6 +190,14 @@ def _acts_of(code: int) -> Iterator[int]:
     yield first | _RUN
     yield second | _RUN_AND_WRITE
     yield first | _WRITE
+
+
+def _ends_of_steps(acts: list[int], ends: list[float]) -> list[float]:
+    """Return one end for each step from one for each compute act of a row."""
+    compute = (act for act in acts if is_compute(act))
+    return [
+        end for act, end in zip(compute, ends, strict=False) if act >> _ACT_SHIFT in {0, _LAST_RUN}
+    ]
 
 
 def _peak(codes: list[int], activation: list[float], num_microbatches: int) -> float:
