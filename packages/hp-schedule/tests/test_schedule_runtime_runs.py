@@ -4,6 +4,7 @@ All scenarios run in one group of two ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hp_platform.testing import run_distributed
-from hp_schedule import MetaStep, Schedule, interleaved_1f1b, one_f_one_b
+from hp_schedule import MetaStep, MetaStepType, Schedule, interleaved_1f1b, one_f_one_b
 from hp_schedule.runtime import (
+    PipelineContext,
     PipelineResult,
     PipelineSchedule,
     PipelineStage,
@@ -215,6 +217,29 @@ def two_chains() -> Found:
     return {"grads": grads_of(modules), "losses": result.losses}
 
 
+def overlapped_in_threads() -> Found:
+    """Halves of overlaps run at the same time, on both ranks, with messages between them."""
+    texts = (
+        "0F0 0F1 (0B0;0F2)OVERLAP_B_F 0B1 0B2",
+        "1F0 (1B0;1F1)OVERLAP_B_F (1B1;1F2)OVERLAP_B_F 1B2",
+    )
+    rows = [[MetaStep.from_str(word) for word in text.split()] for text in texts]
+    schedule = Schedule.from_steps(rows, stage_to_rank=[0, 1], num_microbatches=3)
+    rank = dist.get_rank()
+    modules: dict[int, nn.Module] = {rank: [Embedding(), Head()][rank]}
+    runtime = from_schedule(schedule, stages_of(2, [rank], modules), loss_fn=loss_fn)
+
+    def together(step: MetaStep, context: PipelineContext) -> None:
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(context.run, step.sub_steps))
+
+    runtime.register_custom_function(MetaStepType.OVERLAP_B_F, together)
+    args = (words(6),) if rank == 0 else ()
+    for _ in range(5):
+        runtime.run(*args, target=words(6))
+    return {"grads": grads_of(modules)}
+
+
 def own_loss() -> Found:
     """The last stage returns the loss; no loss function and no targets."""
 
@@ -238,6 +263,7 @@ SCENARIOS = {
         tied,
         own_order,
         two_chains,
+        overlapped_in_threads,
         own_loss,
     )
 }
@@ -351,6 +377,13 @@ def test_chains_in_both_directions_share_the_ranks_and_each_has_its_losses() -> 
     assert_grads(ranks, expected)
     torch.testing.assert_close(ranks[1]["losses"], losses[:2], rtol=1e-12, atol=0)
     torch.testing.assert_close(ranks[0]["losses"], losses[2:], rtol=1e-12, atol=0)
+
+
+def test_halves_of_an_overlap_may_run_in_threads_on_every_rank() -> None:
+    assert_grads(
+        found(overlapped_in_threads),
+        one_process(6, scale=5.0, modules=[Embedding(), Head()])[0],
+    )
 
 
 def test_without_a_loss_function_the_last_stage_returns_the_loss() -> None:

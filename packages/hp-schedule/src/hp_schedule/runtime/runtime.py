@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any, TypedDict
 
 from torch import Tensor
@@ -105,7 +106,6 @@ class PipelineScheduleRuntime:
         self._custom: dict[MetaStepType, CustomFunction] = {}
         self._expectations = Expectations()
         self._check()
-        self._forward_part = forward_part(schedule)
 
     @property
     def schedule(self) -> Schedule:
@@ -116,6 +116,10 @@ class PipelineScheduleRuntime:
     def pipeline_rank(self) -> int:
         """Which row of it is run here."""
         return self._rank
+
+    @cached_property
+    def _forward_part(self) -> Schedule:
+        return forward_part(self._schedule)
 
     def register_custom_function(self, step_type: MetaStepType, fn: CustomFunction) -> None:
         """Run `fn(step, context)` instead of the built-in code for every step of a type.

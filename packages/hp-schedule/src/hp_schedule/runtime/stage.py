@@ -30,7 +30,8 @@ class PipelineStage:
         input_spec: What the stage receives for each microbatch, one spec per tensor. Receives are
             then posted as early as the schedule says. None: the sender tells the shapes, which may
             differ per microbatch, in a small message ahead of each; the tensors themselves are
-            asked for when the stage needs them, so their way is not hidden behind compute.
+            asked for when the stage needs them, so their way is not hidden behind compute, and on
+            CUDA the host waits for the small message.
         output_spec: If given, what every output must look like.
         splitter: Splits the backward for schedules that run its two parts as steps of their own.
 
