@@ -6,11 +6,13 @@ from hp_schedule.executor import Driver, Executor, run_together
 from hp_schedule.generators import forward_only, gpipe, interleaved_1f1b, one_f_one_b
 from hp_schedule.ir import MetaStep, MetaStepType
 from hp_schedule.measured import measured_costs
+from hp_schedule.model_costs import ModelCosts
 from hp_schedule.notation import from_csv, from_json, load, to_csv, to_json
 from hp_schedule.passes import add_send_recv, drop_communication
 from hp_schedule.placement import generate_rank_to_stage_mapping, generate_stage_to_rank_mapping
 from hp_schedule.render import chrome_trace, step_grid, timeline_svg, timetable
 from hp_schedule.schedule import Row, Schedule
+from hp_schedule.searching import SearchResult, search
 from hp_schedule.simulation import Simulation, simulate
 from hp_schedule.timeline import Span, Timeline
 from hp_schedule.transport import Message, MessageKind, Transport
@@ -27,9 +29,11 @@ __all__ = [
     "MessageKind",
     "MetaStep",
     "MetaStepType",
+    "ModelCosts",
     "Row",
     "Schedule",
     "ScheduleError",
+    "SearchResult",
     "Simulation",
     "Span",
     "Timeline",
@@ -50,6 +54,7 @@ __all__ = [
     "measured_costs",
     "one_f_one_b",
     "run_together",
+    "search",
     "simulate",
     "step_grid",
     "timeline_svg",

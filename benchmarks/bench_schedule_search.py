@@ -1,0 +1,226 @@
+"""Searched schedules against the best published one with the same ranks, microbatches and memory.
+
+For every point of ranks x microbatches x latency x costs, at the memory of 1F1B and at half of it,
+and for each number of stages per rank, the search runs for some CPU seconds. The published value is
+the smallest of what `published_schedules.json` has and of the closed forms of this package. The
+bound is proven: no schedule of the places searched is shorter.
+
+    python benchmarks/bench_schedule_search.py              a part of the table, some minutes
+    python benchmarks/bench_schedule_search.py --all        the whole table, about an hour
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing import Pool
+from pathlib import Path
+
+from hp_schedule import ModelCosts, search, simulate
+from hp_schedule.placement import PlacementStyle
+from hp_schedule.searching.closed_forms import closed_forms
+
+VIRTUAL = (1, 2, 4)
+STYLES: tuple[PlacementStyle, ...] = ("loop", "v")
+LATENCIES = (0.0, 0.05, 0.2)
+SCALES = {"uniform": (1.0, 1.0), "uneven": (0.7, 1.3)}
+EPSILON = 1e-6
+ROUNDING = 0.005
+
+
+@dataclass(frozen=True)
+class Point:
+    """One line of the table."""
+
+    ranks: int
+    microbatches: int
+    costs: str
+    latency: float
+    memory: str
+
+    @property
+    def memory_limit(self) -> float:
+        """In activations of one rank's share of the model."""
+        full = min(self.ranks, self.microbatches)
+        return full if self.memory == "full" else math.ceil(full / 2) + 0.5
+
+    @property
+    def divides(self) -> bool:
+        """Whether the ranks divide the microbatches."""
+        return self.microbatches % self.ranks == 0
+
+    def model(self) -> ModelCosts:
+        """Return what the model costs: 1 for each of F, I and W of a rank's share."""
+        first, last = SCALES[self.costs]
+        return ModelCosts(first_scale=first, last_scale=last, latency=self.latency)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found: by stages per rank, infinite where nothing fits."""
+
+    point: Point
+    published: dict[int, float]
+    searched: dict[int, float]
+    bound: float
+
+    @property
+    def best(self) -> float:
+        """The shortest searched schedule."""
+        return min(self.searched.values())
+
+    @property
+    def best_published(self) -> float:
+        """The shortest published schedule."""
+        return min(self.published.values())
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether a published schedule with as many stages per rank is shorter."""
+        return any(self.searched[v] > self.published[v] + EPSILON for v in VIRTUAL)
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the searched schedule is shorter than every published one."""
+        return self.best < self.best_published - 2 * ROUNDING
+
+    @property
+    def can_be_better(self) -> bool:
+        """Whether the published schedule is longer than the bound."""
+        return self.best_published > self.bound + 2 * ROUNDING
+
+
+def points(ranks: list[int]) -> Iterator[Point]:
+    """Yield the lines of the table."""
+    for num in ranks:
+        for microbatches in sorted({num // 2, num, 3 * num // 2 + 1, 2 * num, 4 * num}):
+            for latency in LATENCIES:
+                for costs in SCALES:
+                    for memory in ("full", "half"):
+                        yield Point(num, microbatches, costs, latency, memory)
+
+
+def published_values(point: Point) -> dict[int, float]:
+    """Return the shortest published makespan by stages per rank, infinite where there is none."""
+    result = dict.fromkeys(VIRTUAL, math.inf)
+    for number in VIRTUAL:
+        costs = point.model().of_stages(point.ranks, number)
+        for style in STYLES:
+            forms = closed_forms(
+                point.ranks,
+                num_microbatches=point.microbatches,
+                num_stages_per_rank=number,
+                style=style,
+            )
+            for _, schedule in forms:
+                simulation = simulate(schedule, costs)
+                if max(simulation.peak_activations) <= point.memory_limit + EPSILON:
+                    result[number] = min(result[number], simulation.makespan)
+    for makespan, number in table_values(point):
+        # The table is printed to two digits.
+        result[number] = min(result[number], makespan + ROUNDING)
+    return result
+
+
+def table_values(point: Point) -> list[tuple[float, int]]:
+    """Return makespan and stages per rank of what `published_schedules.json` has for a point."""
+    file = Path(__file__).with_name("published_schedules.json")
+    wanted = (point.ranks, point.microbatches, point.costs, point.latency)
+    for entry in json.loads(file.read_text(encoding="utf-8"))["points"]:
+        if (entry["ranks"], entry["microbatches"], entry["costs"], entry["latency"]) == wanted:
+            return [(makespan, number) for makespan, number, _ in entry[point.memory]]
+    return []
+
+
+def measure(task: tuple[Point, float]) -> Row:
+    """Search one point."""
+    point, seconds = task
+    searched = {}
+    bound = math.inf
+    for number in VIRTUAL:
+        result = search(
+            point.model(),
+            num_ranks=point.ranks,
+            num_microbatches=point.microbatches,
+            virtual=(number,),
+            memory_limit=point.memory_limit,
+            time_budget=seconds,
+        )
+        searched[number] = result.makespan
+        bound = min(bound, result.lower_bound)
+    return Row(point, published_values(point), searched, bound)
+
+
+def line(row: Row) -> str:
+    """Return a row of the Markdown table."""
+    point = row.point
+    gain = "" if math.isinf(row.best_published) else f"{1 - row.best / row.best_published:.1%}"
+    published = "-" if math.isinf(row.best_published) else f"{row.best_published:.2f}"
+    stages = min(row.searched, key=row.searched.__getitem__)
+    cells = [
+        point.ranks,
+        point.microbatches,
+        point.costs,
+        point.latency,
+        f"{point.memory_limit:g}",
+        published,
+        f"{row.best:.2f}",
+        stages,
+        gain,
+        f"{row.bound:.2f}",
+        f"{1 - row.bound / row.best:.1%}",
+        "worse" if row.is_worse else "",
+    ]
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def share(rows: list[Row]) -> str:
+    """Return how many rows are strictly better."""
+    better = sum(row.is_better for row in rows)
+    return f"{better} of {len(rows)} ({better / max(1, len(rows)):.0%})"
+
+
+def summary(rows: list[Row]) -> Iterator[str]:
+    """Yield the sentences under the table."""
+    known = [row for row in rows if not math.isinf(row.best_published)]
+    yield f"Worse than a published schedule: {sum(row.is_worse for row in rows)} of {len(rows)}."
+    open_rows = [row for row in known if row.can_be_better and not row.point.divides]
+    yield f"Better where the ranks do not divide M and the bound leaves room: {share(open_rows)}."
+    late = [row for row in known if row.point.latency == max(LATENCIES)]
+    yield f"Better at latency {max(LATENCIES)}: {share(late)}."
+    yield f"Better at uneven costs: {share([row for row in known if row.point.costs == 'uneven'])}."
+    at_bound = sum(row.best <= row.bound + EPSILON for row in rows)
+    yield f"At the bound, so proven optimal: {at_bound} of {len(rows)}."
+
+
+def main() -> None:
+    """Print the table and the summary."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--all", action="store_true", help="every point up to 32 ranks")
+    parser.add_argument("--ranks", type=int, nargs="*", help="default 2 4 8")
+    parser.add_argument("--seconds", type=float, help="CPU seconds for each search")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    options = parser.parse_args()
+    ranks = options.ranks or ([2, 4, 8, 16, 32] if options.all else [2, 4, 8])
+    seconds = options.seconds or (4.0 if options.all else 0.5)
+    print(
+        "| P | M | costs | latency | memory | published | searched | stages per rank | gain |",
+        end="",
+    )
+    print(" bound | gap | |")
+    print("|--|--|--|--|--|--|--|--|--|--|--|--|")
+    rows = []
+    with Pool(options.jobs) as pool:
+        tasks = ((point, seconds) for point in points(ranks))
+        for row in pool.imap(measure, tasks):
+            rows.append(row)
+            print(line(row), flush=True)
+    print()
+    print("\n".join(summary(rows)))
+
+
+if __name__ == "__main__":
+    main()

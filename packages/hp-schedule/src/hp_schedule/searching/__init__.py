@@ -1,0 +1,5 @@
+"""Search for short schedules, with a proof of how much shorter one could be."""
+
+from hp_schedule.searching.search import SearchResult, search
+
+__all__ = ["SearchResult", "search"]

@@ -1,0 +1,208 @@
+"""A schedule to be found, as arrays: what the constructor and the bounds work on.
+
+Steps are numbered
+
+    (part * num_stages + stage) * num_microbatches + place
+
+where part is the index into `Problem.kinds` (F, I, W, or F, B without the split) and place is the
+microbatch's place in the order in which every stage takes them.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
+
+from hp_schedule.costs import Costs, per_step
+from hp_schedule.packing import (
+    BWD,
+    BWD_INPUT,
+    BWD_WEIGHT,
+    FWD,
+    KIND_MASK,
+    MICROBATCH_SHIFT,
+    STAGE_MASK,
+    STAGE_SHIFT,
+    encode,
+)
+from hp_schedule.schedule import Row, Schedule
+
+
+class Problem:
+    """Steps with their ranks, durations, precedence and memory.
+
+    Args:
+        costs: What the steps cost; a message takes message / bandwidth + latency.
+        stage_to_rank: The rank of each stage; one chain of all stages in order.
+        order: The microbatches in the order in which every stage takes them.
+        memory_limit: What a rank's activations may take at most, in the unit of
+            `Costs.activation`.
+        split_backward: Whether the backward is two steps, I and W.
+
+    Attributes:
+        kinds: The packed kinds of the parts.
+        rank: The rank of each step.
+        duration: How long it takes.
+        successors: Which steps it precedes, each with the time from its end to their start.
+        acquires: The memory it takes from its start on.
+        releases: The memory it gives back at its end.
+        needs: The memory that must be free for it to start.
+        num_predecessors: How many steps each step waits for.
+        lag: For each cell of a forward, the time of its message to the next stage; 0 on one rank.
+        lag_back: The same for the gradient to the stage before.
+    """
+
+    def __init__(
+        self,
+        costs: Costs,
+        *,
+        stage_to_rank: Sequence[int],
+        order: Sequence[int],
+        memory_limit: float,
+        split_backward: bool = True,
+    ) -> None:
+        self.stage_to_rank = tuple(stage_to_rank)
+        self.order = tuple(order)
+        self._place = {microbatch: place for place, microbatch in enumerate(self.order)}
+        self.memory_limit = memory_limit
+        self.kinds = (FWD, BWD_INPUT, BWD_WEIGHT) if split_backward else (FWD, BWD)
+        self.num_ranks = 1 + max(stage_to_rank)
+        self.num_stages = len(stage_to_rank)
+        self.num_microbatches = len(order)
+        self.part = self.num_stages * self.num_microbatches
+        self.num_steps = len(self.kinds) * self.part
+        tables = costs.durations(self.num_stages, self.num_microbatches)
+        self.duration = [time for kind in self.kinds for time in self._in_order(tables[kind])]
+        self.rank = [rank for rank in self.stage_to_rank for _ in order] * len(self.kinds)
+        sizes = (self.num_stages, self.num_microbatches)
+        activation = self._in_order(per_step("activation", costs.activation, *sizes))
+        nothing = [0.0] * (self.num_steps - self.part)
+        self.acquires = activation + nothing
+        self.releases = nothing + activation
+        self.needs = self._with_reserve(activation) + nothing
+        self._set_lags(costs)
+        self.follow_with(self._successors())
+
+    def reversed(self) -> "Problem":
+        """Return the problem with time running backwards: its schedules are this one's, mirrored.
+
+        Backwards, W takes memory and F gives it back; microbatches pass a stage's steps in the
+        opposite order. A rank's stages take a microbatch's memory in their order, which nothing
+        else would see to (see "Memory without deadlock").
+        """
+        mirror = copy(self)
+        turned: list[list[tuple[int, float]]] = [[] for _ in range(self.num_steps)]
+        for step, successors in enumerate(self.successors):
+            for successor, lag in successors:
+                turned[successor].append((step, lag))
+        last = self.num_steps - self.part
+        for before, after in self._same_rank():
+            for place in range(self.num_microbatches):
+                taken = last + before * self.num_microbatches + place
+                then = last + after * self.num_microbatches + place
+                turned[taken].append((then, 0.0))
+        mirror.follow_with(turned)
+        mirror.acquires, mirror.releases = self.releases, self.acquires
+        nothing = [0.0] * (self.num_steps - self.part)
+        mirror.needs = nothing + self._with_reserve(self.acquires[: self.part])
+        return mirror
+
+    def with_windows(self, windows: Sequence[int]) -> "Problem":
+        """Return the problem with at most windows[stage] microbatches in each stage at once."""
+        narrow = copy(self)
+        limited = list(self.successors)
+        last = self.num_steps - self.part
+        for stage, window in enumerate(windows):
+            start = stage * self.num_microbatches
+            for place in range(window, self.num_microbatches):
+                freed = last + start + place - window
+                limited[freed] = [*limited[freed], (start + place, 0.0)]
+        narrow.follow_with(limited)
+        return narrow
+
+    def schedule(self, sequence: Iterable[int]) -> Schedule:
+        """Return the schedule whose rows have the steps in the order of a sequence of all."""
+        rows: list[list[int]] = [[] for _ in range(self.num_ranks)]
+        for step in sequence:
+            part, cell = divmod(step, self.part)
+            stage, place = divmod(cell, self.num_microbatches)
+            rows[self.rank[step]].append(encode(self.kinds[part], stage, self.order[place]))
+        return Schedule(
+            steps=tuple(map(Row, rows)),
+            stage_to_rank=self.stage_to_rank,
+            num_microbatches=self.num_microbatches,
+        )
+
+    def step_of(self, code: int) -> int:
+        """Return the step of a packed compute step; of a whole backward that is split, its I."""
+        kind = code & KIND_MASK
+        part = self.kinds.index(kind) if kind in self.kinds else 1
+        stage = code >> STAGE_SHIFT & STAGE_MASK
+        place = self._place[code >> MICROBATCH_SHIFT]
+        return (part * self.num_stages + stage) * self.num_microbatches + place
+
+    def _same_rank(self) -> Iterator[tuple[int, int]]:
+        """Yield each stage with the next one of its rank."""
+        latest: dict[int, int] = {}
+        for stage, rank in enumerate(self.stage_to_rank):
+            if rank in latest:
+                yield latest[rank], stage
+            latest[rank] = stage
+
+    def follow_with(self, successors: list[list[tuple[int, float]]]) -> None:
+        """Set the precedence of the steps."""
+        self.successors = successors
+        self.num_predecessors = [0] * self.num_steps
+        for followers in successors:
+            for step, _ in followers:
+                self.num_predecessors[step] += 1
+
+    def _in_order(self, table: Sequence[float]) -> list[float]:
+        return [
+            table[stage * self.num_microbatches + microbatch]
+            for stage in range(self.num_stages)
+            for microbatch in self.order
+        ]
+
+    def _with_reserve(self, activation: Sequence[float]) -> list[float]:
+        """Return what a stage takes, and what the rank's later stages will for the microbatch."""
+        needs = list(activation)
+        reserve = [[0.0] * self.num_microbatches for _ in range(self.num_ranks)]
+        for stage in reversed(range(self.num_stages)):
+            later = reserve[self.stage_to_rank[stage]]
+            start = stage * self.num_microbatches
+            for place in range(self.num_microbatches):
+                later[place] += activation[start + place]
+                needs[start + place] = max(later)
+        return needs
+
+    def _set_lags(self, costs: Costs) -> None:
+        transmission = costs.transmission(self.num_stages, self.num_microbatches)
+        self.lag = [0.0] * self.part
+        self.lag_back = [0.0] * self.part
+        place = self.stage_to_rank
+        for stage in range(self.num_stages - 1):
+            if place[stage] != place[stage + 1]:
+                there = costs.latency_of(place[stage], place[stage + 1])
+                back = costs.latency_of(place[stage + 1], place[stage])
+                cell = stage * self.num_microbatches
+                for position, microbatch in enumerate(self.order):
+                    sent = transmission[cell + microbatch]
+                    self.lag[cell + position] = there + sent
+                    self.lag_back[cell + self.num_microbatches + position] = back + sent
+
+    def _successors(self) -> list[list[tuple[int, float]]]:
+        num, part = self.num_microbatches, self.part
+        result: list[list[tuple[int, float]]] = [[] for _ in range(self.num_steps)]
+        for cell in range(part):
+            stage, place = divmod(cell, num)
+            if stage + 1 < self.num_stages:
+                result[cell].append((cell + num, self.lag[cell]))
+            else:
+                result[cell].append((cell + part, 0.0))
+            if stage:
+                result[cell + part].append((cell + part - num, self.lag_back[cell]))
+            if len(self.kinds) == 3:
+                result[cell + part].append((cell + 2 * part, 0.0))
+            if place + 1 < num:
+                for step in range(cell, self.num_steps, part):
+                    result[step].append((step + 1, 0.0))
+        return result

@@ -1,0 +1,271 @@
+"""Search for the shortest schedule under a memory limit."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
+from typing import Literal
+
+from hp_schedule.costs import Costs, Latency
+from hp_schedule.generators.common import check_counts
+from hp_schedule.model_costs import ModelCosts
+from hp_schedule.placement import PlacementStyle, generate_stage_to_rank_mapping
+from hp_schedule.schedule import Schedule
+from hp_schedule.searching.closed_forms import closed_forms
+from hp_schedule.searching.space import Recipe, Space
+
+Place = tuple[int, PlacementStyle]
+"""Stages per rank, and how they are placed."""
+
+_EPSILON = 1e-9
+_FOCUS = 1.2
+"""How much likelier the space with the best schedule is to be varied than the next one."""
+
+_AT_WILL = 1e6
+"""A weight delay in periods after which W only fills gaps or makes room."""
+
+# In the order in which each added most to those before it, over 78 points of 4 to 16 ranks.
+RECIPES = (
+    Recipe(1.1, 0.033, 1.0, 0.33, 0.5),
+    Recipe(1.0, 0.0, 1.0, _AT_WILL, 1.0),
+    Recipe(1.0, 0.033, 1.15, 0.0, 0.5),
+    Recipe(1.0, 0.0, 1.0, 0.33, 0.0),
+    Recipe(1.1, 0.0, 1.0, 0.33, 0.5),
+    Recipe(1.0, 0.0, 1.15, 0.0, 1.0),
+    Recipe(1.2, 0.0, 1.0, _AT_WILL, 0.5),
+    Recipe(1.0, 0.083, math.inf, _AT_WILL, 0.5),
+    Recipe(1.1, 0.033, 1.0, _AT_WILL, 0.5),
+    Recipe(1.1, 0.0, 1.0, 0.0, 1.0),
+    Recipe(1.4, 0.0, 1.0, 0.0, 0.5),
+    Recipe(1.1, 0.0, 1.15, _AT_WILL, 1.0),
+    Recipe(1.1, 0.033, 1.15, _AT_WILL, 0.5),
+    Recipe(1.2, 0.083, 1.15, _AT_WILL, 1.0),
+    Recipe(1.1, 0.083, math.inf, 0.0, 0.5),
+    Recipe(1.2, 0.0, 1.0, 0.0, 0.0),
+    Recipe(1.0, 0.0, 1.0, 0.0, 1.0),
+    Recipe(1.0, 0.083, 1.35, 0.33, 1.0),
+    Recipe(1.2, 0.0, 1.15, 0.0, 1.0),
+    Recipe(1.4, 0.083, math.inf, _AT_WILL, 1.0),
+    Recipe(1.1, 0.033, 1.35, 0.0, 0.5),
+    Recipe(1.2, 0.083, math.inf, 0.0, 1.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """The best schedule found.
+
+    Attributes:
+        schedule: Compute steps only; `hp_schedule.add_send_recv` adds the messages.
+        makespan: What the simulator says it takes.
+        lower_bound: No schedule of the places, split and memory that were searched is shorter.
+        origin: What the schedule grew from.
+        num_stages_per_rank: Of the schedule.
+        placement: Of its stages.
+        makespans: The best of every number of stages per rank and placement; infinite where
+            nothing fits the memory.
+        num_candidates: Plans that were built.
+        ended_by: What ended the search: it met the bound, it had built the candidates asked for,
+            or its time was up.
+    """
+
+    schedule: Schedule
+    makespan: float
+    lower_bound: float
+    origin: str
+    num_stages_per_rank: int
+    placement: PlacementStyle
+    makespans: dict[Place, float]
+    num_candidates: int
+    ended_by: Literal["bound", "candidates", "time"]
+
+    @property
+    def gap(self) -> float:
+        """How much shorter a schedule could be at most, as a share of the makespan."""
+        return 1.0 - self.lower_bound / self.makespan if self.makespan > 0 else 0.0
+
+
+def search(
+    costs: ModelCosts | Costs,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    virtual: Sequence[int] = (1, 2),
+    memory_limit: float = math.inf,
+    latency: Latency | None = None,
+    placements: Sequence[PlacementStyle] = ("loop", "v"),
+    split_backward: bool = True,
+    num_candidates: int | None = None,
+    time_budget: float = 10.0,
+    seed: int = 0,
+) -> SearchResult:
+    """Find a short schedule.
+
+    It starts from every published closed form that fits the memory, so it is never worse than
+    them; goes on with periodic patterns squeezed by list scheduling; then disturbs the best plans
+    and rebuilds them until the bound is met or the budget is used. What it does depends on the
+    arguments alone; only the moment at which a time budget ends it does not.
+
+    Args:
+        costs: Of the model, or of the stages if `virtual` is one number.
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Any number from 1.
+        virtual: Numbers of stages per rank to try.
+        memory_limit: What the activations of a rank may take at most, in the unit of the costs.
+        latency: In place of that of the costs.
+        placements: To try; with one stage per rank they are the same.
+        split_backward: Whether to split backwards into I and W; without, weight gradients are
+            computed with the input's.
+        num_candidates: Plans to build at most; default: until the time is up.
+        time_budget: Seconds of CPU time.
+        seed: Of the variations.
+
+    Raises:
+        ValueError: If a count is below 1, costs are of stages and `virtual` has several numbers,
+            or nothing fits the memory.
+    """
+    if latency is not None:
+        costs = replace(costs, latency=latency)
+    virtual = tuple(dict.fromkeys(virtual))
+    _check(costs, num_ranks, num_microbatches, virtual, memory_limit)
+    spaces = _Spaces(
+        costs,
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        places=[(v, style) for v in virtual for style in (placements if v > 1 else ("loop",))],
+        memory_limit=memory_limit,
+        split_backward=split_backward,
+    )
+    random = Random(seed)  # noqa: S311 - nothing is secret
+    deadline = time.process_time() + time_budget
+    built = 0
+    ended_by: Literal["bound", "candidates", "time"] = "bound"
+    for build in spaces.candidates(random):
+        if built == num_candidates or time.process_time() > deadline:
+            ended_by = "candidates" if built == num_candidates else "time"
+            break
+        build()
+        built += 1
+    return spaces.result(built, ended_by)
+
+
+class _Spaces:
+    """The spaces of a search, by stages per rank and placement."""
+
+    def __init__(
+        self,
+        costs: ModelCosts | Costs,
+        *,
+        num_ranks: int,
+        num_microbatches: int,
+        places: Sequence[Place],
+        memory_limit: float,
+        split_backward: bool,
+    ) -> None:
+        self._all: list[tuple[Place, Space]] = []
+        for number, style in places:
+            of_stages = (
+                costs.of_stages(num_ranks, number) if isinstance(costs, ModelCosts) else costs
+            )
+            mapping = generate_stage_to_rank_mapping(num_ranks, num_ranks * number, style)
+            for order in _orders(of_stages, num_ranks * number, num_microbatches):
+                space = Space(
+                    of_stages,
+                    stage_to_rank=[mapping[stage] for stage in range(len(mapping))],
+                    order=order,
+                    memory_limit=memory_limit,
+                    split_backward=split_backward,
+                )
+                space.begin()
+                self._all.append(((number, style), space))
+            forms = closed_forms(
+                num_ranks,
+                num_microbatches=num_microbatches,
+                num_stages_per_rank=number,
+                style=style,
+            )
+            for name, schedule in forms:
+                space.adopt(name, schedule)
+        self._bound = min(space.bound for _, space in self._all)
+
+    def candidates(self, random: Random) -> Iterator[Callable[[], None]]:
+        """Yield one way after another to find a shorter schedule, until there can be none."""
+        for _, space in self._open():
+            yield space.tighten_kept
+        for recipe in RECIPES:
+            for _, space in self._open():
+                yield partial(space.follow, recipe)
+        while spaces := self._open():
+            spaces.sort(key=lambda entry: _makespan(entry[1]))
+            index = min(int(random.expovariate(_FOCUS)), len(spaces) - 1)
+            yield partial(spaces[index][1].vary, random)
+
+    def result(
+        self, num_candidates: int, ended_by: Literal["bound", "candidates", "time"]
+    ) -> SearchResult:
+        """Return the best schedule of all.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        (number, style), space = min(self._all, key=lambda entry: _makespan(entry[1]))
+        if space.best is None:
+            raise ValueError(
+                f"memory_limit ({space.memory_limit}) must be >= one microbatch on every rank "
+                f"({space.least_memory})"
+            )
+        makespans: dict[Place, float] = {}
+        for place, other in self._all:
+            makespans[place] = min(makespans.get(place, math.inf), _makespan(other))
+        return SearchResult(
+            schedule=space.schedule(space.best),
+            makespan=space.best.makespan,
+            lower_bound=self._bound,
+            origin=space.best.origin,
+            num_stages_per_rank=number,
+            placement=style,
+            makespans=makespans,
+            num_candidates=num_candidates,
+            ended_by=ended_by,
+        )
+
+    def _open(self) -> list[tuple[Place, Space]]:
+        """Return the spaces that may hold something shorter than the best so far."""
+        best = min(_makespan(space) for _, space in self._all)
+        return [entry for entry in self._all if entry[1].bound < best - _EPSILON]
+
+
+def _makespan(space: Space) -> float:
+    return space.best.makespan if space.best else math.inf
+
+
+def _orders(costs: Costs, num_stages: int, num_microbatches: int) -> list[tuple[int, ...]]:
+    """Return the orders to try: as they come; if they differ, the long ones first or last too."""
+    microbatches = range(num_microbatches)
+    work = [0.0] * num_microbatches
+    for table in costs.durations(num_stages, num_microbatches):
+        for cell, duration in enumerate(table):
+            work[cell % num_microbatches] += duration
+    rising = tuple(sorted(microbatches, key=work.__getitem__))
+    return list(dict.fromkeys([tuple(microbatches), rising, rising[::-1]]))
+
+
+def _check(
+    costs: ModelCosts | Costs,
+    num_ranks: int,
+    num_microbatches: int,
+    virtual: Sequence[int],
+    memory_limit: float,
+) -> None:
+    check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    if not virtual:
+        raise ValueError("virtual must name at least one number of stages per rank")
+    for number in virtual:
+        if number < 1:
+            raise ValueError(f"virtual ({number}) must be >= 1")
+    if isinstance(costs, Costs) and len(virtual) > 1:
+        raise ValueError(f"virtual ({list(virtual)}) must be one number for costs of stages")
+    if not memory_limit > 0:
+        raise ValueError(f"memory_limit ({memory_limit}) must be > 0")

@@ -1,0 +1,195 @@
+"""One way to place the stages, and the best plans found for it so far."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
+
+from hp_schedule.costs import Costs
+from hp_schedule.packing import BWD, KIND_MASK, leaves, pack
+from hp_schedule.schedule import Schedule
+from hp_schedule.searching.bounds import lower_bound
+from hp_schedule.searching.construct import Plan, construct, tighten
+from hp_schedule.searching.problem import Problem
+from hp_schedule.searching.template import template
+from hp_schedule.simulation import simulate
+
+_POOL_SIZE = 6
+_SIDEWAYS = 0.3
+"""How often a plan as long as the worst kept takes its place."""
+_EPSILON = 1e-9
+
+
+class Recipe(NamedTuple):
+    """How to make a plan from a periodic pattern: see `template` and `construct`.
+
+    Attributes:
+        stretch: Of the period.
+        slack: Between stages, in periods.
+        fill: Share of the memory dealt out to the stages; infinite for none.
+        weight_delay: How far behind its pattern W is put, in periods.
+        patience: Of the construction.
+    """
+
+    stretch: float
+    slack: float
+    fill: float
+    weight_delay: float
+    patience: float
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A schedule that was found.
+
+    Attributes:
+        makespan: What the simulator says it takes.
+        origin: How it was found, in words.
+        plan: Its steps in the problem of its space.
+        patience: With which it was built.
+        schedule: A closed form as it is; None if the plan says it all.
+    """
+
+    makespan: float
+    origin: str
+    plan: Plan
+    patience: float
+    schedule: Schedule | None = None
+
+
+class Space:
+    """All plans of one placement and one order of the microbatches.
+
+    Args:
+        costs: For its number of stages.
+        stage_to_rank: The placement.
+        order: The order in which every stage takes the microbatches.
+        memory_limit: Of every rank.
+        split_backward: Whether I and W are steps of their own.
+
+    Attributes:
+        bound: No plan of the space is shorter.
+        memory_limit: As given.
+        least_memory: What a rank needs for one microbatch.
+    """
+
+    def __init__(
+        self,
+        costs: Costs,
+        *,
+        stage_to_rank: Sequence[int],
+        order: Sequence[int],
+        memory_limit: float,
+        split_backward: bool,
+    ) -> None:
+        self._costs = costs
+        self._problem = Problem(
+            costs,
+            stage_to_rank=stage_to_rank,
+            order=order,
+            memory_limit=memory_limit,
+            split_backward=split_backward,
+        )
+        self._mirror = self._problem.reversed()
+        self._pool: list[Candidate] = []
+        self.memory_limit = memory_limit
+        self.least_memory = max(self._problem.needs)
+        self.bound = lower_bound(self._problem)
+
+    @property
+    def best(self) -> Candidate | None:
+        """The shortest candidate so far."""
+        return self._pool[0] if self._pool else None
+
+    def schedule(self, candidate: Candidate) -> Schedule:
+        """Return the schedule of a candidate of this space."""
+        return candidate.schedule or self._problem.schedule(candidate.plan.sequence)
+
+    def begin(self) -> None:
+        """Keep a first plan, there is one if the memory holds one microbatch: in order."""
+        num = self._problem.num_microbatches
+        priority = [float(step % num) for step in range(self._problem.num_steps)]
+        plan = construct(self._problem, priority)
+        if plan is not None:
+            self._keep(Candidate(plan.makespan, "microbatches in order", plan, 1.0))
+
+    def adopt(self, name: str, schedule: Schedule) -> None:
+        """Keep a closed form if it fits the memory."""
+        result = simulate(schedule, self._costs)
+        if max(result.peak_activations) > self._problem.memory_limit + _EPSILON:
+            return
+        starts = [0.0] * self._problem.num_steps
+        for span in result.timeline:
+            if span.step.type.is_compute:
+                self._set_starts(starts, pack(span.step), span.start)
+        plan = Plan(starts, [], result.makespan)
+        self._keep(Candidate(result.makespan, name, plan, 1.0, schedule))
+
+    def tighten_kept(self) -> None:
+        """Tighten what was adopted."""
+        for old in tuple(self._pool):
+            plan = tighten(self._problem, self._mirror, old.plan, patience=old.patience)
+            if plan is not old.plan:
+                origin = f"{old.origin}, tightened"
+                self._keep(Candidate(plan.makespan, origin, plan, old.patience))
+
+    def follow(self, recipe: Recipe) -> None:
+        """Build a plan from a pattern."""
+        pattern = template(self._problem, stretch=recipe.stretch, slack=recipe.slack)
+        if pattern is None:
+            return
+        num = self._problem.num_microbatches
+        narrow = self._problem.with_windows(pattern.windows(self._problem, fill=recipe.fill))
+        priority = pattern.priorities(num, weight_delay=recipe.weight_delay)
+        plan = construct(narrow, priority, patience=recipe.patience)
+        if plan is None:
+            return
+        plan = tighten(narrow, narrow.reversed(), plan, patience=recipe.patience)
+        plan = tighten(self._problem, self._mirror, plan, patience=recipe.patience)
+        self._keep(Candidate(plan.makespan, f"pattern {recipe}", plan, recipe.patience))
+
+    def vary(self, random: Random) -> None:
+        """Disturb a kept plan's order and build it anew."""
+        index = min(int(random.expovariate(1.0)), len(self._pool) - 1)
+        old = self._pool[index]
+        patience = random.choice((0.0, 0.25, 0.5, 1.0, old.patience))
+        plan = construct(self._problem, self._disturbed(old.plan, random), patience=patience)
+        if plan is None:
+            return
+        plan = tighten(self._problem, self._mirror, plan, patience=patience)
+        worst = self._pool[-1].makespan
+        if plan.makespan < worst - _EPSILON or random.random() < _SIDEWAYS:
+            origin = old.origin.removesuffix(", varied")
+            self._keep(Candidate(plan.makespan, f"{origin}, varied", plan, patience))
+
+    def _disturbed(self, plan: Plan, random: Random) -> list[float]:
+        """Return the start times with noise for each step, or for each part of a stage."""
+        problem = self._problem
+        mean = sum(problem.duration) / problem.num_ranks / problem.num_microbatches
+        sigma = random.choice((0.03, 0.1, 0.2, 0.33)) * mean
+        if random.random() < 0.5:
+            return [start + random.gauss(0.0, sigma) for start in plan.starts]
+        num = problem.num_microbatches
+        shifts = [random.gauss(0.0, sigma) for _ in range(0, problem.num_steps, num)]
+        return [start + shifts[step // num] for step, start in enumerate(plan.starts)]
+
+    def _keep(self, candidate: Candidate) -> None:
+        if any(candidate.plan.starts == other.plan.starts for other in self._pool):
+            return
+        if len(self._pool) == _POOL_SIZE:
+            if candidate.makespan > self._pool[-1].makespan + _EPSILON:
+                return
+            self._pool.pop()
+        self._pool.append(candidate)
+        self._pool.sort(key=lambda kept: kept.makespan)
+
+    def _set_starts(self, starts: list[float], code: int, start: float) -> None:
+        """Enter the start of a simulated step; a whole backward is I and then W."""
+        problem = self._problem
+        for leaf in leaves(code):
+            step = problem.step_of(leaf)
+            starts[step] = start
+            start += problem.duration[step]
+            if leaf & KIND_MASK == BWD and len(problem.kinds) == 3:
+                starts[step + problem.part] = start
+                start += problem.duration[step + problem.part]
