@@ -118,7 +118,8 @@ class Fused(nn.Module):
         self.weight = nn.Parameter(torch.randn(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = Swish.apply(x, self.weight)
+        apply: Any = Swish.apply
+        y: Tensor = apply(x, self.weight)
         return y
 
 
@@ -207,7 +208,7 @@ def test_halves_of_a_backward_make_the_whole(name: str) -> None:
 
 class Counting(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(
@@ -269,7 +270,7 @@ def test_recomputing_modules_do_everything_in_the_first_half(use_reentrant: bool
 
 def test_compiled_modules_do_everything_in_the_first_half() -> None:
     plain, splitter = Residual(), GraphCuttingSplitter()
-    compiled = torch.compile(plain, backend="aot_eager")
+    compiled: Any = torch.compile(plain, backend="aot_eager")
     x, output, grad = forward(compiled)
     with Counting():
         found, finish = splitter.split_backward(compiled, [output], [grad], inputs=[x])

@@ -3,6 +3,7 @@
 from hp_schedule.runtime.backward import BackwardSplitter, DeferringSplitter
 from hp_schedule.runtime.context import Batch, PipelineContext
 from hp_schedule.runtime.defer import defer_weight_gradients
+from hp_schedule.runtime.fsdp import FullySharded
 from hp_schedule.runtime.graph_cut import GraphCuttingSplitter
 from hp_schedule.runtime.result import PipelineResult
 from hp_schedule.runtime.runtime import PipelineScheduleRuntime
@@ -17,6 +18,7 @@ from hp_schedule.runtime.sharding import StageSharding
 from hp_schedule.runtime.shared import SharedParameterInfo, SharedParameters, share_parameters
 from hp_schedule.runtime.specs import TensorSpec
 from hp_schedule.runtime.stage import PipelineStage
+from hp_schedule.runtime.torch_schedule import TorchSchedule, as_torch_schedule
 from hp_schedule.runtime.transport import EdgeGroups, TorchTransport, build_edge_groups
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "Batch",
     "DeferringSplitter",
     "EdgeGroups",
+    "FullySharded",
     "GraphCuttingSplitter",
     "PipelineContext",
     "PipelineResult",
@@ -37,7 +40,9 @@ __all__ = [
     "SharedParameters",
     "StageSharding",
     "TensorSpec",
+    "TorchSchedule",
     "TorchTransport",
+    "as_torch_schedule",
     "build_edge_groups",
     "defer_weight_gradients",
     "from_schedule",

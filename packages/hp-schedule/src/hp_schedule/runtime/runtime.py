@@ -66,6 +66,7 @@ class PipelineScheduleRuntime:
         target_batch_dim: The same for the targets.
         output_concat_dim: The dim along which `PipelineResult.output` puts outputs together.
         return_outputs: Whether to keep what the last stages return; None does so without backwards.
+            May be set anew between runs.
         on_step: Called before each step, for example to tell a watchdog.
 
     Raises:
@@ -92,6 +93,7 @@ class PipelineScheduleRuntime:
         on_step: Callable[[MetaStep], None] | None = None,
     ) -> None:
         self.loss_scale = loss_scale
+        self.return_outputs = return_outputs
         self._stages = {stage.stage_index: stage for stage in stages}
         self._schedule = schedule
         self._rank = pipeline_rank
@@ -101,7 +103,6 @@ class PipelineScheduleRuntime:
         self._shared = shared_parameters
         self._batch_dims = (args_batch_dim, kwargs_batch_dim, target_batch_dim)
         self._concat_dim = output_concat_dim
-        self._return_outputs = return_outputs
         self._on_step = on_step
         self._custom: dict[MetaStepType, CustomFunction] = {}
         self._expectations = Expectations()
@@ -160,6 +161,21 @@ class PipelineScheduleRuntime:
 
         return self._run(self._forward_part, batch, record=record)
 
+    def evaluate_microbatches(
+        self,
+        args: Sequence[Sequence[Any]],
+        kwargs: Sequence[Mapping[str, Any]] | None = None,
+        targets: Sequence[Any] | None = None,
+        *,
+        record: bool = False,
+    ) -> PipelineResult:
+        """Do what `evaluate` does with a batch that is cut already; see `run_microbatches`."""
+
+        def batch() -> Batch:
+            return self._batch(args, kwargs, targets, training=False)
+
+        return self._run(self._forward_part, batch, record=record)
+
     def run_microbatches(
         self,
         args: Sequence[Sequence[Any]],
@@ -194,7 +210,7 @@ class PipelineScheduleRuntime:
     ) -> PipelineResult:
         device = next(iter(self._stages.values())).device
         recorder = Recorder(self._rank, device) if record else None
-        keep = schedule.is_forward_only if self._return_outputs is None else self._return_outputs
+        keep = schedule.is_forward_only if self.return_outputs is None else self.return_outputs
         executor: Executor | None = None
         shared = None if schedule.is_forward_only else self._shared
         try:

@@ -153,7 +153,8 @@ class TorchTransport:
         groups: From `build_edge_groups`; may serve several transports in turn.
         max_sends_in_flight: A send of an edge waits for the one that many before it, which bounds
             the memory of sent values; with 0 for itself. Safe for every schedule that `validate`
-            accepts; without effect on edges whose shapes are told in headers.
+            accepts; without effect on edges whose shapes are told in headers, where values live
+            until a gradient comes back for them or the run ends.
 
     Raises:
         ValueError: If the pipeline has another size than the schedule, or a group is missing.

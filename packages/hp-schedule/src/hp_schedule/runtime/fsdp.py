@@ -1,0 +1,163 @@
+"""FSDP2 (`torch.distributed.fsdp.fully_shard`) under the command of a schedule.
+
+[Note: Who launches collectives] FSDP's own hooks gather parameters before a module's forward and
+backward, free them after, and reduce gradients in every backward. A schedule knows better when:
+its UNSHARD, RESHARD and REDUCE_GRAD steps do so, and nothing else does. The hooks stay, since they
+also cast inputs for mixed precision, but are left nothing to launch: parameters are gathered when
+they run, and reducing and freeing are switched off. In REDUCE_GRAD reducing is switched on for one
+small backward through the outermost sharded module, whose end reduces what all microbatches have
+left. So gradients are reduced once, however many microbatches and whichever halves of backwards
+there were. Only public methods of `FSDPModule` are used.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from hp_schedule.runtime.stage import PipelineStage
+
+if TYPE_CHECKING:
+    # Imported by whoever shards a module; it takes two seconds, which others need not spend.
+    from torch.distributed.fsdp import FSDPModule, UnshardHandle
+
+_REDUCE: Final = "hp_schedule_reduce_grad"
+"""The method that sharded modules get for the small backward."""
+
+
+class FullySharded:
+    """Carries out the FSDP steps of a schedule; an `hp_schedule.runtime.StageSharding`.
+
+    `fully_shard` is applied to the modules of the stages, or to modules inside them, before. From
+    then on `reshard_after_forward` is off for them. How gradients are averaged is set on the
+    modules as usual: `set_gradient_divide_factor`.
+
+    Args:
+        stages: This rank's stages, the sharded ones among them.
+
+    Raises:
+        ValueError: If no stage has a sharded module.
+    """
+
+    def __init__(self, stages: Sequence[PipelineStage]) -> None:
+        self._modules = {stage.stage_index: sharded_modules(stage.module) for stage in stages}
+        if not any(self._modules.values()):
+            raise ValueError(
+                f"stages ({[stage.stage_index for stage in stages]}) must have modules that "
+                "fully_shard was applied to"
+            )
+        self._roots = {stage.stage_index: _outermost(stage.module) for stage in stages}
+        self._gathering: dict[int, list[UnshardHandle]] = {}
+        self._gathered = {index for index, modules in self._modules.items() if not modules}
+        for root in (root for roots in self._roots.values() for root in roots):
+            setattr(root, _REDUCE, _identity)
+            _fsdp().register_fsdp_forward_method(root, _REDUCE)
+
+    @contextmanager
+    def during_run(self) -> Iterator[None]:
+        """Silence the hooks, and give them back their voice in the end."""
+        self._set(False)
+        for module in self._all():
+            module.set_reshard_after_forward(False, recurse=False)
+            # Otherwise each would gather the one that ran before it, perhaps of another stage.
+            module.set_modules_to_backward_prefetch([module])
+        try:
+            yield
+        finally:
+            self._set(True)
+            for module in self._all():
+                module.set_modules_to_backward_prefetch([])
+
+    def unshard(self, stage: PipelineStage) -> None:
+        """Start to gather a stage's parameters."""
+        modules = self._modules[stage.stage_index]
+        handles = [module.unshard(async_op=True) for module in modules]
+        self._gathering[stage.stage_index] = [handle for handle in handles if handle is not None]
+
+    def wait_unshard(self, stage: PipelineStage) -> None:
+        """Wait until a stage's parameters are there.
+
+        Raises:
+            RuntimeError: If nobody has gathered them.
+        """
+        index = stage.stage_index
+        if index in self._gathering:
+            for handle in self._gathering.pop(index):
+                handle.wait()
+            self._gathered.add(index)
+        elif index not in self._gathered:
+            raise RuntimeError(
+                f"parameters of stage {index} must be gathered before it computes: the schedule "
+                "needs UNSHARD steps (hp_schedule.add_fsdp_unshard_reshard)"
+            )
+
+    def reshard(self, stage: PipelineStage) -> None:
+        """Free a stage's gathered parameters."""
+        self.wait_unshard(stage)
+        for module in self._modules[stage.stage_index]:
+            module.reshard()
+        if self._modules[stage.stage_index]:
+            self._gathered.discard(stage.stage_index)
+
+    def reduce_grad(self, stage: PipelineStage) -> None:
+        """Reduce what the backwards of all microbatches have left (Note: Who launches...).
+
+        Waits for nothing on CUDA, where the gradients are ready for the current stream.
+        """
+        index = stage.stage_index
+        free_again = index not in self._gathered and index not in self._gathering
+        self._set(True, index)
+        for root in self._roots[index]:
+            _reduce(root, stage.device)
+        self._set(False, index)
+        if free_again:
+            for module in self._modules[index]:
+                module.reshard()
+
+    def _set(self, value: bool, stage_index: int | None = None) -> None:
+        for module in self._all() if stage_index is None else self._modules[stage_index]:
+            module.set_requires_gradient_sync(value, recurse=False)
+            module.set_is_last_backward(value)
+            if stage_index is None:
+                # Freeing is the schedule's from the first to the last step.
+                module.set_reshard_after_backward(value, recurse=False)
+
+    def _all(self) -> Iterator["FSDPModule"]:
+        return (module for modules in self._modules.values() for module in modules)
+
+
+def sharded_modules(module: nn.Module) -> list["FSDPModule"]:
+    """Return the modules inside, or the module itself, that `fully_shard` was applied to."""
+    return [inner for inner in module.modules() if _is_sharded(inner)]
+
+
+def _outermost(module: nn.Module) -> list["FSDPModule"]:
+    """Return the sharded modules that lie in no other one."""
+    if _is_sharded(module):
+        return [module]
+    return [root for child in module.children() for root in _outermost(child)]
+
+
+def _reduce(root: "FSDPModule", device: torch.device) -> None:
+    """Run a backward through nothing but the hooks of a sharded module."""
+    with torch.enable_grad():
+        x = torch.zeros((), device=device, requires_grad=True)
+        y: Tensor = getattr(root, _REDUCE)(x)
+        with torch.autograd.set_multithreading_enabled(False):
+            torch.autograd.backward(y, torch.zeros_like(y))
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+def _is_sharded(module: nn.Module) -> TypeGuard["FSDPModule"]:
+    return _fsdp() is not None and isinstance(module, _fsdp().FSDPModule)
+
+
+def _fsdp() -> Any:
+    """Return `torch.distributed.fsdp` if anybody has imported it."""
+    return sys.modules.get("torch.distributed.fsdp")

@@ -1,0 +1,244 @@
+"""Any schedule behind the interface of `torch.distributed.pipelining`.
+
+Code written for torch's schedules makes `torch.distributed.pipelining.PipelineStage` objects and
+calls `step`. Here the same calls run on this package's runtime: of torch's stages only the module,
+the place, the device and the group are used, all public.
+"""
+
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from importlib import import_module
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from hp_schedule.runtime.backward import BackwardSplitter
+from hp_schedule.runtime.graph_cut import GraphCuttingSplitter
+from hp_schedule.runtime.schedules import PipelineSchedule, from_schedule
+from hp_schedule.runtime.shared import SharedParameterInfo
+from hp_schedule.runtime.specs import TensorSpec
+from hp_schedule.runtime.stage import PipelineStage
+from hp_schedule.schedule import Schedule
+
+
+class TorchStage(Protocol):
+    """What is used of a `torch.distributed.pipelining.PipelineStage`."""
+
+    submod: nn.Module
+    stage_index: int
+    num_stages: int
+    device: torch.device
+    group: ProcessGroup | None
+    dw_builder: Any
+
+
+InputSpecs = Mapping[int, TensorSpec | Sequence[TensorSpec]]
+
+
+def as_torch_schedule(
+    schedule: Schedule,
+    stages: TorchStage | Sequence[TorchStage],
+    *,
+    loss_fn: Callable[..., Tensor] | None = None,
+    args_chunk_spec: tuple[Any, ...] | None = None,
+    kwargs_chunk_spec: dict[str, Any] | None = None,
+    output_merge_spec: dict[str, Any] | tuple[Any, ...] | None = None,
+    scale_grads: bool = True,
+    input_specs: InputSpecs | None = None,
+    splitter: BackwardSplitter | None = None,
+    shared_parameters: Sequence[SharedParameterInfo] = (),
+) -> "TorchSchedule":
+    """Return what runs a schedule on torch's stages; every rank of the world calls this.
+
+    Args:
+        schedule: With its messages or without; its number of microbatches is the one of every step.
+            It says itself which rank has which stages, so a V or any other placement is fine.
+        stages: This rank's.
+        loss_fn: ``loss_fn(output, target)`` returns a scalar. None: `step` only runs forward.
+        args_chunk_spec: As in torch: `TensorChunkSpec` per positional argument.
+        kwargs_chunk_spec: The same by name.
+        output_merge_spec: How outputs of microbatches are put together.
+        scale_grads: Whether gradients are those of the mean over the microbatches' losses. The
+            loss is scaled, not the gradients, so steps may be repeated to accumulate.
+        input_specs: By stage, what one microbatch of its input looks like. Receives are then
+            posted ahead of time; stages that are not named are told the shapes by the sender, so
+            microbatches may differ.
+        splitter: Splits backwards in schedules with I and W steps; default by cutting the graph.
+        shared_parameters: Those that several stages have.
+
+    Raises:
+        ScheduleError: If the schedule is not valid.
+        ValueError: If stages and schedule do not fit each other, or a stage has a `dw_builder`.
+    """
+    given = list(stages) if isinstance(stages, Sequence) else [stages]
+    if not given:
+        raise ValueError("len(stages) (0) must be >= 1")
+    if len(schedule.chains) != 1:
+        raise ValueError(f"len(chains) ({len(schedule.chains)}) must be 1 for torch's stages")
+    specs = input_specs or {}
+    splitter = GraphCuttingSplitter() if splitter is None else splitter
+    loss = _Loss(loss_fn)
+    runtime = from_schedule(
+        schedule,
+        [_converted(stage, splitter, specs.get(stage.stage_index)) for stage in given],
+        pipelines=_pipelines(given[0].group),
+        loss_fn=loss,
+        loss_scale=1 / schedule.num_microbatches if scale_grads else 1.0,
+        shared_parameters=shared_parameters,
+    )
+    return TorchSchedule(
+        runtime,
+        loss,
+        args_chunk_spec=args_chunk_spec,
+        kwargs_chunk_spec=kwargs_chunk_spec,
+        output_merge_spec=output_merge_spec,
+    )
+
+
+class TorchSchedule:
+    """Has `step` and `eval` of torch's schedules; made by `as_torch_schedule`.
+
+    Attributes:
+        runtime: What runs the schedule: registers functions, records timelines.
+    """
+
+    def __init__(
+        self,
+        runtime: PipelineSchedule,
+        loss: "_Loss",
+        *,
+        args_chunk_spec: tuple[Any, ...] | None,
+        kwargs_chunk_spec: dict[str, Any] | None,
+        output_merge_spec: dict[str, Any] | tuple[Any, ...] | None,
+    ) -> None:
+        self.runtime = runtime
+        self._loss = loss
+        self._specs = (args_chunk_spec, kwargs_chunk_spec)
+        self._merge_spec = output_merge_spec
+        self._has_end = runtime.schedule.stage_to_rank[-1] == runtime.pipeline_rank
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: MutableSequence[Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Train on one batch; parameter gradients accumulate.
+
+        Args:
+            *args: Of the first stage; none on ranks without it.
+            target: Of the loss function; only needed where the last stage is.
+            losses: Gets the loss of each microbatch where the last stage is, not scaled, detached.
+            return_outputs: Whether to return outputs.
+            loss_kwargs: Further arguments of the loss function.
+            **kwargs: Of every stage.
+
+        Returns:
+            The outputs of all microbatches in one where the last stage is, detached; else None.
+
+        Raises:
+            RuntimeError: If grad mode is off.
+            Exception: Whatever a stage raises, as in `PipelineScheduleRuntime.run_microbatches`.
+        """
+        if self._loss.fn is None:
+            return self.eval(*args, target=target, losses=losses, **kwargs)
+        if not torch.is_grad_enabled():
+            raise RuntimeError("grad mode (off) must be on for step(); eval() needs none")
+        self._loss.kwargs = loss_kwargs or {}
+        self.runtime.return_outputs = return_outputs
+        result = self.runtime.run_microbatches(*self._split(args, kwargs, target), record=False)
+        return self._finish(result.losses, result.outputs, losses)
+
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: MutableSequence[Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run forward only, without gradients; those that are there stay as they are.
+
+        Takes and returns what `step` does. Without a target there are no losses.
+        """
+        self._loss.kwargs = {}
+        result = self.runtime.evaluate_microbatches(*self._split(args, kwargs, target))
+        return self._finish(result.losses, result.outputs, losses)
+
+    def _split(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+    ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]], list[Any] | None]:
+        num = self.runtime.num_microbatches
+        cut_args: list[tuple[Any, ...]] = [()] * num
+        cut_kwargs: list[dict[str, Any]] = [{}] * num
+        if args or kwargs:
+            args_spec, kwargs_spec = self._specs
+            cut_args, cut_kwargs = _torchs().split_args_kwargs_into_chunks(
+                args, kwargs, num, args_spec if args else None, kwargs_spec
+            )
+        targets = None
+        if target is not None:
+            targets = [t for (t,) in _torchs().split_args_kwargs_into_chunks((target,), {}, num)[0]]
+        return cut_args, cut_kwargs, targets
+
+    def _finish(
+        self,
+        found: Sequence[Tensor],
+        outputs: Sequence[Any],
+        losses: MutableSequence[Tensor] | None,
+    ) -> Any:
+        if self._has_end and losses is not None:
+            losses[:] = found
+        return _torchs().merge_chunks(list(outputs), self._merge_spec) if outputs else None
+
+
+class _Loss:
+    """The loss function with the further arguments of the current step."""
+
+    def __init__(self, fn: Callable[..., Tensor] | None) -> None:
+        self.fn = fn
+        self.kwargs: Mapping[str, Any] = {}
+
+    def __call__(self, output: Any, target: Any) -> Tensor:
+        if self.fn is None:
+            raise RuntimeError("loss_fn (None) must be given to compute a loss")
+        return self.fn(output, target, **self.kwargs)
+
+
+def _torchs() -> Any:
+    """Return torch's module of microbatches, which whoever has torch's stages has imported."""
+    return import_module("torch.distributed.pipelining.microbatch")
+
+
+def _converted(
+    stage: TorchStage,
+    splitter: BackwardSplitter,
+    spec: TensorSpec | Sequence[TensorSpec] | None,
+) -> PipelineStage:
+    if stage.dw_builder is not None:
+        raise ValueError(
+            f"dw_builder of stage {stage.stage_index} must be None: the splitter puts weight "
+            "gradients off"
+        )
+    return PipelineStage(
+        stage.submod,
+        stage_index=stage.stage_index,
+        num_stages=stage.num_stages,
+        device=stage.device,
+        input_spec=spec,
+        splitter=splitter,
+    )
+
+
+def _pipelines(group: ProcessGroup | None) -> list[list[int]]:
+    """Return the global ranks of every pipeline, the same on every rank."""
+    mine = dist.get_process_group_ranks(group) if group else list(range(dist.get_world_size()))
+    if len(mine) == dist.get_world_size():
+        return [mine]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return [list(ranks) for ranks in sorted(set(map(tuple, every)))]
