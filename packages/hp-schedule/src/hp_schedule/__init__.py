@@ -8,17 +8,24 @@ from hp_schedule.ir import MetaStep, MetaStepType
 from hp_schedule.measured import measured_costs
 from hp_schedule.model_costs import ModelCosts
 from hp_schedule.notation import from_csv, from_json, load, to_csv, to_json
-from hp_schedule.passes import add_send_recv, drop_communication
+from hp_schedule.passes import (
+    add_fsdp_reduce_grad,
+    add_fsdp_unshard_reshard,
+    add_send_recv,
+    auto_align_and_add_send_recv,
+    drop_communication,
+)
 from hp_schedule.placement import generate_rank_to_stage_mapping, generate_stage_to_rank_mapping
 from hp_schedule.render import chrome_trace, step_grid, timeline_svg, timetable
 from hp_schedule.schedule import Row, Schedule
 from hp_schedule.searching import SearchResult, search
-from hp_schedule.simulation import Simulation, simulate
+from hp_schedule.simulation import ChannelModel, Simulation, simulate
 from hp_schedule.timeline import Span, Timeline
 from hp_schedule.transport import Message, MessageKind, Transport
 from hp_schedule.validation import Finding, FindingKind, ValidationReport, validate
 
 __all__ = [
+    "ChannelModel",
     "Costs",
     "DeadlockError",
     "Driver",
@@ -40,7 +47,10 @@ __all__ = [
     "Transport",
     "ValidationReport",
     "__version__",
+    "add_fsdp_reduce_grad",
+    "add_fsdp_unshard_reshard",
     "add_send_recv",
+    "auto_align_and_add_send_recv",
     "chrome_trace",
     "drop_communication",
     "forward_only",

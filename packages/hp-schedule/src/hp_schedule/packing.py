@@ -25,6 +25,10 @@ MICROBATCH_SHIFT: Final = 18
 MICROBATCH_MASK: Final = 0x7FFF
 _SECOND_SHIFT: Final = 29
 _INPUT_HALF: Final = 1 << 62
+ANY_MICROBATCH: Final = ~(
+    MICROBATCH_MASK << MICROBATCH_SHIFT | MICROBATCH_MASK << MICROBATCH_SHIFT + _SECOND_SHIFT
+)
+"""Masks the microbatches out of a code, both of an overlap's; an empty cell stays negative."""
 
 MAX_STAGES: Final = STAGE_MASK + 1
 MAX_MICROBATCHES: Final = MICROBATCH_MASK + 1

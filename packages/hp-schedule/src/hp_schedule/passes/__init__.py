@@ -1,5 +1,13 @@
 """Passes: from one schedule to another."""
 
+from hp_schedule.passes.alignment import auto_align_and_add_send_recv
 from hp_schedule.passes.communication import add_send_recv, drop_communication
+from hp_schedule.passes.fsdp import add_fsdp_reduce_grad, add_fsdp_unshard_reshard
 
-__all__ = ["add_send_recv", "drop_communication"]
+__all__ = [
+    "add_fsdp_reduce_grad",
+    "add_fsdp_unshard_reshard",
+    "add_send_recv",
+    "auto_align_and_add_send_recv",
+    "drop_communication",
+]

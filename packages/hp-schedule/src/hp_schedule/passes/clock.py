@@ -1,5 +1,7 @@
 """When the compute steps of a schedule run."""
 
+import math
+
 from hp_schedule.costs import Costs
 from hp_schedule.errors import DeadlockError
 from hp_schedule.packing import FIRST_COMMUNICATION, FIRST_OVERLAP, KIND_MASK, unpack
@@ -12,7 +14,8 @@ class ComputeClock:
 
     Args:
         schedule: Its communication steps, its FSDP steps and its empty cells are skipped.
-        costs: Durations of the compute steps, and the latency between ranks.
+        costs: Durations of the compute steps, and the latency between ranks; None counts cells
+            instead: every step takes one, an overlap two.
 
     Attributes:
         codes: The compute steps of each rank.
@@ -22,12 +25,14 @@ class ComputeClock:
         DeadlockError: If the order of the compute steps contradicts itself.
     """
 
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+    def __init__(self, schedule: Schedule, costs: Costs | None) -> None:
         compute = (*range(FIRST_COMMUNICATION), *range(FIRST_OVERLAP, KIND_MASK))
         self.codes = [
             [code for code in row.codes() if code & KIND_MASK in compute] for row in schedule.steps
         ]
-        walk = Walk(schedule, costs)
+        sizes = (schedule.num_stages, schedule.num_microbatches)
+        durations = costs.durations(*sizes) if costs else [[1.0] * math.prod(sizes)] * 4
+        walk = Walk(schedule, durations, (costs or Costs()).latency_of)
         complete = walk.run(self.codes)
         self.finish = walk.ends
         if not complete:

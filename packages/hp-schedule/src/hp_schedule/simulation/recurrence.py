@@ -5,7 +5,7 @@ order that visits no step before its inputs. `hp_schedule.simulation.machine` fi
 and the timeline too; this finds them some ten times sooner, for searches.
 """
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -62,7 +62,8 @@ def recurrence(schedule: Schedule, costs: Costs) -> Numbers | None:
     Empty cells and FSDP steps are skipped, messages are as long as their latency.
     """
     rows = [row.codes() for row in schedule.steps]
-    walk = Walk(schedule, costs)
+    durations = costs.durations(schedule.num_stages, schedule.num_microbatches)
+    walk = Walk(schedule, durations, costs.latency_of)
     if not walk.run(rows):
         return None
     num = schedule.num_microbatches
@@ -80,7 +81,8 @@ class Walk:
 
     Args:
         schedule: Its placement and its counts.
-        costs: Durations and latencies.
+        durations: Of each kind of compute step; see `Costs.durations`.
+        latency_of: Of the edge from one rank to another.
 
     Attributes:
         ends: For each rank the end of each of its compute steps.
@@ -88,11 +90,16 @@ class Walk:
         exposed: By rank: time spent waiting for values that were computed already.
     """
 
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        durations: Sequence[list[float]],
+        latency_of: Callable[[int, int], float],
+    ) -> None:
         self.ends: list[list[float]] = [[] for _ in schedule.steps]
         self.busy, self.exposed = ([0.0] * schedule.num_ranks for _ in range(2))
         self._runnable = list(range(schedule.num_ranks))
-        self._table = _table(schedule, costs)
+        self._table = _table(schedule, durations, latency_of)
         # By value: when it was computed, -1 before; -2 - rank where that rank waits for it.
         num_values = 2 * schedule.num_stages * schedule.num_microbatches
         self._written = [_ABSENT] * num_values
@@ -142,23 +149,26 @@ class Walk:
         self.busy[rank], self.exposed[rank] = busy, exposed
 
 
-def _table(schedule: Schedule, costs: Costs) -> dict[int, _Entry]:
+def _table(
+    schedule: Schedule,
+    durations: Sequence[list[float]],
+    latency_of: Callable[[int, int], float],
+) -> dict[int, _Entry]:
     num, flow = schedule.num_microbatches, dataflow(schedule)
-    all_durations = costs.durations(schedule.num_stages, num)
     nothing = [0.0] * num
     table: dict[int, _Entry] = {}
     for stage, rank in enumerate(schedule.stage_to_rank):
         for kind in (FWD, BWD, BWD_INPUT, BWD_WEIGHT):
             source = (schedule.upstream if kind == FWD else schedule.downstream)[stage]
             place = rank if source < 0 else schedule.stage_to_rank[source]
-            latency = 0.0 if place == rank else costs.latency_of(place, rank)
+            latency = 0.0 if place == rank else latency_of(place, rank)
             reads, writes = flow.reads[kind][stage], flow.writes[kind][stage]
-            durations = all_durations[kind][stage * num : (stage + 1) * num]
+            cells = durations[kind][stage * num : (stage + 1) * num]
             code = encode(kind, stage)
-            table[code] = (reads, writes, latency, durations)
+            table[code] = (reads, writes, latency, cells)
             table[code | _WAIT] = (reads, -1, latency, nothing)
-            table[code | _RUN] = (-1, -1, 0.0, durations)
-            table[code | _RUN_AND_WRITE] = (-1, writes, 0.0, durations)
+            table[code | _RUN] = (-1, -1, 0.0, cells)
+            table[code | _RUN_AND_WRITE] = (-1, writes, 0.0, cells)
             table[code | _WRITE] = (-1, writes, 0.0, nothing)
     return table
 
