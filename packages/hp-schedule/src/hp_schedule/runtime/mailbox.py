@@ -9,7 +9,8 @@ it, because an edge has one order.
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -153,7 +154,7 @@ class Mailbox:
         specs = tuple(map(TensorSpec.of, values))
         if expected is None:
             header = self._to(message.stage_index, microbatch, MessageKind.HEADER)
-            self._transport.send(header, (to_header(specs).to(self._stages[stage].device),))
+            self._send(header, (to_header(specs).to(self._stages[stage].device),))
         elif len(values) != len(expected) or not all(
             spec.fits(value) for spec, value in zip(expected, values, strict=True)
         ):
@@ -162,7 +163,7 @@ class Mailbox:
                 f"input_spec ({describe(expected)}) of stage {message.stage_index}; without an "
                 "input_spec shapes may differ"
             )
-        self._transport.send(message, tuple(value.detach() for value in values))
+        self._send(message, tuple(value.detach() for value in values))
 
     def want_input(self, stage: int, microbatch: int) -> None:
         """Post the receive of a stage's input, or of the header that tells its shapes."""
@@ -179,7 +180,7 @@ class Mailbox:
     def send_gradient(self, stage: int, microbatch: int, values: Tensors) -> None:
         """Send the gradients of those inputs of a stage that have one."""
         before = self._schedule.upstream[stage]
-        self._transport.send(self._to(before, microbatch, MessageKind.OUTPUT_GRADIENT), values)
+        self._send(self._to(before, microbatch, MessageKind.OUTPUT_GRADIENT), values)
 
     def want_gradient(self, stage: int, microbatch: int) -> None:
         """Post the receive of a stage's output gradients, at the latest after its forward."""
@@ -198,7 +199,9 @@ class Mailbox:
         values = iter(self._take(message)[0])
         # The gradient of an output can only have come from a rank that has the output.
         after = self._schedule.downstream[stage]
-        self._transport.release_send(self._to(after, microbatch, MessageKind.INPUT))
+        sent = self._to(after, microbatch, MessageKind.INPUT)
+        with _noted("sending", sent):
+            self._transport.release_send(sent)
         outputs = self._expectations.specs.get(stage) or self._output_specs(stage, microbatch) or ()
         return tuple(next(values) if spec.has_grad else None for spec in outputs)
 
@@ -223,7 +226,7 @@ class Mailbox:
                 continue
             if stage in here:
                 request = to_header(here[stage].input_spec).to(here[stage].device)
-                self._transport.send(self._request(stage), (request,))
+                self._send(self._request(stage), (request,))
             else:
                 message = self._request(stage)
                 wanted = _Wanted(message, here[before].device, lambda: _HEADER_SPECS)
@@ -238,11 +241,12 @@ class Mailbox:
         return known[stage]
 
     def _take(self, message: Message) -> tuple[Tensors, Specs]:
-        try:
+        with _noted("waiting for", message):
             return self._inboxes[message.edge].take(message)
-        except RuntimeError as error:
-            error.add_note(f"while waiting for the {message}")
-            raise
+
+    def _send(self, message: Message, values: Tensors) -> None:
+        with _noted("sending", message):
+            self._transport.send(message, values)
 
     def _request(self, stage: int) -> Message:
         place, before = self._schedule.stage_to_rank, self._schedule.upstream[stage]
@@ -258,6 +262,16 @@ class Mailbox:
         )
         source = schedule.stage_to_rank[neighbours[stage]]
         return Message(source, self._rank, stage, microbatch, kind)
+
+
+@contextmanager
+def _noted(doing: str, message: Message) -> Iterator[None]:
+    """Add to an error of the network which message it was about."""
+    try:
+        yield
+    except RuntimeError as error:
+        error.add_note(f"while {doing} the {message}")
+        raise
 
 
 def _empty(specs: Sequence[TensorSpec], device: torch.device) -> Tensors:
