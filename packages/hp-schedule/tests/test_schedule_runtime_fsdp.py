@@ -19,6 +19,8 @@ from hp_schedule import (
     MetaStep,
     MetaStepType,
     Schedule,
+    add_fsdp_reduce_grad,
+    add_fsdp_unshard_reshard,
     interleaved_1f1b,
     one_f_one_b,
 )
@@ -189,30 +191,9 @@ def leaf(kind: MetaStepType, stage: int, microbatch: int | None = None) -> MetaS
     return MetaStep(kind, stage, microbatch)
 
 
-def with_fsdp(schedule: Schedule, *, keep: bool) -> Schedule:
-    """Gather before every compute step and free after it, or once; reduce after the last one."""
-    rows = []
-    for row in schedule.steps:
-        steps = [step for step in row if step is not None]
-        last = {s.stage_index: i for i, step in enumerate(steps) for s in step.leaves()}
-        first: set[int | None] = set()
-        cells: list[MetaStep] = []
-        for position, step in enumerate(steps):
-            stages = dict.fromkeys(s.stage_index or 0 for s in step.leaves())
-            for stage in stages:
-                if not keep or stage not in first:
-                    cells.append(leaf(MetaStepType.FSDP_UNSHARD, stage))
-                first.add(stage)
-            cells.append(step)
-            for stage in stages:
-                if last[stage] == position:
-                    cells.append(leaf(MetaStepType.FSDP_REDUCE_GRAD, stage))
-                if not keep or last[stage] == position:
-                    cells.append(leaf(MetaStepType.FSDP_RESHARD, stage))
-        rows.append(cells)
-    return Schedule.from_steps(
-        rows, stage_to_rank=schedule.stage_to_rank, num_microbatches=schedule.num_microbatches
-    )
+def with_fsdp(schedule: Schedule, max_active_stages: int) -> Schedule:
+    reduced = add_fsdp_reduce_grad(schedule)
+    return add_fsdp_unshard_reshard(reduced, max_active_stages=max_active_stages)
 
 
 def split_backwards(schedule: Schedule) -> Schedule:
@@ -258,19 +239,19 @@ SCHEDULES = {
     "overlap": overlapped(),
 }
 CASES = [
-    ("1f1b", "none", True, True),
-    ("interleaved", "none", False, True),
-    ("split", "defer", True, True),
-    ("split", "cut", False, True),
-    ("overlap", "defer", True, False),
+    ("1f1b", "none", 3, True),
+    ("interleaved", "none", 1, True),
+    ("split", "defer", 2, True),
+    ("split", "cut", 1, True),
+    ("overlap", "defer", 1, False),
 ]
 
 
-@pytest.mark.parametrize(("name", "split", "keep", "shard_root"), CASES)
+@pytest.mark.parametrize(("name", "split", "max_active_stages", "shard_root"), CASES)
 def test_gradients_are_those_of_one_process_and_only_fsdp_steps_communicate(
-    name: str, split: str, keep: bool, shard_root: bool
+    name: str, split: str, max_active_stages: int, shard_root: bool
 ) -> None:
-    schedule, repeats = with_fsdp(SCHEDULES[name], keep=keep), 2
+    schedule, repeats = with_fsdp(SCHEDULES[name], max_active_stages), 2
     outcomes = run_distributed(run_rank, schedule, split, repeats, shard_root, world_size=4)
     losses, grads = one_process(schedule, repeats)
     torch.testing.assert_close([outcomes[1].losses, outcomes[3].losses], losses)

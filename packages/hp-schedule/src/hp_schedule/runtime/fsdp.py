@@ -11,19 +11,29 @@ there were. Only public methods of `FSDPModule` are used.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
+from hp_schedule.packing import (
+    BWD_WEIGHT,
+    FSDP_REDUCE_GRAD,
+    FSDP_RESHARD,
+    FSDP_UNSHARD,
+    encode,
+)
+from hp_schedule.runtime.sharding import StageSharding
 from hp_schedule.runtime.stage import PipelineStage
+from hp_schedule.schedule import Schedule
 
 if TYPE_CHECKING:
     # Imported by whoever shards a module; it takes two seconds, which others need not spend.
     from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
+_FSDP: Final = {FSDP_UNSHARD, FSDP_RESHARD, FSDP_REDUCE_GRAD}
 _REDUCE: Final = "hp_schedule_reduce_grad"
 """The method that sharded modules get for the small backward."""
 
@@ -132,6 +142,35 @@ class FullySharded:
 def sharded_modules(module: nn.Module) -> list["FSDPModule"]:
     """Return the modules inside, or the module itself, that `fully_shard` was applied to."""
     return [inner for inner in module.modules() if _is_sharded(inner)]
+
+
+def check_sharding(
+    stages: Iterable[PipelineStage], schedule: Schedule, sharding: StageSharding | None
+) -> None:
+    """Refuse what would leave gradients unreduced without a word.
+
+    Raises:
+        ValueError: If stages have sharded modules and nobody reduces the gradients of W steps, or a
+            schedule with FSDP steps lacks REDUCE_GRAD for one.
+    """
+    for stage in stages:
+        if not sharded_modules(stage.module) or schedule.is_forward_only:
+            continue
+        if sharding is None and schedule.kinds & _FSDP == frozenset():
+            if BWD_WEIGHT in schedule.kinds:
+                raise ValueError(
+                    f"sharding (None) must be given: fully_shard was applied to stage "
+                    f"{stage.stage_index}, and its hooks would not reduce what W steps compute"
+                )
+        elif encode(FSDP_REDUCE_GRAD, stage.stage_index) not in _own_codes(schedule, stage):
+            raise ValueError(
+                f"schedule must have a REDUCE_GRAD step for stage {stage.stage_index}, which "
+                "fully_shard was applied to (hp_schedule.add_fsdp_reduce_grad)"
+            )
+
+
+def _own_codes(schedule: Schedule, stage: PipelineStage) -> list[int]:
+    return schedule.steps[schedule.stage_to_rank[stage.stage_index]].codes()
 
 
 def _outermost(module: nn.Module) -> list["FSDPModule"]:

@@ -12,6 +12,7 @@ from hp_schedule.ir import MetaStep, MetaStepType
 from hp_schedule.runtime.context import Batch, LossFunction, PipelineContext
 from hp_schedule.runtime.driver import StageDriver
 from hp_schedule.runtime.evaluation import forward_part
+from hp_schedule.runtime.fsdp import check_sharding
 from hp_schedule.runtime.mailbox import Expectations
 from hp_schedule.runtime.recorder import Recorder
 from hp_schedule.runtime.result import PipelineResult
@@ -342,6 +343,7 @@ class PipelineScheduleRuntime:
                 )
         if schedule.edges and self._transport is None:
             raise ValueError("transport (None) must be given for a schedule with messages")
+        check_sharding(self._stages.values(), schedule, self._sharding)
         validate(schedule, communication=bool(schedule.edges)).raise_if_failed()
 
 

@@ -14,7 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from hp_schedule.packing import FSDP_REDUCE_GRAD, FSDP_RESHARD, FSDP_UNSHARD
+from hp_schedule.passes import add_fsdp_reduce_grad, add_fsdp_unshard_reshard
 from hp_schedule.runtime.backward import BackwardSplitter
+from hp_schedule.runtime.fsdp import FullySharded, sharded_modules
 from hp_schedule.runtime.graph_cut import GraphCuttingSplitter
 from hp_schedule.runtime.schedules import PipelineSchedule, from_schedule
 from hp_schedule.runtime.shared import SharedParameterInfo
@@ -55,7 +58,8 @@ def as_torch_schedule(
     Args:
         schedule: With its messages or without; its number of microbatches is the one of every step.
             It says itself which rank has which stages, so a V or any other placement is fine.
-        stages: This rank's.
+        stages: This rank's. Where `fully_shard` was applied to their modules the schedule takes
+            command (`FullySharded`); FSDP steps are added if it has none.
         loss_fn: ``loss_fn(output, target)`` returns a scalar. None: `step` only runs forward.
         args_chunk_spec: As in torch: `TensorChunkSpec` per positional argument.
         kwargs_chunk_spec: The same by name.
@@ -80,12 +84,18 @@ def as_torch_schedule(
     specs = input_specs or {}
     splitter = GraphCuttingSplitter() if splitter is None else splitter
     loss = _Loss(loss_fn)
+    converted = [_converted(stage, splitter, specs.get(stage.stage_index)) for stage in given]
+    sharding = None
+    if any(sharded_modules(stage.module) for stage in converted):
+        sharding = FullySharded(converted)
+        schedule = _with_fsdp_steps(schedule)
     runtime = from_schedule(
         schedule,
-        [_converted(stage, splitter, specs.get(stage.stage_index)) for stage in given],
+        converted,
         pipelines=_pipelines(given[0].group),
         loss_fn=loss,
         loss_scale=1 / schedule.num_microbatches if scale_grads else 1.0,
+        sharding=sharding,
         shared_parameters=shared_parameters,
     )
     return TorchSchedule(
@@ -166,6 +176,7 @@ class TorchSchedule:
         Takes and returns what `step` does. Without a target there are no losses.
         """
         self._loss.kwargs = {}
+        self.runtime.return_outputs = True
         result = self.runtime.evaluate_microbatches(*self._split(args, kwargs, target))
         return self._finish(result.losses, result.outputs, losses)
 
@@ -232,6 +243,12 @@ def _converted(
         input_spec=spec,
         splitter=splitter,
     )
+
+
+def _with_fsdp_steps(schedule: Schedule) -> Schedule:
+    if schedule.kinds & {FSDP_UNSHARD, FSDP_RESHARD, FSDP_REDUCE_GRAD}:
+        return schedule
+    return add_fsdp_unshard_reshard(add_fsdp_reduce_grad(schedule))
 
 
 def _pipelines(group: ProcessGroup | None) -> list[list[int]]:
