@@ -107,7 +107,7 @@ def published_values(point: Point) -> dict[int, float]:
     """Return the shortest published makespan by stages per rank, infinite where there is none."""
     result = dict.fromkeys(VIRTUAL, math.inf)
     for number in VIRTUAL:
-        costs = point.model().of_stages(point.ranks, number)
+        costs = point.model().of_stages(point.ranks, point.ranks * number)
         for style in STYLES:
             forms = closed_forms(
                 point.ranks,

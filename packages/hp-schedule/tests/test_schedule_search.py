@@ -99,7 +99,7 @@ def test_non_divisible_microbatches_reach_the_bound_at_the_memory_of_1f1b() -> N
     )
     assert result.makespan == pytest.approx(40.75)  # torch needs 11.75 activations for that
     assert result.ended_by == "bound"
-    check(result, ModelCosts().of_stages(8, 4), memory_limit=8)
+    check(result, ModelCosts().of_stages(8, 32), memory_limit=8)
 
 
 def test_latency_costs_less_than_in_the_best_published_schedule() -> None:
@@ -108,7 +108,7 @@ def test_latency_costs_less_than_in_the_best_published_schedule() -> None:
         model, num_ranks=4, num_microbatches=7, memory_limit=4, num_candidates=200, time_budget=60
     )
     assert result.makespan < 25.10 - EPSILON
-    check(result, model.of_stages(4, result.num_stages_per_rank), memory_limit=4)
+    check(result, model.of_stages(4, 4 * result.num_stages_per_rank), memory_limit=4)
 
 
 @pytest.mark.parametrize("costs", [Costs(), Costs(1.0, 2.0, 0.5, latency=0.3), Costs([2.0, 1.0])])
@@ -135,7 +135,7 @@ def test_no_closed_form_of_the_same_memory_is_shorter(
         num_candidates=0,
     )
     for (number, style), makespan in result.makespans.items():
-        costs = model.of_stages(num_ranks, number)
+        costs = model.of_stages(num_ranks, num_ranks * number)
         for name, schedule in closed_forms(
             num_ranks,
             num_microbatches=num_microbatches,
@@ -179,9 +179,9 @@ def test_more_candidates_never_make_it_longer() -> None:
 def test_microbatches_of_different_lengths_are_ordered_to_advantage() -> None:
     model = ModelCosts(microbatch_scale=(0.2, 2.0, 0.4, 1.0, 0.3, 1.6), latency=0.1)
     result = search(model, num_ranks=4, num_microbatches=6, num_candidates=150, time_budget=60)
-    check(result, model.of_stages(4, result.num_stages_per_rank))
+    check(result, model.of_stages(4, 4 * result.num_stages_per_rank))
     forms = closed_forms(4, num_microbatches=6, num_stages_per_rank=1, style="loop")
-    costs = model.of_stages(4, 1)
+    costs = model.of_stages(4, 4)
     assert result.makespan < min(simulate(form, costs).makespan for _, form in forms)
 
 
@@ -191,7 +191,7 @@ def test_backwards_stay_whole_on_demand() -> None:
     )
     kinds = {step.type.value for row in result.schedule.steps for step in row if step}
     assert kinds == {"F", "B"}
-    check(result, ModelCosts().of_stages(4, result.num_stages_per_rank))
+    check(result, ModelCosts().of_stages(4, 4 * result.num_stages_per_rank))
 
 
 def test_a_slow_edge_and_large_messages_are_priced() -> None:
@@ -199,7 +199,7 @@ def test_a_slow_edge_and_large_messages_are_priced() -> None:
     slow = ModelCosts(latency={(0, 1): 3.0, (1, 0): 0.0}, message=2.0, bandwidth=4.0)
     find = partial(search, num_ranks=2, num_microbatches=4, virtual=(1,), num_candidates=40)
     result = find(slow)
-    check(result, slow.of_stages(2, 1))
+    check(result, slow.of_stages(2, 2))
     assert result.makespan > find(fast).makespan + 3
 
 

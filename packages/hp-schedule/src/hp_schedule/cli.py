@@ -6,18 +6,20 @@ answered in one line.
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hp_schedule.costs import Costs
 from hp_schedule.errors import ScheduleError
 from hp_schedule.generators import forward_only, gpipe, interleaved_1f1b, one_f_one_b
+from hp_schedule.model_costs import ModelCosts
 from hp_schedule.notation import parse, to_csv, to_json
 from hp_schedule.passes import add_send_recv
 from hp_schedule.render import chrome_trace, step_grid, timeline_svg, timetable
 from hp_schedule.schedule import Schedule
+from hp_schedule.searching import SearchResult, search
 from hp_schedule.simulation import Simulation, simulate
 from hp_schedule.validation import validate
 
@@ -99,14 +101,7 @@ def _check(options: argparse.Namespace) -> int:
 
 def _simulate(options: argparse.Namespace) -> int:
     schedule = _load(options.file)
-    share = schedule.num_ranks / schedule.num_stages
-    costs = Costs(
-        forward=options.forward * share,
-        input_grad=options.input_grad * share,
-        weight_grad=options.weight_grad * share,
-        latency=options.latency,
-        activation=share,
-    )
+    costs = _model_costs(options).of_stages(schedule.num_ranks, schedule.num_stages)
     result = simulate(schedule, costs)
     if options.svg:
         options.svg.write_text(timeline_svg({"planned": result.timeline}), encoding="utf-8")
@@ -123,6 +118,45 @@ def _simulate(options: argparse.Namespace) -> int:
     else:
         print(_table(result))
     return 0
+
+
+def _search(options: argparse.Namespace) -> int:
+    result = search(
+        _model_costs(options),
+        num_ranks=options.ranks,
+        num_microbatches=options.microbatches,
+        virtual=options.virtual,
+        memory_limit=options.memory,
+        split_backward=not options.whole_backward,
+        num_candidates=options.candidates,
+        time_budget=options.time_budget,
+        seed=options.seed,
+    )
+    schedule = add_send_recv(result.schedule) if options.communication else result.schedule
+    print(_found(result), file=sys.stderr)
+    text = to_json(schedule) if options.json else timetable(schedule) + "\n"
+    _write(options.output, text)
+    return 0
+
+
+def _found(result: SearchResult) -> str:
+    return (
+        f"makespan {result.makespan:g}, no shorter than {result.lower_bound:g} possible "
+        f"(gap {result.gap:.1%}); {result.num_stages_per_rank} stages per rank, "
+        f"{result.placement} placement; {result.num_candidates} candidates, "
+        f"ended by {result.ended_by}; from {result.origin}"
+    )
+
+
+def _model_costs(options: argparse.Namespace) -> ModelCosts:
+    return ModelCosts(
+        forward=options.forward,
+        input_grad=options.input_grad,
+        weight_grad=options.weight_grad,
+        first_scale=options.first_scale,
+        last_scale=options.last_scale,
+        latency=options.latency,
+    )
 
 
 def _convert(options: argparse.Namespace) -> int:
@@ -202,16 +236,46 @@ def _parser() -> argparse.ArgumentParser:
     check = _command(commands, "check", _check, "prove that a schedule runs", file=True)
     check.add_argument("--communication", action="store_true", help="messages must be there")
     cost = _command(commands, "simulate", _simulate, "time, bubble and memory", file=True)
-    cost.description = "Costs are in units of one rank's share of the model."
-    for name in ("forward", "input-grad", "weight-grad"):
-        cost.add_argument(f"--{name}", type=float, default=1.0)
-    cost.add_argument("--latency", type=float, default=0.0, help="of a message, in the same unit")
+    _add_costs(cost)
     cost.add_argument("--svg", type=Path, help="write a picture")
     cost.add_argument("--trace", type=Path, help="write a trace for ui.perfetto.dev")
+    find = _command(commands, "search", _search, "find a short schedule")
+    find.add_argument("--ranks", type=int, required=True)
+    find.add_argument("--microbatches", type=int, required=True)
+    find.add_argument(
+        "--virtual", type=_numbers, default=(1, 2), help="stages per rank to try, as in 1,2,4"
+    )
+    _add_costs(find)
+    find.add_argument(
+        "--memory", type=float, default=math.inf, help="microbatches a rank may hold; default: all"
+    )
+    find.add_argument("--time-budget", type=float, default=10.0, help="seconds")
+    find.add_argument("--candidates", type=int, help="stop after so many, for equal results")
+    find.add_argument("--seed", type=int, default=0)
+    find.add_argument("--whole-backward", action="store_true", help="do not split backwards")
+    find.add_argument("--communication", action="store_true", help="insert sends and receives")
+    find.add_argument("--output", "-o", type=Path, default=Path("-"), help="default: print")
     convert = _command(commands, "convert", _convert, "between JSON and torch's CSV", file=True)
     convert.add_argument("output", type=Path, nargs="?", default=Path("-"))
     convert.add_argument("--to", choices=["csv", "json"], help="default: the output's ending")
     return parser
+
+
+def _add_costs(command: argparse.ArgumentParser) -> None:
+    command.description = f"{command.description}; costs are those of one rank's share of the model"
+    for name in ("forward", "input-grad", "weight-grad"):
+        command.add_argument(f"--{name}", type=float, default=1.0)
+    for name in ("first-scale", "last-scale"):
+        stage = name.partition("-")[0]
+        command.add_argument(f"--{name}", type=float, default=1.0, help=f"of the {stage} stage")
+    command.add_argument("--latency", type=float, default=0.0, help="of a message")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"({text}) must be numbers as in 1,2,4") from None
 
 
 def _command(

@@ -39,13 +39,12 @@ class ModelCosts:
     message: float = 0.0
     bandwidth: float = math.inf
 
-    def of_stages(self, num_ranks: int, num_stages_per_rank: int) -> Costs:
-        """Return the costs of equal stages."""
-        num_stages = num_ranks * num_stages_per_rank
-        scales = [1.0 / num_stages_per_rank] * num_stages
+    def of_stages(self, num_ranks: int, num_stages: int) -> Costs:
+        """Return the costs of equal stages, but for the first and the last."""
+        share = [num_ranks / num_stages] * num_stages
+        scales = share.copy()
         scales[0] *= self.first_scale
         scales[-1] *= self.last_scale
-        share = [1.0 / num_stages_per_rank] * num_stages
         return Costs(
             forward=self._table(self.forward, scales),
             input_grad=self._table(self.input_grad, scales),

@@ -64,8 +64,7 @@ class SearchResult:
         origin: What the schedule grew from.
         num_stages_per_rank: Of the schedule.
         placement: Of its stages.
-        makespans: The best of every number of stages per rank and placement; infinite where
-            nothing fits the memory.
+        makespans: The best of every number of stages per rank and placement.
         num_candidates: Plans that were built.
         ended_by: What ended the search: it met the bound, it had built the candidates asked for,
             or its time was up.
@@ -119,7 +118,7 @@ def search(
         split_backward: Whether to split backwards into I and W; without, weight gradients are
             computed with the input's.
         num_candidates: Plans to build at most; default: until the time is up.
-        time_budget: Seconds of CPU time.
+        time_budget: Seconds, beside those for the closed forms and bounds.
         seed: Of the variations.
 
     Raises:
@@ -139,11 +138,11 @@ def search(
         split_backward=split_backward,
     )
     random = Random(seed)  # noqa: S311 - nothing is secret
-    deadline = time.process_time() + time_budget
+    deadline = time.monotonic() + time_budget
     built = 0
     ended_by: Literal["bound", "candidates", "time"] = "bound"
     for build in spaces.candidates(random):
-        if built == num_candidates or time.process_time() > deadline:
+        if built == num_candidates or time.monotonic() > deadline:
             ended_by = "candidates" if built == num_candidates else "time"
             break
         build()
@@ -167,7 +166,9 @@ class _Spaces:
         self._all: list[tuple[Place, Space]] = []
         for number, style in places:
             of_stages = (
-                costs.of_stages(num_ranks, number) if isinstance(costs, ModelCosts) else costs
+                costs.of_stages(num_ranks, num_ranks * number)
+                if isinstance(costs, ModelCosts)
+                else costs
             )
             mapping = generate_stage_to_rank_mapping(num_ranks, num_ranks * number, style)
             for order in _orders(of_stages, num_ranks * number, num_microbatches):
@@ -178,7 +179,6 @@ class _Spaces:
                     memory_limit=memory_limit,
                     split_backward=split_backward,
                 )
-                space.begin()
                 self._all.append(((number, style), space))
             forms = closed_forms(
                 num_ranks,
@@ -191,34 +191,25 @@ class _Spaces:
         self._bound = min(space.bound for _, space in self._all)
 
     def candidates(self, random: Random) -> Iterator[Callable[[], None]]:
-        """Yield one way after another to find a shorter schedule, until there can be none."""
+        """Yield one way after another to build a schedule, until none can be shorter."""
         for _, space in self._open():
             yield space.tighten_kept
         for recipe in RECIPES:
             for _, space in self._open():
                 yield partial(space.follow, recipe)
         while spaces := self._open():
-            spaces.sort(key=lambda entry: _makespan(entry[1]))
+            spaces.sort(key=lambda entry: entry[1].best.makespan)
             index = min(int(random.expovariate(_FOCUS)), len(spaces) - 1)
             yield partial(spaces[index][1].vary, random)
 
     def result(
         self, num_candidates: int, ended_by: Literal["bound", "candidates", "time"]
     ) -> SearchResult:
-        """Return the best schedule of all.
-
-        Raises:
-            ValueError: If there is none.
-        """
-        (number, style), space = min(self._all, key=lambda entry: _makespan(entry[1]))
-        if space.best is None:
-            raise ValueError(
-                f"memory_limit ({space.memory_limit}) must be >= one microbatch on every rank "
-                f"({space.least_memory})"
-            )
+        """Return the best schedule of all."""
+        (number, style), space = min(self._all, key=lambda entry: entry[1].best.makespan)
         makespans: dict[Place, float] = {}
         for place, other in self._all:
-            makespans[place] = min(makespans.get(place, math.inf), _makespan(other))
+            makespans[place] = min(makespans.get(place, math.inf), other.best.makespan)
         return SearchResult(
             schedule=space.schedule(space.best),
             makespan=space.best.makespan,
@@ -233,12 +224,8 @@ class _Spaces:
 
     def _open(self) -> list[tuple[Place, Space]]:
         """Return the spaces that may hold something shorter than the best so far."""
-        best = min(_makespan(space) for _, space in self._all)
+        best = min(space.best.makespan for _, space in self._all)
         return [entry for entry in self._all if entry[1].bound < best - _EPSILON]
-
-
-def _makespan(space: Space) -> float:
-    return space.best.makespan if space.best else math.inf
 
 
 def _orders(costs: Costs, num_stages: int, num_microbatches: int) -> list[tuple[int, ...]]:

@@ -69,8 +69,9 @@ class Space:
 
     Attributes:
         bound: No plan of the space is shorter.
-        memory_limit: As given.
-        least_memory: What a rank needs for one microbatch.
+
+    Raises:
+        ValueError: If a rank cannot hold one microbatch in all its stages.
     """
 
     def __init__(
@@ -91,27 +92,17 @@ class Space:
             split_backward=split_backward,
         )
         self._mirror = self._problem.reversed()
-        self._pool: list[Candidate] = []
-        self.memory_limit = memory_limit
-        self.least_memory = max(self._problem.needs)
         self.bound = lower_bound(self._problem)
+        self._pool = [self._first()]
 
     @property
-    def best(self) -> Candidate | None:
+    def best(self) -> Candidate:
         """The shortest candidate so far."""
-        return self._pool[0] if self._pool else None
+        return self._pool[0]
 
     def schedule(self, candidate: Candidate) -> Schedule:
         """Return the schedule of a candidate of this space."""
         return candidate.schedule or self._problem.schedule(candidate.plan.sequence)
-
-    def begin(self) -> None:
-        """Keep a first plan, there is one if the memory holds one microbatch: in order."""
-        num = self._problem.num_microbatches
-        priority = [float(step % num) for step in range(self._problem.num_steps)]
-        plan = construct(self._problem, priority)
-        if plan is not None:
-            self._keep(Candidate(plan.makespan, "microbatches in order", plan, 1.0))
 
     def adopt(self, name: str, schedule: Schedule) -> None:
         """Keep a closed form if it fits the memory."""
@@ -161,6 +152,18 @@ class Space:
         if plan.makespan < worst - _EPSILON or random.random() < _SIDEWAYS:
             origin = old.origin.removesuffix(", varied")
             self._keep(Candidate(plan.makespan, f"{origin}, varied", plan, patience))
+
+    def _first(self) -> Candidate:
+        """Return the plan that prefers earlier microbatches."""
+        problem = self._problem
+        priority = [float(step % problem.num_microbatches) for step in range(problem.num_steps)]
+        plan = construct(problem, priority)
+        if plan is None:
+            raise ValueError(
+                f"memory_limit ({problem.memory_limit:g}) must be >= what one microbatch holds on "
+                f"a rank ({max(problem.needs):g})"
+            )
+        return Candidate(plan.makespan, "microbatches in order", plan, 1.0)
 
     def _disturbed(self, plan: Plan, random: Random) -> list[float]:
         """Return the start times with noise for each step, or for each part of a stage."""
