@@ -16,6 +16,7 @@ from hp_schedule.runtime import (
     PipelineContext,
     PipelineScheduleRuntime,
     PipelineStage,
+    ScheduleInterleaved1F1B,
 )
 from hp_schedule.runtime.backward import Grads, WeightBackward
 
@@ -157,6 +158,21 @@ def test_sharded_parameters_are_waited_for_before_every_step_that_computes() -> 
     sharding.calls.clear()
     runtime.evaluate(x, target=x)
     assert sharding.calls == ["start", "unshard 0", "wait 0", "reshard 0", "end"]
+
+
+def test_a_named_schedule_gathers_and_reduces_where_parameters_are_sharded() -> None:
+    sharding = Sharding()
+    stages = [
+        PipelineStage(Doubled(), stage_index=stage, num_stages=2, device=CPU) for stage in (0, 1)
+    ]
+    runtime = ScheduleInterleaved1F1B(
+        stages, 2, loss_fn=loss_fn, sharding=sharding, max_active_stages=1
+    )
+    x = torch.ones(2, 2)
+    runtime.run(x, target=x)
+    calls = [call for call in sharding.calls if "wait" not in call]
+    assert calls.count("reduce 0") == calls.count("reduce 1") == 1
+    assert calls[:4] == ["start", "unshard 0", "reshard 0", "unshard 1"]
 
 
 def test_without_sharding_its_steps_need_a_function() -> None:

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from hp_schedule.generators import gpipe, interleaved_1f1b, one_f_one_b
 from hp_schedule.ir import MetaStep
-from hp_schedule.passes import add_send_recv
+from hp_schedule.packing import FSDP_REDUCE_GRAD, FSDP_RESHARD, FSDP_UNSHARD
+from hp_schedule.passes import add_fsdp_reduce_grad, add_fsdp_unshard_reshard, add_send_recv
 from hp_schedule.placement import PlacementStyle, generate_stage_to_rank_mapping
 from hp_schedule.runtime.runtime import PipelineScheduleRuntime, RuntimeOptions
 from hp_schedule.runtime.shared import SharedParameterInfo, share_parameters
@@ -17,12 +18,16 @@ from hp_schedule.runtime.transport import EdgeGroups, TorchTransport, build_edge
 from hp_schedule.schedule import Schedule
 
 
+_FSDP_KINDS = {FSDP_UNSHARD, FSDP_RESHARD, FSDP_REDUCE_GRAD}
+
+
 class ScheduleOptions(RuntimeOptions, total=False):
     """Keyword arguments of `PipelineSchedule`."""
 
     pipelines: Sequence[Sequence[int]] | None
     groups: EdgeGroups | None
     overlap_p2p: bool
+    max_active_stages: int
     shared_parameters: Sequence[SharedParameterInfo]
 
 
@@ -43,6 +48,8 @@ class PipelineSchedule(PipelineScheduleRuntime):
             order; default one over the whole world.
         groups: Those of an earlier schedule with the same edges; default new ones.
         overlap_p2p: Whether sends go on while the rank computes; otherwise it waits for each.
+        max_active_stages: How many stages' parameters a rank gathers at once, if `sharding` is given
+            and the order has no FSDP steps of its own.
         shared_parameters: What stages have in common.
         **options: See `PipelineScheduleRuntime`.
 
@@ -62,6 +69,7 @@ class PipelineSchedule(PipelineScheduleRuntime):
         pipelines: Sequence[Sequence[int]] | None = None,
         groups: EdgeGroups | None = None,
         overlap_p2p: bool = True,
+        max_active_stages: int = 3,
         shared_parameters: Sequence[SharedParameterInfo] = (),
         **options: Unpack[RuntimeOptions],
     ) -> None:
@@ -74,7 +82,11 @@ class PipelineSchedule(PipelineScheduleRuntime):
         self.num_microbatches = num_microbatches
         self.num_ranks = len(ranks)
         self.num_stages = stages[0].num_stages
-        schedule = self._lowered()
+        schedule = self._with_messages()
+        if options.get("sharding") is not None and not schedule.kinds & _FSDP_KINDS:
+            schedule = add_fsdp_unshard_reshard(
+                add_fsdp_reduce_grad(schedule), max_active_stages=max_active_stages
+            )
         transport = None
         if schedule.edges:
             if groups is None:
@@ -117,7 +129,7 @@ class PipelineSchedule(PipelineScheduleRuntime):
             )
         return self.num_stages // self.num_ranks
 
-    def _lowered(self) -> Schedule:
+    def _with_messages(self) -> Schedule:
         order = self.construct_exec_order()
         if not isinstance(order, Schedule):
             places = generate_stage_to_rank_mapping(self.num_ranks, self.num_stages, self.placement)
