@@ -17,7 +17,6 @@ from hp_schedule.runtime.stage import PipelineStage
 from hp_schedule.runtime.transport import EdgeGroups, TorchTransport, build_edge_groups
 from hp_schedule.schedule import Schedule
 
-
 _FSDP_KINDS = {FSDP_UNSHARD, FSDP_RESHARD, FSDP_REDUCE_GRAD}
 
 
@@ -48,8 +47,8 @@ class PipelineSchedule(PipelineScheduleRuntime):
             order; default one over the whole world.
         groups: Those of an earlier schedule with the same edges; default new ones.
         overlap_p2p: Whether sends go on while the rank computes; otherwise it waits for each.
-        max_active_stages: How many stages' parameters a rank gathers at once, if `sharding` is given
-            and the order has no FSDP steps of its own.
+        max_active_stages: Of how many stages a rank has the parameters gathered at once, if
+            `sharding` is given and the order has no FSDP steps of its own.
         shared_parameters: What stages have in common.
         **options: See `PipelineScheduleRuntime`.
 
