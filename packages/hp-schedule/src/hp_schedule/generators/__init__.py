@@ -1,8 +1,24 @@
 """Schedules from their closed forms; compute steps only, `add_send_recv` adds the messages."""
 
+from hp_schedule.generators.closed_form import ClosedForm
 from hp_schedule.generators.forward import forward_only
-from hp_schedule.generators.gpipe import gpipe
+from hp_schedule.generators.gpipe import gpipe, looped_bfs
 from hp_schedule.generators.interleaved import interleaved_1f1b
 from hp_schedule.generators.one_f_one_b import one_f_one_b
+from hp_schedule.generators.zero_bubble import (
+    grouped_interleaved,
+    interleaved_zero_bubble,
+    zero_bubble,
+)
 
-__all__ = ["forward_only", "gpipe", "interleaved_1f1b", "one_f_one_b"]
+__all__ = [
+    "ClosedForm",
+    "forward_only",
+    "gpipe",
+    "grouped_interleaved",
+    "interleaved_1f1b",
+    "interleaved_zero_bubble",
+    "looped_bfs",
+    "one_f_one_b",
+    "zero_bubble",
+]

@@ -1,7 +1,6 @@
 """What the generators share."""
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
 
 from hp_schedule.packing import BWD, FWD, encode
 from hp_schedule.placement import PlacementStyle, generate_stage_to_rank_mapping
@@ -16,20 +15,6 @@ def forwards(stage: int, microbatches: Iterable[int]) -> list[int]:
 def backwards(stage: int, microbatches: Iterable[int]) -> list[int]:
     """Return the full backward steps of a stage for some microbatches."""
     return [encode(BWD, stage, microbatch) for microbatch in microbatches]
-
-
-def warm_up_steady_cool_down(fwd: Sequence[int], bwd: Sequence[int], *, warm_up: int) -> list[int]:
-    """Return one rank's 1F1B order.
-
-    Args:
-        fwd: Forward steps in their order.
-        bwd: Backward steps in their order, as many.
-        warm_up: Forwards ahead of the first forward-backward pair; all of them if there are fewer.
-    """
-    warm_up = min(warm_up, len(fwd))
-    steady = len(fwd) - warm_up
-    pairs = zip(fwd[warm_up:], bwd[:steady], strict=True)
-    return [*fwd[:warm_up], *chain.from_iterable(pairs), *bwd[steady:]]
 
 
 def check_counts(*, num_ranks: int, num_microbatches: int, num_stages_per_rank: int = 1) -> None:
@@ -49,9 +34,9 @@ def build(
     *,
     num_stages: int,
     num_microbatches: int,
-    style: PlacementStyle = "loop",
+    style: PlacementStyle | Sequence[int] = "loop",
 ) -> Schedule:
-    """Return the schedule of packed rows under a standard placement."""
+    """Return the schedule of packed rows under a placement."""
     steps = tuple(Row(row) for row in rows)
     mapping = generate_stage_to_rank_mapping(len(steps), num_stages, style)
     return Schedule(

@@ -1,7 +1,6 @@
 """The forward pass alone: evaluation and inference."""
 
-from hp_schedule.generators.common import build, check_counts, forwards
-from hp_schedule.generators.interleaved import microbatch_rounds
+from hp_schedule.generators.rounds import Rounds, equal_rounds
 from hp_schedule.schedule import Schedule
 
 
@@ -19,19 +18,19 @@ def forward_only(
     Raises:
         ValueError: If a count is below 1.
     """
-    check_counts(
-        num_ranks=num_ranks,
-        num_microbatches=num_microbatches,
-        num_stages_per_rank=num_stages_per_rank,
+    return forward_only_form(
+        num_ranks, num_microbatches=num_microbatches, num_stages_per_rank=num_stages_per_rank
+    ).schedule()
+
+
+def forward_only_form(
+    num_ranks: int, *, num_microbatches: int, num_stages_per_rank: int = 1
+) -> Rounds:
+    """Return the closed form of `forward_only`."""
+    return Rounds(
+        num_ranks,
+        num_microbatches,
+        num_stages_per_rank,
+        rounds=equal_rounds(max(1, num_ranks), num_microbatches),
+        warm_ups=None,
     )
-    num_stages = num_ranks * num_stages_per_rank
-    rows = [
-        [
-            step
-            for part in microbatch_rounds(num_ranks, num_microbatches)
-            for stage in range(rank, num_stages, num_ranks)
-            for step in forwards(stage, part)
-        ]
-        for rank in range(num_ranks)
-    ]
-    return build(rows, num_stages=num_stages, num_microbatches=num_microbatches)

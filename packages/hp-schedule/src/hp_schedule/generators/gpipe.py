@@ -1,6 +1,10 @@
-"""GPipe: all forwards, then all backwards (Huang et al. 2019, figure 2c)."""
+"""GPipe and looped breadth-first: all forwards, then all backwards.
 
-from hp_schedule.generators.common import backwards, build, check_counts, forwards
+GPipe is figure 2c of Huang et al. 2019; with several stages on a rank it is the breadth-first
+schedule of Lamy-Poirier 2023.
+"""
+
+from hp_schedule.generators.rounds import Rounds
 from hp_schedule.schedule import Schedule
 
 
@@ -18,9 +22,38 @@ def gpipe(num_ranks: int, *, num_microbatches: int) -> Schedule:
     Raises:
         ValueError: If a count is below 1.
     """
-    check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
-    microbatches = range(num_microbatches)
-    rows = [
-        [*forwards(rank, microbatches), *backwards(rank, microbatches)] for rank in range(num_ranks)
-    ]
-    return build(rows, num_stages=num_ranks, num_microbatches=num_microbatches)
+    return breadth_first_form(num_ranks, num_microbatches=num_microbatches).schedule()
+
+
+def looped_bfs(num_ranks: int, *, num_microbatches: int, num_stages_per_rank: int = 2) -> Schedule:
+    """Return the looped breadth-first schedule; stage s lives on rank s modulo num_ranks.
+
+    A rank takes all microbatches through its first stage, then all through its second and so on;
+    backwards the same way. Each stage is gathered and reduced once per pass, which suits sharded
+    parameters, and messages have a whole round to travel, which suits high latency. It holds the
+    activations of all microbatches.
+
+    Args:
+        num_ranks: Ranks of the pipeline, at least 1.
+        num_microbatches: Any number from 1.
+        num_stages_per_rank: Stages on every rank, at least 1; with one it is `gpipe`.
+
+    Raises:
+        ValueError: If a count is below 1.
+    """
+    return breadth_first_form(
+        num_ranks, num_microbatches=num_microbatches, num_stages_per_rank=num_stages_per_rank
+    ).schedule()
+
+
+def breadth_first_form(
+    num_ranks: int, *, num_microbatches: int, num_stages_per_rank: int = 1
+) -> Rounds:
+    """Return the closed form of `gpipe` and `looped_bfs`."""
+    return Rounds(
+        num_ranks,
+        num_microbatches,
+        num_stages_per_rank,
+        rounds=[range(num_microbatches)],
+        warm_ups=[num_microbatches * num_stages_per_rank] * num_ranks,
+    )

@@ -1,12 +1,6 @@
 """1F1B (PipeDream-Flush; Narayanan et al. 2021, figure 3)."""
 
-from hp_schedule.generators.common import (
-    backwards,
-    build,
-    check_counts,
-    forwards,
-    warm_up_steady_cool_down,
-)
+from hp_schedule.generators.rounds import Rounds
 from hp_schedule.schedule import Schedule
 
 
@@ -23,14 +17,14 @@ def one_f_one_b(num_ranks: int, *, num_microbatches: int) -> Schedule:
     Raises:
         ValueError: If a count is below 1.
     """
-    check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
-    microbatches = range(num_microbatches)
-    rows = [
-        warm_up_steady_cool_down(
-            forwards(rank, microbatches),
-            backwards(rank, microbatches),
-            warm_up=num_ranks - 1 - rank,
-        )
-        for rank in range(num_ranks)
-    ]
-    return build(rows, num_stages=num_ranks, num_microbatches=num_microbatches)
+    return one_f_one_b_form(num_ranks, num_microbatches=num_microbatches).schedule()
+
+
+def one_f_one_b_form(num_ranks: int, *, num_microbatches: int) -> Rounds:
+    """Return the closed form of `one_f_one_b`."""
+    return Rounds(
+        num_ranks,
+        num_microbatches,
+        rounds=[range(num_microbatches)],
+        warm_ups=range(num_ranks - 1, -1, -1),
+    )

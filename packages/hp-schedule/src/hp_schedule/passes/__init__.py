@@ -3,6 +3,7 @@
 from hp_schedule.passes.alignment import auto_align_and_add_send_recv
 from hp_schedule.passes.communication import add_send_recv, drop_communication
 from hp_schedule.passes.fsdp import add_fsdp_reduce_grad, add_fsdp_unshard_reshard
+from hp_schedule.passes.overlap import pair_overlap
 
 __all__ = [
     "add_fsdp_reduce_grad",
@@ -10,4 +11,5 @@ __all__ = [
     "add_send_recv",
     "auto_align_and_add_send_recv",
     "drop_communication",
+    "pair_overlap",
 ]

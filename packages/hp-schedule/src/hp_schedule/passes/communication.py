@@ -19,7 +19,7 @@ instead of in a chain through all ranks.
 
 import math
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 
@@ -46,7 +46,12 @@ _Cell = tuple[float, int, int, int]
 """Time, number of the rank it comes from, position among those at once, code."""
 
 
-def add_send_recv(schedule: Schedule, *, costs: Costs | None = None) -> Schedule:
+def add_send_recv(
+    schedule: Schedule,
+    *,
+    costs: Costs | None = None,
+    times: Sequence[Sequence[float]] | None = None,
+) -> Schedule:
     """Insert the sends and receives that a schedule's compute steps need.
 
     Neighbouring stages on one rank hand their values over directly and get no messages. The order
@@ -60,29 +65,53 @@ def add_send_recv(schedule: Schedule, *, costs: Costs | None = None) -> Schedule
             gradient and weight gradient. Every forward and backward must take some time. Without a
             latency, a quarter of the shortest forward is assumed: an order for messages that take
             no time at all would be a bad one for any real ones.
+        times: For each rank the times at which its compute steps end, instead of the times that
+            the costs give. They must grow along every row and from the step that makes a value to
+            the step that reads it.
 
     Raises:
         DeadlockError: If the compute steps contradict each other.
-        ValueError: If the schedule has communication steps already, or a duration is 0.
+        ValueError: If the schedule has communication steps already, a duration is 0, or there is
+            not one time for each compute step.
     """
     if schedule.has_communication:
         raise ValueError("schedule must have no communication steps; see drop_communication")
-    costs = costs or Costs()
+    times = _times(schedule, costs or Costs()) if times is None else times
+    return schedule.with_rows(lay_out(schedule, times, range(schedule.num_ranks)))
+
+
+def lay_out(
+    schedule: Schedule, times: Sequence[Sequence[float]], ranks: Iterable[int]
+) -> Iterator[list[int]]:
+    """Yield the rows of some ranks with their messages.
+
+    Args:
+        schedule: Without communication steps. The rows of ranks that are neither among `ranks` nor
+            their neighbours are not looked at.
+        times: See `add_send_recv`.
+        ranks: Which.
+
+    Raises:
+        ValueError: If there is not one time for each compute step.
+    """
+    flows_of: list[list[_Flow]] = [[] for _ in schedule.steps]
+    for flow in _flows(schedule, times):
+        flows_of[flow.source].append(flow)
+        flows_of[flow.destination].append(flow)
+    numbers = _numbers(schedule.num_ranks)
+    for rank in ranks:
+        row = schedule.steps[rank].codes()
+        yield _row(rank, _own_cells(row, times[rank], numbers[rank]), flows_of, numbers)
+
+
+def _times(schedule: Schedule, costs: Costs) -> Sequence[Sequence[float]]:
+    """Return when the compute steps of each rank end."""
     durations = costs.durations(schedule.num_stages, schedule.num_microbatches)
     if any(min(durations[kind]) <= 0 for kind in SEND_OF):
         raise ValueError("forward, input_grad and weight_grad + input_grad must be > 0")
     if costs.latency == 0:
         costs = replace(costs, latency=min(durations[FWD]) / 4)
-    clock = ComputeClock(schedule, costs)
-    flows_of: list[list[_Flow]] = [[] for _ in schedule.steps]
-    for flow in _flows(schedule, clock):
-        flows_of[flow.source].append(flow)
-        flows_of[flow.destination].append(flow)
-    numbers = _numbers(schedule.num_ranks)
-    return schedule.with_rows(
-        _row(rank, _own_cells(row.codes(), clock.finish[rank], numbers[rank]), flows_of, numbers)
-        for rank, row in enumerate(schedule.steps)
-    )
+    return ComputeClock(schedule, costs).finish
 
 
 def drop_communication(schedule: Schedule) -> Schedule:
@@ -112,10 +141,18 @@ class _Flow:
     receives: "array[int]" = field(default_factory=lambda: array("q"))
 
 
-def _flows(schedule: Schedule, clock: ComputeClock) -> list[_Flow]:
+def _flows(schedule: Schedule, times: Sequence[Sequence[float]]) -> list[_Flow]:
     """Return the messages of all steps."""
     posts = _Posts(schedule)
-    for codes, finish in zip(clock.codes, clock.finish, strict=True):
+    for rank, (row, finish) in enumerate(zip(schedule.steps, times, strict=True)):
+        codes = row.codes()
+        if len(codes) != len(finish):
+            codes = [code for code in codes if is_compute(code)]
+        if len(codes) != len(finish):
+            raise ValueError(
+                f"len(times[{rank}]) ({len(finish)}) must equal the number of compute steps "
+                f"({len(codes)})"
+            )
         for code, time in zip(codes, finish, strict=True):
             post = posts.first.get(code & _PLACE_MASK)
             if post is not None:
@@ -187,7 +224,7 @@ def _row(
     return [cell[-1] for cell in cells]
 
 
-def _own_cells(row: list[int], finish: list[float], number: int) -> Iterable[_Cell]:
+def _own_cells(row: list[int], finish: Sequence[float], number: int) -> Iterable[_Cell]:
     """Return a rank's steps with their keys; what is no compute step has the next one's."""
     if len(row) == len(finish):
         return zip(finish, repeat(number), repeat(0), row, strict=False)

@@ -1,0 +1,160 @@
+"""Zero bubble on a loop: the backward is split, and weight gradients fill the gaps.
+
+Qi et al. 2023 (ZB-H1 and ZB-H2, figures 2 and 3) for one stage per rank; with several it is what
+torch calls InterleavedZeroBubble, with rounds that keep to the memory of 1F1B for any number of
+microbatches. Smaller rounds give the generalized interleaving of Wan et al. 2025 (PipeOffload).
+"""
+
+from typing import Literal
+
+from hp_schedule.generators.common import check_counts
+from hp_schedule.generators.rounds import Rounds, equal_rounds, full_rounds
+from hp_schedule.schedule import Schedule
+
+MaxInFlight = Literal["1p", "1.5p", "2p"]
+_SHARES = {"1p": 2, "1.5p": 3, "2p": 4}
+
+
+def zero_bubble(
+    num_ranks: int, *, num_microbatches: int, max_in_flight: MaxInFlight | int = "1p"
+) -> Schedule:
+    """Return the zero-bubble 1F1B schedule, one stage per rank.
+
+    Rank r runs up to 2 * (num_ranks - r) - 1 forwards before its first backward, as many as a
+    message needs to go to the last rank and back, if they fit its memory. Weight gradients wait
+    until the memory is full, so every rank holds as much as the first.
+
+    Args:
+        num_ranks: Ranks of the pipeline, at least 1.
+        num_microbatches: Any number from 1.
+        max_in_flight: Activations a rank may hold: ``1p`` are num_ranks, as 1F1B holds; more do
+            not help without latency, but make the schedule tolerant of it. At least num_ranks.
+
+    Raises:
+        ValueError: If a count is below 1, or max_in_flight is too small or unknown.
+    """
+    return zero_bubble_form(
+        num_ranks, num_microbatches=num_microbatches, max_in_flight=max_in_flight
+    ).schedule()
+
+
+def zero_bubble_form(
+    num_ranks: int, *, num_microbatches: int, max_in_flight: MaxInFlight | int = "1p"
+) -> Rounds:
+    """Return the closed form of `zero_bubble`."""
+    check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    limit = _limit(num_ranks, max_in_flight)
+    warm_ups = [min(2 * (num_ranks - 1 - rank), limit - 1 - rank) for rank in range(num_ranks)]
+    return Rounds(
+        num_ranks,
+        num_microbatches,
+        rounds=[range(num_microbatches)],
+        warm_ups=warm_ups,
+        delays=[limit - 1 - warm_up for warm_up in warm_ups],
+    )
+
+
+def _limit(num_ranks: int, max_in_flight: MaxInFlight | int) -> int:
+    if isinstance(max_in_flight, int):
+        if max_in_flight < num_ranks:
+            raise ValueError(f"max_in_flight ({max_in_flight}) must be >= num_ranks ({num_ranks})")
+        return max_in_flight
+    if max_in_flight not in _SHARES:
+        names = ", ".join(_SHARES)
+        raise ValueError(f"max_in_flight ({max_in_flight}) must be a number or one of {names}")
+    return max(1, num_ranks * _SHARES[max_in_flight] // 2)
+
+
+def interleaved_zero_bubble(
+    num_ranks: int, *, num_microbatches: int, num_stages_per_rank: int = 2
+) -> Schedule:
+    """Return the interleaved zero-bubble schedule; stage s lives on rank s modulo num_ranks.
+
+    It holds no more activations than 1F1B. A remainder of microbatches is a short round at the end,
+    whose gaps the weight gradients of the rounds before fill.
+
+    Args:
+        num_ranks: Ranks of the pipeline, at least 1.
+        num_microbatches: Any number from 1.
+        num_stages_per_rank: Stages on every rank, at least 1; with one it is `zero_bubble`.
+
+    Raises:
+        ValueError: If a count is below 1.
+    """
+    return interleaved_zero_bubble_form(
+        num_ranks, num_microbatches=num_microbatches, num_stages_per_rank=num_stages_per_rank
+    ).schedule()
+
+
+def interleaved_zero_bubble_form(
+    num_ranks: int, *, num_microbatches: int, num_stages_per_rank: int = 2
+) -> Rounds:
+    """Return the closed form of `interleaved_zero_bubble`."""
+    rounds = full_rounds(max(1, num_ranks), num_microbatches)
+    return _split_form(num_ranks, num_microbatches, num_stages_per_rank, rounds)
+
+
+def grouped_interleaved(
+    num_ranks: int,
+    *,
+    num_microbatches: int,
+    num_stages_per_rank: int = 2,
+    group_size: int | None = None,
+) -> Schedule:
+    """Return the interleaved zero-bubble schedule with rounds of another size.
+
+    A round of g microbatches on P ranks with V stages each holds at most
+    g + (P + P - g) / V activations in units of a rank's share of the model. Small groups save
+    memory down to half of 1F1B's for many stages, large ones leave messages more time.
+
+    Args:
+        num_ranks: Ranks of the pipeline, at least 1.
+        num_microbatches: Any number from 1.
+        num_stages_per_rank: Stages on every rank, at least 1.
+        group_size: Microbatches of a round, at least half of num_ranks. A remainder makes earlier
+            rounds longer. Default: half of num_ranks, rounded up.
+
+    Raises:
+        ValueError: If a count is below 1, or the group is too small.
+    """
+    return grouped_interleaved_form(
+        num_ranks,
+        num_microbatches=num_microbatches,
+        num_stages_per_rank=num_stages_per_rank,
+        group_size=group_size,
+    ).schedule()
+
+
+def grouped_interleaved_form(
+    num_ranks: int,
+    *,
+    num_microbatches: int,
+    num_stages_per_rank: int = 2,
+    group_size: int | None = None,
+) -> Rounds:
+    """Return the closed form of `grouped_interleaved`."""
+    half = (num_ranks + 1) // 2
+    size = max(1, half) if group_size is None else group_size
+    if size < half:
+        raise ValueError(
+            f"group_size ({size}) must be >= half of num_ranks ({num_ranks}), so that a round is "
+            "under way until its first microbatch comes back"
+        )
+    rounds = equal_rounds(size, num_microbatches)
+    return _split_form(num_ranks, num_microbatches, num_stages_per_rank, rounds)
+
+
+def _split_form(
+    num_ranks: int, num_microbatches: int, num_stages_per_rank: int, rounds: list[range]
+) -> Rounds:
+    first = len(rounds[0]) if rounds else 0
+    return Rounds(
+        num_ranks,
+        num_microbatches,
+        num_stages_per_rank,
+        rounds=rounds,
+        warm_ups=[
+            (num_stages_per_rank - 1) * first + num_ranks - 1 - rank for rank in range(num_ranks)
+        ],
+        delays=range(num_ranks),
+    )
