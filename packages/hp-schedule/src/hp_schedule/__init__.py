@@ -22,7 +22,13 @@ from hp_schedule.searching import SearchResult, search
 from hp_schedule.simulation import ChannelModel, Simulation, simulate
 from hp_schedule.timeline import Span, Timeline
 from hp_schedule.transport import Message, MessageKind, Transport
-from hp_schedule.validation import Finding, FindingKind, ValidationReport, validate
+from hp_schedule.validation import (
+    Finding,
+    FindingKind,
+    ValidationReport,
+    validate,
+    validate_pipeline_execution,
+)
 
 __all__ = [
     "ChannelModel",
@@ -72,5 +78,6 @@ __all__ = [
     "to_csv",
     "to_json",
     "validate",
+    "validate_pipeline_execution",
 ]
 __version__ = "0.1.0"

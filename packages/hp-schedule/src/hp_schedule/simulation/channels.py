@@ -64,14 +64,7 @@ class Channels:
         self._try(queue)
 
     def _queue(self, rank: int, edge: Edge) -> _Queue:
-        match self._model:
-            case "edge":
-                channel = edge
-            case "pair":
-                channel = (min(edge), max(edge))
-            case "rank":
-                channel = (-1, -1)
-        return self._queues.setdefault((rank, channel), _Queue())
+        return self._queues.setdefault((rank, channel_of(self._model, edge)), _Queue())
 
     def _try(self, queue: _Queue) -> None:
         """Start the transfer of a queue's oldest message if it can start."""
@@ -97,6 +90,17 @@ class Channels:
             end.busy = False
         for end in ends:
             self._try(end)
+
+
+def channel_of(model: ChannelModel, edge: Edge) -> Edge:
+    """Return what names the communicator that serves an edge."""
+    match model:
+        case "edge":
+            return edge
+        case "pair":
+            return (min(edge), max(edge))
+        case "rank":
+            return (-1, -1)
 
 
 def transmission_by_value(schedule: Schedule, costs: Costs) -> list[float]:

@@ -72,7 +72,7 @@ def recurrence(schedule: Schedule, costs: Costs) -> Numbers | None:
         end=[ends[-1] if ends else 0.0 for ends in walk.ends],
         busy=walk.busy,
         exposed=walk.exposed,
-        peak=[_peak(row, activation, num) for row in rows],
+        peak=[peak_memory(row, activation, num) for row in rows],
     )
 
 
@@ -210,7 +210,7 @@ def _ends_of_steps(acts: list[int], ends: list[float]) -> list[float]:
     ]
 
 
-def _peak(codes: list[int], activation: list[float], num_microbatches: int) -> float:
+def peak_memory(codes: list[int], activation: list[float], num_microbatches: int) -> float:
     """Return the most memory that a row holds: more from every F, less after every B or W."""
     held = peak = 0.0
     for code in codes if _has_no_overlap(codes) else _forwards_first(codes):

@@ -3,4 +3,13 @@
 from hp_schedule.validation.report import Finding, FindingKind, ValidationReport
 from hp_schedule.validation.validate import validate
 
-__all__ = ["Finding", "FindingKind", "ValidationReport", "validate"]
+validate_pipeline_execution = validate
+"""The long name of `validate`."""
+
+__all__ = [
+    "Finding",
+    "FindingKind",
+    "ValidationReport",
+    "validate",
+    "validate_pipeline_execution",
+]

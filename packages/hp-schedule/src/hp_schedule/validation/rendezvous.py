@@ -1,135 +1,182 @@
 """The rules that show only when all rows run together: freedom from deadlock.
 
-The machine is the least helpful one a schedule must survive: a send holds up its rank until its
-receive is posted, each directed pair of ranks has one channel, a receive is posted when its step is
-reached, and a compute step waits until its inputs have arrived.
+[Note: The least helpful machine] Here a send and a receive hold up their rank until the other side
+stands at its half of the same message, and nothing is buffered. A schedule that runs on it runs on
+every other: with one communicator per directed edge, per pair or for all ranks, and whatever else a
+rank launches between its messages in the order of its row. Collectives of sharded parameters, or of
+expert parallelism inside compute steps, join ranks that run copies of one row; a cycle of launches
+through several communicators would be a cycle of this machine too.
 """
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 from hp_schedule.dataflow import Dataflow, dataflow
+from hp_schedule.ir import MetaStep
 from hp_schedule.packing import (
+    BWD_RECV,
     BWD_SEND,
     FIRST_COMMUNICATION,
     FIRST_FSDP,
-    FIRST_OVERLAP,
+    FWD_RECV,
     FWD_SEND,
     KIND_MASK,
-    STAGE_MASK,
-    STAGE_SHIFT,
-    halves,
+    MICROBATCH_SHIFT,
+    encode,
+    is_compute,
+    leaves,
     unpack,
 )
 from hp_schedule.schedule import Schedule
+from hp_schedule.simulation.recurrence import Walk
 from hp_schedule.validation.report import Finding, FindingKind
+
+_PLACE_MASK = (1 << MICROBATCH_SHIFT) - 1
+
+
+class Wait(NamedTuple):
+    """Where a rank stands, why, and for which other rank."""
+
+    position: int
+    text: str
+    rank: int
 
 
 class Rendezvous:
-    """Runs the rows of all ranks under rendezvous semantics; linear in the number of steps.
+    """Runs the messages of all rows on the least helpful machine; linear in their number.
 
     Args:
-        schedule: Must have passed the checks of the rows: messages match in order on each edge.
-        communication: Whether values travel by send and receive steps; otherwise every value
-            written is there for all ranks.
+        schedule: Must have passed the checks of the rows.
     """
 
-    def __init__(self, schedule: Schedule, *, communication: bool) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
-        self._communication = communication
-        self._flow: Dataflow = dataflow(schedule)
-        self._rows = [row.codes() for row in schedule.steps]
-        self._position = [0] * schedule.num_ranks
-        # A value is local to its rank once written there, and on its way once received (posted).
-        self._written = bytearray(self._flow.num_values)
-        self._posted = bytearray(self._flow.num_values)
-        self._arrived = bytearray(self._flow.num_values)
-        # Which rank, at its current cell, waits for the posting or the arrival of a value.
-        self._waits_for_post: dict[int, int] = {}
-        self._waits_for_value: dict[int, int] = {}
+        self._flow = dataflow(schedule)
+        self._waiting: dict[int, int] = {}
 
-    def deadlock(self) -> Finding | None:
-        """Return the cycle of waits, or None if every row runs to its end."""
-        runnable = list(range(self._schedule.num_ranks))
+    def run(self) -> bool:
+        """Return whether every row runs to its end."""
+        values = message_values(self._schedule, self._flow)
+        rows = [iter(row) for row in values]
+        waiting = self._waiting
+        runnable = list(range(len(rows)))
         while runnable:
-            self._advance(runnable.pop(), runnable)
-        if not (self._waits_for_post or self._waits_for_value):
-            return None
-        return self._describe()
+            rank = runnable.pop()
+            for value in rows[rank]:
+                other = waiting.pop(value, None)
+                if other is None:
+                    waiting[value] = rank
+                    break
+                runnable.append(other)
+        return not waiting
 
-    def _advance(self, rank: int, runnable: list[int]) -> None:
-        row = self._rows[rank]
-        for position in range(self._position[rank], len(row)):
-            code = row[position]
-            if code >= 0 and not self._start(code, rank, runnable):
-                self._position[rank] = position
-                return
-        self._position[rank] = len(row)
+    def deadlock(self) -> Finding:
+        """Return the cycle of waits, after `run` has returned False."""
+        waits: dict[int, Wait] = {}
+        for value, rank in self._waiting.items():
+            ends = message_ends(self._schedule, value)
+            mine, theirs = ends if ends[0].rank == rank else ends[::-1]
+            position = cell_of(self._schedule, mine)
+            text = f"{mine.step} waits for rank {theirs.rank} to reach {theirs.step}"
+            waits[rank] = Wait(position, text, theirs.rank)
+        return cycle_finding(waits)
 
-    def _start(self, code: int, rank: int, runnable: list[int]) -> bool:
-        """Run a step if it can run now, and make those ranks runnable that waited for it."""
-        kind = code & KIND_MASK
-        if kind < FIRST_COMMUNICATION:
-            return self._compute((code,), rank, runnable)
-        if kind >= FIRST_OVERLAP:
-            return self._compute(halves(code), rank, runnable)
-        if kind >= FIRST_FSDP:
-            return True
-        if kind in {FWD_SEND, BWD_SEND}:
-            value = self._flow.value_read(code)
-            if not self._posted[value]:
-                self._waits_for_post[value] = rank
-                return False
-            self._arrived[value] = 1
-            if value in self._waits_for_value:
-                runnable.append(self._waits_for_value.pop(value))
-            return True
-        value = self._flow.value_written(code)
-        self._posted[value] = 1
-        if value in self._waits_for_post:
-            runnable.append(self._waits_for_post.pop(value))
-        return True
+    def mismatch(self) -> Finding | None:
+        """Return a receive that stands before another whose message is sent first, if any."""
+        sends: dict[tuple[int, int], list[int]] = {edge: [] for edge in self._schedule.edges}
+        receives: dict[tuple[int, int], list[int]] = {edge: [] for edge in self._schedule.edges}
+        for rank, values in enumerate(message_values(self._schedule, self._flow)):
+            for value in values:
+                send, receive = message_ends(self._schedule, value)
+                side = sends if send.rank == rank else receives
+                side[send.rank, receive.rank].append(value)
+        for edge, values in receives.items():
+            for sent, received in zip(sends[edge], values, strict=False):
+                if sent != received:
+                    receive = message_ends(self._schedule, received)[1]
+                    position = cell_of(self._schedule, receive)
+                    text = f"{receive.step} is not the next message that rank {edge[0]} sends"
+                    where = f"rank {edge[1]}, cell {position}"
+                    kind = FindingKind.MESSAGE_ORDER
+                    return Finding(kind, f"{where}: {text}", edge[1], position)
+        return None
 
-    def _compute(self, parts: tuple[int, ...], rank: int, runnable: list[int]) -> bool:
-        for part in parts:
-            value = self._flow.value_read(part)
-            if value >= 0 and not self._available(value, rank):
-                self._waits_for_value[value] = rank
-                return False
-        for part in parts:
-            value = self._flow.value_written(part)
-            if value >= 0:
-                self._written[value] = 1
-                if not self._communication and value in self._waits_for_value:
-                    runnable.append(self._waits_for_value.pop(value))
-        return True
 
-    def _available(self, value: int, rank: int) -> bool:
-        if not self._communication or self._producer(value) == rank:
-            return bool(self._written[value])
-        return bool(self._arrived[value])
+class End(NamedTuple):
+    """One half of a message."""
 
-    def _producer(self, value: int) -> int:
-        stage = value // self._schedule.num_microbatches % self._schedule.num_stages
-        return self._schedule.stage_to_rank[stage]
+    rank: int
+    step: MetaStep
 
-    def _describe(self) -> Finding:
-        """Follow the waits from the lowest stuck rank until one comes round again."""
-        waits: dict[int, tuple[int, str]] = {}
-        for value, rank in self._waits_for_value.items():
-            waits[rank] = (self._producer(value), "for its value to come from")
-        for rank in self._waits_for_post.values():
-            send = self._rows[rank][self._position[rank]]
-            peer = self._flow.peer[send & KIND_MASK][send >> STAGE_SHIFT & STAGE_MASK]
-            waits[rank] = (peer, "for its receive to be posted by")
-        path: list[int] = []
-        rank = min(waits)
-        while rank in waits and rank not in path:
-            path.append(rank)
-            rank = waits[rank][0]
-        cycle = path[path.index(rank) :] if rank in path else path
-        parts = [
-            f"rank {r}, cell {self._position[r]}: {unpack(self._rows[r][self._position[r]])} "
-            f"waits {waits[r][1]} rank {waits[r][0]}"
-            for r in cycle
+
+def message_values(schedule: Schedule, flow: Dataflow) -> list[list[int]]:
+    """Return, for each rank, the values of its sends and receives in the order of its row."""
+    base = {
+        encode(kind, stage): (flow.reads if kind in {FWD_SEND, BWD_SEND} else flow.writes)[kind][
+            stage
         ]
-        first = cycle[0]
-        text = "; ".join(parts)
-        return Finding(FindingKind.DEADLOCK, text, first, self._position[first])
+        for kind in (FWD_SEND, FWD_RECV, BWD_SEND, BWD_RECV)
+        for stage in range(schedule.num_stages)
+    }
+    return [
+        [
+            base[code & _PLACE_MASK] + (code >> MICROBATCH_SHIFT)
+            for code in row.codes()
+            if FIRST_COMMUNICATION <= code & KIND_MASK < FIRST_FSDP
+        ]
+        for row in schedule.steps
+    ]
+
+
+def message_ends(schedule: Schedule, value: int) -> tuple[End, End]:
+    """Return the send and the receive of a value."""
+    index, microbatch = divmod(value, schedule.num_microbatches)
+    forward, stage = index < schedule.num_stages, index % schedule.num_stages
+    other = (schedule.downstream if forward else schedule.upstream)[stage]
+    send = encode(FWD_SEND if forward else BWD_SEND, stage, microbatch)
+    receive = encode(FWD_RECV if forward else BWD_RECV, other, microbatch)
+    place = schedule.stage_to_rank
+    return End(place[stage], unpack(send)), End(place[other], unpack(receive))
+
+
+def cell_of(schedule: Schedule, end: End) -> int:
+    """Return where in its row a step stands."""
+    return schedule.steps[end.rank].index(end.step)
+
+
+def order_deadlock(schedule: Schedule) -> Finding | None:
+    """Return the cycle of waits between compute steps whose values need no messages, if any."""
+    rows = [row.codes() for row in schedule.steps]
+    size = schedule.num_stages * schedule.num_microbatches
+    walk = Walk(schedule, [[1.0] * size] * FIRST_COMMUNICATION, lambda _source, _destination: 0.0)
+    if walk.run(rows):
+        return None
+    flow = dataflow(schedule)
+    waits: dict[int, Wait] = {}
+    for rank, (row, ends) in enumerate(zip(rows, walk.ends, strict=True)):
+        cells = [position for position, code in enumerate(row) if is_compute(code)]
+        if len(ends) == len(cells):
+            continue
+        position = cells[len(ends)]
+        for part in leaves(row[position]):
+            producer = flow.value_read(part) // schedule.num_microbatches % schedule.num_stages
+            other = schedule.stage_to_rank[producer]
+            if flow.value_read(part) >= 0 and len(walk.ends[other]) < len(
+                [code for code in rows[other] if is_compute(code)]
+            ):
+                text = f"{unpack(row[position])} waits for its value to come from rank {other}"
+                waits[rank] = Wait(position, text, other)
+    return cycle_finding(waits)
+
+
+def cycle_finding(waits: Mapping[int, Wait], suffix: str = "") -> Finding:
+    """Follow the waits from the lowest stuck rank until one comes round again."""
+    path: list[int] = []
+    rank = min(waits)
+    while rank in waits and rank not in path:
+        path.append(rank)
+        rank = waits[rank].rank
+    cycle = path[path.index(rank) :] if rank in path else path
+    parts = [f"rank {r}, cell {waits[r].position}: {waits[r].text}" for r in cycle]
+    first = cycle[0]
+    return Finding(FindingKind.DEADLOCK, "; ".join(parts) + suffix, first, waits[first].position)

@@ -31,6 +31,8 @@ class FindingKind(Enum):
     """Ranks wait for each other."""
     FSDP = "fsdp"
     """Parameters are used while sharded, or gradients arrive after they were reduced."""
+    MEMORY = "memory"
+    """Activations in flight exceed the limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,8 @@ class ValidationReport:
 
     Attributes:
         schedule: What was checked.
-        findings: Broken rules, at most 20; deadlocks are looked for only in schedules
-            that break no other rule.
+        findings: Broken rules, at most 20; deadlocks are looked for only in schedules that break
+            no other rule.
     """
 
     schedule: Schedule

@@ -9,12 +9,8 @@ from hp_schedule.packing import (
     BWD_RECV,
     BWD_SEND,
     BWD_WEIGHT,
-    FIRST_COMMUNICATION,
     FIRST_FSDP,
     FIRST_OVERLAP,
-    FSDP_REDUCE_GRAD,
-    FSDP_RESHARD,
-    FSDP_UNSHARD,
     FWD,
     FWD_RECV,
     FWD_SEND,
@@ -29,12 +25,37 @@ from hp_schedule.packing import (
 from hp_schedule.schedule import Schedule
 from hp_schedule.validation.report import Finding, FindingKind
 
-# What has been seen of a (stage, microbatch); bit k is the step of kind k.
-_BACKWARD_BITS = 1 << BWD | 1 << BWD_INPUT
-_WEIGHT_BITS = 1 << BWD | 1 << BWD_WEIGHT
-_SPLIT_BITS = 1 << BWD_INPUT | 1 << BWD_WEIGHT
+_PLACE_MASK = (1 << MICROBATCH_SHIFT) - 1
 
-Problem = tuple[FindingKind, str] | None
+# What has been seen of a (stage, microbatch): bit k is the step of kind k, and one more bit is the
+# gradient of the input, whichever step computes it.
+_GRADIENT = 1 << FIRST_OVERLAP
+_SPLIT = 1 << BWD_INPUT | 1 << BWD_WEIGHT
+_SETS = {kind: 1 << kind for kind in range(FIRST_FSDP)} | {
+    BWD: 1 << BWD | _GRADIENT,
+    BWD_INPUT: 1 << BWD_INPUT | _GRADIENT,
+}
+_CLASHES = {kind: 1 << kind for kind in range(FIRST_FSDP)} | {
+    BWD: 1 << BWD | _SPLIT,
+    BWD_INPUT: 1 << BWD_INPUT | 1 << BWD,
+    BWD_WEIGHT: 1 << BWD_WEIGHT | 1 << BWD,
+}
+_NEEDS = {
+    FWD: 0,
+    BWD: 1 << FWD,
+    BWD_INPUT: 1 << FWD,
+    BWD_WEIGHT: 1 << BWD_INPUT,
+    FWD_SEND: 1 << FWD,
+    FWD_RECV: 0,
+    BWD_SEND: _GRADIENT,
+    BWD_RECV: 0,
+}
+_RECEIVE_OF = {FWD: FWD_RECV, BWD: BWD_RECV, BWD_INPUT: BWD_RECV}
+
+_Rule = tuple[int, int, int, int, int, int]
+"""For a kind of step of a stage: the bits that must be set before it, that must not be set, that it
+sets, where the bits of its microbatch 0 are; where those of the stage of its own rank that hands it
+its input are (-1 for none), and which of these must be set."""
 
 
 class RowCheck:
@@ -44,174 +65,149 @@ class RowCheck:
         schedule: The schedule.
         forward_only: Whether backward steps must be absent; otherwise all must be there.
         communication: Whether messages must be there; otherwise none may be.
-
-    Attributes:
-        sends: For each directed edge the values sent, in order.
-        receives: For each directed edge the values received with the cell of each, in order.
     """
 
     def __init__(self, schedule: Schedule, *, forward_only: bool, communication: bool) -> None:
-        self.sends: dict[tuple[int, int], list[int]] = {edge: [] for edge in schedule.edges}
-        self.receives: dict[tuple[int, int], list[tuple[int, int]]] = {
-            edge: [] for edge in schedule.edges
-        }
         self._schedule = schedule
         self._flow: Dataflow = dataflow(schedule)
         self._forward_only = forward_only
         self._communication = communication
         self._seen = [0] * (schedule.num_stages * schedule.num_microbatches)
-        self._fsdp = _FsdpState(schedule)
+        self._rules = self._all_rules()
 
     def findings(self) -> Iterator[Finding]:
         """Yield every broken rule, row by row, then what is missing."""
-        place = self._schedule.stage_to_rank
         for rank, row in enumerate(self._schedule.steps):
-            for position, cell in enumerate(row.codes()):
-                if cell < 0:
-                    continue
-                for code in leaves(cell):
-                    if place[code >> STAGE_SHIFT & STAGE_MASK] != rank:
-                        where = place[code >> STAGE_SHIFT & STAGE_MASK]
-                        text = f"{unpack(code)} belongs to rank {where}"
-                        yield _finding(FindingKind.PLACEMENT, text, rank, position)
-                    elif (problem := self._check(code, rank, position)) is not None:
-                        kind, text = problem
-                        yield _finding(kind, text, rank, position)
+            yield from self._row(rank, row.codes())
         yield from self._missing()
-        yield from self._message_order()
 
-    def _check(self, code: int, rank: int, position: int) -> Problem:
-        """Check one step against what stood before it in its row, and remember it."""
-        kind = code & KIND_MASK
-        stage = code >> STAGE_SHIFT & STAGE_MASK
-        if FIRST_FSDP <= kind < FIRST_OVERLAP:
-            return self._fsdp.check(kind, stage)
+    def _row(self, rank: int, row: list[int]) -> Iterator[Finding]:
+        rule_of, seen = self._rules[rank].get, self._seen
+        for position, code in enumerate(row):
+            rule = rule_of(code & _PLACE_MASK)
+            if rule is not None:
+                needs, clashes, sets, base, source, handed = rule
+                index = base + (code >> MICROBATCH_SHIFT)
+                bits = seen[index]
+                if (
+                    bits & needs == needs
+                    and not bits & clashes
+                    and (source < 0 or seen[source + (code >> MICROBATCH_SHIFT)] & handed)
+                ):
+                    seen[index] = bits | sets
+                    continue
+            if code >= 0:
+                yield from self._look_closer(code, rank, position)
+
+    def _look_closer(self, cell: int, rank: int, position: int) -> Iterator[Finding]:
+        """Check an overlap, whose halves both need their inputs before it, or a broken rule."""
+        parts = leaves(cell)
+        for code in parts:
+            problem = self._problem(code, rank)
+            if problem is not None:
+                kind, text = problem
+                yield Finding(kind, f"rank {rank}, cell {position}: {text}", rank, position)
+        for code in parts:
+            rule = self._rules[rank].get(code & _PLACE_MASK)
+            if rule is not None:
+                self._seen[rule[3] + (code >> MICROBATCH_SHIFT)] |= rule[2]
+
+    def _problem(self, code: int, rank: int) -> tuple[FindingKind, str] | None:
+        kind, stage = code & KIND_MASK, code >> STAGE_SHIFT & STAGE_MASK
+        where = self._schedule.stage_to_rank[stage]
+        if where != rank:
+            return FindingKind.PLACEMENT, f"{unpack(code)} belongs to rank {where}"
+        if kind >= FIRST_FSDP:
+            return None
+        rule = self._rules[rank].get(code & _PLACE_MASK)
+        if rule is None:
+            return FindingKind.UNNEEDED, f"{unpack(code)} {self._why_unneeded(kind, stage)}"
+        return self._broken(rule, code)
+
+    def _broken(self, rule: _Rule, code: int) -> tuple[FindingKind, str] | None:
+        needs, clashes, _, base, source, handed = rule
+        kind, stage = code & KIND_MASK, code >> STAGE_SHIFT & STAGE_MASK
         microbatch = code >> MICROBATCH_SHIFT
-        index = stage * self._schedule.num_microbatches + microbatch
-        seen = self._seen[index]
-        self._seen[index] = seen | 1 << kind
-        if seen >> kind & 1:
-            return FindingKind.DUPLICATE, f"{unpack(code)} stands twice"
-        if kind >= FIRST_COMMUNICATION:
-            return self._check_message(code, seen, rank, position)
-        return self._check_compute(code, seen) or self._fsdp.check(kind, stage)
-
-    def _check_compute(self, code: int, seen: int) -> Problem:
-        kind = code & KIND_MASK
-        if kind == FWD:
-            return self._check_input(code, seen, FWD_RECV)
-        forward = code & ~KIND_MASK | FWD
-        if not seen >> FWD & 1:
-            return _before(code, forward)
-        if seen & (_SPLIT_BITS if kind == BWD else 1 << BWD):
-            return FindingKind.DUPLICATE, f"{unpack(code)} repeats a backward"
-        if kind != BWD_WEIGHT:
-            return self._check_input(code, seen, BWD_RECV)
-        return None if seen >> BWD_INPUT & 1 else _before(code, code & ~KIND_MASK | BWD_INPUT)
-
-    def _check_input(self, code: int, seen: int, receive: int) -> Problem:
-        """Check that the value from another stage was received, or made on this rank."""
-        schedule = self._schedule
-        stage = code >> STAGE_SHIFT & STAGE_MASK
-        microbatch = code >> MICROBATCH_SHIFT
-        other = (schedule.upstream if receive == FWD_RECV else schedule.downstream)[stage]
-        if other < 0:
-            return None
-        if self._flow.peer[receive][stage] >= 0:
-            missing = self._communication and not seen >> receive & 1
-            return _before(code, encode(receive, stage, microbatch)) if missing else None
-        made = 1 << FWD if receive == FWD_RECV else _BACKWARD_BITS
-        if self._seen[other * schedule.num_microbatches + microbatch] & made:
-            return None
-        return _before(code, encode(FWD if receive == FWD_RECV else BWD, other, microbatch))
-
-    def _check_message(self, code: int, seen: int, rank: int, position: int) -> Problem:
-        kind = code & KIND_MASK
-        peer = self._flow.peer[kind][code >> STAGE_SHIFT & STAGE_MASK]
-        if peer < 0:
-            return FindingKind.UNNEEDED, f"{unpack(code)} has no other rank to talk to"
-        if kind in {FWD_RECV, BWD_RECV}:
-            self.receives[peer, rank].append((self._flow.value_written(code), position))
-            return None
-        self.sends[rank, peer].append(self._flow.value_read(code))
-        if not seen & (1 << FWD if kind == FWD_SEND else _BACKWARD_BITS):
-            return _before(code, code & ~KIND_MASK | (FWD if kind == FWD_SEND else BWD))
+        bits = self._seen[base + microbatch]
+        if bits & clashes:
+            again = "stands twice" if bits >> kind & 1 else "repeats a backward"
+            return FindingKind.DUPLICATE, f"{unpack(code)} {again}"
+        missing = needs & ~bits
+        if missing:
+            return _before(code, stage, _lowest(missing))
+        if source >= 0 and not self._seen[source + microbatch] & handed:
+            return _before(code, source // self._schedule.num_microbatches, _lowest(handed))
         return None
 
+    def _why_unneeded(self, kind: int, stage: int) -> str:
+        if FWD_SEND <= kind <= BWD_RECV:
+            if self._flow.peer[kind][stage] < 0:
+                return "has no other rank to talk to"
+            if not self._communication:
+                return "is a message of a schedule that must have none"
+        return "belongs to a backward of a schedule that must have none"
+
+    def _all_rules(self) -> list[dict[int, _Rule]]:
+        rules: list[dict[int, _Rule]] = [{} for _ in self._schedule.steps]
+        for stage, rank in enumerate(self._schedule.stage_to_rank):
+            for kind in self._expected(stage):
+                rules[rank][encode(kind, stage)] = self._rule(kind, stage, rank)
+        return rules
+
+    def _expected(self, stage: int) -> list[int]:
+        """Return the kinds of steps that a stage may have."""
+        kinds = [FWD] if self._forward_only else [FWD, BWD, BWD_INPUT, BWD_WEIGHT]
+        if self._communication:
+            messages = [FWD_SEND, FWD_RECV]
+            messages += [] if self._forward_only else [BWD_SEND, BWD_RECV]
+            kinds += [kind for kind in messages if self._flow.peer[kind][stage] >= 0]
+        return kinds
+
+    def _rule(self, kind: int, stage: int, rank: int) -> _Rule:
+        schedule = self._schedule
+        needs, source, handed = _NEEDS[kind], -1, 0
+        if kind in _RECEIVE_OF:
+            forward = kind == FWD
+            neighbour = (schedule.upstream if forward else schedule.downstream)[stage]
+            if neighbour >= 0 and schedule.stage_to_rank[neighbour] == rank:
+                source = neighbour * schedule.num_microbatches
+                handed = 1 << FWD if forward else _GRADIENT
+            elif neighbour >= 0 and self._communication:
+                needs |= 1 << _RECEIVE_OF[kind]
+        base = stage * schedule.num_microbatches
+        return needs, _CLASHES[kind], _SETS[kind], base, source, handed
+
     def _missing(self) -> Iterator[Finding]:
-        schedule, flow = self._schedule, self._flow
-        for stage, rank in enumerate(schedule.stage_to_rank):
-            wanted = [FWD]
-            wanted += [] if self._forward_only else [BWD]
-            if self._communication:
-                messages = [FWD_RECV, FWD_SEND]
-                messages += [] if self._forward_only else [BWD_RECV, BWD_SEND]
-                wanted += [kind for kind in messages if flow.peer[kind][stage] >= 0]
-            full = sum(1 << kind for kind in wanted)
-            split = full & ~(1 << BWD) | _SPLIT_BITS
-            complete = {full} if self._forward_only else {full, split}
-            start = stage * schedule.num_microbatches
-            for microbatch in range(schedule.num_microbatches):
-                seen = self._seen[start + microbatch]
-                if seen not in complete:
-                    target = split if seen & _SPLIT_BITS else full
-                    yield from _absent(target & ~seen, stage, microbatch, rank)
-
-    def _message_order(self) -> Iterator[Finding]:
-        for edge, receives in self.receives.items():
-            for sent, (received, position) in zip(self.sends[edge], receives, strict=False):
-                if sent != received:
-                    source, destination = edge
-                    receive = self._schedule.steps[destination][position]
-                    text = f"{receive} is not the next message that rank {source} sends"
-                    yield _finding(FindingKind.MESSAGE_ORDER, text, destination, position)
-                    break
+        num = self._schedule.num_microbatches
+        for stage, rank in enumerate(self._schedule.stage_to_rank):
+            expected = sum(1 << kind for kind in self._expected(stage))
+            full = expected & ~_SPLIT
+            split = expected & ~(1 << BWD)
+            cells = self._seen[stage * num : (stage + 1) * num]
+            complete = {
+                bits | (bits >> BWD & 1 or bits >> BWD_INPUT & 1) * _GRADIENT
+                for bits in (full, split)
+            }
+            if complete.issuperset(cells):
+                continue
+            for microbatch, bits in enumerate(cells):
+                if bits not in complete:
+                    target = split if bits & _SPLIT else full
+                    yield from _absent(target & ~bits, stage, microbatch, rank)
 
 
-class _FsdpState:
-    """Which stages have their parameters; stages that are never unsharded are not managed."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._sharded = {
-            code >> STAGE_SHIFT & STAGE_MASK: True
-            for row in schedule.steps
-            for code in row.codes()
-            if code >= 0 and code & KIND_MASK == FSDP_UNSHARD
-        }
-        self._reduced = [False] * schedule.num_stages
-
-    def check(self, kind: int, stage: int) -> Problem:
-        problem = None
-        if kind == FSDP_UNSHARD:
-            if self._sharded.get(stage) is False:
-                problem = "is unsharded already"
-            self._sharded[stage] = False
-        elif kind == FSDP_RESHARD:
-            if self._sharded.get(stage, True):
-                problem = "is not unsharded"
-            self._sharded[stage] = True
-        elif kind == FSDP_REDUCE_GRAD:
-            if self._reduced[stage]:
-                problem = "reduces its gradients twice"
-            self._reduced[stage] = True
-        elif self._sharded.get(stage, False):
-            problem = "computes while its parameters are sharded"
-        elif self._reduced[stage] and _WEIGHT_BITS >> kind & 1:
-            problem = "accumulates gradients after they were reduced"
-        return None if problem is None else (FindingKind.FSDP, f"stage {stage} {problem}")
+def _lowest(bits: int) -> int:
+    """Return the kind of the lowest bit; a full backward for a gradient."""
+    return BWD if bits == _GRADIENT else (bits & -bits).bit_length() - 1
 
 
-def _before(code: int, needed: int) -> tuple[FindingKind, str]:
+def _before(code: int, stage: int, kind: int) -> tuple[FindingKind, str]:
+    needed = encode(kind, stage, code >> MICROBATCH_SHIFT)
     return FindingKind.ORDER, f"{unpack(code)} stands before {unpack(needed)}"
 
 
 def _absent(bits: int, stage: int, microbatch: int, rank: int) -> Iterator[Finding]:
-    for kind in (FWD, BWD, BWD_INPUT, BWD_WEIGHT, FWD_SEND, FWD_RECV, BWD_SEND, BWD_RECV):
+    for kind in range(FIRST_FSDP):
         if bits >> kind & 1:
             step = unpack(encode(kind, stage, microbatch))
-            message = f"rank {rank}: {step} is missing"
-            yield Finding(FindingKind.MISSING, message, rank, None)
-
-
-def _finding(kind: FindingKind, text: str, rank: int, position: int) -> Finding:
-    return Finding(kind, f"rank {rank}, cell {position}: {text}", rank, position)
+            yield Finding(FindingKind.MISSING, f"rank {rank}: {step} is missing", rank, None)

@@ -1,38 +1,75 @@
 """The entry point of the checks."""
 
-from itertools import islice
+from collections.abc import Iterator
+from itertools import chain, islice
 
+from hp_schedule.costs import Costs
 from hp_schedule.schedule import Schedule
-from hp_schedule.validation.rendezvous import Rendezvous
-from hp_schedule.validation.report import MAX_FINDINGS, ValidationReport
+from hp_schedule.simulation.channels import ChannelModel
+from hp_schedule.validation.memory import memory_findings
+from hp_schedule.validation.queues import QueueMachine
+from hp_schedule.validation.rendezvous import Rendezvous, order_deadlock
+from hp_schedule.validation.report import MAX_FINDINGS, Finding, ValidationReport
 from hp_schedule.validation.rows import RowCheck
+from hp_schedule.validation.sharding import ShardingCheck
 
 
 def validate(
-    schedule: Schedule, *, forward_only: bool | None = None, communication: bool | None = None
+    schedule: Schedule,
+    *,
+    forward_only: bool | None = None,
+    communication: bool | None = None,
+    channels: ChannelModel | None = None,
+    max_active_stages: int | None = None,
+    memory_limit: float | None = None,
+    costs: Costs | None = None,
 ) -> ValidationReport:
     """Prove that a schedule can run and does every step once, or find why not.
 
     Checked are: each step on the rank of its stage; each forward and each backward (whole, or
-    split in two) exactly once; no step before what it needs on its own rank; every value that
-    another rank needs sent once and received once, in the same order on each directed edge; FSDP
-    steps around the compute steps they serve; and that the rows run to their end even if sends
-    block until their receives are posted, with one channel per directed edge. Linear in the
-    number of steps.
+    split in two) exactly once; no step before what it needs on its own rank, both halves of an
+    overlap at its start; every value that another rank needs sent once and received once, in the
+    same order on each directed edge; parameters gathered before and freed after the compute steps
+    they serve, gradients reduced once and last; activations within memory; and that the rows run
+    to their end. Linear in the number of steps.
 
     Args:
         schedule: Any.
         forward_only: Whether there must be no backward at all; default: whether there is none.
         communication: Whether messages must be there; default: whether there are any. Without,
             the order of the compute steps is checked as if values were everywhere at once.
+        channels: The machine on which messages must not deadlock: one that has a communicator for
+            each directed edge, for each pair of ranks, or one for all, and on which sends and
+            receives hold up nobody. Default: every machine, even one on which each send and each
+            receive holds up its rank until the other side is there. Then the order in which
+            a rank launches messages, collectives of sharded parameters and collectives inside
+            compute steps has no cycle over the ranks either.
+        max_active_stages: Most stages whose parameters a rank may hold gathered; default: any.
+        memory_limit: Most memory that the activations of a rank may take; default: any.
+        costs: For `activation`; default: a microbatch takes 1 on a rank, shared by its stages.
     """
     if forward_only is None:
         forward_only = schedule.is_forward_only
     if communication is None:
         communication = schedule.has_communication
     rows = RowCheck(schedule, forward_only=forward_only, communication=communication)
-    findings = tuple(islice(rows.findings(), MAX_FINDINGS))
+    sharding = ShardingCheck(schedule, max_active_stages=max_active_stages)
+    found: Iterator[Finding] = chain(rows.findings(), sharding.findings())
+    if memory_limit is not None:
+        activation = costs.activation if costs else schedule.num_ranks / schedule.num_stages
+        found = chain(found, memory_findings(schedule, activation, memory_limit))
+    findings = tuple(islice(found, MAX_FINDINGS))
     if not findings:
-        deadlock = Rendezvous(schedule, communication=communication).deadlock()
-        findings = () if deadlock is None else (deadlock,)
+        finding = _deadlock(schedule, channels) if communication else order_deadlock(schedule)
+        findings = () if finding is None else (finding,)
     return ValidationReport(schedule, findings)
+
+
+def _deadlock(schedule: Schedule, channels: ChannelModel | None) -> Finding | None:
+    machine = Rendezvous(schedule)
+    if machine.run():
+        return None
+    mismatch = machine.mismatch()
+    if mismatch is not None or channels is None:
+        return mismatch or machine.deadlock()
+    return QueueMachine(schedule, channels).deadlock()
