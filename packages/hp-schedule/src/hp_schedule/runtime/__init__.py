@@ -5,18 +5,21 @@ from hp_schedule.runtime.context import Batch, PipelineContext
 from hp_schedule.runtime.defer import defer_weight_gradients
 from hp_schedule.runtime.fsdp import FullySharded
 from hp_schedule.runtime.graph_cut import GraphCuttingSplitter
-from hp_schedule.runtime.result import PipelineResult
-from hp_schedule.runtime.runtime import PipelineScheduleRuntime
-from hp_schedule.runtime.schedules import (
-    PipelineSchedule,
+from hp_schedule.runtime.named import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
-    from_schedule,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZeroBubble,
 )
+from hp_schedule.runtime.result import PipelineResult
+from hp_schedule.runtime.runtime import PipelineScheduleRuntime
+from hp_schedule.runtime.schedules import PipelineSchedule, from_schedule
 from hp_schedule.runtime.sharding import StageSharding
 from hp_schedule.runtime.shared import SharedParameterInfo, SharedParameters, share_parameters
 from hp_schedule.runtime.specs import TensorSpec
+from hp_schedule.runtime.split_model import SplitModel, split_model
 from hp_schedule.runtime.stage import PipelineStage
 from hp_schedule.runtime.torch_schedule import TorchSchedule, as_torch_schedule
 from hp_schedule.runtime.transport import EdgeGroups, TorchTransport, build_edge_groups
@@ -36,8 +39,12 @@ __all__ = [
     "Schedule1F1B",
     "ScheduleGPipe",
     "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
+    "ScheduleZeroBubble",
     "SharedParameterInfo",
     "SharedParameters",
+    "SplitModel",
     "StageSharding",
     "TensorSpec",
     "TorchSchedule",
@@ -47,4 +54,5 @@ __all__ = [
     "defer_weight_gradients",
     "from_schedule",
     "share_parameters",
+    "split_model",
 ]

@@ -1,4 +1,4 @@
-"""The schedules by name: each makes its own order, messages, process groups and transport."""
+"""Runtimes that make their own schedule, messages, process groups and transport."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -6,7 +6,6 @@ from typing import ClassVar, Unpack
 
 import torch.distributed as dist
 
-from hp_schedule.generators import gpipe, interleaved_1f1b, one_f_one_b
 from hp_schedule.ir import MetaStep
 from hp_schedule.packing import FSDP_REDUCE_GRAD, FSDP_RESHARD, FSDP_UNSHARD
 from hp_schedule.passes import add_fsdp_reduce_grad, add_fsdp_unshard_reshard, add_send_recv
@@ -143,34 +142,6 @@ class PipelineSchedule(PipelineScheduleRuntime):
                 f"pipelines ({self.num_ranks})"
             )
         return order if order.has_communication else add_send_recv(order)
-
-
-class ScheduleGPipe(PipelineSchedule):
-    """All forwards, then all backwards; one stage per rank."""
-
-    def construct_exec_order(self) -> Schedule:
-        """Return `gpipe`."""
-        return gpipe(self.num_ranks, num_microbatches=self.num_microbatches)
-
-
-class Schedule1F1B(PipelineSchedule):
-    """One forward, one backward; one stage per rank."""
-
-    def construct_exec_order(self) -> Schedule:
-        """Return `one_f_one_b`."""
-        return one_f_one_b(self.num_ranks, num_microbatches=self.num_microbatches)
-
-
-class ScheduleInterleaved1F1B(PipelineSchedule):
-    """1F1B over several stages per rank; any number of microbatches."""
-
-    def construct_exec_order(self) -> Schedule:
-        """Return `interleaved_1f1b`."""
-        return interleaved_1f1b(
-            self.num_ranks,
-            num_microbatches=self.num_microbatches,
-            num_stages_per_rank=self.num_stages_per_rank,
-        )
 
 
 class _Given(PipelineSchedule):
