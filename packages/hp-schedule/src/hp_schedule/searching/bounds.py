@@ -11,6 +11,8 @@ from math import floor, inf, isinf
 from hp_schedule.searching.problem import Problem
 
 _EPSILON = 1e-9
+_LARGE = 20_000
+"""Steps from which the one bound that takes long is worked out for some ranks only."""
 
 
 def lower_bound(problem: Problem) -> float:
@@ -18,9 +20,9 @@ def lower_bound(problem: Problem) -> float:
 
     The largest of:
 
-    - for each rank, the shortest preemptive schedule of its steps alone, each not before the work
-      that must precede it elsewhere, and followed by the work that must come after it (Jackson's
-      preemptive schedule; Carlier 1982);
+    - for each rank, in large problems for the two ends and the busiest, the shortest preemptive
+      schedule of its steps alone, each not before the work that must precede it elsewhere, and
+      followed by the work that must come after it (Jackson's preemptive schedule; Carlier 1982);
     - for each rank, its work plus the time it must stand idle because its memory is full before the
       first input gradient can come back, or, seen from the end, before the last forward;
     - for each stage, microbatches one after another in as many slots as fit its memory;
@@ -28,9 +30,16 @@ def lower_bound(problem: Problem) -> float:
     """
     heads, tails = _heads_and_tails(problem)
     bounds = [0.0]
-    for rank in range(problem.num_ranks):
-        steps = [step for step, place in enumerate(problem.rank) if place == rank]
-        bounds.append(_one_machine(problem, steps, heads, tails))
+    of_rank: list[list[int]] = [[] for _ in range(problem.num_ranks)]
+    for step, rank in enumerate(problem.rank):
+        of_rank[rank].append(step)
+    work = [sum(problem.duration[step] for step in steps) for steps in of_rank]
+    telling = set(range(problem.num_ranks))
+    if problem.num_steps > _LARGE:
+        telling = {0, problem.num_ranks - 1, work.index(max(work))}
+    for rank, steps in enumerate(of_rank):
+        if rank in telling:
+            bounds.append(_one_machine(problem, steps, heads, tails))
         parts = [
             [step for step in steps if step // problem.part == part]
             for part in range(len(problem.kinds))

@@ -20,6 +20,10 @@ Place = tuple[int, PlacementStyle]
 """Stages per rank, and how they are placed."""
 
 _EPSILON = 1e-9
+_TIGHTENED = 3
+"""From how many closed forms and first plans of each space the search starts."""
+_FIRST_FIELD, _LAST_FIELD = 1.0, 0.04
+"""How far behind a space may lie and still be tried with the first and the last recipes."""
 _FOCUS = 1.2
 """How much likelier the space with the best schedule is to be varied than the next one."""
 
@@ -118,13 +122,14 @@ def search(
         split_backward: Whether to split backwards into I and W; without, weight gradients are
             computed with the input's.
         num_candidates: Plans to build at most; default: until the time is up.
-        time_budget: Seconds, beside those for the closed forms and bounds.
+        time_budget: Seconds; the closed forms and the bounds are worked out however little.
         seed: Of the variations.
 
     Raises:
         ValueError: If a count is below 1, costs are of stages and `virtual` has several numbers,
             or nothing fits the memory.
     """
+    deadline = time.monotonic() + time_budget
     if latency is not None:
         costs = replace(costs, latency=latency)
     virtual = tuple(dict.fromkeys(virtual))
@@ -138,7 +143,6 @@ def search(
         split_backward=split_backward,
     )
     random = Random(seed)  # noqa: S311 - nothing is secret
-    deadline = time.monotonic() + time_budget
     built = 0
     ended_by: Literal["bound", "candidates", "time"] = "bound"
     for build in spaces.candidates(random):
@@ -192,15 +196,15 @@ class _Spaces:
 
     def candidates(self, random: Random) -> Iterator[Callable[[], None]]:
         """Yield one way after another to build a schedule, until none can be shorter."""
-        for _, space in self._open():
-            yield space.tighten_kept
-        for recipe in RECIPES:
-            for _, space in self._open():
+        for _ in range(_TIGHTENED):
+            for space in self._open(_FIRST_FIELD):
+                yield space.tighten_next
+        for round_index, recipe in enumerate(RECIPES):
+            for space in self._open(max(_FIRST_FIELD / (round_index + 1), _LAST_FIELD)):
                 yield partial(space.follow, recipe)
-        while spaces := self._open():
-            spaces.sort(key=lambda entry: entry[1].best.makespan)
+        while spaces := self._open(math.inf):
             index = min(int(random.expovariate(_FOCUS)), len(spaces) - 1)
-            yield partial(spaces[index][1].vary, random)
+            yield partial(spaces[index].vary, random)
 
     def result(
         self, num_candidates: int, ended_by: Literal["bound", "candidates", "time"]
@@ -222,10 +226,19 @@ class _Spaces:
             ended_by=ended_by,
         )
 
-    def _open(self) -> list[tuple[Place, Space]]:
-        """Return the spaces that may hold something shorter than the best so far."""
-        best = min(space.best.makespan for _, space in self._all)
-        return [entry for entry in self._all if entry[1].bound < best - _EPSILON]
+    def _open(self, field: float) -> list[Space]:
+        """Return the spaces that may hold something shorter than the best so far, best first.
+
+        Args:
+            field: How much longer than the best of all a space's best may be, as a share.
+        """
+        spaces = sorted((space for _, space in self._all), key=lambda space: space.best.makespan)
+        best = spaces[0].best.makespan
+        return [
+            space
+            for space in spaces
+            if space.bound < best - _EPSILON and space.best.makespan <= best * (1 + field)
+        ]
 
 
 def _orders(costs: Costs, num_stages: int, num_microbatches: int) -> list[tuple[int, ...]]:

@@ -94,6 +94,7 @@ class Space:
         self._mirror = self._problem.reversed()
         self.bound = lower_bound(self._problem)
         self._pool = [self._first()]
+        self._loose = self._pool.copy()
 
     @property
     def best(self) -> Candidate:
@@ -114,11 +115,15 @@ class Space:
             if span.step.type.is_compute:
                 self._set_starts(starts, pack(span.step), span.start)
         plan = Plan(starts, [], result.makespan)
-        self._keep(Candidate(result.makespan, name, plan, 1.0, schedule))
+        candidate = Candidate(result.makespan, name, plan, 1.0, schedule)
+        self._keep(candidate)
+        self._loose.append(candidate)
+        self._loose.sort(key=lambda loose: loose.makespan)
 
-    def tighten_kept(self) -> None:
-        """Tighten what was adopted."""
-        for old in tuple(self._pool):
+    def tighten_next(self) -> None:
+        """Tighten the best of the plans that the space began with, if one is left."""
+        if self._loose:
+            old = self._loose.pop(0)
             plan = tighten(self._problem, self._mirror, old.plan, patience=old.patience)
             if plan is not old.plan:
                 origin = f"{old.origin}, tightened"
