@@ -224,14 +224,12 @@ class StageDriver:
         """Keep output and loss of a chain; return what the backward starts from."""
         if self._keep_outputs:
             self.outputs[entry] = _detached(output)
-        if self._loss_fn is None:
-            loss = output
-        elif self._batch.targets:
-            loss = self._loss_fn(output, self._batch.targets[entry])
-        else:
+        # Without a loss function what the stage returns in training is the loss.
+        if not (self._training if self._loss_fn is None else self._batch.targets):
             return ()
-        if self._loss_fn is None and not self._training:
-            return ()
+        loss = (
+            output if self._loss_fn is None else self._loss_fn(output, self._batch.targets[entry])
+        )
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shown = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss ({shown}) must be a scalar")
