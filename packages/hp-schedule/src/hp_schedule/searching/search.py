@@ -189,6 +189,7 @@ class _Spaces:
                 num_microbatches=num_microbatches,
                 num_stages_per_rank=number,
                 style=style,
+                split_backward=split_backward,
             )
             for name, schedule in forms:
                 space.adopt(name, schedule)
