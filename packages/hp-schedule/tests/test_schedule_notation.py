@@ -1,13 +1,17 @@
 """Schedules as CSV and JSON."""
 
 import json
+import string
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hp_schedule import (
     MetaStep,
+    MetaStepType,
     Schedule,
     add_send_recv,
     forward_only,
@@ -70,6 +74,8 @@ def test_csv_takes_the_place_of_each_stage_from_its_steps() -> None:
         ("0F0,0B0x\n", "rank 0, cell 1: step"),
         ("0F0\n0B0\n", r"rank 1, cell 0: stage \(0\) of 0B0 must be on one rank"),
         ("0F0\n2F0\n", r"stage \(1\) must be on a rank"),
+        ("0F0,999999999999F0\n", r"stage \(1\) must be on a rank"),
+        ("0F0,0B99999\n", r"microbatch_index \(99999\) must be < 32768"),
         ("\n", "must have at least 1"),
     ],
 )
@@ -125,6 +131,7 @@ def test_the_order_of_the_halves_tells_which_overlap_it_is() -> None:
     ("changes", "message"),
     [
         ({"version": 2}, r"version \(2\) must be 1"),
+        ({"version": True}, r"version \(True\) must be 1"),
         ({"version": "absent"}, "must have 'version'"),
         ({"extra": 1}, r"key \('extra'\) must be one of version 1's"),
         ({"num_ranks": 2}, r"num_ranks \(2\) must equal len\(ranks\) \(1\)"),
@@ -148,7 +155,7 @@ def test_bad_json_is_refused_with_what_is_wrong(changes: dict[str, Any], message
         from_json(json.dumps(_document(**changes)))
 
 
-@pytest.mark.parametrize("text", ["{", "{}", "[]"])
+@pytest.mark.parametrize("text", ["{", "{}", "[]", "[" * 100_000])
 def test_json_that_is_no_schedule_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="schedule must"):
         from_json(text)
@@ -159,3 +166,68 @@ def test_a_file_is_read_in_either_format(tmp_path: Path) -> None:
     for name, text in (("a.json", to_json(schedule)), ("a.csv", to_csv(schedule))):
         (tmp_path / name).write_text(text)
         assert load(tmp_path / name) == schedule
+
+
+def _leaf_steps(kinds: list[MetaStepType]) -> st.SearchStrategy[MetaStep]:
+    return st.builds(MetaStep, st.sampled_from(kinds), st.integers(0, 3), st.integers(0, 3))
+
+
+_FSDP = [kind for kind in MetaStepType if kind.is_fsdp]
+_LEAVES = [kind for kind in MetaStepType if not (kind.is_overlap or kind.is_fsdp)]
+_OVERLAPS = st.builds(
+    lambda f, b, flip: (
+        MetaStep(MetaStepType.OVERLAP_B_F, sub_steps=(b, f))
+        if flip
+        else MetaStep(MetaStepType.OVERLAP_F_B, sub_steps=(f, b))
+    ),
+    _leaf_steps([MetaStepType.FWD]),
+    _leaf_steps([MetaStepType.BWD, MetaStepType.BWD_INPUT]),
+    st.booleans(),
+)
+_STEPS = st.one_of(
+    _leaf_steps(_LEAVES),
+    st.builds(MetaStep, st.sampled_from(_FSDP), st.integers(0, 3)),
+    _OVERLAPS,
+)
+
+
+@given(_STEPS)
+def test_any_step_reads_back_from_its_text(step: MetaStep) -> None:
+    assert MetaStep.from_str(str(step)) == step
+
+
+@given(_STEPS, st.text(string.ascii_letters + string.digits + "();_,", min_size=1))
+def test_a_step_with_junk_behind_it_is_refused_or_another_step(step: MetaStep, junk: str) -> None:
+    try:
+        found = MetaStep.from_str(f"{step}{junk}")
+    except ValueError:
+        return
+    # Only more digits make a longer step, and with zeros in front even the same one.
+    assert junk.isdecimal()
+    assert found.microbatch_index != step.microbatch_index or step.microbatch_index == 0
+
+
+@given(st.lists(st.lists(st.none() | _STEPS, max_size=6), min_size=1, max_size=3), st.randoms())
+def test_any_rows_read_back_from_json(rows: list[list[MetaStep | None]], rng: Any) -> None:
+    schedule = Schedule.from_steps(
+        rows,
+        stage_to_rank=[rng.randrange(len(rows)) for _ in range(4)],
+        num_microbatches=4,
+        chains=rng.choice([[], [[0, 1], [3, 2]], [[3, 1, 2, 0]]]),
+    )
+    assert from_json(to_json(schedule)) == schedule
+
+
+@given(st.data())
+def test_damaged_text_is_refused_or_read_as_what_it_says(data: st.DataObject) -> None:
+    schedule = data.draw(st.sampled_from(_SCHEDULES))
+    write, read = data.draw(st.sampled_from([(to_csv, from_csv), (to_json, from_json)]))
+    text = write(schedule)
+    begin = data.draw(st.integers(0, len(text)))
+    end = min(len(text), begin + data.draw(st.integers(0, 3)))
+    junk = data.draw(st.text('0123456789FBIW_SENDRCV();,[]{}": \n', max_size=3))
+    try:
+        found = read(text[:begin] + junk + text[end:])
+    except ValueError:
+        return
+    assert read(write(found)) == found

@@ -58,9 +58,9 @@ def from_csv(text: str) -> Schedule:
                 num_microbatches = max(num_microbatches, 1 + microbatch)
     if not place:
         raise ValueError("schedule (0 steps) must have at least 1")
-    missing = set(range(max(place) + 1)) - set(place)
-    if missing:
-        raise ValueError(f"stage ({min(missing)}) must be on a rank, no step names it")
+    missing = next((stage for stage in range(len(place)) if stage not in place), None)
+    if missing is not None:
+        raise ValueError(f"stage ({missing}) must be on a rank, no step names it")
     return Schedule.from_steps(
         rows,
         stage_to_rank=[place[stage] for stage in sorted(place)],
@@ -102,7 +102,7 @@ def from_json(text: str) -> Schedule:
     """
     try:
         document = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"schedule must be JSON: {error}") from None
     _check_document(document)
     ranks = document["ranks"]
@@ -181,7 +181,9 @@ def _check_document(document: Any) -> None:
         known = key in {*_REQUIRED, "chains"}
         _require(known, f"key ({key!r}) must be one of version {_VERSION}'s")
     version = document["version"]
-    _require(version == _VERSION, f"version ({version!r}) must be {_VERSION}")
+    _require(
+        _is_count(version) and version == _VERSION, f"version ({version!r}) must be {_VERSION}"
+    )
     for key in ("num_ranks", "num_microbatches"):
         number = document[key]
         _require(_is_count(number), f"{key} ({number!r}) must be a whole number >= 0")

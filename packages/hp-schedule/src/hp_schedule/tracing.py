@@ -13,6 +13,8 @@ from hp_schedule.executor import Executor, run_together
 from hp_schedule.ir import MetaStep, MetaStepType
 from hp_schedule.schedule import Schedule
 
+_UNSHARD = MetaStepType.FSDP_UNSHARD
+
 Symbol = Hashable
 """A value, written as the nested tuple of what it was computed from."""
 
@@ -24,10 +26,12 @@ class Trace:
     Attributes:
         outputs: By (stage, microbatch): the output.
         weight_grads: By stage: what was added to the weight gradients, in order.
+        reduced: By stage: how much of that had been added when the gradients were reduced.
     """
 
     outputs: dict[tuple[int, int], Symbol]
     weight_grads: dict[int, list[Symbol]]
+    reduced: dict[int, list[int]]
 
 
 def trace(schedule: Schedule) -> Trace:
@@ -35,10 +39,12 @@ def trace(schedule: Schedule) -> Trace:
 
     Raises:
         DeadlockError: If it cannot run to its end.
-        KeyError: If a step needs a value that was never made or was used up.
+        KeyError: If a step needs a value that was never made or was used up, or parameters that
+            are sharded.
     """
     edges = _Edges()
-    result = Trace({}, {stage: [] for stage in range(schedule.num_stages)})
+    stages = range(schedule.num_stages)
+    result = Trace({}, {stage: [] for stage in stages}, {stage: [] for stage in stages})
     ranks = [_TracedRank(rank, schedule, edges, result) for rank in range(schedule.num_ranks)]
     run_together([Executor(row, rank) for row, rank in zip(schedule.steps, ranks, strict=True)])
     return result
@@ -75,6 +81,9 @@ class _TracedRank:
         self._saved: dict[tuple[int, int], Symbol] = {}
         self._pending: dict[tuple[int, int], tuple[Symbol, Symbol]] = {}
         self._outgoing: dict[tuple[MetaStepType, int, int], Symbol] = {}
+        # Stages that the schedule never gathers have their parameters.
+        managed = {s.stage_index for s in schedule.steps[rank] if s and s.type is _UNSHARD}
+        self._gathered = set(range(schedule.num_stages)) - managed
 
     def ready(self, step_type: MetaStepType, stage_index: int, microbatch_index: int) -> bool:
         if step_type in {MetaStepType.FWD_SEND, MetaStepType.BWD_SEND}:
@@ -86,6 +95,7 @@ class _TracedRank:
         return True
 
     def forward(self, stage_index: int, microbatch_index: int) -> None:
+        self._use(stage_index)
         key = (stage_index, microbatch_index)
         value = self._take(MetaStepType.FWD_RECV, self._inputs, key, ("x", microbatch_index))
         output = ("F", stage_index, value)
@@ -101,6 +111,7 @@ class _TracedRank:
         self.backward_weight(stage_index, microbatch_index)
 
     def backward_input(self, stage_index: int, microbatch_index: int) -> None:
+        self._use(stage_index)
         key = (stage_index, microbatch_index)
         loss = ("loss", self._result.outputs[key])
         grad = self._take(MetaStepType.BWD_RECV, self._grads, key, loss)
@@ -112,6 +123,7 @@ class _TracedRank:
         self._outgoing[MetaStepType.BWD_SEND, stage_index, microbatch_index] = result
 
     def backward_weight(self, stage_index: int, microbatch_index: int) -> None:
+        self._use(stage_index)
         grad = self._pending.pop((stage_index, microbatch_index))
         self._result.weight_grads[stage_index].append(grad)
 
@@ -128,13 +140,13 @@ class _TracedRank:
         self._post(MetaStepType.BWD_RECV, stage_index, microbatch_index)
 
     def unshard(self, stage_index: int) -> None:
-        """Symbols are never sharded."""
+        self._gathered.add(stage_index)
 
     def reshard(self, stage_index: int) -> None:
-        """Symbols are never sharded."""
+        self._gathered.remove(stage_index)
 
     def reduce_grad(self, stage_index: int) -> None:
-        """Symbols are never reduced."""
+        self._result.reduced[stage_index].append(len(self._result.weight_grads[stage_index]))
 
     def overlap(self, step: MetaStep) -> None:
         for half in step.sub_steps:
@@ -144,6 +156,10 @@ class _TracedRank:
                 MetaStepType.BWD_INPUT: self.backward_input,
             }[half.type]
             run(half.stage_index or 0, half.microbatch_index or 0)
+
+    def _use(self, stage: int) -> None:
+        if stage not in self._gathered:
+            raise KeyError(f"parameters of stage {stage}")
 
     def _send(self, step_type: MetaStepType, stage: int, microbatch: int) -> None:
         edge = (self._rank, self._peer(step_type, stage))
