@@ -199,6 +199,7 @@ def test_a_slow_edge_and_large_messages_are_priced() -> None:
     slow = ModelCosts(latency={(0, 1): 3.0, (1, 0): 0.0}, message=2.0, bandwidth=4.0)
     find = partial(search, num_ranks=2, num_microbatches=4, virtual=(1,), num_candidates=40)
     result = find(slow)
+    # Two messages of half a unit of time each share a channel.
     check(result, slow.of_stages(2, 2))
     assert result.makespan > find(fast).makespan + 3
 
@@ -221,7 +222,12 @@ def test_any_priorities_lead_to_the_end_in_the_least_memory(data: st.DataObject)
     memory = data.draw(st.floats(1, 5))
     seed = data.draw(st.integers(0, 1000))
     share = 1 / number
-    costs = Costs(forward * share, share, weight * share, share, latency=latency)
+    random = Random(seed)
+    sizes = [
+        [random.uniform(0.1, 1.0) * share for _ in range(num_microbatches)]
+        for _ in range(num_ranks * number)
+    ]
+    costs = Costs(forward * share, share, weight * share, sizes, latency=latency)
     task = problem(
         costs,
         num_ranks=num_ranks,
@@ -230,7 +236,6 @@ def test_any_priorities_lead_to_the_end_in_the_least_memory(data: st.DataObject)
         memory_limit=memory,
         style=style,
     )
-    random = Random(seed)
     priority = [random.random() for _ in range(task.num_steps)]
     plan = construct(task, priority, patience=random.choice((0.0, 1.0)))
     assert plan is not None

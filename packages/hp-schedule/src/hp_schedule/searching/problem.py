@@ -163,15 +163,14 @@ class Problem:
         ]
 
     def _with_reserve(self, activation: Sequence[float]) -> list[float]:
-        """Return what a stage takes, and what the rank's later stages will for the microbatch."""
+        """Return what a stage takes, and the most that each later stage of its rank may take."""
         needs = list(activation)
-        reserve = [[0.0] * self.num_microbatches for _ in range(self.num_ranks)]
-        for stage in reversed(range(self.num_stages)):
-            later = reserve[self.stage_to_rank[stage]]
-            start = stage * self.num_microbatches
-            for place in range(self.num_microbatches):
-                later[place] += activation[start + place]
-                needs[start + place] = max(later)
+        reserve = [0.0] * self.num_ranks
+        num = self.num_microbatches
+        for stage, rank in reversed(list(enumerate(self.stage_to_rank))):
+            cells = slice(stage * num, (stage + 1) * num)
+            needs[cells] = [size + reserve[rank] for size in activation[cells]]
+            reserve[rank] += max(activation[cells])
         return needs
 
     def _set_lags(self, costs: Costs) -> None:

@@ -1,7 +1,8 @@
 """One way to place the stages, and the best plans found for it so far."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from random import Random
 from typing import NamedTuple
 
@@ -92,8 +93,10 @@ class Space:
             split_backward=split_backward,
         )
         self._mirror = self._problem.reversed()
+        self._is_contended = costs.bandwidth < inf
         self.bound = lower_bound(self._problem)
-        self._pool = [self._first()]
+        self._pool: list[Candidate] = []
+        self._keep(self._first())
         self._loose = self._pool.copy()
 
     @property
@@ -182,6 +185,10 @@ class Space:
         return [start + shifts[step // num] for step, start in enumerate(plan.starts)]
 
     def _keep(self, candidate: Candidate) -> None:
+        if self._is_contended and candidate.schedule is None:
+            # Messages that wait for each other are more than the problem knows of.
+            makespan = simulate(self.schedule(candidate), self._costs).makespan
+            candidate = replace(candidate, makespan=makespan)
         if any(candidate.plan.starts == other.plan.starts for other in self._pool):
             return
         if len(self._pool) == _POOL_SIZE:
