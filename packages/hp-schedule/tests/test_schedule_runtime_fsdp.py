@@ -1,7 +1,9 @@
 """FSDP2 under a schedule: data parallel 2 x pipeline 2 against one process."""
 
+import threading
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,12 +23,14 @@ from hp_schedule import (
     Schedule,
     add_fsdp_reduce_grad,
     add_fsdp_unshard_reshard,
+    gpipe,
     interleaved_1f1b,
     one_f_one_b,
 )
 from hp_schedule.runtime import (
     FullySharded,
     GraphCuttingSplitter,
+    PipelineContext,
     PipelineStage,
     TensorSpec,
     defer_weight_gradients,
@@ -263,3 +267,140 @@ def test_gradients_are_those_of_one_process_and_only_fsdp_steps_communicate(
         scattered = [n for key, n in outcome.collectives.items() if key.startswith("REDUCE_GRAD")]
         modules = (2 + shard_root) * len(placed)
         assert scattered == [modules * repeats], "each module reduces once in a run"
+
+
+class Waiting(Block):
+    """Lets a backward in another thread finish while its forward is under way."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.entered, self.go_on = threading.Event(), threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.entered.set()
+        assert self.go_on.wait(timeout=10)
+        return super().forward(x)
+
+
+def run_in_two_threads() -> dict[str, Tensor]:
+    """Run the backward of microbatch 0 inside the forward of microbatch 1, on one stage."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    module = nn.Sequential(Waiting(0), Block(1)).double()
+    waiting: Any = module[0]
+    for inner in (*module, module):
+        fully_shard(inner, mesh=mesh)
+    pair = MetaStep(MetaStepType.OVERLAP_B_F, sub_steps=(leaf(BWD, 0, 0), leaf(FWD, 0, 1)))
+    schedule = Schedule.from_steps(
+        [[leaf(FWD, 0, 0), pair, leaf(BWD, 0, 1)]], stage_to_rank=[0], num_microbatches=2
+    )
+    schedule = with_fsdp(schedule, 1)
+    stages = [make_stage(schedule, 0, module, "none")]
+    collectives = Collectives()
+    runtime = from_schedule(
+        schedule,
+        stages,
+        pipelines=[[0], [1]],
+        loss_fn=loss_fn,
+        sharding=FullySharded(stages),
+        on_step=lambda step: setattr(collectives, "step", step),
+    )
+
+    def overlap(step: MetaStep, context: PipelineContext) -> None:
+        backward, forward = step.sub_steps
+        waiting.entered.clear()
+        waiting.go_on.clear()
+        with ThreadPoolExecutor(1) as pool:
+            going = pool.submit(context.run, forward)
+            assert waiting.entered.wait(timeout=10)
+            context.run(backward)
+            waiting.go_on.set()
+            going.result(timeout=10)
+
+    runtime.register_custom_function(MetaStepType.OVERLAP_B_F, overlap)
+    waiting.go_on.set()
+    inputs, targets = batch(2, dist.get_rank())
+    with collectives:
+        runtime.run_microbatches(inputs, None, targets)
+    assert {key.split()[0] for key in collectives.counts} == {"UNSHARD", "REDUCE_GRAD"}
+    grads = {}
+    for name, parameter in module.named_parameters():
+        assert isinstance(parameter.grad, DTensor)
+        grads[name] = parameter.grad.full_tensor()
+    return grads
+
+
+def test_overlap_in_two_threads_on_one_stage_keeps_its_parameters() -> None:
+    module = nn.Sequential(Block(0), Block(1)).double()
+    for part in range(2):
+        for (x,), target in zip(*batch(2, part), strict=True):
+            torch.autograd.backward(loss_fn(module(x), target) / 2)
+    wanted = {name: parameter.grad for name, parameter in module.named_parameters()}
+    for grads in run_distributed(run_in_two_threads, world_size=2):
+        torch.testing.assert_close(grads, wanted, rtol=1e-12, atol=1e-12)
+
+
+def in_mixed_precision() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the gradients of a schedule and of FSDP's own hooks, microbatch by microbatch."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    modules = []
+    for _ in range(2):
+        module = nn.Sequential(Block(0), Block(1))
+        for inner in (*module, module):
+            fully_shard(inner, mesh=mesh, mp_policy=policy)
+        modules.append(module)
+    schedule = with_fsdp(split_backwards(gpipe(1, num_microbatches=3)), 1)
+    stages = [make_stage(schedule, 0, modules[0], "none")]
+    runtime = from_schedule(
+        schedule, stages, pipelines=[[0], [1]], loss_fn=loss_fn, sharding=FullySharded(stages)
+    )
+    inputs, targets = batch(3, dist.get_rank())
+    runtime.run_microbatches([(x.float(),) for (x,) in inputs], None, targets)
+    for index, ((x,), target) in enumerate(zip(inputs, targets, strict=True)):
+        modules[1].set_requires_gradient_sync(index == 2)  # type: ignore[operator]
+        torch.autograd.backward(loss_fn(modules[1](x.float()), target))
+    found = []
+    for module in modules:
+        grads = {}
+        for name, parameter in module.named_parameters():
+            assert isinstance(parameter.grad, DTensor)
+            assert parameter.grad.dtype == torch.float32
+            grads[name] = parameter.grad.full_tensor()
+        found.append(grads)
+    return found[0], found[1]
+
+
+def test_mixed_precision_gives_the_gradients_of_fsdps_own_accumulation() -> None:
+    for got, wanted in run_distributed(in_mixed_precision, world_size=2):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+def refusals() -> list[str]:
+    mesh = init_device_mesh("cpu", (1,))
+    module: Any = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=mesh)
+    plain = gpipe(1, num_microbatches=1)
+    halved = split_backwards(plain)
+    gathered = add_fsdp_unshard_reshard(plain)
+    stages = [make_stage(plain, 0, nn.Sequential(module), "none")]
+    sharding = FullySharded(stages)
+    messages = []
+    for schedule, given in ((halved, None), (gathered, sharding)):
+        with pytest.raises(ValueError) as caught:
+            from_schedule(schedule, stages, loss_fn=loss_fn, sharding=given)
+        messages.append(str(caught.value))
+    with pytest.raises(ValueError) as caught:
+        FullySharded([make_stage(plain, 0, nn.Linear(2, 2), "none")])
+    messages.append(str(caught.value))
+    reduced = add_fsdp_reduce_grad(plain)
+    runtime = from_schedule(reduced, stages, loss_fn=loss_fn, sharding=sharding)
+    with pytest.raises(RuntimeError) as failed:
+        runtime.run_microbatches([(torch.ones(1, WIDTH),)], None, [torch.ones(1, WIDTH)])
+    return [*messages, str(failed.value)]
+
+
+def test_what_would_leave_gradients_unreduced_is_refused() -> None:
+    [[alone, gathered, unsharded, ungathered]] = run_distributed(refusals, world_size=1)
+    assert alone.startswith("sharding (None) must be given: fully_shard was applied to stage 0")
+    assert gathered.startswith("schedule must have a REDUCE_GRAD step for stage 0")
+    assert unsharded == "stages ([0]) must have modules that fully_shard was applied to"
+    assert ungathered.startswith("parameters of stage 0 must be gathered before it computes")

@@ -14,6 +14,7 @@ from hp_platform.collectives import (
     wait_tensor,
 )
 from hp_platform.device import backend_for, local_device
+from hp_platform.fsdp import set_fsdp_frees_parameters
 from hp_platform.groups import mesh_of, new_group, resolve_group
 from hp_platform.launch import RankInfo, Runtime, initialize, shutdown
 from hp_platform.p2p import irecv, isend
@@ -51,6 +52,7 @@ __all__ = [
     "new_group",
     "reduce_scatter_uneven",
     "resolve_group",
+    "set_fsdp_frees_parameters",
     "shutdown",
     "start_all_to_all",
     "submit_weight_grad",

@@ -101,6 +101,15 @@ def version_of(x: Tensor) -> int:
     return x._version
 
 
+def fsdp_param_groups(module: Any) -> list[Any]:
+    """What FSDP2 gathers and frees together of a sharded module, not of those inside it."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
+
+
 def backend_name(group: ProcessGroup | None, device: torch.device) -> str | None:
     """Name of the backend that serves `device` in `group`; None if there is none."""
     if group is None:

@@ -7,7 +7,9 @@ also cast inputs for mixed precision, but are left nothing to launch: parameters
 they run, and reducing and freeing are switched off. In REDUCE_GRAD reducing is switched on for one
 small backward through the outermost sharded module, whose end reduces what all microbatches have
 left. So gradients are reduced once, however many microbatches and whichever halves of backwards
-there were. Only public methods of `FSDPModule` are used.
+there were. A forward and a backward of one module in two threads would still make FSDP free
+parameters between them, which `hp_platform.set_fsdp_frees_parameters` prevents; all else is done
+with public methods of `FSDPModule`.
 """
 
 import sys
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from hp_platform import set_fsdp_frees_parameters
 from hp_schedule.packing import (
     BWD_WEIGHT,
     FSDP_REDUCE_GRAD,
@@ -74,12 +77,14 @@ class FullySharded:
             module.set_reshard_after_forward(False, recurse=False)
             # Otherwise each would gather the one that ran before it, perhaps of another stage.
             module.set_modules_to_backward_prefetch([module])
+            set_fsdp_frees_parameters(module, False)
         try:
             yield
         finally:
             self._set(True)
             for module in self._all():
                 module.set_modules_to_backward_prefetch([])
+                set_fsdp_frees_parameters(module, True)
 
     def unshard(self, stage: PipelineStage) -> None:
         """Start to gather a stage's parameters."""
@@ -107,8 +112,7 @@ class FullySharded:
     def reshard(self, stage: PipelineStage) -> None:
         """Free a stage's gathered parameters."""
         self.wait_unshard(stage)
-        for module in self._modules[stage.stage_index]:
-            module.reshard()
+        self._free(stage.stage_index)
         if self._modules[stage.stage_index]:
             self._gathered.discard(stage.stage_index)
 
@@ -124,8 +128,7 @@ class FullySharded:
             _reduce(root, stage.device)
         self._set(False, index)
         if free_again:
-            for module in self._modules[index]:
-                module.reshard()
+            self._free(index)
 
     def _set(self, value: bool, stage_index: int | None = None) -> None:
         for module in self._all() if stage_index is None else self._modules[stage_index]:
@@ -134,6 +137,12 @@ class FullySharded:
             if stage_index is None:
                 # Freeing is the schedule's from the first to the last step.
                 module.set_reshard_after_backward(value, recurse=False)
+
+    def _free(self, stage_index: int) -> None:
+        for module in self._modules[stage_index]:
+            set_fsdp_frees_parameters(module, True)
+            module.reshard()
+            set_fsdp_frees_parameters(module, False)
 
     def _all(self) -> Iterator["FSDPModule"]:
         return (module for modules in self._modules.values() for module in modules)

@@ -14,8 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hp_schedule.packing import FSDP_REDUCE_GRAD, FSDP_RESHARD, FSDP_UNSHARD
-from hp_schedule.passes import add_fsdp_reduce_grad, add_fsdp_unshard_reshard
 from hp_schedule.runtime.backward import BackwardSplitter
 from hp_schedule.runtime.fsdp import FullySharded, sharded_modules
 from hp_schedule.runtime.graph_cut import GraphCuttingSplitter
@@ -85,17 +83,14 @@ def as_torch_schedule(
     splitter = GraphCuttingSplitter() if splitter is None else splitter
     loss = _Loss(loss_fn)
     converted = [_converted(stage, splitter, specs.get(stage.stage_index)) for stage in given]
-    sharding = None
-    if any(sharded_modules(stage.module) for stage in converted):
-        sharding = FullySharded(converted)
-        schedule = _with_fsdp_steps(schedule)
+    is_sharded = any(sharded_modules(stage.module) for stage in converted)
     runtime = from_schedule(
         schedule,
         converted,
         pipelines=_pipelines(given[0].group),
         loss_fn=loss,
         loss_scale=1 / schedule.num_microbatches if scale_grads else 1.0,
-        sharding=sharding,
+        sharding=FullySharded(converted) if is_sharded else None,
         shared_parameters=shared_parameters,
     )
     return TorchSchedule(
@@ -243,12 +238,6 @@ def _converted(
         input_spec=spec,
         splitter=splitter,
     )
-
-
-def _with_fsdp_steps(schedule: Schedule) -> Schedule:
-    if schedule.kinds & {FSDP_UNSHARD, FSDP_RESHARD, FSDP_REDUCE_GRAD}:
-        return schedule
-    return add_fsdp_unshard_reshard(add_fsdp_reduce_grad(schedule))
 
 
 def _pipelines(group: ProcessGroup | None) -> list[list[int]]:
