@@ -118,7 +118,7 @@ def test_a_dash_reads_standard_input(capsys: Capture, monkeypatch: pytest.Monkey
         (["generate", "1f1b", "--ranks", "0", "--microbatches", "1"], "num_ranks (0)"),
         (
             ["generate", "gpipe", "--ranks", "2", "--microbatches", "1", "--stages-per-rank", "2"],
-            "--stages-per-rank (2) must be 1",
+            "--stages-per-rank (2) must be left out for gpipe",
         ),
         (["convert", "{good}", "a.txt"], "output (a.txt) must end in .csv or .json"),
         (["simulate", "{good}", "--forward", "-1"], "forward (-1.0) must be >= 0"),

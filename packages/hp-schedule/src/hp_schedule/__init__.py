@@ -3,7 +3,23 @@
 from hp_schedule.costs import Costs
 from hp_schedule.errors import DeadlockError, ScheduleError
 from hp_schedule.executor import Driver, Executor, run_together
-from hp_schedule.generators import forward_only, gpipe, interleaved_1f1b, one_f_one_b
+from hp_schedule.generators import (
+    ClosedForm,
+    closed_form,
+    dualpipe_v,
+    forward_only,
+    gpipe,
+    grouped_interleaved,
+    interleaved_1f1b,
+    interleaved_zero_bubble,
+    looped_bfs,
+    one_f_one_b,
+    u_shape,
+    v_half,
+    v_min,
+    zbv,
+    zero_bubble,
+)
 from hp_schedule.ir import MetaStep, MetaStepType
 from hp_schedule.measured import measured_costs
 from hp_schedule.model_costs import ModelCosts
@@ -14,6 +30,7 @@ from hp_schedule.passes import (
     add_send_recv,
     auto_align_and_add_send_recv,
     drop_communication,
+    pair_overlap,
 )
 from hp_schedule.placement import generate_rank_to_stage_mapping, generate_stage_to_rank_mapping
 from hp_schedule.render import chrome_trace, step_grid, timeline_svg, timetable
@@ -32,6 +49,7 @@ from hp_schedule.validation import (
 
 __all__ = [
     "ChannelModel",
+    "ClosedForm",
     "Costs",
     "DeadlockError",
     "Driver",
@@ -58,17 +76,23 @@ __all__ = [
     "add_send_recv",
     "auto_align_and_add_send_recv",
     "chrome_trace",
+    "closed_form",
     "drop_communication",
+    "dualpipe_v",
     "forward_only",
     "from_csv",
     "from_json",
     "generate_rank_to_stage_mapping",
     "generate_stage_to_rank_mapping",
     "gpipe",
+    "grouped_interleaved",
     "interleaved_1f1b",
+    "interleaved_zero_bubble",
     "load",
+    "looped_bfs",
     "measured_costs",
     "one_f_one_b",
+    "pair_overlap",
     "run_together",
     "search",
     "simulate",
@@ -77,7 +101,12 @@ __all__ = [
     "timetable",
     "to_csv",
     "to_json",
+    "u_shape",
+    "v_half",
+    "v_min",
     "validate",
     "validate_pipeline_execution",
+    "zbv",
+    "zero_bubble",
 ]
 __version__ = "0.1.0"

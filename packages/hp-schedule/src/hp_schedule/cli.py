@@ -5,6 +5,7 @@ answered in one line.
 """
 
 import argparse
+import inspect
 import json
 import math
 import sys
@@ -13,19 +14,43 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hp_schedule.errors import ScheduleError
-from hp_schedule.generators import forward_only, gpipe, interleaved_1f1b, one_f_one_b
+from hp_schedule.generators import (
+    dualpipe_v,
+    forward_only,
+    gpipe,
+    grouped_interleaved,
+    interleaved_1f1b,
+    interleaved_zero_bubble,
+    looped_bfs,
+    one_f_one_b,
+    u_shape,
+    v_half,
+    v_min,
+    zbv,
+    zero_bubble,
+)
 from hp_schedule.model_costs import ModelCosts
 from hp_schedule.notation import parse, to_csv, to_json
-from hp_schedule.passes import add_send_recv
+from hp_schedule.passes import add_send_recv, pair_overlap
 from hp_schedule.render import chrome_trace, step_grid, timeline_svg, timetable
 from hp_schedule.schedule import Schedule
 from hp_schedule.searching import SearchResult, search
 from hp_schedule.simulation import Simulation, simulate
 from hp_schedule.validation import validate
 
-_ONE_STAGE: dict[str, Callable[..., Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
-_MANY_STAGES: dict[str, Callable[..., Schedule]] = {
+_GENERATORS: dict[str, Callable[..., Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
     "interleaved_1f1b": interleaved_1f1b,
+    "looped_bfs": looped_bfs,
+    "zero_bubble": zero_bubble,
+    "interleaved_zero_bubble": interleaved_zero_bubble,
+    "grouped_interleaved": grouped_interleaved,
+    "zbv": zbv,
+    "v_half": v_half,
+    "v_min": v_min,
+    "dualpipe_v": dualpipe_v,
+    "u_shape": u_shape,
     "forward_only": forward_only,
 }
 
@@ -47,14 +72,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    counts: dict[str, int] = {"num_microbatches": options.microbatches}
-    if options.name in _MANY_STAGES:
-        default = 2 if options.name == "interleaved_1f1b" else 1
-        counts["num_stages_per_rank"] = options.stages_per_rank or default
-    elif options.stages_per_rank not in {None, 1}:
-        raise ValueError(f"--stages-per-rank ({options.stages_per_rank}) must be 1")
-    generator = (_ONE_STAGE | _MANY_STAGES)[options.name]
-    schedule = generator(options.ranks, **counts)
+    generator = _GENERATORS[options.name]
+    chosen = {
+        "num_stages_per_rank": options.stages_per_rank,
+        "max_in_flight": options.max_in_flight,
+        "group_size": options.group_size,
+    }
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    for name in chosen.keys() - inspect.signature(generator).parameters.keys():
+        flag = "--" + name.removeprefix("num_").replace("_", "-")
+        raise ValueError(f"{flag} ({chosen[name]}) must be left out for {options.name}")
+    schedule = generator(options.ranks, num_microbatches=options.microbatches, **chosen)
+    if options.overlap:
+        schedule = pair_overlap(schedule, order=options.overlap)
     if options.communication:
         schedule = add_send_recv(schedule)
     if options.json:
@@ -222,11 +252,20 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="hp-schedule", description="Pipeline schedules as data.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     generate = _command(commands, "generate", _generate, "make a schedule from its closed form")
-    generate.add_argument("name", choices=[*_ONE_STAGE, *_MANY_STAGES])
+    generate.add_argument("name", choices=[*_GENERATORS])
     generate.add_argument("--ranks", type=int, required=True)
     generate.add_argument("--microbatches", type=int, required=True)
     generate.add_argument(
-        "--stages-per-rank", type=int, help="default 2 for interleaved_1f1b, otherwise 1"
+        "--stages-per-rank", type=int, help="of interleaved schedules, looped_bfs and forward_only"
+    )
+    generate.add_argument(
+        "--max-in-flight",
+        type=lambda text: int(text) if text.isdecimal() else text,
+        help="of zero_bubble: 1p, 1.5p, 2p or a number of activations",
+    )
+    generate.add_argument("--group-size", type=int, help="of grouped_interleaved")
+    generate.add_argument(
+        "--overlap", choices=["b_f", "f_b"], help="pair backwards and forwards in this order"
     )
     generate.add_argument("--communication", action="store_true", help="insert sends and receives")
     generate.add_argument("--csv", action="store_true", help="print torch's CSV")

@@ -16,7 +16,7 @@ from hp_schedule.passes.communication import add_send_recv, lay_out
 from hp_schedule.placement import PlacementStyle, generate_stage_to_rank_mapping
 from hp_schedule.schedule import Row, Schedule
 
-TimedRow = list[tuple[int, int]]
+TimedRow = list[tuple[float, int]]
 """One rank's steps in order: the logical time at which each ends, and its code."""
 
 
@@ -73,10 +73,10 @@ class ClosedForm(ABC):
         schedule, times = self._timed(range(self.num_ranks))
         return add_send_recv(schedule, times=times) if communication else schedule
 
-    def _timed(self, ranks: Iterable[int]) -> tuple[Schedule, list[list[int]]]:
+    def _timed(self, ranks: Iterable[int]) -> tuple[Schedule, list[list[float]]]:
         """Return the schedule with the rows of some ranks, the others empty, and their times."""
         rows = [Row()] * self.num_ranks
-        times: list[list[int]] = [[] for _ in rows]
+        times: list[list[float]] = [[] for _ in rows]
         for rank in ranks:
             timed = self.timed_row(rank)
             rows[rank] = Row(code for _, code in timed)

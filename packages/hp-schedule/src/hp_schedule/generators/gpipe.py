@@ -22,7 +22,7 @@ def gpipe(num_ranks: int, *, num_microbatches: int) -> Schedule:
     Raises:
         ValueError: If a count is below 1.
     """
-    return breadth_first_form(num_ranks, num_microbatches=num_microbatches).schedule()
+    return gpipe_form(num_ranks, num_microbatches=num_microbatches).schedule()
 
 
 def looped_bfs(num_ranks: int, *, num_microbatches: int, num_stages_per_rank: int = 2) -> Schedule:
@@ -41,15 +41,20 @@ def looped_bfs(num_ranks: int, *, num_microbatches: int, num_stages_per_rank: in
     Raises:
         ValueError: If a count is below 1.
     """
-    return breadth_first_form(
+    return looped_bfs_form(
         num_ranks, num_microbatches=num_microbatches, num_stages_per_rank=num_stages_per_rank
     ).schedule()
 
 
-def breadth_first_form(
-    num_ranks: int, *, num_microbatches: int, num_stages_per_rank: int = 1
+def gpipe_form(num_ranks: int, *, num_microbatches: int) -> Rounds:
+    """Return the closed form of `gpipe`."""
+    return looped_bfs_form(num_ranks, num_microbatches=num_microbatches, num_stages_per_rank=1)
+
+
+def looped_bfs_form(
+    num_ranks: int, *, num_microbatches: int, num_stages_per_rank: int = 2
 ) -> Rounds:
-    """Return the closed form of `gpipe` and `looped_bfs`."""
+    """Return the closed form of `looped_bfs`."""
     return Rounds(
         num_ranks,
         num_microbatches,

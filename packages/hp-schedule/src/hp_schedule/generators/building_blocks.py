@@ -1,0 +1,179 @@
+"""V-shaped schedules of controllable memory (Qi et al. 2024).
+
+Two stages on each rank, the second in reverse order, so that what a rank holds long in one it holds
+short in the other. A building block says in which slots a rank runs the two forwards and the two
+input gradients of a microbatch; microbatch m repeats it 6 m slots later, for a rank has six steps
+per microbatch. How far a block is drawn out decides how much memory it takes:
+
+              slots from a rank to the next      activations, in units of 1F1B's
+    V-min     1 for all                          1/3
+    V-half    2 for F0 and I1, 1 for F1 and I0   1/2
+    ZB-V      3 for all                          1
+
+No two steps of a rank fall on the same slot modulo 6; the two weight gradients take the slots that
+are left.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from hp_schedule.dataflow import dataflow
+from hp_schedule.generators.closed_form import ClosedForm, TimedRow
+from hp_schedule.generators.common import check_counts
+from hp_schedule.generators.filling import Line, fill, peak, squeeze, with_weights
+from hp_schedule.packing import BWD_INPUT, FWD, encode
+from hp_schedule.placement import PlacementStyle
+from hp_schedule.schedule import Schedule
+
+_PERIOD = 6
+
+
+class Block(NamedTuple):
+    """The slots of a rank's steps for microbatch 0; 0 and 1 are the first and the second stage."""
+
+    forward_0: int
+    forward_1: int
+    input_grad_1: int
+    input_grad_0: int
+
+
+@dataclass(frozen=True)
+class BuildingBlocks(ClosedForm):
+    """Rows as their blocks say, with weight gradients in the free slots.
+
+    Attributes:
+        block: Gives the block of a rank, called with the number of ranks and the rank.
+    """
+
+    num_stages_per_rank: int = 2
+    style: PlacementStyle = "v"
+    block: Callable[[int, int], Block] = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_counts(num_ranks=self.num_ranks, num_microbatches=self.num_microbatches)
+
+    def timed_row(self, rank: int) -> TimedRow:
+        """Return the compute steps of a rank with the slots in which they end."""
+        return [(slot + 1, code) for slot, code in with_weights(self.line(rank)).items()]
+
+    def line(self, rank: int) -> Line:
+        """Return the forwards and input gradients of a rank by slot."""
+        there, back = rank, self.num_stages - 1 - rank
+        steps = ((FWD, there), (FWD, back), (BWD_INPUT, back), (BWD_INPUT, there))
+        return {
+            slot + _PERIOD * microbatch: encode(kind, stage, microbatch)
+            for slot, (kind, stage) in zip(self.block(self.num_ranks, rank), steps, strict=True)
+            for microbatch in range(self.num_microbatches)
+        }
+
+
+@dataclass(frozen=True)
+class FilledBlocks(BuildingBlocks):
+    """Blocks whose waits are filled, which takes all ranks together.
+
+    Attributes:
+        latency: Slots a message takes.
+        squeezed: Whether steps move into free slots first.
+    """
+
+    latency: float = field(default=0.0, kw_only=True)
+    squeezed: bool = field(default=False, kw_only=True)
+
+    def timed_row(self, rank: int) -> TimedRow:
+        """Return the compute steps of a rank with the times at which they end."""
+        return self._rows[rank]
+
+    @cached_property
+    def _rows(self) -> list[TimedRow]:
+        flow = dataflow(self._empty)
+        lines = [self.line(rank) for rank in range(self.num_ranks)]
+        limit = max(peak(with_weights(line)) for line in lines)
+        if self.squeezed:
+            lines = squeeze(lines, flow, limit=limit)
+        return fill(lines, flow, limit=limit, latency=self.latency)
+
+
+def v_min(num_ranks: int, *, num_microbatches: int) -> Schedule:
+    """Return the V-shaped schedule of least memory, about a third of 1F1B's.
+
+    Every step follows its input at once, so nothing is held longer than it must be, and every
+    message is waited for: the schedule is sensitive to latency.
+
+    Args:
+        num_ranks: Ranks of the pipeline, at least 1; rank r has stages r and
+            2 * num_ranks - 1 - r.
+        num_microbatches: Any number from 1.
+
+    Raises:
+        ValueError: If a count is below 1.
+    """
+    return v_min_form(num_ranks, num_microbatches=num_microbatches).schedule()
+
+
+def v_min_form(num_ranks: int, *, num_microbatches: int) -> BuildingBlocks:
+    """Return the closed form of `v_min`."""
+    return BuildingBlocks(num_ranks, num_microbatches, block=_thin_block)
+
+
+def v_half(num_ranks: int, *, num_microbatches: int, latency: float = 0.0) -> Schedule:
+    """Return the V-shaped schedule that holds half of 1F1B's activations, and half a one more.
+
+    Args:
+        num_ranks: Ranks of the pipeline, at least 1; rank r has stages r and
+            2 * num_ranks - 1 - r.
+        num_microbatches: Any number from 1.
+        latency: Time a message takes, in units of one step (F, I or W of one stage): weight
+            gradients then cover messages instead of waiting for the end.
+
+    Raises:
+        ValueError: If a count is below 1, or the latency below 0.
+    """
+    return v_half_form(num_ranks, num_microbatches=num_microbatches, latency=latency).schedule()
+
+
+def v_half_form(num_ranks: int, *, num_microbatches: int, latency: float = 0.0) -> FilledBlocks:
+    """Return the form of `v_half`; its rows are made together."""
+    _check_latency(latency)
+    return FilledBlocks(
+        num_ranks, num_microbatches, block=_half_block, latency=latency, squeezed=True
+    )
+
+
+def full_blocks_form(
+    num_ranks: int, *, num_microbatches: int, latency: float = 0.0
+) -> FilledBlocks:
+    """Return the form of `zbv` for few microbatches or for latency; its rows are made together."""
+    _check_latency(latency)
+    return FilledBlocks(num_ranks, num_microbatches, block=_full_block, latency=latency)
+
+
+def _check_latency(latency: float) -> None:
+    if not latency >= 0:
+        raise ValueError(f"latency ({latency}) must be >= 0")
+
+
+def _thin_block(num_ranks: int, rank: int) -> Block:
+    shift = 2 if num_ranks % 3 == 0 else 0
+    return Block(
+        rank,
+        2 * num_ranks - 1 - rank,
+        2 * num_ranks + shift + rank,
+        4 * num_ranks + shift - 1 - rank,
+    )
+
+
+def _half_block(num_ranks: int, rank: int) -> Block:
+    shift = 3 if num_ranks % 2 == 0 else 0
+    return Block(
+        2 * rank,
+        3 * num_ranks - 2 - rank,
+        3 * num_ranks + shift - 1 + 2 * rank,
+        6 * num_ranks + shift - 2 - rank,
+    )
+
+
+def _full_block(num_ranks: int, rank: int) -> Block:
+    turn = 6 * (num_ranks - 1)
+    return Block(3 * rank, turn + 1 - 3 * rank, turn + 2 + 3 * rank, 2 * turn + 3 - 3 * rank)

@@ -1,0 +1,144 @@
+"""DualPipeV (DeepSeek 2025): forwards and backwards of the two arms of a V, run in pairs."""
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from hp_schedule.generators.closed_form import ClosedForm, TimedRow
+from hp_schedule.generators.common import check_counts
+from hp_schedule.packing import BWD, BWD_INPUT, BWD_WEIGHT, FWD, encode, encode_overlap
+from hp_schedule.placement import PlacementStyle
+from hp_schedule.schedule import Schedule
+
+_Step = tuple[int, int]
+"""Kind, and 0 or 1 for the first or the second stage of the rank."""
+_F0, _B0, _I0 = ((kind, 0) for kind in (FWD, BWD, BWD_INPUT))
+_F1, _B1, _I1 = ((kind, 1) for kind in (FWD, BWD, BWD_INPUT))
+_W = (BWD_WEIGHT, 0)
+"""The oldest weight gradient that was put off, of either stage."""
+_SLOTS = {FWD: 2, BWD: 4, BWD_INPUT: 2, BWD_WEIGHT: 3}
+"""How far logical time goes on: a step is as long as it is where all are alike, a weight gradient
+longer, or the last input gradients would end with those that they wait for."""
+
+
+def dualpipe_v(num_ranks: int, *, num_microbatches: int, overlap_f_b: bool = True) -> Schedule:
+    """Return the DualPipeV schedule: two stages on each rank in a V.
+
+    In the steady state every forward of one stage runs as one step with a backward of the other, so
+    that each hides the other's messages, those within a stage (expert parallelism) included.
+
+    Args:
+        num_ranks: Ranks of the pipeline, at least 1; rank r has stages r and
+            2 * num_ranks - 1 - r.
+        num_microbatches: Any number from 1. Fewer than the 2 * num_ranks that fill the pipeline
+            leave out the steps of the others; a half whose other half is left out runs alone.
+        overlap_f_b: Whether those pairs are steps of their own (OVERLAP_F_B); otherwise their
+            halves follow each other.
+
+    Raises:
+        ValueError: If a count is below 1.
+    """
+    return dualpipe_v_form(
+        num_ranks, num_microbatches=num_microbatches, overlap_f_b=overlap_f_b
+    ).schedule()
+
+
+def dualpipe_v_form(
+    num_ranks: int, *, num_microbatches: int, overlap_f_b: bool = True
+) -> "DualPipeV":
+    """Return the closed form of `dualpipe_v`."""
+    check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    return DualPipeV(num_ranks, num_microbatches, overlap_f_b=overlap_f_b)
+
+
+@dataclass(frozen=True)
+class DualPipeV(ClosedForm):
+    """Rows in the eight phases of the original; see `dualpipe_v`.
+
+    Attributes:
+        overlap_f_b: Whether pairs are steps of their own.
+    """
+
+    num_stages_per_rank: int = 2
+    style: PlacementStyle = "v"
+    overlap_f_b: bool = field(default=True, kw_only=True)
+
+    def timed_row(self, rank: int) -> TimedRow:
+        """Return the compute steps of a rank with their logical times."""
+        writer = _Writer((rank, self.num_stages - 1 - rank), self.num_microbatches)
+        row: TimedRow = []
+        time = 2 * rank
+        for steps in self._phases(rank):
+            timed: TimedRow = []
+            for kind, place in steps:
+                time += _SLOTS[kind]
+                timed.extend((time, code) for code in writer.codes((kind, place)))
+            if len(timed) == 2 and self.overlap_f_b:
+                timed = [(time, encode_overlap(timed[0][1], timed[1][1]))]
+            row.extend(timed)
+        return row
+
+    def _phases(self, rank: int) -> Iterator[tuple[_Step, ...]]:
+        """Yield the steps of a rank, two at a time where they are a pair."""
+        behind = self.num_ranks - 1 - rank
+        for _ in range(2 * behind):
+            yield (_F0,)
+        for _ in range(rank + 1):
+            yield (_F0,)
+            yield (_F1,)
+        for _ in range(behind):
+            yield (_I1,)
+            yield (_W,)
+            yield (_F1,)
+        for index in range(max(0, self.num_microbatches - 2 * self.num_ranks) + rank + 1):
+            if index == 0 and behind == 0:
+                # The last rank has nothing to hide yet; apart, its backward can start sooner.
+                yield (_F0,)
+                yield (_B1,)
+            else:
+                yield (_F0, _B1)
+            yield (_F1, _B0)
+        for _ in range(behind):
+            yield (_B1,)
+            yield (_F1, _B0)
+        # Half of the last backwards are split, and their weight gradients put off to the end.
+        for index in range(2 * (rank + 1)):
+            split = index > rank
+            yield ((BWD_INPUT if split else BWD, 1 - index % 2),)
+        for _ in range(behind):
+            yield (_W,)
+            yield (_I0,)
+        for _ in range(rank + 1):
+            yield (_W,)
+
+
+class _Writer:
+    """Numbers the steps of a rank.
+
+    Args:
+        stages: The rank's two.
+        num_microbatches: Steps of later microbatches are left out.
+    """
+
+    def __init__(self, stages: tuple[int, int], num_microbatches: int) -> None:
+        self._stages = stages
+        self._num_microbatches = num_microbatches
+        self._count: Counter[_Step] = Counter()
+        self._put_off: deque[tuple[int, int]] = deque()
+
+    def codes(self, step: _Step) -> list[int]:
+        """Return the code of a step, or nothing if it is left out."""
+        kind, place = step
+        if kind == BWD_WEIGHT:
+            if not self._put_off:
+                return []
+            place, microbatch = self._put_off.popleft()
+        else:
+            direction = (kind == FWD, place)
+            microbatch = self._count[direction]
+            self._count[direction] += 1
+        if kind == BWD_INPUT:
+            self._put_off.append((place, microbatch))
+        if microbatch >= self._num_microbatches:
+            return []
+        return [encode(kind, self._stages[place], microbatch)]
