@@ -11,15 +11,20 @@ from torch import Tensor, nn
 
 from hp_platform import linear
 from hp_platform.testing import run_distributed
-from hp_schedule import Schedule, interleaved_1f1b
+from hp_schedule import Schedule
+from hp_schedule.generators import interleaved_1f1b, u_shape
 from hp_schedule.runtime import (
     PipelineSchedule,
     PipelineStage,
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
+    ScheduleVHalf,
+    ScheduleVMin,
+    ScheduleZBV,
     ScheduleZeroBubble,
     TensorSpec,
     from_schedule,
@@ -59,6 +64,8 @@ def fold(stage: int) -> int:
     return min(stage % (2 * NUM_RANKS), 2 * NUM_RANKS - 1 - stage % (2 * NUM_RANKS))
 
 
+U_SHAPE = u_shape(4, num_microbatches=5)
+
 # What makes it, number of stages, number of microbatches, where stages live.
 SCHEDULES: Mapping[str, tuple[Make, int, int, Callable[[int], int]]] = {
     "GPipe": (ScheduleGPipe, 4, 5, loop),
@@ -80,6 +87,17 @@ SCHEDULES: Mapping[str, tuple[Make, int, int, Callable[[int], int]]] = {
     "zero bubble, fewer microbatches than ranks": (ScheduleZeroBubble, 4, 2, loop),
     "interleaved zero bubble": (ScheduleInterleavedZeroBubble, 8, 6, loop),
     "interleaved zero bubble, three stages": (ScheduleInterleavedZeroBubble, 12, 4, loop),
+    "ZBV": (ScheduleZBV, 8, 6, fold),
+    "ZBV, fewer microbatches than ranks": (ScheduleZBV, 8, 3, fold),
+    "V-half": (ScheduleVHalf, 8, 6, fold),
+    "V-min": (ScheduleVMin, 8, 5, fold),
+    "DualPipeV": (ScheduleDualPipeV, 8, 9, fold),
+    "U-shape": (
+        partial(given, U_SHAPE),
+        U_SHAPE.num_stages,
+        5,
+        U_SHAPE.stage_to_rank.__getitem__,
+    ),
     "given": (
         partial(given, interleaved_1f1b(4, num_microbatches=3, num_stages_per_rank=3)),
         12,

@@ -4,11 +4,15 @@ from collections.abc import Sequence
 from typing import Literal, Unpack
 
 from hp_schedule.generators import (
+    dualpipe_v,
     gpipe,
     interleaved_1f1b,
     interleaved_zero_bubble,
     looped_bfs,
     one_f_one_b,
+    v_half,
+    v_min,
+    zbv,
     zero_bubble,
 )
 from hp_schedule.runtime.schedules import PipelineSchedule, ScheduleOptions
@@ -119,3 +123,38 @@ class ScheduleInterleavedZeroBubble(PipelineSchedule):
             num_microbatches=self.num_microbatches,
             num_stages_per_rank=self.num_stages_per_rank,
         )
+
+
+class ScheduleZBV(PipelineSchedule):
+    """Zero bubble over two stages per rank, there and back: rank 0 has the first and the last."""
+
+    def construct_exec_order(self) -> Schedule:
+        """Return `hp_schedule.zbv`."""
+        return zbv(self.num_ranks, num_microbatches=self.num_microbatches)
+
+
+class ScheduleVHalf(PipelineSchedule):
+    """There and back with half of the activation memory of 1F1B."""
+
+    def construct_exec_order(self) -> Schedule:
+        """Return `hp_schedule.v_half`."""
+        return v_half(self.num_ranks, num_microbatches=self.num_microbatches)
+
+
+class ScheduleVMin(PipelineSchedule):
+    """There and back with a third of the activation memory of 1F1B."""
+
+    def construct_exec_order(self) -> Schedule:
+        """Return `hp_schedule.v_min`."""
+        return v_min(self.num_ranks, num_microbatches=self.num_microbatches)
+
+
+class ScheduleDualPipeV(PipelineSchedule):
+    """There and back, with a forward and a backward as one step wherever both are at hand.
+
+    A function registered for OVERLAP_F_B or OVERLAP_B_F may run the two at the same time.
+    """
+
+    def construct_exec_order(self) -> Schedule:
+        """Return `hp_schedule.dualpipe_v`."""
+        return dualpipe_v(self.num_ranks, num_microbatches=self.num_microbatches)
