@@ -3,14 +3,19 @@
 import pytest
 
 from hp_schedule import (
+    Costs,
     DeadlockError,
     FindingKind,
     MetaStep,
+    MetaStepType,
     Schedule,
     ScheduleError,
+    add_fsdp_unshard_reshard,
     add_send_recv,
     forward_only,
     gpipe,
+    interleaved_1f1b,
+    simulate,
     validate,
 )
 
@@ -133,3 +138,95 @@ def test_fsdp_steps_must_surround_the_compute_steps(row: str, text: str) -> None
 def test_fsdp_steps_in_their_place_are_accepted() -> None:
     row = "0UNSHARD 0F0 0RESHARD 0UNSHARD 0I0 0W0 0REDUCE_GRAD 0RESHARD"
     assert validate(_schedule(row))
+
+
+@pytest.mark.parametrize("num_ranks", [3, 4, 6])
+def test_a_backward_before_the_receive_of_its_gradient_is_found(num_ranks: int) -> None:
+    """As published for interleaved 1F1B with few microbatches, on the last rank."""
+    schedule = add_send_recv(interleaved_1f1b(num_ranks, num_microbatches=num_ranks - 2))
+    rows = [list(row) for row in schedule.steps]
+    last = rows[-1]
+    receive = next(i for i, s in enumerate(last) if s and s.type is MetaStepType.BWD_RECV)
+    step = last.pop(receive)
+    assert step is not None
+    backward = MetaStep(MetaStepType.BWD, step.stage_index, step.microbatch_index)
+    last.insert(last.index(backward) + 1, step)
+    wrong = Schedule.from_steps(
+        rows, stage_to_rank=schedule.stage_to_rank, num_microbatches=num_ranks - 2
+    )
+    (finding,) = validate(wrong).findings
+    assert finding.kind is K.ORDER
+    assert f"{backward} stands before {step}" in finding.message
+
+
+def test_memory_above_the_limit_is_found_at_its_cell() -> None:
+    schedule = gpipe(2, num_microbatches=4)
+    assert validate(schedule, memory_limit=4)
+    found = validate(schedule, memory_limit=3).findings
+    assert [(f.kind, f.rank, f.position) for f in found] == [(K.MEMORY, 0, 3), (K.MEMORY, 1, 3)]
+    costs = Costs(activation=[[1, 2, 3, 4], 0])
+    (finding,) = validate(schedule, memory_limit=5, costs=costs).findings
+    assert finding.message == "rank 0, cell 2: activations (6) must be <= memory_limit (5)"
+
+
+def test_stages_on_one_rank_share_its_memory() -> None:
+    schedule = interleaved_1f1b(4, num_microbatches=8, num_stages_per_rank=2)
+    peak = max(simulate(schedule, Costs(activation=0.5)).peak_activations)
+    assert validate(schedule, memory_limit=peak)
+    assert not validate(schedule, memory_limit=peak - 0.5)
+
+
+def test_more_gathered_stages_than_allowed_are_found() -> None:
+    schedule = add_fsdp_unshard_reshard(
+        interleaved_1f1b(2, num_microbatches=2, num_stages_per_rank=4), max_active_stages=3
+    )
+    assert validate(schedule, max_active_stages=3)
+    (finding, *_) = validate(schedule, max_active_stages=2).findings
+    assert finding.kind is K.FSDP
+    assert "stage 4 is one of 3 unsharded, that must be <= 2" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ("0UNSHARD 0F0 0B0", "stage 0 is left unsharded"),
+        (
+            "0UNSHARD 1UNSHARD 0F0 1F0 1B0 0B0 0REDUCE_GRAD 0RESHARD 1RESHARD",
+            "stage 1 never reduces its gradients",
+        ),
+    ],
+)
+def test_parameters_are_left_sharded_and_gradients_reduced(row: str, text: str) -> None:
+    steps = [MetaStep.from_str(step) for step in row.split()]
+    num_stages = 1 + max(step.stage_index or 0 for step in steps)
+    schedule = Schedule.from_steps([steps], stage_to_rank=[0] * num_stages, num_microbatches=1)
+    (finding,) = validate(schedule).findings
+    assert finding.kind is K.FSDP
+    assert text in finding.message
+
+
+def _two_chains(*rows: str) -> Schedule:
+    return Schedule.from_steps(
+        [[MetaStep.from_str(text) for text in row.split()] for row in rows],
+        stage_to_rank=[0, 1, 1, 0],
+        num_microbatches=1,
+        chains=[[0, 1], [2, 3]],
+    )
+
+
+def test_messages_that_meet_head_on_run_only_with_a_channel_for_each_direction() -> None:
+    rows = (
+        "0F0 0SEND_F0 3RECV_F0 3F0 3B0 3SEND_B0 0RECV_B0 0B0",
+        "2F0 2SEND_F0 1RECV_F0 1F0 1B0 1SEND_B0 2RECV_B0 2B0",
+    )
+    schedule = _two_chains(*rows)
+    assert validate(schedule, channels="edge")
+    for channels in ("pair", "rank", None):
+        (finding,) = validate(schedule, channels=channels).findings
+        assert finding.kind is K.DEADLOCK
+    (finding,) = validate(schedule, channels="pair").findings
+    assert "3F0 waits for 3RECV_F0, on rank 1 behind" not in finding.message
+    assert "with one communicator for each pair of ranks" in finding.message
+    # One side giving way is enough for all.
+    given_way = _two_chains("0F0 3RECV_F0 0SEND_F0 3F0 3B0 0RECV_B0 3SEND_B0 0B0", rows[1])
+    assert validate(given_way)
