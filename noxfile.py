@@ -224,6 +224,14 @@ def gpu(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def transformers(session: nox.Session) -> None:
+    """Test hp-schedule's split_model on real models of Hugging Face's transformers."""
+    _install(session, _with_extras("hp-schedule"), group="test-transformers")
+    test = "packages/hp-schedule/tests/test_schedule_runtime_split_model.py"
+    session.run("python", "-m", "pytest", test, *session.posargs)
+
+
+@nox.session(default=False)
 def build(session: nox.Session) -> None:
     """Build every package into dist/, check the files, install each into an empty environment."""
     _install(session, group="build")

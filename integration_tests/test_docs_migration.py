@@ -9,6 +9,40 @@ from pathlib import Path
 import pytest
 
 PAGE = Path(__file__).parent.parent / "docs" / "migration.md"
+# Public names of hyper_parallel.core.pipeline_parallel.scheduler and of what it uses: each class
+# with its public members, "-" for the name itself.
+SCHEDULER = """
+MetaStepType: - FWD BWD BWD_INPUT BWD_WEIGHT FWD_RECV FWD_SEND BWD_RECV BWD_SEND OVERLAP_F_B
+    OVERLAP_B_F FSDP_UNSHARD FSDP_RESHARD FSDP_REDUCE_GRAD
+MetaStep: - micro_index stage_index type sub_steps from_str
+generate_stage_to_rank_mapping: -
+generate_rank_to_stage_mapping: -
+iter_leaf_meta_steps: -
+PipelineContext: - schedule arg_mbs kwarg_mbs losses fwd_recv_ops bwd_recv_ops send_handles
+PipelineScheduleRuntime: - register_custom_function construct_exec_order build_exec_order
+    convert_stages_dict split_microbatches run run_microbatches sync_shared_parameters_grad
+    update_losses exec_order stages micro_batch_num n_local_stages real_stage_num
+    split_micro_batch fwd_handle_cache bwd_handle_cache
+add_send_recv: -
+auto_align_and_add_send_recv: -
+add_fsdp_unshard_reshard: -
+add_fsdp_reduce_grad: -
+ScheduleGPipe: - construct_exec_order
+Schedule1F1B: - construct_exec_order
+ScheduleInterleaved1F1B: - construct_exec_order construct_stage_exec_order warmup_ops
+    forward_stage_index backward_stage_index n_rounds n_microbatch_per_round
+    n_microbatch_per_round_accu
+validate_pipeline_execution: -
+detect_cycle_in_graph: -
+output_cycle_results: -
+parse_and_validate: -
+generate_operations: -
+PipelineStage: - forward_one_chunk backward_one_chunk init is_last_stage exec_fwd_recv_ops
+    exec_fwd_send_ops exec_bwd_recv_ops exec_bwd_send_ops execute_reduce_grad
+    sync_shared_parameters_grad
+HSDPModule: -
+platform: micro_batch get_cells_and_names
+"""
 STATUSES = ("here", "planned: hp-", "none: ")
 
 
@@ -43,6 +77,23 @@ def test_every_row_has_a_status() -> None:
 def test_every_row_that_says_here_names_a_place() -> None:
     placeless = [there for there, here, status in rows() if status == "here" and "`hp_" not in here]
     assert not placeless
+
+
+def scheduler_names() -> set[str]:
+    owner = ""
+    found = set()
+    for word in SCHEDULER.split():
+        if word.endswith(":"):
+            owner = word[:-1]
+        else:
+            found.add(owner if word == "-" else f"{owner}.{word}")
+    return found
+
+
+def test_every_public_name_of_the_scheduler_has_a_row() -> None:
+    there = {cell.strip("`") for cell, _, _ in rows()}
+    assert len(scheduler_names()) > 80
+    assert scheduler_names() - there == set()
 
 
 def test_no_name_has_two_rows() -> None:
