@@ -4,12 +4,16 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from hp_schedule.generators import (
+    dualpipe_v,
     gpipe,
     grouped_interleaved,
     interleaved_1f1b,
     interleaved_zero_bubble,
     looped_bfs,
     one_f_one_b,
+    v_half,
+    v_min,
+    zbv,
     zero_bubble,
 )
 from hp_schedule.packing import BWD_WEIGHT
@@ -31,7 +35,12 @@ _LOOP: Generators = {
     "interleaved_zero_bubble": interleaved_zero_bubble,
     "grouped_interleaved": grouped_interleaved,
 }
-_V: Generators = {}
+_V: Generators = {
+    "zbv": zbv,
+    "v_half": v_half,
+    "v_min": v_min,
+    "dualpipe_v": dualpipe_v,
+}
 
 
 def closed_forms(

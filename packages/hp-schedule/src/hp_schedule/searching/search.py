@@ -24,6 +24,8 @@ _TIGHTENED = 3
 """From how many closed forms and first plans of each space the search starts."""
 _FIRST_FIELD, _LAST_FIELD = 1.0, 0.04
 """How far behind a space may lie and still be tried with the first and the last recipes."""
+_NEW = 0.3
+"""How often a pattern with new parameters is tried instead of a variation."""
 _FOCUS = 1.2
 """How much likelier the space with the best schedule is to be varied than the next one."""
 
@@ -205,7 +207,10 @@ class _Spaces:
                 yield partial(space.follow, recipe)
         while spaces := self._open(math.inf):
             index = min(int(random.expovariate(_FOCUS)), len(spaces) - 1)
-            yield partial(spaces[index].vary, random)
+            if random.random() < _NEW:
+                yield partial(spaces[index].follow, _random_recipe(random))
+            else:
+                yield partial(spaces[index].vary, random)
 
     def result(
         self, num_candidates: int, ended_by: Literal["bound", "candidates", "time"]
@@ -240,6 +245,16 @@ class _Spaces:
             for space in spaces
             if space.bound < best - _EPSILON and space.best.makespan <= best * (1 + field)
         ]
+
+
+def _random_recipe(random: Random) -> Recipe:
+    return Recipe(
+        stretch=random.uniform(1.0, 1.5),
+        slack=random.choice((0.0, random.uniform(0.0, 0.1))),
+        fill=random.uniform(0.75, 1.4),
+        weight_delay=random.choice((0.0, random.uniform(0.0, 1.0), _AT_WILL)),
+        patience=random.choice((0.0, 0.5, 1.0)),
+    )
 
 
 def _orders(costs: Costs, num_stages: int, num_microbatches: int) -> list[tuple[int, ...]]:

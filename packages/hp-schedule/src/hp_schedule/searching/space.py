@@ -137,29 +137,47 @@ class Space:
         pattern = template(self._problem, stretch=recipe.stretch, slack=recipe.slack)
         if pattern is None:
             return
-        num = self._problem.num_microbatches
-        narrow = self._problem.with_windows(pattern.windows(self._problem, fill=recipe.fill))
-        priority = pattern.priorities(num, weight_delay=recipe.weight_delay)
-        plan = construct(narrow, priority, patience=recipe.patience)
-        if plan is None:
-            return
-        plan = tighten(narrow, narrow.reversed(), plan, patience=recipe.patience)
-        plan = tighten(self._problem, self._mirror, plan, patience=recipe.patience)
-        self._keep(Candidate(plan.makespan, f"pattern {recipe}", plan, recipe.patience))
+        priority = pattern.priorities(
+            self._problem.num_microbatches, weight_delay=recipe.weight_delay
+        )
+        windows = tuple(pattern.windows(self._problem, fill=recipe.fill))
+        self._build(priority, windows, recipe.patience, f"pattern {recipe}")
 
     def vary(self, random: Random) -> None:
-        """Disturb a kept plan's order and build it anew."""
+        """Disturb a kept plan's order, perhaps its windows too, and build it anew."""
         index = min(int(random.expovariate(1.0)), len(self._pool) - 1)
         old = self._pool[index]
+        windows = self._windows_of(old.plan) if random.random() < 0.5 else None
+        if windows and random.random() < 0.5:
+            stage = random.randrange(len(windows))
+            wider = max(1, windows[stage] + random.choice((-1, 1)))
+            windows = (*windows[:stage], wider, *windows[stage + 1 :])
         patience = random.choice((0.0, 0.25, 0.5, 1.0, old.patience))
-        plan = construct(self._problem, self._disturbed(old.plan, random), patience=patience)
+        origin = old.origin.removesuffix(", varied")
+        sideways = random.random() < _SIDEWAYS
+        self._build(
+            self._disturbed(old.plan, random), windows, patience, f"{origin}, varied", sideways
+        )
+
+    def _build(
+        self,
+        priority: Sequence[float],
+        windows: tuple[int, ...] | None,
+        patience: float,
+        origin: str,
+        sideways: bool = True,
+    ) -> None:
+        """Build a plan within windows, tighten it there and then without them."""
+        problem, mirror = self._problem, self._mirror
+        narrow = problem if windows is None else problem.with_windows(windows)
+        plan = construct(narrow, priority, patience=patience)
         if plan is None:
             return
-        plan = tighten(self._problem, self._mirror, plan, patience=patience)
-        worst = self._pool[-1].makespan
-        if plan.makespan < worst - _EPSILON or random.random() < _SIDEWAYS:
-            origin = old.origin.removesuffix(", varied")
-            self._keep(Candidate(plan.makespan, f"{origin}, varied", plan, patience))
+        if windows is not None:
+            plan = tighten(narrow, narrow.reversed(), plan, patience=patience)
+        plan = tighten(problem, mirror, plan, patience=patience)
+        if sideways or plan.makespan < self._pool[-1].makespan - _EPSILON:
+            self._keep(Candidate(plan.makespan, origin, plan, patience))
 
     def _first(self) -> Candidate:
         """Return the plan that prefers earlier microbatches."""
@@ -172,6 +190,23 @@ class Space:
                 f"a rank ({max(problem.needs):g})"
             )
         return Candidate(plan.makespan, "microbatches in order", plan, 1.0)
+
+    def _windows_of(self, plan: Plan) -> tuple[int, ...]:
+        """Return how many microbatches each stage holds at most in a plan."""
+        problem = self._problem
+        num, last = problem.num_microbatches, problem.num_steps - problem.part
+        windows = []
+        for start in range(0, problem.part, num):
+            window = freed = 0
+            for place in range(num):
+                while (
+                    plan.starts[last + start + freed] + problem.duration[last + start + freed]
+                    <= plan.starts[start + place] + _EPSILON
+                ):
+                    freed += 1
+                window = max(window, place + 1 - freed)
+            windows.append(window)
+        return tuple(windows)
 
     def _disturbed(self, plan: Plan, random: Random) -> list[float]:
         """Return the start times with noise for each step, or for each part of a stage."""
