@@ -13,8 +13,8 @@ class Span:
 
     Attributes:
         rank: Whose step.
-        step: A compute step, or a receive: then the span is the time the rank stood waiting for
-            the message.
+        step: A compute step, or what the rank stood waiting for meanwhile: a receive or a send, the
+            gathering of parameters (UNSHARD), the last reduction of gradients (REDUCE_GRAD).
         start: Seconds from any origin common to all spans of a timeline.
         end: Not before start.
     """
