@@ -10,6 +10,9 @@ from collections import Counter
 import pytest
 
 from hp_schedule import (
+    ChannelModel,
+    DeadlockError,
+    FindingKind,
     MetaStep,
     Schedule,
     add_fsdp_reduce_grad,
@@ -151,3 +154,33 @@ def test_every_mutation_is_refused_or_computes_the_same(name: str) -> None:
                 simulate(mutated, channels="rank", blocking=mutated.has_communication)
     # Swapping two equal steps, or two that do not depend on each other, changes nothing.
     assert share * 0.005 < accepted < share * 0.5
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "v_shape", "zero_bubble"])
+def test_the_proof_and_the_simulator_agree_on_deadlocks(name: str) -> None:
+    rng = random.Random(name)
+    original = add_send_recv(_ORIGINALS[name])
+    outcomes: Counter[tuple[str, bool]] = Counter()
+    for _ in range(150):
+        mutated = original
+        for _ in range(rng.randrange(1, 4)):
+            rows = [row.codes() for row in mutated.steps]
+            row = rng.choice(rows)
+            index = rng.randrange(len(row))
+            row.insert(max(0, index - rng.randrange(1, 9)), row.pop(index))
+            mutated = original.with_rows(rows)
+        for channels in ("edge", "pair", "rank"):
+            found = validate(mutated, channels=channels).findings
+            if not found or found[0].kind is FindingKind.DEADLOCK:
+                outcomes[channels, not found] += 1
+                assert _runs(mutated, channels) == (not found)
+    assert all(outcomes[channels, False] for channels in ("pair", "rank"))
+    assert all(outcomes[channels, True] for channels in ("edge", "pair", "rank"))
+
+
+def _runs(schedule: Schedule, channels: ChannelModel) -> bool:
+    try:
+        simulate(schedule, channels=channels)
+    except DeadlockError:
+        return False
+    return True
