@@ -384,9 +384,15 @@ def refusals() -> list[str]:
     stages = [make_stage(plain, 0, nn.Sequential(module), "none")]
     sharding = FullySharded(stages)
     messages = []
-    for schedule, given in ((halved, None), (gathered, sharding)):
+    replicated = nn.parallel.DistributedDataParallel(nn.Linear(WIDTH, WIDTH))
+    with_ddp = [make_stage(plain, 0, replicated, "none")]
+    for schedule, refused, given in (
+        (halved, stages, None),
+        (gathered, stages, sharding),
+        (plain, with_ddp, None),
+    ):
         with pytest.raises(ValueError) as caught:
-            from_schedule(schedule, stages, loss_fn=loss_fn, sharding=given)
+            from_schedule(schedule, refused, loss_fn=loss_fn, sharding=given)
         messages.append(str(caught.value))
     with pytest.raises(ValueError) as caught:
         FullySharded([make_stage(plain, 0, nn.Linear(2, 2), "none")])
@@ -399,8 +405,9 @@ def refusals() -> list[str]:
 
 
 def test_what_would_leave_gradients_unreduced_is_refused() -> None:
-    [[alone, gathered, unsharded, ungathered]] = run_distributed(refusals, world_size=1)
+    [[alone, gathered, replicated, unsharded, ungathered]] = run_distributed(refusals, world_size=1)
     assert alone.startswith("sharding (None) must be given: fully_shard was applied to stage 0")
     assert gathered.startswith("schedule must have a REDUCE_GRAD step for stage 0")
+    assert replicated.startswith("module of stage 0 must not be a DistributedDataParallel")
     assert unsharded == "stages ([0]) must have modules that fully_shard was applied to"
     assert ungathered.startswith("parameters of stage 0 must be gathered before it computes")

@@ -3,6 +3,7 @@
 from hp_schedule.runtime.backward import BackwardSplitter, DeferringSplitter
 from hp_schedule.runtime.context import Batch, PipelineContext
 from hp_schedule.runtime.defer import defer_weight_gradients
+from hp_schedule.runtime.failures import FailureNote
 from hp_schedule.runtime.fsdp import FullySharded
 from hp_schedule.runtime.graph_cut import GraphCuttingSplitter
 from hp_schedule.runtime.named import (
@@ -18,14 +19,14 @@ from hp_schedule.runtime.named import (
     ScheduleZeroBubble,
 )
 from hp_schedule.runtime.result import PipelineResult
-from hp_schedule.runtime.runtime import PipelineScheduleRuntime
-from hp_schedule.runtime.schedules import PipelineSchedule, from_schedule
+from hp_schedule.runtime.runtime import PipelineScheduleRuntime, RuntimeOptions
+from hp_schedule.runtime.schedules import PipelineSchedule, ScheduleOptions, from_schedule
 from hp_schedule.runtime.sharding import StageSharding
 from hp_schedule.runtime.shared import SharedParameterInfo, SharedParameters, share_parameters
 from hp_schedule.runtime.specs import TensorSpec
 from hp_schedule.runtime.split_model import SplitModel, split_model
 from hp_schedule.runtime.stage import PipelineStage
-from hp_schedule.runtime.torch_schedule import TorchSchedule, as_torch_schedule
+from hp_schedule.runtime.torch_schedule import TorchSchedule, TorchStage, as_torch_schedule
 from hp_schedule.runtime.transport import EdgeGroups, TorchTransport, build_edge_groups
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "Batch",
     "DeferringSplitter",
     "EdgeGroups",
+    "FailureNote",
     "FullySharded",
     "GraphCuttingSplitter",
     "PipelineContext",
@@ -40,12 +42,14 @@ __all__ = [
     "PipelineSchedule",
     "PipelineScheduleRuntime",
     "PipelineStage",
+    "RuntimeOptions",
     "Schedule1F1B",
     "ScheduleDualPipeV",
     "ScheduleGPipe",
     "ScheduleInterleaved1F1B",
     "ScheduleInterleavedZeroBubble",
     "ScheduleLoopedBFS",
+    "ScheduleOptions",
     "ScheduleVHalf",
     "ScheduleVMin",
     "ScheduleZBV",
@@ -56,6 +60,7 @@ __all__ = [
     "StageSharding",
     "TensorSpec",
     "TorchSchedule",
+    "TorchStage",
     "TorchTransport",
     "as_torch_schedule",
     "build_edge_groups",

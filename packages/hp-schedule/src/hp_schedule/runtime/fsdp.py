@@ -160,10 +160,16 @@ def check_sharding(
 
     Raises:
         ValueError: If stages have sharded modules and nobody reduces the gradients of W steps, or a
-            schedule with FSDP steps lacks REDUCE_GRAD for one.
+            schedule with FSDP steps lacks REDUCE_GRAD for one; or if a module is wrapped for DDP,
+            which reduces in the first of several backwards only.
     """
-    for stage in stages:
-        if not sharded_modules(stage.module) or schedule.is_forward_only:
+    for stage in () if schedule.is_forward_only else stages:
+        if any(isinstance(x, nn.parallel.DistributedDataParallel) for x in stage.module.modules()):
+            raise ValueError(
+                f"module of stage {stage.stage_index} must not be a DistributedDataParallel, which "
+                "takes one backward for all: use fully_shard, or reduce gradients after the run"
+            )
+        if not sharded_modules(stage.module):
             continue
         if sharding is None and schedule.kinds & _FSDP == frozenset():
             if BWD_WEIGHT in schedule.kinds:
