@@ -22,8 +22,8 @@ Place = tuple[int, PlacementStyle]
 _EPSILON = 1e-9
 _TIGHTENED = 3
 """From how many closed forms and first plans of each space the search starts."""
-_FIRST_FIELD, _LAST_FIELD = 1.0, 0.04
-"""How far behind a space may lie and still be tried with the first and the last recipes."""
+_WIDE, _NARROW = 0.3, 0.04
+"""How far behind a space may lie and still be tried after the first recipe, and with the last."""
 _NEW = 0.3
 """How often a pattern with new parameters is tried instead of a variation."""
 _FOCUS = 1.2
@@ -200,10 +200,11 @@ class _Spaces:
     def candidates(self, random: Random) -> Iterator[Callable[[], None]]:
         """Yield one way after another to build a schedule, until none can be shorter."""
         for _ in range(_TIGHTENED):
-            for space in self._open(_FIRST_FIELD):
+            for space in self._open(_WIDE):
                 yield space.tighten_next
         for round_index, recipe in enumerate(RECIPES):
-            for space in self._open(max(_FIRST_FIELD / (round_index + 1), _LAST_FIELD)):
+            field = max(_WIDE / round_index, _NARROW) if round_index else math.inf
+            for space in self._open(field):
                 yield partial(space.follow, recipe)
         while spaces := self._open(math.inf):
             index = min(int(random.expovariate(_FOCUS)), len(spaces) - 1)

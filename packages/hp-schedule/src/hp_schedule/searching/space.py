@@ -7,7 +7,8 @@ from random import Random
 from typing import NamedTuple
 
 from hp_schedule.costs import Costs
-from hp_schedule.packing import BWD, KIND_MASK, leaves, pack
+from hp_schedule.packing import BWD, KIND_MASK, leaves
+from hp_schedule.passes.clock import ComputeClock
 from hp_schedule.schedule import Schedule
 from hp_schedule.searching.bounds import lower_bound
 from hp_schedule.searching.construct import Plan, construct, tighten
@@ -113,11 +114,7 @@ class Space:
         result = simulate(schedule, self._costs)
         if max(result.peak_activations) > self._problem.memory_limit + _EPSILON:
             return
-        starts = [0.0] * self._problem.num_steps
-        for span in result.timeline:
-            if span.step.type.is_compute:
-                self._set_starts(starts, pack(span.step), span.start)
-        plan = Plan(starts, [], result.makespan)
+        plan = Plan(self._starts_of(schedule), [], result.makespan)
         candidate = Candidate(result.makespan, name, plan, 1.0, schedule)
         self._keep(candidate)
         self._loose.append(candidate)
@@ -233,13 +230,21 @@ class Space:
         self._pool.append(candidate)
         self._pool.sort(key=lambda kept: kept.makespan)
 
-    def _set_starts(self, starts: list[float], code: int, start: float) -> None:
-        """Enter the start of a simulated step; a whole backward is I and then W."""
+    def _starts_of(self, schedule: Schedule) -> list[float]:
+        """Return when the steps of a schedule start; a whole backward is I and then W."""
         problem = self._problem
-        for leaf in leaves(code):
-            step = problem.step_of(leaf)
-            starts[step] = start
-            start += problem.duration[step]
-            if leaf & KIND_MASK == BWD and len(problem.kinds) == 3:
-                starts[step + problem.part] = start
-                start += problem.duration[step + problem.part]
+        starts = [0.0] * problem.num_steps
+        clock = ComputeClock(schedule, self._costs)
+        for codes, ends in zip(clock.codes, clock.finish, strict=True):
+            for code, end in zip(codes, ends, strict=True):
+                time = end
+                for step in reversed([s for leaf in leaves(code) for s in self._steps_of(leaf)]):
+                    time -= problem.duration[step]
+                    starts[step] = time
+        return starts
+
+    def _steps_of(self, code: int) -> tuple[int, ...]:
+        step = self._problem.step_of(code)
+        if code & KIND_MASK == BWD and len(self._problem.kinds) == 3:
+            return step, step + self._problem.part
+        return (step,)
