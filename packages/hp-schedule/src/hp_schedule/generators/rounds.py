@@ -10,18 +10,20 @@ Read column by column, that is the order in which the rank runs. Rank 1 of 3, 1F
 With several stages on a rank, microbatches go through in rounds: a rank takes a round through its
 first stage, then through its second and so on, before the next round enters.
 
-[Note: Logical time of rounds] With P ranks, `hop` slots from a rank to the next and 4 slots from
-a column to the next, a step in column x of rank r ends at 4 x + hop * r (+ 1 for B, + 2 for W). The
-result of a forward goes to the same column of the next rank: hop > 0. A gradient goes to the rank
-before, `step` columns later, where `step` is how much longer the warm-up is there: 4 step > hop. A
-round of R microbatches that leaves the last rank comes back to the first R columns later:
-4 R > hop (P - 1), and the other way 4 R + hop (P - 1) > 4 step (P - 1). With hop = 2 step all of
-this holds if 2 R > step (P - 1).
+[Note: Logical time of rounds] Column x of rank r begins at C x + hop * r, for P ranks, a column of
+C slots and `hop` slots from a rank to the next. The result of a forward goes to the same column of
+the next rank: hop > 0. A gradient goes to the rank before, `step` columns later, where `step` is
+how much longer the warm-up is there: C step > hop. A round of R microbatches that leaves the last
+rank comes back to the first R columns later: C R > hop (P - 1), and the other way
+C R + hop (P - 1) > C step (P - 1). With hop = C step / 2 all of this holds if 2 R > step (P - 1).
+Where in a column its steps end is free; as chosen, messages are due a step or so before they are
+read.
 
-A shorter round may only be the last, behind rounds of at least P. While there are forwards its
-columns are stretched; its backwards turn only where no forward is left. From there on rows hold
-backwards only, and are timed as if every round were at least as long as P: 2 slots from one to the
-next, and 2 from a rank to the one before. So are schedules whose warm-up is all forwards.
+A round shorter than that must be the only one. While there are forwards, time passes between its
+last column in one stage and its first in the next; its backwards turn only where no forward is
+left. From there on rows hold backwards only, and are timed as if the round were as long as 2 P, a
+column from one to the next and one and a half from a rank to the one before. So are schedules whose
+warm-up is all forwards.
 """
 
 from collections.abc import Sequence
@@ -33,7 +35,9 @@ from hp_schedule.generators.closed_form import ClosedForm, TimedRow
 from hp_schedule.generators.common import backwards, check_counts, forwards
 from hp_schedule.packing import BWD, BWD_INPUT, BWD_WEIGHT
 
-_COLUMN = 4
+_COLUMN = 16
+_LINES = (0, 6, 15)
+"""When F, B and W of a column end, from its beginning."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class Rounds(ClosedForm):
         ]
         times = self._times(rank, warm_up, max(map(len, lines)))
         return [
-            (time + line, code)
+            (time + _LINES[line], code)
             for time, column in zip(times, zip_longest(*lines, fillvalue=-1), strict=False)
             for line, code in enumerate(column)
             if code >= 0
@@ -90,51 +94,53 @@ class Rounds(ClosedForm):
     def _times(self, rank: int, warm_up: int, num_columns: int) -> list[int]:
         """Return the logical time of each column of a rank; see the module's note."""
         early, late = self._early, self._late
-        times = [time + self._hop * rank for time in early]
-        begin = early[-1] + _COLUMN + self._hop * self.num_ranks + 2 * (self.num_ranks - 1 - rank)
+        times = [_COLUMN * place + self._hop * rank for place in early]
+        begin = _COLUMN * (early[-1] + 1) + self._hop * self.num_ranks
+        begin += 3 * _COLUMN * (self.num_ranks - rank) // 2
         for index in range(len(early) - warm_up, num_columns - warm_up):
             if self._turns_early:
                 times.append(times[-1] + _COLUMN)
                 continue
             # Behind the last backward there are weight gradients only.
             inside = min(max(index, 0), len(late) - 1)
-            times.append(begin + 2 * (late[inside] + index - inside))
+            times.append(begin + _COLUMN * (late[inside] + index - inside))
         return times
 
     @cached_property
     def _step(self) -> int:
-        warm_ups = self.warm_ups or ()
+        warm_ups = self.warm_ups or (0,)
         return min((before - after for before, after in pairwise(warm_ups)), default=1)
 
     @property
     def _hop(self) -> int:
-        return 2 * max(1, self._step)
+        return _COLUMN * self._step // 2 or 3 * _COLUMN // 2
 
     @cached_property
     def _turns_early(self) -> bool:
-        """Whether the last round comes back in time for the columns to be alike throughout."""
-        enough = 2 * len(self.rounds[-1]) > self._step * (self.num_ranks - 1)
+        """Whether rounds come back in time for the columns to be alike throughout."""
+        shortest = min(map(len, self.rounds))
+        enough = 2 * shortest > self._step * (self.num_ranks - 1)
         return self._step > 0 and (enough or self.num_stages_per_rank == 1)
 
     @cached_property
     def _early(self) -> list[int]:
-        """Where each column begins on rank 0 while there are forwards."""
-        widths = []
-        for part in self.rounds:
-            stretch = self._hop * (self.num_ranks - 1) // (_COLUMN * len(part)) + 1
-            width = _COLUMN if self._turns_early else _COLUMN * stretch
-            widths.extend([width] * (len(part) * self.num_stages_per_rank))
-        return list(accumulate(widths[:-1], initial=0))
+        """The place in time of each column with a forward."""
+        turn = self._hop * (self.num_ranks - 1) // _COLUMN + 1
+        return self._places(1 if self._turns_early else turn)
 
     @cached_property
     def _late(self) -> list[int]:
-        """Where each backward would stand if every round were at least as long as the pipeline."""
+        """The place in time of each backward that has no forward beside it."""
+        return self._places(2 * self.num_ranks)
+
+    def _places(self, turn: int) -> list[int]:
+        """Return places one after another, but at least `turn` from one stage to the next."""
         places: list[int] = []
         begin = 0
         for part in self.rounds:
             for _ in range(self.num_stages_per_rank):
                 places.extend(range(begin, begin + len(part)))
-                begin += max(len(part), self.num_ranks)
+                begin += max(len(part), turn)
         return places
 
 
@@ -150,7 +156,14 @@ def equal_rounds(size: int, num_microbatches: int) -> list[range]:
     return [range(start, end) for start, end in pairwise(accumulate(sizes, initial=0))]
 
 
-def full_rounds(size: int, num_microbatches: int) -> list[range]:
-    """Split the microbatches into rounds of `size`; a remainder is a short round at the end."""
-    starts = range(0, num_microbatches, size)
-    return [range(start, min(start + size, num_microbatches)) for start in starts]
+def short_rounds(size: int, num_microbatches: int) -> list[range]:
+    """Split the microbatches into rounds of at most `size` and, but for the only one, half of it.
+
+    A remainder is a shorter round at the end; one of less than half takes the rest from the round
+    before.
+    """
+    starts = list(range(0, num_microbatches, size))
+    half = (size + 1) // 2
+    if len(starts) > 1 and num_microbatches - starts[-1] < half:
+        starts[-1] = num_microbatches - half
+    return [range(start, end) for start, end in pairwise([*starts, num_microbatches])]

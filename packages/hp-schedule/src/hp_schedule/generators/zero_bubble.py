@@ -8,7 +8,7 @@ microbatches. Smaller rounds give the generalized interleaving of Wan et al. 202
 from typing import Literal
 
 from hp_schedule.generators.common import check_counts
-from hp_schedule.generators.rounds import Rounds, equal_rounds, full_rounds
+from hp_schedule.generators.rounds import Rounds, equal_rounds, short_rounds
 from hp_schedule.schedule import Schedule
 
 MaxInFlight = Literal["1p", "1.5p", "2p"]
@@ -21,8 +21,8 @@ def zero_bubble(
     """Return the zero-bubble 1F1B schedule, one stage per rank.
 
     Rank r runs up to 2 * (num_ranks - r) - 1 forwards before its first backward, as many as a
-    message needs to go to the last rank and back, if they fit its memory. Weight gradients wait
-    until the memory is full, so every rank holds as much as the first.
+    message needs to go to the last rank and back, if they fit its memory. Weight gradients are put
+    off as long as the memory lasts.
 
     Args:
         num_ranks: Ranks of the pipeline, at least 1.
@@ -44,13 +44,22 @@ def zero_bubble_form(
     """Return the closed form of `zero_bubble`."""
     check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
     limit = _limit(num_ranks, max_in_flight)
-    warm_ups = [min(2 * (num_ranks - 1 - rank), limit - 1 - rank) for rank in range(num_ranks)]
+    # Where all microbatches fit, memory restricts nothing.
+    room = limit if num_microbatches > limit else max(limit, 2 * num_ranks)
+    # The last rank ends first, so r weight gradients left on rank r keep nobody waiting. More are
+    # put off, for messages to hide behind, as far as there are microbatches to fill the time.
+    put_off = max(num_ranks, min(num_microbatches, limit))
+    warm_ups, delays = [], []
+    for rank in range(num_ranks):
+        there_and_back = 2 * (num_ranks - 1 - rank)
+        warm_ups.append(min(there_and_back, room - 1 - rank))
+        delays.append(min(max(rank, put_off - 1 - there_and_back), room - 1 - warm_ups[-1]))
     return Rounds(
         num_ranks,
         num_microbatches,
         rounds=[range(num_microbatches)],
         warm_ups=warm_ups,
-        delays=[limit - 1 - warm_up for warm_up in warm_ups],
+        delays=delays,
     )
 
 
@@ -71,7 +80,9 @@ def interleaved_zero_bubble(
     """Return the interleaved zero-bubble schedule; stage s lives on rank s modulo num_ranks.
 
     It holds no more activations than 1F1B. A remainder of microbatches is a short round at the end,
-    whose gaps the weight gradients of the rounds before fill.
+    of at least half of num_ranks, whose gaps the weight gradients of the rounds before fill. Longer
+    rounds instead, as `grouped_interleaved` has with groups of num_ranks, can be quicker but hold
+    more.
 
     Args:
         num_ranks: Ranks of the pipeline, at least 1.
@@ -90,7 +101,7 @@ def interleaved_zero_bubble_form(
     num_ranks: int, *, num_microbatches: int, num_stages_per_rank: int = 2
 ) -> Rounds:
     """Return the closed form of `interleaved_zero_bubble`."""
-    rounds = full_rounds(max(1, num_ranks), num_microbatches)
+    rounds = short_rounds(max(1, num_ranks), num_microbatches)
     return _split_form(num_ranks, num_microbatches, num_stages_per_rank, rounds)
 
 
