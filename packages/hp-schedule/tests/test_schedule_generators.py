@@ -24,6 +24,7 @@ from hp_schedule import (
     zbv,
     zero_bubble,
 )
+from hp_schedule.generators.zero_bubble import MaxInFlight
 
 _ALL = (
     dualpipe_v,
@@ -180,7 +181,7 @@ def test_interleaved_zero_bubble_divides_the_bubble_at_1f1b_memory() -> None:
 
 @pytest.mark.parametrize(("memory", "factor"), [("1p", 1), ("1.5p", 1.5), ("2p", 2)])
 def test_zero_bubble_keeps_to_its_memory_and_leaves_only_the_ramp(
-    memory: str, factor: float
+    memory: MaxInFlight, factor: float
 ) -> None:
     for num_ranks in range(1, 9):
         for num in range(1, 3 * num_ranks + 1):

@@ -172,7 +172,7 @@ def test_a_rank_that_does_not_exist_is_refused(rank: int) -> None:
 
 def test_only_generators_have_a_closed_form() -> None:
     with pytest.raises(ValueError, match="must be one of dualpipe_v, forward_only, gpipe"):
-        closed_form(simulate, 2)
+        closed_form(add_send_recv, 2)
 
 
 def test_times_must_fit_the_compute_steps() -> None:
