@@ -122,7 +122,8 @@ class TorchSchedule:
         self._loss = loss
         self._specs = (args_chunk_spec, kwargs_chunk_spec)
         self._merge_spec = output_merge_spec
-        self._has_end = runtime.schedule.stage_to_rank[-1] == runtime.pipeline_rank
+        last = runtime.schedule.chains[0][-1]
+        self._has_end = runtime.schedule.stage_to_rank[last] == runtime.pipeline_rank
 
     def step(
         self,
