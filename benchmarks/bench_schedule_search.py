@@ -115,6 +115,7 @@ def published_values(point: Point) -> dict[int, float]:
                 num_microbatches=point.microbatches,
                 num_stages_per_rank=number,
                 style=style,
+                latency=point.latency * number,
             )
             for _, schedule in forms:
                 simulation = simulate(schedule, costs)

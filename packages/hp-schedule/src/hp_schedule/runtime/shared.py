@@ -5,6 +5,7 @@ the copies are summed over the ranks. What earlier runs have left in `grad` is a
 is put aside while a run lasts and added afterwards: gradients accumulate over runs.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from hp_platform import new_group
 from hp_schedule.runtime.stage import PipelineStage
@@ -166,4 +166,9 @@ def _alias(info: SharedParameterInfo, stages: Mapping[int, PipelineStage]) -> nn
 
 
 def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
+    # DTensor's module takes seconds to import; whoever has one has imported it.
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None or not isinstance(x, module.DTensor):
+        return x
+    local: Tensor = x.to_local()
+    return local

@@ -49,6 +49,7 @@ def closed_forms(
     num_microbatches: int,
     num_stages_per_rank: int,
     style: PlacementStyle,
+    latency: float = 0.0,
     split_backward: bool = True,
 ) -> Iterator[tuple[str, Schedule]]:
     """Yield name and schedule of every generator of a placement.
@@ -58,6 +59,7 @@ def closed_forms(
         num_microbatches: Any number from 1.
         num_stages_per_rank: Stages on every rank.
         style: Where they live; one stage per rank is a loop.
+        latency: Of a message, in units of one step, for those that allow for it.
         split_backward: Whether to yield those that split backwards, too.
     """
     counts = {"num_microbatches": num_microbatches}
@@ -72,3 +74,11 @@ def closed_forms(
         schedule = generator(num_ranks, **counts)
         if split_backward or BWD_WEIGHT not in schedule.kinds:
             yield name, schedule
+    if split_backward and generators is _LOOP:
+        yield (
+            "grouped_interleaved, rounds of all ranks",
+            grouped_interleaved(num_ranks, **counts, group_size=num_ranks),
+        )
+    if split_backward and generators is _V and latency > 0:
+        yield "zbv for the latency", zbv(num_ranks, **counts, latency=latency)
+        yield "v_half for the latency", v_half(num_ranks, **counts, latency=latency)

@@ -191,6 +191,7 @@ class _Spaces:
                 num_microbatches=num_microbatches,
                 num_stages_per_rank=number,
                 style=style,
+                latency=space.mean_latency,
                 split_backward=split_backward,
             )
             for name, schedule in forms:

@@ -105,6 +105,13 @@ class Space:
         """The shortest candidate so far."""
         return self._pool[0]
 
+    @property
+    def mean_latency(self) -> float:
+        """Of a message, in units of a mean step; 0 if steps take no time."""
+        lags = [lag for lag in self._problem.lag if lag > 0]
+        step = sum(self._problem.duration) / self._problem.num_steps
+        return sum(lags) / len(lags) / step if lags and step > 0 else 0.0
+
     def schedule(self, candidate: Candidate) -> Schedule:
         """Return the schedule of a candidate of this space."""
         return candidate.schedule or self._problem.schedule(candidate.plan.sequence)
