@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hp_platform import PeerError, agree, all_to_all, initialize, new_group
+from hp_platform import PeerError, agree, all_to_all, initialize, new_group, on_one_rank
 from hp_platform.testing import run_distributed, run_in_threads
 
 
@@ -113,3 +113,29 @@ def test_a_lost_rank_ends_the_agreement_and_keeps_the_own_error() -> None:
     own = str(caught.value).splitlines()[-1]
     assert own.startswith("rank 0 of 2 raised SystemExit: a rank was lost while all were to agree")
     assert "before saving; the other ranks could not be told: " in own
+
+
+def _made_once() -> tuple[list[int], str]:
+    group = new_group([range(dist.get_world_size())], name="control", backend="gloo")
+    assert group is not None
+    made = on_one_rank(lambda: [dist.get_rank(), os.getpid()], group=group)
+
+    def fail() -> int:
+        raise ValueError(f"memory ({dist.get_rank()}) must be >= 1")
+
+    try:
+        on_one_rank(fail, group=group, where="the search")
+    except (ValueError, PeerError) as error:
+        return made, f"{type(error).__name__}: {error}"
+    return made, ""
+
+
+def test_one_rank_makes_what_all_have() -> None:
+    made, failures = zip(*run_distributed(_made_once, world_size=3), strict=True)
+    assert made[0][0] == 0
+    assert made == (made[0],) * 3
+    assert failures[0] == "ValueError: memory (0) must be >= 1"
+    for failure in failures[1:]:
+        assert failure.startswith("PeerError: rank 0 failed")
+        assert "the search" in failure
+        assert "memory (0) must be >= 1" in failure

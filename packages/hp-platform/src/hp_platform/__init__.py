@@ -1,6 +1,6 @@
 """Devices, process groups and differentiable collectives over torch.distributed, fully typed."""
 
-from hp_platform.agreement import PeerError, agree
+from hp_platform.agreement import PeerError, agree, on_one_rank
 from hp_platform.collectives import (
     StartedAllToAll,
     all_gather_uneven,
@@ -50,6 +50,7 @@ __all__ = [
     "local_device",
     "mesh_of",
     "new_group",
+    "on_one_rank",
     "reduce_scatter_uneven",
     "resolve_group",
     "set_fsdp_frees_parameters",

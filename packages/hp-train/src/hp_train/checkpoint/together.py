@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
-from hp_platform import PeerError, agree
+from hp_platform import PeerError, agree, on_one_rank
 from hp_train.checkpoint.manifest import DamageError, Manifest, Part, parts_of
 from hp_train.checkpoint.verify import share_of, verify_parts
 from hp_train.errors import CheckpointError
@@ -22,21 +22,12 @@ def on_rank_zero(call: Callable[[], T], *, group: ProcessGroup) -> T:
     Raises:
         CheckpointError: On all ranks, if it raised that or an OSError.
     """
-    box: list[Any] = [None, None]
-    if group.rank() == 0:
-        try:
-            box[0] = call()
-        except Exception as error:
-            box[1] = str(error)
-            dist.broadcast_object_list(box, group_src=0, group=group)
-            if not isinstance(error, CheckpointError | OSError):
-                raise
-            raise CheckpointError(str(error)) from None
-    dist.broadcast_object_list(box, group_src=0, group=group)
-    result, message = box
-    if message is not None:
-        raise CheckpointError(message)
-    return cast("T", result)
+    try:
+        return on_one_rank(call, group=group, where="using a checkpoint")
+    except OSError as error:
+        raise CheckpointError(str(error)) from None
+    except PeerError as peer:
+        raise CheckpointError(str(peer)) from None
 
 
 def run_planned(call: Callable[[], object], *, group: ProcessGroup) -> None:
