@@ -200,13 +200,13 @@ class _Spaces:
 
     def candidates(self, random: Random) -> Iterator[Callable[[], None]]:
         """Yield one way after another to build a schedule, until none can be shorter."""
-        for _ in range(_TIGHTENED):
-            for space in self._open(_WIDE):
-                yield space.tighten_next
-        for round_index, recipe in enumerate(RECIPES):
-            field = max(_WIDE / round_index, _NARROW) if round_index else math.inf
+        for index, recipe in enumerate(RECIPES):
+            field = max(_WIDE / index, _NARROW) if index else math.inf
             for space in self._open(field):
                 yield partial(space.follow, recipe)
+            if index < _TIGHTENED:
+                for space in self._open(_WIDE):
+                    yield space.tighten_next
         while spaces := self._open(math.inf):
             index = min(int(random.expovariate(_FOCUS)), len(spaces) - 1)
             if random.random() < _NEW:
