@@ -323,7 +323,7 @@ def run_with_frozen_stage(frozen: int) -> dict[str, Tensor]:
     return _grads({rank: block})
 
 
-@pytest.mark.parametrize("frozen", [0, 1, 2])
+@pytest.mark.parametrize("frozen", [0, 1])
 def test_a_stage_whose_output_needs_no_gradient_passes_zeros_on(frozen: int) -> None:
     found = run_distributed(run_with_frozen_stage, frozen, world_size=3)
     for rank, grads in enumerate(found):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from hp_schedule.runtime.context import Batch, Chunk, Key, LossFunction, Pipelin
 from hp_schedule.runtime.mailbox import Expectations, Mailbox
 from hp_schedule.runtime.recorder import Recorder
 from hp_schedule.runtime.sharding import StageSharding
-from hp_schedule.runtime.specs import Specs, TensorSpec
+from hp_schedule.runtime.specs import Specs, TensorSpec, check_expected
 from hp_schedule.runtime.stage import PipelineStage
 from hp_schedule.schedule import Schedule
 from hp_schedule.transport import Transport
@@ -23,7 +24,8 @@ class StageDriver:
     """Runs steps of one rank on torch; implements `hp_schedule.Driver`.
 
     All state is keyed by stage and microbatch and lives as long as the run, so a handler may run
-    steps of different microbatches from several threads.
+    steps of different microbatches from several threads. Nothing in it refers back to it, so that
+    what is left, the batch above all, goes with the run and does not wait for a garbage collection.
 
     Args:
         rank: Of the pipeline.
@@ -66,6 +68,8 @@ class StageDriver:
         self._keep_outputs = keep_outputs
         self._recorder = recorder
         self._in_overlap = False
+        self._any_graph = False
+        self._rank = rank
         self._training = not schedule.is_forward_only
         self._chunks: dict[Key, Chunk] = {}
         self._values = Values()
@@ -82,13 +86,17 @@ class StageDriver:
                 stages=stages,
                 transport=transport,
                 expectations=expectations,
-                output_specs=self._output_specs,
+                output_specs=partial(_output_specs, self._chunks),
             )
-        self.context = PipelineContext(
-            rank=rank,
-            schedule=schedule,
-            stages=stages,
-            batch=batch,
+
+    @property
+    def context(self) -> PipelineContext:
+        """What a registered function works with."""
+        return PipelineContext(
+            rank=self._rank,
+            schedule=self._schedule,
+            stages=self._stages,
+            batch=self._batch,
             losses=self.losses,
             run=self.run,
             wait_inputs=self.wait_inputs,
@@ -129,7 +137,7 @@ class StageDriver:
         key = (stage_index, microbatch_index)
         self._ready_stage(stage_index)
         finish = self._values.weight_grads.pop(key)
-        with self._span(MetaStepType.BWD_WEIGHT, key):
+        with self._span(MetaStepType.BWD_WEIGHT, key), _without_autocast(self._stages[key[0]]):
             finish()
 
     def overlap(self, step: MetaStep) -> None:
@@ -143,6 +151,9 @@ class StageDriver:
 
     def run_overlap(self, step: MetaStep, run_halves: Callable[[], None]) -> None:
         """Wait for the inputs of both halves, then run them, as one span of the timeline."""
+        if self._in_overlap:  # a registered function has the whole step run
+            run_halves()
+            return
         self.wait_inputs(step)
         with nullcontext() if self._recorder is None else self._recorder.span(step):
             self._in_overlap = True
@@ -216,7 +227,16 @@ class StageDriver:
                 self._wait_output_grads(key)
 
     def finish(self) -> None:
-        """Wait until everything that was sent has arrived."""
+        """Wait until everything that was sent has arrived.
+
+        Raises:
+            ValueError: If losses were computed for backwards, and none has a graph.
+        """
+        if self._training and self.losses and not self._any_graph:
+            raise ValueError(
+                "losses must require grad to train, but none of this run does (is inference mode "
+                "on, or the loss detached?)"
+            )
         if self._mailbox is not None:
             self._mailbox.finish()
 
@@ -225,7 +245,7 @@ class StageDriver:
         if self._keep_outputs:
             self.outputs[entry] = _detached(output)
         # Without a loss function what the stage returns in training is the loss.
-        if not (self._training if self._loss_fn is None else self._batch.targets):
+        if not (self._training if self._loss_fn is None else len(self._batch.targets)):
             return ()
         loss = (
             output if self._loss_fn is None else self._loss_fn(output, self._batch.targets[entry])
@@ -234,6 +254,7 @@ class StageDriver:
             shown = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss ({shown}) must be a scalar")
         self.losses[entry] = loss.detach()
+        self._any_graph |= loss.requires_grad
         return (loss,)
 
     def _run_backward(self, step_type: MetaStepType, key: Key) -> None:
@@ -250,7 +271,7 @@ class StageDriver:
         ]
         arguments = [x for x, _ in starts], [grad for _, grad in starts]
         inputs = [x for x in chunk.received if x.requires_grad]
-        with self._span(step_type, key):
+        with self._span(step_type, key), _without_autocast(stage):
             if step_type is MetaStepType.BWD:
                 found = stage.backward_one_chunk(*arguments, inputs=inputs)
             elif starts:
@@ -283,8 +304,12 @@ class StageDriver:
     def _pass_outputs(self, key: Key, outputs: tuple[Tensor, ...]) -> None:
         after = self._schedule.downstream[key[0]]
         if after in self._stages:
+            expected = self._stages[after].input_spec
+            if expected is not None:
+                check_expected(outputs, expected, stage=key[0], microbatch=key[1], after=after)
             self._values.inputs[after, key[1]] = tuple(
-                x.detach().requires_grad_(x.requires_grad) for x in outputs
+                x.detach().requires_grad_(x.requires_grad and (spec is None or spec.has_grad))
+                for x, spec in zip(outputs, expected or (None,) * len(outputs), strict=True)
             )
         else:
             self._values.outgoing[key] = outputs
@@ -303,10 +328,6 @@ class StageDriver:
                 for x, grad in zip(received, aligned, strict=True)
                 if x.requires_grad
             )
-
-    def _output_specs(self, stage: int, microbatch: int) -> Specs | None:
-        chunk = self._chunks.get((stage, microbatch))
-        return None if chunk is None else tuple(map(TensorSpec.of, chunk.outputs))
 
     def _ready_stage(self, stage_index: int) -> PipelineStage:
         """Return a stage that is about to compute, its parameters gathered."""
@@ -333,6 +354,21 @@ class StageDriver:
         if self._recorder is None or self._in_overlap:
             return nullcontext()
         return self._recorder.span(MetaStep(step_type, *key))
+
+
+def _output_specs(chunks: Mapping[Key, Chunk], stage: int, microbatch: int) -> Specs | None:
+    chunk = chunks.get((stage, microbatch))
+    return None if chunk is None else tuple(map(TensorSpec.of, chunk.outputs))
+
+
+def _without_autocast(stage: PipelineStage) -> AbstractContextManager[None]:
+    """Run a backward as outside of autocast, which is where it belongs.
+
+    The caller can only put all of a run under autocast. Operations of the backward would then be
+    cast once more, also those of layers that had switched it off.
+    """
+    kind = stage.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def _nothing() -> None:

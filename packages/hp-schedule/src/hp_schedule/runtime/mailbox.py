@@ -20,7 +20,7 @@ from hp_schedule.runtime.specs import (
     HEADER_SIZE,
     Specs,
     TensorSpec,
-    describe,
+    check_expected,
     from_header,
     to_header,
 )
@@ -151,18 +151,13 @@ class Mailbox:
         """
         expected = self._expected(stage)
         message = self._to(self._schedule.downstream[stage], microbatch, MessageKind.INPUT)
-        specs = tuple(map(TensorSpec.of, values))
+        after = message.stage_index
         if expected is None:
-            header = self._to(message.stage_index, microbatch, MessageKind.HEADER)
-            self._send(header, (to_header(specs).to(self._stages[stage].device),))
-        elif len(values) != len(expected) or not all(
-            spec.fits(value) for spec, value in zip(expected, values, strict=True)
-        ):
-            raise ValueError(
-                f"output ({describe(specs)}) of stage {stage}, microbatch {microbatch} must be as "
-                f"input_spec ({describe(expected)}) of stage {message.stage_index}; without an "
-                "input_spec shapes may differ"
-            )
+            told = to_header(tuple(map(TensorSpec.of, values)))
+            header = self._to(after, microbatch, MessageKind.HEADER)
+            self._send(header, (told.to(self._stages[stage].device),))
+        else:
+            check_expected(values, expected, stage=stage, microbatch=microbatch, after=after)
         self._send(message, tuple(value.detach() for value in values))
 
     def want_input(self, stage: int, microbatch: int) -> None:

@@ -3,6 +3,11 @@
 [Note: Gradients of one run] Every stage adds its own gradient to its own copy. At the end of a run
 the copies are summed over the ranks. What earlier runs have left in `grad` is a sum already, so it
 is put aside while a run lasts and added afterwards: gradients accumulate over runs.
+
+[Note: Copies] Stages of one rank have one and the same `Parameter`. Where `fully_shard` is applied
+to them, before or after, each has its own sharded parameter instead. Those are copies like the ones
+on other ranks: they start with the same value and get the same gradient, so an optimizer keeps them
+equal. Which parameters there are is therefore looked up when the first run starts.
 """
 
 import sys
@@ -10,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,19 +41,28 @@ class SharedParameterInfo:
     names: Mapping[int, str]
 
 
+_Place = tuple[nn.Module, str]
+"""A module and the name that a parameter has in it."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Shared:
     """A shared parameter on this rank.
 
     Attributes:
-        parameter: The one object that this rank's stages use.
+        places: This rank's modules that have it, with its name in each.
         group: Of the ranks that have it; None if this is the only one.
         source: The global rank that gives the value.
     """
 
-    parameter: nn.Parameter
+    places: Sequence[_Place]
     group: ProcessGroup | None
     source: int
+
+    def copies(self) -> list[nn.Parameter]:
+        """Return this rank's parameters, one if it is not sharded (Note: Copies)."""
+        found = [module.get_parameter(name) for module, name in self.places]
+        return list({id(parameter): parameter for parameter in found}.values())
 
 
 class SharedParameters:
@@ -55,44 +71,62 @@ class SharedParameters:
     def __init__(self, shared: Sequence[_Shared]) -> None:
         self._shared = list(shared)
 
+    @cached_property
+    def _copies(self) -> list[list[nn.Parameter]]:
+        return [shared.copies() for shared in self._shared]
+
     def broadcast(self) -> None:
-        """Give every rank the value of the stage with the lowest index."""
+        """Give every copy the value of the lowest stage, and freeze it if that one is."""
         for shared in self._shared:
+            first, *others = shared.copies()
             if shared.group is not None:
-                value = _local(shared.parameter.detach())
-                dist.broadcast(value, shared.source, group=shared.group)
+                dist.broadcast(_local(first.detach()), shared.source, group=shared.group)
+                trains = torch.tensor(int(first.requires_grad), device=first.device)
+                dist.broadcast(trains, shared.source, group=shared.group)
+                first.requires_grad_(bool(trains))
+            for other in others:
+                _local(other.detach()).copy_(_local(first.detach()))
+                other.requires_grad_(first.requires_grad)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Run what computes gradients inside; they are summed over the ranks at the end."""
-        before = [shared.parameter.grad for shared in self._shared]
-        for shared in self._shared:
-            shared.parameter.grad = None
+        """Run what computes gradients inside; they are summed over all copies at the end."""
+        parameters = [parameter for copies in self._copies for parameter in copies]
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
         yield
         self.sync_shared_parameters_grad()
-        for shared, grad in zip(self._shared, before, strict=True):
+        for parameter, grad in zip(parameters, before, strict=True):
             if grad is not None:
-                parameter = shared.parameter
                 parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
 
     def sync_shared_parameters_grad(self) -> None:
-        """Sum the gradients over the ranks; every rank calls it ([Note: Gradients of one run]).
+        """Sum the gradients of all copies; every rank calls it ([Note: Gradients of one run]).
 
-        The runtime does so at the end of every run. A rank without a gradient adds nothing and
-        gets the sum too.
+        The runtime does so at the end of every run. A copy without a gradient adds nothing and gets
+        the sum too. Frozen parameters are left out, so freeze or unfreeze them on all ranks alike.
         """
-        for shared in self._shared:
+        for shared, (first, *others) in zip(self._shared, self._copies, strict=True):
+            if not first.requires_grad:
+                continue
+            for other in others:
+                _add_grad(first, other.grad)
             if shared.group is not None:
-                if shared.parameter.grad is None:
-                    shared.parameter.grad = torch.zeros_like(shared.parameter)
-                dist.all_reduce(_local(shared.parameter.grad), group=shared.group)
+                if first.grad is None:
+                    first.grad = torch.zeros_like(first)
+                dist.all_reduce(_local(first.grad), group=shared.group)
+            for other in others:
+                # Not the same tensor, which what scales gradients in place would scale twice.
+                other.grad = None if first.grad is None else first.grad.clone()
 
     def close(self) -> None:
         """Close this rank's connections; ranks that wait for it fail."""
-        while self._shared:
-            shared = self._shared.pop()
+        for shared in self._shared:
             if shared.group is not None:
                 close_group(shared.group)
+        self._shared = []
+        self.__dict__.pop("_copies", None)
 
 
 def share_parameters(
@@ -106,8 +140,9 @@ def share_parameters(
 ) -> SharedParameters:
     """Make the stages of all ranks share parameters; every rank of the world calls this.
 
-    Stages of one rank then have one and the same `Parameter`, so make the optimizer afterwards.
-    Ranks get the value of the lowest stage and sum their gradients at the end of each run.
+    Stages of one rank then have one and the same `Parameter`, save for sharded ones (Note: Copies),
+    so make the optimizer afterwards. Ranks get the value of the lowest stage, and are frozen if it
+    is, and sum their gradients at the end of each run.
 
     Args:
         infos: What is shared; the same on every caller.
@@ -138,37 +173,42 @@ def share_parameters(
             )
             me = dist.get_rank()
             source = next((ranks[places[0]] for ranks in pipelines if me in ranks), None)
-        parameter = _alias(info, here)
-        if parameter is not None:
-            shared.append(_Shared(parameter, group, 0 if source is None else source))
+        mine = _alias(info, here)
+        if mine:
+            shared.append(_Shared(mine, group, 0 if source is None else source))
     result = SharedParameters(shared)
     result.broadcast()
     return result
 
 
-def _alias(info: SharedParameterInfo, stages: Mapping[int, PipelineStage]) -> nn.Parameter | None:
-    """Let the stages of this rank use the parameter of the first of them; return it."""
+def _alias(info: SharedParameterInfo, stages: Mapping[int, PipelineStage]) -> list[_Place]:
+    """Let the stages of this rank use the parameter of the first of them; return the places."""
     mine = [stage for stage in sorted(info.names) if stage in stages]
-    if not mine:
-        return None
-    first = stages[mine[0]].module.get_parameter(info.names[mine[0]])
-    for stage in mine[1:]:
-        module, name = stages[stage].module, info.names[stage]
-        other = module.get_parameter(name)
+    places = [(stages[stage].module, info.names[stage]) for stage in mine]
+    for stage, (module, name) in zip(mine[1:], places[1:], strict=True):
+        first, other = places[0][0].get_parameter(places[0][1]), module.get_parameter(name)
         if other.shape != first.shape:
             raise ValueError(
                 f"shape ({list(other.shape)}) of {name} of stage {stage} must equal that of stage "
                 f"{mine[0]} ({list(first.shape)})"
             )
-        path, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(path), leaf, first)
-    return first
+        if not _is_sharded(other):
+            path, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(path), leaf, first)
+    return places
+
+
+def _add_grad(parameter: nn.Parameter, grad: Tensor | None) -> None:
+    if grad is not None:
+        parameter.grad = grad.clone() if parameter.grad is None else parameter.grad.add_(grad)
 
 
 def _local(x: Tensor) -> Tensor:
+    local: Any = x
+    return local.to_local() if _is_sharded(x) else x
+
+
+def _is_sharded(x: Tensor) -> bool:
     # DTensor's module takes seconds to import; whoever has one has imported it.
     module = sys.modules.get("torch.distributed.tensor")
-    if module is None or not isinstance(x, module.DTensor):
-        return x
-    local: Tensor = x.to_local()
-    return local
+    return module is not None and isinstance(x, module.DTensor)

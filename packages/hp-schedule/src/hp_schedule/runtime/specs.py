@@ -88,6 +88,24 @@ def describe(specs: Iterable[TensorSpec]) -> str:
     return ", ".join(map(str, specs))
 
 
+def check_expected(
+    values: Sequence[Tensor], expected: Specs, *, stage: int, microbatch: int, after: int
+) -> None:
+    """Refuse outputs of a stage that the stage after it does not expect.
+
+    Raises:
+        ValueError: If their number, a shape or a dtype differs.
+    """
+    if len(values) != len(expected) or not all(
+        spec.fits(value) for spec, value in zip(expected, values, strict=True)
+    ):
+        raise ValueError(
+            f"output ({describe(map(TensorSpec.of, values))}) of stage {stage}, microbatch "
+            f"{microbatch} must be as input_spec ({describe(expected)}) of stage {after}; without "
+            "an input_spec shapes may differ"
+        )
+
+
 def to_header(specs: Specs | None) -> Tensor:
     """Return the header of a message.
 

@@ -44,7 +44,7 @@ def split_kwargs(
     """Cut keyword arguments into microbatches, as `split_args` does; dims not named are 0.
 
     Raises:
-        ValueError: If a dim is named for what is not among kwargs, or a tensor is shorter than num.
+        ValueError: If a tensor is shorter than num or lacks the dim.
     """
     dims = {} if dims is None else dims
     columns = {
@@ -59,7 +59,7 @@ def concat_outputs(outputs: Sequence[Any], *, dim: int = 0) -> Any:
 
     Args:
         outputs: Of each microbatch: a tensor, or a sequence or dict of such.
-        dim: To concatenate along.
+        dim: To concatenate along; scalars become a vector.
 
     Returns:
         In the structure of one microbatch's output; None without outputs.
@@ -68,7 +68,7 @@ def concat_outputs(outputs: Sequence[Any], *, dim: int = 0) -> Any:
         return None
     first = outputs[0]
     if isinstance(first, Tensor):
-        return torch.cat(list(outputs), dim)
+        return torch.cat(list(outputs), dim) if first.dim() else torch.stack(list(outputs))
     if isinstance(first, (tuple, list)):
         return tuple(concat_outputs(parts, dim=dim) for parts in zip(*outputs, strict=True))
     if isinstance(first, Mapping):
@@ -91,7 +91,9 @@ def _split(value: Any, num: int, dim: int | None, *, name: str) -> Sequence[Any]
     if isinstance(value, Mapping):
         parts = {key: _split(part, num, dim, name=name) for key, part in value.items()}
         return [{key: part[index] for key, part in parts.items()} for index in range(num)]
-    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+    if isinstance(value, (tuple, list)):
         columns = [_split(part, num, dim, name=name) for part in value]
-        return [type(value)(column[index] for column in columns) for index in range(num)]
+        rows = [[column[index] for column in columns] for index in range(num)]
+        # Named tuples take their fields one by one.
+        return [type(value)(*r) if hasattr(value, "_fields") else type(value)(r) for r in rows]
     return [value] * num
