@@ -210,6 +210,39 @@ def test_latency_in_the_call_takes_the_place_of_that_of_the_costs() -> None:
     assert replaced.makespan == find(ModelCosts(latency=0.5)).makespan
 
 
+@pytest.mark.parametrize("unit", [2.0**-40, 2.0**30])
+def test_the_unit_of_time_and_memory_makes_no_difference(unit: float) -> None:
+    def find(unit: float) -> SearchResult:
+        costs = ModelCosts(unit, unit, unit, 3 * unit, last_scale=1.3, latency=unit / 10)
+        return search(
+            costs,
+            num_ranks=3,
+            num_microbatches=5,
+            memory_limit=7.5 * unit,
+            num_candidates=30,
+        )
+
+    normal, other = find(1.0), find(unit)
+    assert other.schedule == normal.schedule
+    assert other.makespan == normal.makespan * unit
+    assert other.lower_bound == normal.lower_bound * unit
+    costs = ModelCosts(unit, unit, unit, last_scale=1.3, latency=unit / 10)
+    stages = costs.of_stages(3, other.schedule.num_stages)
+    assert simulate(other.schedule, stages).makespan == other.makespan
+
+
+def test_infinite_costs_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"forward \(inf\) must be >= 0 and finite"):
+        search(ModelCosts(forward=math.inf), num_ranks=2, num_microbatches=2)
+    assert Costs(bandwidth=math.inf).bandwidth == math.inf
+
+
+def test_candidates_asked_for_are_built_however_long_they_take() -> None:
+    find = partial(search, ModelCosts(latency=0.2), num_ranks=3, num_microbatches=4)
+    assert find(num_candidates=25, memory_limit=2).num_candidates == 25
+    assert find(num_candidates=25, memory_limit=2, time_budget=0).ended_by == "time"
+
+
 @given(data=st.data())
 @settings(deadline=None, max_examples=60)
 def test_any_priorities_lead_to_the_end_in_the_least_memory(data: st.DataObject) -> None:
@@ -265,6 +298,10 @@ def test_costs_of_stages_are_for_one_number_of_stages() -> None:
         ({"virtual": ()}, "virtual"),
         ({"virtual": (0,)}, r"virtual \(0\)"),
         ({"memory_limit": 0.0}, r"memory_limit \(0.0\)"),
+        ({"time_budget": math.nan}, r"time_budget \(nan\)"),
+        ({"num_candidates": -1}, r"num_candidates \(-1\)"),
+        ({"placements": (), "virtual": (2,)}, r"placements \(\[\]\)"),
+        ({"placements": ("u",)}, r"placements \(\['u'\]\)"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(change: dict[str, object], message: str) -> None:

@@ -32,7 +32,8 @@ class Costs:
         reduce_grad: Duration of reducing a stage's gradients.
 
     Raises:
-        ValueError: If a number is negative, or the bandwidth is not positive.
+        ValueError: If a number is negative or, except for the bandwidth, infinite, or the bandwidth
+            is not positive.
     """
 
     forward: PerStep = 1.0
@@ -47,9 +48,9 @@ class Costs:
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
-            for number in _numbers(getattr(self, name)):
-                if not number >= 0:
-                    raise ValueError(f"{name} ({number}) must be >= 0")
+            for number in numbers(getattr(self, name)):
+                if not number >= 0 or (number == math.inf and name != "bandwidth"):
+                    raise ValueError(f"{name} ({number}) must be >= 0 and finite")
         if self.bandwidth == 0:
             raise ValueError(f"bandwidth ({self.bandwidth}) must be > 0")
 
@@ -133,11 +134,12 @@ def per_step(name: str, value: PerStep, num_stages: int, num_microbatches: int) 
     return table
 
 
-def _numbers(value: PerStep | Latency) -> Iterator[float]:
+def numbers(value: PerStep | Latency) -> Iterator[float]:
+    """Yield every number that a cost consists of."""
     if isinstance(value, Mapping):
         yield from value.values()
     elif isinstance(value, Sequence):
         for entry in value:
-            yield from _numbers(entry)
+            yield from numbers(entry)
     else:
         yield value

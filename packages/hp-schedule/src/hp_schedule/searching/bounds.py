@@ -105,12 +105,13 @@ def _one_machine(
             position += 1
         tail, step = ready[0]
         until = heads[steps[position]] if position < len(steps) else inf
-        time = min(left[step], max(0.0, until - now))
-        now += time
-        left[step] -= time
-        if left[step] <= _EPSILON:
+        if now + left[step] <= until:
+            now += left[step]
             heappop(ready)
             bound = max(bound, now - tail)
+        else:
+            left[step] -= until - now
+            now = until
     return bound
 
 

@@ -80,7 +80,7 @@ def tighten(problem: Problem, mirror: Problem, plan: Plan, *, patience: float) -
         again = construct(
             problem, backward.mirrored_priorities(problem.duration), patience=patience
         )
-        if again is None or again.makespan > best.makespan - _EPSILON:
+        if again is None or again.makespan >= best.makespan - _EPSILON:
             return best
         best = plan = again
 

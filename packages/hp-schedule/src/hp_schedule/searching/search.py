@@ -15,11 +15,14 @@ from hp_schedule.placement import PlacementStyle, generate_stage_to_rank_mapping
 from hp_schedule.schedule import Schedule
 from hp_schedule.searching.closed_forms import closed_forms
 from hp_schedule.searching.space import Recipe, Space
+from hp_schedule.searching.units import Units
 
 Place = tuple[int, PlacementStyle]
 """Stages per rank, and how they are placed."""
 
 _EPSILON = 1e-9
+_DEFAULT_BUDGET = 10.0
+"""Seconds."""
 _TIGHTENED = 3
 """From how many closed forms and first plans of each space the search starts."""
 _WIDE, _NARROW = 0.3, 0.04
@@ -103,7 +106,7 @@ def search(
     placements: Sequence[PlacementStyle] = ("loop", "v"),
     split_backward: bool = True,
     num_candidates: int | None = None,
-    time_budget: float = 10.0,
+    time_budget: float | None = None,
     seed: int = 0,
 ) -> SearchResult:
     """Find a short schedule.
@@ -125,17 +128,22 @@ def search(
             computed with the input's.
         num_candidates: Plans to build at most; default: until the time is up.
         time_budget: Seconds; the closed forms and the bounds are worked out however little.
+            Default: 10, or as many as `num_candidates` take.
         seed: Of the variations.
 
     Raises:
         ValueError: If a count is below 1, costs are of stages and `virtual` has several numbers,
             or nothing fits the memory.
     """
+    if time_budget is None:
+        time_budget = _DEFAULT_BUDGET if num_candidates is None else math.inf
+    check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    _check_limits(memory_limit, num_candidates, time_budget)
     deadline = time.monotonic() + time_budget
     if latency is not None:
         costs = replace(costs, latency=latency)
     virtual = tuple(dict.fromkeys(virtual))
-    _check(costs, num_ranks, num_microbatches, virtual, memory_limit)
+    _check_places(costs, virtual, placements)
     spaces = _Spaces(
         costs,
         num_ranks=num_ranks,
@@ -169,6 +177,7 @@ class _Spaces:
         memory_limit: float,
         split_backward: bool,
     ) -> None:
+        self._units = Units.fitting(costs)
         self._all: list[tuple[Place, Space]] = []
         for number, style in places:
             of_stages = (
@@ -184,6 +193,7 @@ class _Spaces:
                     order=order,
                     memory_limit=memory_limit,
                     split_backward=split_backward,
+                    units=self._units,
                 )
                 self._all.append(((number, style), space))
             forms = closed_forms(
@@ -219,13 +229,15 @@ class _Spaces:
     ) -> SearchResult:
         """Return the best schedule of all."""
         (number, style), space = min(self._all, key=lambda entry: entry[1].best.makespan)
+        unit = self._units.time
         makespans: dict[Place, float] = {}
         for place, other in self._all:
-            makespans[place] = min(makespans.get(place, math.inf), other.best.makespan)
+            makespan = other.best.makespan * unit
+            makespans[place] = min(makespans.get(place, math.inf), makespan)
         return SearchResult(
             schedule=space.schedule(space.best),
-            makespan=space.best.makespan,
-            lower_bound=self._bound,
+            makespan=space.best.makespan * unit,
+            lower_bound=self._bound * unit,
             origin=space.best.origin,
             num_stages_per_rank=number,
             placement=style,
@@ -270,14 +282,9 @@ def _orders(costs: Costs, num_stages: int, num_microbatches: int) -> list[tuple[
     return list(dict.fromkeys([tuple(microbatches), rising, rising[::-1]]))
 
 
-def _check(
-    costs: ModelCosts | Costs,
-    num_ranks: int,
-    num_microbatches: int,
-    virtual: Sequence[int],
-    memory_limit: float,
+def _check_places(
+    costs: ModelCosts | Costs, virtual: Sequence[int], placements: Sequence[PlacementStyle]
 ) -> None:
-    check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
     if not virtual:
         raise ValueError("virtual must name at least one number of stages per rank")
     for number in virtual:
@@ -285,5 +292,14 @@ def _check(
             raise ValueError(f"virtual ({number}) must be >= 1")
     if isinstance(costs, Costs) and len(virtual) > 1:
         raise ValueError(f"virtual ({list(virtual)}) must be one number for costs of stages")
+    if not placements or not set(placements) <= {"loop", "v"}:
+        raise ValueError(f"placements ({list(placements)}) must be loop, v or both")
+
+
+def _check_limits(memory_limit: float, num_candidates: int | None, time_budget: float) -> None:
     if not memory_limit > 0:
         raise ValueError(f"memory_limit ({memory_limit}) must be > 0")
+    if num_candidates is not None and num_candidates < 0:
+        raise ValueError(f"num_candidates ({num_candidates}) must be >= 0")
+    if not time_budget >= 0:
+        raise ValueError(f"time_budget ({time_budget}) must be >= 0")

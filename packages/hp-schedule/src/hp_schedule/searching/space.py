@@ -14,6 +14,7 @@ from hp_schedule.searching.bounds import lower_bound
 from hp_schedule.searching.construct import Plan, construct, tighten
 from hp_schedule.searching.problem import Problem
 from hp_schedule.searching.template import template
+from hp_schedule.searching.units import Units
 from hp_schedule.simulation import simulate
 
 _POOL_SIZE = 6
@@ -68,6 +69,7 @@ class Space:
         order: The order in which every stage takes the microbatches.
         memory_limit: Of every rank.
         split_backward: Whether I and W are steps of their own.
+        units: In which plans are built; all times of the space are in them.
 
     Attributes:
         bound: No plan of the space is shorter.
@@ -84,15 +86,17 @@ class Space:
         order: Sequence[int],
         memory_limit: float,
         split_backward: bool,
+        units: Units,
     ) -> None:
-        self._costs = costs
+        self._costs = units.apply(costs)
         self._problem = Problem(
-            costs,
+            self._costs,
             stage_to_rank=stage_to_rank,
             order=order,
-            memory_limit=memory_limit,
+            memory_limit=memory_limit / units.memory,
             split_backward=split_backward,
         )
+        self._units = units
         self._mirror = self._problem.reversed()
         self._is_contended = costs.bandwidth < inf
         self.bound = lower_bound(self._problem)
@@ -189,9 +193,12 @@ class Space:
         priority = [float(step % problem.num_microbatches) for step in range(problem.num_steps)]
         plan = construct(problem, priority)
         if plan is None:
+            limit, least = (
+                memory * self._units.memory for memory in (problem.memory_limit, max(problem.needs))
+            )
             raise ValueError(
-                f"memory_limit ({problem.memory_limit:g}) must be >= what one microbatch holds on "
-                f"a rank ({max(problem.needs):g})"
+                f"memory_limit ({limit:g}) must be >= what one microbatch holds on a rank "
+                f"({least:g})"
             )
         return Candidate(plan.makespan, "microbatches in order", plan, 1.0)
 
