@@ -254,8 +254,25 @@ def inputs() -> Tensor:
     return torch.linspace(-1, 1, 8 * WIDTH, dtype=torch.float64).reshape(8, WIDTH)
 
 
+def other_order() -> str:
+    """Let rank 1 take its microbatches in another order than rank 0 does; return what is raised."""
+    backwards = [["0B0 0B1", "1B0 1B1"], ["0B1 0B0", "1B1 1B0"]][dist.get_rank()]
+    rows = [f"0F0 0F1 {backwards[0]}".split(), f"1F0 1F1 {backwards[1]}".split()]
+    schedule = Schedule.from_steps(
+        [[MetaStep.from_str(word) for word in row] for row in rows],
+        stage_to_rank=[0, 1],
+        num_microbatches=2,
+    )
+    try:
+        from_schedule(schedule, stage_of(Block(0), dist.get_rank(), 2), loss_fn=loss_fn)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
 def everything() -> dict[str, Any]:
     return {
+        "other order": other_order(),
         "loop": reaches_weight(interleaved_1f1b(2, num_microbatches=2, num_stages_per_rank=2)),
         "v": reaches_weight(zbv(2, num_microbatches=2)),
         "frozen": frozen_tied(),
@@ -302,3 +319,8 @@ def test_tied_parameters_of_one_rank_stay_one_when_they_are_sharded(order: str) 
     expected = [module.weight.detach() for module in modules]
     for rank in results():
         torch.testing.assert_close(rank[order], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_ranks_with_different_schedules_are_refused_on_all_of_them() -> None:
+    for rank in results():
+        assert rank["other order"].startswith("schedule of rank 1 must equal that of rank 0")

@@ -11,6 +11,7 @@ from hp_schedule.packing import FSDP_REDUCE_GRAD, FSDP_RESHARD, FSDP_UNSHARD
 from hp_schedule.passes import add_fsdp_reduce_grad, add_fsdp_unshard_reshard, add_send_recv
 from hp_schedule.placement import PlacementStyle, generate_stage_to_rank_mapping
 from hp_schedule.runtime.runtime import PipelineScheduleRuntime, RuntimeOptions
+from hp_schedule.runtime.same_schedule import check_same_schedule
 from hp_schedule.runtime.shared import SharedParameterInfo, share_parameters
 from hp_schedule.runtime.stage import PipelineStage
 from hp_schedule.runtime.transport import EdgeGroups, TorchTransport, build_edge_groups
@@ -37,7 +38,8 @@ class PipelineSchedule(PipelineScheduleRuntime):
     """A runtime that makes its own schedule. Subclass it and say in which order steps run.
 
     Messages are inserted, the schedule is checked, and process groups are made for its edges, so
-    every rank of the world constructs one, in the same order as its other groups.
+    every rank of the world constructs one, in the same order as its other groups. The ranks of a
+    pipeline need one and the same schedule: search on one of them and send it to the others.
 
     Args:
         stages: This rank's stage or stages.
@@ -53,7 +55,8 @@ class PipelineSchedule(PipelineScheduleRuntime):
 
     Raises:
         ScheduleError: If the schedule is not valid.
-        ValueError: If stages, pipelines and schedule do not fit each other.
+        ValueError: If stages, pipelines and schedule do not fit each other, or, where groups are
+            made, another rank has another schedule.
     """
 
     placement: ClassVar[PlacementStyle] = "loop"
@@ -88,6 +91,7 @@ class PipelineSchedule(PipelineScheduleRuntime):
         transport = None
         if schedule.edges:
             if groups is None:
+                check_same_schedule(schedule, ranks)
                 groups = build_edge_groups(pipelines, edges=schedule.edges)
             transport = TorchTransport(
                 schedule, rank_of=ranks, groups=groups, max_sends_in_flight=8 if overlap_p2p else 0

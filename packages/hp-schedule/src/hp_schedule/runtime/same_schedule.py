@@ -1,0 +1,57 @@
+"""Whether all ranks run one schedule: with different ones they would mix up each other's messages.
+
+Messages have no tags (hp_schedule.runtime.transport), so a rank cannot see that what it receives is
+of another microbatch than its own schedule says: gradients would be wrong without a word.
+"""
+
+from array import array
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Any
+
+import torch.distributed as dist
+
+from hp_schedule.packing import FIRST_FSDP, FIRST_OVERLAP, KIND_MASK
+from hp_schedule.schedule import Schedule
+
+
+def check_same_schedule(schedule: Schedule, ranks: Sequence[int]) -> None:
+    """Refuse schedules that differ; every rank of the world calls this, and all of them raise.
+
+    Steps that concern nobody else, those of sharded parameters, may differ.
+
+    Args:
+        schedule: Of this rank.
+        ranks: The global ranks of its pipeline.
+
+    Raises:
+        ValueError: If ranks of one pipeline have different schedules, or pipelines different edges.
+    """
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (tuple(ranks), schedule.edges, _digest(schedule)))
+    first: dict[Any, int] = {}
+    for rank, (pipeline, edges, digest) in enumerate(every):
+        same = first.setdefault(pipeline, rank)
+        if digest != every[same][2]:
+            raise ValueError(
+                f"schedule of rank {rank} must equal that of rank {same}; if it was searched, do so "
+                "on one rank and send it to the others"
+            )
+        if edges != every[0][1]:
+            raise ValueError(
+                f"edges of the schedule of rank {rank} ({edges}) must equal those of rank 0 "
+                f"({every[0][1]})"
+            )
+
+
+def _digest(schedule: Schedule) -> str:
+    shape = schedule.chains, schedule.stage_to_rank, schedule.num_microbatches
+    found = sha256(repr(shape).encode())
+    for row in schedule.steps:
+        kept = array("q", filter(_concerns_others, row.codes()))
+        found.update(len(kept).to_bytes(8, "little") + kept.tobytes())
+    return found.hexdigest()
+
+
+def _concerns_others(code: int) -> bool:
+    return code >= 0 and not FIRST_FSDP <= code & KIND_MASK < FIRST_OVERLAP
