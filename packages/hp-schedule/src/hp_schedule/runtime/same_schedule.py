@@ -34,8 +34,8 @@ def check_same_schedule(schedule: Schedule, ranks: Sequence[int]) -> None:
         same = first.setdefault(pipeline, rank)
         if digest != every[same][2]:
             raise ValueError(
-                f"schedule of rank {rank} must equal that of rank {same}; if it was searched, do so "
-                "on one rank and send it to the others"
+                f"schedule of rank {rank} must equal that of rank {same}; if it was searched, do "
+                "so on one rank and send it to the others"
             )
         if edges != every[0][1]:
             raise ValueError(
