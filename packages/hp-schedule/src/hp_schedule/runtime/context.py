@@ -80,7 +80,9 @@ class PipelineContext:
         batch: The microbatches: args, kwargs and targets.
         losses: Detached losses so far, by entry of the batch.
         run: Runs one step the built-in way, receiving what it needs; from any thread, and from
-            several at once for different microbatches.
+            several at once for different microbatches. A thread starts without the autocast,
+            device and stream of the one that called `run`; `hp_platform.ThreadContext` takes them
+            over.
         wait_inputs: Waits until what a step reads has arrived, so that `run` does not. Done before
             the function of an overlap is called.
     """

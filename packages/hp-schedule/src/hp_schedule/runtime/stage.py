@@ -23,7 +23,10 @@ class PipelineStage:
         module: Called as ``module(*received, **kwargs)`` with the tensors that the stage before
             returned, or, at the start of a chain, as ``module(*args, **kwargs)`` with the
             microbatch's own arguments. Returns a tensor or a sequence of tensors; at the end of a
-            chain whatever the loss function takes, or without one the loss itself.
+            chain whatever the loss function takes, or without one the loss itself. What it returns
+            is still on its way while later microbatches run: a buffer that those change is to be
+            returned as a clone. What it receives are leaves, so those that require grad cannot be
+            changed in place.
         stage_index: Place of the stage, from 0.
         num_stages: Stages of the whole schedule.
         device: Where received tensors are put; the module must be there already.
