@@ -13,7 +13,7 @@ equal. Which parameters there are is therefore looked up when the first run star
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -125,8 +125,8 @@ class SharedParameters:
         for shared in self._shared:
             if shared.group is not None:
                 close_group(shared.group)
-        self._shared = []
-        self.__dict__.pop("_copies", None)
+        # Those of this rank alone stay: without other ranks a failed run can be followed by others.
+        self._shared = [replace(shared, group=None) for shared in self._shared]
 
 
 def share_parameters(
