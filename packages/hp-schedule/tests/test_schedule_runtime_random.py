@@ -49,7 +49,7 @@ from hp_schedule.runtime import (
 )
 
 WIDTH = 4
-DRAWS = int(os.environ.get("HP_RUNTIME_DRAWS", "6"))
+DRAWS = int(os.environ.get("HP_RUNTIME_DRAWS", "10"))
 
 Make = Callable[[int, int, int], Schedule]
 PLAIN: list[Make] = [
