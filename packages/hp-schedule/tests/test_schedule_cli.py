@@ -2,9 +2,11 @@
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,6 +90,39 @@ def test_simulate_counts_in_shares_of_a_rank(tmp_path: Path, capsys: Capture) ->
     assert json.loads(capsys.readouterr().out)["makespan"] == pytest.approx(53.25)
 
 
+def test_simulate_takes_the_machine_from_its_options(good: Path, capsys: Capture) -> None:
+    def found(*options: str) -> dict[str, Any]:
+        assert main(["simulate", str(good), "--latency", "0.5", "--json", *options]) == 0
+        result: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return result
+
+    free = found()
+    assert sum(free["exposed_communication"]) > 0
+    assert found("--message", "2", "--bandwidth", "4")["makespan"] > free["makespan"]
+    assert found("--blocking")["makespan"] > free["makespan"]
+    assert found("--channels", "rank")["makespan"] >= free["makespan"]
+    assert found("--cores", "1")["makespan"] > free["makespan"]
+
+
+def test_check_knows_machines_memory_and_gathered_stages(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "two.csv"
+    path.write_text("0UNSHARD,1UNSHARD,0F0,1F0,0F1,1F1,1B0,0B0,1B1,0B1,0RESHARD,1RESHARD\n")
+    for options in ("--memory 2", "--max-active-stages 2", "--channels edge"):
+        assert main(["check", str(path), *options.split()]) == 0
+    for options, found in (("--memory 1.5", "memory"), ("--max-active-stages 1", "fsdp")):
+        assert main(["check", str(path), *options.split()]) == 1
+        assert f"{found}: rank 0, cell" in capsys.readouterr().out
+
+
+def test_a_reader_that_stops_early_is_no_error(good: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "hp_schedule.cli", "show", str(good), "--json"]
+    with os.fdopen(write, "wb") as pipe:
+        found = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, check=True, timeout=30)
+    assert found.stderr == b""
+
+
 def test_convert_goes_back_and_forth(good: Path, tmp_path: Path, capsys: Capture) -> None:
     csv = tmp_path / "a.csv"
     assert main(["convert", str(good), str(csv), "--json"]) == 0
@@ -119,6 +154,10 @@ def test_a_dash_reads_standard_input(capsys: Capture, monkeypatch: pytest.Monkey
         (
             ["generate", "gpipe", "--ranks", "2", "--microbatches", "1", "--stages-per-rank", "2"],
             "--stages-per-rank (2) must be left out for gpipe",
+        ),
+        (
+            ["generate", "gpipe", "--ranks", "2", "--microbatches", "1", "--csv", "--json"],
+            "--csv must be left out with --json",
         ),
         (["convert", "{good}", "a.txt"], "output (a.txt) must end in .csv or .json"),
         (["simulate", "{good}", "--forward", "-1"], "forward (-1.0) must be >= 0"),

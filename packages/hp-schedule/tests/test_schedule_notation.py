@@ -24,6 +24,7 @@ from hp_schedule import (
     to_csv,
     to_json,
 )
+from hp_schedule.notation import parse
 
 _OVERLAP = Schedule.from_steps(
     [
@@ -62,6 +63,11 @@ def test_csv_is_that_of_torch() -> None:
     assert schedule.num_microbatches == 1
     assert schedule.steps[0][2] is None
     assert to_csv(schedule) == text
+
+
+def test_a_byte_order_mark_is_no_step() -> None:
+    for text in ("0F0,0B0\n", to_json(gpipe(2, num_microbatches=1))):
+        assert parse("\ufeff" + text) == parse(text)
 
 
 def test_csv_takes_the_place_of_each_stage_from_its_steps() -> None:

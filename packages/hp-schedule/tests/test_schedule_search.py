@@ -53,7 +53,7 @@ def check(result: SearchResult, costs: Costs, *, memory_limit: float = math.inf)
     validate(result.schedule).raise_if_failed()
     validate(add_send_recv(result.schedule)).raise_if_failed()
     simulation = simulate(result.schedule, costs)
-    assert simulation.makespan == pytest.approx(result.makespan, abs=EPSILON)
+    assert simulation.makespan == result.makespan
     assert max(simulation.peak_activations) <= memory_limit + EPSILON
     assert result.lower_bound <= result.makespan + EPSILON
 
@@ -229,6 +229,24 @@ def test_the_unit_of_time_and_memory_makes_no_difference(unit: float) -> None:
     costs = ModelCosts(unit, unit, unit, last_scale=1.3, latency=unit / 10)
     stages = costs.of_stages(3, other.schedule.num_stages)
     assert simulate(other.schedule, stages).makespan == other.makespan
+
+
+def test_messages_laid_out_with_the_costs_take_no_time_from_the_schedule() -> None:
+    model = ModelCosts(first_scale=0.7, last_scale=1.3, latency=0.2)
+    result = search(model, num_ranks=4, num_microbatches=7, memory_limit=4, num_candidates=30)
+    with_messages = add_send_recv(result.schedule, costs=result.costs)
+    assert simulate(with_messages, result.costs).makespan == pytest.approx(result.makespan)
+
+
+def test_microbatches_that_take_no_time_at_all_are_searched() -> None:
+    costs = Costs(
+        [[0.0, 2.0, 1.0]] * 4, [[0.0, 1.0, 1.0]] * 4, [[0.0, 1.0, 2.0]] * 4, activation=0.5
+    )
+    result = search(
+        costs, num_ranks=2, num_microbatches=3, virtual=(2,), memory_limit=1, num_candidates=60
+    )
+    assert result.num_candidates == 60
+    check(result, costs, memory_limit=1)
 
 
 def test_infinite_costs_are_refused_by_name() -> None:

@@ -38,6 +38,17 @@ def test_messages_and_a_file_on_demand(tmp_path: Path, capsys: pytest.CaptureFix
     assert "valid (with messages)" in capsys.readouterr().out
 
 
+def test_messages_take_no_time_from_the_schedule(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    command = f"search --ranks 4 --microbatches 7 {MODEL} --candidates 9 --communication --json"
+    assert main([*command.split(), "--output", str(file)]) == 0
+    makespan = capsys.readouterr().err.split()[1].rstrip(",")
+    assert main(["simulate", str(file), *MODEL.split(), "--json"]) == 0
+    assert f"{json.loads(capsys.readouterr().out)['makespan']:g}" == makespan
+
+
 def test_simulate_prices_the_same_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
     command = f"search --ranks 2 --microbatches 4 {MODEL} --candidates 5 --json --output {file}"
@@ -65,6 +76,7 @@ def test_backwards_stay_whole_on_demand(capsys: pytest.CaptureFixture[str]) -> N
         ("--virtual 1,x", "(1,x) must be numbers as in 1,2,4"),
         ("--memory 0.5", "memory_limit (0.5) must be >= "),
         ("--virtual 0", "virtual (0) must be >= 1"),
+        ("--communication --forward 0", "--forward and --input-grad (0) must be > 0"),
     ],
 )
 def test_bad_options_are_answered_in_one_line(options: str, message: str) -> None:

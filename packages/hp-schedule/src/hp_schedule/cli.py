@@ -7,28 +7,14 @@ answered in one line.
 import argparse
 import inspect
 import json
-import math
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final
 
+from hp_schedule.arguments import GENERATORS, parser
 from hp_schedule.errors import ScheduleError
-from hp_schedule.generators import (
-    dualpipe_v,
-    forward_only,
-    gpipe,
-    grouped_interleaved,
-    interleaved_1f1b,
-    interleaved_zero_bubble,
-    looped_bfs,
-    one_f_one_b,
-    u_shape,
-    v_half,
-    v_min,
-    zbv,
-    zero_bubble,
-)
 from hp_schedule.model_costs import ModelCosts
 from hp_schedule.notation import parse, to_csv, to_json
 from hp_schedule.passes import add_send_recv, pair_overlap
@@ -38,22 +24,6 @@ from hp_schedule.searching import SearchResult, search
 from hp_schedule.simulation import Simulation, simulate
 from hp_schedule.validation import validate
 
-_GENERATORS: dict[str, Callable[..., Schedule]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved_1f1b": interleaved_1f1b,
-    "looped_bfs": looped_bfs,
-    "zero_bubble": zero_bubble,
-    "interleaved_zero_bubble": interleaved_zero_bubble,
-    "grouped_interleaved": grouped_interleaved,
-    "zbv": zbv,
-    "v_half": v_half,
-    "v_min": v_min,
-    "dualpipe_v": dualpipe_v,
-    "u_shape": u_shape,
-    "forward_only": forward_only,
-}
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status.
@@ -61,18 +31,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: Without the program's name; default: those of the process.
     """
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
-        return int(options.run(options))
+        status = _COMMANDS[options.command](options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever reads the output has seen enough; nothing is left to be flushed at the exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (OSError, ValueError) as error:
         # What follows the first line is a timetable, or notes for a reader with a screen.
         first = str(error).partition("\n")[0]
         print(f"hp-schedule: {first}", file=sys.stderr)
         return 2
+    return status
 
 
 def _generate(options: argparse.Namespace) -> int:
-    generator = _GENERATORS[options.name]
+    if options.json and options.csv:
+        raise ValueError("--csv must be left out with --json")
+    generator = GENERATORS[options.name]
     chosen = {
         "num_stages_per_rank": options.stages_per_rank,
         "max_in_flight": options.max_in_flight,
@@ -111,7 +89,13 @@ def _show(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     schedule = _load(options.file)
-    report = validate(schedule, communication=True if options.communication else None)
+    report = validate(
+        schedule,
+        communication=True if options.communication else None,
+        channels=options.channels,
+        max_active_stages=options.max_active_stages,
+        memory_limit=options.memory,
+    )
     if options.json:
         findings = [
             {"kind": f.kind.value, "rank": f.rank, "cell": f.position, "message": f.message}
@@ -132,7 +116,9 @@ def _check(options: argparse.Namespace) -> int:
 def _simulate(options: argparse.Namespace) -> int:
     schedule = _load(options.file)
     costs = _model_costs(options).of_stages(schedule.num_ranks, schedule.num_stages)
-    result = simulate(schedule, costs)
+    result = simulate(
+        schedule, costs, channels=options.channels, blocking=options.blocking, cores=options.cores
+    )
     if options.svg:
         options.svg.write_text(timeline_svg({"planned": result.timeline}), encoding="utf-8")
     if options.trace:
@@ -143,6 +129,7 @@ def _simulate(options: argparse.Namespace) -> int:
             "makespan": result.makespan,
             "bubble": list(result.bubble),
             "peak_activations": list(result.peak_activations),
+            "exposed_communication": list(result.exposed_communication),
         }
         print(json.dumps({**_summary(schedule), **numbers}))
     else:
@@ -151,6 +138,9 @@ def _simulate(options: argparse.Namespace) -> int:
 
 
 def _search(options: argparse.Namespace) -> int:
+    scale = min(options.first_scale, options.last_scale)
+    if options.communication and min(options.forward, options.input_grad) * scale <= 0:
+        raise ValueError("--forward and --input-grad (0) must be > 0 for --communication")
     result = search(
         _model_costs(options),
         num_ranks=options.ranks,
@@ -162,7 +152,9 @@ def _search(options: argparse.Namespace) -> int:
         time_budget=options.time_budget,
         seed=options.seed,
     )
-    schedule = add_send_recv(result.schedule) if options.communication else result.schedule
+    schedule = result.schedule
+    if options.communication:
+        schedule = add_send_recv(schedule, costs=result.costs)
     print(_found(result), file=sys.stderr)
     text = to_json(schedule) if options.json else timetable(schedule) + "\n"
     _write(options.output, text)
@@ -186,6 +178,8 @@ def _model_costs(options: argparse.Namespace) -> ModelCosts:
         first_scale=options.first_scale,
         last_scale=options.last_scale,
         latency=options.latency,
+        message=options.message,
+        bandwidth=options.bandwidth,
     )
 
 
@@ -235,102 +229,24 @@ def _describe(schedule: Schedule) -> str:
 
 
 def _table(result: Simulation) -> str:
-    lines = [f"makespan {result.makespan:g}", "rank  bubble  peak activations"]
-    for rank, (bubble, peak) in enumerate(zip(result.bubble, result.peak_activations, strict=True)):
-        lines.append(f"{rank:4d}  {bubble:6.1%}  {peak:16g}")
+    lines = [
+        f"makespan {result.makespan:g}",
+        "rank  bubble  peak activations  exposed communication",
+    ]
+    columns = (result.bubble, result.peak_activations, result.exposed_communication)
+    for rank, (bubble, peak, exposed) in enumerate(zip(*columns, strict=True)):
+        lines.append(f"{rank:4d}  {bubble:6.1%}  {peak:16g}  {exposed:21g}")
     return "\n".join(lines)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Answers bad arguments in one line; the usage is what --help is for."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="hp-schedule", description="Pipeline schedules as data.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    generate = _command(commands, "generate", _generate, "make a schedule from its closed form")
-    generate.add_argument("name", choices=[*_GENERATORS])
-    generate.add_argument("--ranks", type=int, required=True)
-    generate.add_argument("--microbatches", type=int, required=True)
-    generate.add_argument(
-        "--stages-per-rank", type=int, help="of interleaved schedules, looped_bfs and forward_only"
-    )
-    generate.add_argument(
-        "--max-in-flight",
-        type=lambda text: int(text) if text.isdecimal() else text,
-        help="of zero_bubble: 1p, 1.5p, 2p or a number of activations",
-    )
-    generate.add_argument("--group-size", type=int, help="of grouped_interleaved")
-    generate.add_argument(
-        "--overlap", choices=["b_f", "f_b"], help="pair backwards and forwards in this order"
-    )
-    generate.add_argument("--communication", action="store_true", help="insert sends and receives")
-    generate.add_argument("--csv", action="store_true", help="print torch's CSV")
-    generate.add_argument("--output", "-o", type=Path, default=Path("-"), help="default: print")
-    show = _command(commands, "show", _show, "draw a schedule", file=True)
-    show.add_argument("--cells", action="store_true", help="as it stands, messages included")
-    check = _command(commands, "check", _check, "prove that a schedule runs", file=True)
-    check.add_argument("--communication", action="store_true", help="messages must be there")
-    cost = _command(commands, "simulate", _simulate, "time, bubble and memory", file=True)
-    _add_costs(cost)
-    cost.add_argument("--svg", type=Path, help="write a picture")
-    cost.add_argument("--trace", type=Path, help="write a trace for ui.perfetto.dev")
-    find = _command(commands, "search", _search, "find a short schedule")
-    find.add_argument("--ranks", type=int, required=True)
-    find.add_argument("--microbatches", type=int, required=True)
-    find.add_argument(
-        "--virtual", type=_numbers, default=(1, 2), help="stages per rank to try, as in 1,2,4"
-    )
-    _add_costs(find)
-    find.add_argument(
-        "--memory", type=float, default=math.inf, help="microbatches a rank may hold; default: all"
-    )
-    find.add_argument("--time-budget", type=float, default=10.0, help="seconds")
-    find.add_argument("--candidates", type=int, help="stop after so many, for equal results")
-    find.add_argument("--seed", type=int, default=0)
-    find.add_argument("--whole-backward", action="store_true", help="do not split backwards")
-    find.add_argument("--communication", action="store_true", help="insert sends and receives")
-    find.add_argument("--output", "-o", type=Path, default=Path("-"), help="default: print")
-    convert = _command(commands, "convert", _convert, "between JSON and torch's CSV", file=True)
-    convert.add_argument("output", type=Path, nargs="?", default=Path("-"))
-    convert.add_argument("--to", choices=["csv", "json"], help="default: the output's ending")
-    return parser
-
-
-def _add_costs(command: argparse.ArgumentParser) -> None:
-    command.description = f"{command.description}; costs are those of one rank's share of the model"
-    for name in ("forward", "input-grad", "weight-grad"):
-        command.add_argument(f"--{name}", type=float, default=1.0)
-    for name in ("first-scale", "last-scale"):
-        stage = name.partition("-")[0]
-        command.add_argument(f"--{name}", type=float, default=1.0, help=f"of the {stage} stage")
-    command.add_argument("--latency", type=float, default=0.0, help="of a message")
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(map(int, text.split(",")))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"({text}) must be numbers as in 1,2,4") from None
-
-
-def _command(
-    commands: Any,
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    text: str,
-    *,
-    file: bool = False,
-) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-    command.set_defaults(run=run)
-    command.add_argument("--json", action="store_true", help="machine-readable output")
-    if file:
-        command.add_argument("file", type=Path, help="JSON or torch's CSV; - for standard input")
-    return command
+_COMMANDS: Final = {
+    "generate": _generate,
+    "show": _show,
+    "check": _check,
+    "simulate": _simulate,
+    "search": _search,
+    "convert": _convert,
+}
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ an empty cell. RECV_F is the input of the stage it names, SEND_B the gradient of
 """
 
 import json
+import reprlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,11 +130,12 @@ def load(path: Path) -> Schedule:
 
 
 def parse(text: str) -> Schedule:
-    """Read JSON if the text begins with a brace, otherwise CSV.
+    """Read JSON if the text begins with a brace, otherwise CSV; a byte order mark is skipped.
 
     Raises:
         ValueError: If the text is no schedule.
     """
+    text = text.removeprefix("\ufeff")
     return from_json(text) if text.lstrip().startswith("{") else from_csv(text)
 
 
@@ -147,7 +149,7 @@ def _to_document(step: MetaStep | None) -> list[Any] | None:
 
 
 def _from_row(row: Any, rank: int) -> Iterator[MetaStep | None]:
-    _require(isinstance(row, list), f"rank {rank}: row ({row!r}) must be a list")
+    _require(isinstance(row, list), f"rank {rank}: row ({reprlib.repr(row)}) must be a list")
     for position, cell in enumerate(row):
         try:
             yield None if cell is None else _from_document(cell)

@@ -118,7 +118,10 @@ def v_min_form(num_ranks: int, *, num_microbatches: int) -> BuildingBlocks:
 
 
 def v_half(num_ranks: int, *, num_microbatches: int, latency: float = 0.0) -> Schedule:
-    """Return the V-shaped schedule that holds half of 1F1B's activations, and half a one more.
+    """Return the V-shaped schedule of half the memory.
+
+    Where 1F1B holds num_ranks activations of a rank's share of the model, it holds half of them and
+    one more, half a one more if the number of ranks is odd.
 
     Args:
         num_ranks: Ranks of the pipeline, at least 1; rank r has stages r and

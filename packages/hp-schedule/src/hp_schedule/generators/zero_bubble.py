@@ -87,7 +87,8 @@ def interleaved_zero_bubble(
     Args:
         num_ranks: Ranks of the pipeline, at least 1.
         num_microbatches: Any number from 1.
-        num_stages_per_rank: Stages on every rank, at least 1; with one it is `zero_bubble`.
+        num_stages_per_rank: Stages on every rank, at least 1; with one it is `zero_bubble`, but
+            that few microbatches may run in another order.
 
     Raises:
         ValueError: If a count is below 1.
@@ -144,8 +145,9 @@ def grouped_interleaved_form(
     group_size: int | None = None,
 ) -> Rounds:
     """Return the closed form of `grouped_interleaved`."""
+    check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
     half = (num_ranks + 1) // 2
-    size = max(1, half) if group_size is None else group_size
+    size = half if group_size is None else group_size
     if size < half:
         raise ValueError(
             f"group_size ({size}) must be >= half of num_ranks ({num_ranks}), so that a round is "

@@ -67,7 +67,9 @@ class SearchResult:
     """The best schedule found.
 
     Attributes:
-        schedule: Compute steps only; `hp_schedule.add_send_recv` adds the messages.
+        schedule: Compute steps only; `hp_schedule.add_send_recv` adds the messages, without loss of
+            time if it is told the costs.
+        costs: Of the stages of the schedule.
         makespan: What the simulator says it takes.
         lower_bound: No schedule of the places, split and memory that were searched is shorter.
         origin: What the schedule grew from.
@@ -80,6 +82,7 @@ class SearchResult:
     """
 
     schedule: Schedule
+    costs: Costs
     makespan: float
     lower_bound: float
     origin: str
@@ -92,7 +95,7 @@ class SearchResult:
     @property
     def gap(self) -> float:
         """How much shorter a schedule could be at most, as a share of the makespan."""
-        return 1.0 - self.lower_bound / self.makespan if self.makespan > 0 else 0.0
+        return max(0.0, 1.0 - self.lower_bound / self.makespan) if self.makespan > 0 else 0.0
 
 
 def search(
@@ -234,9 +237,11 @@ class _Spaces:
         for place, other in self._all:
             makespan = other.best.makespan * unit
             makespans[place] = min(makespans.get(place, math.inf), makespan)
+        makespans[number, style] = space.makespan(space.best)
         return SearchResult(
             schedule=space.schedule(space.best),
-            makespan=space.best.makespan * unit,
+            costs=space.costs,
+            makespan=makespans[number, style],
             lower_bound=self._bound * unit,
             origin=space.best.origin,
             num_stages_per_rank=number,

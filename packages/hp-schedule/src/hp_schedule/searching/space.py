@@ -72,6 +72,7 @@ class Space:
         units: In which plans are built; all times of the space are in them.
 
     Attributes:
+        costs: As given.
         bound: No plan of the space is shorter.
 
     Raises:
@@ -88,9 +89,10 @@ class Space:
         split_backward: bool,
         units: Units,
     ) -> None:
-        self._costs = units.apply(costs)
+        self.costs = costs
+        self._in_units = units.apply(costs)
         self._problem = Problem(
-            self._costs,
+            self._in_units,
             stage_to_rank=stage_to_rank,
             order=order,
             memory_limit=memory_limit / units.memory,
@@ -120,9 +122,13 @@ class Space:
         """Return the schedule of a candidate of this space."""
         return candidate.schedule or self._problem.schedule(candidate.plan.sequence)
 
+    def makespan(self, candidate: Candidate) -> float:
+        """Return what the simulator says that a candidate takes; a plan's sums round otherwise."""
+        return simulate(self.schedule(candidate), self.costs).makespan
+
     def adopt(self, name: str, schedule: Schedule) -> None:
         """Keep a closed form if it fits the memory."""
-        result = simulate(schedule, self._costs)
+        result = simulate(schedule, self._in_units)
         if max(result.peak_activations) > self._problem.memory_limit + _EPSILON:
             return
         plan = Plan(self._starts_of(schedule), [], result.makespan)
@@ -211,7 +217,8 @@ class Space:
             window = freed = 0
             for place in range(num):
                 while (
-                    plan.starts[last + start + freed] + problem.duration[last + start + freed]
+                    freed < place
+                    and plan.starts[last + start + freed] + problem.duration[last + start + freed]
                     <= plan.starts[start + place] + _EPSILON
                 ):
                     freed += 1
@@ -233,7 +240,7 @@ class Space:
     def _keep(self, candidate: Candidate) -> None:
         if self._is_contended and candidate.schedule is None:
             # Messages that wait for each other are more than the problem knows of.
-            makespan = simulate(self.schedule(candidate), self._costs).makespan
+            makespan = simulate(self.schedule(candidate), self._in_units).makespan
             candidate = replace(candidate, makespan=makespan)
         if any(candidate.plan.starts == other.plan.starts for other in self._pool):
             return
@@ -248,7 +255,7 @@ class Space:
         """Return when the steps of a schedule start; a whole backward is I and then W."""
         problem = self._problem
         starts = [0.0] * problem.num_steps
-        clock = ComputeClock(schedule, self._costs)
+        clock = ComputeClock(schedule, self._in_units)
         for codes, ends in zip(clock.codes, clock.finish, strict=True):
             for code, end in zip(codes, ends, strict=True):
                 time = end

@@ -1,0 +1,155 @@
+"""The words of the command ``hp-schedule``: its subcommands and their options."""
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, NoReturn, get_args
+
+from hp_schedule.generators import (
+    dualpipe_v,
+    forward_only,
+    gpipe,
+    grouped_interleaved,
+    interleaved_1f1b,
+    interleaved_zero_bubble,
+    looped_bfs,
+    one_f_one_b,
+    u_shape,
+    v_half,
+    v_min,
+    zbv,
+    zero_bubble,
+)
+from hp_schedule.schedule import Schedule
+from hp_schedule.simulation import ChannelModel
+
+GENERATORS: Final[dict[str, Callable[..., Schedule]]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved_1f1b": interleaved_1f1b,
+    "looped_bfs": looped_bfs,
+    "zero_bubble": zero_bubble,
+    "interleaved_zero_bubble": interleaved_zero_bubble,
+    "grouped_interleaved": grouped_interleaved,
+    "zbv": zbv,
+    "v_half": v_half,
+    "v_min": v_min,
+    "dualpipe_v": dualpipe_v,
+    "u_shape": u_shape,
+    "forward_only": forward_only,
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers bad arguments in one line; the usage is what --help is for."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser; `command` of what it parses is the name of the subcommand."""
+    whole = _Parser(prog="hp-schedule", description="Pipeline schedules as data.")
+    commands = whole.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    generate = _command(commands, "generate", "make a schedule from its closed form")
+    generate.add_argument("name", choices=[*GENERATORS])
+    generate.add_argument("--ranks", type=int, required=True)
+    generate.add_argument("--microbatches", type=int, required=True)
+    generate.add_argument(
+        "--stages-per-rank", type=int, help="of interleaved schedules, looped_bfs and forward_only"
+    )
+    generate.add_argument(
+        "--max-in-flight",
+        type=lambda text: int(text) if text.isdecimal() else text,
+        help="of zero_bubble: 1p, 1.5p, 2p or a number of activations",
+    )
+    generate.add_argument("--group-size", type=int, help="of grouped_interleaved")
+    generate.add_argument(
+        "--overlap", choices=["b_f", "f_b"], help="pair backwards and forwards in this order"
+    )
+    generate.add_argument("--communication", action="store_true", help="insert sends and receives")
+    generate.add_argument("--csv", action="store_true", help="print torch's CSV")
+    generate.add_argument("--output", "-o", type=Path, default=Path("-"), help="default: print")
+    show = _command(commands, "show", "draw a schedule", file=True)
+    show.add_argument("--cells", action="store_true", help="as it stands, messages included")
+    check = _command(commands, "check", "prove that a schedule runs", file=True)
+    check.add_argument("--communication", action="store_true", help="messages must be there")
+    check.add_argument(
+        "--channels",
+        choices=get_args(ChannelModel),
+        help="one communicator for each of these, and sends that wait for nobody; default: any "
+        "machine",
+    )
+    check.add_argument("--memory", type=float, help="microbatches a rank may hold; default: all")
+    check.add_argument(
+        "--max-active-stages", type=int, help="stages a rank may hold gathered; default: all"
+    )
+    cost = _command(commands, "simulate", "time, bubble and memory", file=True)
+    _add_costs(cost)
+    cost.add_argument(
+        "--channels",
+        choices=get_args(ChannelModel),
+        default="edge",
+        help="which messages share a queue; default: edge",
+    )
+    cost.add_argument("--blocking", action="store_true", help="messages hold up their ranks")
+    cost.add_argument("--cores", type=int, help="that all ranks share; default: enough")
+    cost.add_argument("--svg", type=Path, help="write a picture")
+    cost.add_argument("--trace", type=Path, help="write a trace for ui.perfetto.dev")
+    find = _command(commands, "search", "find a short schedule")
+    find.add_argument("--ranks", type=int, required=True)
+    find.add_argument("--microbatches", type=int, required=True)
+    find.add_argument(
+        "--virtual",
+        type=_numbers,
+        default=(1, 2),
+        help="stages per rank to try, as in 1,2,4; default: 1,2",
+    )
+    _add_costs(find)
+    find.add_argument(
+        "--memory", type=float, default=math.inf, help="microbatches a rank may hold; default: all"
+    )
+    find.add_argument("--time-budget", type=float, help="seconds; default: 10 without --candidates")
+    find.add_argument("--candidates", type=int, help="stop after so many, for equal results")
+    find.add_argument("--seed", type=int, default=0)
+    find.add_argument("--whole-backward", action="store_true", help="do not split backwards")
+    find.add_argument("--communication", action="store_true", help="insert sends and receives")
+    find.add_argument("--output", "-o", type=Path, default=Path("-"), help="default: print")
+    convert = _command(commands, "convert", "between JSON and torch's CSV", file=True)
+    convert.add_argument("output", type=Path, nargs="?", default=Path("-"))
+    convert.add_argument("--to", choices=["csv", "json"], help="default: the output's ending")
+    return whole
+
+
+def _add_costs(command: argparse.ArgumentParser) -> None:
+    command.description = f"{command.description}; costs are those of one rank's share of the model"
+    for name in ("forward", "input-grad", "weight-grad"):
+        command.add_argument(f"--{name}", type=float, default=1.0)
+    for name in ("first-scale", "last-scale"):
+        stage = name.partition("-")[0]
+        command.add_argument(f"--{name}", type=float, default=1.0, help=f"of the {stage} stage")
+    command.add_argument("--latency", type=float, default=0.0, help="of a message")
+    command.add_argument("--message", type=float, default=0.0, help="size of a message")
+    command.add_argument("--bandwidth", type=float, default=math.inf, help="size per unit of time")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"({text}) must be numbers as in 1,2,4") from None
+
+
+def _command(
+    commands: Any,
+    name: str,
+    text: str,
+    *,
+    file: bool = False,
+) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    command.add_argument("--json", action="store_true", help="machine-readable output")
+    if file:
+        command.add_argument("file", type=Path, help="JSON or torch's CSV; - for standard input")
+    return command
