@@ -78,7 +78,7 @@ class GraphCuttingSplitter:
         if recomputes:
             self._recomputing.add(module)
             pieces = [_merged(pieces)]
-        return found, partial(_run_pieces, pieces, captured)
+        return found, partial(_run_pieces, pieces, captured, owners=[edge for edge, _ in late])
 
 
 @dataclass(slots=True)
@@ -218,7 +218,17 @@ def _grad(ends: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> Gr
         return torch.autograd.grad(outputs, inputs, grads, retain_graph=True, allow_unused=True)
 
 
-def _run_pieces(pieces: list[_Piece], captured: dict[Node, Grads]) -> None:
+def _run_pieces(
+    pieces: list[_Piece], captured: dict[Node, Grads], *, owners: list[GradientEdge]
+) -> None:
+    """Run the second half.
+
+    Args:
+        pieces: Emptied on the way.
+        captured: The gradients of nodes at the cut; emptied too.
+        owners: The edges of the outputs, let go of at the end: a node written in Python does not
+            keep the graph behind it alive.
+    """
     # Pieces of several nodes first: between two of theirs may lie nodes of others, whose saved
     # tensors are gone once they have run on their own.
     pieces.sort(key=lambda piece: len(piece.nodes) < 2)
@@ -227,6 +237,7 @@ def _run_pieces(pieces: list[_Piece], captured: dict[Node, Grads]) -> None:
             piece = pieces.pop(0)
             reached = {node: captured.pop(node) for node in piece.nodes if node in captured}
             _run_piece(piece, reached)
+    owners.clear()
 
 
 def _run_piece(piece: _Piece, captured: Mapping[Node, Grads]) -> None:
