@@ -45,9 +45,7 @@ class Plan:
         ]
 
 
-def construct(
-    problem: Problem, priority: Sequence[float], *, patience: float = 0.0, limit: float = inf
-) -> Plan | None:
+def construct(problem: Problem, priority: Sequence[float], *, patience: float = 0.0) -> Plan | None:
     """Build a plan.
 
     Args:
@@ -55,12 +53,11 @@ def construct(
         priority: By step; the lowest number is taken first.
         patience: A rank that could start a step waits instead for a better one that is known to
             arrive within this share of the step's duration, unless a step fits in between.
-        limit: Give up when a step would end later.
 
     Returns:
-        The plan; None beyond the limit, or if the memory limit is below one microbatch's need.
+        The plan; None if the memory limit is below one microbatch's need.
     """
-    return _Construction(problem, priority, patience, limit).run()
+    return _Construction(problem, priority, patience).run()
 
 
 def tighten(problem: Problem, mirror: Problem, plan: Plan, *, patience: float) -> Plan:
@@ -88,14 +85,11 @@ def tighten(problem: Problem, mirror: Problem, plan: Plan, *, patience: float) -
 class _Construction:
     """One run of `construct`: the ranks' clocks, memory and steps in waiting."""
 
-    def __init__(
-        self, problem: Problem, priority: Sequence[float], patience: float, limit: float
-    ) -> None:
+    def __init__(self, problem: Problem, priority: Sequence[float], patience: float) -> None:
         ranks = range(problem.num_ranks)
         self._problem = problem
         self._priority = priority
         self._patience = patience
-        self._limit = limit
         self._waits_for = problem.num_predecessors.copy()
         self._arrival = [0.0] * problem.num_steps
         # Steps whose inputs exist now, by priority; whose arrival is known, by time; whose memory
@@ -130,9 +124,7 @@ class _Construction:
             starts[step] = now
             sequence.append(step)
             end = now + duration[step]
-            if end > makespan:
-                if end > self._limit:
-                    return None
+            if end > makespan:  # noqa: PLR1730 - the innermost loop
                 makespan = end
             self._start(step, rank, end)
         return Plan(starts, sequence, makespan) if len(sequence) == problem.num_steps else None
