@@ -1,9 +1,9 @@
 """When the steps of a run ran.
 
-Times are seconds since the epoch, by this machine's clock at the start of the run and a monotonic
-one after it; spans of ranks on one machine fit to well below a millisecond, of ranks on several
+Times are seconds since the epoch, by this machine's clock at one moment of the run and a monotonic
+one around it; spans of ranks on one machine fit to well below a millisecond, of ranks on several
 machines as well as their clocks are synchronised. On CUDA the times are those of the device: events
-mark the steps, so recording does not hold up the host, save for one synchronisation at the start.
+mark the steps, so that recording never holds up the host; reading the timeline does.
 """
 
 import time
@@ -32,8 +32,6 @@ class Recorder:
         self._rank = rank
         self._cuda = device.type == "cuda"
         self._marks: list[tuple[MetaStep, _Mark, _Mark]] = []
-        if self._cuda:
-            torch.cuda.synchronize(device)
         self._origin = self._mark()
         self._epoch = time.time()
 
@@ -47,7 +45,9 @@ class Recorder:
     def timeline(self) -> Timeline:
         """Return the spans so far; on CUDA waits until the device has got there."""
         if self._cuda and self._marks:
-            torch.cuda.synchronize()
+            now = self._mark()
+            now.synchronize()
+            self._epoch = time.time() - self._origin.elapsed_time(now) / 1e3
         return Timeline(
             Span(self._rank, step, self._seconds(start), self._seconds(end))
             for step, start, end in self._marks
