@@ -22,6 +22,7 @@ from hp_schedule import (
     one_f_one_b,
     simulate,
     u_shape,
+    validate,
     zbv,
 )
 from hp_schedule.simulation.machine import Machine, Options
@@ -195,6 +196,13 @@ def test_one_core_takes_the_work_of_all_ranks_and_enough_cores_take_nothing_away
 def test_there_must_be_a_core() -> None:
     with pytest.raises(ValueError, match=r"cores \(0\) must be >= 1"):
         simulate(gpipe(2, num_microbatches=1), cores=0)
+
+
+def test_unknown_channels_are_refused_by_name() -> None:
+    schedule = add_send_recv(gpipe(2, num_microbatches=1))
+    for use in (simulate, validate):
+        with pytest.raises(ValueError, match=r"channels \(link\) must be edge or pair or rank"):
+            use(schedule, channels="link")  # type: ignore[arg-type]
 
 
 def test_compute_steps_wait_for_parameters_and_the_end_for_gradients() -> None:

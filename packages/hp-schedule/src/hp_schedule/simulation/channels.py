@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 from hp_schedule.costs import Costs
 from hp_schedule.schedule import Schedule
@@ -90,6 +90,12 @@ class Channels:
             end.busy = False
         for end in ends:
             self._try(end)
+
+
+def check_model(model: ChannelModel) -> None:
+    """Raise ValueError for a name that is no model."""
+    if model not in get_args(ChannelModel):
+        raise ValueError(f"channels ({model}) must be {' or '.join(get_args(ChannelModel))}")
 
 
 def channel_of(model: ChannelModel, edge: Edge) -> Edge:

@@ -7,7 +7,7 @@ from functools import partial
 from hp_schedule.costs import Costs
 from hp_schedule.packing import FSDP_REDUCE_GRAD, FSDP_UNSHARD
 from hp_schedule.schedule import Schedule
-from hp_schedule.simulation.channels import ChannelModel
+from hp_schedule.simulation.channels import ChannelModel, check_model
 from hp_schedule.simulation.machine import Machine, Options
 from hp_schedule.simulation.recurrence import recurrence
 from hp_schedule.timeline import Timeline
@@ -70,9 +70,10 @@ def simulate(
 
     Raises:
         DeadlockError: If the schedule cannot run to its end.
-        ValueError: If the costs do not fit the schedule, `cores` is below 1, or `blocking` is
-            asked of a schedule without communication steps.
+        ValueError: If the costs do not fit the schedule, `channels` is unknown, `cores` is below 1,
+            or `blocking` is asked of a schedule without communication steps.
     """
+    check_model(channels)
     if cores is not None and cores < 1:
         raise ValueError(f"cores ({cores}) must be >= 1")
     if blocking and not schedule.has_communication and schedule.edges:

@@ -5,7 +5,7 @@ from itertools import chain, islice
 
 from hp_schedule.costs import Costs
 from hp_schedule.schedule import Schedule
-from hp_schedule.simulation.channels import ChannelModel
+from hp_schedule.simulation.channels import ChannelModel, check_model
 from hp_schedule.validation.memory import memory_findings
 from hp_schedule.validation.queues import QueueMachine
 from hp_schedule.validation.rendezvous import Rendezvous, order_deadlock
@@ -47,7 +47,12 @@ def validate(
         max_active_stages: Most stages whose parameters a rank may hold gathered; default: any.
         memory_limit: Most memory that the activations of a rank may take; default: any.
         costs: For `activation`; default: a microbatch takes 1 on a rank, shared by its stages.
+
+    Raises:
+        ValueError: If `channels` is unknown, or the costs do not fit the schedule.
     """
+    if channels is not None:
+        check_model(channels)
     if forward_only is None:
         forward_only = schedule.is_forward_only
     if communication is None:
