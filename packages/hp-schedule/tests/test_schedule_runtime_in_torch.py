@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from hp_schedule import (
 from hp_schedule.runtime import TensorSpec, as_torch_schedule
 
 WIDTH, ROWS = 6, 8
+OLD_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
 
 
 class Block(nn.Module):
@@ -176,6 +178,8 @@ def test_schedule_exported_as_csv_runs_in_torch_with_the_same_result(
     name: str, form: str, tmp_path: Path
 ) -> None:
     schedule = SCHEDULES[name]
+    if OLD_TORCH and any(place[0] == place[1] for place in pairwise(schedule.stage_to_rank)):
+        pytest.skip("this torch cannot send shapes between stages of one rank")
     path = tmp_path / "schedule.csv"
     if form == "compute_comms":
         # Where torch divides gradients by the number of microbatches.
