@@ -2,9 +2,9 @@
 
 For every point of ranks x microbatches x latency x costs, at the memory of 1F1B and at half of it,
 and for each number of stages per rank, the search builds a fixed number of candidates, so that the
-table does not depend on the machine. The published value is the smallest of what
-`published_schedules.json` has and of the closed forms of this package. The bound is proven: no
-schedule of the places searched is shorter.
+table does not depend on the machine. The published value is the smallest that
+`published_schedules.json` has; for points it has not, of the closed forms of this package. The
+bound is proven: no schedule of the places searched is shorter.
 
     python benchmarks/bench_schedule_search.py              a part of the table, some minutes
     python benchmarks/bench_schedule_search.py --all        the whole table, about an hour
@@ -108,6 +108,14 @@ def points(ranks: list[int]) -> Iterator[Point]:
 def published_values(point: Point) -> dict[int, float]:
     """Return the shortest published makespan by stages per rank, infinite where there is none."""
     result = dict.fromkeys(VIRTUAL, math.inf)
+    known = table_values(point)
+    for makespan, number in generated_values(point) if known is None else known:
+        result[number] = min(result[number], makespan)
+    return result
+
+
+def generated_values(point: Point) -> Iterator[tuple[float, int]]:
+    """Yield makespan and stages per rank of the closed forms that fit the memory."""
     for number in VIRTUAL:
         costs = point.model().of_stages(point.ranks, point.ranks * number)
         for style in STYLES:
@@ -116,26 +124,21 @@ def published_values(point: Point) -> dict[int, float]:
                 num_microbatches=point.microbatches,
                 num_stages_per_rank=number,
                 style=style,
-                latency=point.latency * number,
             )
             for _, schedule in forms:
                 simulation = simulate(schedule, costs)
                 if max(simulation.peak_activations) <= point.memory_limit + EPSILON:
-                    result[number] = min(result[number], simulation.makespan)
-    for makespan, number in table_values(point):
-        if makespan < result[number] - ROUNDING:
-            result[number] = makespan
-    return result
+                    yield simulation.makespan, number
 
 
-def table_values(point: Point) -> list[tuple[float, int]]:
-    """Return makespan and stages per rank of what `published_schedules.json` has for a point."""
+def table_values(point: Point) -> list[tuple[float, int]] | None:
+    """Return makespan and stages per rank of the published schedules of a point, if it is known."""
     file = Path(__file__).with_name("published_schedules.json")
     wanted = (point.ranks, point.microbatches, point.costs, point.latency)
     for entry in json.loads(file.read_text(encoding="utf-8"))["points"]:
         if (entry["ranks"], entry["microbatches"], entry["costs"], entry["latency"]) == wanted:
             return [(makespan, number) for makespan, number, _ in entry[point.memory]]
-    return []
+    return None
 
 
 def num_candidates(point: Point, number: int) -> int:
