@@ -148,7 +148,7 @@ def mypy(session: nox.Session) -> None:
     for tests in [*sorted(ROOT.glob("packages/*/tests")), ROOT / "integration_tests"]:
         if any(tests.rglob("*.py")):
             session.run("mypy", str(tests.relative_to(ROOT)))
-    session.run("mypy", "noxfile.py", "tools", "benchmarks", "docs/conf.py")
+    session.run("mypy", "noxfile.py", "conftest.py", "tools", "benchmarks", "docs/conf.py")
 
 
 def _tests(requirement: str, *, only: str = "", without: str = "") -> Callable[[nox.Session], None]:

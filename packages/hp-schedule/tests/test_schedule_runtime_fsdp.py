@@ -156,7 +156,7 @@ def run_rank(schedule: Schedule, split: str, repeats: int, shard_root: bool) -> 
     runtime = from_schedule(
         schedule,
         stages,
-        pipelines=[[0, 1], [2, 3]],
+        pipelines=mesh["pp"],
         loss_fn=loss_fn,
         sharding=FullySharded(stages),
         on_step=lambda step: setattr(collectives, "step", step),

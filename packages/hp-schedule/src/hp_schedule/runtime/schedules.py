@@ -10,6 +10,7 @@ from hp_schedule.ir import MetaStep
 from hp_schedule.packing import FSDP_REDUCE_GRAD, FSDP_RESHARD, FSDP_UNSHARD
 from hp_schedule.passes import add_fsdp_reduce_grad, add_fsdp_unshard_reshard, add_send_recv
 from hp_schedule.placement import PlacementStyle, generate_stage_to_rank_mapping
+from hp_schedule.runtime.pipelines import Pipelines, own_pipeline, pipelines_of
 from hp_schedule.runtime.runtime import PipelineScheduleRuntime, RuntimeOptions
 from hp_schedule.runtime.same_schedule import check_same_schedule
 from hp_schedule.runtime.shared import SharedParameterInfo, share_parameters
@@ -23,7 +24,7 @@ _FSDP_KINDS = {FSDP_UNSHARD, FSDP_RESHARD, FSDP_REDUCE_GRAD}
 class ScheduleOptions(RuntimeOptions, total=False):
     """Keyword arguments of `PipelineSchedule`."""
 
-    pipelines: Sequence[Sequence[int]] | None
+    pipelines: Pipelines | None
     groups: EdgeGroups | None
     overlap_p2p: bool
     max_active_stages: int
@@ -45,7 +46,8 @@ class PipelineSchedule(PipelineScheduleRuntime):
         stages: This rank's stage or stages.
         num_microbatches: Of each run.
         pipelines: For each of several pipelines side by side the global ranks of its ranks in
-            order; default one over the whole world.
+            order; or the pipeline axis of a `DeviceMesh`, as in ``mesh["pp"]``, or its group.
+            Default one over the whole world.
         groups: Those of an earlier schedule with the same edges; default new ones.
         overlap_p2p: Whether sends go on while the rank computes; otherwise it waits for each.
         max_active_stages: Of how many stages a rank has the parameters gathered at once, if
@@ -67,7 +69,7 @@ class PipelineSchedule(PipelineScheduleRuntime):
         stages: PipelineStage | Sequence[PipelineStage],
         num_microbatches: int,
         *,
-        pipelines: Sequence[Sequence[int]] | None = None,
+        pipelines: Pipelines | None = None,
         groups: EdgeGroups | None = None,
         overlap_p2p: bool = True,
         max_active_stages: int = 3,
@@ -77,9 +79,8 @@ class PipelineSchedule(PipelineScheduleRuntime):
         stages = [stages] if isinstance(stages, PipelineStage) else list(stages)
         if not stages:
             raise ValueError("len(stages) (0) must be >= 1")
-        if pipelines is None:
-            pipelines = [range(dist.get_world_size() if dist.is_initialized() else 1)]
-        ranks = _own(pipelines)
+        pipelines = pipelines_of(pipelines)
+        ranks = own_pipeline(pipelines)
         self.num_microbatches = num_microbatches
         self.num_ranks = len(ranks)
         self.num_stages = stages[0].num_stages
@@ -177,12 +178,3 @@ def from_schedule(
         **options: See `PipelineSchedule`.
     """
     return _Given(schedule, stages, **options)
-
-
-def _own(pipelines: Sequence[Sequence[int]]) -> Sequence[int]:
-    """Return the pipeline of this rank."""
-    me = dist.get_rank() if dist.is_initialized() else 0
-    for ranks in pipelines:
-        if me in ranks:
-            return ranks
-    raise ValueError(f"pipelines ({[list(ranks) for ranks in pipelines]}) must contain rank {me}")

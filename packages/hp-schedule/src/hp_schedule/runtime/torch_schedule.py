@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -87,7 +86,7 @@ def as_torch_schedule(
     runtime = from_schedule(
         schedule,
         converted,
-        pipelines=_pipelines(given[0].group),
+        pipelines=given[0].group,
         loss_fn=loss,
         loss_scale=1 / schedule.num_microbatches if scale_grads else 1.0,
         sharding=FullySharded(converted) if is_sharded else None,
@@ -239,13 +238,3 @@ def _converted(
         input_spec=spec,
         splitter=splitter,
     )
-
-
-def _pipelines(group: ProcessGroup | None) -> list[list[int]]:
-    """Return the global ranks of every pipeline, the same on every rank."""
-    mine = dist.get_process_group_ranks(group) if group else list(range(dist.get_world_size()))
-    if len(mine) == dist.get_world_size():
-        return [mine]
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    return [list(ranks) for ranks in sorted(set(map(tuple, every)))]
