@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hp_expert import ExpertBatch, GroupedExperts, LocalDispatcher, grouped, loop, routed_swiglu
-from hp_expert.swiglu import routed_swiglu_by
-from hp_expert.swiglu_types import Backend, ExpertWeights
+from hp_expert import ExpertBatch, GroupedExperts, LocalDispatcher, routed_swiglu
+from hp_expert.experts import grouped, loop
+from hp_expert.experts.swiglu import routed_swiglu_by
+from hp_expert.experts.types import Backend, ExpertWeights
 from hp_platform import WeightGradQueue
 
 TOKENS, DIM, HIDDEN = 13, 8, 16

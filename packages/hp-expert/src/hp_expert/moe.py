@@ -2,9 +2,8 @@
 
 from torch import Tensor, nn
 
-from hp_expert.experts import GroupedExperts
+from hp_expert.experts import GroupedExperts, autocast
 from hp_expert.routing import Routing, TopKRouter
-from hp_expert.swiglu import autocast
 
 
 class MoE(nn.Module):

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from hp_expert.batch import ExpertBatch
-from hp_expert.weight_gradient import WeightGradient
+from hp_expert.experts.weight_gradient import WeightGradient
 
 
 class ExpertWeights(NamedTuple):

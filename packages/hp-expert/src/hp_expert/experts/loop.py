@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hp_expert.batch import ExpertBatch
-from hp_expert.swiglu_types import Activations, ExpertWeights, InputGradients, WeightGradients
+from hp_expert.experts.types import Activations, ExpertWeights, InputGradients, WeightGradients
 
 
 def forward(

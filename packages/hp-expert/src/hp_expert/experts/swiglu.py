@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hp_expert import grouped, loop
 from hp_expert.batch import ExpertBatch
-from hp_expert.swiglu_types import Activations, Backend, ExpertWeights, WeightGradients
-from hp_expert.weight_gradient import WeightGradient
+from hp_expert.experts import grouped, loop
+from hp_expert.experts.types import Activations, Backend, ExpertWeights, WeightGradients
+from hp_expert.experts.weight_gradient import WeightGradient
 from hp_platform import wait_tensor
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch import Dispatcher, LocalDispatcher
-from hp_expert.swiglu import autocast, routed_swiglu
+from hp_expert.experts.swiglu import autocast, routed_swiglu
 
 
 class GroupedExperts(nn.Module):

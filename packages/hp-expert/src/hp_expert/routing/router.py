@@ -1,6 +1,6 @@
-"""Which experts a token goes to, and the loss that keeps them equally busy.
+"""The router: scores of all experts for each token, and the best of them.
 
-Shape symbols: B sequences, S positions, T tokens, E experts, K experts per token, D model width.
+Shape symbols: T tokens, E experts, K experts per token, D model width.
 """
 
 import math
@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hp_expert.routing.selection import top_k_experts
 from hp_platform import linear
 
 ScoreFunction = Literal["softmax", "sigmoid"]
@@ -109,65 +110,3 @@ class TopKRouter(nn.Module):
             f"dim={dim}, num_experts={experts}, top_k={self.top_k}, "
             f"score_function={self.score_function}, normalize={self.normalize}"
         )
-
-
-@torch.no_grad()
-def top_k_experts(scores_TE: Tensor, top_k: int) -> Tensor:
-    """Return the indices of the highest scores, best first; the lower index wins ties.
-
-    `torch.topk` breaks ties arbitrarily, and a stable sort takes twice the time of K maxima, whose
-    index is that of the first one.
-
-    Args:
-        scores_TE: Finite [T, E].
-        top_k: K.
-
-    Returns:
-        int64 [T, K].
-    """
-    left_TE = scores_TE.clone() if top_k > 1 else scores_TE
-    chosen = []
-    for choice in range(top_k):
-        best_T1 = left_TE.max(dim=-1, keepdim=True).indices
-        chosen.append(best_T1)
-        if choice < top_k - 1:
-            left_TE.scatter_(-1, best_T1, -math.inf)
-    return torch.cat(chosen, dim=-1)
-
-
-def sequence_balance_loss(scores: Tensor, experts: Tensor, *, num_experts: int) -> Tensor:
-    """How unequally each sequence uses the experts: 1 for equal use, more otherwise.
-
-    For a sequence, the sum over experts of f_e * P_e, with f_e the share of its slots that went to
-    expert e times E, and P_e the mean over its tokens of the expert's share of the scores
-    ("DeepSeek-V3 Technical Report", arXiv:2412.19437, section 2.1.2). A sequence has one value
-    whatever batch it is in, so a sum over sequences does not depend on microbatches or ranks.
-
-    Args:
-        scores: Scores of all experts, not negative [B, S, E].
-        experts: The chosen experts, int64 [B, S, K].
-        num_experts: E.
-
-    Returns:
-        One value per sequence [B], fp32 or wider; gradients flow through `scores` alone.
-
-    Raises:
-        ValueError: If the shapes do not fit each other.
-    """
-    if scores.ndim != 3 or scores.shape[-1] != num_experts:
-        raise ValueError(
-            f"scores ({tuple(scores.shape)}) must be [B, S, num_experts ({num_experts})]"
-        )
-    if experts.ndim != 3 or experts.shape[:2] != scores.shape[:2]:
-        raise ValueError(
-            f"experts ({tuple(experts.shape)}) must be [B, S, K] for scores ({tuple(scores.shape)})"
-        )
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    chosen_BN = experts.flatten(1)
-    counts_BE = scores.new_zeros(scores.shape[0], num_experts)
-    counts_BE.scatter_add_(1, chosen_BN, torch.ones_like(chosen_BN, dtype=scores.dtype))
-    f_BE = counts_BE * (num_experts / max(chosen_BN.shape[1], 1))
-    tiny = torch.finfo(scores.dtype).tiny
-    shares_BSE = scores / scores.sum(dim=-1, keepdim=True).clamp_min(tiny)
-    p_BE = shares_BSE.sum(dim=1) / max(scores.shape[1], 1)
-    return (f_BE * p_BE).sum(dim=1)

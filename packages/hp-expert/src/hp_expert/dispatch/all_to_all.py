@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_expert.agreement import Header, input_error, raise_together
 from hp_expert.batch import ExpertBatch
-from hp_expert.dispatch import DispatchState, count_slots, invalid_experts, read_host
+from hp_expert.dispatch.agreement import Header, input_error, raise_together
+from hp_expert.dispatch.counts import count_slots, invalid_experts, read_host
+from hp_expert.dispatch.protocol import DispatchState
 from hp_expert.permute import gather_slots, permute_slots, sort_by_expert, sum_slots
 from hp_platform import all_to_all_lazy, launch_all_to_all, wait_tensor
 

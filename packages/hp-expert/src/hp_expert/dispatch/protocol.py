@@ -14,14 +14,12 @@ received, D width.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
-from hp_expert.agreement import input_error
 from hp_expert.batch import ExpertBatch
-from hp_expert.permute import Permutation, sort_by_expert
+from hp_expert.permute import Permutation
 
 StateT = TypeVar("StateT")
 
@@ -86,73 +84,3 @@ class DispatchState:
     num_tokens_per_expert: Tensor
     input_splits: tuple[int, ...] = ()
     output_splits: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class LocalDispatcher:
-    """All experts are in this process: rows stay where they are, nothing is copied.
-
-    Attributes:
-        num_experts: E.
-    """
-
-    num_experts: int
-
-    def prepare(
-        self, x: Tensor, experts: Tensor, weights: Tensor | None = None
-    ) -> tuple[Tensor, DispatchState]:
-        """Sort; see `Dispatcher.prepare`."""
-        error = input_error(x, experts, weights)
-        if error is not None:
-            raise error
-        counts = count_slots(experts, self.num_experts)
-        permutation = sort_by_expert(experts)
-        *numbers, invalid = read_host(counts)
-        if invalid:
-            raise invalid_experts(invalid, self.num_experts)
-        state = DispatchState(
-            permutation, weights, permutation.order, tuple(numbers), counts[: self.num_experts]
-        )
-        return x, state
-
-    def launch_dispatch(self, rows: Tensor, state: DispatchState) -> tuple[Tensor, DispatchState]:
-        """Return both."""
-        return rows, state
-
-    def finish_dispatch(self, rows: Tensor, state: DispatchState) -> ExpertBatch:
-        """Hand the tokens on as they are."""
-        return ExpertBatch(
-            rows, state.weights, state.order, state.counts, state.num_tokens_per_expert
-        )
-
-    def launch_combine(self, y: Tensor, state: DispatchState) -> Tensor:
-        """Return `y`: the experts have summed over the slots of each token."""
-        del state
-        return y
-
-    def finish_combine(self, rows: Tensor, state: DispatchState) -> Tensor:
-        """Return `rows`."""
-        del state
-        return rows
-
-
-def read_host(numbers: Tensor) -> list[Any]:
-    """Wait for the device and read numbers: the only place of a layer that does."""
-    values: list[Any] = numbers.tolist()
-    return values
-
-
-def count_slots(experts_TK: Tensor, num_experts: int) -> Tensor:
-    """Count the slots of each expert, and after them the slots of no expert: int64 [E + 1]."""
-    expert_S = experts_TK.reshape(-1)
-    is_valid = (expert_S >= 0) & (expert_S < num_experts)
-    bucket_S = expert_S.where(is_valid, num_experts).to(torch.int64)
-    counts = bucket_S.new_zeros(num_experts + 1)
-    return counts.scatter_add_(0, bucket_S, torch.ones_like(bucket_S))
-
-
-def invalid_experts(num_invalid: int, num_experts: int) -> ValueError:
-    """Say that slots have experts that do not exist."""
-    return ValueError(
-        f"experts must be in [0, num_experts ({num_experts})), but {num_invalid} are not"
-    )

@@ -1,0 +1,7 @@
+"""Bringing rows to the ranks of their experts and back."""
+
+from hp_expert.dispatch.all_to_all import AllToAllDispatcher
+from hp_expert.dispatch.local import LocalDispatcher
+from hp_expert.dispatch.protocol import Dispatcher, DispatchState
+
+__all__ = ["AllToAllDispatcher", "DispatchState", "Dispatcher", "LocalDispatcher"]
