@@ -126,6 +126,32 @@ def test_a_batch_without_rows_gives_zeros() -> None:
     assert not any(g.any() for g in grads)
 
 
+@pytest.mark.parametrize("backend", [loop, grouped], ids=["loop", "grouped"])
+def test_slots_that_are_not_listed_count_nothing(backend: Backend) -> None:
+    inputs, experts = leaves(8, 3, torch.float32), choices(8, 3)
+    # Experts 2..5 are here; tokens may have three slots here or none.
+    here = [*inputs[:2], *(w[2:6].detach().requires_grad_() for w in inputs[2:])]
+
+    def partial() -> Tensor:
+        x, weights, w1, w3, w2 = here
+        whole = batch_of(x, weights, experts, 8)
+        assert whole.counts is not None
+        start, stop = sum(whole.counts[:2]), sum(whole.counts[:6])
+        batch = whole._replace(
+            order=whole.order[start:stop],
+            counts=whole.counts[2:6],
+            num_tokens_per_expert=whole.num_tokens_per_expert[2:6],
+        )
+        return routed_swiglu_by(backend, batch, ExpertWeights(w1, w3, w2))
+
+    exact = [leaf.detach().double().requires_grad_() for leaf in here]
+    actual = results(partial, here)
+    assert worst(actual, results(lambda: plain(exact, experts - 2), exact)) <= 1e-6
+    away = (experts < 2) | (experts > 5)
+    assert away.any()
+    assert not actual[2][away].any()
+
+
 def test_without_routing_weights_all_count_one() -> None:
     inputs, experts = leaves(8, 2, torch.float64), choices(8, 2)
     x, _, w1, w3, w2 = inputs

@@ -1,48 +1,71 @@
 """What the experts of one rank compute on.
 
-Shape symbols: N rows, F slots per row, P = N * F positions, L local experts, D width.
+Shape symbols: N rows, F slots per row, P positions, L local experts, D width.
 """
 
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
 class ExpertBatch(NamedTuple):
     """Rows, and which of this rank's experts take them.
 
-    Every row is taken by F experts: by K where rows are tokens and all experts are here, by one
-    where a row was sent for one expert. A slot is one (row, choice) pair, slot = row * F + choice;
-    a position is a slot's place when slots are sorted by expert. For each row the experts return
-    the sum over its slots of weight times output.
+    A row has F slots: K where rows are tokens, one where a row was sent for one expert. A slot is
+    one (row, choice) pair, slot = row * F + choice; a position is a slot's place when slots are
+    sorted by expert. A slot that has no position is computed by no expert here, because it is
+    another rank's or was dropped; it counts nothing and its weight gets a gradient of exactly 0.
+    For each row the experts return the sum over its listed slots of weight times output.
+
+    Note [Padding]. Where the host has not read how many slots there are, `counts` is None and P a
+    bound: the first `num_tokens_per_expert.sum()` positions are valid, the others are padding, with
+    anything in `order`. What is computed for padding is never read: not summed, not multiplied by
+    zero (it may be NaN), but masked.
 
     Attributes:
         rows: [N, D], in any order.
         weights: Routing weight of each slot [N, F]; None: all are one.
-        order: Slot at each position, int64 [P].
+        order: Slot at each position, int64 [P], P <= N * F unless padded. Slots differ.
         counts: Positions of each local expert, L numbers on the host; their sum is P.
+            None: see Note [Padding].
         num_tokens_per_expert: The same on the device, int64 [L].
+        num_slots_per_row: F.
     """
 
     rows: Tensor
     weights: Tensor | None
     order: Tensor
-    counts: tuple[int, ...]
+    counts: tuple[int, ...] | None
     num_tokens_per_expert: Tensor
+    num_slots_per_row: int = 1
 
     @property
-    def num_slots_per_row(self) -> int:
-        """F; 1 for an empty batch."""
-        return self.order.numel() // max(self.rows.shape[0], 1) or 1
+    def num_slots(self) -> int:
+        """Slots of the rows, listed or not: N * F."""
+        return self.rows.shape[0] * self.num_slots_per_row
+
+    def valid(self) -> Tensor | None:
+        """Which positions are no padding, bool [P]; None if none is."""
+        if self.counts is not None:
+            return None
+        positions = torch.arange(self.order.numel(), device=self.order.device)
+        return positions < self.num_tokens_per_expert.sum()
 
     def row_at(self) -> Tensor:
-        """Row of the slot at each position, int64 [P]."""
+        """Row of the slot at each position, int64 [P]; some row where there is padding."""
+        valid = self.valid()
+        order = self.order if valid is None else self.order.where(valid, 0)
         slots_per_row = self.num_slots_per_row
-        if slots_per_row == 1:
-            return self.order
-        return self.order.div(slots_per_row, rounding_mode="floor")
+        return order if slots_per_row == 1 else order.div(slots_per_row, rounding_mode="floor")
+
+    def host_counts(self) -> tuple[int, ...]:
+        """Positions of each local expert; reads them from the device if nobody has."""
+        return (
+            self.counts if self.counts is not None else tuple(self.num_tokens_per_expert.tolist())
+        )
 
     def spans(self) -> list[slice]:
-        """Positions of each local expert."""
-        return [slice(*ends) for ends in pairwise(accumulate(self.counts, initial=0))]
+        """Positions of each local expert; reads the device if nobody has."""
+        return [slice(*ends) for ends in pairwise(accumulate(self.host_counts(), initial=0))]

@@ -45,7 +45,12 @@ class LocalDispatcher:
     def finish_dispatch(self, rows: Tensor, state: DispatchState) -> ExpertBatch:
         """Hand the tokens on as they are."""
         return ExpertBatch(
-            rows, state.weights, state.order, state.counts, state.num_tokens_per_expert
+            rows,
+            state.weights,
+            state.order,
+            state.counts,
+            state.num_tokens_per_expert,
+            num_slots_per_row=state.permutation.inverse.shape[1],
         )
 
     def launch_combine(self, y: Tensor, state: DispatchState) -> Tensor:

@@ -66,5 +66,24 @@ def _offsets(batch: ExpertBatch) -> Tensor:
 
 
 def _sum_over_slots(values_PD: Tensor, batch: ExpertBatch) -> Tensor:
-    position_NF = invert(batch.order).view(-1, batch.num_slots_per_row)
-    return gather_and_sum(values_PD, position_NF)
+    """Sum the values of each row's listed slots [N, D], in fp32 or wider."""
+    num_rows, slots_per_row = batch.rows.shape[0], batch.num_slots_per_row
+    if batch.counts is not None and batch.order.numel() == batch.num_slots:
+        return gather_and_sum(values_PD, invert(batch.order).view(-1, slots_per_row))
+    position_NF = _position_of_slots(batch).view(-1, slots_per_row)
+    wide = torch.promote_types(values_PD.dtype, torch.float32)
+    total_ND = values_PD.new_zeros(num_rows, values_PD.shape[1], dtype=wide)
+    for position_N in position_NF.unbind(1):
+        value_ND = values_PD.index_select(0, position_N.clamp(min=0))
+        total_ND += value_ND.masked_fill_((position_N < 0)[:, None], 0)
+    return total_ND.to(values_PD.dtype)
+
+
+def _position_of_slots(batch: ExpertBatch) -> Tensor:
+    """Position of each slot, -1 where it has none; int64 [N * F]."""
+    positions_P = torch.arange(batch.order.numel(), device=batch.order.device)
+    valid = batch.valid()
+    # One slot more than there are takes what is said of padding.
+    order = batch.order if valid is None else batch.order.where(valid, batch.num_slots)
+    position_S = torch.full((batch.num_slots + 1,), -1, device=order.device)
+    return position_S.scatter_(0, order, positions_P)[:-1]

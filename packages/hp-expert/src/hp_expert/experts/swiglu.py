@@ -92,10 +92,11 @@ class _RoutedSwiGLU(torch.autograd.Function):
         batch: ExpertBatch = ctx.batch._replace(rows=rows, weights=slot_weights, order=order)
         backend: Backend = ctx.backend
         weights = _cast(ExpertWeights(*saved), rows.dtype)
+        counts = batch.host_counts()
         wanted = WeightGradients(
             *(
                 # Note [Now or later]; the saved weights may be copies of the parameters.
-                WeightGradient(parameter, dtype=rows.dtype, counts=batch.counts, needed=needed)
+                WeightGradient(parameter, dtype=rows.dtype, counts=counts, needed=needed)
                 for parameter, needed in zip(ctx.parameters, ctx.needs_input_grad[2:5], strict=True)
             )
         )
@@ -125,7 +126,7 @@ def _unscale(grad_P: Tensor | None, batch: ExpertBatch) -> Tensor | None:
     """Gradient of each slot's routing weight [N, F]."""
     if grad_P is None or batch.weights is None:
         return None
-    grad_S = torch.empty_like(grad_P).scatter_(0, batch.order, grad_P)
+    grad_S = grad_P.new_zeros(batch.num_slots).scatter_(0, batch.order, grad_P)
     return grad_S.view(batch.weights.shape).to(batch.weights.dtype)
 
 
@@ -149,8 +150,8 @@ def _require_fit(batch: ExpertBatch, w1: Tensor) -> None:
             f"dtype of rows ({rows.dtype}) must equal that of the expert weights ({w1.dtype}) or "
             "be contained in it"
         )
-    if len(batch.counts) != w1.shape[0]:
+    num_counts = batch.num_tokens_per_expert.shape[0]
+    if num_counts != w1.shape[0]:
         raise ValueError(
-            f"len(counts) ({len(batch.counts)}) must equal the number of local experts "
-            f"({w1.shape[0]})"
+            f"len(counts) ({num_counts}) must equal the number of local experts ({w1.shape[0]})"
         )
