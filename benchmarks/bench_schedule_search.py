@@ -169,7 +169,7 @@ def measure(point: Point) -> Row:
 def line(row: Row) -> str:
     """Return a row of the Markdown table."""
     point = row.point
-    gain = "" if math.isinf(row.best_published) else f"{1 - row.best / row.best_published:.1%}"
+    gain = "" if math.isinf(row.best_published) else percent(1 - row.best / row.best_published)
     published = "-" if math.isinf(row.best_published) else f"{row.best_published:.2f}"
     stages = min(row.searched, key=row.searched.__getitem__)
     cells = [
@@ -183,10 +183,15 @@ def line(row: Row) -> str:
         stages,
         gain,
         f"{row.bound:.2f}",
-        f"{1 - row.bound / row.best:.1%}",
+        percent(1 - row.bound / row.best),
         "worse" if row.is_worse else "",
     ]
     return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def percent(value: float) -> str:
+    """Return a share in percent, without a sign where it rounds to zero."""
+    return f"{round(value, 3) + 0.0:.1%}"
 
 
 def share(rows: list[Row]) -> str:
