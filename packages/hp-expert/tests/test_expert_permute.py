@@ -1,12 +1,16 @@
 """Gathers between token order and expert order."""
 
+import math
+from collections.abc import Callable
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hp_expert import gather_slots, sort_by_expert, sum_slots
-from hp_expert.permute import permute_slots
+from hp_expert import Permutation, gather_slots, sort_by_expert, sum_slots
+from hp_expert.permute import gather_and_sum, gather_rows, permute_slots
 
 choices = st.integers(1, 4).flatmap(
     lambda k: st.lists(st.lists(st.integers(0, 5), min_size=k, max_size=k), max_size=12).map(
@@ -75,3 +79,84 @@ def test_reruns_have_the_same_bits() -> None:
 
     first, second = run(), run()
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def with_gaps() -> Permutation:
+    """Slots of four tokens: one is dropped of the first, none of the second, both of the third."""
+    experts = torch.tensor([[3, -1], [1, 3], [-1, -1], [2, 0]])
+    return sort_by_expert(experts).first(5)
+
+
+def with_padding() -> Permutation:
+    """The same slots with a row of padding in the middle and two at the end."""
+    whole = with_gaps()
+    order = torch.tensor([7, 2, 0, 6, 0, 3, 0, 0])
+    token = torch.tensor([3, 1, -1, 3, 0, 1, -1, -1])
+    inverse = torch.tensor([[4, -1], [1, 5], [-1, -1], [3, 0]])
+    return whole._replace(order=order, token=token, inverse=inverse, padded=True)
+
+
+def test_dropped_slots_come_last_and_are_left_out() -> None:
+    permutation = with_gaps()
+    assert permutation.partial
+    assert permutation.order.tolist() == [7, 2, 6, 0, 3]
+    assert permutation.token.tolist() == [3, 1, 3, 0, 1]
+    assert permutation.inverse.tolist() == [[3, -1], [1, 4], [-1, -1], [2, 0]]
+    whole = sort_by_expert(torch.tensor([[1, 0]]))
+    assert whole.first(2) is whole
+
+
+@pytest.mark.parametrize("make", [with_gaps, with_padding])
+def test_gathers_with_gaps_are_right_in_both_directions(make: Callable[[], Permutation]) -> None:
+    permutation = make()
+    num_rows = permutation.token.numel()
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    rows = torch.randn(num_rows, 3, dtype=torch.float64, requires_grad=True)
+    values = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t: gather_slots(t, permutation), (x,))
+    assert torch.autograd.gradgradcheck(lambda t: gather_slots(t, permutation), (x,))
+    assert torch.autograd.gradcheck(lambda t: sum_slots(t, permutation), (rows,))
+    assert torch.autograd.gradcheck(lambda t: permute_slots(t, permutation), (values,))
+    gathered = gather_slots(x, permutation)
+    for position, token in enumerate(permutation.token.tolist()):
+        expected = x[token] if token >= 0 else torch.zeros_like(x[0])
+        assert torch.equal(gathered[position], expected)
+
+
+@pytest.mark.parametrize("num_choices", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rows_of_no_slot_leak_nothing(dtype: torch.dtype, num_choices: int) -> None:
+    rows = torch.randn(num_choices + 2, 5).to(dtype)
+    rows[[0, -1]] = math.nan
+    inverse = torch.full((3, num_choices), -1)
+    inverse[1] = torch.arange(1, num_choices + 1)
+    y = gather_and_sum(rows, inverse, partial=True)
+    wide = torch.promote_types(dtype, torch.float32)
+    assert y.dtype == dtype
+    assert not y[[0, 2]].any()
+    assert torch.allclose(y[1], rows[1:-1].to(wide).sum(0).to(dtype))
+
+
+def test_without_rows_every_sum_is_zero() -> None:
+    nowhere = sort_by_expert(torch.full((3, 2), -1)).first(0)
+    rows = torch.empty(0, 4, requires_grad=True)
+    y = sum_slots(rows, nowhere)
+    assert torch.equal(y, torch.zeros(3, 4))
+    y.sum().backward()
+    assert rows.grad is not None
+    x = torch.ones(3, 4, requires_grad=True)
+    gather_slots(x, nowhere).sum().backward()
+    assert torch.equal(x.grad, torch.zeros(3, 4))  # type: ignore[arg-type]
+
+
+def test_rows_gathered_ahead_are_not_gathered_again() -> None:
+    experts = torch.tensor([[3, -1], [1, 3]])
+    permutation = sort_by_expert(experts)
+    x = torch.randn(2, 3, requires_grad=True)
+    ahead = gather_rows(x, permutation)
+    assert not ahead.requires_grad
+    rows = gather_slots(x, permutation.first(3), gathered=ahead)
+    assert rows.data_ptr() == ahead.data_ptr()
+    assert torch.equal(rows, x[[1, 0, 1]])
+    (gradient,) = torch.autograd.grad(rows.sum(), x)
+    assert torch.equal(gradient, torch.tensor([[1.0] * 3, [2.0] * 3]))

@@ -3,7 +3,8 @@
 The two gathers are each other's transpose, so both directions of autograd are gathers: nothing is
 scattered, no two writes meet, and a rerun gives the same bits on every device.
 
-Shape symbols: T tokens, K choices per token, S = T * K slots (slot = token * K + choice), D width.
+Shape symbols: T tokens, K choices per token, S = T * K slots (slot = token * K + choice), R
+positions, D width.
 """
 
 from typing import Any, NamedTuple
@@ -16,28 +17,49 @@ from hp_platform import wait_tensor
 
 
 class Permutation(NamedTuple):
-    """Slots sorted by expert. The sort is stable: slots of one expert stay in token order.
+    """Which slot is at which position.
 
     Attributes:
-        order: Slot at each position, int64 [S].
-        token: Token of that slot, int64 [S].
-        inverse: Position of each slot, int64 [T, K].
+        order: Slot at each position, int64 [R].
+        token: Token of that slot, int64 [R]; -1 where the position is padding.
+        inverse: Position of each slot, int64 [T, K]; -1 for a slot that has none.
+        partial: Whether `inverse` may have -1. If not, R = S.
+        padded: Whether `token` may have -1.
     """
 
     order: Tensor
     token: Tensor
     inverse: Tensor
+    partial: bool = False
+    padded: bool = False
+
+    def first(self, num_positions: int) -> "Permutation":
+        """Drop the slots after the first positions."""
+        if num_positions == self.order.numel():
+            return self
+        inverse_TK = self.inverse.where(self.inverse < num_positions, -1)
+        order, token = self.order[:num_positions], self.token[:num_positions]
+        return Permutation(order, token, inverse_TK, partial=True, padded=self.padded)
 
 
 def sort_by_expert(experts_TK: Tensor) -> Permutation:
     """Sort the slots of tokens by their expert.
 
+    The sort is stable: slots of one expert stay in token order. Slots of expert -1, which were
+    dropped, come last; `Permutation.first` leaves them out.
+
     Args:
         experts_TK: Expert of each slot, any integer dtype [T, K].
     """
-    order_S = experts_TK.reshape(-1).argsort(stable=True)
-    inverse_TK = invert(order_S).view(experts_TK.shape)
-    num_choices = experts_TK.shape[1]
+    last = torch.iinfo(experts_TK.dtype).max
+    return sort_slots(experts_TK.where(experts_TK >= 0, last))
+
+
+def sort_slots(keys_TK: Tensor) -> Permutation:
+    """Sort the slots of tokens by keys, stably; narrow keys are sorted faster."""
+    order_S = keys_TK.reshape(-1).argsort(stable=True)
+    inverse_TK = invert(order_S).view(keys_TK.shape)
+    num_choices = keys_TK.shape[1]
     token_S = order_S if num_choices == 1 else order_S.div(num_choices, rounding_mode="floor")
     return Permutation(order_S, token_S, inverse_TK)
 
@@ -48,75 +70,134 @@ def invert(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, positions)
 
 
-def gather_slots(x_TD: Tensor, permutation: Permutation) -> Tensor:
+def gather_slots(
+    x_TD: Tensor, permutation: Permutation, *, gathered: Tensor | None = None
+) -> Tensor:
     """Copy each token's row to the positions of its slots. Differentiable, as often as wanted.
 
     Args:
         x_TD: One row per token [T, D].
         permutation: Of the slots of these tokens.
+        gathered: What `gather_rows` of `x_TD` gave for a permutation that begins like this one;
+            nothing is copied then.
 
     Returns:
-        One row per slot in expert order [S, D].
+        One row per position [R, D]; zeros where there is padding.
     """
-    rows_SD: Tensor = _GatherSlots.apply(x_TD, permutation)
-    return rows_SD
+    rows_RD: Tensor = _GatherSlots.apply(x_TD, permutation, [gathered])
+    return rows_RD
 
 
-def sum_slots(rows_SD: Tensor, permutation: Permutation) -> Tensor:
+def sum_slots(rows_RD: Tensor, permutation: Permutation) -> Tensor:
     """Sum the rows of each token's slots, in the order of its choices. Differentiable.
 
     Args:
-        rows_SD: One row per slot in expert order [S, D].
+        rows_RD: One row per position [R, D].
         permutation: Of the slots.
 
     Returns:
-        One row per token [T, D]. Sums of more than one row are accumulated in fp32 or wider.
+        One row per token [T, D], zeros if none of its slots has a position. Sums of more than one
+        row are accumulated in fp32 or wider.
     """
-    y_TD: Tensor = _SumSlots.apply(rows_SD, permutation)
+    y_TD: Tensor = _SumSlots.apply(rows_RD, permutation)
     return y_TD
 
 
 def permute_slots(values_TK: Tensor, permutation: Permutation) -> Tensor:
-    """Put one value per slot into expert order: [T, K] to [S]. Differentiable."""
-    one_choice = permutation._replace(
-        token=permutation.order, inverse=permutation.inverse.view(-1, 1)
-    )
-    values_S: Tensor = _GatherSlots.apply(values_TK.reshape(-1), one_choice)
-    return values_S
+    """Put one value per slot at its position: [T, K] to [R]. Differentiable."""
+    slot_R = permutation.order
+    if permutation.padded:
+        slot_R = slot_R.where(permutation.token >= 0, -1)
+    one_choice = permutation._replace(token=slot_R, inverse=permutation.inverse.view(-1, 1))
+    values_R: Tensor = _GatherSlots.apply(values_TK.reshape(-1), one_choice, [None])
+    return values_R
 
 
 class _GatherSlots(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, permutation: Permutation) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, permutation: Permutation, gathered: list[Tensor | None]
+    ) -> Tensor:
         ctx.permutation = permutation
-        return x.index_select(0, permutation.token)
+        rows = gathered[0]  # in a list, so that autograd does not take it for an input
+        if rows is None:
+            return gather_rows(x, permutation)
+        return rows[: permutation.token.numel()]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _SumSlots.apply(wait_tensor(grad), ctx.permutation), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _SumSlots.apply(wait_tensor(grad), ctx.permutation), None, None
 
 
 class _SumSlots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, permutation: Permutation) -> Tensor:
         ctx.permutation = permutation
-        return gather_and_sum(rows, permutation.inverse)
+        return gather_and_sum(rows, permutation.inverse, partial=permutation.partial)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _GatherSlots.apply(wait_tensor(grad), ctx.permutation), None
+        return _GatherSlots.apply(wait_tensor(grad), ctx.permutation, [None]), None
 
 
-def gather_and_sum(rows: Tensor, inverse_TK: Tensor) -> Tensor:
-    """Sum the K rows at the positions of each token, in fp32 or wider; not differentiable."""
+def gather_rows(x: Tensor, permutation: Permutation) -> Tensor:
+    """Copy each token's row to the positions of its slots; not differentiable."""
+    if not permutation.padded:
+        return x.detach().index_select(0, permutation.token)
+    return _gather_or_zero(x.detach(), permutation.token)
+
+
+def gather_and_sum(rows: Tensor, inverse_TK: Tensor, *, partial: bool = False) -> Tensor:
+    """Sum the rows at the positions of each token, in fp32 or wider; not differentiable.
+
+    Args:
+        rows: [R, D], or [R] if K = 1.
+        inverse_TK: Position of each slot, int64 [T, K].
+        partial: Whether there may be -1, which counts nothing: not even a NaN leaks from a row
+            that no slot has.
+    """
     if inverse_TK.shape[1] == 1:
-        return rows.index_select(0, inverse_TK.view(-1))
+        position_T = inverse_TK.view(-1)
+        return _gather_or_zero(rows, position_T) if partial else rows.index_select(0, position_T)
     wide = torch.promote_types(rows.dtype, torch.float32)
     if rows.device.type == "cpu":
         # Sums while it gathers, without a tensor in between: several times as fast.
-        return F.embedding_bag(inverse_TK, rows.to(wide), mode="sum").to(rows.dtype)
+        sum_on_cpu = _sum_some if partial else _sum_all
+        return sum_on_cpu(rows.to(wide), inverse_TK).to(rows.dtype)
+    take = _gather_or_zero if partial else _gather
     first, *others = inverse_TK.unbind(1)
-    total = rows.index_select(0, first).to(wide)
+    total = take(rows, first).to(wide)
     for position in others:
-        total += rows.index_select(0, position)
+        total += take(rows, position)
     return total.to(rows.dtype)
+
+
+def _gather(x: Tensor, index: Tensor) -> Tensor:
+    return x.index_select(0, index)
+
+
+def _gather_or_zero(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of `x`; zeros where the index is -1."""
+    if x.shape[0] == 0:
+        return x.new_zeros(index.shape[0], *x.shape[1:])
+    is_absent = (index < 0).view(-1, *[1] * (x.ndim - 1))
+    return x.index_select(0, index.clamp_min(0)).masked_fill_(is_absent, 0)
+
+
+def _sum_all(rows: Tensor, inverse_TK: Tensor) -> Tensor:
+    return F.embedding_bag(inverse_TK, rows, mode="sum")
+
+
+def _sum_some(rows: Tensor, inverse_TK: Tensor) -> Tensor:
+    """Give each token the positions it has, and those it lacks to one more token, left out."""
+    T, K = inverse_TK.shape
+    if rows.shape[0] == 0 or T == 0:
+        return rows.new_zeros(T, rows.shape[1])
+    inverse_S = inverse_TK.reshape(-1)
+    is_there_S = inverse_S >= 0
+    ends_S = is_there_S.cumsum(0)
+    place_S = (ends_S - 1).where(is_there_S, T * K)
+    # Many slots may lack a position: they all write to the place that is cut off.
+    listed_S = inverse_S.new_zeros(T * K + 1).scatter_(0, place_S, inverse_S)[:-1]
+    ends_T = ends_S.view(T, K)[:, -1]
+    return F.embedding_bag(listed_S, rows, F.pad(ends_T, (1, 0)), mode="sum")[:-1]
