@@ -5,7 +5,19 @@ from hp_expert.dispatch import AllToAllDispatcher, Dispatcher, DispatchState, Lo
 from hp_expert.experts import GroupedExperts, routed_swiglu
 from hp_expert.moe import MoE
 from hp_expert.permute import Permutation, gather_slots, sort_by_expert, sum_slots
-from hp_expert.routing import Routing, TopKRouter, sequence_balance_loss
+from hp_expert.routing import (
+    Routing,
+    TopKRouter,
+    check_replay,
+    global_balance_loss,
+    load_imbalance,
+    register_correction_bias_update,
+    router_z_loss,
+    save_routing,
+    sequence_balance_loss,
+    take_loads,
+    update_correction_biases,
+)
 from hp_expert.styles import BaseExpertParallel, ExpertParallel
 
 __all__ = [
@@ -22,10 +34,18 @@ __all__ = [
     "Routing",
     "TopKRouter",
     "__version__",
+    "check_replay",
     "gather_slots",
+    "global_balance_loss",
+    "load_imbalance",
+    "register_correction_bias_update",
     "routed_swiglu",
+    "router_z_loss",
+    "save_routing",
     "sequence_balance_loss",
     "sort_by_expert",
     "sum_slots",
+    "take_loads",
+    "update_correction_biases",
 ]
 __version__ = "0.1.0"

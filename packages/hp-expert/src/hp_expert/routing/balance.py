@@ -1,13 +1,29 @@
-"""Losses that keep experts equally busy.
+"""Losses that keep experts equally busy, and logits small.
 
-Shape symbols: B sequences, S positions, E experts, K experts per token.
+Note [Which ranks count]. A loss of tokens counts once. Ranks with tokens of their own (data, expert
+and context parallel) each add theirs. Tensor-parallel ranks that hold the same tokens all compute
+the same loss and the same complete gradients: neither is summed over them.
+
+Shape symbols: B sequences, S positions, T tokens, E experts, K experts per token.
 """
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from hp_expert.routing.load import count_by_sequence
+from hp_platform import resolve_group
 
 
-def sequence_balance_loss(scores: Tensor, experts: Tensor, *, num_experts: int) -> Tensor:
+def sequence_balance_loss(
+    scores: Tensor,
+    experts: Tensor,
+    *,
+    num_experts: int,
+    group: ProcessGroup | DeviceMesh | None = None,
+) -> Tensor:
     """How unequally each sequence uses the experts: 1 for equal use, more otherwise.
 
     For a sequence, the sum over experts of f_e * P_e, with f_e the share of its slots that went to
@@ -17,8 +33,12 @@ def sequence_balance_loss(scores: Tensor, experts: Tensor, *, num_experts: int) 
 
     Args:
         scores: Scores of all experts, not negative [B, S, E].
-        experts: The chosen experts, int64 [B, S, K].
+        experts: The chosen experts, int64 [B, S, K], before any were dropped (`Routing.chosen`);
+            -1 for none.
         num_experts: E.
+        group: The ranks with other positions of the same B sequences, as many as they like:
+            context-parallel ranks. Each returns the part of its own positions. The parts of all
+            ranks add up to the value of the whole, their gradients are those of the whole.
 
     Returns:
         One value per sequence [B], fp32 or wider; gradients flow through `scores` alone.
@@ -26,6 +46,84 @@ def sequence_balance_loss(scores: Tensor, experts: Tensor, *, num_experts: int) 
     Raises:
         ValueError: If the shapes do not fit each other.
     """
+    _check(scores, experts, num_experts)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    counts_BE = count_by_sequence(experts.flatten(1), num_experts=num_experts)
+    length: int | Tensor = max(scores.shape[1], 1)
+    if group is not None:
+        counts_BE, length = _sum_over_ranks(counts_BE, scores.shape[1], resolve_group(group))
+    f_BE = counts_BE.to(scores.dtype) * (num_experts / (length * max(experts.shape[2], 1)))
+    tiny = torch.finfo(scores.dtype).tiny
+    shares_BSE = scores / scores.sum(dim=-1, keepdim=True).clamp_min(tiny)
+    p_BE = shares_BSE.sum(dim=1) / length
+    return (f_BE * p_BE).sum(dim=1)
+
+
+def global_balance_loss(
+    scores: Tensor,
+    experts: Tensor,
+    *,
+    num_experts: int,
+    group: ProcessGroup | DeviceMesh | None = None,
+) -> Tensor:
+    """How unequally all tokens together use the experts: 1 for equal use, more otherwise.
+
+    The loss of Switch Transformers (arXiv:2101.03961, section 2.2) for K experts per token: E times
+    the sum over experts of the share of slots and the mean share of the scores. transformers'
+    `load_balancing_loss_func` gives K times this value. It looks at one microbatch, and so depends
+    on how a batch is cut; a group makes it that of a microbatch of all its ranks
+    ("Demons in the Detail", arXiv:2501.11873).
+
+    Args:
+        scores: Scores of all experts, not negative [..., E].
+        experts: The chosen experts, int64 [..., K], before any were dropped; -1 for none.
+        num_experts: E.
+        group: The ranks with other tokens of the microbatch. Each returns the part of its own
+            tokens. The parts of all ranks add up to the value of the whole, their gradients are
+            those of the whole.
+
+    Returns:
+        A scalar, fp32 or wider; gradients flow through `scores` alone.
+
+    Raises:
+        ValueError: If the shapes do not fit each other.
+    """
+    one_sequence = (
+        scores.reshape(1, -1, scores.shape[-1]),
+        experts.reshape(1, -1, experts.shape[-1]),
+    )
+    return sequence_balance_loss(*one_sequence, num_experts=num_experts, group=group)[0]
+
+
+def router_z_loss(logits: Tensor, *, num_tokens: int | None = None) -> Tensor:
+    """How large logits are: the mean over tokens of the squared log of their summed exponentials.
+
+    "ST-MoE" (arXiv:2202.08906), equation 5.
+
+    Args:
+        logits: `Routing.logits` [..., E].
+        num_tokens: What the sum over tokens is divided by. With the tokens of the whole step, of
+            all microbatches and ranks, the values add up to the same for every layout. None: the
+            tokens of this call; the value then depends on microbatching.
+
+    Returns:
+        A scalar, fp32 or wider.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    squares = wide.logsumexp(dim=-1).square()
+    return squares.sum() / max(squares.numel() if num_tokens is None else num_tokens, 1)
+
+
+def _sum_over_ranks(
+    counts_BE: Tensor, num_positions: int, group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Counts, and the number of positions as an fp64 scalar, of all ranks."""
+    told = torch.cat([counts_BE.flatten(), counts_BE.new_full((1,), num_positions)])
+    dist.all_reduce(told, group=group)
+    return told[:-1].view_as(counts_BE), told[-1].clamp_min(1).to(torch.float64)
+
+
+def _check(scores: Tensor, experts: Tensor, num_experts: int) -> None:
     if scores.ndim != 3 or scores.shape[-1] != num_experts:
         raise ValueError(
             f"scores ({tuple(scores.shape)}) must be [B, S, num_experts ({num_experts})]"
@@ -34,12 +132,3 @@ def sequence_balance_loss(scores: Tensor, experts: Tensor, *, num_experts: int) 
         raise ValueError(
             f"experts ({tuple(experts.shape)}) must be [B, S, K] for scores ({tuple(scores.shape)})"
         )
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    chosen_BN = experts.flatten(1)
-    counts_BE = scores.new_zeros(scores.shape[0], num_experts)
-    counts_BE.scatter_add_(1, chosen_BN, torch.ones_like(chosen_BN, dtype=scores.dtype))
-    f_BE = counts_BE * (num_experts / max(chosen_BN.shape[1], 1))
-    tiny = torch.finfo(scores.dtype).tiny
-    shares_BSE = scores / scores.sum(dim=-1, keepdim=True).clamp_min(tiny)
-    p_BE = shares_BSE.sum(dim=1) / max(scores.shape[1], 1)
-    return (f_BE * p_BE).sum(dim=1)

@@ -1,15 +1,21 @@
 """The router: scores of all experts for each token, and the best of them.
 
-Shape symbols: T tokens, E experts, K experts per token, D model width.
+Shape symbols: T tokens in sequences of S, E experts, K experts per token, D model width, G groups.
 """
 
 import math
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Literal, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor, nn
 
-from hp_expert.routing.selection import top_k_experts
+from hp_expert.routing.capacity import DropPolicy, expert_capacity, is_within_capacity
+from hp_expert.routing.load import count_in_backward
+from hp_expert.routing.recompute import decide
+from hp_expert.routing.replay import check_replay, check_replay_shape
+from hp_expert.routing.selection import GroupScore, limit_to_groups, top_k_experts
 from hp_platform import linear
 
 ScoreFunction = Literal["softmax", "sigmoid"]
@@ -19,21 +25,46 @@ class Routing(NamedTuple):
     """The experts of each token. All floating tensors are fp32 or wider and differentiable.
 
     Attributes:
-        weights: What each chosen expert's output counts, [T, K].
-        experts: The chosen experts, best first, int64 [T, K].
+        weights: What each chosen expert's output counts, [T, K]; 0 for a slot that was dropped.
+        experts: The chosen experts, best first, int64 [T, K]; -1 for a slot that was dropped.
         scores: Scores of all experts, each in [0, 1], [T, E].
+        logits: What the scores were computed from, [T, E].
+        before_drop: The experts before any were dropped; None where none could be.
     """
 
     weights: Tensor
     experts: Tensor
     scores: Tensor
+    logits: Tensor
+    before_drop: Tensor | None = None
+
+    @property
+    def chosen(self) -> Tensor:
+        """The experts before any were dropped, int64 [T, K]: what balancing looks at."""
+        return self.experts if self.before_drop is None else self.before_drop
+
+
+class _Choice(NamedTuple):
+    """Experts of each token [T, K], and what they were before any was dropped."""
+
+    experts: Tensor
+    chosen: Tensor
 
 
 class TopKRouter(nn.Module):
     """Sends each token to the experts with the K highest scores.
 
-    Of equal scores the lower expert index wins, on every device. Logits are computed in fp32 or
-    wider, autocast or not: in bf16 a few percent of tokens would change experts.
+    Of equal scores the lower expert index wins, on every device, and so for groups. Logits are
+    computed in fp32 or wider, autocast or not: in bf16 a few percent of tokens would change
+    experts.
+
+    Attributes:
+        weight: [E, D].
+        bias: Added to the logits, [E]; or None.
+        correction_bias: A persistent buffer, added to the scores where experts are chosen and
+            nowhere else [E]; or None. fp32 or wider, whatever the module is converted to.
+        load: Slots of each expert in the backwards since it was last set to zero, int64 [E], this
+            rank's alone; see `take_loads`.
 
     Args:
         dim: D.
@@ -41,13 +72,27 @@ class TopKRouter(nn.Module):
         top_k: K.
         score_function: "softmax" over the experts, or "sigmoid" of each (DeepSeek-V3,
             arXiv:2412.19437).
-        normalize: Divide the chosen scores by their sum.
-        device: Of the weight.
-        dtype: Of the weight.
+        normalize: Divide the chosen scores by their sum. Of softmax scores, that is the softmax
+            over the chosen logits alone (Mixtral, gpt-oss).
+        scaling_factor: What weights are multiplied by at last (DeepSeek-V2, arXiv:2405.04434).
+        bias: Whether logits have a bias (gpt-oss).
+        correction_bias: Whether there is one; `update_correction_biases` moves it.
+        num_groups: G equal runs of experts.
+        num_limited_groups: A token's experts come from so many of them.
+        group_score: What a group counts: its best score ("max") or its best two ("top2_sum"), with
+            the correction bias.
+        capacity_factor: An expert takes ceil(factor * S * K / E) slots of one sequence, and the
+            others are dropped; the weights of a token's other slots stay as they are. None: all.
+        drop_policy: Which it takes: those with the highest weights ("score") or of the first tokens
+            ("position"). Of equal weights, those of the first tokens.
+        device: Of the parameters.
+        dtype: Of the parameters.
 
     Raises:
-        ValueError: If `top_k` is not in 1 .. `num_experts`, or the score function is unknown.
+        ValueError: If a number or a name is out of range.
     """
+
+    correction_bias: Tensor | None
 
     def __init__(
         self,
@@ -57,56 +102,209 @@ class TopKRouter(nn.Module):
         *,
         score_function: ScoreFunction = "softmax",
         normalize: bool = True,
+        scaling_factor: float = 1.0,
+        bias: bool = False,
+        correction_bias: bool = False,
+        num_groups: int = 1,
+        num_limited_groups: int = 1,
+        group_score: GroupScore = "top2_sum",
+        capacity_factor: float | None = None,
+        drop_policy: DropPolicy = "score",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not 1 <= top_k <= num_experts:
-            raise ValueError(f"top_k ({top_k}) must be in [1, num_experts ({num_experts})]")
-        if score_function not in ("softmax", "sigmoid"):
-            raise ValueError(f"score_function ({score_function}) must be softmax or sigmoid")
         self.num_experts, self.top_k = num_experts, top_k
         self.score_function, self.normalize = score_function, normalize
+        self.scaling_factor = scaling_factor
+        self.num_groups, self.num_limited_groups = num_groups, num_limited_groups
+        self.group_score = group_score
+        # The number that was written: 1.1 is no more than eleven tenths.
+        self.capacity_factor = None if capacity_factor is None else Fraction(str(capacity_factor))
+        self.drop_policy = drop_policy
+        _check(self)
         self.weight = nn.Parameter(torch.empty(num_experts, dim, device=device, dtype=dtype))
+        empty = torch.empty(num_experts, device=device, dtype=dtype)
+        self.bias = nn.Parameter(empty) if bias else None
+        wide = _wide(empty.dtype)
+        self.register_buffer("correction_bias", empty.to(wide) if correction_bias else None)
+        self.load = torch.zeros(num_experts, dtype=torch.int64, device=device)
         self.reset_parameters()
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the weight as `torch.nn.Linear` does."""
+        """Draw the weight as `torch.nn.Linear` does; both biases begin with zero."""
         bound = 1 / math.sqrt(self.weight.shape[1])
         nn.init.uniform_(self.weight, -bound, bound)
+        for bias in (self.bias, self.correction_bias):
+            if bias is not None:
+                bias.zero_()
 
-    def forward(self, x_TD: Tensor) -> Routing:
+    def forward(self, x: Tensor, *, replay: Tensor | None = None) -> Routing:
         """Route tokens.
 
         Args:
-            x_TD: Any floating dtype [T, D].
+            x: Any floating dtype, one sequence [S, D] or several [..., S, D].
+            replay: See `route`.
         """
-        wide = torch.promote_types(x_TD.dtype, torch.float32)
-        with torch.autocast(x_TD.device.type, enabled=False):
-            return self.route(linear(x_TD.to(wide), self.weight.to(wide)))
+        wide = _wide(x.dtype)
+        bias = None if self.bias is None else self.bias.to(wide)
+        # Two dims whatever x has: the kernel and its bits do not depend on the caller's view.
+        x_TD = x.reshape(-1, x.shape[-1]).to(wide)
+        with torch.autocast(x.device.type, enabled=False):
+            logits = linear(x_TD, self.weight.to(wide), bias).view(*x.shape[:-1], self.num_experts)
+            return self.route(logits, replay=replay)
 
-    def route(self, logits_TE: Tensor, *, replay: Tensor | None = None) -> Routing:
+    def route(self, logits: Tensor, *, replay: Tensor | None = None) -> Routing:
         """Route by logits.
 
         Args:
-            logits_TE: fp32 or wider [T, E].
-            replay: Experts to take instead of the best ones, int64 [T, K]; their weights follow
-                the logits all the same, and so do the gradients.
+            logits: fp32 or wider, of one sequence [S, E] or several [..., S, E].
+            replay: Experts to take instead of the best ones, int64 [T, K]; their weights follow the
+                logits all the same, and so do the gradients. A slot with expert -1 was dropped:
+                the weights of the others are what they are without it. See `check_replay`.
+
+        Returns:
+            The routing of the tokens of all sequences, one after the other.
+
+        Raises:
+            ValueError: If the record is of the wrong shape or dtype; on the CPU also if its experts
+                are none.
         """
+        logits_TE = logits.reshape(-1, self.num_experts)
         softmax = self.score_function == "softmax"
         scores_TE = logits_TE.softmax(dim=-1) if softmax else logits_TE.sigmoid()
-        experts_TK = top_k_experts(scores_TE, self.top_k) if replay is None else replay
-        weights_TK = scores_TE.gather(1, experts_TK)
+        if replay is None:
+            sequence_length = logits.shape[-2] if logits.ndim > 1 else 1
+            choice = decide(self, lambda: self._choose(scores_TE, sequence_length))
+        else:
+            _check_record(replay, num_tokens=logits_TE.shape[0], router=self)
+            choice = _Choice(replay, replay)
+        if self.training and torch.is_grad_enabled() and scores_TE.requires_grad:
+            total = self._load_on(scores_TE.device)
+            scores_TE = count_in_backward(scores_TE, choice.chosen, total)
+        weights_TK = self._weigh(scores_TE, choice, replayed=replay is not None)
+        drops = choice.experts is not choice.chosen
+        before_drop = choice.chosen if drops else None
+        return Routing(weights_TK, choice.experts, scores_TE, logits_TE, before_drop)
+
+    @torch.no_grad()
+    def _choose(self, scores_TE: Tensor, sequence_length: int) -> _Choice:
+        ranked_TE = scores_TE
+        if self.correction_bias is not None:
+            ranked_TE = scores_TE + self.correction_bias.to(scores_TE.dtype)
+        if self.num_limited_groups < self.num_groups:
+            ranked_TE = limit_to_groups(
+                ranked_TE,
+                num_groups=self.num_groups,
+                num_limited_groups=self.num_limited_groups,
+                group_score=self.group_score,
+            )
+        chosen_TK = top_k_experts(ranked_TE, self.top_k)
+        choice = _Choice(chosen_TK, chosen_TK)
+        if self.capacity_factor is None:
+            return choice
+        has_room_TK = is_within_capacity(
+            chosen_TK,
+            None if self.drop_policy == "position" else self._weigh(scores_TE, choice),
+            capacity=expert_capacity(
+                self.capacity_factor,
+                num_slots=sequence_length * self.top_k,
+                num_experts=self.num_experts,
+            ),
+            sequence_length=sequence_length,
+            num_experts=self.num_experts,
+        )
+        return _Choice(chosen_TK.masked_fill(~has_room_TK, -1), chosen_TK)
+
+    def _weigh(self, scores_TE: Tensor, choice: _Choice, *, replayed: bool = False) -> Tensor:
+        """What each slot's expert counts, [T, K]."""
+        index_TK = choice.chosen
+        if replayed:
+            # Experts that do not exist must not be read; the dispatcher will refuse them.
+            index_TK = index_TK.clamp(0, self.num_experts - 1)
+        weights_TK = scores_TE.gather(1, index_TK)
+        if replayed:
+            weights_TK = weights_TK.masked_fill(index_TK != choice.chosen, 0.0)
         if self.normalize:
             # All K sigmoids may round to zero.
             tiny = torch.finfo(weights_TK.dtype).tiny
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True).clamp_min(tiny)
-        return Routing(weights_TK, experts_TK, scores_TE)
+        if self.scaling_factor != 1:
+            weights_TK = weights_TK * self.scaling_factor
+        if choice.experts is not choice.chosen:
+            weights_TK = weights_TK.masked_fill(choice.experts < 0, 0.0)
+        return weights_TK
+
+    def _load_on(self, device: torch.device) -> Tensor:
+        """The counter, where the tokens are."""
+        if self.load.device != device:
+            # What was counted before a move is lost; on the meta device nothing was.
+            self.load = torch.zeros_like(self.load, device=device)
+        return self.load
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Convert the module as any other, but keep the correction bias wide.
+
+        In bf16, updates of 0.001 would be lost as soon as the bias is 0.25.
+        """
+        before = self.correction_bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        after = self.correction_bias
+        if before is not None and after is not None and _wide(after.dtype) != after.dtype:
+            self.correction_bias = before.to(after.device)
+        self._load_on(self.weight.device)
+        return self
 
     def extra_repr(self) -> str:
         """Show what the router does."""
         experts, dim = self.weight.shape
-        return (
+        shown = (
             f"dim={dim}, num_experts={experts}, top_k={self.top_k}, "
             f"score_function={self.score_function}, normalize={self.normalize}"
         )
+        if self.num_limited_groups < self.num_groups:
+            shown += f", groups={self.num_limited_groups} of {self.num_groups} ({self.group_score})"
+        if self.capacity_factor is not None:
+            shown += f", capacity_factor={float(self.capacity_factor)} ({self.drop_policy})"
+        return shown
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _check_record(replay: Tensor, *, num_tokens: int, router: TopKRouter) -> None:
+    check_replay_shape(replay, num_tokens=num_tokens, top_k=router.top_k)
+    if replay.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_replay(
+            replay, num_tokens=num_tokens, top_k=router.top_k, num_experts=router.num_experts
+        )
+
+
+def _check(router: TopKRouter) -> None:
+    """Refuse settings that do not fit each other."""
+    E, K, G = router.num_experts, router.top_k, router.num_groups
+    limited = router.num_limited_groups
+    if not 1 <= K <= E:
+        raise ValueError(f"top_k ({K}) must be in [1, num_experts ({E})]")
+    for name, known in (
+        ("score_function", get_args(ScoreFunction)),
+        ("group_score", get_args(GroupScore)),
+        ("drop_policy", get_args(DropPolicy)),
+    ):
+        if getattr(router, name) not in known:
+            raise ValueError(f"{name} ({getattr(router, name)}) must be {' or '.join(known)}")
+    if G < 1 or E % G:
+        raise ValueError(f"num_groups ({G}) must divide num_experts ({E})")
+    if not 1 <= limited <= G:
+        raise ValueError(f"num_limited_groups ({limited}) must be in [1, num_groups ({G})]")
+    if limited * (E // G) < K:
+        raise ValueError(
+            f"top_k ({K}) must be at most num_limited_groups ({limited}) * experts of a group "
+            f"({E // G})"
+        )
+    if limited < G and router.group_score == "top2_sum" and E // G < 2:
+        raise ValueError(f"experts of a group ({E // G}) must be at least 2 for top2_sum")
+    if router.capacity_factor is not None and router.capacity_factor <= 0:
+        raise ValueError(f"capacity_factor ({float(router.capacity_factor)}) must be positive")

@@ -1,0 +1,74 @@
+"""How many slots went to each expert.
+
+Note [Counted in backward]. A router counts what it decided when the gradient of its scores is
+computed. That is once per token that is trained on, however often its forward runs: with either
+kind of activation checkpointing, and in schedules that run a forward without gradients first. What
+has no backward is not counted: evaluation, with gradients disabled or not asked for.
+
+Note [No buffers]. `DistributedDataParallel` copies the buffers of rank 0 to all others before each
+forward, so the counters of routers are plain tensors. A checkpoint lacks them, but they are zero
+after every optimizer step that takes them, which is when checkpoints are written.
+
+Shape symbols: T tokens, E experts, K experts per token, B sequences, N slots of a sequence.
+"""
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# One for all counters: it is held for microseconds, and a lock of a module could not be copied.
+_lock = threading.Lock()
+
+
+def count_in_backward(scores: Tensor, experts: Tensor, total: Tensor) -> Tensor:
+    """Return the scores; count the experts when their gradient is computed.
+
+    Args:
+        scores: fp32 or wider [T, E].
+        experts: The chosen experts, int64 [T, K]; those outside [0, E) are not counted.
+        total: The counter, int64 [E].
+    """
+    counts = count_by_sequence(experts.reshape(1, -1), num_experts=total.numel())[0]
+    marked: Tensor = _CountInBackward.apply(scores, counts, total)
+    return marked
+
+
+def count_by_sequence(experts_BN: Tensor, *, num_experts: int) -> Tensor:
+    """Count the slots of each expert: [B, N] to int64 [B, E]; -1 and such are not counted."""
+    is_there = (experts_BN >= 0) & (experts_BN < num_experts)
+    bucket_BN = experts_BN.where(is_there, num_experts)
+    counts = bucket_BN.new_zeros(experts_BN.shape[0], num_experts + 1)
+    return counts.scatter_add_(1, bucket_BN, torch.ones_like(bucket_BN))[:, :num_experts]
+
+
+def take(total: Tensor) -> Tensor:
+    """Return a copy of a counter and set it to zero."""
+    with _lock:
+        taken = total.clone()
+        total.zero_()
+    return taken
+
+
+class _CountInBackward(torch.autograd.Function):
+    """See Note [Counted in backward]."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, counts: Tensor, total: Tensor) -> Tensor:
+        ctx.counts, ctx.total = counts, total
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if torch.compiler.is_compiling():
+            _add(ctx.total, ctx.counts)
+        else:
+            with _lock:
+                _add(ctx.total, ctx.counts)
+        return grad, None, None
+
+
+def _add(total: Tensor, counts: Tensor) -> None:
+    # Atomic on CUDA, where the lock does not keep two streams apart.
+    total.index_add_(0, torch.arange(counts.numel(), device=counts.device), counts)
