@@ -50,7 +50,8 @@ class MoE(nn.Module):
         dispatcher = self.experts.dispatcher
         x_TD = x.reshape(-1, x.shape[-1])
         try:
-            routing: Routing = self.router(x, replay=replay)
+            # Of the rows, not of x: their gradients are added before that of the shared expert.
+            routing: Routing = self.router(x_TD.view(x.shape), replay=replay)
         except Exception:
             _refuse(dispatcher, x_TD)
             raise
