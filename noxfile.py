@@ -224,6 +224,14 @@ def gpu(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def kernels(session: nox.Session) -> None:
+    """Test hp-expert's Triton kernels in Triton's interpreter, and compile them for a GPU."""
+    _install(session, _with_extras("hp-expert"), group="test-triton")
+    tests = "packages/hp-expert/tests/test_expert_kernels.py"
+    session.run("python", "-m", "pytest", tests, *session.posargs)
+
+
+@nox.session(default=False)
 def transformers(session: nox.Session) -> None:
     """Test hp-schedule's split_model on real models of Hugging Face's transformers."""
     _install(session, _with_extras("hp-schedule"), group="test-transformers")

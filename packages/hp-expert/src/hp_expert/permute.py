@@ -10,9 +10,10 @@ positions, D width.
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from hp_expert.kernels import kernels_for
 from hp_platform import wait_tensor
 
 
@@ -88,27 +89,35 @@ def gather_slots(
     return rows_RD
 
 
-def sum_slots(rows_RD: Tensor, permutation: Permutation) -> Tensor:
-    """Sum the rows of each token's slots, in the order of its choices. Differentiable.
+def sum_slots(
+    rows_RD: Tensor, permutation: Permutation, weights_TK: Tensor | None = None
+) -> Tensor:
+    """Sum the rows of each token's slots, in the order of its choices.
+
+    Differentiable; with weights once, without as often as wanted.
 
     Args:
         rows_RD: One row per position [R, D].
         permutation: Of the slots.
+        weights_TK: What each slot's row counts, any floating dtype [T, K]; None: one.
 
     Returns:
-        One row per token [T, D], zeros if none of its slots has a position. Sums of more than one
-        row are accumulated in fp32 or wider.
+        One row per token [T, D], zeros if none of its slots has a position. Products, and sums of
+        more than one row, are computed in fp32 or wider.
     """
-    y_TD: Tensor = _SumSlots.apply(rows_RD, permutation)
+    y_TD: Tensor = (
+        _SumSlots.apply(rows_RD, permutation)
+        if weights_TK is None
+        else _SumWeightedSlots.apply(rows_RD, weights_TK, permutation)
+    )
     return y_TD
 
 
 def permute_slots(values_TK: Tensor, permutation: Permutation) -> Tensor:
     """Put one value per slot at its position: [T, K] to [R]. Differentiable."""
-    slot_R = permutation.order
-    if permutation.padded:
-        slot_R = slot_R.where(permutation.token >= 0, -1)
-    one_choice = permutation._replace(token=slot_R, inverse=permutation.inverse.view(-1, 1))
+    one_choice = permutation._replace(
+        token=_slot_at(permutation), inverse=permutation.inverse.view(-1, 1)
+    )
     values_R: Tensor = _GatherSlots.apply(values_TK.reshape(-1), one_choice, [None])
     return values_R
 
@@ -140,64 +149,47 @@ class _SumSlots(torch.autograd.Function):
         return _GatherSlots.apply(wait_tensor(grad), ctx.permutation, [None]), None
 
 
+class _SumWeightedSlots(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, permutation: Permutation) -> Tensor:
+        ctx.permutation = permutation
+        ctx.save_for_backward(rows, weights)
+        partial = permutation.partial
+        return gather_and_sum(rows, permutation.inverse, partial=partial, weights=weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, weights = ctx.saved_tensors
+        slot_R, holes = _slot_at(ctx.permutation), ctx.permutation.padded
+        kernels = kernels_for(rows)
+        grads = kernels.sum_rows_backward(wait_tensor(grad), rows, slot_R, weights, holes=holes)
+        return *grads, None
+
+
 def gather_rows(x: Tensor, permutation: Permutation) -> Tensor:
     """Copy each token's row to the positions of its slots; not differentiable."""
-    if not permutation.padded:
-        return x.detach().index_select(0, permutation.token)
-    return _gather_or_zero(x.detach(), permutation.token)
+    kernels = kernels_for(x)
+    return kernels.gather_rows(x.detach(), permutation.token, holes=permutation.padded)
 
 
-def gather_and_sum(rows: Tensor, inverse_TK: Tensor, *, partial: bool = False) -> Tensor:
+def gather_and_sum(
+    rows: Tensor, inverse_TK: Tensor, *, partial: bool = False, weights: Tensor | None = None
+) -> Tensor:
     """Sum the rows at the positions of each token, in fp32 or wider; not differentiable.
 
     Args:
-        rows: [R, D], or [R] if K = 1.
+        rows: [R, D], or [R] if K = 1 and there are no weights.
         inverse_TK: Position of each slot, int64 [T, K].
         partial: Whether there may be -1, which counts nothing: not even a NaN leaks from a row
-            that no slot has.
+            that no slot has, or from the weight of a slot that has no row.
+        weights: What each slot's row counts [T, K]; None: one.
     """
-    if inverse_TK.shape[1] == 1:
-        position_T = inverse_TK.view(-1)
-        return _gather_or_zero(rows, position_T) if partial else rows.index_select(0, position_T)
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    if rows.device.type == "cpu":
-        # Sums while it gathers, without a tensor in between: several times as fast.
-        sum_on_cpu = _sum_some if partial else _sum_all
-        return sum_on_cpu(rows.to(wide), inverse_TK).to(rows.dtype)
-    take = _gather_or_zero if partial else _gather
-    first, *others = inverse_TK.unbind(1)
-    total = take(rows, first).to(wide)
-    for position in others:
-        total += take(rows, position)
-    return total.to(rows.dtype)
+    return kernels_for(rows).sum_rows(rows, inverse_TK, weights, holes=partial)
 
 
-def _gather(x: Tensor, index: Tensor) -> Tensor:
-    return x.index_select(0, index)
-
-
-def _gather_or_zero(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of `x`; zeros where the index is -1."""
-    if x.shape[0] == 0:
-        return x.new_zeros(index.shape[0], *x.shape[1:])
-    is_absent = (index < 0).view(-1, *[1] * (x.ndim - 1))
-    return x.index_select(0, index.clamp_min(0)).masked_fill_(is_absent, 0)
-
-
-def _sum_all(rows: Tensor, inverse_TK: Tensor) -> Tensor:
-    return F.embedding_bag(inverse_TK, rows, mode="sum")
-
-
-def _sum_some(rows: Tensor, inverse_TK: Tensor) -> Tensor:
-    """Give each token the positions it has, and those it lacks to one more token, left out."""
-    T, K = inverse_TK.shape
-    if rows.shape[0] == 0 or T == 0:
-        return rows.new_zeros(T, rows.shape[1])
-    inverse_S = inverse_TK.reshape(-1)
-    is_there_S = inverse_S >= 0
-    ends_S = is_there_S.cumsum(0)
-    place_S = (ends_S - 1).where(is_there_S, T * K)
-    # Many slots may lack a position: they all write to the place that is cut off.
-    listed_S = inverse_S.new_zeros(T * K + 1).scatter_(0, place_S, inverse_S)[:-1]
-    ends_T = ends_S.view(T, K)[:, -1]
-    return F.embedding_bag(listed_S, rows, F.pad(ends_T, (1, 0)), mode="sum")[:-1]
+def _slot_at(permutation: Permutation) -> Tensor:
+    """Slot at each position, int64 [R]; -1 where there is padding."""
+    if not permutation.padded:
+        return permutation.order
+    return permutation.order.where(permutation.token >= 0, -1)

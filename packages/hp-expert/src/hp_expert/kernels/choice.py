@@ -1,0 +1,62 @@
+"""Which of the two modules moves rows.
+
+Triton comes with the CUDA builds of torch. It is imported when the first tensor on CUDA asks, and
+not needed: what `torch_rows` computes is the reference of `triton_rows`.
+
+Shape symbols: T tokens, K choices per token, R positions, D width.
+"""
+
+import importlib
+import importlib.util
+import warnings
+from functools import cache
+from typing import Protocol, cast
+
+from torch import Tensor
+
+from hp_expert.kernels import torch_rows
+
+
+class RowKernels(Protocol):
+    """A module with these functions, none of which is differentiable.
+
+    -1 stands for a token, position or slot that does not exist. `holes` says whether there may be
+    any.
+    """
+
+    def gather_rows(self, x_TD: Tensor, token_R: Tensor, *, holes: bool) -> Tensor:
+        """Copy the row of each position's token [R, D]; zeros where there is none."""
+
+    def sum_rows(
+        self, rows_RD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None, *, holes: bool
+    ) -> Tensor:
+        """Sum weight * row over the positions of each token [T, D], in order, fp32 or wider.
+
+        A slot without a position adds nothing: neither a row nor its weight is multiplied by zero.
+        """
+
+    def sum_rows_backward(
+        self, grad_TD: Tensor, rows_RD: Tensor, slot_R: Tensor, weights_TK: Tensor, *, holes: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the rows [R, D] and the weights [T, K] of `sum_rows`.
+
+        Exactly 0 for a position without a slot, and for a slot that has no position.
+        """
+
+
+def kernels_for(rows: Tensor) -> RowKernels:
+    """Return the module for such rows: Triton's if they are [R, D] on CUDA and it is installed."""
+    fused = _triton_rows() if rows.is_cuda and rows.ndim == 2 else None
+    return cast("RowKernels", torch_rows) if fused is None else fused
+
+
+@cache
+def _triton_rows() -> RowKernels | None:
+    if importlib.util.find_spec("triton") is None:
+        warnings.warn(
+            "triton is not installed: rows are permuted by torch's own kernels, which pass over "
+            "them several times",
+            stacklevel=2,
+        )
+        return None
+    return cast("RowKernels", importlib.import_module("hp_expert.kernels.triton_rows"))
