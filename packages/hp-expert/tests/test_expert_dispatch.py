@@ -68,6 +68,7 @@ def test_rows_arrive_at_their_experts_and_return_to_their_tokens() -> None:
         )
         sent, state = dispatcher.launch_dispatch(*dispatcher.prepare(x, experts))
         batch = dispatcher.finish_dispatch(sent, state)
+        assert batch.counts is not None
         assert sum(batch.counts) == batch.rows.shape[0] == batch.order.numel()
         assert batch.num_tokens_per_expert.tolist() == list(batch.counts)
         out = torch.empty_like(batch.rows)
@@ -237,7 +238,7 @@ def test_two_threads_do_not_disturb_each_other() -> None:
 def _out_of_range(rank: int) -> tuple[Tensor, Tensor, Tensor | None]:
     experts = choices(rank)
     if rank == 1:
-        experts[0, 0], experts[3, 1] = EXPERTS, -1
+        experts[0, 0], experts[3, 1] = EXPERTS, -2
     return tokens(rank), experts, None
 
 
@@ -261,7 +262,7 @@ def _whole_sequences(rank: int) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 BAD_ON_RANK_1 = [
-    (_out_of_range, r"experts must be in \[0, num_experts \(8\)\), but 2 are not"),
+    (_out_of_range, r"experts must be in \[0, num_experts \(8\)\), or -1 for none, but 2 are not"),
     (_too_few_choices, r"rows of experts \(8\) must equal rows of x \(9\)"),
     (_float_choices, r"experts \(\(9, 2\), torch.float64\) must be \[T, K\] and int64"),
     (_wrong_weights, r"weights \(\(9, 3\), torch.float64\) must have the shape of experts"),

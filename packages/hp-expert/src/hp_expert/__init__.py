@@ -1,7 +1,16 @@
 """Expert parallelism for mixture-of-experts models: stateless dispatch, one host read per layer."""
 
 from hp_expert.batch import ExpertBatch
-from hp_expert.dispatch import AllToAllDispatcher, Dispatcher, DispatchState, LocalDispatcher
+from hp_expert.dispatch import (
+    AllToAllDispatcher,
+    DispatchBytes,
+    Dispatcher,
+    DispatchState,
+    LocalDispatcher,
+    deduplication_pays,
+    dispatch_bytes,
+    expected_rows_per_token,
+)
 from hp_expert.experts import GroupedExperts, routed_swiglu
 from hp_expert.moe import MoE
 from hp_expert.permute import Permutation, gather_slots, sort_by_expert, sum_slots
@@ -23,6 +32,7 @@ from hp_expert.styles import BaseExpertParallel, ExpertParallel
 __all__ = [
     "AllToAllDispatcher",
     "BaseExpertParallel",
+    "DispatchBytes",
     "DispatchState",
     "Dispatcher",
     "ExpertBatch",
@@ -35,6 +45,9 @@ __all__ = [
     "TopKRouter",
     "__version__",
     "check_replay",
+    "deduplication_pays",
+    "dispatch_bytes",
+    "expected_rows_per_token",
     "gather_slots",
     "global_balance_loss",
     "load_imbalance",

@@ -3,6 +3,8 @@
 Note [All or none]. A rank that raised on its own would leave the others waiting for its rows. Every
 rank therefore sends its verdict along with its counts, at no extra cost; all ranks see the same
 verdicts and either all go on or all raise.
+
+Shape symbols: T tokens, K experts per token, D width.
 """
 
 from collections.abc import Sequence
@@ -15,26 +17,53 @@ from torch.distributed import ProcessGroup
 from hp_platform import PeerError, agree
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_NO_WEIGHTS = len(_DTYPES)
 _FAILED = -1
+
+# How many values each of them may have: dtype of the rows, that of the weights, K, number of
+# experts, whether rows are deduplicated, and whether rows and weights want gradients.
+_RANGES = (len(_DTYPES), len(_DTYPES) + 1, 1 << 12, 1 << 20, 2, 2, 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
     """What ranks must have in common, as one number.
 
+    Ranks that disagree would wait for different exchanges, in forward or in backward.
+
     Attributes:
-        code: Width and dtype of the rows, dtype of the routing weights if there are any; negative
-            if the input is wrong.
+        code: Width and dtype of the rows, dtype of the routing weights if there are any, number of
+            experts per token and of all, how rows travel, and what wants gradients; negative if
+            the input is wrong.
     """
 
     code: int
 
     @classmethod
-    def of(cls, x: Tensor, weights: Tensor | None) -> "Header":
+    def of(
+        cls,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor | None,
+        *,
+        num_experts: int,
+        deduplicated: bool = False,
+    ) -> "Header":
         """Describe an input that was found right."""
-        kinds = len(_DTYPES)
-        of_weights = kinds if weights is None else _DTYPES.index(weights.dtype)
-        return cls((x.shape[1] * kinds + _DTYPES.index(x.dtype)) * (kinds + 1) + of_weights)
+        training = torch.is_grad_enabled()
+        values = (
+            _DTYPES.index(x.dtype),
+            _NO_WEIGHTS if weights is None else _DTYPES.index(weights.dtype),
+            experts.shape[1],
+            num_experts,
+            int(deduplicated),
+            int(training and x.requires_grad),
+            int(training and weights is not None and weights.requires_grad),
+        )
+        code = x.shape[1]
+        for value, limit in zip(values, _RANGES, strict=True):
+            code = code * limit + value % limit
+        return cls(code)
 
     @classmethod
     def failed(cls) -> "Header":
@@ -48,11 +77,20 @@ class Header:
 
     def __str__(self) -> str:
         """Describe it in words."""
-        kinds = len(_DTYPES)
-        rest, of_weights = divmod(self.code, kinds + 1)
-        width, dtype = divmod(rest, kinds)
-        weighted = "no weights" if of_weights == kinds else f"weights {_DTYPES[of_weights]}"
-        return f"width {width}, {_DTYPES[dtype]}, {weighted}"
+        values, width = [], self.code
+        for limit in reversed(_RANGES):
+            width, value = divmod(width, limit)
+            values.append(value)
+        weights_grad, x_grad, deduplicated, num_experts, top_k, weights, dtype = values
+        words = [
+            f"width {width}",
+            f"{_DTYPES[dtype]}{', with gradient' if x_grad else ''}",
+            "no weights" if weights == _NO_WEIGHTS else f"weights {_DTYPES[weights]}",
+            *(["with gradient"] if weights_grad else []),
+            f"{top_k} of {num_experts} experts",
+            *(["deduplicated"] if deduplicated else []),
+        ]
+        return ", ".join(words)
 
 
 def input_error(x: Tensor, experts: Tensor, weights: Tensor | None) -> Exception | None:
@@ -63,9 +101,10 @@ def input_error(x: Tensor, experts: Tensor, weights: Tensor | None) -> Exception
         return ValueError(
             f"experts ({tuple(experts.shape)}, {experts.dtype}) must be [T, K] and int64"
         )
-    if experts.shape[0] != x.shape[0]:
+    if experts.shape[0] != x.shape[0] or experts.shape[1] == 0:
         return ValueError(
-            f"rows of experts ({experts.shape[0]}) must equal rows of x ({x.shape[0]})"
+            f"rows of experts ({experts.shape[0]}) must equal rows of x ({x.shape[0]}), and "
+            f"columns of experts ({experts.shape[1]}) be at least 1"
         )
     if weights is not None and (weights.shape != experts.shape or weights.dtype not in _DTYPES):
         return ValueError(
@@ -91,21 +130,25 @@ def raise_together(
     Args:
         error: What is wrong on this rank.
         mine: What this rank told the others.
-        verdicts: From each rank: how many of its slots are invalid, code of its header.
+        verdicts: From each rank: code of its header, how many of its slots are invalid.
         group: The ranks.
         device: Where the exchange took place.
     """
-    failed = [rank for rank, (bad, code) in enumerate(verdicts) if bad or code == _FAILED]
+    failed = [rank for rank, (code, bad) in enumerate(verdicts) if bad or code == _FAILED]
     if failed:
         if device.type == "cpu":
             agree(error, group=group, where="the exchange of rows between experts")
         if error is not None:
             raise error
         raise PeerError(f"rank {failed[0]} of the expert group has wrong input", rank=failed[0])
-    others = [rank for rank, (_, code) in enumerate(verdicts) if code != mine.code]
+    raise_if_different(mine, [code for code, _ in verdicts], rank=group.rank())
+
+
+def raise_if_different(mine: Header, codes: Sequence[int], *, rank: int) -> None:
+    """Raise if a rank has another header; every rank then finds one that differs from its own."""
+    others = [other for other, code in enumerate(codes) if code != mine.code]
     if others:
-        theirs = Header(verdicts[others[0]][1])
         raise ValueError(
-            f"rank {group.rank()}: x ({mine}) must equal that of rank {others[0]} of the expert "
-            f"group ({theirs})"
+            f"rank {rank}: x ({mine}) must equal that of rank {others[0]} of the expert "
+            f"group ({Header(codes[others[0]])})"
         )

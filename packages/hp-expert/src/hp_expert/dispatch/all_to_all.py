@@ -5,11 +5,11 @@ sent, counts received and each rank's verdict on its own input travel in one sma
 the local sort and gather hide, and reach the host in one read. Nothing else waits for the device.
 
 Shape symbols: T tokens, K experts per token, S = T * K slots, E experts, W ranks, L = E / W local
-experts, R rows received, D width, C = L + 2 numbers told to a rank, B = E blocks of rows.
+experts, R rows received, D width, B = E blocks of rows.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,27 @@ from torch.distributed import ProcessGroup
 
 from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch.agreement import Header, input_error, raise_together
-from hp_expert.dispatch.counts import count_slots, invalid_experts, read_host
+from hp_expert.dispatch.announcement import Heard, announcement, listen
+from hp_expert.dispatch.cost import deduplication_pays
+from hp_expert.dispatch.counts import SlotCounts, count_slots, invalid_experts
+from hp_expert.dispatch.deduplicated import (
+    Destinations,
+    SlotExchange,
+    destinations,
+    sort_codes,
+    sort_rows,
+    spread,
+    unpack,
+)
 from hp_expert.dispatch.protocol import DispatchState
-from hp_expert.permute import gather_slots, permute_slots, sort_by_expert, sum_slots
+from hp_expert.permute import (
+    Permutation,
+    gather_rows,
+    gather_slots,
+    permute_slots,
+    sort_slots,
+    sum_slots,
+)
 from hp_platform import all_to_all_lazy, launch_all_to_all, wait_tensor
 
 
@@ -30,10 +48,13 @@ class AllToAllDispatcher:
     Attributes:
         group: The ranks that share the experts.
         num_experts: E.
+        deduplicate: Whether a token's row goes to a rank once, however many of its experts live
+            there, instead of once for each. "auto": if `deduplication_pays`.
     """
 
     group: ProcessGroup
     num_experts: int
+    deduplicate: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         """Refuse a number of experts that the ranks cannot share equally."""
@@ -42,56 +63,68 @@ class AllToAllDispatcher:
                 f"num_experts ({self.num_experts}) must be divisible by the size of the expert "
                 f"group ({self.group.size()})"
             )
+        if self.deduplicate not in (True, False, "auto"):
+            raise ValueError(f"deduplicate ({self.deduplicate}) must be True, False or 'auto'")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "AllToAllDispatcher":
         """Return itself: copies of a module share the group, which cannot be copied."""
         return self
+
+    def deduplicates(self, x: Tensor, experts: Tensor, weights: Tensor | None = None) -> bool:
+        """Whether tokens [T, D] are sent to a rank once; only shapes and dtypes matter."""
+        top_k = experts.shape[1]
+        if self.deduplicate != "auto":
+            return self.deduplicate and top_k > 1
+        return deduplication_pays(
+            self.num_experts,
+            top_k,
+            self.group.size(),
+            row_bytes=x.shape[1] * x.element_size(),
+            weight_bytes=0 if weights is None else weights.element_size(),
+        )
 
     def prepare(
         self, x: Tensor, experts: Tensor, weights: Tensor | None = None
     ) -> tuple[Tensor, DispatchState]:
         """Sort and gather while counts are exchanged; see `Dispatcher.prepare`."""
         W, L = self.group.size(), self.num_experts // self.group.size()
-        error = input_error(x, experts, weights)
-        header = Header.of(x, weights) if error is None else Header.failed()
-        told_WC = _announcement(experts, header, num_ranks=W, num_local=L, device=x.device)
-        exchange = launch_all_to_all(told_WC, group=self.group)
+        error, plan, header = input_error(x, experts, weights), None, Header.failed()
         if error is None:
-            permutation = sort_by_expert(experts)
-            rows_SD = gather_slots(x, permutation)
-            weights_S = None if weights is None else permute_slots(weights, permutation)
-        heard_WC = exchange.wait()
-        told, heard = read_host(torch.stack([told_WC, heard_WC]))
-        if error is None and told[0][L]:
-            error = invalid_experts(told[0][L], self.num_experts)
-        verdicts = [row[L:] for row in heard]
-        raise_together(error, header, verdicts, group=self.group, device=x.device)
-        output_splits = tuple(sum(row[:L]) for row in heard)
-        counts_WL = heard_WC[:, :L]
-        state = DispatchState(
-            permutation,
-            weights_S,
-            order=_by_expert(counts_WL, num_rows=sum(output_splits)),
-            counts=tuple(sum(row[e] for row in heard) for e in range(L)),
-            num_tokens_per_expert=counts_WL.sum(0),
-            input_splits=tuple(sum(row[:L]) for row in told),
-            output_splits=output_splits,
+            shared = self.deduplicates(x, experts, weights)
+            header = Header.of(
+                x, experts, weights, num_experts=self.num_experts, deduplicated=shared
+            )
+            plan = _count(experts, num_ranks=W, num_local=L, shared=shared)
+        told = announcement(
+            header, *(plan or (None, None)), num_ranks=W, num_local=L, device=x.device
         )
-        return rows_SD, state
+        exchange = launch_all_to_all(told, group=self.group)
+        ahead = None if plan is None else _sort_and_gather(x, *plan, num_local=L)
+        heard = listen(told, exchange, num_local=L)
+        if error is None and heard.num_invalid:
+            error = invalid_experts(heard.num_invalid, self.num_experts)
+        raise_together(error, header, heard.verdicts, group=self.group, device=x.device)
+        assert ahead is not None  # or an error was raised
+        return _prepared(x, weights, ahead, heard)
 
     def launch_dispatch(self, rows: Tensor, state: DispatchState) -> tuple[Tensor, DispatchState]:
-        """Launch the exchange of rows, and that of their routing weights."""
-        if state.weights is not None:
-            state = replace(state, weights=self._send(state.weights, state))
-        return self._send(rows, state), state
+        """Launch the exchange of rows, and before it that of what is told about them."""
+        slots, weights = state.slots, state.weights
+        if slots is not None:
+            slots = replace(slots, codes=self._exchange(slots.codes, slots))
+        if weights is not None:
+            weights = self._exchange(weights, slots or state)
+        state = replace(state, slots=slots, weights=weights)
+        return self._exchange(rows, state), state
 
     def finish_dispatch(self, rows: Tensor, state: DispatchState) -> ExpertBatch:
         """Wait for the rows."""
-        weights_R1 = None
-        if state.weights is not None:
-            weights_R1 = wait_tensor(state.weights).unsqueeze(1)
+        if state.slots is not None:
+            return _shared_batch(rows, state, state.slots)
+        assert state.order is not None
+        weights = None if state.weights is None else wait_tensor(state.weights).unsqueeze(1)
         return ExpertBatch(
-            wait_tensor(rows), weights_R1, state.order, state.counts, state.num_tokens_per_expert
+            wait_tensor(rows), weights, state.order, state.counts, state.num_tokens_per_expert
         )
 
     def launch_combine(self, y: Tensor, state: DispatchState) -> Tensor:
@@ -107,30 +140,92 @@ class AllToAllDispatcher:
         """Wait for the outputs and sum those of each token."""
         return sum_slots(wait_tensor(rows), state.permutation)
 
-    def _send(self, x: Tensor, state: DispatchState) -> Tensor:
+    def _exchange(self, x: Tensor, splits: DispatchState | SlotExchange) -> Tensor:
         return all_to_all_lazy(
             x,
-            output_splits=state.output_splits,
-            input_splits=state.input_splits,
+            output_splits=splits.output_splits,
+            input_splits=splits.input_splits,
             group=self.group,
         )
 
 
-def _announcement(
-    experts: Tensor, header: Header, *, num_ranks: int, num_local: int, device: torch.device
-) -> Tensor:
-    """What each rank is told: its counts, how many slots are invalid, the header; [W, L + 2]."""
-    told = torch.zeros(num_ranks, num_local + 2, dtype=torch.int64, device=device)
-    if header.ok:
-        num_experts = num_ranks * num_local
-        counts = count_slots(experts, num_experts)
-        told[:, :num_local] = counts[:num_experts].view(num_ranks, num_local)
-        told[:, num_local] = counts[num_experts]
-    told[:, num_local + 1] = header.code
-    return told
+class _Ahead(NamedTuple):
+    """What is done before anybody knows how many rows there are.
+
+    Attributes:
+        rows: Which rows go where: as many as there may be at most.
+        gathered: Those rows.
+        slots: Which slots they are for, likewise.
+        codes: Of these slots, if rows are deduplicated.
+    """
+
+    rows: Permutation
+    gathered: Tensor
+    slots: Permutation
+    codes: Tensor | None
 
 
-def _by_expert(counts_WL: Tensor, *, num_rows: int) -> Tensor:
+def _count(
+    experts: Tensor, *, num_ranks: int, num_local: int, shared: bool
+) -> tuple[SlotCounts, Destinations | None]:
+    counted = count_slots(experts, num_ranks * num_local)
+    if not shared:
+        return counted, None
+    return counted, destinations(counted.experts, num_local=num_local, num_ranks=num_ranks)
+
+
+def _sort_and_gather(
+    x: Tensor, counted: SlotCounts, where: Destinations | None, *, num_local: int
+) -> _Ahead:
+    if where is None:
+        slots = sort_slots(counted.keys)
+        return _Ahead(slots, gather_rows(x, slots), slots, None)
+    # A token goes to no more ranks than there are, and no more than it has experts.
+    rows = sort_rows(where)
+    rows = rows.first(min(rows.order.numel(), counted.keys.numel()))
+    slots, codes = sort_codes(counted, where, num_local=num_local)
+    return _Ahead(rows, gather_rows(x, rows), slots, codes)
+
+
+def _prepared(
+    x: Tensor, weights: Tensor | None, ahead: _Ahead, heard: Heard
+) -> tuple[Tensor, DispatchState]:
+    """Keep of what was done ahead as much as there is."""
+    num_slots, volume, order, shared = sum(heard.slots.sent), heard.slots, None, None
+    if ahead.codes is None:
+        order = by_expert(heard.counts_by_rank, num_rows=sum(volume.received))
+    else:
+        # More than that only if a token chose an expert twice.
+        usual = min(ahead.slots.inverse.shape[1], len(heard.counts))
+        shared = SlotExchange(ahead.codes[:num_slots], *volume, max(usual, heard.most))
+        volume = heard.rows
+    permutation = ahead.rows.first(sum(volume.sent))
+    state = DispatchState(
+        permutation,
+        None if weights is None else permute_slots(weights, ahead.slots.first(num_slots)),
+        order,
+        counts=heard.counts,
+        num_tokens_per_expert=heard.counts_by_rank.sum(0),
+        input_splits=volume.sent,
+        output_splits=volume.received,
+        slots=shared,
+    )
+    return gather_slots(x, permutation, gathered=ahead.gathered), state
+
+
+def _shared_batch(rows: Tensor, state: DispatchState, slots: SlotExchange) -> ExpertBatch:
+    """Number the slots while rows are still on their way, then wait for these."""
+    per_row, num_rows = slots.num_slots_per_row, sum(state.output_splits)
+    slot_P, order_P = unpack(wait_tensor(slots.codes), num_slots_per_row=per_row)
+    weights = state.weights
+    if weights is not None:
+        weights = spread(wait_tensor(weights), slot_P, num_rows=num_rows, num_slots_per_row=per_row)
+    return ExpertBatch(
+        wait_tensor(rows), weights, order_P, state.counts, state.num_tokens_per_expert, per_row
+    )
+
+
+def by_expert(counts_WL: Tensor, *, num_rows: int) -> Tensor:
     """Row at each position, for rows sorted by (rank, expert) and positions by (expert, rank).
 
     Blocks move as wholes: a position differs from its row by the shift of its block.

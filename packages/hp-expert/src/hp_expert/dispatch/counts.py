@@ -1,31 +1,89 @@
 """How many slots each expert has, on the device and on the host.
 
-Shape symbols: T tokens, K experts per token, S = T * K slots, E experts.
+Shape symbols: T tokens, K experts per token, E experts, W ranks, B numbers told to a rank.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-
-def read_host(numbers: Tensor) -> list[Any]:
-    """Wait for the device and read numbers: the only place of a layer that does."""
-    values: list[Any] = numbers.tolist()
-    return values
+from hp_platform import Event, Pending, use_stream
 
 
-def count_slots(experts_TK: Tensor, num_experts: int) -> Tensor:
-    """Count the slots of each expert, and after them the slots of no expert: int64 [E + 1]."""
-    expert_S = experts_TK.reshape(-1)
-    is_valid = (expert_S >= 0) & (expert_S < num_experts)
-    bucket_S = expert_S.where(is_valid, num_experts).to(torch.int64)
-    counts = bucket_S.new_zeros(num_experts + 1)
-    return counts.scatter_add_(0, bucket_S, torch.ones_like(bucket_S))
+class SlotCounts(NamedTuple):
+    """Where slots go, and how many go there.
+
+    Attributes:
+        keys: Expert of each slot; E where it was dropped (-1), E + 1 where there is no such expert.
+            Of the narrowest dtype that holds it, which sorts fastest: [T, K].
+        experts: The same, int64 [T, K].
+        counts: Slots of each key, int64 [E + 2].
+    """
+
+    keys: Tensor
+    experts: Tensor
+    counts: Tensor
+
+
+def count_slots(experts_TK: Tensor, num_experts: int) -> SlotCounts:
+    """Count the slots of each expert, those of none, and those of experts that do not exist."""
+    exists = (experts_TK >= 0) & (experts_TK < num_experts)
+    bucket_TK = experts_TK.to(torch.int64).where(exists, num_experts + 1)
+    bucket_TK = bucket_TK.masked_fill_(experts_TK == -1, num_experts)
+    counts = bucket_TK.new_zeros(num_experts + 2)
+    bucket_S = bucket_TK.view(-1)
+    counts.scatter_add_(0, bucket_S, torch.ones_like(bucket_S))
+    return SlotCounts(narrowed(bucket_TK, num_experts + 2), bucket_TK, counts)
+
+
+def narrowed(keys: Tensor, num_keys: int) -> Tensor:
+    """Cast keys 0 .. num_keys - 1 to a dtype that sorts fast."""
+    fits = (dtype for dtype in (torch.uint8, torch.int16) if num_keys <= torch.iinfo(dtype).max)
+    return keys.to(next(fits, torch.int32))
 
 
 def invalid_experts(num_invalid: int, num_experts: int) -> ValueError:
     """Say that slots have experts that do not exist."""
     return ValueError(
-        f"experts must be in [0, num_experts ({num_experts})), but {num_invalid} are not"
+        f"experts must be in [0, num_experts ({num_experts})), or -1 for none, but {num_invalid} "
+        "are not"
     )
+
+
+def read_host(numbers: Tensor) -> list[Any]:
+    """Wait for the device and read numbers."""
+    values: list[Any] = numbers.tolist()
+    return values
+
+
+def read_exchange(
+    told: Tensor, exchange: Pending[Tensor], *, num_columns: int
+) -> tuple[Tensor, Any, Any]:
+    """Wait for an exchange of numbers and read both sides of it: the only host read of a layer.
+
+    On CUDA the read goes through a stream of its own: it waits for the exchange, and not for what
+    the current stream was given since, such as the gather of the rows.
+
+    Args:
+        told: What was sent [W, B].
+        exchange: Of it.
+        num_columns: How many of each row to read.
+
+    Returns:
+        What was heard on the device; what was told and what was heard on the host.
+    """
+    if told.device.type != "cuda":
+        heard = exchange.wait()
+        return heard, *read_host(torch.stack([told[:, :num_columns], heard[:, :num_columns]]))
+    done, stream = Event(told.device), torch.cuda.Stream(told.device)
+    with use_stream(stream):
+        heard = exchange.wait()
+        both = torch.stack([told[:, :num_columns], heard[:, :num_columns]])
+        on_host = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
+        on_host.copy_(both, non_blocking=True)
+        done.record(stream)
+    done.wait()
+    # Also keeps `told` and `both` alive for as long as the other stream reads them.
+    done.synchronize()
+    return heard, *read_host(on_host)

@@ -8,7 +8,7 @@ from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch.agreement import input_error
 from hp_expert.dispatch.counts import count_slots, invalid_experts, read_host
 from hp_expert.dispatch.protocol import DispatchState
-from hp_expert.permute import sort_by_expert
+from hp_expert.permute import sort_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,14 @@ class LocalDispatcher:
         error = input_error(x, experts, weights)
         if error is not None:
             raise error
-        counts = count_slots(experts, self.num_experts)
-        permutation = sort_by_expert(experts)
-        *numbers, invalid = read_host(counts)
+        counted = count_slots(experts, self.num_experts)
+        permutation = sort_slots(counted.keys)
+        *numbers, _, invalid = read_host(counted.counts)
         if invalid:
             raise invalid_experts(invalid, self.num_experts)
+        order, counts = permutation.order[: sum(numbers)], tuple(numbers)
         state = DispatchState(
-            permutation, weights, permutation.order, tuple(numbers), counts[: self.num_experts]
+            permutation, weights, order, counts, counted.counts[: self.num_experts]
         )
         return x, state
 
@@ -44,6 +45,7 @@ class LocalDispatcher:
 
     def finish_dispatch(self, rows: Tensor, state: DispatchState) -> ExpertBatch:
         """Hand the tokens on as they are."""
+        assert state.order is not None
         return ExpertBatch(
             rows,
             state.weights,

@@ -19,6 +19,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from hp_expert.batch import ExpertBatch
+from hp_expert.dispatch.deduplicated import SlotExchange
 from hp_expert.permute import Permutation
 
 StateT = TypeVar("StateT")
@@ -38,7 +39,8 @@ class Dispatcher(Protocol[StateT]):
 
         Args:
             x: Tokens [T, D].
-            experts: The experts of each, int64 [T, K].
+            experts: The experts of each, int64 [T, K]; -1 for a slot that was dropped: it goes
+                nowhere, counts nothing, and its weight gets a gradient of exactly 0.
             weights: What each expert's output counts [T, K]; None: one.
 
         Returns:
@@ -67,20 +69,23 @@ class DispatchState:
     """What one batch's dispatch tells its combine. All of it is read-only.
 
     Attributes:
-        permutation: Of this rank's slots by expert.
-        weights: Routing weights of the rows: [T, K] where tokens stay; [S] before the launch where
-            they leave, and [R] after it, possibly still on their way.
-        order: Slot of the arrived rows at each position of expert order, int64.
+        permutation: Which rows this rank sends, and whose they are.
+        weights: Routing weights: [T, K] where tokens stay; of the slots sent before the launch
+            where they leave, and after it of those received, possibly still on their way.
+        order: Slot of the arrived rows at each position of expert order, int64; None where it
+            comes with the rows.
         counts: Positions of each local expert, on the host.
         num_tokens_per_expert: The same on the device, int64 [L].
         input_splits: Rows sent to each rank.
         output_splits: Rows received from each rank.
+        slots: What travels with rows that are deduplicated.
     """
 
     permutation: Permutation
     weights: Tensor | None
-    order: Tensor
+    order: Tensor | None
     counts: tuple[int, ...]
     num_tokens_per_expert: Tensor
     input_splits: tuple[int, ...] = ()
     output_splits: tuple[int, ...] = ()
+    slots: SlotExchange | None = None

@@ -1,0 +1,101 @@
+"""What ranks tell each other before rows travel: their verdict, and how much they will send.
+
+Note [Blocks of one size]. Ranks that were given different numbers of experts, or of anything else,
+must find out, not wait for each other: so every rank tells every other a block of numbers that
+begins with its header and has the same size for up to 252 local experts (and for up to 508, ...).
+
+Shape symbols: W ranks, L local experts, B numbers in a block.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hp_expert.dispatch.agreement import Header
+from hp_expert.dispatch.counts import SlotCounts, read_exchange
+from hp_expert.dispatch.deduplicated import Destinations
+from hp_platform import Pending
+
+# A block: code of the header, slots with experts that do not exist, rows if they are deduplicated,
+# most slots of such a row, then the slots of each of the receiver's experts.
+CODE, INVALID, ROWS, MOST, COUNTS = range(5)
+_GRAIN = 256
+
+
+class Volume(NamedTuple):
+    """What crosses between this rank and each other one.
+
+    Attributes:
+        sent: To each rank.
+        received: From each rank.
+    """
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+
+class Heard(NamedTuple):
+    """What all ranks told this one, and it told them.
+
+    Attributes:
+        num_invalid: Slots of this rank whose experts do not exist.
+        verdicts: From each rank: code of its header, invalid slots.
+        slots: Slots sent and received.
+        rows: Rows sent and received, if they are deduplicated.
+        counts: Slots of each local expert.
+        most: Most slots of a received row, if they are deduplicated.
+        counts_by_rank: Slots from each rank for each local expert, on the device, [W, L].
+    """
+
+    num_invalid: int
+    verdicts: list[list[int]]
+    slots: Volume
+    rows: Volume
+    counts: tuple[int, ...]
+    most: int
+    counts_by_rank: Tensor
+
+
+def announcement(
+    header: Header,
+    counted: SlotCounts | None,
+    where: Destinations | None,
+    *,
+    num_ranks: int,
+    num_local: int,
+    device: torch.device,
+) -> Tensor:
+    """Return the block for each rank, int64 [W, B].
+
+    Args:
+        header: Of this rank's input.
+        counted: Its slots; None if the input is wrong.
+        where: Its rows, if they are deduplicated.
+        num_ranks: W.
+        num_local: L.
+        device: Of the result.
+    """
+    size = -(-(COUNTS + num_local) // _GRAIN) * _GRAIN
+    told = torch.full((num_ranks, size), header.code, device=device)
+    if counted is not None:
+        num_experts = num_ranks * num_local
+        told[:, INVALID] = counted.counts[num_experts + 1]
+        told[:, COUNTS : COUNTS + num_local] = counted.counts[:num_experts].view(num_ranks, -1)
+    if where is not None:
+        told[:, ROWS], told[:, MOST] = where.num_rows(), where.most_slots()
+    return told
+
+
+def listen(told: Tensor, exchange: Pending[Tensor], *, num_local: int) -> Heard:
+    """Wait for the blocks of the others and read all of them on the host."""
+    heard, mine, theirs = read_exchange(told, exchange, num_columns=COUNTS + num_local)
+    return Heard(
+        num_invalid=mine[0][INVALID],
+        verdicts=[[block[CODE], block[INVALID]] for block in theirs],
+        slots=Volume(*(tuple(sum(block[COUNTS:]) for block in side) for side in (mine, theirs))),
+        rows=Volume(*(tuple(block[ROWS] for block in side) for side in (mine, theirs))),
+        counts=tuple(map(sum, zip(*(block[COUNTS:] for block in theirs), strict=True))),
+        most=max(block[MOST] for block in theirs),
+        counts_by_rank=heard[:, COUNTS : COUNTS + num_local],
+    )

@@ -1,0 +1,112 @@
+"""Sending a token to a rank once, however many of its experts live there.
+
+Rows are sorted by (rank, token), and slots by (rank, token, choice), so that the slots of a row
+follow each other. With each slot travels a code: its local expert, and whether it begins the next
+row. The receiver numbers rows and slots by counting those beginnings.
+
+Shape symbols: T tokens, K experts per token, S = T * K slots, W ranks, L local experts, N rows
+received, P slots received, F slots per received row.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hp_expert.dispatch.cost import code_bytes
+from hp_expert.dispatch.counts import SlotCounts, narrowed
+from hp_expert.permute import Permutation, sort_slots
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotExchange:
+    """What travels with deduplicated rows.
+
+    Attributes:
+        codes: Of the slots sent, and after the launch of those received, possibly still on their
+            way: uint8 or int32.
+        input_splits: Slots sent to each rank.
+        output_splits: Slots received from each rank.
+        num_slots_per_row: F.
+    """
+
+    codes: Tensor
+    input_splits: tuple[int, ...]
+    output_splits: tuple[int, ...]
+    num_slots_per_row: int
+
+
+class Destinations(NamedTuple):
+    """Which ranks each token goes to.
+
+    Attributes:
+        rank: Rank of each slot's expert, W or more if it has none: int64 [T, K].
+        slots: How many slots of each token each rank has, int32 [T, W].
+    """
+
+    rank: Tensor
+    slots: Tensor
+
+    def num_rows(self) -> Tensor:
+        """Tokens that go to each rank, int64 [W]."""
+        return (self.slots > 0).sum(0)
+
+    def most_slots(self) -> Tensor:
+        """Most slots that a token has on each rank, [W]; K unless an expert is chosen twice."""
+        if self.slots.shape[0] == 0:
+            return self.slots.new_zeros(self.slots.shape[1])
+        return self.slots.amax(0)
+
+
+def destinations(experts_TK: Tensor, *, num_local: int, num_ranks: int) -> Destinations:
+    """Find the ranks of `SlotCounts.experts`."""
+    rank_TK = experts_TK.div(num_local, rounding_mode="floor")
+    # A rank more takes slots that were dropped, and another one those that are wrong.
+    slots = torch.zeros(len(rank_TK), num_ranks + 2, dtype=torch.int32, device=rank_TK.device)
+    ones_TK = torch.ones_like(rank_TK, dtype=torch.int32)
+    return Destinations(rank_TK, slots.scatter_add_(1, rank_TK, ones_TK)[:, :num_ranks])
+
+
+def sort_rows(where: Destinations) -> Permutation:
+    """Sort the (token, rank) pairs by rank; pairs without a slot come last. `inverse` is [T, W]."""
+    num_ranks = where.slots.shape[1]
+    ranks = torch.arange(num_ranks, device=where.slots.device)
+    keys_TW = torch.where(where.slots > 0, ranks, num_ranks)
+    return sort_slots(narrowed(keys_TW, num_ranks + 1))
+
+
+def sort_codes(
+    counted: SlotCounts, where: Destinations, *, num_local: int
+) -> tuple[Permutation, Tensor]:
+    """Sort the slots by rank and return their codes in that order; those of no rank come last."""
+    num_ranks = where.slots.shape[1]
+    permutation = sort_slots(narrowed(where.rank, num_ranks + 2))
+    rank_S = where.rank.view(-1).index_select(0, permutation.order)
+    expert_S = counted.experts.view(-1).index_select(0, permutation.order)
+    row_S = rank_S * where.rank.shape[0] + permutation.token
+    begins_S = torch.ones_like(row_S)
+    begins_S[1:] = row_S[1:] != row_S[:-1]
+    code_S = (expert_S - rank_S * num_local) * 2 + begins_S
+    return permutation, code_S.to(torch.uint8 if code_bytes(num_local) == 1 else torch.int32)
+
+
+def unpack(codes_P: Tensor, *, num_slots_per_row: int) -> tuple[Tensor, Tensor]:
+    """Number the received slots.
+
+    Returns:
+        Slot of each code, row * F + choice, and the slot at each position of expert order; both
+        int64 [P].
+    """
+    begins_P = (codes_P & 1).to(torch.bool)
+    place_P = torch.arange(codes_P.numel(), device=codes_P.device)
+    row_P = begins_P.cumsum(0) - 1
+    begin_P = place_P.where(begins_P, 0).cummax(0).values if codes_P.numel() else place_P
+    slot_P = row_P * num_slots_per_row + (place_P - begin_P)
+    return slot_P, slot_P.index_select(0, (codes_P >> 1).argsort(stable=True))
+
+
+def spread(weights_P: Tensor, slot_P: Tensor, *, num_rows: int, num_slots_per_row: int) -> Tensor:
+    """Put each received routing weight at its slot, [N, F], zeros elsewhere. Differentiable."""
+    nothing = weights_P.new_zeros(num_rows * num_slots_per_row)
+    return nothing.scatter(0, slot_P, weights_P).view(num_rows, num_slots_per_row)
