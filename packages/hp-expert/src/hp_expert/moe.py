@@ -1,14 +1,21 @@
-"""A mixture-of-experts layer: router, experts, and an optional shared expert."""
+"""A mixture-of-experts layer: router, experts, and an optional shared expert.
+
+Note [Outside the graph]. A layer reads on the host how many rows each expert and each rank gets,
+and sizes its tensors by that, which no graph of `torch.compile` can contain. So the graph is cut
+exactly here: the router and all that surrounds the layer are compiled, and what lies between the
+routing and the sum of the outputs runs as without a compiler. That is one cut for each layer, two
+with a shared expert, which is compiled as well and runs while rows travel. Nothing in between
+depends on what was compiled: another number of tokens compiles nothing anew.
+"""
 
 from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
 
-from hp_expert.dispatch import Dispatcher
 from hp_expert.experts import GroupedExperts, autocast
 from hp_expert.routing import Routing, TopKRouter
-from hp_platform import PeerError
+from hp_platform import PeerError, outside_graph
 
 
 class MoE(nn.Module):
@@ -47,24 +54,45 @@ class MoE(nn.Module):
             ValueError: If the input is wrong.
             hp_platform.PeerError: If that of another rank is.
         """
-        dispatcher = self.experts.dispatcher
         x_TD = x.reshape(-1, x.shape[-1])
         try:
             # Of the rows, not of x: their gradients are added before that of the shared expert.
             routing: Routing = self.router(x_TD.view(x.shape), replay=replay)
         except Exception:
-            _refuse(dispatcher, x_TD)
+            _refuse(self.experts, x_TD)
             raise
-        rows, state = dispatcher.prepare(autocast(x_TD), routing.experts, routing.weights)
-        rows, state = dispatcher.launch_dispatch(rows, state)
-        shared = None if self.shared is None else self.shared(x)
-        batch = dispatcher.finish_dispatch(rows, state)
-        rows = dispatcher.launch_combine(self.experts(batch), state)
-        y = dispatcher.finish_combine(rows, state).view_as(x)
-        return (y if shared is None else y + shared), routing
+        if self.shared is None:
+            return _through_experts(self.experts, x_TD, routing).view_as(x), routing
+        rows, state = _send(self.experts, x_TD, routing)
+        shared = self.shared(x)
+        return _receive(self.experts, rows, state).view_as(x) + shared, routing
 
 
-def _refuse(dispatcher: Dispatcher[Any], x_TD: Tensor) -> None:
+@outside_graph
+def _through_experts(experts: GroupedExperts, x_TD: Tensor, routing: Routing) -> Tensor:
+    """Bring tokens to their experts, apply those, and sum their outputs: [T, D]."""
+    rows, state = _send(experts, x_TD, routing)
+    return _receive(experts, rows, state)
+
+
+@outside_graph
+def _send(experts: GroupedExperts, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Any]:
+    dispatcher = experts.dispatcher
+    rows, state = dispatcher.prepare(autocast(x_TD), routing.experts, routing.weights)
+    return dispatcher.launch_dispatch(rows, state)
+
+
+@outside_graph
+def _receive(experts: GroupedExperts, rows: Tensor, state: Any) -> Tensor:
+    dispatcher = experts.dispatcher
+    batch = dispatcher.finish_dispatch(rows, state)
+    rows = dispatcher.launch_combine(experts(batch), state)
+    return dispatcher.finish_combine(rows, state)
+
+
+@outside_graph
+def _refuse(experts: GroupedExperts, x_TD: Tensor) -> None:
     """Tell the other ranks, which are about to exchange rows, by an input that is refused."""
+    dispatcher = experts.dispatcher
     with suppress(ValueError, PeerError):
         dispatcher.launch_dispatch(*dispatcher.prepare(x_TD, x_TD.new_empty(0, 0, 0)))

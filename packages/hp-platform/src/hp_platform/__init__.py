@@ -13,6 +13,7 @@ from hp_platform.collectives import (
     start_all_to_all,
     wait_tensor,
 )
+from hp_platform.compiling import outside_graph
 from hp_platform.device import backend_for, local_device
 from hp_platform.fsdp import set_fsdp_frees_parameters
 from hp_platform.groups import mesh_of, new_group, resolve_group
@@ -51,6 +52,7 @@ __all__ = [
     "mesh_of",
     "new_group",
     "on_one_rank",
+    "outside_graph",
     "reduce_scatter_uneven",
     "resolve_group",
     "set_fsdp_frees_parameters",

@@ -1,0 +1,45 @@
+"""Functions that stay outside of compiled graphs."""
+
+import subprocess
+import sys
+
+import torch
+from torch import Tensor
+
+from hp_platform import outside_graph
+
+
+@outside_graph
+def largest(x: Tensor, *, plus: int = 0) -> int:
+    """Depends on data, so no graph could contain it."""
+    return int(x.max().item()) + plus
+
+
+def block(x: Tensor) -> Tensor:
+    return (x + 1) * largest(x, plus=1) + x
+
+
+def test_graphs_are_cut_once_where_the_function_is_called() -> None:
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, example: list[Tensor]) -> torch.fx.GraphModule:
+        del example
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(block, backend=count, dynamic=True)
+    for size in (3, 5, 8, 13):
+        x = torch.arange(float(size))
+        assert torch.equal(compiled(x), block(x))
+    assert len(graphs) == 2
+    assert not any("max" in str(node.target) for graph in graphs for node in graph.graph.nodes)
+
+
+def test_the_compiler_is_not_imported_without_need() -> None:
+    script = (
+        "import sys, torch, hp_platform\n"
+        "double = hp_platform.outside_graph(lambda x: 2 * x)\n"
+        "assert double(torch.ones(1)) == 2\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
