@@ -1,6 +1,11 @@
 """Bringing rows to the ranks of their experts and back."""
 
 from hp_expert.dispatch.all_to_all import AllToAllDispatcher
+from hp_expert.dispatch.bounded import (
+    BoundedAllToAllDispatcher,
+    BufferOverflowError,
+    rows_per_pair,
+)
 from hp_expert.dispatch.cost import (
     DispatchBytes,
     deduplication_pays,
@@ -9,14 +14,20 @@ from hp_expert.dispatch.cost import (
 )
 from hp_expert.dispatch.local import LocalDispatcher
 from hp_expert.dispatch.protocol import Dispatcher, DispatchState
+from hp_expert.dispatch.run_ahead import Mark, RunAhead
 
 __all__ = [
     "AllToAllDispatcher",
+    "BoundedAllToAllDispatcher",
+    "BufferOverflowError",
     "DispatchBytes",
     "DispatchState",
     "Dispatcher",
     "LocalDispatcher",
+    "Mark",
+    "RunAhead",
     "deduplication_pays",
     "dispatch_bytes",
     "expected_rows_per_token",
+    "rows_per_pair",
 ]

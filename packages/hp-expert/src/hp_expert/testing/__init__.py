@@ -1,0 +1,63 @@
+"""Prove a dispatcher, and count what makes the host wait.
+
+`check_dispatcher` runs everything that `hp_expert`'s own dispatchers must pass. It needs no test
+framework: every rank calls it, in processes or threads.
+"""
+
+from torch.distributed import ProcessGroup
+
+from hp_expert.testing.conformance import (
+    check_interleaving,
+    check_parity,
+    check_recompute,
+    check_reruns,
+    check_threads,
+)
+from hp_expert.testing.errors import DISAGREEMENTS, SPOILS, check_errors
+from hp_expert.testing.host_reads import host_reads
+from hp_expert.testing.problem import ROUTINGS, Case, MakeDispatcher
+
+__all__ = [
+    "DISAGREEMENTS",
+    "ROUTINGS",
+    "SPOILS",
+    "Case",
+    "MakeDispatcher",
+    "check_dispatcher",
+    "check_errors",
+    "check_interleaving",
+    "check_parity",
+    "check_recompute",
+    "check_reruns",
+    "check_threads",
+    "host_reads",
+]
+
+
+def check_dispatcher(
+    make: MakeDispatcher,
+    group: ProcessGroup,
+    case: Case | None = None,
+    *,
+    second_group: ProcessGroup | None = None,
+) -> None:
+    """Run all checks: every rank of the group calls it, and it returns or raises on every rank.
+
+    Args:
+        make: Makes a dispatcher for a group and a number of experts.
+        group: The ranks. Its time-out bounds how long a dispatcher that hangs is waited for.
+        case: Sizes, dtype, device and bound.
+        second_group: Another group of the same ranks, for two threads that run at once.
+
+    Raises:
+        AssertionError: If the dispatcher gives a wrong answer, or none where one process does, or
+            lets wrong input pass.
+        Exception: What the dispatcher itself raises.
+    """
+    case = case or Case()
+    check_parity(make, group, case)
+    check_reruns(make, group, case)
+    check_interleaving(make, group, case)
+    check_threads(make, group, case, second_group=second_group)
+    check_recompute(make, group, case)
+    check_errors(make, group, case)

@@ -1,0 +1,311 @@
+"""Checks that any dispatcher must pass, whatever moves its rows.
+
+Every function is called by all ranks of a group and returns on all of them, or raises an
+`AssertionError` on all of them that says what is wrong and where; what the dispatcher itself raises
+is passed on. A dispatcher that leaves ranks waiting for each other runs into the time-out of the
+group: give it a short one.
+"""
+
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
+
+from hp_expert.batch import ExpertBatch
+from hp_expert.dispatch import Dispatcher
+from hp_expert.testing.problem import (
+    ROUTINGS,
+    Answer,
+    Batch,
+    Case,
+    MakeDispatcher,
+    answer_of,
+    apply_experts,
+    batch_problems,
+    expected,
+    make_batch,
+    make_matrices,
+)
+from hp_platform import launch_all_to_all
+from hp_platform.testing import compare
+
+_DEFAULT = Case()
+
+
+def check_parity(
+    make: MakeDispatcher,
+    group: ProcessGroup,
+    case: Case = _DEFAULT,
+    *,
+    routings: Iterable[str] = tuple(ROUTINGS),
+) -> None:
+    """Outputs and all gradients are those of one process, for every routing in `ROUTINGS`.
+
+    With routing weights and without; what was dropped is exactly zero, in both directions.
+    """
+    dispatcher = make(group, case.num_experts)
+    for routing in routings:
+        for weighted in (True, False):
+            batch = make_batch(case, group.rank(), group.size(), routing=routing, weighted=weighted)
+            actual = run(dispatcher, batch, make_matrices(case, group.rank(), group.size()))
+            answers = expected(case, group.size(), routing=routing, weighted=weighted)
+            problems = _differences(actual, answers[group.rank()], case.largest_error)
+            problems += _not_zero(actual, batch)
+            where = f"{routing}, {'with' if weighted else 'without'} routing weights"
+            agree_on(problems, group, where=where, device=case.device)
+            settle(case, dispatcher)
+
+
+def check_reruns(make: MakeDispatcher, group: ProcessGroup, case: Case = _DEFAULT) -> None:
+    """The same batch gives the same bits again, from the same dispatcher and from another."""
+    dispatchers = [make(group, case.num_experts)] * 2 + [make(group, case.num_experts)]
+    first, *others = [_sequentially(d, _batches(case, group, 1), case, group) for d in dispatchers]
+    for other in others:
+        _agree_on_bits(other, first, group, case, where="a rerun")
+
+
+def check_interleaving(make: MakeDispatcher, group: ProcessGroup, case: Case = _DEFAULT) -> None:
+    """Batches between whose calls other batches come have the bits of batches on their own.
+
+    All are dispatched before the first is combined, and combined in another order; backwards run
+    in both orders.
+    """
+    dispatcher = make(group, case.num_experts)
+    alone = _sequentially(dispatcher, _batches(case, group, 3), case, group)
+    for backward_order in ((0, 1, 2), (2, 1, 0)):
+        batches, matrices = _batches(case, group, 3), _matrices(case, group)
+        flights = [dispatcher.prepare(b.x, b.experts, b.weights) for b in batches]
+        flights = [dispatcher.launch_dispatch(*flight) for flight in flights]
+        outs = [apply_experts(dispatcher.finish_dispatch(*f), matrices) for f in flights]
+        ys: dict[int, Tensor] = {}
+        for i in (1, 0, 2):
+            state = flights[i][1]
+            ys[i] = dispatcher.finish_combine(dispatcher.launch_combine(outs[i], state), state)
+        answers = {i: answer_of(batches[i], matrices, ys[i]) for i in backward_order}
+        together = [answers[i] for i in range(3)]
+        _agree_on_bits(together, alone, group, case, where="interleaved batches")
+        settle(case, dispatcher)
+
+
+def check_threads(
+    make: MakeDispatcher,
+    group: ProcessGroup,
+    case: Case = _DEFAULT,
+    *,
+    second_group: ProcessGroup | None = None,
+) -> None:
+    """Calls may come from any thread, and a backward may run between the calls of a forward.
+
+    With a second group of the same ranks, two threads run batches truly at the same time, each
+    with a dispatcher and a group of its own.
+    """
+    dispatcher = make(group, case.num_experts)
+    alone = _sequentially(dispatcher, _batches(case, group, 2), case, group)
+    batches, matrices = _batches(case, group, 2), _matrices(case, group)
+    first, second = (_Flight(dispatcher, batch, matrices) for batch in batches)
+    for step in _Flight.STEPS:
+        _in_thread(partial(getattr(second, step)))
+    answers: dict[int, Answer] = {}
+    for step in _Flight.STEPS:
+        if step == "finish_dispatch":  # between launch and finish, in another thread
+            _in_thread(lambda: answers.update({1: second.backward()}))
+        _in_thread(partial(getattr(first, step)))
+    answers[0] = first.backward()
+    crossed = [answers[0], answers[1]]
+    _agree_on_bits(crossed, alone, group, case, where="calls from several threads")
+    if second_group is not None:
+        _check_concurrency(dispatcher, make(second_group, case.num_experts), group, case, alone)
+    settle(case, dispatcher)
+
+
+def check_recompute(make: MakeDispatcher, group: ProcessGroup, case: Case = _DEFAULT) -> None:
+    """A forward that `torch.utils.checkpoint` recomputes in backward has the same bits."""
+    dispatcher = make(group, case.num_experts)
+    alone = _sequentially(dispatcher, _batches(case, group, 2), case, group)
+    for reentrant in (False, True):
+        batches, matrices = _batches(case, group, 2), _matrices(case, group)
+        ys = [_checkpointed(dispatcher, batch, matrices, reentrant) for batch in batches]
+        answers = [answer_of(b, matrices, y) for b, y in zip(batches, ys, strict=True)]
+        where = f"recompute, use_reentrant={reentrant}"
+        _agree_on_bits(answers, alone, group, case, where=where)
+        settle(case, dispatcher)
+
+
+def run(dispatcher: Dispatcher[Any], batch: Batch, matrices: Tensor) -> Answer:
+    """Send a batch through all calls, with a look at what arrives, and take the gradients."""
+    flight = _Flight(dispatcher, batch, matrices)
+    for step in _Flight.STEPS:
+        getattr(flight, step)()
+    return flight.backward()
+
+
+class _Flight:
+    """One batch on its way, one call after the other."""
+
+    STEPS = (
+        "prepare",
+        "launch_dispatch",
+        "finish_dispatch",
+        "compute",
+        "launch_combine",
+        "finish_combine",
+    )
+
+    def __init__(self, dispatcher: Dispatcher[Any], batch: Batch, matrices: Tensor) -> None:
+        self.dispatcher, self.batch, self.matrices = dispatcher, batch, matrices
+        self.rows, self.state, self.arrived = torch.empty(0), None, _NOTHING
+        self.problems: list[str] = []
+
+    def prepare(self) -> None:
+        batch = self.batch
+        self.rows, self.state = self.dispatcher.prepare(batch.x, batch.experts, batch.weights)
+
+    def launch_dispatch(self) -> None:
+        self.rows, self.state = self.dispatcher.launch_dispatch(self.rows, self.state)
+
+    def finish_dispatch(self) -> None:
+        self.arrived = self.dispatcher.finish_dispatch(self.rows, self.state)
+
+    def compute(self) -> None:
+        self.problems += batch_problems(self.arrived, num_local=len(self.matrices))
+        self.rows = apply_experts(self.arrived, self.matrices)
+
+    def launch_combine(self) -> None:
+        self.rows = self.dispatcher.launch_combine(self.rows, self.state)
+
+    def finish_combine(self) -> None:
+        self.rows = self.dispatcher.finish_combine(self.rows, self.state)
+
+    def backward(self) -> Answer:
+        return answer_of(self.batch, self.matrices, self.rows, problems=self.problems)
+
+
+_NOTHING = ExpertBatch(torch.empty(0, 0), None, torch.empty(0), (), torch.empty(0))
+
+
+def agree_on(
+    problems: list[str], group: ProcessGroup, *, where: str, device: torch.device | str
+) -> None:
+    """Raise on all ranks what is wrong on any."""
+    told = torch.full((group.size(), 1), len(problems), device=device)
+    found = launch_all_to_all(told, group=group).wait().flatten().tolist()
+    if problems:
+        raise AssertionError(f"rank {group.rank()}, {where}: {'; '.join(problems)}")
+    if any(found):
+        failed = [rank for rank, count in enumerate(found) if count]
+        raise AssertionError(f"rank {group.rank()}, {where}: ranks {failed} found errors")
+
+
+def settle(case: Case, dispatcher: Dispatcher[Any]) -> None:
+    """Let a dispatcher raise what it found out late."""
+    if case.settle is not None:
+        case.settle(dispatcher)
+
+
+def _batches(case: Case, group: ProcessGroup, count: int) -> list[Batch]:
+    """Batches of various routing, so that one's state does not fit another."""
+    kinds = ("random", "some slots dropped", "random")
+    return [
+        make_batch(case, group.rank(), group.size(), routing=kinds[i], seed=i) for i in range(count)
+    ]
+
+
+def _matrices(case: Case, group: ProcessGroup) -> Tensor:
+    return make_matrices(case, group.rank(), group.size())
+
+
+def _sequentially(
+    dispatcher: Dispatcher[Any], batches: list[Batch], case: Case, group: ProcessGroup
+) -> list[Answer]:
+    matrices = _matrices(case, group)
+    answers = [run(dispatcher, batch, matrices) for batch in batches]
+    settle(case, dispatcher)
+    return answers
+
+
+def _checkpointed(
+    dispatcher: Dispatcher[Any], batch: Batch, matrices: Tensor, reentrant: bool
+) -> Tensor:
+    def layer(x: Tensor, weights: Tensor, held: Tensor) -> Tensor:
+        state: Any
+        rows, state = dispatcher.prepare(x, batch.experts, weights)
+        rows, state = dispatcher.launch_dispatch(rows, state)
+        out = apply_experts(dispatcher.finish_dispatch(rows, state), held)
+        return dispatcher.finish_combine(dispatcher.launch_combine(out, state), state)
+
+    y: Tensor = checkpoint(layer, batch.x, batch.weights, matrices, use_reentrant=reentrant)
+    return y
+
+
+def _check_concurrency(
+    first: Dispatcher[Any],
+    second: Dispatcher[Any],
+    group: ProcessGroup,
+    case: Case,
+    alone: list[Answer],
+) -> None:
+    batches, matrices = _batches(case, group, 2), _matrices(case, group)
+    answers: dict[int, Answer] = {}
+
+    def work(i: int, dispatcher: Dispatcher[Any]) -> None:
+        for _ in range(5):
+            answers[i] = run(dispatcher, batches[i], matrices)
+
+    _in_threads([partial(work, 0, first), partial(work, 1, second)])
+    together = [answers[0], answers[1]]
+    _agree_on_bits(together, alone, group, case, where="two threads at once")
+
+
+def _in_thread(work: Callable[[], Any]) -> None:
+    _in_threads([work])
+
+
+def _in_threads(works: list[Callable[[], Any]]) -> None:
+    """Run each in a thread of its own; raise what the first of them raised."""
+    errors: list[BaseException] = []
+
+    def guarded(work: Callable[[], Any]) -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001  # raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _agree_on_bits(
+    actual: list[Answer], alone: list[Answer], group: ProcessGroup, case: Case, *, where: str
+) -> None:
+    problems = [problem for answer in actual for problem in answer.problems]
+    for i, (mine, theirs) in enumerate(zip(actual, alone, strict=True)):
+        for name, tensor in theirs.tensors().items():
+            if not torch.equal(mine.tensors()[name], tensor):
+                problems.append(f"{name} of batch {i} has other bits than the batch on its own")
+    agree_on(problems, group, where=where, device=case.device)
+
+
+def _differences(actual: Answer, answer: Answer, bound: float) -> list[str]:
+    comparison = compare(actual.tensors(), answer.tensors(), bound=bound)
+    return [*actual.problems, *([] if comparison.ok else [str(comparison)])]
+
+
+def _not_zero(actual: Answer, batch: Batch) -> list[str]:
+    """What of the dropped slots is not exactly zero."""
+    dropped, problems = batch.experts < 0, []
+    if actual.dweights is not None and actual.dweights.where(dropped, 0).any():
+        problems.append("gradients of the weights of dropped slots must be exactly zero")
+    nowhere = dropped.all(1, keepdim=True)
+    if actual.y.where(nowhere, 0).any() or actual.dx.where(nowhere, 0).any():
+        problems.append("outputs and gradients of tokens that go nowhere must be exactly zero")
+    return problems
