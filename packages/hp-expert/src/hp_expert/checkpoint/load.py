@@ -1,0 +1,199 @@
+"""Reading this rank's experts, and nothing else, from safetensors files.
+
+Shape symbols: E experts, R rows (out), C columns (in).
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from hp_expert.checkpoint.names import BIASES, PROJECTIONS, ExpertNames
+from hp_expert.checkpoint.parts import StackedPart, keys_of, pieces, stacked_parts
+from hp_platform import agree
+
+_DTYPES = ("F64", "F32", "BF16", "F16")
+_SHOWN = 3
+
+
+class _Read(NamedTuple):
+    """One slice of a file and where it goes."""
+
+    destination: Tensor
+    key: str
+    where: tuple[slice, ...]
+
+
+def load_experts(
+    target: nn.Module | Mapping[str, StackedPart],
+    files: str | Path | Iterable[str | Path],
+    *,
+    names: ExpertNames | None = None,
+    group: ProcessGroup | None,
+) -> None:
+    """Load the experts of this rank from safetensors files, in place.
+
+    Reads the slices of this rank straight into its storage, one projection of one expert at a
+    time. Values are cast to the dtype of the parameter. A checkpoint may have an expert's
+    projections one by one or stacked (`gate_up_proj`).
+
+    Args:
+        target: A module with experts, sharded in any way; or parts by name, for tensors whose
+            place is known to the caller alone.
+        files: A directory of safetensors files, or the files.
+        names: Of the checkpoint; see `expert_names`.
+        group: CPU group of the ranks that call together, all of which raise if one does; None: this
+            rank is alone.
+
+    Raises:
+        ValueError: On every rank and before any parameter is changed: if an expert is missing, too
+            many or of another shape or kind; the message names it.
+        hp_platform.PeerError: If that, or reading, failed on another rank.
+        ImportError: If safetensors is not installed.
+    """
+    names = names or ExpertNames()
+    with ExitStack() as stack:
+        reads: list[tuple[Any, _Read]] = []
+        error: Exception | None = None
+        try:
+            parts = stacked_parts(target) if isinstance(target, nn.Module) else dict(target)
+            found = _open(_paths(files), stack)
+            reads = [(found[read.key], read) for read in _plan(parts, found, names)]
+        except (ValueError, OSError, ImportError) as raised:
+            error = raised
+        agree_or_raise(error, group, "experts are loaded")
+        error = None
+        try:
+            with torch.no_grad():
+                for file, read in reads:
+                    values: Tensor = file.get_slice(read.key)[read.where]
+                    read.destination.copy_(values.view(read.destination.shape))
+        except (RuntimeError, OSError) as raised:
+            error = raised
+        agree_or_raise(error, group, "loaded experts are used")
+
+
+def agree_or_raise(error: Exception | None, group: ProcessGroup | None, where: str) -> None:
+    """Let all ranks of the group raise if one has an error; without a group, raise it here."""
+    if group is not None:
+        agree(error, group=group, where=where)
+    elif error is not None:
+        raise error
+
+
+def safetensors() -> Any:
+    """Import safetensors, which is optional."""
+    try:
+        return import_module("safetensors")
+    except ImportError:
+        raise ImportError(
+            "checkpoints need safetensors: pip install 'hp-expert[checkpoint]'"
+        ) from None
+
+
+def _paths(files: str | Path | Iterable[str | Path]) -> list[Path]:
+    if not isinstance(files, str | Path):
+        return [Path(file) for file in files]
+    found = sorted(Path(files).glob("*.safetensors"))
+    if not found:
+        raise ValueError(f"files ({files}) must be a directory with *.safetensors files")
+    return found
+
+
+def _open(paths: Iterable[Path], stack: ExitStack) -> dict[str, Any]:
+    """Open files, of which only the headers are read; return the file of each key."""
+    safe_open: Callable[..., Any] = safetensors().safe_open
+    found: dict[str, Any] = {}
+    for path in paths:
+        file = stack.enter_context(safe_open(path, framework="pt"))
+        found |= dict.fromkeys(file.keys(), file)
+    return found
+
+
+def _plan(
+    parts: Mapping[str, StackedPart], found: Mapping[str, Any], names: ExpertNames
+) -> list[_Read]:
+    """Check everything and return what this rank reads."""
+    reads: list[_Read] = []
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name, part in parts.items():
+        if part.local.is_meta:
+            raise ValueError(f"{name} must have memory (model.to_empty) before it is loaded")
+        path, _, stacked = name.rpartition(".")
+        bias = stacked in BIASES
+        key = names.stacked_key(path, PROJECTIONS[stacked][0], bias=bias)
+        if names.is_stacked or key in found:
+            wanted[key] = _whole_shape(stacked, part)
+            reads += _stacked_reads(key, stacked, part)
+        else:
+            wanted |= keys_of(name, part, names)
+            reads += [
+                _Read(
+                    p.destination,
+                    names.expert_key(path, p.expert, p.projection, bias=bias),
+                    p.where,
+                )
+                for p in pieces(stacked, part)
+            ]
+    _require_wanted(wanted, found)
+    _require_no_others(parts, wanted, found, names)
+    return reads
+
+
+def _whole_shape(stacked: str, part: StackedPart) -> tuple[int, ...]:
+    """Shape of the stacked tensor of a file from which a part is read."""
+    E, R, *columns = part.shape
+    is_half = PROJECTIONS[stacked] in (("gate",), ("up",))
+    return (E, 2 * R if is_half else R, *columns)
+
+
+def _stacked_reads(key: str, stacked: str, part: StackedPart) -> Iterator[_Read]:
+    """Read from a tensor that has all experts, gate rows before up rows."""
+    for piece in pieces(stacked, part):
+        rows, *columns = piece.where
+        shift = piece.shape[0] if piece.projection == "up" else 0
+        where = (
+            slice(piece.expert, piece.expert + 1),
+            slice(rows.start + shift, rows.stop + shift),
+            *columns,
+        )
+        yield _Read(piece.destination, key, where)
+
+
+def _require_wanted(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, Any]) -> None:
+    missing = [key for key in wanted if key not in found]
+    if missing:
+        raise ValueError(f"files must contain {_listed(missing)}")
+    for key, shape in wanted.items():
+        header = found[key].get_slice(key)
+        if tuple(header.get_shape()) != shape:
+            raise ValueError(f"shape of {key} {tuple(header.get_shape())} must equal {shape}")
+        if header.get_dtype() not in _DTYPES:
+            raise ValueError(f"dtype of {key} ({header.get_dtype()}) must be one of {_DTYPES}")
+
+
+def _require_no_others(
+    parts: Mapping[str, StackedPart],
+    wanted: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, Any],
+    names: ExpertNames,
+) -> None:
+    """Refuse experts, and tensors of experts, that the modules do not have."""
+    paths = {names.file_key(name.rpartition(".")[0] + ".") for name in parts}
+    of_expert = re.compile(f"({'|'.join(map(re.escape, sorted(paths)))})[0-9]+\\.")
+    others = [key for key in found if key not in wanted and of_expert.match(key)]
+    if others:
+        raise ValueError(
+            f"files must not contain {_listed(others)}, which the module does not have"
+        )
+
+
+def _listed(keys: list[str]) -> str:
+    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return f"{', '.join(keys[:_SHOWN])}{more}"

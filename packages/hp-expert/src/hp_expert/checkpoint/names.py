@@ -1,0 +1,98 @@
+"""What the weights of experts are called: stacked in a module, one by one in a checkpoint.
+
+A module at `path` has stacked tensors, `path.gate_up_proj`; a checkpoint has a tensor for each
+expert and projection, `path.7.gate_proj.weight`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Projection = Literal["gate", "up", "down"]
+
+PROJECTIONS: dict[str, tuple[Projection, ...]] = {
+    "w1": ("gate",),
+    "w2": ("down",),
+    "w3": ("up",),
+    "b1": ("gate",),
+    "b2": ("down",),
+    "b3": ("up",),
+    "gate_up_proj": ("gate", "up"),
+    "down_proj": ("down",),
+    "gate_up_proj_bias": ("gate", "up"),
+    "down_proj_bias": ("down",),
+}
+"""The projections that a stacked tensor has among its rows, by its name."""
+BIASES = {"b1", "b2", "b3", "gate_up_proj_bias", "down_proj_bias"}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """How a family of checkpoints calls the projections of an expert.
+
+    Attributes:
+        gate: Name of the gate projection.
+        up: Of the up projection.
+        down: Of the down projection.
+        renamed: Parts of names as modules have them, and what the checkpoint has instead.
+        is_stacked: Whether the checkpoint has `gate_up_proj` and `down_proj`, stacked, instead.
+    """
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    renamed: tuple[tuple[str, str], ...] = ()
+    is_stacked: bool = False
+
+    def file_key(self, key: str) -> str:
+        """Return the name in a checkpoint of what is `key` in a module."""
+        for mine, theirs in self.renamed:
+            key = key.replace(mine, theirs)
+        return key
+
+    def module_key(self, key: str) -> str:
+        """Return the name in a module of what is `key` in a checkpoint."""
+        for mine, theirs in reversed(self.renamed):
+            key = key.replace(theirs, mine)
+        return key
+
+    def expert_key(self, path: str, expert: int, projection: Projection, *, bias: bool) -> str:
+        """Return the name of one projection of one expert in a checkpoint.
+
+        Args:
+            path: Of the module that has the stacked tensors.
+            expert: Its index among all experts.
+            projection: Which one.
+            bias: Of its bias instead of its weight.
+        """
+        kind = "bias" if bias else "weight"
+        return f"{self.file_key(path + '.')}{expert}.{getattr(self, projection)}.{kind}"
+
+    def stacked_key(self, path: str, projection: Projection, *, bias: bool) -> str:
+        """Return the name of a stacked tensor in a checkpoint that has them."""
+        name = "down_proj" if projection == "down" else "gate_up_proj"
+        return self.file_key(f"{path}.{name}{'_bias' if bias else ''}")
+
+
+_W123 = {"gate": "w1", "up": "w3", "down": "w2"}
+_MIXTRAL = ExpertNames(**_W123, renamed=((".mlp.", ".block_sparse_moe."),))  # type: ignore[arg-type]
+_GRANITE = ExpertNames(
+    renamed=(
+        (".experts.gate_up_proj", ".input_linear.weight"),
+        (".experts.down_proj", ".output_linear.weight"),
+        (".router.weight", ".router.layer.weight"),
+    ),
+    is_stacked=True,
+)
+_FAMILIES = {
+    **dict.fromkeys(("mixtral", "minimax", "minimax_m2", "phimoe"), _MIXTRAL),
+    **dict.fromkeys(("granitemoe", "granitemoeshared", "granitemoehybrid"), _GRANITE),
+    "lfm2_moe": ExpertNames(**_W123),  # type: ignore[arg-type]
+}
+
+
+def expert_names(model_type: str) -> ExpertNames:
+    """Return the names of a model type of transformers (`model.config.model_type`).
+
+    Types that are not known have the names of most: `path.7.gate_proj.weight`.
+    """
+    return _FAMILIES.get(model_type, ExpertNames())

@@ -1,0 +1,156 @@
+"""Which part of stacked tensors a rank has.
+
+Shape symbols: E experts, R rows (out), C columns (in).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hp_expert.checkpoint.names import BIASES, PROJECTIONS, ExpertNames, Projection
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackedPart:
+    """What one rank has of a stacked tensor: a box of it.
+
+    Attributes:
+        local: The values here, in the storage of the parameter; [E, R, C] or, of a bias, [E, R],
+            as far as they are here.
+        shape: Of the whole.
+        offset: Where the part begins in the whole.
+    """
+
+    local: Tensor
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse a part that is not inside the whole."""
+        ends = [o + n for o, n in zip(self.offset, self.local.shape, strict=True)]
+        if any(end > n for end, n in zip(ends, self.shape, strict=True)):
+            raise ValueError(
+                f"offset {self.offset} + local {tuple(self.local.shape)} must be inside shape "
+                f"{self.shape}"
+            )
+
+    @classmethod
+    def of(cls, tensor: Tensor, *, num_experts: int = 0, first_expert: int = 0) -> "StackedPart":
+        """Return what is here of a tensor.
+
+        Args:
+            tensor: A `DTensor` with any sharding, or a plain tensor of some experts.
+            num_experts: E, for a plain tensor; 0: all are here.
+            first_expert: Index of the first one of a plain tensor.
+        """
+        if not isinstance(tensor, DTensor):
+            whole = (num_experts or tensor.shape[0], *tensor.shape[1:])
+            offset = (first_expert, *(0 for _ in tensor.shape[1:]))
+            return cls(tensor.detach(), whole, offset)
+        [chunk] = tensor.__create_chunk_list__()
+        return cls(tensor.to_local().detach(), tuple(tensor.shape), tuple(chunk.offsets))
+
+
+class Piece(NamedTuple):
+    """One projection of one expert, as far as it is here.
+
+    Attributes:
+        destination: View of the part.
+        expert: Its index among all experts.
+        projection: Which one.
+        shape: Of the whole projection, [R, C] or [R].
+        where: Where the piece is in it.
+    """
+
+    destination: Tensor
+    expert: int
+    projection: Projection
+    shape: tuple[int, ...]
+    where: tuple[slice, ...]
+
+
+def pieces(name: str, part: StackedPart) -> Iterator[Piece]:
+    """Cut a part into projections of experts.
+
+    Args:
+        name: Of the stacked tensor, without the path of its module.
+        part: What is here of it.
+    """
+    projections = PROJECTIONS[name]
+    rows = part.shape[1] // len(projections)
+    first_row, last_row = part.offset[1], part.offset[1] + part.local.shape[1]
+    columns = [slice(o, o + n) for o, n in zip(part.offset[2:], part.local.shape[2:], strict=True)]
+    for local_expert in range(part.local.shape[0]):
+        for number, projection in enumerate(projections):
+            begin = max(first_row, number * rows)
+            end = min(last_row, (number + 1) * rows)
+            if begin >= end:
+                continue
+            yield Piece(
+                part.local[local_expert, begin - first_row : end - first_row],
+                part.offset[0] + local_expert,
+                projection,
+                (rows, *part.shape[2:]),
+                (slice(begin - number * rows, end - number * rows), *columns),
+            )
+
+
+def stacked_parts(module: nn.Module) -> dict[str, StackedPart]:
+    """Return what is here of all stacked tensors of a module, by name.
+
+    Args:
+        module: Contains `GroupedExperts`, or experts of a transformers model; spread over ranks or
+            not. Plain tensors must be a run of whole experts.
+
+    Raises:
+        ValueError: If it contains none.
+    """
+    found = {}
+    for path, experts, stacked in find_experts(module):
+        total, first = getattr(experts, "num_experts", 0), getattr(experts, "first_expert", 0)
+        for name in stacked:
+            parameter = experts.get_parameter(name)
+            key = f"{path}.{name}" if path else name
+            found[key] = StackedPart.of(parameter, num_experts=total, first_expert=first)
+    if not found:
+        raise ValueError(f"module ({type(module).__name__}) must contain experts")
+    return found
+
+
+def find_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
+    """Find the modules that have experts: path, module, names of its stacked tensors."""
+    for path, experts in module.named_modules():
+        own = {name: tuple(p.shape) for name, p in experts.named_parameters(recurse=False)}
+        stacked = stacked_names(own)
+        if stacked:
+            yield path, experts, stacked
+
+
+def stacked_names(shapes: dict[str, tuple[int, ...]]) -> list[str]:
+    """Return which of the tensors of one module are stacked tensors of experts, by their shapes."""
+    for required in ({"w1", "w2", "w3"}, {"gate_up_proj", "down_proj"}):
+        if all(len(shapes.get(name, ())) == 3 for name in required):
+            known = required | BIASES
+            return [n for n in shapes if n in known and len(shapes[n]) == (2 if n in BIASES else 3)]
+    return []
+
+
+def keys_of(name: str, part: StackedPart, names: ExpertNames) -> dict[str, tuple[int, ...]]:
+    """Return all keys that a checkpoint must have for a whole stacked tensor, and their shapes.
+
+    Args:
+        name: Path of the module and name of the stacked tensor.
+        part: Any part of it.
+        names: Of the checkpoint, which is not a stacked one.
+    """
+    path, _, stacked = name.rpartition(".")
+    projections, bias = PROJECTIONS[stacked], stacked in BIASES
+    rows = part.shape[1] // len(projections)
+    return {
+        names.expert_key(path, expert, projection, bias=bias): (rows, *part.shape[2:])
+        for expert in range(part.shape[0])
+        for projection in projections
+    }
