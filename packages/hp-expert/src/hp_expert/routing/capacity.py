@@ -12,9 +12,13 @@ from torch import Tensor
 DropPolicy = Literal["score", "position"]
 
 
-def expert_capacity(factor: Fraction, *, num_slots: int, num_experts: int) -> int:
-    """Return ceil(factor * num_slots / num_experts), exactly."""
-    return -(-factor.numerator * num_slots // (factor.denominator * num_experts))
+def expert_capacity(factor: float, *, num_slots: int, num_experts: int) -> int:
+    """Return ceil(factor * num_slots / num_experts) for the factor as it is written.
+
+    In floating point, 1.1 * 10 is a bit more than 11.
+    """
+    numerator, denominator = Fraction(str(factor)).as_integer_ratio()
+    return -(-numerator * num_slots // (denominator * num_experts))
 
 
 @torch.no_grad()

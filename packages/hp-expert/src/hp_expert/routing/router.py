@@ -5,7 +5,6 @@ Shape symbols: T tokens in sequences of S, E experts, K experts per token, D mod
 
 import math
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Literal, NamedTuple, Self, get_args
 
 import torch
@@ -119,9 +118,7 @@ class TopKRouter(nn.Module):
         self.scaling_factor = scaling_factor
         self.num_groups, self.num_limited_groups = num_groups, num_limited_groups
         self.group_score = group_score
-        # The number that was written: 1.1 is no more than eleven tenths.
-        self.capacity_factor = None if capacity_factor is None else Fraction(str(capacity_factor))
-        self.drop_policy = drop_policy
+        self.capacity_factor, self.drop_policy = capacity_factor, drop_policy
         _check(self)
         self.weight = nn.Parameter(torch.empty(num_experts, dim, device=device, dtype=dtype))
         empty = torch.empty(num_experts, device=device, dtype=dtype)
@@ -266,7 +263,7 @@ class TopKRouter(nn.Module):
         if self.num_limited_groups < self.num_groups:
             shown += f", groups={self.num_limited_groups} of {self.num_groups} ({self.group_score})"
         if self.capacity_factor is not None:
-            shown += f", capacity_factor={float(self.capacity_factor)} ({self.drop_policy})"
+            shown += f", capacity_factor={self.capacity_factor} ({self.drop_policy})"
         return shown
 
 
@@ -306,5 +303,5 @@ def _check(router: TopKRouter) -> None:
         )
     if limited < G and router.group_score == "top2_sum" and E // G < 2:
         raise ValueError(f"experts of a group ({E // G}) must be at least 2 for top2_sum")
-    if router.capacity_factor is not None and router.capacity_factor <= 0:
-        raise ValueError(f"capacity_factor ({float(router.capacity_factor)}) must be positive")
+    if router.capacity_factor is not None and not 0 < router.capacity_factor < math.inf:
+        raise ValueError(f"capacity_factor ({router.capacity_factor}) must be positive and finite")
