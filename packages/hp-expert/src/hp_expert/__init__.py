@@ -13,13 +13,17 @@ from hp_expert.checkpoint import (
 )
 from hp_expert.dispatch import (
     AllToAllDispatcher,
+    BoundedAllToAllDispatcher,
+    BufferOverflowError,
     DispatchBytes,
     Dispatcher,
     DispatchState,
     LocalDispatcher,
+    RunAhead,
     deduplication_pays,
     dispatch_bytes,
     expected_rows_per_token,
+    rows_per_pair,
 )
 from hp_expert.experts import GroupedExperts, routed_swiglu
 from hp_expert.moe import MoE
@@ -48,6 +52,8 @@ from hp_expert.styles import (
 __all__ = [
     "AllToAllDispatcher",
     "BaseExpertParallel",
+    "BoundedAllToAllDispatcher",
+    "BufferOverflowError",
     "DispatchBytes",
     "DispatchState",
     "Dispatcher",
@@ -61,6 +67,7 @@ __all__ = [
     "MoE",
     "Permutation",
     "Routing",
+    "RunAhead",
     "StackedPart",
     "TensorParallel",
     "TopKRouter",
@@ -78,6 +85,7 @@ __all__ = [
     "register_correction_bias_update",
     "routed_swiglu",
     "router_z_loss",
+    "rows_per_pair",
     "save_experts",
     "save_routing",
     "sequence_balance_loss",
