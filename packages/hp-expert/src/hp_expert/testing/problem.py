@@ -151,7 +151,7 @@ def make_matrices(case: Case, rank: int, num_ranks: int) -> Tensor:
     generator = torch.Generator().manual_seed(77)
     shape = (case.num_experts, case.dim, case.dim)
     drawn = torch.randn(shape, generator=generator, dtype=torch.float64) / case.dim**0.5
-    mine = drawn.chunk(num_ranks)[rank]
+    mine: Tensor = drawn.chunk(num_ranks)[rank]
     return mine.to(case.device, case.dtype, copy=True).requires_grad_()
 
 
