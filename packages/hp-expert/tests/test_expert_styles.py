@@ -1,7 +1,6 @@
 """Spreading experts over ranks: which rank keeps what, by whose hand, and what is refused."""
 
 import copy
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hp_expert import (
@@ -16,6 +16,7 @@ from hp_expert import (
     BaseExpertParallel,
     ExpertBatch,
     ExpertParallel,
+    ExpertRanks,
     GroupedExperts,
     LocalDispatcher,
     MoE,
@@ -89,7 +90,8 @@ def by_plan() -> float:
     expected = model(x)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     parallelize_module(model, mesh["ep"], {"layers.*.experts": ExpertParallel()})
-    assert all(p.shape[0] == 4 for n, p in model.named_parameters() if "experts" in n)
+    experts = [p for n, p in model.named_parameters() if "experts" in n]
+    assert all(isinstance(p, DTensor) and p.to_local().shape[0] == 4 for p in experts)
     return float((model(x) - expected).abs().max())
 
 
@@ -165,11 +167,12 @@ def test_a_copied_module_shares_the_group() -> None:
     run_in_threads(rank_main, world_size=2)
 
 
-@dataclass
 class Recording(ExpertParallel):
     """A style of one's own that looks at what passes."""
 
-    seen: list[str] = field(default_factory=list)
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
 
     def dispatch(
         self,
@@ -177,19 +180,19 @@ class Recording(ExpertParallel):
         experts: Tensor,
         weights: Tensor | None,
         *,
-        group: dist.ProcessGroup,
+        ranks: ExpertRanks,
         num_experts: int,
     ) -> tuple[ExpertBatch, Any]:
         self.seen.append("dispatch")
-        batch, state = super().dispatch(x, experts, weights, group=group, num_experts=num_experts)
+        batch, state = super().dispatch(x, experts, weights, ranks=ranks, num_experts=num_experts)
         return batch, (state, "mine")
 
     def combine(
-        self, y: Tensor, state: Any, *, group: dist.ProcessGroup, num_experts: int
+        self, y: Tensor, state: Any, *, ranks: ExpertRanks, num_experts: int
     ) -> Tensor:
         self.seen.append("combine")
         assert state[1] == "mine"
-        return super().combine(y, state[0], group=group, num_experts=num_experts)
+        return super().combine(y, state[0], ranks=ranks, num_experts=num_experts)
 
 
 def test_a_style_of_ones_own_overrides_dispatch_and_combine() -> None:
@@ -208,8 +211,8 @@ def test_a_style_of_ones_own_overrides_dispatch_and_combine() -> None:
 class Replicated(BaseExpertParallel):
     """All experts on every rank: nothing is partitioned, nothing travels."""
 
-    def partition(self, experts: GroupedExperts, group: dist.ProcessGroup) -> None:
-        del experts, group
+    def partition(self, experts: GroupedExperts, ranks: ExpertRanks) -> None:
+        del experts, ranks
 
     def dispatch(
         self,
@@ -217,18 +220,18 @@ class Replicated(BaseExpertParallel):
         experts: Tensor,
         weights: Tensor | None,
         *,
-        group: dist.ProcessGroup,
+        ranks: ExpertRanks,
         num_experts: int,
     ) -> tuple[ExpertBatch, Any]:
-        del group
+        del ranks
         local = LocalDispatcher(num_experts)
         rows, state = local.prepare(x, experts, weights)
         return local.finish_dispatch(rows, state), None
 
     def combine(
-        self, y: Tensor, state: Any, *, group: dist.ProcessGroup, num_experts: int
+        self, y: Tensor, state: Any, *, ranks: ExpertRanks, num_experts: int
     ) -> Tensor:
-        del state, group, num_experts
+        del state, ranks, num_experts
         return y
 
 

@@ -87,6 +87,28 @@ class AllToAllDispatcher:
         self, x: Tensor, experts: Tensor, weights: Tensor | None = None
     ) -> tuple[Tensor, DispatchState]:
         """Sort and gather while counts are exchanged; see `Dispatcher.prepare`."""
+        rows, state, _ = self.prepare_slice(x, experts, weights)
+        return rows, state
+
+    def prepare_slice(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor | None = None,
+        *,
+        slices: ProcessGroup | None = None,
+        num_tokens: int = 0,
+    ) -> tuple[Tensor, DispatchState, list[Heard]]:
+        """`prepare` for one slice of the tokens, and what was heard about every slice.
+
+        Args:
+            x: The slice of this rank; see `Dispatcher.prepare`.
+            experts: Likewise.
+            weights: Likewise.
+            slices: Ranks that have the other slices of the same tokens, in order; None: there is
+                one. Those of any two of them must exchange with the same ranks here.
+            num_tokens: How many the slices have together, if all ranks of `slices` know.
+        """
         W, L = self.group.size(), self.num_experts // self.group.size()
         error, plan, header = input_error(x, experts, weights), None, Header.failed()
         if error is None:
@@ -96,16 +118,28 @@ class AllToAllDispatcher:
             )
             plan = _count(experts, num_ranks=W, num_local=L, shared=shared)
         told = announcement(
-            header, *(plan or (None, None)), num_ranks=W, num_local=L, device=x.device
+            header,
+            *(plan or (None, None)),
+            num_ranks=W,
+            num_local=L,
+            num_tokens=num_tokens,
+            device=x.device,
         )
+        told = _with_other_slices(told, slices)
         exchange = launch_all_to_all(told, group=self.group)
         ahead = None if plan is None else _sort_and_gather(x, *plan, num_local=L)
         heard = listen(told, exchange, num_local=L)
-        if error is None and heard.num_invalid:
-            error = invalid_experts(heard.num_invalid, self.num_experts)
-        raise_together(error, header, heard.verdicts, group=self.group, device=x.device)
+        mine = heard[0 if slices is None else slices.rank()]
+        if error is None and mine.num_invalid:
+            error = invalid_experts(mine.num_invalid, self.num_experts)
+        verdicts = [
+            v for of_rank in zip(*(h.verdicts for h in heard), strict=True) for v in of_rank
+        ]
+        raise_together(error, header, verdicts, group=self.group, device=x.device)
         assert ahead is not None  # or an error was raised
-        return _prepared(x, weights, ahead, heard)
+        # Slices meet again as one batch, so their rows have the same number of slots.
+        most = max(h.most for h in heard)
+        return *_prepared(x, weights, ahead, mine._replace(most=most)), heard
 
     def launch_dispatch(self, rows: Tensor, state: DispatchState) -> tuple[Tensor, DispatchState]:
         """Launch the exchange of rows, and before it that of what is told about them."""
@@ -147,6 +181,15 @@ class AllToAllDispatcher:
             input_splits=splits.input_splits,
             group=self.group,
         )
+
+
+def _with_other_slices(told: Tensor, slices: ProcessGroup | None) -> Tensor:
+    """What this rank would tell for all slices of its tokens: [W, B] to [W, Z, B]."""
+    if slices is None:
+        return told.unsqueeze(1)
+    W, num_slices = told.shape[0], slices.size()
+    everyone = launch_all_to_all(told.repeat(num_slices, 1), group=slices).wait()
+    return everyone.view(num_slices, W, -1).transpose(0, 1).contiguous()
 
 
 class _Ahead(NamedTuple):

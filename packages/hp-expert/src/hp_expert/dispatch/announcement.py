@@ -2,9 +2,11 @@
 
 Note [Blocks of one size]. Ranks that were given different numbers of experts, or of anything else,
 must find out, not wait for each other: so every rank tells every other a block of numbers that
-begins with its header and has the same size for up to 252 local experts (and for up to 508, ...).
+begins with its header and has the same size for up to 251 local experts (and for up to 507, ...).
 
-Shape symbols: W ranks, L local experts, B numbers in a block.
+Where tokens were cut into slices first, a rank speaks for all slices of its tokens.
+
+Shape symbols: W ranks, Z slices, L local experts, B numbers in a block.
 """
 
 from typing import NamedTuple
@@ -17,9 +19,10 @@ from hp_expert.dispatch.counts import SlotCounts, read_exchange
 from hp_expert.dispatch.deduplicated import Destinations
 from hp_platform import Pending
 
-# A block: code of the header, slots with experts that do not exist, rows if they are deduplicated,
-# most slots of such a row, then the slots of each of the receiver's experts.
-CODE, INVALID, ROWS, MOST, COUNTS = range(5)
+# A block: code of the header, slots with experts that do not exist, tokens before they were cut
+# into slices, rows if they are deduplicated, most slots of such a row, then the slots of each of
+# the receiver's experts.
+CODE, INVALID, TOKENS, ROWS, MOST, COUNTS = range(6)
 _GRAIN = 256
 
 
@@ -36,11 +39,12 @@ class Volume(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """What all ranks told this one, and it told them.
+    """What all ranks told this one, and it told them, about one slice.
 
     Attributes:
         num_invalid: Slots of this rank whose experts do not exist.
         verdicts: From each rank: code of its header, invalid slots.
+        tokens: Of each rank before they were cut into slices; 0 if they were not.
         slots: Slots sent and received.
         rows: Rows sent and received, if they are deduplicated.
         counts: Slots of each local expert.
@@ -50,6 +54,7 @@ class Heard(NamedTuple):
 
     num_invalid: int
     verdicts: list[list[int]]
+    tokens: tuple[int, ...]
     slots: Volume
     rows: Volume
     counts: tuple[int, ...]
@@ -64,6 +69,7 @@ def announcement(
     *,
     num_ranks: int,
     num_local: int,
+    num_tokens: int = 0,
     device: torch.device,
 ) -> Tensor:
     """Return the block for each rank, int64 [W, B].
@@ -74,10 +80,12 @@ def announcement(
         where: Its rows, if they are deduplicated.
         num_ranks: W.
         num_local: L.
+        num_tokens: Before they were cut into slices, if they were.
         device: Of the result.
     """
     size = -(-(COUNTS + num_local) // _GRAIN) * _GRAIN
     told = torch.full((num_ranks, size), header.code, device=device)
+    told[:, TOKENS] = num_tokens
     if counted is not None:
         num_experts = num_ranks * num_local
         told[:, INVALID] = counted.counts[num_experts + 1]
@@ -87,15 +95,27 @@ def announcement(
     return told
 
 
-def listen(told: Tensor, exchange: Pending[Tensor], *, num_local: int) -> Heard:
-    """Wait for the blocks of the others and read all of them on the host."""
+def listen(told: Tensor, exchange: Pending[Tensor], *, num_local: int) -> list[Heard]:
+    """Wait for the blocks of the others [W, Z, B] and read all of them on the host, by slice."""
     heard, mine, theirs = read_exchange(told, exchange, num_columns=COUNTS + num_local)
+    return [
+        _of_slice(
+            [blocks[z] for blocks in mine],
+            [blocks[z] for blocks in theirs],
+            heard[:, z, COUNTS : COUNTS + num_local],
+        )
+        for z in range(told.shape[1])
+    ]
+
+
+def _of_slice(mine: list[list[int]], theirs: list[list[int]], counts_WL: Tensor) -> Heard:
     return Heard(
         num_invalid=mine[0][INVALID],
         verdicts=[[block[CODE], block[INVALID]] for block in theirs],
+        tokens=tuple(block[TOKENS] for block in theirs),
         slots=Volume(*(tuple(sum(block[COUNTS:]) for block in side) for side in (mine, theirs))),
         rows=Volume(*(tuple(block[ROWS] for block in side) for side in (mine, theirs))),
         counts=tuple(map(sum, zip(*(block[COUNTS:] for block in theirs), strict=True))),
         most=max(block[MOST] for block in theirs),
-        counts_by_rank=heard[:, COUNTS : COUNTS + num_local],
+        counts_by_rank=counts_WL,
     )

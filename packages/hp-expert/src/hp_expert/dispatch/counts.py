@@ -66,20 +66,20 @@ def read_exchange(
     the current stream was given since, such as the gather of the rows.
 
     Args:
-        told: What was sent [W, B].
+        told: What was sent [W, ..., B].
         exchange: Of it.
-        num_columns: How many of each row to read.
+        num_columns: How many of each block to read.
 
     Returns:
         What was heard on the device; what was told and what was heard on the host.
     """
     if told.device.type != "cuda":
         heard = exchange.wait()
-        return heard, *read_host(torch.stack([told[:, :num_columns], heard[:, :num_columns]]))
+        return heard, *read_host(torch.stack([told[..., :num_columns], heard[..., :num_columns]]))
     done, stream = Event(told.device), torch.cuda.Stream(told.device)
     with use_stream(stream):
         heard = exchange.wait()
-        both = torch.stack([told[:, :num_columns], heard[:, :num_columns]])
+        both = torch.stack([told[..., :num_columns], heard[..., :num_columns]])
         on_host = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
         on_host.copy_(both, non_blocking=True)
         done.record(stream)

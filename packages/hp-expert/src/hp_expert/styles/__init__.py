@@ -2,5 +2,14 @@
 
 from hp_expert.styles.base import BaseExpertParallel
 from hp_expert.styles.expert_parallel import ExpertParallel
+from hp_expert.styles.expert_tensor_parallel import ExpertTensorParallel
+from hp_expert.styles.ranks import ExpertRanks
+from hp_expert.styles.tensor_parallel import TensorParallel
 
-__all__ = ["BaseExpertParallel", "ExpertParallel"]
+__all__ = [
+    "BaseExpertParallel",
+    "ExpertParallel",
+    "ExpertRanks",
+    "ExpertTensorParallel",
+    "TensorParallel",
+]

@@ -1,52 +1,48 @@
 """Experts in equal runs, one run per rank."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
-from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from hp_expert.experts import GroupedExperts
-from hp_expert.styles.base import BaseExpertParallel
+from hp_expert.styles.base import DispatchedParallel
+from hp_expert.styles.ranks import ExpertRanks
+from hp_expert.styles.sharding import keep_part, require_divisible
 
 
-class ExpertParallel(BaseExpertParallel):
-    """Each rank keeps an equal run of the experts; rows travel by all-to-all."""
+class ExpertParallel(DispatchedParallel):
+    """Each rank keeps an equal run of the experts; rows travel to them.
 
-    def partition(self, experts: GroupedExperts, group: ProcessGroup) -> None:
-        """Keep experts r * L .. (r + 1) * L - 1 on rank r, L = num_experts / size of the group."""
-        num_local = experts.num_experts // group.size()
-        first = group.rank() * num_local
-        for name, parameter in list(experts.named_parameters(recurse=False)):
-            # A copy, so that the whole parameter can be freed.
-            mine = parameter.detach()[first : first + num_local].clone()
-            setattr(experts, name, nn.Parameter(mine, requires_grad=parameter.requires_grad))
-        experts.first_expert = first
+    Args:
+        deduplicate: Whether a token is sent to a rank once, however many of its experts live
+            there; see `AllToAllDispatcher`.
+        dispatcher: Makes the dispatcher, from the group and the number of experts, if it is to be
+            another one than `AllToAllDispatcher`.
+    """
 
-    def dispatch(
+    def __init__(
         self,
-        x: Tensor,
-        experts: Tensor,
-        weights: Tensor | None,
         *,
-        group: ProcessGroup,
-        num_experts: int,
-    ) -> tuple[ExpertBatch, Any]:
-        """Exchange rows; see `BaseExpertParallel.dispatch`."""
-        dispatcher = AllToAllDispatcher(group, num_experts)
-        rows, state = dispatcher.launch_dispatch(*dispatcher.prepare(x, experts, weights))
-        return dispatcher.finish_dispatch(rows, state), state
+        deduplicate: bool | Literal["auto"] = "auto",
+        dispatcher: Callable[[ProcessGroup, int], Dispatcher[Any]] | None = None,
+    ) -> None:
+        self.deduplicate, self.dispatcher = deduplicate, dispatcher
 
-    def combine(self, y: Tensor, state: Any, *, group: ProcessGroup, num_experts: int) -> Tensor:
-        """Exchange back and sum; see `BaseExpertParallel.combine`."""
-        dispatcher = AllToAllDispatcher(group, num_experts)
-        return dispatcher.finish_combine(dispatcher.launch_combine(y, state), state)
+    def validate(self, experts: GroupedExperts, ranks: ExpertRanks) -> None:
+        """Refuse experts that cannot be cut into equal parts."""
+        require_divisible(experts, ranks)
 
-    def make_dispatcher(self, experts: GroupedExperts, group: ProcessGroup) -> Dispatcher[Any]:
-        """Return a dispatcher of four calls, or of two if a subclass overrides one of them."""
-        dispatcher = AllToAllDispatcher(group, experts.num_experts)
-        kind = type(self)
-        if (kind.dispatch, kind.combine) != (ExpertParallel.dispatch, ExpertParallel.combine):
-            return super().make_dispatcher(experts, group)
-        return LocalDispatcher(experts.num_experts) if group.size() == 1 else dispatcher
+    def partition(self, experts: GroupedExperts, ranks: ExpertRanks) -> None:
+        """Keep experts r * L .. (r + 1) * L - 1 on rank r, L = num_experts / size of the group."""
+        keep_part(experts, ranks)
+
+    def own_dispatcher(self, ranks: ExpertRanks, num_experts: int) -> Dispatcher[Any]:
+        """Return what exchanges rows; a group of one exchanges nothing."""
+        assert ranks.ep is not None
+        if self.dispatcher is not None:
+            return self.dispatcher(ranks.ep, num_experts)
+        if ranks.ep_size == 1:
+            return LocalDispatcher(num_experts)
+        return AllToAllDispatcher(ranks.ep, num_experts, deduplicate=self.deduplicate)

@@ -1,0 +1,219 @@
+"""The dispatcher of experts that are spread over ranks and whose hidden dim is cut as well.
+
+The ranks of a tp group have the same tokens. Each takes a slice of them and sends that to its ep
+group; what arrives is gathered over tp, because every tp rank has a part of the hidden dim of the
+experts that want it. The way back is the mirror image: parts of outputs are summed and scattered
+over tp, return over ep, and are gathered.
+
+Note [No factor of tp]. Between slice and gather every tp rank works on other tokens, so a gradient
+is the sum over tp (the gather's backward) or the slice of it (the scatter's). Outside, all ranks
+hold the same tokens and the same gradient of them: the last gather's backward is therefore a slice
+and not a sum, and the first slice's backward a gather of what is already complete.
+
+| | forward | backward |
+|---|---|---|
+| `prepare` | slice | gather over tp |
+| `launch_dispatch` | exchange over ep | exchange over ep |
+| `finish_dispatch` | gather over tp | sum and scatter over tp |
+| `launch_combine` | sum and scatter over tp, exchange over ep | exchange over ep, gather over tp |
+| `finish_combine` | gather over tp | slice |
+
+Shape symbols: T tokens, K experts per token, L local experts, W tp ranks, N rows of a slice that
+arrived, P positions, D width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from hp_expert.batch import ExpertBatch
+from hp_expert.dispatch.agreement import input_error
+from hp_expert.dispatch.all_to_all import AllToAllDispatcher, by_expert
+from hp_expert.dispatch.announcement import Heard
+from hp_expert.dispatch.protocol import DispatchState
+from hp_platform import all_to_all_lazy, wait_tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlicedState:
+    """What one batch's dispatch tells its combine. All of it is read-only.
+
+    Attributes:
+        mine: Of the dispatcher over ep, for this rank's slice.
+        num_tokens: T of each slice.
+        num_rows: N of each slice.
+        counts: Positions of each local expert, by slice.
+        num_tokens_per_expert: The same on the device, int64 [W, L].
+    """
+
+    mine: DispatchState
+    num_tokens: tuple[int, ...]
+    num_rows: tuple[int, ...]
+    counts: tuple[tuple[int, ...], ...]
+    num_tokens_per_expert: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlicedDispatcher:
+    """The ranks of `group` share the hidden dim of experts that are spread over `over_ep.group`.
+
+    One host read, as without `group`: what is told over ep speaks for all slices. A launch ends in
+    an exchange whose result nobody has waited for, in both directions.
+
+    Attributes:
+        over_ep: Carries a slice to the experts' ranks and back.
+        group: The ranks that share the hidden dim.
+        sliced: Whether they have different tokens from the start, each a slice, and get the
+            outputs of their own.
+    """
+
+    over_ep: AllToAllDispatcher
+    group: ProcessGroup
+    sliced: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TensorSlicedDispatcher":
+        """Return itself: copies of a module share the groups, which cannot be copied."""
+        return self
+
+    def prepare(
+        self, x: Tensor, experts: Tensor, weights: Tensor | None = None
+    ) -> tuple[Tensor, SlicedState]:
+        """Slice, sort and gather while counts are exchanged; see `Dispatcher.prepare`."""
+        num_tokens, sizes = 0, _even_sizes(0, self.group.size())
+        if not self.sliced and input_error(x, experts, weights) is None:  # else refused below
+            num_tokens = len(x)
+            sizes = _even_sizes(num_tokens, self.group.size())
+            x, experts, weights = (_slice(t, sizes, self.group) for t in (x, experts, weights))
+        rows, state, heard = self.over_ep.prepare_slice(
+            x, experts, weights, slices=self.group, num_tokens=num_tokens
+        )
+        _require_same_tokens(heard)
+        arriving = [h.slots if state.slots is None else h.rows for h in heard]
+        return rows, SlicedState(
+            state,
+            num_tokens=sizes,
+            num_rows=tuple(sum(volume.received) for volume in arriving),
+            counts=tuple(h.counts for h in heard),
+            num_tokens_per_expert=torch.stack([h.counts_by_rank.sum(0) for h in heard]),
+        )
+
+    def launch_dispatch(self, rows: Tensor, state: SlicedState) -> tuple[Tensor, SlicedState]:
+        """Launch the exchange of rows over ep."""
+        rows, mine = self.over_ep.launch_dispatch(rows, state.mine)
+        return rows, replace(state, mine=mine)
+
+    def finish_dispatch(self, rows: Tensor, state: SlicedState) -> ExpertBatch:
+        """Wait for the rows and gather those of all slices."""
+        mine, num_rows = self.over_ep.finish_dispatch(rows, state.mine), state.num_rows
+        gathered = _gather(mine.rows, num_rows, self.group)
+        weights = None if mine.weights is None else _gather(mine.weights, num_rows, self.group)
+        return ExpertBatch(
+            wait_tensor(gathered),
+            None if weights is None else wait_tensor(weights),
+            self._order_of_all(mine, state),
+            tuple(map(sum, zip(*state.counts, strict=True))),
+            state.num_tokens_per_expert.sum(0),
+            mine.num_slots_per_row,
+        )
+
+    def launch_combine(self, y: Tensor, state: SlicedState) -> Tensor:
+        """Sum this slice's outputs over tp, and launch the exchange back."""
+        mine = _sum_and_scatter(y, state.num_rows, self.group)
+        return self.over_ep.launch_combine(mine, state.mine)
+
+    def finish_combine(self, rows: Tensor, state: SlicedState) -> Tensor:
+        """Wait for the outputs, sum those of each token, and gather those of all slices."""
+        mine = self.over_ep.finish_combine(rows, state.mine)
+        if self.sliced:
+            return mine
+        y: Tensor = _GatherOutputs.apply(mine, state.num_tokens, self.group)
+        return y
+
+    def _order_of_all(self, mine: ExpertBatch, state: SlicedState) -> Tensor:
+        """Slot at each position, for the slots of all slices, int64 [P]."""
+        first_row = sum(state.num_rows[: self.group.rank()])
+        order = mine.order + first_row * mine.num_slots_per_row
+        num_positions = [sum(counts) for counts in state.counts]
+        by_slice = wait_tensor(_gather(order, num_positions, self.group))
+        merged = by_expert(state.num_tokens_per_expert, num_rows=sum(num_positions))
+        return by_slice.index_select(0, merged)
+
+
+def _even_sizes(num_tokens: int, num_slices: int) -> tuple[int, ...]:
+    """How many tokens each slice has: as even as can be, the longer ones first."""
+    short, longer = divmod(num_tokens, num_slices)
+    return tuple(short + (index < longer) for index in range(num_slices))
+
+
+def _require_same_tokens(heard: Sequence[Heard]) -> None:
+    """Raise on every rank if ranks of any tp group have other numbers of tokens."""
+    for first, *others in zip(*(h.tokens for h in heard), strict=True):
+        for other in others:
+            if other != first:
+                raise ValueError(
+                    f"tokens of a rank of a tp group ({other}) must be as many as those of its "
+                    f"first rank ({first}): they must be the same, or the style be sliced=True"
+                )
+
+
+def _slice(x: Tensor | None, sizes: tuple[int, ...], group: ProcessGroup) -> Any:
+    return None if x is None else _Slice.apply(x, sizes, group)
+
+
+def _gather(x: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Launch a gather of the rows of all ranks; backward sums and scatters.
+
+    An exchange in which each rank tells all the same moves the bytes of an all-gather, takes
+    uneven sizes without padding, and is lazy in both directions.
+    """
+    copies = x.expand(group.size(), *x.shape).flatten(0, 1)
+    return all_to_all_lazy(
+        copies, output_splits=sizes, input_splits=[len(x)] * group.size(), group=group
+    )
+
+
+def _sum_and_scatter(x: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Sum the rows of this rank's slice over ranks, in rank order; backward is a lazy gather."""
+    mine = sizes[group.rank()]
+    parts = all_to_all_lazy(x, output_splits=[mine] * group.size(), input_splits=sizes, group=group)
+    by_rank: Tensor = wait_tensor(parts).view(group.size(), mine, *x.shape[1:])
+    return by_rank.sum(0)
+
+
+def _gather_now(x: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+    return wait_tensor(_gather(wait_tensor(x), sizes, group))
+
+
+class _Slice(torch.autograd.Function):
+    """Take this rank's slice of what all ranks have; see Note [No factor of tp]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: tuple[int, ...], group: ProcessGroup) -> Tensor:
+        ctx.call = (sizes, group)
+        mine: Tensor = x.split(sizes)[group.rank()]
+        return mine
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _gather_now(grad, *ctx.call), None, None
+
+
+class _GatherOutputs(torch.autograd.Function):
+    """Give all ranks all slices; see Note [No factor of tp]."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, sizes: tuple[int, ...], group: ProcessGroup) -> Tensor:
+        ctx.call = (sizes, group)
+        return _gather_now(y.detach(), sizes, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        sizes, group = ctx.call
+        return wait_tensor(grad).split(sizes)[group.rank()], None, None

@@ -1,0 +1,166 @@
+"""The dispatcher of experts whose hidden dim is cut over ranks: nothing travels, sums do.
+
+Every rank has the same tokens and all experts, but of each a part of the hidden dim. What the
+experts return is this rank's part of a sum, and so are the gradients of tokens and of routing
+weights; each is summed over the ranks, once per direction.
+
+Shape symbols: T tokens, K experts per token, E experts, W ranks, B numbers told.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from hp_expert.batch import ExpertBatch
+from hp_expert.dispatch.agreement import Header, input_error, raise_together
+from hp_expert.dispatch.counts import SlotCounts, count_slots, invalid_experts, read_exchange
+from hp_expert.dispatch.local import LocalDispatcher
+from hp_expert.dispatch.protocol import DispatchState
+from hp_expert.permute import sort_slots
+from hp_platform import launch_all_to_all, wait_tensor
+
+_CODE, _INVALID, _TOKENS, _COUNTS = range(4)
+_GRAIN = 256
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSummedDispatcher:
+    """Each rank of `group` has a part of the hidden dim of all experts, and the same tokens.
+
+    The sums belong to `prepare` (in backward) and to `finish_combine`; the launches do nothing.
+    That the ranks have the same tokens and routing is checked by how many of them there are.
+
+    Attributes:
+        group: The ranks that share the hidden dim.
+        num_experts: E.
+    """
+
+    group: ProcessGroup
+    num_experts: int
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TensorSummedDispatcher":
+        """Return itself: copies of a module share the group, which cannot be copied."""
+        return self
+
+    def prepare(
+        self, x: Tensor, experts: Tensor, weights: Tensor | None = None
+    ) -> tuple[Tensor, DispatchState]:
+        """Sort while counts are compared; see `Dispatcher.prepare`."""
+        E, W = self.num_experts, self.group.size()
+        error, header, counted = input_error(x, experts, weights), Header.failed(), None
+        if error is None:
+            header = Header.of(x, experts, weights, num_experts=E)
+            counted = count_slots(experts, E)
+        told = _announcement(header, counted, num_experts=E, x=x)
+        exchange = launch_all_to_all(told.repeat(W, 1), group=self.group)
+        permutation = None if counted is None else sort_slots(counted.keys)
+        _, _, heard = read_exchange(told.expand(W, -1), exchange, num_columns=_COUNTS + E)
+        mine = heard[self.group.rank()]
+        if error is None and mine[_INVALID]:
+            error = invalid_experts(mine[_INVALID], E)
+        verdicts = [block[: _INVALID + 1] for block in heard]
+        raise_together(error, header, verdicts, group=self.group, device=x.device)
+        self._require_same(heard)
+        assert permutation is not None
+        assert counted is not None
+        x, weights = _sum_gradients(x, weights, self.group)
+        counts = tuple(mine[_COUNTS:])
+        order = permutation.order[: sum(counts)]
+        return x, DispatchState(permutation, weights, order, counts, counted.counts[:E])
+
+    def launch_dispatch(self, rows: Tensor, state: DispatchState) -> tuple[Tensor, DispatchState]:
+        """Return both."""
+        return rows, state
+
+    def finish_dispatch(self, rows: Tensor, state: DispatchState) -> ExpertBatch:
+        """Hand the tokens on as they are."""
+        return LocalDispatcher(self.num_experts).finish_dispatch(rows, state)
+
+    def launch_combine(self, y: Tensor, state: DispatchState) -> Tensor:
+        """Return `y`."""
+        del state
+        return y
+
+    def finish_combine(self, rows: Tensor, state: DispatchState) -> Tensor:
+        """Sum the outputs over the ranks."""
+        del state
+        y: Tensor = _SumOutputs.apply(rows, self.group)
+        return y
+
+    def _require_same(self, heard: list[list[int]]) -> None:
+        """Raise on every rank if some have other tokens: each sees what all have."""
+        others = [rank for rank, block in enumerate(heard) if block != heard[0]]
+        if others:
+            raise ValueError(
+                f"tokens and routing of rank {others[0]} of the tensor group "
+                f"({heard[others[0]][_TOKENS]} tokens) must equal those of rank 0 "
+                f"({heard[0][_TOKENS]} tokens), also in how many go to each expert"
+            )
+
+
+def _announcement(
+    header: Header, counted: SlotCounts | None, *, num_experts: int, x: Tensor
+) -> Tensor:
+    """Return what this rank tells all others, int64 [B]."""
+    # As Note [Blocks of one size] of the announcement of exchanges.
+    size = -(-(_COUNTS + num_experts) // _GRAIN) * _GRAIN
+    told = torch.full((size,), header.code, device=x.device)
+    if counted is not None:
+        told[_INVALID], told[_TOKENS] = counted.counts[num_experts + 1], x.shape[0]
+        told[_COUNTS : _COUNTS + num_experts] = counted.counts[:num_experts]
+    return told
+
+
+def _sum_gradients(
+    x: Tensor, weights: Tensor | None, group: ProcessGroup
+) -> tuple[Tensor, Tensor | None]:
+    if weights is None:
+        x, _ = _SumGradients.apply(x, x.new_empty(0), group)
+        return x, None
+    x, weights = _SumGradients.apply(x, weights, group)
+    return x, weights
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+        ctx.group = group
+        return x.view_as(x), weights.view_as(weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        wanted = ctx.needs_input_grad[:2]
+        summed = iter(_sum_over([g for g, w in zip(grads, wanted, strict=True) if w], ctx.group))
+        grad_x, grad_weights = (next(summed) if is_wanted else None for is_wanted in wanted)
+        return grad_x, grad_weights, None
+
+
+class _SumOutputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, group: ProcessGroup) -> Tensor:
+        del ctx
+        return _sum_over([y], group)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # The sum is the same on all ranks, and so is its gradient: each has the whole of it.
+        del ctx
+        return grad, None
+
+
+def _sum_over(tensors: list[Tensor], group: ProcessGroup) -> list[Tensor]:
+    """Sum over ranks, those of one dtype in one all-reduce."""
+    tensors = [wait_tensor(tensor) for tensor in tensors]
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        return [_sum_over([tensor], group)[0] for tensor in tensors]
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]

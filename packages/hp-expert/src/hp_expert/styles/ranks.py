@@ -1,0 +1,92 @@
+"""Which ranks share experts, in which direction, and whether parameters know it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from hp_platform import resolve_group
+
+ExpertMesh = DeviceMesh | ProcessGroup | tuple[ProcessGroup, ProcessGroup]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRanks:
+    """The ranks that experts are spread over.
+
+    Attributes:
+        ep: Ranks with other experts; None: every rank has all.
+        tp: Ranks with other parts of the hidden dim of the same experts; None: they are whole.
+        mesh: What parameters are `DTensor`s on; None: they are plain tensors.
+        axes: What each axis of the mesh is, "ep" or "tp".
+    """
+
+    ep: ProcessGroup | None = None
+    tp: ProcessGroup | None = None
+    mesh: DeviceMesh | None = None
+    axes: tuple[str, ...] = ()
+
+    @classmethod
+    def along(cls, axis: str, mesh_or_group: object) -> "ExpertRanks":
+        """Take a group or a mesh of one axis, whatever its name, as "ep" or as "tp".
+
+        Raises:
+            ValueError: If the mesh has more than one axis.
+            TypeError: If it is neither.
+        """
+        group = resolve_group(mesh_or_group)  # type: ignore[arg-type]  # it refuses what is neither
+        mesh = mesh_or_group if isinstance(mesh_or_group, DeviceMesh) else None
+        groups: dict[str, ProcessGroup] = {axis: group}
+        return cls(groups.get("ep"), groups.get("tp"), mesh, (axis,))
+
+    @classmethod
+    def of_two_axes(cls, mesh_or_groups: object, *, ep: str, tp: str) -> "ExpertRanks":
+        """Take a mesh whose axes have these names, in any order, or a pair of groups.
+
+        Raises:
+            ValueError: If the mesh has other axes.
+            TypeError: If it is neither.
+        """
+        if isinstance(mesh_or_groups, DeviceMesh):
+            names = mesh_or_groups.mesh_dim_names or ()
+            if sorted(names) != sorted((ep, tp)):
+                raise ValueError(
+                    f"mesh_dim_names ({names}) must be ({ep!r}, {tp!r}): name the axes so, or "
+                    f"select them with mesh[{ep!r}, {tp!r}]"
+                )
+            axes = tuple("ep" if name == ep else "tp" for name in names)
+            groups = [mesh_or_groups.get_group(ep), mesh_or_groups.get_group(tp)]
+            return cls(groups[0], groups[1], mesh_or_groups, axes)
+        if isinstance(mesh_or_groups, tuple) and len(mesh_or_groups) == 2:
+            return cls(resolve_group(mesh_or_groups[0]), resolve_group(mesh_or_groups[1]))
+        kind = type(mesh_or_groups).__name__
+        raise TypeError(f"mesh_or_groups ({kind}) must be a mesh of two axes or a pair of groups")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ExpertRanks":
+        """Return itself: copies of a module share the groups, which cannot be copied."""
+        return self
+
+    @property
+    def ep_size(self) -> int:
+        """How many runs the experts are cut into."""
+        return 1 if self.ep is None else self.ep.size()
+
+    @property
+    def tp_size(self) -> int:
+        """How many parts the hidden dim is cut into."""
+        return 1 if self.tp is None else self.tp.size()
+
+    @property
+    def ep_rank(self) -> int:
+        """Which run of the experts is here."""
+        return 0 if self.ep is None else self.ep.rank()
+
+    @property
+    def tp_rank(self) -> int:
+        """Which part of the hidden dim is here."""
+        return 0 if self.tp is None else self.tp.rank()
+
+    def groups(self) -> list[ProcessGroup]:
+        """The groups there are, the inner one (tp) first."""
+        return [group for group in (self.tp, self.ep) if group is not None]

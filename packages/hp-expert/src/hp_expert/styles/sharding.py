@@ -1,0 +1,124 @@
+"""Cutting the parameters of experts into the parts of ranks, and all ranks agreeing to.
+
+Shape symbols: E experts, D width, H hidden width.
+"""
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from hp_expert.experts import GroupedExperts
+from hp_expert.styles.ranks import ExpertRanks
+from hp_platform import PeerError
+
+# The dim of a parameter that is hidden width; None: it has none, and every rank has all of it.
+HIDDEN_DIMS = {"w1": 1, "w3": 1, "w2": 2, "b1": 1, "b3": 1, "b2": None}
+
+
+def shard_dim(name: str, axis: str) -> int | None:
+    """Which dim of a parameter is cut along an axis, "ep" or "tp"."""
+    return 0 if axis == "ep" else HIDDEN_DIMS[name]
+
+
+def keep_part(experts: GroupedExperts, ranks: ExpertRanks) -> None:
+    """Keep this rank's part of every parameter: experts along dim 0, and their hidden dim.
+
+    Nothing is communicated: what this rank has of its part is what it keeps.
+    """
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        mine = _part(_part(parameter.detach(), 0, ranks.ep), shard_dim(name, "tp"), ranks.tp)
+        # A copy, so that the whole parameter can be freed.
+        kept = mine.clone() if mine.numel() < parameter.numel() else mine
+        if ranks.mesh is not None:
+            placements = [_placement(name, axis) for axis in ranks.axes]
+            kept = DTensor.from_local(
+                kept.contiguous(),
+                ranks.mesh,
+                placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+        setattr(experts, name, nn.Parameter(kept, requires_grad=parameter.requires_grad))
+    experts.first_expert = ranks.ep_rank * (experts.num_experts // ranks.ep_size)
+    # The other ranks of tp return their part of a sum that has the bias already.
+    experts.adds_output_bias = ranks.tp_rank == 0
+
+
+def require_divisible(experts: GroupedExperts, ranks: ExpertRanks) -> None:
+    """Refuse experts that cannot be cut into equal parts, which torch would pad silently.
+
+    Raises:
+        ValueError: If it is so.
+    """
+    if experts.num_experts % ranks.ep_size:
+        raise ValueError(
+            f"num_experts ({experts.num_experts}) must be divisible by the size of the expert "
+            f"group ({ranks.ep_size})"
+        )
+    if ranks.tp is None:
+        return
+    for name, parameter in experts.named_parameters(recurse=False):
+        if name not in HIDDEN_DIMS:
+            raise ValueError(f"parameter ({name}) must be one of {tuple(HIDDEN_DIMS)} to be cut")
+        dim = HIDDEN_DIMS[name]
+        if dim is not None and parameter.shape[dim] % ranks.tp_size:
+            raise ValueError(
+                f"hidden ({parameter.shape[dim]}) must be divisible by the size of the tensor "
+                f"group ({ranks.tp_size})"
+            )
+
+
+def agree_on(found: list[GroupedExperts], error: Exception | None, ranks: ExpertRanks) -> None:
+    """Go on together, with the same experts on all ranks, or raise on all of them.
+
+    Args:
+        found: What this rank is about to spread.
+        error: Why it cannot.
+        ranks: All of them must call.
+
+    Raises:
+        Exception: `error`, on the ranks that have one.
+        hp_platform.PeerError: On the others then.
+        ValueError: If ranks have other experts, or the groups are no two axes.
+    """
+    said: list[object] = [(ranks.ep_rank, ranks.tp_rank, _describe(found), _text(error))]
+    for group in ranks.groups():
+        heard: list[list[object]] = [[]] * group.size()
+        dist.all_gather_object(heard, said, group=group)
+        said = [entry for part in heard for entry in part]
+    if error is not None:
+        raise error
+    everyone: list[tuple[int, int, object, str]] = said  # type: ignore[assignment]
+    for place, (*_, text) in enumerate(everyone):
+        if text:
+            raise PeerError(f"rank {place} of the expert ranks cannot spread: {text}", rank=place)
+    expected = [(e, t) for e in range(ranks.ep_size) for t in range(ranks.tp_size)]
+    if [(e, t) for e, t, *_ in everyone] != expected:
+        raise ValueError("the ep and tp groups must be the rows and columns of one grid of ranks")
+    mine = _describe(found)
+    for place, (*_, theirs, _) in enumerate(everyone):
+        if theirs != mine:
+            raise ValueError(f"experts ({mine}) must equal those of rank {place} ({theirs})")
+
+
+def _part(x: Tensor, dim: int | None, group: dist.ProcessGroup | None) -> Tensor:
+    if group is None or dim is None:
+        return x
+    return x.chunk(group.size(), dim)[group.rank()]
+
+
+def _placement(name: str, axis: str) -> Placement:
+    dim = shard_dim(name, axis)
+    return Replicate() if dim is None else Shard(dim)
+
+
+def _describe(found: list[GroupedExperts]) -> list[tuple[int, dict[str, tuple[int, ...]]]]:
+    return [
+        (e.num_experts, {n: tuple(p.shape) for n, p in e.named_parameters(recurse=False)})
+        for e in found
+    ]
+
+
+def _text(error: Exception | None) -> str:
+    return "" if error is None else f"{type(error).__name__}: {error}"
