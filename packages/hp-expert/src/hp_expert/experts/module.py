@@ -1,7 +1,9 @@
 """Experts with stacked weights."""
 
+from __future__ import annotations
+
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,9 @@ from torch import Tensor, nn
 from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch import Dispatcher, LocalDispatcher
 from hp_expert.experts.swiglu import autocast, routed_swiglu
+
+if TYPE_CHECKING:
+    from hp_expert.styles.ranks import ExpertRanks
 
 
 class GroupedExperts(nn.Module):
@@ -23,6 +28,9 @@ class GroupedExperts(nn.Module):
         w3: Up projections [num_local_experts, hidden, dim].
         num_experts: Experts on all ranks.
         first_expert: Global index of the first one here.
+        ranks: The ranks that share the experts; None: nobody has spread them.
+        adds_output_bias: Whether outputs contain b2; where the hidden dim is cut over ranks, and
+            outputs are summed over them, those of one rank do.
         dispatcher: Brings rows to the experts' ranks and back.
 
     Args:
@@ -44,6 +52,8 @@ class GroupedExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.num_experts, self.first_expert = num_experts, 0
+        self.adds_output_bias = True
+        self.ranks: ExpertRanks | None = None
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden, dim, device=device, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden, device=device, dtype=dtype))
         self.w3 = nn.Parameter(torch.empty(num_experts, hidden, dim, device=device, dtype=dtype))
