@@ -4,7 +4,8 @@ Note [Bounded buffers]. Every rank sends every other C rows, whatever the routin
 expert, then padding. All shapes are known before anything runs, so nothing waits for the device and
 CUDA graphs can hold it. Where a rank has more than C slots for another one, those do not fit; it
 says so in the exchange that precedes the rows, and every rank makes its outputs NaN, so that no sum
-in which slots are missing is taken for a result. The host learns of it when it asks.
+in which slots are missing is taken for a result, nor a gradient of one. The host learns of it when
+it asks.
 
 Shape symbols: T tokens, K experts per token, S = T * K slots, E experts, W ranks, L = E / W local
 experts, C rows per pair of ranks, N = W * C rows of a buffer, D width.
@@ -55,12 +56,12 @@ def rows_per_pair(
         top_k: k, experts of a token.
         num_experts: E, on all ranks together.
         num_ranks: W.
-        factor: At least 1; 1.0 leaves no room for any imbalance.
+        factor: At least 1, which leaves no room for any imbalance; infinity: the worst case.
     """
     if factor < 1:
         raise ValueError(f"factor ({factor}) must be at least 1")
     most = num_tokens * min(top_k, num_experts // num_ranks)
-    return min(math.ceil(factor * num_tokens * top_k / num_ranks), most)
+    return math.ceil(min(factor * num_tokens * top_k / num_ranks, most))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
