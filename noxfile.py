@@ -233,10 +233,24 @@ def kernels(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def transformers(session: nox.Session) -> None:
-    """Test hp-schedule's split_model on real models of Hugging Face's transformers."""
-    _install(session, _with_extras("hp-schedule"), group="test-transformers")
-    test = "packages/hp-schedule/tests/test_schedule_runtime_split_model.py"
-    session.run("python", "-m", "pytest", test, *session.posargs)
+    """Test hp-schedule and hp-expert on real models of Hugging Face's transformers."""
+    _install(session, *map(_with_extras, TRANSFORMERS_TESTS), group="test-transformers")
+    session.run("python", "-m", "pytest", *_transformers_tests(), *session.posargs)
+
+
+# Of each package, the tests that need transformers; elsewhere they are skipped.
+TRANSFORMERS_TESTS = {
+    "hp-expert": "test_expert_transformers*.py",
+    "hp-schedule": "test_schedule_runtime_split_model.py",
+}
+
+
+def _transformers_tests() -> list[str]:
+    return [
+        str(file)
+        for name, pattern in TRANSFORMERS_TESTS.items()
+        for file in sorted(Path(f"packages/{name}/tests").glob(pattern))
+    ]
 
 
 @nox.session(default=False)

@@ -1,0 +1,143 @@
+"""The experts of an unmodified transformers model, spread over ranks in one call."""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from hp_expert.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
+from hp_expert.hugging_face.layout import expert_modules, num_experts_of, refusal
+from hp_expert.hugging_face.modules import (
+    DispatchedExperts,
+    RoutedBlock,
+    change_class,
+    experts_forward,
+)
+from hp_platform import resolve_group
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+MakeDispatcher = Callable[[ProcessGroup, int], Dispatcher[Any]]
+
+
+def apply_to_transformers(
+    model: ModelT,
+    mesh_or_group: DeviceMesh | ProcessGroup | None = None,
+    *,
+    dispatcher: MakeDispatcher = AllToAllDispatcher,
+) -> ModelT:
+    """Spread the experts of a transformers model over ranks, in place.
+
+    Every rank keeps an equal run of each layer's experts in storage of its own, so that the whole
+    can be freed; parameters may be on any device, the meta device included. Routers, shared
+    experts and all else stay as they are, on every rank. Every rank then runs the model on tokens
+    of its own, as often as the others. The gradients of experts are summed over the tokens of all
+    ranks; those of other parameters are of this rank's tokens.
+
+    Args:
+        model: A model of transformers 5, or a part of one.
+        mesh_or_group: The ranks: a one-dimensional mesh, on which the experts' parameters become
+            `DTensor`, sharded along dim 0; or a group, which leaves them plain tensors of the local
+            experts. None: all experts stay here, computed by this package.
+        dispatcher: Makes what carries rows from a group and the number of experts.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ValueError: On every rank, before anything is changed: if the model has no experts, or
+            some that cannot be computed here (the message says which and why), or whose number the
+            ranks cannot share equally, or it was applied before.
+    """
+    found = _checked(model)
+    group = None if mesh_or_group is None else resolve_group(mesh_or_group)
+    mesh = mesh_or_group if isinstance(mesh_or_group, DeviceMesh) else None
+    dispatchers = [_make(dispatcher, group, num_experts_of(e)) for e in found.values()]
+    tied: dict[int, nn.Parameter] = {}  # what the same parameter became in another module
+    for experts, its_dispatcher in zip(found.values(), dispatchers, strict=True):
+        total, first = num_experts_of(experts), 0
+        if group is not None:
+            first = _partition(experts, group, mesh, tied)
+        change_class(experts, DispatchedExperts)
+        assert isinstance(experts, DispatchedExperts)
+        experts.dispatcher = its_dispatcher
+        experts.first_expert, experts.total_experts = first, total
+    for path in found:
+        parent, _, name = path.rpartition(".")
+        if path:
+            _let_choose(model.get_submodule(parent), name)
+    return model
+
+
+def register_with_transformers(name: str = "hp_expert") -> None:
+    """Let transformers compute the experts of a single process with this package.
+
+    Afterwards `from_pretrained(..., experts_implementation="hp_expert")` or
+    `model.set_experts_implementation("hp_expert")` selects it. The registry is of the process, as
+    its other entries are.
+
+    Raises:
+        ImportError: If transformers is not installed, or has no such registry.
+    """
+    try:
+        registry: Any = import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS
+    except (ImportError, AttributeError):
+        raise ImportError("needs transformers 5: pip install 'transformers>=5'") from None
+    registry.register(name, experts_forward)
+
+
+def _checked(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of experts by path, or raise."""
+    found = dict(expert_modules(model))
+    if not found:
+        raise ValueError(
+            f"model ({type(model).__name__}) must have layers with experts in stacked weights "
+            "(gate_up_proj, down_proj)"
+        )
+    for path, experts in found.items():
+        if isinstance(experts, DispatchedExperts):
+            raise ValueError(f"{path} ({type(experts).__name__}) must be spread over ranks once")  # noqa: TRY004  # of the call, not of a type
+        why = refusal(experts)
+        if why is not None:
+            raise ValueError(f"{path} ({type(experts).__name__}) cannot be spread: {why}")
+    return found
+
+
+def _make(
+    dispatcher: MakeDispatcher, group: ProcessGroup | None, num_experts: int
+) -> Dispatcher[Any]:
+    if group is None:
+        return LocalDispatcher(num_experts)
+    made = dispatcher(group, num_experts)  # refuses a number that the ranks cannot share
+    alone = group.size() == 1 and dispatcher is AllToAllDispatcher
+    return LocalDispatcher(num_experts) if alone else made
+
+
+def _partition(
+    experts: nn.Module,
+    group: ProcessGroup,
+    mesh: DeviceMesh | None,
+    tied: dict[int, nn.Parameter],
+) -> int:
+    """Keep this rank's experts; return the first of them."""
+    num_local = num_experts_of(experts) // group.size()
+    first = group.rank() * num_local
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        if id(parameter) not in tied:
+            # A copy, so that the whole parameter can be freed.
+            mine: Tensor = parameter.detach()[first : first + num_local].clone()
+            if mesh is not None:
+                mine = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False)
+            tied[id(parameter)] = nn.Parameter(mine, requires_grad=parameter.requires_grad)
+        setattr(experts, name, tied[id(parameter)])
+    return first
+
+
+def _let_choose(block: nn.Module, experts_name: str) -> None:
+    """Let the choice of a block's router come from elsewhere: replayed, or repeated."""
+    change_class(block, RoutedBlock)
+    assert isinstance(block, RoutedBlock)
+    block.experts_name = experts_name

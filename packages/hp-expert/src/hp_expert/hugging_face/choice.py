@@ -1,0 +1,114 @@
+"""The choice of experts inside a block of a transformers model, replaced by another one.
+
+Note [How a choice is replaced]. Every router of transformers scores the experts and chooses by one
+`torch.topk` over all of them; what it makes of its choice differs from model to model. Inside a
+block whose choice is not its own, that call returns the experts it is told and the scores at their
+places, through which gradients flow as they do through those of the best. All else is the model's
+own code.
+
+Shape symbols: T tokens, E experts, K experts per token.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hp_expert.routing.recompute import decide
+
+Listener = Callable[[nn.Module, Tensor], None]
+Source = Callable[[nn.Module], Tensor | None]
+
+# Told by context, so that threads and nested contexts do not meet: who records what layers choose,
+# where a layer finds what it shall take instead, and the choice of the block that runs.
+listeners: ContextVar[tuple[Listener, ...]] = ContextVar("listeners", default=())
+source: ContextVar[Source | None] = ContextVar("source", default=None)
+_current: ContextVar["ReplacedChoice | None"] = ContextVar("current", default=None)
+
+
+class ReplacedChoice(TorchFunctionMode):
+    """The choice of one layer in one call; see Note [How a choice is replaced].
+
+    A recompute under `save_routing` takes what its forward took, whatever that was.
+
+    Args:
+        owner: The module of the experts.
+        num_experts: E.
+        replay: What to take, int64 [T, K], -1 for no expert; None: what the router chooses.
+
+    Attributes:
+        experts: What was taken, [T, K]; None before the choice.
+        num_chosen: How often the router chose; 1 if it is one that can be told what to take.
+        repeated: Whether a recompute repeats the choice of its forward.
+    """
+
+    def __init__(self, owner: nn.Module, *, num_experts: int, replay: Tensor | None) -> None:
+        super().__init__()
+        self.experts: Tensor | None = None
+        self.num_chosen, self.repeated = 0, True
+        self._owner, self._num_experts, self._replay = owner, num_experts, replay
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Replace the choice of experts."""
+        kwargs = kwargs or {}
+        if func in (torch.topk, Tensor.topk):
+            scores = args[0] if args else kwargs["input"]
+            if scores.ndim == 2 and scores.shape[1] == self._num_experts:
+                return self._choose(scores, partial(func, *args, **kwargs))
+        return func(*args, **kwargs)
+
+    def _choose(self, scores: Tensor, top_k: Callable[[], Any]) -> Any:
+        self.num_chosen += 1
+        self.experts = decide(self._owner, partial(self._first_choice, top_k))
+        # The dispatcher finds experts that do not exist, and says so on every rank.
+        existing = self.experts.clamp(0, self._num_experts - 1)
+        return torch.return_types.topk((scores.gather(1, existing), existing))
+
+    def _first_choice(self, top_k: Callable[[], Any]) -> Tensor:
+        self.repeated = False
+        with torch.no_grad():  # a recompute that does not choose must save as many tensors
+            live: Tensor = top_k().indices
+        if self._replay is None:
+            return live
+        replay = self._replay.to(live.device, torch.int64)
+        return replay if replay.shape == live.shape else live
+
+    def error(self, chosen: Tensor) -> ValueError | None:
+        """Say what is wrong, if anything is.
+
+        Args:
+            chosen: What the router says in the end [T, K].
+        """
+        if self._replay is not None and self._replay.shape != chosen.shape:
+            return ValueError(
+                f"experts to replay ({tuple(self._replay.shape)}) must be [tokens, experts per "
+                f"token] {tuple(chosen.shape)}"
+            )
+        if self.num_chosen != 1:
+            return ValueError(
+                f"calls of torch.topk over all experts ({self.num_chosen}) must be one: this "
+                "router chooses in another way, which can be neither replayed nor saved"
+            )
+        return None
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Run the block."""
+        token = _current.set(self)
+        try:
+            with self:
+                yield
+        finally:
+            _current.reset(token)
+
+
+def current_choice() -> ReplacedChoice | None:
+    """Return the choice of the block that runs, if it is replaced or repeated."""
+    return _current.get()

@@ -1,0 +1,134 @@
+"""What a transformers model's modules become: the same classes with another forward.
+
+A module keeps its place, names, parameters, configuration and hooks; only its class changes, to a
+subclass of its own, as `torch.distributed.fsdp.fully_shard` does it.
+
+Shape symbols: T tokens, K experts per token, E experts, L local experts, D width, H hidden width.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hp_expert.dispatch import Dispatcher, LocalDispatcher
+from hp_expert.experts.swiglu import autocast, routed_swiglu_fused
+from hp_expert.hugging_face.choice import ReplacedChoice, current_choice, listeners, source
+from hp_expert.hugging_face.layout import BIASES, WEIGHTS, num_experts_of, refusal
+from hp_expert.routing.recompute import is_routing_saved
+
+
+class DispatchedExperts(nn.Module):
+    """Experts of which this rank has a part.
+
+    Attributes:
+        dispatcher: Brings rows to the experts' ranks and back.
+        first_expert: Global index of the first one here.
+        total_experts: Experts on all ranks.
+    """
+
+    dispatcher: Dispatcher[Any]
+    first_expert: int
+    total_experts: int
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Apply the experts; the names are those of transformers.
+
+        Args:
+            hidden_states: [T, D].
+            top_k_index: Experts of each token, int64 [T, K].
+            top_k_weights: What each counts [T, K].
+        """
+        choice = current_choice()
+        if choice is not None:
+            error = choice.error(top_k_index)
+            if error is not None:
+                _refuse_together(self.dispatcher, hidden_states, error)
+            assert choice.experts is not None
+            top_k_index = choice.experts
+        if choice is None or not choice.repeated:
+            for listener in listeners.get():
+                listener(self, top_k_index)
+        return _compute(self, self.dispatcher, hidden_states, top_k_index, top_k_weights)
+
+
+class RoutedBlock(nn.Module):
+    """A block that contains a router and, as a child, experts."""
+
+    experts_name: str
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block's own forward; the choice of experts may come from elsewhere."""
+        forward = super().forward
+        experts = getattr(self, self.experts_name)
+        assert isinstance(experts, DispatchedExperts)
+        find = source.get()
+        replay = None if find is None else find(experts)
+        if replay is None and not is_routing_saved():
+            return forward(*args, **kwargs)
+        choice = ReplacedChoice(experts, num_experts=experts.total_experts, replay=replay)
+        with choice.inside():
+            return forward(*args, **kwargs)
+
+
+def experts_forward(
+    experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Compute experts that are all here: what transformers' registry gets.
+
+    Raises:
+        ValueError: If they are of a layout or kind that cannot be computed here.
+    """
+    why = refusal(experts)
+    if why is not None:
+        raise ValueError(f"{type(experts).__name__} cannot be computed by hp_expert: {why}")
+    dispatcher = LocalDispatcher(num_experts_of(experts))
+    return _compute(experts, dispatcher, hidden_states, top_k_index, top_k_weights)
+
+
+def change_class(module: nn.Module, mixin: Any) -> None:
+    """Let a module's class be a subclass of it in which the mixin comes first."""
+    kind: Any = type(module)
+    module.__class__ = _with_mixin(mixin, kind)
+
+
+@cache
+def _with_mixin(mixin: Any, kind: Any) -> Any:
+    """Return always the same subclass, for whoever compares classes."""
+    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
+
+
+def _compute(
+    experts: nn.Module,
+    dispatcher: Dispatcher[Any],
+    x_TD: Tensor,
+    experts_TK: Tensor,
+    weights_TK: Tensor,
+) -> Tensor:
+    gate_up, down = (experts.get_parameter(name) for name in WEIGHTS)
+    gate_up_bias, down_bias = (getattr(experts, name, None) for name in BIASES)
+    rows = autocast(x_TD)
+    if torch.promote_types(rows.dtype, gate_up.dtype) != gate_up.dtype:
+        # A norm in fp32 before weights in bf16, for example.
+        rows = rows.to(gate_up.dtype)
+    # What the router computed in fp32 gets a gradient that is rounded to it once, at the end.
+    weights_TK = weights_TK.to(torch.promote_types(weights_TK.dtype, rows.dtype))
+    rows, state = dispatcher.prepare(rows, experts_TK, weights_TK)
+    rows, state = dispatcher.launch_dispatch(rows, state)
+    batch = dispatcher.finish_dispatch(rows, state)
+    y = routed_swiglu_fused(batch, gate_up, down, gate_up_bias=gate_up_bias, down_bias=down_bias)
+    rows = dispatcher.launch_combine(y, state)
+    return dispatcher.finish_combine(rows, state).to(x_TD.dtype)
+
+
+def _refuse_together(dispatcher: Dispatcher[Any], x: Tensor, error: ValueError) -> None:
+    """Raise an error that this rank found, and have the others, which wait for it, raise as well.
+
+    A dispatcher tells all ranks of input that is wrong, so it is given some.
+    """
+    try:
+        dispatcher.prepare(x, torch.empty(0, dtype=torch.int64, device=x.device))
+    except ValueError:
+        raise error from None
+    raise error
