@@ -99,22 +99,23 @@ def check_threads(
     *,
     second_group: ProcessGroup | None = None,
 ) -> None:
-    """Calls may come from any thread, and a backward may run between the calls of a forward.
+    """Calls may come from any thread, each from another.
 
-    With a second group of the same ranks, two threads run batches truly at the same time, each
-    with a dispatcher and a group of its own.
+    Between launch and finish of a batch, another one runs from forward to backward. With a second
+    group of the same ranks, two threads run batches truly at the same time, each with a dispatcher
+    and a group of its own.
     """
     dispatcher = make(group, case.num_experts)
     alone = _sequentially(dispatcher, _batches(case, group, 2), case, group)
     batches, matrices = _batches(case, group, 2), _matrices(case, group)
     first, second = (_Flight(dispatcher, batch, matrices) for batch in batches)
-    for step in _Flight.STEPS:
-        _in_thread(partial(getattr(second, step)))
     answers: dict[int, Answer] = {}
     for step in _Flight.STEPS:
-        if step == "finish_dispatch":  # between launch and finish, in another thread
-            _in_thread(lambda: answers.update({1: second.backward()}))
-        _in_thread(partial(getattr(first, step)))
+        if step == "finish_dispatch":
+            for whole in _Flight.STEPS:
+                _in_threads([partial(second.take, whole)])
+            _in_threads([lambda: answers.update({1: second.backward()})])
+        _in_threads([partial(first.take, step)])
     answers[0] = first.backward()
     crossed = [answers[0], answers[1]]
     _agree_on_bits(crossed, alone, group, case, where="calls from several threads")
@@ -140,7 +141,7 @@ def run(dispatcher: Dispatcher[Any], batch: Batch, matrices: Tensor) -> Answer:
     """Send a batch through all calls, with a look at what arrives, and take the gradients."""
     flight = _Flight(dispatcher, batch, matrices)
     for step in _Flight.STEPS:
-        getattr(flight, step)()
+        flight.take(step)
     return flight.backward()
 
 
@@ -160,6 +161,9 @@ class _Flight:
         self.dispatcher, self.batch, self.matrices = dispatcher, batch, matrices
         self.rows, self.state, self.arrived = torch.empty(0), None, _NOTHING
         self.problems: list[str] = []
+
+    def take(self, step: str) -> None:
+        getattr(self, step)()
 
     def prepare(self) -> None:
         batch = self.batch
@@ -249,20 +253,17 @@ def _check_concurrency(
     case: Case,
     alone: list[Answer],
 ) -> None:
-    batches, matrices = _batches(case, group, 2), _matrices(case, group)
+    batches = _batches(case, group, 2)
     answers: dict[int, Answer] = {}
 
     def work(i: int, dispatcher: Dispatcher[Any]) -> None:
+        matrices = _matrices(case, group)
         for _ in range(5):
             answers[i] = run(dispatcher, batches[i], matrices)
 
     _in_threads([partial(work, 0, first), partial(work, 1, second)])
     together = [answers[0], answers[1]]
     _agree_on_bits(together, alone, group, case, where="two threads at once")
-
-
-def _in_thread(work: Callable[[], Any]) -> None:
-    _in_threads([work])
 
 
 def _in_threads(works: list[Callable[[], Any]]) -> None:
