@@ -1,11 +1,11 @@
 """A mixture-of-experts layer: router, experts, and an optional shared expert.
 
 Note [Outside the graph]. A layer reads on the host how many rows each expert and each rank gets,
-and sizes its tensors by that, which no graph of `torch.compile` can contain. So the graph is cut
+and sizes its tensors by that, which no graph of `torch.compile` can contain. So graphs are cut
 exactly here: the router and all that surrounds the layer are compiled, and what lies between the
-routing and the sum of the outputs runs as without a compiler. That is one cut for each layer, two
-with a shared expert, which is compiled as well and runs while rows travel. Nothing in between
-depends on what was compiled: another number of tokens compiles nothing anew.
+routing and the sum of the outputs runs as without a compiler. That is one region for each layer;
+with a shared expert, which is compiled as well and runs while rows travel, it is two. Nothing in
+them depends on what was compiled: another number of tokens compiles nothing anew.
 """
 
 from contextlib import suppress
@@ -62,17 +62,19 @@ class MoE(nn.Module):
             _refuse(self.experts, x_TD)
             raise
         if self.shared is None:
-            return _through_experts(self.experts, x_TD, routing).view_as(x), routing
+            return _through_experts(self.experts, x_TD, routing, x), routing
         rows, state = _send(self.experts, x_TD, routing)
         shared = self.shared(x)
-        return _receive(self.experts, rows, state).view_as(x) + shared, routing
+        return _receive(self.experts, rows, state, x, shared), routing
 
 
 @outside_graph
-def _through_experts(experts: GroupedExperts, x_TD: Tensor, routing: Routing) -> Tensor:
-    """Bring tokens to their experts, apply those, and sum their outputs: [T, D]."""
+def _through_experts(
+    experts: GroupedExperts, x_TD: Tensor, routing: Routing, like: Tensor
+) -> Tensor:
+    """Bring tokens to their experts, apply those, and sum their outputs in the shape of `like`."""
     rows, state = _send(experts, x_TD, routing)
-    return _receive(experts, rows, state)
+    return _receive(experts, rows, state, like)
 
 
 @outside_graph
@@ -83,11 +85,15 @@ def _send(experts: GroupedExperts, x_TD: Tensor, routing: Routing) -> tuple[Tens
 
 
 @outside_graph
-def _receive(experts: GroupedExperts, rows: Tensor, state: Any) -> Tensor:
+def _receive(
+    experts: GroupedExperts, rows: Tensor, state: Any, like: Tensor, shared: Tensor | None = None
+) -> Tensor:
     dispatcher = experts.dispatcher
     batch = dispatcher.finish_dispatch(rows, state)
     rows = dispatcher.launch_combine(experts(batch), state)
-    return dispatcher.finish_combine(rows, state)
+    # What little follows stays here, or it would make up a graph of its own.
+    y = dispatcher.finish_combine(rows, state).view_as(like)
+    return y if shared is None else y + shared
 
 
 @outside_graph

@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch import Dispatcher, LocalDispatcher
-from hp_expert.experts.swiglu import autocast, routed_swiglu
+from hp_expert.experts.placement import local_part
+from hp_expert.experts.swiglu import autocast, routed_swiglu_by
+from hp_expert.experts.types import Backend, ExpertWeights, Projections
+from hp_platform import outside_graph
 
 if TYPE_CHECKING:
     from hp_expert.styles.ranks import ExpertRanks
@@ -26,20 +29,30 @@ class GroupedExperts(nn.Module):
         w1: Gate projections [num_local_experts, hidden, dim].
         w2: Down projections [num_local_experts, dim, hidden].
         w3: Up projections [num_local_experts, hidden, dim].
+        b1: Biases of the gate projections [num_local_experts, hidden]; None without biases.
+        b2: Biases of the down projections [num_local_experts, dim]; None without biases.
+        b3: Biases of the up projections [num_local_experts, hidden]; None without biases.
         num_experts: Experts on all ranks.
         first_expert: Global index of the first one here.
         ranks: The ranks that share the experts; None: nobody has spread them.
         adds_output_bias: Whether outputs contain b2; where the hidden dim is cut over ranks, and
             outputs are summed over them, those of one rank do.
         dispatcher: Brings rows to the experts' ranks and back.
+        backend: How the experts are computed; None: in the fastest way. Set it to
+            `Grouped(products)` to compute products in a lower precision: `GroupedProducts`.
 
     Args:
         num_experts: Number of experts.
         dim: Width of a row.
         hidden: Width between the projections.
+        bias: Whether the projections have biases.
         device: Of the weights.
         dtype: Of the weights.
     """
+
+    b1: nn.Parameter | None
+    b2: nn.Parameter | None
+    b3: nn.Parameter | None
 
     def __init__(
         self,
@@ -47,6 +60,7 @@ class GroupedExperts(nn.Module):
         dim: int,
         hidden: int,
         *,
+        bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -57,20 +71,29 @@ class GroupedExperts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden, dim, device=device, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden, device=device, dtype=dtype))
         self.w3 = nn.Parameter(torch.empty(num_experts, hidden, dim, device=device, dtype=dtype))
+        for name, width in ("b1", hidden), ("b2", dim), ("b3", hidden):
+            shape = (num_experts, width)
+            value = torch.empty(shape, device=device, dtype=dtype) if bias else None
+            self.register_parameter(name, None if value is None else nn.Parameter(value))
         self.dispatcher: Dispatcher[Any] = LocalDispatcher(num_experts)
+        self.backend: Backend | None = None
         self.reset_parameters()
 
     @property
     def num_local_experts(self) -> int:
         """Experts of this module: `first_expert` and those after it."""
-        return self.w1.shape[0]
+        return local_part(self.w1).shape[0]
 
     def reset_parameters(self) -> None:
-        """Draw each expert's weights as `torch.nn.Linear` does."""
-        for weight in (self.w1, self.w2, self.w3):
+        """Draw each expert's weights and biases as `torch.nn.Linear` does."""
+        for weight, bias in ((self.w1, self.b1), (self.w2, self.b2), (self.w3, self.b3)):
             bound = 1 / math.sqrt(weight.shape[2])
             nn.init.uniform_(weight, -bound, bound)
+            if bias is not None:
+                nn.init.uniform_(bias, -bound, bound)
 
+    # Its host read cuts graphs: Note [Outside the graph] of hp_expert.moe.
+    @outside_graph
     def forward(
         self, rows: Tensor | ExpertBatch, num_tokens_per_expert: Tensor | None = None
     ) -> Tensor:
@@ -90,7 +113,7 @@ class GroupedExperts(nn.Module):
             hp_platform.PeerError: If they do not on another rank.
         """
         if isinstance(rows, ExpertBatch):
-            return routed_swiglu(rows, self.w1, self.w3, self.w2)
+            return self._compute(rows)
         if num_tokens_per_expert is None:
             raise TypeError("num_tokens_per_expert must be given with rows")
         expert_R1 = _expert_of_rows(rows, num_tokens_per_expert, self.num_experts)
@@ -100,9 +123,15 @@ class GroupedExperts(nn.Module):
             raise _explain(rows, num_tokens_per_expert, self.num_experts) or error from None
         sent, state = self.dispatcher.launch_dispatch(prepared, state)
         batch = self.dispatcher.finish_dispatch(sent, state)
-        out = routed_swiglu(batch, self.w1, self.w3, self.w2)
+        out = self._compute(batch)
         returned = self.dispatcher.launch_combine(out, state)
         return self.dispatcher.finish_combine(returned, state)
+
+    def _compute(self, batch: ExpertBatch) -> Tensor:
+        weights = Projections((self.w1, self.w3), self.w2)
+        biases = Projections((self.b1, self.b3), self.b2)
+        experts = ExpertWeights(weights, biases, self.adds_output_bias)
+        return routed_swiglu_by(self.backend, batch, experts)
 
     def extra_repr(self) -> str:
         """Show the sizes and the part of the experts that is here."""
