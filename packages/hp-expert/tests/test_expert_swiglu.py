@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hp_expert import ExpertBatch, GroupedExperts, LocalDispatcher, routed_swiglu
-from hp_expert.experts import grouped, loop
+from hp_expert.experts import loop
+from hp_expert.experts.grouped import Grouped
 from hp_expert.experts.swiglu import routed_swiglu_by
-from hp_expert.experts.types import Backend, ExpertWeights
+from hp_expert.experts.types import Backend, ExpertWeights, Projections
 from hp_platform import WeightGradQueue
 
 TOKENS, DIM, HIDDEN = 13, 8, 16
@@ -69,7 +70,11 @@ def applied(inputs: list[Tensor], experts: Tensor, backend: Backend | None = Non
     batch = batch_of(x, weights, experts, w1.shape[0])
     if backend is None:
         return routed_swiglu(batch, w1, w3, w2)
-    return routed_swiglu_by(backend, batch, ExpertWeights(w1, w3, w2))
+    return routed_swiglu_by(backend, batch, plain_weights(w1, w3, w2))
+
+
+def plain_weights(w1: Tensor, w3: Tensor, w2: Tensor) -> ExpertWeights:
+    return ExpertWeights(Projections((w1, w3), w2), Projections((None, None), None))
 
 
 def results(run: Callable[[], Tensor], inputs: list[Tensor]) -> list[Tensor]:
@@ -90,7 +95,7 @@ def test_values_and_gradients_are_right(num_experts: int, top_k: int) -> None:
     assert worst(actual, results(lambda: plain(inputs, experts), inputs)) <= 1e-12
 
 
-@pytest.mark.parametrize("backend", [loop, grouped], ids=["loop", "grouped"])
+@pytest.mark.parametrize("backend", [loop, Grouped()], ids=["loop", "grouped"])
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"]
 )
@@ -107,7 +112,7 @@ def test_gradients_pass_a_numerical_check() -> None:
     assert torch.autograd.gradcheck(lambda *args: applied(list(args), experts), inputs)
 
 
-@pytest.mark.parametrize("backend", [loop, grouped], ids=["loop", "grouped"])
+@pytest.mark.parametrize("backend", [loop, Grouped()], ids=["loop", "grouped"])
 def test_experts_without_tokens_get_gradients_of_exactly_zero(backend: Backend) -> None:
     inputs = leaves(8, 2, torch.float32)
     experts = torch.tensor([[2, 5]]).expand(TOKENS, 2)
@@ -126,7 +131,7 @@ def test_a_batch_without_rows_gives_zeros() -> None:
     assert not any(g.any() for g in grads)
 
 
-@pytest.mark.parametrize("backend", [loop, grouped], ids=["loop", "grouped"])
+@pytest.mark.parametrize("backend", [loop, Grouped()], ids=["loop", "grouped"])
 def test_slots_that_are_not_listed_count_nothing(backend: Backend) -> None:
     inputs, experts = leaves(8, 3, torch.float32), choices(8, 3)
     # Experts 2..5 are here; tokens may have three slots here or none.
@@ -142,7 +147,7 @@ def test_slots_that_are_not_listed_count_nothing(backend: Backend) -> None:
             counts=whole.counts[2:6],
             num_tokens_per_expert=whole.num_tokens_per_expert[2:6],
         )
-        return routed_swiglu_by(backend, batch, ExpertWeights(w1, w3, w2))
+        return routed_swiglu_by(backend, batch, plain_weights(w1, w3, w2))
 
     exact = [leaf.detach().double().requires_grad_() for leaf in here]
     actual = results(partial, here)
@@ -167,7 +172,7 @@ def test_reruns_have_the_same_bits() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("backend", [loop, grouped], ids=["loop", "grouped"])
+@pytest.mark.parametrize("backend", [loop, Grouped()], ids=["loop", "grouped"])
 def test_backward_keeps_rows_routing_and_two_preactivations(backend: Backend) -> None:
     inputs, experts = leaves(8, 2, torch.float32), choices(8, 2)
     weights = {leaf.data_ptr() for leaf in inputs[2:]}
@@ -184,7 +189,7 @@ def test_backward_keeps_rows_routing_and_two_preactivations(backend: Backend) ->
     assert kept == 4 * (TOKENS * DIM + slots + 2 * slots * HIDDEN) + 8 * slots  # and the order
 
 
-@pytest.mark.parametrize("backend", [loop, grouped], ids=["loop", "grouped"])
+@pytest.mark.parametrize("backend", [loop, Grouped()], ids=["loop", "grouped"])
 def test_weight_gradients_can_be_put_off(backend: Backend) -> None:
     experts, queue = choices(8, 2), WeightGradQueue()
 
@@ -254,7 +259,7 @@ def test_autocast_computes_in_its_dtype_and_leaves_fp64_alone() -> None:
 
 def test_an_expanded_gradient_is_taken() -> None:
     inputs, experts = leaves(8, 2, torch.float32), choices(8, 2)
-    actual = torch.autograd.grad(applied(inputs, experts, grouped).sum(), inputs)
+    actual = torch.autograd.grad(applied(inputs, experts, Grouped()).sum(), inputs)
     expected = torch.autograd.grad(plain(inputs, experts).sum(), inputs)
     assert worst(list(actual), list(expected)) <= 1e-5
 

@@ -53,19 +53,26 @@ class ExpertBatch(NamedTuple):
         positions = torch.arange(self.order.numel(), device=self.order.device)
         return positions < self.num_tokens_per_expert.sum()
 
+    def slot_at(self) -> Tensor:
+        """Slot at each position, int64 [P]; some slot where there is padding."""
+        valid = self.valid()
+        return self.order if valid is None else self.order.where(valid, 0)
+
     def row_at(self) -> Tensor:
         """Row of the slot at each position, int64 [P]; some row where there is padding."""
-        valid = self.valid()
-        order = self.order if valid is None else self.order.where(valid, 0)
-        slots_per_row = self.num_slots_per_row
-        return order if slots_per_row == 1 else order.div(slots_per_row, rounding_mode="floor")
+        slot, slots_per_row = self.slot_at(), self.num_slots_per_row
+        return slot if slots_per_row == 1 else slot.div(slots_per_row, rounding_mode="floor")
 
-    def host_counts(self) -> tuple[int, ...]:
-        """Positions of each local expert; reads them from the device if nobody has."""
-        return (
-            self.counts if self.counts is not None else tuple(self.num_tokens_per_expert.tolist())
-        )
+    def at_slots(self, values_P: Tensor, *, default: float) -> Tensor:
+        """Put a value for each position to its slot: [N * F]; `default` where a slot has none."""
+        valid = self.valid()
+        # One slot more than there are takes what belongs to padding.
+        slot = self.order if valid is None else self.order.where(valid, self.num_slots)
+        values = values_P.new_full((self.num_slots + 1,), default)
+        return values.scatter_(0, slot, values_P)[:-1]
 
     def spans(self) -> list[slice]:
-        """Positions of each local expert; reads the device if nobody has."""
-        return [slice(*ends) for ends in pairwise(accumulate(self.host_counts(), initial=0))]
+        """Positions of each local expert, if the host knows them."""
+        if self.counts is None:
+            raise ValueError("counts (None) must be on the host")
+        return [slice(*ends) for ends in pairwise(accumulate(self.counts, initial=0))]

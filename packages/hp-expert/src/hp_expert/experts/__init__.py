@@ -1,6 +1,14 @@
 """Experts with stacked weights, and the arithmetic of them."""
 
+from hp_expert.experts.grouped import Grouped, GroupedProducts
 from hp_expert.experts.module import GroupedExperts
-from hp_expert.experts.swiglu import autocast, routed_swiglu
+from hp_expert.experts.swiglu import autocast, routed_swiglu, routed_swiglu_fused
 
-__all__ = ["GroupedExperts", "autocast", "routed_swiglu"]
+__all__ = [
+    "Grouped",
+    "GroupedExperts",
+    "GroupedProducts",
+    "autocast",
+    "routed_swiglu",
+    "routed_swiglu_fused",
+]

@@ -1,89 +1,163 @@
 """All experts in one product: `torch.nn.functional.grouped_mm`, for CUDA and bf16.
 
 Its traps, which shape this file: offsets are int32 and nobody checks them; strides are multiples of
-16 bytes; rows after the last offset are uninitialised memory (here the last offset is P, always);
-gradients must not be expanded; there is no fp64.
+16 bytes; rows after the last offset are uninitialised memory; gradients must not be expanded; there
+is no fp64. Offsets stay on the device: nothing here waits for it.
 
-Shape symbols: N rows, F slots per row, P positions in expert order, H hidden width, D width.
+Shape symbols: N rows, F slots per row, P positions in expert order, L local experts,
+H hidden width, D width, K and M the dims of a product.
 """
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hp_expert.batch import ExpertBatch
-from hp_expert.experts.types import Activations, ExpertWeights, InputGradients, WeightGradients
+from hp_expert.experts.types import (
+    ExpertWeights,
+    InputGradients,
+    WeightGradients,
+    gate_and_up,
+)
 from hp_expert.permute import gather_and_sum, invert
 
 
-def forward(
-    batch: ExpertBatch, scale_P: Tensor | None, weights: ExpertWeights
-) -> tuple[Tensor, Activations]:
-    """Compute the output [N, D] and the pre-activations."""
-    offsets_L = _offsets(batch)
-    x_PD = batch.rows.index_select(0, batch.row_at())
-    gate_PH = F.grouped_mm(x_PD, weights.w1.mT, offs=offsets_L)
-    up_PH = F.grouped_mm(x_PD, weights.w3.mT, offs=offsets_L)
-    y_PD = F.grouped_mm(F.silu(gate_PH).mul_(up_PH), weights.w2.mT, offs=offsets_L)
-    if scale_P is not None:
-        y_PD.mul_(scale_P[:, None])
-    return _sum_over_slots(y_PD, batch), Activations(gate_PH, up_PH)
+class GroupedProducts:
+    """The products of rows with their expert's matrix; override them for a lower precision.
+
+    Rows are in expert order; `ends` has the end of each expert's positions, int32 [L]. Rows after
+    the last end are padding, whose results nobody reads (Note [Padding]).
+    """
+
+    def forward(self, x_PK: Tensor, weight_LMK: Tensor, ends: Tensor) -> Tensor:
+        """Return x_e @ weight_e^T: [P, M]."""
+        return F.grouped_mm(x_PK, weight_LMK.mT, offs=ends)
+
+    def input_gradient(self, dy_PM: Tensor, weight_LMK: Tensor, ends: Tensor) -> Tensor:
+        """Return dy_e @ weight_e: [P, K]."""
+        return F.grouped_mm(dy_PM, weight_LMK, offs=ends)
+
+    def weight_gradient(self, dy_PM: Tensor, x_PK: Tensor, ends: Tensor) -> Tensor:
+        """Return dy_e^T @ x_e: [L, M, K]."""
+        return F.grouped_mm(dy_PM.t(), x_PK, offs=ends)
 
 
-def backward(
-    batch: ExpertBatch,
-    scale_P: Tensor | None,
-    weights: ExpertWeights,
-    kept: Activations,
-    grad_out: Tensor,
-    *,
-    wanted: WeightGradients,
-) -> InputGradients:
-    """Compute the gradients of rows and scale; hand the factors of the others to `wanted`."""
-    offsets_L, row_at = _offsets(batch), batch.row_at()
-    x_PD, dy_PD = batch.rows.index_select(0, row_at), grad_out.index_select(0, row_at)
-    dh_PH = F.grouped_mm(dy_PD, weights.w2, offs=offsets_L)
-    silu_PH = F.silu(kept.gate)
-    h_PH = silu_PH * kept.up
-    grad_scale = None
-    if scale_P is not None:
-        wide = scale_P.dtype
-        grad_scale = torch.linalg.vecdot(dh_PH.to(wide), h_PH.to(wide))
-        dh_PH.mul_(scale_P[:, None])
-        h_PH.mul_(scale_P[:, None])
-    dup_PH = silu_PH.mul_(dh_PH)
-    dgate_PH = torch.ops.aten.silu_backward(dh_PH.mul_(kept.up), kept.gate)
-    dx_PD = F.grouped_mm(dgate_PH, weights.w1, offs=offsets_L)
-    dx_PD += F.grouped_mm(dup_PH, weights.w3, offs=offsets_L)
-    wanted.w1.add(dgate_PH, x_PD, offsets_L)
-    wanted.w3.add(dup_PH, x_PD, offsets_L)
-    wanted.w2.add(dy_PD, h_PH, offsets_L)
-    return InputGradients(_sum_over_slots(dx_PD, batch), grad_scale)
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """Experts by grouped products.
+
+    Attributes:
+        products: How to compute them.
+    """
+
+    products: GroupedProducts = field(default_factory=GroupedProducts)
+    reads_counts: ClassVar[bool] = False
+
+    def forward(
+        self, batch: ExpertBatch, scale_P: Tensor | None, experts: ExpertWeights
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Compute the output [N, D]; keep the pre-activations."""
+        ends, multiply = _ends(batch), self.products.forward
+        x_PD = batch.rows.index_select(0, batch.row_at())
+        pre = tuple(multiply(x_PD, weight, ends) for weight in experts.weights.gate_up)
+        for piece, bias in zip(pre, experts.biases.gate_up, strict=True):
+            _add_bias(piece, bias, ends)
+        gate_PH, up_PH = gate_and_up(pre)
+        y_PD = multiply(F.silu(gate_PH).mul_(up_PH), experts.weights.down, ends)
+        _add_bias(y_PD, experts.output_bias, ends)
+        if scale_P is not None:
+            y_PD.mul_(scale_P[:, None])
+        return _sum_over_slots(y_PD, batch), pre
+
+    def backward(
+        self,
+        batch: ExpertBatch,
+        scale_P: Tensor | None,
+        experts: ExpertWeights,
+        kept: tuple[Tensor, ...],
+        grad_out: Tensor,
+        *,
+        wanted: WeightGradients,
+    ) -> InputGradients:
+        """Compute the gradients of rows and scale; hand the factors of the others to `wanted`."""
+        ends, row_at = _ends(batch), batch.row_at()
+        x_PD, dy_PD = batch.rows.index_select(0, row_at), grad_out.index_select(0, row_at)
+        dh_PH = self.products.input_gradient(dy_PD, experts.weights.down, ends)
+        gate_PH, up_PH = gate_and_up(kept)
+        silu_PH = F.silu(gate_PH)
+        h_PH = silu_PH * up_PH
+        grad_scale = None
+        if scale_P is not None:
+            grad_scale = _dot(dh_PH, h_PH, scale_P.dtype)
+            if experts.output_bias is not None:
+                bias_PD = experts.output_bias.index_select(0, _expert_at(ends, dy_PD))
+                grad_scale += _dot(dy_PD, bias_PD, scale_P.dtype)
+            dh_PH.mul_(scale_P[:, None])
+            h_PH.mul_(scale_P[:, None])
+        dpre = tuple(torch.empty_like(piece) for piece in kept)
+        dgate_PH, dup_PH = gate_and_up(dpre)
+        torch.mul(silu_PH, dh_PH, out=dup_PH)
+        torch.ops.aten.silu_backward.grad_input(dh_PH.mul_(up_PH), gate_PH, grad_input=dgate_PH)
+        dx_PD, *others = [
+            self.products.input_gradient(piece, weight, ends)
+            for piece, weight in zip(dpre, experts.weights.gate_up, strict=True)
+        ]
+        for other in others:
+            dx_PD += other
+        multiply = self.products.weight_gradient
+        for gradient, piece in zip(wanted.weights.gate_up, dpre, strict=True):
+            gradient.set(partial(multiply, piece, x_PD, ends))
+        wanted.weights.down.set(partial(multiply, dy_PD, h_PH, ends))
+        for gradient, piece in zip(wanted.biases.gate_up, dpre, strict=True):
+            gradient.set(partial(_bias_gradient, piece, None, ends))
+        wanted.biases.down.set(partial(_bias_gradient, dy_PD, scale_P, ends))
+        return InputGradients(_sum_over_slots(dx_PD, batch), grad_scale)
 
 
-def _offsets(batch: ExpertBatch) -> Tensor:
+def _ends(batch: ExpertBatch) -> Tensor:
     return batch.num_tokens_per_expert.cumsum(0, dtype=torch.int32)
+
+
+def _expert_at(ends: Tensor, values_PM: Tensor) -> Tensor:
+    """Expert of each position [P]; some expert where there is padding."""
+    positions = torch.arange(values_PM.shape[0], device=ends.device, dtype=ends.dtype)
+    return torch.searchsorted(ends, positions, right=True).clamp_(max=ends.shape[0] - 1)
+
+
+def _add_bias(y_PM: Tensor, bias_LM: Tensor | None, ends: Tensor) -> None:
+    """Add each expert's bias to its rows, in place."""
+    if bias_LM is not None:
+        y_PM += bias_LM.index_select(0, _expert_at(ends, y_PM))
+
+
+def _bias_gradient(dy_PM: Tensor, scale_P: Tensor | None, ends: Tensor) -> Tensor:
+    """Sum of the rows of each expert, each times its scale: [L, M]. See Note [A bias is a weight].
+
+    A product rather than an addition per row: no two writes meet, and padding is not read.
+    """
+    one_P8 = dy_PM.new_zeros(dy_PM.shape[0], 8)  # 8 columns: 16 bytes
+    one_P8[:, 0] = 1 if scale_P is None else scale_P
+    return GroupedProducts().weight_gradient(dy_PM, one_P8, ends)[:, :, 0]
+
+
+def _dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    product: Tensor = torch.linalg.vecdot(a.to(dtype), b.to(dtype))
+    return product
 
 
 def _sum_over_slots(values_PD: Tensor, batch: ExpertBatch) -> Tensor:
     """Sum the values of each row's listed slots [N, D], in fp32 or wider."""
-    num_rows, slots_per_row = batch.rows.shape[0], batch.num_slots_per_row
     if batch.counts is not None and batch.order.numel() == batch.num_slots:
-        return gather_and_sum(values_PD, invert(batch.order).view(-1, slots_per_row))
-    position_NF = _position_of_slots(batch).view(-1, slots_per_row)
+        return gather_and_sum(values_PD, invert(batch.order).view(-1, batch.num_slots_per_row))
+    position_P = torch.arange(batch.order.numel(), device=batch.order.device)
+    position_NF = batch.at_slots(position_P, default=-1).view(-1, batch.num_slots_per_row)
     wide = torch.promote_types(values_PD.dtype, torch.float32)
-    total_ND = values_PD.new_zeros(num_rows, values_PD.shape[1], dtype=wide)
+    total_ND = torch.zeros_like(batch.rows, dtype=wide)
     for position_N in position_NF.unbind(1):
         value_ND = values_PD.index_select(0, position_N.clamp(min=0))
         total_ND += value_ND.masked_fill_((position_N < 0)[:, None], 0)
     return total_ND.to(values_PD.dtype)
-
-
-def _position_of_slots(batch: ExpertBatch) -> Tensor:
-    """Position of each slot, -1 where it has none; int64 [N * F]."""
-    positions_P = torch.arange(batch.order.numel(), device=batch.order.device)
-    valid = batch.valid()
-    # One slot more than there are takes what is said of padding.
-    order = batch.order if valid is None else batch.order.where(valid, batch.num_slots)
-    position_S = torch.full((batch.num_slots + 1,), -1, device=order.device)
-    return position_S.scatter_(0, order, positions_P)[:-1]

@@ -135,8 +135,8 @@ class GroupedExperts(nn.Module):
 
     def extra_repr(self) -> str:
         """Show the sizes and the part of the experts that is here."""
-        local, hidden, dim = self.w1.shape
-        here = f"{self.first_expert}..{self.first_expert + local - 1}"
+        _, hidden, dim = self.w1.shape
+        here = f"{self.first_expert}..{self.first_expert + self.num_local_experts - 1}"
         return f"num_experts={self.num_experts} (here {here}), dim={dim}, hidden={hidden}"
 
 

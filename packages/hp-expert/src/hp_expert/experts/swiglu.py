@@ -1,58 +1,122 @@
 """The arithmetic of experts as one autograd Function.
 
 out[n] = sum over the slots of row n of weight * SwiGLU_e(rows[n]), where
-SwiGLU_e(x) = (silu(x @ w1_e^T) * (x @ w3_e^T)) @ w2_e^T (Shazeer 2020, arXiv:2002.05202).
+SwiGLU_e(x) = (silu(x @ w1_e^T + b1_e) * (x @ w3_e^T + b3_e)) @ w2_e^T + b2_e
+(Shazeer 2020, arXiv:2002.05202).
 
 Note [What is kept for backward]. The rows as they arrived, their routing, and the pre-activations
-`gate` and `up`. Backward gathers the rows again and recomputes the activation h. No expert output
-is kept for the gradient of its routing weight: with d = dout @ w2 that gradient is
-<dout, h @ w2^T> = <d, h>, and d is needed in any case.
+of gate and up. Backward gathers the rows again and recomputes the activation h. No expert output is
+kept for the gradient of its routing weight: with d = dout @ w2 that gradient is
+<dout, h @ w2^T + b2> = <d, h> + <dout, b2>, and d is needed in any case.
 
 Shape symbols: N rows, F slots per row, P positions (see `hp_expert.batch`), L local experts,
 D width, H hidden width.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hp_expert.batch import ExpertBatch
-from hp_expert.experts import grouped, loop
-from hp_expert.experts.types import Activations, Backend, ExpertWeights, WeightGradients
+from hp_expert.dispatch.counts import read_host
+from hp_expert.experts import loop
+from hp_expert.experts.grouped import Grouped
+from hp_expert.experts.placement import local_part
+from hp_expert.experts.types import Backend, ExpertWeights, Projections, WeightGradients
 from hp_expert.experts.weight_gradient import WeightGradient
 from hp_platform import wait_tensor
 
+T = TypeVar("T")
+_GROUPED: Final = Grouped()
 
-def routed_swiglu(batch: ExpertBatch, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:
+
+def routed_swiglu(
+    batch: ExpertBatch,
+    w1: Tensor,
+    w3: Tensor,
+    w2: Tensor,
+    *,
+    b1: Tensor | None = None,
+    b3: Tensor | None = None,
+    b2: Tensor | None = None,
+    adds_output_bias: bool = True,
+) -> Tensor:
     """Apply the experts to a batch, in the way that is fastest for its device, dtype and size.
 
-    Differentiable once, with respect to rows, routing weights, w1, w3 and w2. Weights that are
-    wider than the rows are cast to their dtype and get gradients in their own.
+    Differentiable once, with respect to rows, routing weights, weights and biases. Weights that are
+    wider than the rows are cast to their dtype and get gradients in their own. A weight may be a
+    `DTensor`: its local part is what the shapes below speak of, and its gradient is a `DTensor`.
 
     Args:
-        batch: Rows of any floating dtype, and their routing.
+        batch: Rows of any floating dtype, and their routing. If it leaves its counts on the device
+            they are read from there, except on CUDA in bf16.
         w1: Gate projections [L, H, D].
         w3: Up projections [L, H, D].
         w2: Down projections [L, D, H].
+        b1: Biases of the gate projections [L, H].
+        b3: Biases of the up projections [L, H].
+        b2: Biases of the down projections [L, D].
+        adds_output_bias: Whether the output contains b2. Where ranks have parts of H and sum their
+            outputs, one of them adds it; all of them compute its gradient, which is the same.
 
     Returns:
         [N, D], of the dtype of the rows.
 
     Raises:
-        ValueError: If the rows are not as wide as the weights expect, or of a dtype that is wider
-            than theirs or that theirs does not contain.
+        ValueError: If the rows or weights do not fit each other, or rows are of a dtype that is
+            wider than that of a weight or that it does not contain.
     """
+    weights, biases = Projections((w1, w3), w2), Projections((b1, b3), b2)
+    return routed_swiglu_by(None, batch, ExpertWeights(weights, biases, adds_output_bias))
+
+
+def routed_swiglu_fused(
+    batch: ExpertBatch,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    adds_output_bias: bool = True,
+) -> Tensor:
+    """Apply experts whose gate and up projections are one tensor, as Hugging Face stores them.
+
+    The tensors are used as they are, and the gradient of `gate_up` is one tensor as well. See
+    `routed_swiglu` for the rest.
+
+    Args:
+        batch: Rows of any floating dtype, and their routing.
+        gate_up: Gate projections in rows 0 .. H, up projections in rows H .. 2H; [L, 2H, D].
+        down: Down projections [L, D, H].
+        gate_up_bias: [L, 2H].
+        down_bias: [L, D].
+        adds_output_bias: Whether the output contains `down_bias`.
+
+    Returns:
+        [N, D], of the dtype of the rows.
+
+    Raises:
+        ValueError: As `routed_swiglu`.
+    """
+    weights, biases = Projections((gate_up,), down), Projections((gate_up_bias,), down_bias)
+    return routed_swiglu_by(None, batch, ExpertWeights(weights, biases, adds_output_bias))
+
+
+def routed_swiglu_by(backend: Backend | None, batch: ExpertBatch, experts: ExpertWeights) -> Tensor:
+    """Apply the experts in the given way, or in the fastest; see `routed_swiglu`."""
     batch = batch._replace(rows=autocast(batch.rows))
-    _require_fit(batch, w1)
-    return routed_swiglu_by(_fastest(batch, w1), batch, ExpertWeights(w1, w3, w2))
-
-
-def routed_swiglu_by(backend: Backend, batch: ExpertBatch, weights: ExpertWeights) -> Tensor:
-    """Apply the experts to a batch in the given way; see `routed_swiglu`."""
+    _require_fit(batch, experts)
+    backend = _fastest(batch, experts) if backend is None else backend
+    if batch.counts is None and (backend.reads_counts or batch.num_slots == 0):
+        batch = _without_padding(batch)
+    parameters = (*experts.weights.stored, *experts.biases.stored)
     with torch.autocast(batch.rows.device.type, enabled=False):
-        out: Tensor = _RoutedSwiGLU.apply(batch.rows, batch.weights, *weights, batch, backend)
+        out: Tensor = _RoutedSwiGLU.apply(
+            batch.rows, batch.weights, batch, backend, experts.adds_output_bias, *parameters
+        )
     return out
 
 
@@ -70,48 +134,52 @@ class _RoutedSwiGLU(torch.autograd.Function):
         ctx: Any,
         rows: Tensor,
         slot_weights: Tensor | None,
-        w1: Tensor,
-        w3: Tensor,
-        w2: Tensor,
         batch: ExpertBatch,
         backend: Backend,
+        adds_output_bias: bool,
+        *parameters: Tensor | None,
     ) -> Tensor:
         batch = batch._replace(rows=rows, weights=slot_weights)
-        weights = _cast(ExpertWeights(w1, w3, w2), rows.dtype)
-        out, kept = backend.forward(batch, _scale(batch), weights)
-        ctx.save_for_backward(rows, slot_weights, batch.order, *kept, w1, w3, w2)
+        experts = _local(parameters, rows.dtype, adds_output_bias=adds_output_bias)
+        out, kept = backend.forward(batch, _scale(batch), experts)
+        ctx.save_for_backward(rows, slot_weights, batch.order, *parameters, *kept)
         nothing = rows.new_empty(0)
         ctx.batch = batch._replace(rows=nothing, weights=None, order=nothing)
-        ctx.backend, ctx.parameters = backend, (w1, w3, w2)
+        ctx.backend, ctx.adds_output_bias = backend, adds_output_bias
+        # The saved ones may be copies of the parameters; see Note [Now or later].
+        ctx.parameters = parameters
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        rows, slot_weights, order, gate, up, *saved = ctx.saved_tensors
+        num_parameters = len(ctx.parameters)
+        rows, slot_weights, order, *saved = ctx.saved_tensors
         batch: ExpertBatch = ctx.batch._replace(rows=rows, weights=slot_weights, order=order)
         backend: Backend = ctx.backend
-        weights = _cast(ExpertWeights(*saved), rows.dtype)
-        counts = batch.host_counts()
-        wanted = WeightGradients(
-            *(
-                # Note [Now or later]; the saved weights may be copies of the parameters.
-                WeightGradient(parameter, dtype=rows.dtype, counts=counts, needed=needed)
-                for parameter, needed in zip(ctx.parameters, ctx.needs_input_grad[2:5], strict=True)
+        experts = _local(saved[:num_parameters], rows.dtype, adds_output_bias=ctx.adds_output_bias)
+        # Sums over rows, which gradients of biases are, are cheap to compute more precisely.
+        dtypes = rows.dtype, torch.promote_types(rows.dtype, torch.float32)
+        wanted = [
+            WeightGradient(
+                parameter, dtype=dtypes[2 * index >= num_parameters], batch=batch, needed=needed
             )
-        )
+            for index, (parameter, needed) in enumerate(
+                zip(ctx.parameters, ctx.needs_input_grad[5:], strict=True)
+            )
+        ]
         grad_out = wait_tensor(grad_out).contiguous()
         with torch.autocast(rows.device.type, enabled=False):
             grads = backend.backward(
-                batch, _scale(batch), weights, Activations(gate, up), grad_out, wanted=wanted
+                batch,
+                _scale(batch),
+                experts,
+                tuple(saved[num_parameters:]),
+                grad_out,
+                wanted=WeightGradients(*_by_projection(wanted)),
             )
-        return (
-            grads.rows,
-            _unscale(grads.scale, batch),
-            *(gradient.result() for gradient in wanted),
-            None,
-            None,
-        )
+        results = (gradient.result() for gradient in wanted)
+        return (grads.rows, _unscale(grads.scale, batch), None, None, None, *results)
 
 
 def _scale(batch: ExpertBatch) -> Tensor | None:
@@ -119,39 +187,72 @@ def _scale(batch: ExpertBatch) -> Tensor | None:
     if batch.weights is None:
         return None
     wide = torch.promote_types(batch.weights.dtype, torch.float32)
-    return batch.weights.reshape(-1).to(wide).index_select(0, batch.order)
+    return batch.weights.reshape(-1).to(wide).index_select(0, batch.slot_at())
 
 
 def _unscale(grad_P: Tensor | None, batch: ExpertBatch) -> Tensor | None:
     """Gradient of each slot's routing weight [N, F]."""
     if grad_P is None or batch.weights is None:
         return None
-    grad_S = grad_P.new_zeros(batch.num_slots).scatter_(0, batch.order, grad_P)
+    grad_S = batch.at_slots(grad_P, default=0)
     return grad_S.view(batch.weights.shape).to(batch.weights.dtype)
 
 
-def _cast(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
-    return ExpertWeights(*(weight.to(dtype) for weight in weights))
+def _by_projection(flat: Sequence[T]) -> tuple[Projections[T], Projections[T]]:
+    """Weights and biases from what `_RoutedSwiGLU` was given."""
+    half = len(flat) // 2
+    return Projections.of(flat[:half]), Projections.of(flat[half:])
 
 
-def _fastest(batch: ExpertBatch, w1: Tensor) -> Backend:
+def _local(
+    parameters: Sequence[Tensor | None], dtype: torch.dtype, *, adds_output_bias: bool
+) -> ExpertWeights:
+    """The parts of the parameters that are here, in `dtype`."""
+    parts = [None if p is None else local_part(p).to(dtype) for p in parameters]
+    weights, biases = _by_projection(parts)
+    return ExpertWeights(cast("Projections[Tensor]", weights), biases, adds_output_bias)
+
+
+def _without_padding(batch: ExpertBatch) -> ExpertBatch:
+    """Read the counts that were left on the device; without slots they are known."""
+    counts = tuple(
+        read_host(batch.num_tokens_per_expert)
+        if batch.num_slots
+        else [0] * batch.num_tokens_per_expert.shape[0]
+    )
+    return batch._replace(counts=counts, order=batch.order[: sum(counts)])
+
+
+def _fastest(batch: ExpertBatch, experts: ExpertWeights) -> Backend:
     """`grouped_mm` wants CUDA, bf16 and strides of a multiple of 16 bytes; all else is a loop."""
-    rows, (_, H, D) = batch.rows, w1.shape
+    rows, H, D = batch.rows, experts.hidden, batch.rows.shape[1]
     fits = rows.is_cuda and rows.dtype == torch.bfloat16 and H % 8 == 0 and D % 8 == 0
-    return grouped if fits and batch.order.numel() > 0 else loop
+    return _GROUPED if fits and batch.order.numel() > 0 else loop
 
 
-def _require_fit(batch: ExpertBatch, w1: Tensor) -> None:
-    rows = batch.rows
-    if rows.ndim != 2 or rows.shape[1] != w1.shape[2]:
-        raise ValueError(f"rows ({tuple(rows.shape)}) must be [N, dim ({w1.shape[2]})]")
-    if torch.promote_types(rows.dtype, w1.dtype) != w1.dtype:
-        raise ValueError(
-            f"dtype of rows ({rows.dtype}) must equal that of the expert weights ({w1.dtype}) or "
-            "be contained in it"
-        )
+def _require_fit(batch: ExpertBatch, experts: ExpertWeights) -> None:
+    """Raise ValueError if rows, routing, weights and biases do not fit each other."""
+    rows, (gate_up, down) = batch.rows, experts.weights
+    L, D, H = local_part(down).shape
+    if rows.ndim != 2 or rows.shape[1] != D:
+        raise ValueError(f"rows ({tuple(rows.shape)}) must be [N, dim ({D})]")
+    M = 2 * H // len(gate_up)
+    shapes: list[tuple[int, ...]] = [*[(L, M, D)] * len(gate_up), (L, D, H)]
+    shapes += [*[(L, M)] * len(gate_up), (L, D)]
+    parameters = (*experts.weights.stored, *experts.biases.stored)
+    for parameter, shape in zip(parameters, shapes, strict=True):
+        if parameter is None:
+            continue
+        if local_part(parameter).shape != shape:
+            raise ValueError(
+                f"shape of a weight or bias ({tuple(local_part(parameter).shape)}) must be {shape} "
+                f"beside down projections of {(L, D, H)}"
+            )
+        if torch.promote_types(rows.dtype, parameter.dtype) != parameter.dtype:
+            raise ValueError(
+                f"dtype of rows ({rows.dtype}) must equal that of the expert weights "
+                f"({parameter.dtype}) or be contained in it"
+            )
     num_counts = batch.num_tokens_per_expert.shape[0]
-    if num_counts != w1.shape[0]:
-        raise ValueError(
-            f"len(counts) ({num_counts}) must equal the number of local experts ({w1.shape[0]})"
-        )
+    if num_counts != L:
+        raise ValueError(f"len(counts) ({num_counts}) must equal the number of local experts ({L})")

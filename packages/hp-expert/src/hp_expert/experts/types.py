@@ -1,29 +1,84 @@
-"""What the two ways to compute experts take and return.
+"""What the ways to compute experts take and return.
+
+Note [Fused or separate]. The gate and up projections of an expert are two tensors or, as Hugging
+Face stores them, one, whose rows 0 .. H are the gate's. `Projections.pieces` lists what to multiply
+with: each stored tensor, or each projection as rows of a stored tensor. Weights, biases and
+gradients have the same pieces, so that one way to compute serves both and nothing is copied.
+
+Note [A bias is a weight]. A bias is a column of its weight whose input is always one, so its
+gradient is one more product: that of the same left factor with a column of ones.
 
 Shape symbols: N rows, P positions, L local experts, D width, H hidden width.
 """
 
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
 from hp_expert.batch import ExpertBatch
 from hp_expert.experts.weight_gradient import WeightGradient
 
+T = TypeVar("T")
+
+
+class Projections(NamedTuple, Generic[T]):
+    """One thing for each stored tensor of an expert's projections.
+
+    Attributes:
+        gate_up: Of the gate and of the up projection, or of both in one.
+        down: Of the down projection.
+    """
+
+    gate_up: tuple[T, ...]
+    down: T
+
+    @classmethod
+    def of(cls, stored: Sequence[T]) -> "Projections[T]":
+        """Take what `stored` returns."""
+        return cls(tuple(stored[:-1]), stored[-1])
+
+    @property
+    def stored(self) -> tuple[T, ...]:
+        """All of them, down last."""
+        return (*self.gate_up, self.down)
+
+    def pieces(self, hidden: int, *, whole: bool) -> list[tuple[T, slice]]:
+        """What has the gate and up projections, and in which rows: Note [Fused or separate].
+
+        Args:
+            hidden: H.
+            whole: Leave a tensor that stores both in one piece.
+        """
+        if len(self.gate_up) > 1 or whole:
+            return [(stored, slice(None)) for stored in self.gate_up]
+        (both,) = self.gate_up
+        return [(both, slice(hidden)), (both, slice(hidden, 2 * hidden))]
+
 
 class ExpertWeights(NamedTuple):
-    """Weights in the dtype of the rows: w1 and w3 [L, H, D], w2 [L, D, H]."""
+    """Weights and biases.
 
-    w1: Tensor
-    w3: Tensor
-    w2: Tensor
+    Attributes:
+        weights: gate_up [L, 2H, D], or gate [L, H, D] and up [L, H, D]; down [L, D, H].
+        biases: gate_up [L, 2H], or gate [L, H] and up [L, H]; down [L, D]. Each may be None.
+        adds_output_bias: Whether the bias of down counts in the output; its gradient is computed
+            in either case.
+    """
 
+    weights: Projections[Tensor]
+    biases: Projections[Tensor | None]
+    adds_output_bias: bool = True
 
-class Activations(NamedTuple):
-    """Pre-activations, each [P, H]."""
+    @property
+    def hidden(self) -> int:
+        """H."""
+        return self.weights.down.shape[2]
 
-    gate: Tensor
-    up: Tensor
+    @property
+    def output_bias(self) -> Tensor | None:
+        """The bias of down [L, D], if it counts."""
+        return self.biases.down if self.adds_output_bias else None
 
 
 class InputGradients(NamedTuple):
@@ -34,29 +89,38 @@ class InputGradients(NamedTuple):
 
 
 class WeightGradients(NamedTuple):
-    """Where the factors of the weight gradients go."""
+    """Where the factors of the gradients go; see Note [A bias is a weight]."""
 
-    w1: WeightGradient
-    w3: WeightGradient
-    w2: WeightGradient
+    weights: Projections[WeightGradient]
+    biases: Projections[WeightGradient]
 
 
 class Backend(Protocol):
-    """A module with these two functions."""
+    """Two functions, and whether they need `ExpertBatch.counts`; a module can be one."""
+
+    @property
+    def reads_counts(self) -> bool:
+        """Whether `counts` must not be None."""
 
     def forward(
-        self, batch: ExpertBatch, scale_P: Tensor | None, weights: ExpertWeights
-    ) -> tuple[Tensor, Activations]:
-        """Compute the output [N, D] and the pre-activations."""
+        self, batch: ExpertBatch, scale_P: Tensor | None, experts: ExpertWeights
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Compute the output [N, D], and what `backward` needs besides the arguments."""
 
     def backward(
         self,
         batch: ExpertBatch,
         scale_P: Tensor | None,
-        weights: ExpertWeights,
-        kept: Activations,
+        experts: ExpertWeights,
+        kept: tuple[Tensor, ...],
         grad_out: Tensor,
         *,
         wanted: WeightGradients,
     ) -> InputGradients:
         """Compute the gradients of rows and scale; hand the factors of the others to `wanted`."""
+
+
+def gate_and_up(pieces: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return what belongs to the gate and to the up projection [P, H], as views of the pieces."""
+    gate, up = pieces if len(pieces) > 1 else pieces[0].chunk(2, 1)
+    return gate, up

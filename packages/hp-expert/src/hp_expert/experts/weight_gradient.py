@@ -1,16 +1,26 @@
-"""The gradient of one stacked weight: now, later, or never.
+"""The gradient of one stacked weight or bias: now, later, or never.
 
-Shape symbols: L local experts, n positions of one expert, P positions of all, X and Y the two other
-dims of the weight.
+Shape symbols: L local experts, R positions of some of them, X and Y the two
+other dims of the weight.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from hp_expert.batch import ExpertBatch
+from hp_expert.experts.placement import local_part, placed_like
 from hp_platform import submit_weight_grad
+
+
+class ExpertRun(NamedTuple):
+    """Experts whose rows follow each other, and how many rows each has, none of them without."""
+
+    experts: list[int]
+    sizes: list[int]
 
 
 class WeightGradient:
@@ -22,64 +32,88 @@ class WeightGradient:
     factors are kept until then.
 
     Args:
-        weight: The parameter as it was passed to the Function [L, X, Y].
-        dtype: Of the factors; the gradient has that of the weight.
-        counts: Positions of each expert. Experts without any get zeros.
+        weight: The parameter as it was passed to the Function, [L, X, Y] or, for a bias, [L, X];
+            None if there is none.
+        dtype: To compute in; the gradient has that of the weight.
+        batch: Whose gradient it is. Experts without positions get zeros.
         needed: Whether the weight wants a gradient at all.
     """
 
     def __init__(
-        self, weight: Tensor, *, dtype: torch.dtype, counts: Sequence[int], needed: bool
+        self, weight: Tensor | None, *, dtype: torch.dtype, batch: ExpertBatch, needed: bool
     ) -> None:
-        self._weight, self._dtype, self._counts = weight, dtype, counts
-        self._needed = needed
+        self._weight, self._dtype = weight, dtype
+        self._counts, self._num_tokens_per_expert = batch.counts, batch.num_tokens_per_expert
         self._now = False
         self._asked = False
         self._total: Tensor | None = None
-        self._kept: list[tuple[Tensor, Tensor, int | Tensor]] = []
-        if needed:
+        self._kept: list[Callable[[], None]] = []
+        self.needed = needed and weight is not None
+        if self.needed and weight is not None:
             self._now = submit_weight_grad(weight, self._compute) is not None
         self._asked = True
 
-    def add(self, left: Tensor, right: Tensor, where: int | Tensor) -> None:
-        """Take the factors of one expert, or of all.
+    def add(self, left: Tensor, right: Tensor, run: ExpertRun, part: slice) -> None:
+        """Take the factors of a run of experts, for some rows of each one's weight.
 
         Args:
-            left: [n, X] or [P, X].
-            right: [n, Y] or [P, Y].
-            where: The expert, or the end of each expert's positions, int32 [L].
+            left: [R, rows of the part].
+            right: [R, Y]; Y is one for a bias.
+            run: The experts, and how many of the R rows each has.
+            part: Rows of the weight.
         """
-        if self._now:
-            self._multiply(left, right, where)
-        elif self._needed:
-            self._kept.append((left, right, where))
+        self._do(partial(self._multiply, left, right, run, part))
+
+    def set(self, product: Callable[[], Tensor]) -> None:
+        """Take what computes the gradients of all experts."""
+        self._do(partial(self._take, product))
 
     def result(self) -> Tensor | None:
         """Return the gradient, or None if it comes later or never."""
         return self._finished() if self._now else None
 
+    def _do(self, step: Callable[[], None]) -> None:
+        if self._now:
+            step()
+        elif self.needed:
+            self._kept.append(step)
+
     def _compute(self) -> Tensor:
+        assert self._weight is not None
         if not self._asked:
             return self._weight
         while self._kept:
-            self._multiply(*self._kept.pop(0))
+            self._kept.pop(0)()
         return self._finished()
 
-    def _multiply(self, left: Tensor, right: Tensor, where: int | Tensor) -> None:
-        if isinstance(where, int):
-            if self._total is None:
-                self._total = torch.empty(
-                    self._weight.shape, dtype=self._dtype, device=self._weight.device
-                )
-            torch.mm(left.t(), right, out=self._total[where])
-        else:
-            self._total = F.grouped_mm(left.t(), right, offs=where)
+    def _multiply(self, left: Tensor, right: Tensor, run: ExpertRun, part: slice) -> None:
+        if self._total is None:
+            shape = self._shape()
+            columns = () if len(shape) > 2 else (1,)
+            self._total = left.new_empty((*shape, *columns), dtype=self._dtype)
+        totals = self._total[:, part].unbind(0)
+        lefts = left.t().to(self._dtype).split(run.sizes, 1)
+        rights = right.to(self._dtype).split(run.sizes)
+        for expert, left_n, right_n in zip(run.experts, lefts, rights, strict=True):
+            torch.mm(left_n, right_n, out=totals[expert])
+
+    def _take(self, product: Callable[[], Tensor]) -> None:
+        self._total = product()
+
+    def _shape(self) -> torch.Size:
+        assert self._weight is not None
+        return local_part(self._weight).shape
 
     def _finished(self) -> Tensor:
+        assert self._weight is not None
         total, self._total = self._total, None
         if total is None:
             return torch.zeros_like(self._weight)
-        for expert, count in enumerate(self._counts):
-            if count == 0:
-                total[expert].zero_()
-        return total.to(self._weight.dtype)
+        if self._counts is None:
+            idle = self._num_tokens_per_expert == 0
+            total.masked_fill_(idle.view(-1, *[1] * (total.ndim - 1)), 0)
+        else:
+            for expert, count in enumerate(self._counts):
+                if count == 0:
+                    total[expert].zero_()
+        return placed_like(self._weight, total.view(self._shape()).to(self._weight.dtype))
