@@ -11,6 +11,11 @@ from hp_expert.checkpoint import (
     stacked_parts,
     to_hf,
 )
+from hp_expert.data_parallel import (
+    expert_parameter_names,
+    fully_shard_experts,
+    reduce_expert_gradients,
+)
 from hp_expert.dispatch import (
     AllToAllDispatcher,
     BoundedAllToAllDispatcher,
@@ -20,12 +25,22 @@ from hp_expert.dispatch import (
     DispatchState,
     LocalDispatcher,
     RunAhead,
+    TensorSlicedDispatcher,
+    TensorSummedDispatcher,
     deduplication_pays,
     dispatch_bytes,
     expected_rows_per_token,
     rows_per_pair,
 )
 from hp_expert.experts import GroupedExperts, routed_swiglu
+from hp_expert.gradients import clip_grad_norm_, grad_norm, shard_groups
+from hp_expert.hugging_face import (
+    RoutingRecord,
+    apply_to_transformers,
+    record_routing,
+    register_with_transformers,
+    replay_routing,
+)
 from hp_expert.moe import MoE
 from hp_expert.permute import Permutation, gather_slots, sort_by_expert, sum_slots
 from hp_expert.routing import (
@@ -67,28 +82,41 @@ __all__ = [
     "MoE",
     "Permutation",
     "Routing",
+    "RoutingRecord",
     "RunAhead",
     "StackedPart",
     "TensorParallel",
+    "TensorSlicedDispatcher",
+    "TensorSummedDispatcher",
     "TopKRouter",
     "__version__",
+    "apply_to_transformers",
     "check_replay",
+    "clip_grad_norm_",
     "deduplication_pays",
     "dispatch_bytes",
     "expected_rows_per_token",
     "expert_names",
+    "expert_parameter_names",
     "from_hf",
+    "fully_shard_experts",
     "gather_slots",
     "global_balance_loss",
+    "grad_norm",
     "load_experts",
     "load_imbalance",
+    "record_routing",
+    "reduce_expert_gradients",
     "register_correction_bias_update",
+    "register_with_transformers",
+    "replay_routing",
     "routed_swiglu",
     "router_z_loss",
     "rows_per_pair",
     "save_experts",
     "save_routing",
     "sequence_balance_loss",
+    "shard_groups",
     "sort_by_expert",
     "stacked_parts",
     "sum_slots",

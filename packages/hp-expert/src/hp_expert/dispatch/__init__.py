@@ -15,6 +15,8 @@ from hp_expert.dispatch.cost import (
 from hp_expert.dispatch.local import LocalDispatcher
 from hp_expert.dispatch.protocol import Dispatcher, DispatchState
 from hp_expert.dispatch.run_ahead import Mark, RunAhead
+from hp_expert.dispatch.tensor_sliced import TensorSlicedDispatcher
+from hp_expert.dispatch.tensor_summed import TensorSummedDispatcher
 
 __all__ = [
     "AllToAllDispatcher",
@@ -26,6 +28,8 @@ __all__ = [
     "LocalDispatcher",
     "Mark",
     "RunAhead",
+    "TensorSlicedDispatcher",
+    "TensorSummedDispatcher",
     "deduplication_pays",
     "dispatch_bytes",
     "expected_rows_per_token",

@@ -1,0 +1,123 @@
+"""Experts beside data parallelism whose wrapper averages gradients instead of summing them.
+
+Note [Scale of gradients]. The gradient of an expert is the sum over the tokens of all ranks of its
+expert-parallel group; the ranks that hold the same expert (its replicas) have yet to be summed. A
+loss that is a sum over tokens, divided by the number of tokens of all ranks, needs nothing else:
+sum everything. A wrapper that averages, because each rank's loss is a mean over its own tokens,
+divides other parameters by the number of data-parallel ranks. Experts must be divided by that same
+number, which is not the number of their replicas: replicas times expert-parallel ranks. Ranks of
+tensor parallelism share tokens and count nowhere.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from hp_expert.experts import GroupedExperts
+from hp_platform import resolve_group
+
+
+def fully_shard_experts(
+    module: nn.Module, mesh: DeviceMesh, *, divide_gradients_by: float, **options: Any
+) -> nn.Module:
+    """Apply FSDP2 to the experts of a module, over their replicas, with gradients to scale.
+
+    Call it after a style and before `fully_shard` of what is around. Parameters that a style made
+    `DTensor`s must be so on another axis of the same root mesh.
+
+    Args:
+        module: `GroupedExperts`, or what contains some.
+        mesh: The replicas: one axis, as of `init_device_mesh(..., ("efsdp", "ep"))["efsdp"]`.
+        divide_gradients_by: 1 if the loss is divided by the tokens of all ranks; the number of
+            data-parallel ranks, `efsdp * ep`, if it is a mean over those of this rank. See Note
+            [Scale of gradients].
+        **options: Of `torch.distributed.fsdp.fully_shard`.
+
+    Returns:
+        `module`.
+
+    Raises:
+        ValueError: If the mesh has more than one axis.
+    """
+    group = resolve_group(mesh)
+    for experts in _experts_of(module):
+
+        def placement(
+            parameter: nn.Parameter, num_local: int = experts.num_local_experts
+        ) -> Shard | None:
+            return _fsdp_placement(parameter, num_local, num_shards=mesh.size())
+
+        fully_shard(experts, mesh=mesh, **({"shard_placement_fn": placement} | options))
+        assert isinstance(experts, FSDPModule)
+        experts.set_gradient_divide_factor(divide_gradients_by)
+        # Gloo cannot scale while it sums. A sum over one rank is left out, and FSDP2 then divides
+        # a second time if it was told to sum only.
+        if mesh.size() > 1 and "nccl" not in str(dist.get_backend(group)):
+            experts.set_force_sum_reduction_for_comms(True)
+    return module
+
+
+def expert_parameter_names(module: nn.Module) -> list[str]:
+    """Names of the parameters of experts in a module, for wrappers that must leave them alone."""
+    return [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, part in module.named_modules()
+        if isinstance(part, GroupedExperts)
+        for name, _ in part.named_parameters(recurse=False)
+    ]
+
+
+@torch.no_grad()
+def reduce_expert_gradients(
+    module: nn.Module, *, replicas: ProcessGroup | DeviceMesh, divide_by: float = 1.0
+) -> None:
+    """Sum the gradients of experts over the ranks that hold the same ones, and divide them.
+
+    For data parallelism that leaves experts alone; all replicas call it after backward. A gradient
+    that is missing counts as zero.
+
+    Args:
+        module: Contains the experts.
+        replicas: The ranks that hold the same experts; this rank alone is one as well.
+        divide_by: The number of data-parallel ranks if the wrapper of the other parameters
+            averages; see Note [Scale of gradients].
+    """
+    group = resolve_group(replicas)
+    buckets: dict[torch.dtype, list[Tensor]] = {}
+    for experts in _experts_of(module):
+        for parameter in experts.parameters(recurse=False):
+            if parameter.requires_grad:
+                buckets.setdefault(parameter.dtype, []).append(_gradient(parameter))
+    for gradients in buckets.values():
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat, group=group)
+        flat /= divide_by
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def _experts_of(module: nn.Module) -> Iterator[GroupedExperts]:
+    return (part for part in list(module.modules()) if isinstance(part, GroupedExperts))
+
+
+def _fsdp_placement(
+    parameter: nn.Parameter, num_local_experts: int, *, num_shards: int
+) -> Shard | None:
+    """Cut along the experts, or inside them where there are fewer of them than shards."""
+    cuts_inside = num_local_experts < num_shards and parameter.shape[1] % num_shards == 0
+    return Shard(1) if cuts_inside else None
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    gradient = parameter.grad
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -1,0 +1,200 @@
+"""The norm of all gradients of a model, wherever its parts are, and clipping by it.
+
+`torch.nn.utils.clip_grad_norm_` cannot stack norms of `DTensor`s on different meshes, and takes an
+expert's plain local tensor for a whole one. Here every parameter says over which groups it is cut:
+a `DTensor` by its placements, an expert that a style spread over groups by the style.
+
+Note [Same bits]. Powers are summed in fp64, in the order of the parameters; those of the ranks are
+gathered and summed in rank order, not reduced, so that every rank has the same bits whatever
+algorithm a collective takes. A replicated parameter counts once, on each rank by itself.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from hp_expert.experts import GroupedExperts
+from hp_expert.styles.sharding import shard_dim
+
+Groups = tuple[ProcessGroup, ...]
+
+
+def shard_groups(module: nn.Module) -> dict[Tensor, Groups]:
+    """Groups over which plain expert parameters are cut, for the experts of a module.
+
+    What a style spread over a mesh is not listed: a `DTensor` knows by itself.
+    """
+    found: dict[Tensor, Groups] = {}
+    for experts in module.modules():
+        ranks = experts.ranks if isinstance(experts, GroupedExperts) else None
+        if ranks is None or ranks.mesh is not None:
+            continue
+        axes = {"tp": ranks.tp, "ep": ranks.ep}
+        for name, parameter in experts.named_parameters(recurse=False):
+            found[parameter] = tuple(
+                group
+                for axis, group in axes.items()
+                if group is not None and shard_dim(name, axis) is not None
+            )
+    return found
+
+
+@torch.no_grad()
+def grad_norm(
+    parameters: nn.Module | Tensor | Iterable[Tensor],
+    *,
+    norm_type: float = 2.0,
+    sharded: Mapping[Tensor, Sequence[ProcessGroup]] | None = None,
+    across: ProcessGroup | None = None,
+) -> Tensor:
+    """Return the norm of the gradients of all ranks' parameters, the same bits on every rank.
+
+    All ranks call it together, with parameters in the same order. Parameters without a gradient
+    count nothing.
+
+    Args:
+        parameters: A module or parameters, any mixture of plain tensors and `DTensor`s on any
+            meshes. Of a module, experts that were spread over groups are found by themselves.
+        norm_type: p of the p-norm, positive; `math.inf` for the largest absolute value.
+        sharded: Groups over which plain parameters are cut, where `parameters` is no module:
+            `shard_groups(model)`, or one's own.
+        across: Ranks that have other parameters, such as the stages of a pipeline.
+
+    Returns:
+        fp64 [], on the device of the first parameter.
+
+    Raises:
+        ValueError: If `norm_type` is not positive.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type ({norm_type}) must be positive")
+    listed = _listed(parameters)
+    device = _local(listed[0]).device if listed else torch.device("cpu")
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for (_, groups), tensors in _by_groups(listed, _all_sharded(parameters, sharded)).items():
+        power = _power([g for g in map(_gradient, tensors) if g is not None], norm_type, tensors[0])
+        for group in groups:
+            power = _over(power, group, norm_type)
+        total = _merge(torch.stack([total, power.to(device)]), norm_type)
+    if across is not None:
+        total = _over(total, across, norm_type)
+    return total if math.isinf(norm_type) else total.pow(1 / norm_type)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: nn.Module | Tensor | Iterable[Tensor],
+    max_norm: float,
+    *,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    sharded: Mapping[Tensor, Sequence[ProcessGroup]] | None = None,
+    across: ProcessGroup | None = None,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale all gradients, in place, so that their norm over all ranks is at most `max_norm`.
+
+    As `torch.nn.utils.clip_grad_norm_`, down to the 1e-6 that it adds to the norm; see `grad_norm`
+    for what it takes. The host is not read unless `error_if_nonfinite`.
+
+    Args:
+        parameters: See `grad_norm`.
+        max_norm: The largest norm that is left as it is.
+        norm_type: See `grad_norm`.
+        error_if_nonfinite: Raise, on every rank, instead of scaling by a norm that is not finite.
+        sharded: See `grad_norm`.
+        across: See `grad_norm`.
+        foreach: Scale many gradients in one kernel; None: where that is faster.
+
+    Returns:
+        The norm before, fp64 [].
+
+    Raises:
+        RuntimeError: If the norm is not finite and `error_if_nonfinite`.
+    """
+    parameters = parameters if isinstance(parameters, nn.Module) else _listed(parameters)
+    norm = grad_norm(parameters, norm_type=norm_type, sharded=sharded, across=across)
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(f"norm of gradients ({norm.item()}) must be finite")
+    gradients = [p.grad for p in _listed(parameters) if p.grad is not None]
+    holders = []
+    for gradient in map(_local, gradients):
+        # torch scales what is the gradient of something, and takes plain tensors only at once.
+        holders.append(gradient.detach())
+        holders[-1].grad = gradient
+    nn.utils.clip_grads_with_norm_(holders, max_norm, norm, foreach=foreach)
+    return norm
+
+
+def _listed(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
+    if isinstance(parameters, Tensor):
+        return [parameters]
+    return list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+
+
+def _all_sharded(
+    parameters: object, sharded: Mapping[Tensor, Sequence[ProcessGroup]] | None
+) -> dict[Tensor, Groups]:
+    known = shard_groups(parameters) if isinstance(parameters, nn.Module) else {}
+    return known | {tensor: tuple(groups) for tensor, groups in (sharded or {}).items()}
+
+
+def _by_groups(
+    parameters: Sequence[Tensor], sharded: Mapping[Tensor, Groups]
+) -> dict[tuple[torch.device, Groups], list[Tensor]]:
+    """Parameters by device and by the groups they are cut over, in one order on all ranks."""
+    found: dict[tuple[torch.device, Groups], list[Tensor]] = {}
+    for parameter in parameters:
+        groups = (*sharded.get(parameter, ()), *_groups_of(parameter))
+        groups = tuple(group for group in groups if group.size() > 1)
+        found.setdefault((_local(parameter).device, groups), []).append(parameter)
+    return found
+
+
+def _groups_of(parameter: Tensor) -> Groups:
+    if not isinstance(parameter, DTensor):
+        return ()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return tuple(mesh.get_group(a) for a, p in enumerate(placements) if not p.is_replicate())
+
+
+def _gradient(parameter: Tensor) -> Tensor | None:
+    """The local part of a gradient, cut as its parameter is: it may still be parts of a sum."""
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+    return None if gradient is None else _local(gradient)
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _power(gradients: list[Tensor], norm_type: float, like: Tensor) -> Tensor:
+    """Sum of |g|^p, or the largest |g|, fp64 []."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=_local(like).device)
+    norms = [
+        torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64)
+        if gradient.numel()
+        else gradient.new_zeros((), dtype=torch.float64)
+        for gradient in gradients
+    ]
+    stacked = torch.stack(norms)
+    return _merge(stacked if math.isinf(norm_type) else stacked.pow(norm_type), norm_type)
+
+
+def _merge(powers: Tensor, norm_type: float) -> Tensor:
+    return powers.amax() if math.isinf(norm_type) else powers.sum()
+
+
+def _over(power: Tensor, group: ProcessGroup, norm_type: float) -> Tensor:
+    """Merge over ranks, in rank order; see Note [Same bits]."""
+    everyone = [torch.empty_like(power) for _ in range(group.size())]
+    dist.all_gather(everyone, power, group=group)
+    return _merge(torch.stack(everyone), norm_type)
