@@ -5,11 +5,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from hp_expert import TopKRouter
+from hp_expert import ExpertParallel, GroupedExperts, MoE, TopKRouter
 from hp_expert.routing.capacity import DropPolicy
+from hp_platform.testing import compare, run_in_threads
 
 EXPERTS, CHOICES = 4, 2
 
@@ -135,3 +139,72 @@ def test_one_row_of_tokens_is_one_sequence() -> None:
     logits = torch.randn(1, 9, EXPERTS)
     module = router(capacity_factor=0.5)
     assert torch.equal(module.route(logits[0]).experts, module.route(logits).experts)
+
+
+def layer(group: ProcessGroup | None) -> MoE:
+    """The same layer on every rank, which may be a thread of this process."""
+    moe = MoE(router(capacity_factor=0.75), GroupedExperts(EXPERTS, 6, 8)).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in moe.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(drawn)
+    if group is not None:
+        ExpertParallel().apply(moe, group)
+    return moe
+
+
+def sequences() -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(4, 9, 6, generator=generator, dtype=torch.float64)
+
+
+def results(moe: MoE, x: Tensor, *, microbatch: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, input gradients, and the router's gradient."""
+    x = x.clone().requires_grad_()
+    ys = [moe(part)[0] for part in x.split(microbatch)]
+    for y in ys:
+        y.square().sum().backward()
+    assert x.grad is not None
+    assert moe.router.weight.grad is not None
+    return torch.cat(ys).detach(), x.grad, moe.router.weight.grad
+
+
+def plainly(moe: MoE, x: Tensor) -> Tensor:
+    routing, w = moe.router(x), moe.experts
+    rows = x.flatten(0, 1)
+    y = torch.zeros_like(rows)
+    for weight_T, expert_T in zip(routing.weights.T, routing.experts.T, strict=True):
+        for t, e in enumerate(expert_T.tolist()):
+            if e >= 0:
+                hidden = F.silu(w.w1[e] @ rows[t]) * (w.w3[e] @ rows[t])
+                y[t] += weight_T[t] * (w.w2[e] @ hidden)
+    return y.view_as(x)
+
+
+def test_a_dropped_slot_adds_nothing_to_the_layers_output() -> None:
+    moe, x = layer(None), sequences()
+    y, routing = moe(x)
+    assert (routing.experts == -1).any()
+    with torch.no_grad():
+        assert torch.allclose(y, plainly(moe, x), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("microbatch", [1, 2])
+def test_neither_ranks_nor_microbatches_change_what_is_dropped(microbatch: int) -> None:
+    def on_rank(group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+        mine = sequences().chunk(2)[group.rank()]
+        return results(layer(group), mine, microbatch=microbatch)
+
+    ranks = run_in_threads(on_rank, world_size=2, timeout=30)
+    y, dx, d_router = results(layer(None), sequences(), microbatch=4)
+    names = ("y", "dx", "router")
+    actual = (
+        torch.cat([rank[0] for rank in ranks]),
+        torch.cat([rank[1] for rank in ranks]),
+        ranks[0][2] + ranks[1][2],
+    )
+    comparison = compare(
+        dict(zip(names, actual, strict=True)), {"y": y, "dx": dx, "router": d_router}, bound=1e-12
+    )
+    assert comparison.ok, str(comparison)

@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from hp_expert import GroupedExperts, MoE, TopKRouter
+from hp_expert import ExpertParallel, GroupedExperts, MoE, TopKRouter
+from hp_platform.testing import run_in_threads, slow_group
 
 DIM, HIDDEN, EXPERTS = 6, 10, 5
 
@@ -79,6 +81,34 @@ def test_the_shared_expert_runs_while_rows_travel() -> None:
         "launch_combine",
         "finish_combine",
     ]
+
+
+def shared_while_rows_travel(group: ProcessGroup) -> list[bool]:
+    """Whether the exchange of rows was over when the shared expert began, ended, and at the end."""
+    slow = slow_group(group, latency=0.3)
+    over: list[bool] = []
+
+    class Shared(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            # The link works in order: this is done once the rows have arrived.
+            self.behind_rows = slow.link.submit(int)  # type: ignore[attr-defined]
+            over.append(self.behind_rows.done())
+            y = super().forward(x)
+            over.append(self.behind_rows.done())
+            return y
+
+    router = TopKRouter(DIM, 4, 2)
+    shared = Shared(DIM, DIM)
+    moe = MoE(router, GroupedExperts(4, DIM, HIDDEN), shared=shared)
+    ExpertParallel().apply(moe, slow)
+    moe(torch.randn(2, 3, DIM))
+    over.append(shared.behind_rows.done())
+    return over
+
+
+def test_the_shared_expert_is_done_before_the_rows_are_here() -> None:
+    results = run_in_threads(shared_while_rows_travel, world_size=2, timeout=30)
+    assert results == [[False, False, True]] * 2
 
 
 def test_nothing_is_left_on_the_module_after_a_call() -> None:

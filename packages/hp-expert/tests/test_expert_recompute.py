@@ -270,3 +270,24 @@ def test_an_error_in_a_checkpoint_leaves_no_context_open() -> None:
     assert same(gradients(moe, x, apply(moe, x)), in_one_go())
     counted = decide("outside", lambda: 5)
     assert counted == 5
+
+
+# Of torch itself, where it cuts a graph.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_router_goes_where_it_went_as_well() -> None:
+    router = TopKRouter(DIM, EXPERTS, CHOICES, correction_bias=True)
+    compiled = torch.compile(router, backend="aot_eager")
+    bias, experts = router.correction_bias, list[Tensor]()
+    assert bias is not None
+
+    def route(x: Tensor) -> Tensor:
+        routing: Routing = compiled(x)
+        experts.append(routing.experts.clone())
+        return routing.weights.sin()
+
+    x = tokens().detach().float().requires_grad_()
+    w = checkpoint(route, x, use_reentrant=False, context_fn=save_routing)
+    bias[int(experts[0][0, 1])] = -100.0
+    w.sum().backward()
+    assert torch.equal(*experts)
+    assert router.load.sum() == 12 * CHOICES

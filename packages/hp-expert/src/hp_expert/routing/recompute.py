@@ -17,6 +17,8 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, TypeVar
 
+from hp_platform import outside_graph
+
 T = TypeVar("T")
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -55,6 +57,12 @@ def decide(owner: object, make: Callable[[], T]) -> T:
     Raises:
         RuntimeError: If a recompute decides more often than its forward, or in another order.
     """
+    return _decide_in_contexts(owner, make) if _open.contexts else make()
+
+
+@outside_graph
+def _decide_in_contexts(owner: object, make: Callable[[], T]) -> T:
+    """Decide outside of compiled graphs, so that a recompute runs the graphs of its forward."""
     recordings = []
     for context in reversed(_open.contexts):
         if isinstance(context, _Repeating):

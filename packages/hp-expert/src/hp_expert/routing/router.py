@@ -5,6 +5,7 @@ Shape symbols: T tokens in sequences of S, E experts, K experts per token, D mod
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, NamedTuple, Self, get_args
 
 import torch
@@ -173,7 +174,7 @@ class TopKRouter(nn.Module):
         scores_TE = logits_TE.softmax(dim=-1) if softmax else logits_TE.sigmoid()
         if replay is None:
             sequence_length = logits.shape[-2] if logits.ndim > 1 else 1
-            choice = decide(self, lambda: self._choose(scores_TE, sequence_length))
+            choice = decide(self, partial(self._choose, scores_TE.detach(), sequence_length))
         else:
             _check_record(replay, num_tokens=logits_TE.shape[0], router=self)
             choice = _Choice(replay, replay)
