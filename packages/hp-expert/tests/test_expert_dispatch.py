@@ -3,24 +3,18 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_expert import (
     AllToAllDispatcher,
     ExpertParallel,
     GroupedExperts,
     LocalDispatcher,
-    MoE,
-    TopKRouter,
 )
 from hp_platform import PeerError, is_waited, new_group
 from hp_platform.testing import run_distributed, run_in_threads
@@ -103,93 +97,6 @@ def test_launches_return_unwaited_in_both_directions() -> None:
 
     for waited in run_in_threads(rank_main, world_size=2):
         assert waited == [False, True, False, True, False, False]
-
-
-class _Syncs(TorchDispatchMode):
-    """Counts operators that would make the host wait for a device."""
-
-    NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "bincount", "equal")
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name().removeprefix("aten::")
-        sized = kwargs is not None and kwargs.get("output_size") is not None
-        if name.startswith(self.NAMES) or (name.startswith("repeat_interleave") and not sized):
-            self.found.append(name)
-        if any(t.dtype == torch.bool for t in _indices(name, args)):
-            self.found.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-def _indices(name: str, args: Any) -> list[Tensor]:
-    if not name.startswith("index."):
-        return []
-    return [index for index in args[1] if index is not None]
-
-
-@contextmanager
-def counted_host_reads() -> Iterator[list[str]]:
-    """Names of what read values on the host: syncing operators, `tolist`, `cpu`, `numpy`."""
-    with _Syncs() as mode:
-        reads = mode.found
-
-        def counting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-            def read(*args: Any, **kwargs: Any) -> Any:
-                reads.append(name)
-                return method(*args, **kwargs)
-
-            return read
-
-        patches = [
-            patch.object(Tensor, name, counting(name, getattr(Tensor, name)))
-            for name in ("tolist", "cpu", "numpy")
-        ]
-        for each in patches:
-            each.start()
-        try:
-            yield reads
-        finally:
-            for each in patches:
-                each.stop()
-
-
-def host_reads() -> list[list[str]]:
-    group = dist.group.WORLD
-    assert group is not None
-    moe = MoE(TopKRouter(DIM, EXPERTS, 2).double(), fixed_experts())
-    ExpertParallel().apply(moe, group)
-    found = []
-    for _ in range(2):
-        x = tokens(group.rank())
-        with counted_host_reads() as forward:
-            y, _ = moe(x)
-        with counted_host_reads() as backward:
-            y.sum().backward()
-        found += [forward, backward]
-    return found
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_layer_reads_the_host_once(world_size: int) -> None:
-    for found in run_distributed(host_reads, world_size=world_size):
-        assert found == [["tolist"], [], ["tolist"], []]
-
-
-def test_the_count_of_host_reads_sees_what_it_should() -> None:
-    x = torch.arange(4)
-    with counted_host_reads() as found:
-        x.tolist()
-        bool(x.sum() > 3)
-        x[x > 1]
-        x.repeat_interleave(x)
-        x.repeat_interleave(x, output_size=6)
-        x.cpu()
-    assert {name.split(".")[0] for name in found} == {
-        "tolist", "_local_scalar_dense", "index", "repeat_interleave", "cpu"
-    }  # fmt: skip
 
 
 def two_threads(concurrent: bool) -> list[Tensor]:

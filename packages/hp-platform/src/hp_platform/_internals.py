@@ -25,13 +25,14 @@ from torch._C._distributed_c10d import (
 from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed import _functional_collectives as functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 AsyncCollectiveTensor = functional.AsyncCollectiveTensor
 
-__all__ = ["HashStore", "PrefixStore", "Store", "TCPStore"]
+__all__ = ["HashStore", "PrefixStore", "Store", "TCPStore", "TorchDispatchMode"]
 
 
 # Renamed in 2.13, where the old names warn.

@@ -7,11 +7,19 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-_SYNCING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "unique_", "bincount")
-_COMPARING = ("equal", "is_same_size")
-_METHODS = ("tolist", "numpy", "cpu", "__array__")
+from hp_platform.testing import watch_operators
+
+_METHODS = ("tolist", "numpy", "cpu")
+_SYNCING = (
+    "_local_scalar_dense",
+    "_unique",
+    "bincount",
+    "equal",
+    "masked_select",
+    "nonzero",
+    "unique_",
+)
 
 
 @contextmanager
@@ -32,61 +40,56 @@ def host_reads(device: torch.device | str = "cpu") -> Iterator[list[str]]:
     Yields:
         A list that grows as reads happen.
     """
-    kind = torch.device(device).type
+    kind, found = torch.device(device).type, list[str]()
+
+    def look(name: str, args: Any, kwargs: Any) -> None:
+        name = name.removeprefix("aten::")
+        if _waits(name, args, kwargs, kind):
+            found.append(name)
+
     with ExitStack() as stack:
-        mode = stack.enter_context(_Watch(kind))
+        stack.enter_context(watch_operators(look))
         for name in _METHODS:
-            method = getattr(Tensor, name)
-            stack.enter_context(patch.object(Tensor, name, _counting(name, method, mode)))
+            read = _noting_reads(name, kind, found)
+            stack.enter_context(patch.object(Tensor, name, read))
         if kind == "cuda":
             for owner in (torch.cuda.Event, torch.cuda.Stream, torch.cuda):
-                wait = _noting(owner.synchronize, mode)
+                wait = _noting_waits(owner.synchronize, found)
                 stack.enter_context(patch.object(owner, "synchronize", wait))
-        yield mode.found
+        yield found
 
 
-class _Watch(TorchDispatchMode):
-    """Notes operators down."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.kind, self.found = kind, list[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = func.name().removeprefix("aten::")
-        if self._waits(name, args, kwargs):
-            self.found.append(name)
-        return func(*args, **kwargs)
-
-    def _waits(self, name: str, args: Any, kwargs: Any) -> bool:
-        on_device = [t for t in args if isinstance(t, Tensor) and t.device.type == self.kind]
-        if name.startswith("repeat_interleave") and on_device:
-            return kwargs.get("output_size") is None
-        if name.startswith(("index.", "index_put", "_index_put_impl")) and on_device:
-            return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
-        if name.startswith("_to_copy") and on_device:
-            to = kwargs.get("device")
-            return to is not None and to.type == "cpu" and self.kind != "cpu"
-        if name.startswith("copy_"):
-            source = args[1]
-            leaves = source.device.type == self.kind and args[0].device.type != self.kind
-            return bool(leaves and not (kwargs.get("non_blocking") or args[2:3] == (True,)))
-        return name.startswith(_SYNCING + _COMPARING) and bool(on_device)
+def _waits(name: str, args: Any, kwargs: Any, kind: str) -> bool:
+    """Whether an operator makes the host wait for a device of this kind."""
+    if not any(isinstance(t, Tensor) and t.device.type == kind for t in args):
+        return False
+    if name.startswith("repeat_interleave"):
+        return kwargs.get("output_size") is None
+    if name.startswith(("index.", "index_put", "_index_put_impl")):
+        return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+    if name.startswith("_to_copy"):
+        to = kwargs.get("device")
+        return to is not None and to.type == "cpu" != kind
+    if name.startswith("copy_"):
+        non_blocking = kwargs.get("non_blocking", args[2:3] == (True,))
+        return args[0].device.type == "cpu" != args[1].device.type and not non_blocking
+    return name.startswith(_SYNCING)
 
 
-def _counting(name: str, method: Callable[..., Any], mode: _Watch) -> Callable[..., Any]:
+def _noting_reads(name: str, kind: str, found: list[str]) -> Callable[..., Any]:
+    method = getattr(Tensor, name)
+
     def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.device.type == mode.kind:
-            mode.found.append(name)
+        if self.device.type == kind:
+            found.append(name)
         return method(self, *args, **kwargs)
 
     return read
 
 
-def _noting(wait: Callable[..., Any], mode: _Watch) -> Callable[..., Any]:
+def _noting_waits(wait: Callable[..., Any], found: list[str]) -> Callable[..., Any]:
     def synchronize(*args: Any, **kwargs: Any) -> Any:
-        mode.found.append("synchronize")
+        found.append("synchronize")
         return wait(*args, **kwargs)
 
     return synchronize

@@ -162,8 +162,9 @@ def apply_experts(batch: ExpertBatch, matrices: Tensor) -> Tensor:
     """
     wide = torch.promote_types(batch.rows.dtype, torch.float32)
     rows, out = batch.rows.to(wide), torch.zeros_like(batch.rows, dtype=wide)
-    for span, matrix in zip(batch.spans(), matrices.to(wide).unbind(0), strict=True):
-        slot_n = batch.order[span]
+    counts = batch.num_tokens_per_expert.tolist()
+    slots = batch.order[: sum(counts)].split(counts)
+    for slot_n, matrix in zip(slots, matrices.to(wide).unbind(0), strict=True):
         row_n = slot_n.div(batch.num_slots_per_row, rounding_mode="floor")
         y_n = torch.tanh(rows.index_select(0, row_n) @ matrix)
         if batch.weights is not None:

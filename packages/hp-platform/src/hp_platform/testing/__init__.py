@@ -1,9 +1,10 @@
-"""Run ranks in tests: processes or threads, a slow link, and a comparison of two runs' tensors.
+"""Run ranks in tests: processes or threads, a slow link, comparisons of tensors, all operators.
 
 Needs no test framework; pytest, if there is one, is imported ahead for the ranks.
 """
 
 from hp_platform.testing.comparing import Comparison, Difference, compare
+from hp_platform.testing.operators import watch_operators
 from hp_platform.testing.processes import RankError, run_distributed
 from hp_platform.testing.slow import slow_group
 from hp_platform.testing.threaded import run_in_threads
@@ -16,4 +17,5 @@ __all__ = [
     "run_distributed",
     "run_in_threads",
     "slow_group",
+    "watch_operators",
 ]
