@@ -128,8 +128,8 @@ class GroupedExperts(nn.Module):
         return self.dispatcher.finish_combine(returned, state)
 
     def _compute(self, batch: ExpertBatch) -> Tensor:
-        weights = Projections((self.w1, self.w3), self.w2)
-        biases = Projections((self.b1, self.b3), self.b2)
+        weights: Projections[Tensor] = Projections((self.w1, self.w3), self.w2)
+        biases: Projections[Tensor | None] = Projections((self.b1, self.b3), self.b2)
         experts = ExpertWeights(weights, biases, self.adds_output_bias)
         return routed_swiglu_by(self.backend, batch, experts)
 
