@@ -210,7 +210,7 @@ def bench(session: nox.Session) -> None:
     """Run every benchmark, or those named: `nox -s bench -- benchmarks/bench_ranks.py`."""
     scripts = "benchmarks/bench_*.py"
     found = sorted(str(f) for f in [*Path().glob(scripts), *Path("packages").glob(f"*/{scripts}")])
-    _install(session, "hp-train", group="test-torch")
+    _install(session, "hp-train", group="test-transformers")
     for script in session.posargs or found:
         session.run("python", script)
 
