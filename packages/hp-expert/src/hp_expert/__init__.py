@@ -32,7 +32,13 @@ from hp_expert.dispatch import (
     expected_rows_per_token,
     rows_per_pair,
 )
-from hp_expert.experts import GroupedExperts, routed_swiglu
+from hp_expert.experts import (
+    Grouped,
+    GroupedExperts,
+    GroupedProducts,
+    routed_swiglu,
+    routed_swiglu_fused,
+)
 from hp_expert.gradients import clip_grad_norm_, grad_norm, shard_groups
 from hp_expert.hugging_face import (
     RoutingRecord,
@@ -77,7 +83,9 @@ __all__ = [
     "ExpertParallel",
     "ExpertRanks",
     "ExpertTensorParallel",
+    "Grouped",
     "GroupedExperts",
+    "GroupedProducts",
     "LocalDispatcher",
     "MoE",
     "Permutation",
@@ -111,6 +119,7 @@ __all__ = [
     "register_with_transformers",
     "replay_routing",
     "routed_swiglu",
+    "routed_swiglu_fused",
     "router_z_loss",
     "rows_per_pair",
     "save_experts",
