@@ -1,5 +1,6 @@
 """Experts under Hugging Face's names and stacked: the same bits, in either direction."""
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -248,6 +249,14 @@ def test_a_file_that_one_rank_cannot_read_is_an_error_on_all(checkpoint: Path) -
 def test_parameters_without_memory_are_refused(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="must have memory"):
         load_experts(Layer(Fused()).to("meta"), checkpoint, group=None)
+
+
+def test_without_safetensors_the_message_says_what_to_install(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r"pip install 'hp-expert\[checkpoint\]'"):
+        load_experts(Layer(Fused()), checkpoint, group=None)
 
 
 def test_a_module_without_experts_is_refused(checkpoint: Path) -> None:

@@ -329,6 +329,25 @@ def test_without_ranks_all_experts_stay_here() -> None:
     assert_same(step(model, 0), expected("mixtral", 1))
 
 
+# The compiler looks at the gradients of activations.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_a_compiled_model_computes_the_same() -> None:
+    model = apply_to_transformers(build("mixtral", dtype=torch.float32, num_hidden_layers=1))
+    compiled: Any = torch.compile(model, backend="eager")
+    for rank in (0, 1):
+        out = compiled(input_ids=tokens(rank), use_cache=False)
+        assert torch.equal(out.logits, model(input_ids=tokens(rank), use_cache=False).logits)
+
+
+def test_autocast_reaches_the_experts() -> None:
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        expected = build("mixtral", dtype=torch.float32)(tokens(0)).logits
+        model = apply_to_transformers(build("mixtral", dtype=torch.float32))
+        actual = model(tokens(0)).logits
+    assert actual.dtype == expected.dtype == torch.bfloat16
+    assert_same({"logits": actual}, {"logits": expected}, bound=3e-2)
+
+
 def test_another_dispatcher_can_carry_the_rows() -> None:
     def rank_main(group: dist.ProcessGroup) -> Tensors:
         def plain(group: dist.ProcessGroup, num_experts: int) -> Any:

@@ -9,9 +9,9 @@ own code.
 Shape symbols: T tokens, E experts, K experts per token.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -24,11 +24,24 @@ from hp_expert.routing.recompute import decide
 Listener = Callable[[nn.Module, Tensor], None]
 Source = Callable[[nn.Module], Tensor | None]
 
-# Told by context, so that threads and nested contexts do not meet: who records what layers choose,
-# where a layer finds what it shall take instead, and the choice of the block that runs.
-listeners: ContextVar[tuple[Listener, ...]] = ContextVar("listeners", default=())
-source: ContextVar[Source | None] = ContextVar("source", default=None)
-_current: ContextVar["ReplacedChoice | None"] = ContextVar("current", default=None)
+
+class _Open(threading.local):
+    """The contexts that are open in this thread, so that threads do not meet.
+
+    Not context variables, at which the compiler cuts graphs.
+
+    Attributes:
+        listeners: Who records what layers choose.
+        source: Where a layer finds what it shall take instead.
+        choice: Of the block that runs.
+    """
+
+    listeners: tuple[Listener, ...] = ()
+    source: Source | None = None
+    choice: "ReplacedChoice | None" = None
+
+
+_open = _Open()
 
 
 class ReplacedChoice(TorchFunctionMode):
@@ -101,14 +114,50 @@ class ReplacedChoice(TorchFunctionMode):
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Run the block."""
-        token = _current.set(self)
+        outer, _open.choice = _open.choice, self
         try:
             with self:
                 yield
         finally:
-            _current.reset(token)
+            _open.choice = outer
 
 
 def current_choice() -> ReplacedChoice | None:
     """Return the choice of the block that runs, if it is replaced or repeated."""
-    return _current.get()
+    return _open.choice
+
+
+def current_listeners() -> tuple[Listener, ...]:
+    """Return who records what layers choose."""
+    return _open.listeners
+
+
+def replayed(experts: nn.Module) -> Tensor | None:
+    """Return what a layer shall take, or None if it shall choose itself."""
+    return None if _open.source is None else _open.source(experts)
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Tell a listener as well what layers choose."""
+    outer, _open.listeners = _open.listeners, (*_open.listeners, listener)
+    try:
+        yield
+    finally:
+        _open.listeners = outer
+
+
+@contextmanager
+def replaying(source: Source) -> Iterator[None]:
+    """Let layers take what a source has for them; others ask the source outside."""
+    outer = _open.source
+
+    def find(experts: nn.Module) -> Tensor | None:
+        found = source(experts)
+        return outer(experts) if found is None and outer is not None else found
+
+    _open.source = find
+    try:
+        yield
+    finally:
+        _open.source = outer

@@ -6,6 +6,7 @@ subclass of its own, as `torch.distributed.fsdp.fully_shard` does it.
 Shape symbols: T tokens, K experts per token, E experts, L local experts, D width, H hidden width.
 """
 
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -13,10 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from hp_expert.dispatch import Dispatcher, LocalDispatcher
-from hp_expert.experts.swiglu import autocast, routed_swiglu_fused
-from hp_expert.hugging_face.choice import ReplacedChoice, current_choice, listeners, source
+from hp_expert.experts import autocast, routed_swiglu_fused
+from hp_expert.hugging_face.choice import (
+    ReplacedChoice,
+    current_choice,
+    current_listeners,
+    replayed,
+)
 from hp_expert.hugging_face.layout import BIASES, WEIGHTS, num_experts_of, refusal
 from hp_expert.routing.recompute import is_routing_saved
+from hp_platform import PeerError, outside_graph
 
 
 class DispatchedExperts(nn.Module):
@@ -48,7 +55,7 @@ class DispatchedExperts(nn.Module):
             assert choice.experts is not None
             top_k_index = choice.experts
         if choice is None or not choice.repeated:
-            for listener in listeners.get():
+            for listener in current_listeners():
                 listener(self, top_k_index)
         return _compute(self, self.dispatcher, hidden_states, top_k_index, top_k_weights)
 
@@ -63,8 +70,7 @@ class RoutedBlock(nn.Module):
         forward = super().forward
         experts = getattr(self, self.experts_name)
         assert isinstance(experts, DispatchedExperts)
-        find = source.get()
-        replay = None if find is None else find(experts)
+        replay = replayed(experts)
         if replay is None and not is_routing_saved():
             return forward(*args, **kwargs)
         choice = ReplacedChoice(experts, num_experts=experts.total_experts, replay=replay)
@@ -99,6 +105,7 @@ def _with_mixin(mixin: Any, kind: Any) -> Any:
     return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
 
 
+@outside_graph
 def _compute(
     experts: nn.Module,
     dispatcher: Dispatcher[Any],
@@ -122,13 +129,13 @@ def _compute(
     return dispatcher.finish_combine(rows, state).to(x_TD.dtype)
 
 
+@outside_graph
 def _refuse_together(dispatcher: Dispatcher[Any], x: Tensor, error: ValueError) -> None:
     """Raise an error that this rank found, and have the others, which wait for it, raise as well.
 
     A dispatcher tells all ranks of input that is wrong, so it is given some.
     """
-    try:
-        dispatcher.prepare(x, torch.empty(0, dtype=torch.int64, device=x.device))
-    except ValueError:
-        raise error from None
+    with suppress(ValueError, PeerError):
+        wrong = torch.empty(0, dtype=torch.int64, device=x.device)
+        dispatcher.launch_dispatch(*dispatcher.prepare(x, wrong))
     raise error

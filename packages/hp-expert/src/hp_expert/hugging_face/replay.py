@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hp_expert.hugging_face.choice import listeners, source
+from hp_expert.hugging_face.choice import listening, replaying
 from hp_expert.hugging_face.modules import DispatchedExperts
 from hp_expert.routing.recompute import save_routing
 
@@ -64,11 +64,8 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
         ValueError: If it was not applied to the model.
     """
     found = RoutingRecord(_dispatched(model))
-    token = listeners.set((*listeners.get(), found.add))
-    try:
+    with listening(found.add):
         yield found
-    finally:
-        listeners.reset(token)
 
 
 @contextmanager
@@ -106,17 +103,8 @@ def replay_routing(
         raise ValueError(f"experts ({unknown}) must be of layers of the model ({list(modules)})")
     _require_saved_routing(model)
     by_module = {id(modules[path]): chosen.flatten(0, -2) for path, chosen in experts.items()}
-    outer = source.get()
-
-    def find(module: nn.Module) -> Tensor | None:
-        found = by_module.get(id(module))
-        return outer(module) if found is None and outer is not None else found
-
-    token = source.set(find)
-    try:
+    with replaying(lambda module: by_module.get(id(module))):
         yield
-    finally:
-        source.reset(token)
 
 
 def _dispatched(model: nn.Module) -> dict[str, nn.Module]:
