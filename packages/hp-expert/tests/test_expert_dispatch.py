@@ -75,9 +75,11 @@ def test_rows_arrive_at_their_experts_and_return_to_their_tokens() -> None:
     run_in_threads(rank_main, world_size=2)
 
 
-def test_launches_return_unwaited_in_both_directions() -> None:
+@pytest.mark.parametrize("deduplicate", [False, True])
+def test_launches_return_unwaited_in_both_directions(deduplicate: bool) -> None:
     def rank_main(group: dist.ProcessGroup) -> list[bool]:
-        dispatcher, x = AllToAllDispatcher(group, EXPERTS), tokens(group.rank())
+        dispatcher = AllToAllDispatcher(group, EXPERTS, deduplicate)
+        x = tokens(group.rank())
         weights, waited = torch.ones(9, 2, requires_grad=True), list[bool]()
         rows, state = dispatcher.prepare(x, choices(group.rank()), weights)
         # What dispatch's exchange brings back in backward.
@@ -163,6 +165,15 @@ def _wrong_weights(rank: int) -> tuple[Tensor, Tensor, Tensor | None]:
     return tokens(rank), choices(rank), torch.ones(9, 2 + (rank == 1)).double()
 
 
+def _two_devices(rank: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    experts = choices(rank)
+    return tokens(rank), experts.to("meta") if rank == 1 else experts, None
+
+
+def _no_choices(rank: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    return tokens(rank), choices(rank)[:, : 0 if rank == 1 else 2], None
+
+
 def _whole_sequences(rank: int) -> tuple[Tensor, Tensor, Tensor | None]:
     x = tokens(rank)
     return x.view(3, 3, DIM) if rank == 1 else x, choices(rank), None
@@ -173,6 +184,8 @@ BAD_ON_RANK_1 = [
     (_too_few_choices, r"rows of experts \(8\) must equal rows of x \(9\)"),
     (_float_choices, r"experts \(\(9, 2\), torch.float64\) must be \[T, K\] and int64"),
     (_wrong_weights, r"weights \(\(9, 3\), torch.float64\) must have the shape of experts"),
+    (_two_devices, r"devices of x, experts and weights .* must be the same"),
+    (_no_choices, r"columns of experts \(0\) be at least 1"),
     (_whole_sequences, r"x \(\(3, 3, 4\), torch.float64\) must be \[T, D\]"),
 ]
 
@@ -254,6 +267,56 @@ def absent_rank() -> float:
 def test_a_rank_that_never_comes_is_an_error_within_the_time_out() -> None:
     waited, _ = run_distributed(absent_rank, world_size=2)
     assert waited < 3
+
+
+def gone_after_the_dispatch() -> float:
+    world = dist.group.WORLD
+    assert world is not None
+    group = new_group([[0, 1]], name="impatient", timeout=timedelta(seconds=1))
+    assert group is not None
+    dispatcher = AllToAllDispatcher(group, EXPERTS)
+    sent, state = dispatcher.launch_dispatch(*dispatcher.prepare(tokens(0), choices(0)))
+    rows = dispatcher.finish_dispatch(sent, state).rows
+    start = time.monotonic()
+    if world.rank() == 0:
+        with pytest.raises(RuntimeError):
+            dispatcher.finish_combine(dispatcher.launch_combine(rows, state), state)
+    else:
+        time.sleep(3)
+    return time.monotonic() - start
+
+
+def test_a_rank_that_is_gone_before_the_combine_is_an_error_within_the_time_out() -> None:
+    waited, _ = run_distributed(gone_after_the_dispatch, world_size=2)
+    assert waited < 3
+
+
+@pytest.mark.parametrize("of_weights", [False, True])
+def test_a_gradient_wanted_on_some_ranks_only_is_an_error_before_anybody_waits_for_it(
+    of_weights: bool,
+) -> None:
+    def rank_main(group: dist.ProcessGroup) -> None:
+        wanted = group.rank() > 0
+        x, weights = tokens(0).requires_grad_(of_weights or wanted), torch.rand(9, 2)
+        weights.requires_grad_(of_weights and wanted)
+        dispatcher = AllToAllDispatcher(group, EXPERTS)
+        with pytest.raises(ValueError, match=r"(?=.*with gradient).*must equal that"):
+            dispatcher.prepare(x, choices(0), weights)
+        with torch.no_grad():
+            dispatcher.prepare(x, choices(0), weights)
+
+    run_in_threads(rank_main, world_size=4, timeout=20)
+
+
+def test_ranks_with_other_numbers_of_experts_all_raise() -> None:
+    """Their counts differ in length, which must not be what they trip over."""
+
+    def rank_main(group: dist.ProcessGroup) -> None:
+        num_experts = 200 if group.rank() == 3 else EXPERTS
+        with pytest.raises(ValueError, match=r"2 of \d+ experts.*must equal that of rank"):
+            AllToAllDispatcher(group, num_experts).prepare(tokens(0), choices(0))
+
+    run_in_threads(rank_main, world_size=4, timeout=20)
 
 
 def test_ranks_must_divide_the_experts() -> None:
