@@ -58,10 +58,10 @@ class Grid(NamedTuple):
         """Make the groups of this rank."""
         columns = [[e * tp + t for e in range(ep)] for t in range(tp)]
         rows = [[e * tp + t for t in range(tp)] for e in range(ep)]
-        groups = new_group(columns, name="ep"), new_group(rows, name="tp")
-        assert groups[0] is not None
-        assert groups[1] is not None
-        return cls(*groups)
+        ep_group, tp_group = new_group(columns, name="ep"), new_group(rows, name="tp")
+        assert ep_group is not None
+        assert tp_group is not None
+        return cls(ep_group, tp_group)
 
     def spread(self, moe: MoE, *, deduplicate: bool) -> MoE:
         """Apply the style that fits."""

@@ -178,7 +178,7 @@ def own_tokens() -> float:
         (router, whole.router.weight.grad),
         (moe.experts.w1.grad, w1.chunk(EP)[ep.rank()].chunk(2, 1)[tp.rank()]),
     ]
-    return max(float((a - b).detach().abs().max()) for a, b in pairs if a is not None)  # type: ignore[operator]
+    return max(float((a - b).detach().abs().max()) for a, b in pairs if a is not None)
 
 
 def test_ranks_may_have_other_slices_of_the_tokens_from_the_start() -> None:

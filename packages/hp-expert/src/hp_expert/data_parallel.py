@@ -9,6 +9,7 @@ number, which is not the number of their replicas: replicas times expert-paralle
 tensor parallelism share tokens and count nowhere.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,9 +55,12 @@ def fully_shard_experts(
         ) -> Shard | None:
             return _fsdp_placement(parameter, num_local, num_shards=mesh.size())
 
+        factor = divide_gradients_by
+        if mesh.size() == 1 and _divides_twice(mesh, experts.w1.dtype, options):
+            factor = math.sqrt(factor)
         fully_shard(experts, mesh=mesh, **({"shard_placement_fn": placement} | options))
         assert isinstance(experts, FSDPModule)
-        experts.set_gradient_divide_factor(divide_gradients_by)
+        experts.set_gradient_divide_factor(factor)
         # Gloo cannot scale while it sums. A sum over one rank is left out, and FSDP2 then divides
         # a second time if it was told to sum only.
         if mesh.size() > 1 and "nccl" not in str(dist.get_backend(group)):
@@ -114,6 +118,22 @@ def _fsdp_placement(
     """Cut along the experts, or inside them where there are fewer of them than shards."""
     cuts_inside = num_local_experts < num_shards and parameter.shape[1] % num_shards == 0
     return Shard(1) if cuts_inside else None
+
+
+@torch.enable_grad()
+def _divides_twice(mesh: DeviceMesh, dtype: torch.dtype, options: dict[str, Any]) -> bool:
+    """Whether FSDP2 applies a factor twice over one rank, as torch 2.13 does in fp16 and fp64.
+
+    Asked by a gradient of its own, because other versions may not; over one rank that is cheap.
+    """
+    probe = nn.Linear(1, 1, bias=False, device=mesh.device_type, dtype=dtype)
+    policy = {"mp_policy": options["mp_policy"]} if "mp_policy" in options else {}
+    fully_shard(probe, mesh=mesh, **policy)
+    assert isinstance(probe, FSDPModule)
+    probe.set_gradient_divide_factor(4.0)
+    probe(torch.ones(1, 1, device=mesh.device_type, dtype=dtype)).sum().backward()
+    assert isinstance(probe.weight.grad, DTensor)
+    return probe.weight.grad.to_local().item() < 1 / 8
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
