@@ -15,8 +15,8 @@ Contenders, with the same weights and routing, compared before they are timed:
 
 `reads` are waits of the host for the device, in forward and backward. `wire` is what a rank sends
 to others over ep in both, `/ all` its ratio to what the rows of all slots, or of all tokens, take;
-`tp` is what it sends to its tp group. `ms` is the CPU time of the slowest rank in its best round; on
-CUDA the time between two events.
+`tp` is what it sends to its tp group. `ms` is the CPU time of the slowest rank in its best round;
+on CUDA the time between two events.
 """
 
 from __future__ import annotations
