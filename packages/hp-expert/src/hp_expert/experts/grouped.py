@@ -23,6 +23,7 @@ from hp_expert.experts.types import (
     WeightGradients,
     gate_and_up,
 )
+from hp_expert.kernels import kernels_for
 from hp_expert.permute import gather_and_sum, invert
 
 
@@ -61,17 +62,16 @@ class Grouped:
         self, batch: ExpertBatch, scale_P: Tensor | None, experts: ExpertWeights
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute the output [N, D]; keep the pre-activations."""
+        del scale_P  # the sum over slots multiplies, in fp32
         ends, multiply = _ends(batch), self.products.forward
-        x_PD = batch.rows.index_select(0, batch.row_at())
+        x_PD = _at_positions(batch.rows, batch.row_at())
         pre = tuple(multiply(x_PD, weight, ends) for weight in experts.weights.gate_up)
         for piece, bias in zip(pre, experts.biases.gate_up, strict=True):
             _add_bias(piece, bias, ends)
         gate_PH, up_PH = gate_and_up(pre)
         y_PD = multiply(F.silu(gate_PH).mul_(up_PH), experts.weights.down, ends)
         _add_bias(y_PD, experts.output_bias, ends)
-        if scale_P is not None:
-            y_PD.mul_(scale_P[:, None])
-        return _sum_over_slots(y_PD, batch), pre
+        return _sum_over_slots(y_PD, batch, batch.weights), pre
 
     def backward(
         self,
@@ -85,7 +85,7 @@ class Grouped:
     ) -> InputGradients:
         """Compute the gradients of rows and scale; hand the factors of the others to `wanted`."""
         ends, row_at = _ends(batch), batch.row_at()
-        x_PD, dy_PD = batch.rows.index_select(0, row_at), grad_out.index_select(0, row_at)
+        x_PD, dy_PD = _at_positions(batch.rows, row_at), _at_positions(grad_out, row_at)
         dh_PH = self.products.input_gradient(dy_PD, experts.weights.down, ends)
         gate_PH, up_PH = gate_and_up(kept)
         silu_PH = F.silu(gate_PH)
@@ -149,15 +149,20 @@ def _dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return product
 
 
-def _sum_over_slots(values_PD: Tensor, batch: ExpertBatch) -> Tensor:
-    """Sum the values of each row's listed slots [N, D], in fp32 or wider."""
-    if batch.counts is not None and batch.order.numel() == batch.num_slots:
-        return gather_and_sum(values_PD, invert(batch.order).view(-1, batch.num_slots_per_row))
-    position_P = torch.arange(batch.order.numel(), device=batch.order.device)
-    position_NF = batch.at_slots(position_P, default=-1).view(-1, batch.num_slots_per_row)
-    wide = torch.promote_types(values_PD.dtype, torch.float32)
-    total_ND = torch.zeros_like(batch.rows, dtype=wide)
-    for position_N in position_NF.unbind(1):
-        value_ND = values_PD.index_select(0, position_N.clamp(min=0))
-        total_ND += value_ND.masked_fill_((position_N < 0)[:, None], 0)
-    return total_ND.to(values_PD.dtype)
+def _at_positions(rows_ND: Tensor, row_at: Tensor) -> Tensor:
+    """Copy the row of each position: [P, D]."""
+    return kernels_for(rows_ND).gather_rows(rows_ND, row_at, holes=False)
+
+
+def _sum_over_slots(
+    values_PD: Tensor, batch: ExpertBatch, weights_NF: Tensor | None = None
+) -> Tensor:
+    """Sum weight * value over each row's listed slots [N, D], in fp32 or wider."""
+    all_listed = batch.counts is not None and batch.order.numel() == batch.num_slots
+    if all_listed:
+        position_S = invert(batch.order)
+    else:
+        positions = torch.arange(batch.order.numel(), device=batch.order.device)
+        position_S = batch.at_slots(positions, default=-1)
+    position_NF = position_S.view(-1, batch.num_slots_per_row)
+    return gather_and_sum(values_PD, position_NF, partial=not all_listed, weights=weights_NF)
