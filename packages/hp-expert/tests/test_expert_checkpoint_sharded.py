@@ -1,5 +1,6 @@
 """Experts that are sharded over a mesh: loaded, named, saved and resharded to the same bits."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+import hp_expert.checkpoint.save as saving
 from hp_expert import GroupedExperts, from_hf, load_experts, save_experts, to_hf
 from hp_platform.testing import run_distributed
 
@@ -73,13 +76,22 @@ def is_whole(module: nn.Module) -> bool:
     return True
 
 
-def through_files(ep: int, tp: int, source: Path, target: Path) -> bool:
+def through_files(ep: int, tp: int, source: Path, target: Path) -> int:
+    """Load and save; return how many files this rank wrote."""
     mesh = mesh_of_size(ep, tp)
     module = sharded(mesh, empty=True)
     load_experts(module, source, group=dist.group.WORLD)
     assert is_whole(module)
+    written: list[Path] = []
+    write = saving._write
+
+    def spy(tensors: Mapping[str, Tensor], path: Path) -> Exception | None:
+        written.extend([path] if tensors else [])
+        return write(tensors, path)
+
+    saving._write = spy
     save_experts(module, target, group=dist.group.WORLD)
-    return True
+    return len(written)
 
 
 def read(directory: Path) -> dict[str, Tensor]:
@@ -94,12 +106,27 @@ def test_a_mesh_of_experts_and_hidden_dim_loads_and_saves_the_same_bits(tmp_path
     source.mkdir()
     expected = to_hf(model(weights()).state_dict())
     save_file({k: t.detach().contiguous() for k, t in expected.items()}, source / "a.safetensors")
-    assert all(run_distributed(through_files, 2, 2, source, target, world_size=4))
+    # One of the ranks that share an expert writes it.
+    assert run_distributed(through_files, 2, 2, source, target, world_size=4) == [1, 0, 1, 0]
     found = read(target)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
-    # One of the ranks that share an expert writes it.
-    assert len(list(target.glob("*.safetensors"))) == 2
+
+
+def under_fsdp(source: Path) -> bool:
+    """Experts over "ep", what is left of each parameter over "dp"."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    module = sharded(mesh["ep"], empty=True)
+    fully_shard(module.get_submodule("experts"), mesh=mesh["dp"])
+    load_experts(module, source, group=dist.group.WORLD)
+    # FSDP2 keeps a padded copy, whose view the parameter is.
+    return is_whole(module)
+
+
+def test_experts_under_fsdp_are_loaded(tmp_path: Path) -> None:
+    single = to_hf(model(weights()).state_dict())
+    save_file({k: t.detach().contiguous() for k, t in single.items()}, tmp_path / "a.safetensors")
+    assert all(run_distributed(under_fsdp, tmp_path, world_size=4))
 
 
 def there_and_back() -> None:

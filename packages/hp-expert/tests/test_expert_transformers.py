@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from hp_expert import (
@@ -159,7 +160,7 @@ def together(results: list[Tensors]) -> Tensors:
     return whole
 
 
-def expected(name: str, world_size: int, **changes: Any) -> Tensors:
+def accumulated(name: str, world_size: int, **changes: Any) -> Tensors:
     model = build(name, **changes)
     found: Tensors = {}
     for rank in range(world_size):
@@ -179,7 +180,7 @@ def test_logits_and_gradients_equal_one_process(name: str) -> None:
     def rank_main(group: dist.ProcessGroup) -> Tensors:
         return step(apply_to_transformers(build(name), group), group.rank())
 
-    assert_same(together(run_in_threads(rank_main, world_size=2)), expected(name, 2))
+    assert_same(together(run_in_threads(rank_main, world_size=2)), accumulated(name, 2))
 
 
 def on_a_mesh(name: str) -> Tensors:
@@ -196,7 +197,25 @@ def on_a_mesh(name: str) -> Tensors:
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
 def test_on_a_mesh_parameters_and_gradients_are_sharded_tensors(name: str) -> None:
-    assert_same(together(run_distributed(on_a_mesh, name, world_size=2)), expected(name, 2))
+    assert_same(together(run_distributed(on_a_mesh, name, world_size=2)), accumulated(name, 2))
+
+
+def under_fsdp(name: str) -> Tensors:
+    """Experts over "ep", and what is left of their parameters over "dp"; gradients of experts."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    model = apply_to_transformers(build(name), mesh["ep"])
+    for layer in model.model.layers:
+        fully_shard(layer.mlp.experts, mesh=mesh["dp"])
+    found = step(model, dist.get_rank())
+    # FSDP2 averages over "dp".
+    return {n: 2 * t.full_tensor() for n, t in found.items() if isinstance(t, DTensor)}
+
+
+def test_fsdp_over_another_axis_has_the_same_gradients() -> None:
+    wanted = {n: t for n, t in accumulated("mixtral", 4).items() if is_of_experts(n)}
+    assert len(wanted) == 4
+    for actual in run_distributed(under_fsdp, "mixtral", world_size=4):
+        assert_same(actual, wanted)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
@@ -206,7 +225,7 @@ def test_fp32_differs_by_rounding_alone(name: str) -> None:
         return step(model, group.rank())
 
     actual = together(run_in_threads(rank_main, world_size=2))
-    assert_same(actual, expected(name, 2, dtype=torch.float32), bound=1e-5)
+    assert_same(actual, accumulated(name, 2, dtype=torch.float32), bound=1e-5)
 
 
 def test_bf16_logits_are_near_those_of_one_process() -> None:
@@ -215,7 +234,7 @@ def test_bf16_logits_are_near_those_of_one_process() -> None:
         return step(model, group.rank())
 
     actual = together(run_in_threads(rank_main, world_size=2))
-    wanted = expected("mixtral", 2, dtype=torch.bfloat16)
+    wanted = accumulated("mixtral", 2, dtype=torch.bfloat16)
     logits = [f"logits{rank}" for rank in range(2)]
     assert_same({n: actual[n] for n in logits}, {n: wanted[n] for n in logits}, bound=3e-2)
 
@@ -283,7 +302,7 @@ def test_recomputed_layers_have_the_same_gradients(saves: bool) -> None:
         model.activation_checkpointing_enable(keywords)
         return step(model, group.rank())
 
-    assert_same(together(run_in_threads(rank_main, world_size=2)), expected("mixtral", 2))
+    assert_same(together(run_in_threads(rank_main, world_size=2)), accumulated("mixtral", 2))
 
 
 def generated(name: str) -> list[Tensor]:
@@ -306,7 +325,7 @@ def test_a_single_process_selects_this_package_in_the_registry(name: str) -> Non
     register_with_transformers()
     model = build(name, experts_implementation="hp_expert")
     assert model.config._experts_implementation == "hp_expert"
-    assert_same(step(model, 0), expected(name, 1))
+    assert_same(step(model, 0), accumulated(name, 1))
 
 
 def test_the_registry_refuses_experts_that_it_cannot_compute() -> None:
@@ -326,7 +345,7 @@ def test_without_ranks_all_experts_stay_here() -> None:
     before = model.model.layers[0].mlp.experts.down_proj
     assert apply_to_transformers(model) is model
     assert model.model.layers[0].mlp.experts.down_proj is before
-    assert_same(step(model, 0), expected("mixtral", 1))
+    assert_same(step(model, 0), accumulated("mixtral", 1))
 
 
 # The compiler looks at the gradients of activations.
@@ -357,7 +376,7 @@ def test_another_dispatcher_can_carry_the_rows() -> None:
         assert model.get_submodule("model.layers.0.mlp.experts").dispatcher.deduplicate is False
         return step(model, group.rank())
 
-    assert_same(together(run_in_threads(rank_main, world_size=2)), expected("mixtral", 2))
+    assert_same(together(run_in_threads(rank_main, world_size=2)), accumulated("mixtral", 2))
 
 
 @pytest.mark.parametrize("kind", ["GptOss", "Llama4", "Llama"])
