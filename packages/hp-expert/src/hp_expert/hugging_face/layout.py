@@ -16,6 +16,8 @@ from torch import nn
 WEIGHTS = ("gate_up_proj", "down_proj")
 BIASES = ("gate_up_proj_bias", "down_proj_bias")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# What transformers calls the product of gate and up, and the default of it.
+_GATE, _DEFAULT_GATE = "_apply_gate", "_default_apply_gate"
 # What each mark must be, and why nothing else can be computed.
 _MARKS = {
     "has_gate": (True, "it has no gate"),
@@ -62,8 +64,8 @@ def _wrong_marks(experts: nn.Module) -> str | None:
     for mark, (wanted, why) in _MARKS.items():
         if getattr(experts, mark, wanted) != wanted:
             return why
-    gate = getattr(type(experts), "_apply_gate", None)
-    if getattr(gate, "__name__", "") not in ("", "_default_apply_gate"):
+    gate = getattr(type(experts), _GATE, None)
+    if getattr(gate, "__name__", "") not in ("", _DEFAULT_GATE):
         return "it has a gate function of its own"
     activation = getattr(experts, "act_fn", None)
     return None if _is_silu(activation) else f"its activation ({activation}) must be silu"

@@ -19,6 +19,9 @@ from hp_expert.hugging_face.choice import listening, replaying
 from hp_expert.hugging_face.modules import DispatchedExperts
 from hp_expert.routing.recompute import save_routing
 
+# What transformers calls the function that checkpoints a layer, a `functools.partial`.
+_CHECKPOINT = "_gradient_checkpointing_func"
+
 
 class RoutingRecord:
     """The experts that a model chose.
@@ -123,7 +126,7 @@ def _require_saved_routing(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if not (module.training and getattr(module, "gradient_checkpointing", False)):
             continue
-        keywords = getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {})
+        keywords = getattr(getattr(module, _CHECKPOINT, None), "keywords", {})
         context_fn = keywords.get("context_fn")
         if isinstance(context_fn, partial):
             context_fn = context_fn.func
