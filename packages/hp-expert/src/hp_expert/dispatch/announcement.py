@@ -2,7 +2,7 @@
 
 Note [Blocks of one size]. Ranks that were given different numbers of experts, or of anything else,
 must find out, not wait for each other: so every rank tells every other a block of numbers that
-begins with its header and has the same size for up to 251 local experts (and for up to 507, ...).
+begins with its header and has the same size for up to 507 local experts (and for up to 1019, ...).
 
 Where tokens were cut into slices first, a rank speaks for all slices of its tokens.
 
@@ -23,7 +23,7 @@ from hp_platform import Pending
 # into slices, rows if they are deduplicated, most slots of such a row, then the slots of each of
 # the receiver's experts.
 CODE, INVALID, TOKENS, ROWS, MOST, COUNTS = range(6)
-_GRAIN = 256
+_GRAIN = 512
 
 
 class Volume(NamedTuple):
