@@ -3,6 +3,7 @@
 from hp_expert.dispatch.all_to_all import AllToAllDispatcher
 from hp_expert.dispatch.bounded import (
     BoundedAllToAllDispatcher,
+    BoundedState,
     BufferOverflowError,
     rows_per_pair,
 )
@@ -12,6 +13,7 @@ from hp_expert.dispatch.cost import (
     dispatch_bytes,
     expected_rows_per_token,
 )
+from hp_expert.dispatch.deduplicated import SlotExchange
 from hp_expert.dispatch.local import LocalDispatcher
 from hp_expert.dispatch.protocol import Dispatcher, DispatchState
 from hp_expert.dispatch.run_ahead import Mark, RunAhead
@@ -21,6 +23,7 @@ from hp_expert.dispatch.tensor_summed import TensorSummedDispatcher
 __all__ = [
     "AllToAllDispatcher",
     "BoundedAllToAllDispatcher",
+    "BoundedState",
     "BufferOverflowError",
     "DispatchBytes",
     "DispatchState",
@@ -28,6 +31,7 @@ __all__ = [
     "LocalDispatcher",
     "Mark",
     "RunAhead",
+    "SlotExchange",
     "TensorSlicedDispatcher",
     "TensorSummedDispatcher",
     "deduplication_pays",
