@@ -187,9 +187,7 @@ class Recording(ExpertParallel):
         batch, state = super().dispatch(x, experts, weights, ranks=ranks, num_experts=num_experts)
         return batch, (state, "mine")
 
-    def combine(
-        self, y: Tensor, state: Any, *, ranks: ExpertRanks, num_experts: int
-    ) -> Tensor:
+    def combine(self, y: Tensor, state: Any, *, ranks: ExpertRanks, num_experts: int) -> Tensor:
         self.seen.append("combine")
         assert state[1] == "mine"
         return super().combine(y, state[0], ranks=ranks, num_experts=num_experts)
@@ -228,9 +226,7 @@ class Replicated(BaseExpertParallel):
         rows, state = local.prepare(x, experts, weights)
         return local.finish_dispatch(rows, state), None
 
-    def combine(
-        self, y: Tensor, state: Any, *, ranks: ExpertRanks, num_experts: int
-    ) -> Tensor:
+    def combine(self, y: Tensor, state: Any, *, ranks: ExpertRanks, num_experts: int) -> Tensor:
         del state, ranks, num_experts
         return y
 
