@@ -183,13 +183,14 @@ def all_cases(ep: int, tp: int, sizes: tuple[int, ...]) -> list[str]:
     return wrong
 
 
-GRIDS = [(ep, tp, (4, 16, 64)) for ep, tp in product((1, 2, 4, 8), (1, 2)) if ep * tp < 16]
+Sizes = tuple[int, ...]
+GRIDS: list[tuple[int, int, Sizes]] = [
+    (ep, tp, (4, 16, 64)) for ep, tp in product((1, 2, 4, 8), (1, 2)) if ep * tp < 16
+]
 GRIDS += [(8, 2, (16,)), (8, 2, (64,))]
 
 
 @pytest.mark.parametrize(("ep", "tp", "sizes"), GRIDS)
-def test_every_layout_gives_what_one_process_gives(
-    ep: int, tp: int, sizes: tuple[int, ...]
-) -> None:
+def test_every_layout_gives_what_one_process_gives(ep: int, tp: int, sizes: Sizes) -> None:
     for rank, wrong in enumerate(run_distributed(all_cases, ep, tp, sizes, world_size=ep * tp)):
         assert not wrong, f"rank {rank}:\n" + "\n".join(wrong)
