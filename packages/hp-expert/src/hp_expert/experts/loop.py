@@ -67,6 +67,8 @@ def backward(
     H, whole = experts.hidden, _whole(batch)
     weights = [w[:, part].unbind(0) for w, part in experts.weights.pieces(H, whole=whole)]
     down = experts.weights.down.unbind(0)
+    # Products with the weights as the router gave them are as exact, and faster where it is narrow.
+    narrow = None if batch.weights is None else batch.weights.dtype
     for index, (positions, run) in enumerate(_chunks(batch)):
         row_R = row_at[positions]
         x_RD, dy_RD = rows.index_select(0, row_R), grad_out.index_select(0, row_R)
@@ -78,7 +80,7 @@ def backward(
         one_R1 = dy_RD.new_ones(dy_RD.shape[0], 1)
         scale_R1 = one_R1
         if scale_P is not None and grad_scale is not None:
-            scale_R1 = scale_P[positions, None]
+            scale_R1 = scale_P[positions, None].to(narrow)
             torch.add(
                 _dot(dh_RH, h_RH, scale_P.dtype),
                 _dot_bias(dy_RD, experts.output_bias, run, scale_P.dtype),
@@ -86,7 +88,8 @@ def backward(
             )
             dh_RH.mul_(scale_R1)
             h_RH.mul_(scale_R1)
-        dpre = [torch.empty_like(piece) for piece in pre]
+        # Where they are, if they need not be in one tensor: memory is used again while it is warm.
+        dpre = [dh_RH, silu_RH] if len(pre) > 1 else [torch.empty_like(pre[0])]
         dgate_RH, dup_RH = gate_and_up(dpre)
         torch.mul(silu_RH, dh_RH, out=dup_RH)
         torch.ops.aten.silu_backward.grad_input(dh_RH.mul_(up_RH), gate_RH, grad_input=dgate_RH)
@@ -150,8 +153,10 @@ def _add_bias(y_RM: Tensor, bias_LM: Tensor | None, run: ExpertRun) -> None:
 
 
 def _dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    product: Tensor = torch.linalg.vecdot(a.to(dtype), b.to(dtype))
-    return product
+    """Multiply rows with rows, and add up in `dtype`."""
+    if a.dtype == torch.float16:  # products may be out of its range
+        a, b = a.to(dtype), b.to(dtype)
+    return (a * b).sum(1, dtype=dtype)
 
 
 def _dot_bias(
