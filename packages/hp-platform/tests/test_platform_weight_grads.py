@@ -128,6 +128,40 @@ def test_autocast_leaves_float64_alone() -> None:
         assert torch.equal(linear(x, weight), x @ weight.t())
 
 
+@pytest.mark.parametrize("defer", [False, True])
+def test_a_wider_product_has_the_bits_of_casts_and_keeps_the_narrow_input(*, defer: bool) -> None:
+    torch.manual_seed(0)
+    kept: list[torch.dtype] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor.dtype)
+        return tensor
+
+    results = []
+    queue = WeightGradQueue()
+    for casts in (True, False):
+        x = torch.linspace(-1, 1, 24).view(6, 4).bfloat16().requires_grad_()
+        weight = torch.linspace(-2, 1, 12).view(3, 4).bfloat16().requires_grad_()
+        with torch.autocast("cpu"), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            kept.clear()
+            if casts:
+                with torch.autocast("cpu", enabled=False):
+                    y = F.linear(x.float(), weight.float())
+            else:
+                y = linear(x, weight, dtype=torch.float32)
+        assert y.dtype == torch.float32
+        with queue.defer(0) if defer else nullcontext():
+            (y * y.detach()).sum().backward()
+        queue.flush(0)
+        results.append((y, x.grad, weight.grad))
+    assert kept[0] == torch.bfloat16
+    assert torch.float32 not in kept[:2]
+    for actual, expected in zip(*results, strict=True):
+        assert actual is not None
+        assert expected is not None
+        assert torch.equal(actual, expected)
+
+
 def test_a_frozen_weight_and_an_input_without_gradient_are_left_out() -> None:
     x = torch.randn(3, 4)
     weight, bias = (

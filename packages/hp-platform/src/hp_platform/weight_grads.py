@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -129,7 +129,9 @@ def submit_weight_grad(param: Tensor, compute: Compute) -> Tensor | None:
     return None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype | None = None
+) -> Tensor:
     """`torch.nn.functional.linear` whose weight and bias gradients can be put off.
 
     The same bits as the original, deferred or not; under autocast, gradients of several uses are
@@ -139,29 +141,42 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         x: `[..., in]`.
         weight: `[out, in]`.
         bias: `[out]` or None.
+        dtype: To compute in, autocast or not; as wide as that of `x` or wider. Backward keeps `x`
+            as it is: a product in fp32 of bf16 rows keeps no fp32 copy of them.
 
     Returns:
-        `[..., out]`.
+        `[..., out]`, of `dtype` if it is given.
     """
+    if dtype is None:
+        return _linear(x, weight, bias, None)
+    with torch.autocast(x.device.type, enabled=False):
+        return _linear(x, weight, bias, dtype)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
     if torch.compiler.is_compiling():
-        return F.linear(x, weight, bias)
-    y: Tensor = _Linear.apply(x, weight, bias)
+        return F.linear(_cast(x, dtype), _cast(weight, dtype), _cast(bias, dtype))
+    y: Tensor = _Linear.apply(x, weight, bias, dtype)
     return y
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        dtype = _autocast_dtype(x)
-        ctx.input_dtype = x.dtype
-        x = _cast(x, dtype)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None
+    ) -> Tensor:
+        ctx.input_dtype, ctx.params = x.dtype, (weight, bias)
+        if dtype is None:
+            dtype = _autocast_dtype(x)
+            x = _cast(x, dtype)
         ctx.compute_dtype = dtype
-        ctx.params = weight, bias
         ctx.save_for_backward(x, weight)
-        return F.linear(x, _cast(weight, dtype), None if bias is None else _cast(bias, dtype))
+        return F.linear(_cast(x, dtype), _cast(weight, dtype), _cast(bias, dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, saved_weight = ctx.saved_tensors
         weight, bias = ctx.params
         grad_x = grad_weight = grad_bias = None
@@ -174,7 +189,7 @@ class _Linear(torch.autograd.Function):
             grad_weight = submit_weight_grad(weight, compute)
         if ctx.needs_input_grad[2]:
             grad_bias = submit_weight_grad(bias, partial(_bias_grad, grad, bias.dtype))
-        return grad_x, grad_weight, grad_bias
+        return grad_x, grad_weight, grad_bias, None
 
 
 def _accumulate(entries: list[_Entry]) -> None:
@@ -192,7 +207,7 @@ def _weight_grad(grad: Tensor, x: Tensor, dtype: torch.dtype, version: int) -> T
             "a linear was written before its weight gradient was computed"
         )
     rows_grad = grad.reshape(-1, grad.shape[-1])
-    return rows_grad.t().mm(x.reshape(-1, x.shape[-1])).to(dtype)
+    return rows_grad.t().mm(x.reshape(-1, x.shape[-1]).to(grad.dtype)).to(dtype)
 
 
 def _bias_grad(grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -204,6 +219,14 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+@overload
+def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor: ...
+
+
+@overload
+def _cast(x: None, dtype: torch.dtype | None) -> None: ...
+
+
+def _cast(x: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
     # Autocast leaves float64 alone.
-    return x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
+    return x if x is None or dtype is None or x.dtype == torch.float64 else x.to(dtype)

@@ -145,12 +145,11 @@ class TopKRouter(nn.Module):
             x: Any floating dtype, one sequence [S, D] or several [..., S, D].
             replay: See `route`.
         """
-        wide = _wide(x.dtype)
-        bias = None if self.bias is None else self.bias.to(wide)
         # Two dims whatever x has: the kernel and its bits do not depend on the caller's view.
-        x_TD = x.reshape(-1, x.shape[-1]).to(wide)
+        x_TD = x.reshape(-1, x.shape[-1])
         with torch.autocast(x.device.type, enabled=False):
-            logits = linear(x_TD, self.weight.to(wide), bias).view(*x.shape[:-1], self.num_experts)
+            logits_TE = linear(x_TD, self.weight, self.bias, dtype=_wide(x.dtype))
+            logits = logits_TE.view(*x.shape[:-1], self.num_experts)
             return self.route(logits, replay=replay)
 
     def route(self, logits: Tensor, *, replay: Tensor | None = None) -> Routing:
