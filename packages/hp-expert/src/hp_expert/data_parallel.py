@@ -31,7 +31,7 @@ def fully_shard_experts(
     """Apply FSDP2 to the experts of a module, over their replicas, with gradients to scale.
 
     Call it after a style and before `fully_shard` of what is around. Parameters that a style made
-    `DTensor`s must be so on another axis of the same root mesh.
+    DTensors must be so on another axis of the same root mesh.
 
     Args:
         module: `GroupedExperts`, or what contains some.

@@ -1,6 +1,6 @@
 """The norm of all gradients of a model, wherever its parts are, and clipping by it.
 
-`torch.nn.utils.clip_grad_norm_` cannot stack norms of `DTensor`s on different meshes, and takes an
+`torch.nn.utils.clip_grad_norm_` cannot stack norms of DTensors on different meshes, and takes an
 expert's plain local tensor for a whole one. Here every parameter says over which groups it is cut:
 a `DTensor` by its placements, an expert that a style spread over groups by the style.
 
@@ -58,7 +58,7 @@ def grad_norm(
     count nothing.
 
     Args:
-        parameters: A module or parameters, any mixture of plain tensors and `DTensor`s on any
+        parameters: A module or parameters, any mixture of plain tensors and DTensors on any
             meshes. Of a module, experts that were spread over groups are found by themselves.
         norm_type: p of the p-norm, positive; `math.inf` for the largest absolute value.
         sharded: Groups over which plain parameters are cut, where `parameters` is no module:

@@ -33,7 +33,7 @@ def take_loads(
     Reads nothing on the host.
 
     Args:
-        module: Contains `TopKRouter`s, the same on all ranks.
+        module: Contains TopKRouters, the same on all ranks.
         group: The ranks with tokens of their own: data, expert and context parallel ranks, not
             those of tensor parallelism, which all have the same tokens. One sum over it serves all
             routers. None: this rank alone.
@@ -65,7 +65,7 @@ def update_correction_biases(
     same bits on all ranks: loads are whole numbers, and their sum has no order.
 
     Args:
-        module: Contains `TopKRouter`s, the same on all ranks; those without a correction bias are
+        module: Contains TopKRouters, the same on all ranks; those without a correction bias are
             counted alone.
         rate: How far a bias moves: bias += rate * step.
         rule: The step: "sign" of mean - load, or "error", (mean - load) / mean. The second is the

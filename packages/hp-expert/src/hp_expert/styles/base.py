@@ -37,7 +37,7 @@ class BaseExpertParallel(ParallelStyle, ABC):
         Args:
             module: `GroupedExperts`, or a module that contains some, such as a `MoE`.
             mesh_or_group: The ranks, as `resolve` takes them. On a mesh parameters become
-                `DTensor`s, with a group they are plain tensors.
+                DTensors, with a group they are plain tensors.
 
         Returns:
             `module`.

@@ -18,7 +18,7 @@ class ExpertRanks:
     Attributes:
         ep: Ranks with other experts; None: every rank has all.
         tp: Ranks with other parts of the hidden dim of the same experts; None: they are whole.
-        mesh: What parameters are `DTensor`s on; None: they are plain tensors.
+        mesh: What parameters are DTensors on; None: they are plain tensors.
         axes: What each axis of the mesh is, "ep" or "tp".
     """
 
