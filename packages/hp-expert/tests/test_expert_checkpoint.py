@@ -10,15 +10,17 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import hp_expert.checkpoint.load as loading
+import hp_expert.checkpoint.save as saving
 from hp_expert import (
     ExpertNames,
     GroupedExperts,
     StackedPart,
+    TensorParallel,
     expert_names,
     from_hf,
     load_experts,
@@ -244,6 +246,94 @@ def test_a_file_that_one_rank_cannot_read_is_an_error_on_all(checkpoint: Path) -
         assert not any(parameter.any() for parameter in layer.parameters())
 
     run_in_threads(rank_main, world_size=2)
+
+
+def test_a_file_that_is_damaged_on_one_rank_is_an_error_on_all(checkpoint: Path) -> None:
+    damaged = checkpoint / "damaged"
+    damaged.mkdir()
+    for file in checkpoint.glob("*.safetensors"):
+        (damaged / file.name).write_bytes(file.read_bytes()[:-10])
+
+    def rank_main(group: dist.ProcessGroup) -> None:
+        layer = Layer(Fused(num_local=2, first=2 * group.rank()))
+        where, kind = (damaged, SafetensorError) if group.rank() else (checkpoint, PeerError)
+        with pytest.raises(kind):
+            load_experts(layer, where, group=group)
+        assert not any(parameter.any() for parameter in layer.parameters())
+
+    run_in_threads(rank_main, world_size=2, timeout=20)
+
+
+def test_a_part_that_is_no_part_of_experts_on_one_rank_is_an_error_on_all(checkpoint: Path) -> None:
+    def rank_main(group: dist.ProcessGroup) -> None:
+        parts = stacked_parts(Layer(GroupedExperts(EXPERTS, DIM, HIDDEN)))
+        kind = ValueError if group.rank() else PeerError
+        if group.rank():
+            parts["mlp.experts.w4"] = parts["mlp.experts.w1"]
+        with pytest.raises(kind, match=r"mlp\.experts\.w4"):
+            load_experts(parts, checkpoint, group=group)
+
+    run_in_threads(rank_main, world_size=2, timeout=20)
+
+
+def test_a_file_that_one_rank_cannot_write_is_an_error_on_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unfit = saving._unfit
+
+    def spoil(*args: Any, **keywords: Any) -> Any:
+        """A directory in the place of the file, once all ranks have looked."""
+        found = unfit(*args, **keywords)
+        if keywords["is_first"]:
+            (tmp_path / "experts-00000-00002.safetensors").mkdir()
+        return found
+
+    monkeypatch.setattr(saving, "_unfit", spoil)
+
+    def rank_main(group: dist.ProcessGroup) -> None:
+        kind = SafetensorError if group.rank() else PeerError
+        with pytest.raises(kind):
+            save_experts(Layer(Fused(2, 2 * group.rank())), tmp_path, group=group)
+
+    run_in_threads(rank_main, world_size=2, timeout=20)
+    assert not (tmp_path / "model.safetensors.index.json").exists()
+
+
+def test_parts_of_the_hidden_dim_that_do_not_say_so_are_refused(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    def rank_main(group: dist.ProcessGroup) -> None:
+        layer = Layer(TensorParallel().apply(GroupedExperts(EXPERTS, DIM, HIDDEN), group))
+        with pytest.raises(ValueError, match=r"mlp\.experts must have whole experts"):
+            save_experts(layer, tmp_path / "new", group=group)
+        with pytest.raises(ValueError, match=r"mlp\.experts must have whole experts"):
+            load_experts(layer, checkpoint, group=group)
+
+    run_in_threads(rank_main, world_size=2)
+    assert not (tmp_path / "new").exists()
+
+
+def test_tied_tensors_are_written_under_each_name(tmp_path: Path) -> None:
+    shared = torch.arange(6.0).view(3, 2)
+    others = {"embed.weight": shared, "head.weight": shared}
+    save_experts(Layer(Fused()), tmp_path, others=others, group=None)
+    found = load_file(tmp_path / "model-others.safetensors")
+    assert found.keys() == others.keys()
+    assert all(torch.equal(tensor, shared) for tensor in found.values())
+
+
+@pytest.mark.parametrize("kind", [Fused, lambda: GroupedExperts(EXPERTS, DIM, HIDDEN)])
+def test_experts_that_are_the_whole_module_need_no_path(kind: Any, tmp_path: Path) -> None:
+    experts: nn.Module = kind()
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter)
+    save_experts(experts, tmp_path, group=None)
+    file = load_file(next(tmp_path.glob("*.safetensors")))
+    assert file.keys() == to_hf(experts.state_dict()).keys()
+    assert "0.gate_proj.weight" in file
+    again: nn.Module = kind()
+    load_experts(again, tmp_path, group=None)
+    assert all(torch.equal(p, again.get_parameter(n)) for n, p in experts.named_parameters())
 
 
 def test_parameters_without_memory_are_refused(checkpoint: Path) -> None:

@@ -72,7 +72,8 @@ def from_hf(
         first_expert: Index of the first expert of plain tensors.
 
     Returns:
-        Stacked tensors in new storage, of the dtype of `like`, and the other tensors as they are.
+        Stacked tensors in new storage, of the dtype of `like`, and the other tensors as they are:
+        also those of experts that are elsewhere.
 
     Raises:
         ValueError: If an expert is missing or of another shape.

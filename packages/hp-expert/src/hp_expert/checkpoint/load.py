@@ -65,7 +65,7 @@ def load_experts(
             parts = stacked_parts(target) if isinstance(target, nn.Module) else dict(target)
             found = _open(_paths(files), stack)
             reads = [(found[read.key], read) for read in _plan(parts, found, names)]
-        except (ValueError, OSError, ImportError) as raised:
+        except Exception as raised:  # noqa: BLE001 - told to all ranks, then raised
             error = raised
         agree_or_raise(error, group, "experts are loaded")
         error = None
@@ -74,7 +74,7 @@ def load_experts(
                 for file, read in reads:
                     values: Tensor = file.get_slice(read.key)[read.where]
                     read.destination.copy_(values.view(read.destination.shape))
-        except (RuntimeError, OSError) as raised:
+        except Exception as raised:  # noqa: BLE001 - told to all ranks, then raised
             error = raised
         agree_or_raise(error, group, "loaded experts are used")
 
@@ -126,6 +126,8 @@ def _plan(
         if part.local.is_meta:
             raise ValueError(f"{name} must have memory (model.to_empty) before it is loaded")
         path, _, stacked = name.rpartition(".")
+        if stacked not in PROJECTIONS:
+            raise ValueError(f"name of a part ({name}) must end in one of {list(PROJECTIONS)}")
         bias = stacked in BIASES
         key = names.stacked_key(path, PROJECTIONS[stacked][0], bias=bias)
         if names.is_stacked or key in found:
@@ -185,7 +187,7 @@ def _require_no_others(
     names: ExpertNames,
 ) -> None:
     """Refuse experts, and tensors of experts, that the modules do not have."""
-    paths = {names.file_key(name.rpartition(".")[0] + ".") for name in parts}
+    paths = {names.prefix(name.rpartition(".")[0]) for name in parts}
     of_expert = re.compile(f"({'|'.join(map(re.escape, sorted(paths)))})[0-9]+\\.")
     others = [key for key in found if key not in wanted and of_expert.match(key)]
     if others:

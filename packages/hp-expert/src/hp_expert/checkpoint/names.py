@@ -33,7 +33,8 @@ class ExpertNames:
         gate: Name of the gate projection.
         up: Of the up projection.
         down: Of the down projection.
-        renamed: Parts of names as modules have them, and what the checkpoint has instead.
+        renamed: Parts of names as modules have them, and what the checkpoint has instead; one after
+            the other.
         is_stacked: Whether the checkpoint has `gate_up_proj` and `down_proj`, stacked, instead.
     """
 
@@ -65,26 +66,39 @@ class ExpertNames:
             bias: Of its bias instead of its weight.
         """
         kind = "bias" if bias else "weight"
-        return f"{self.file_key(path + '.')}{expert}.{getattr(self, projection)}.{kind}"
+        return f"{self.prefix(path)}{expert}.{getattr(self, projection)}.{kind}"
+
+    def prefix(self, path: str) -> str:
+        """Return what the names of a module's experts begin with in a checkpoint."""
+        return self.file_key(f"{path}.") if path else ""
 
     def stacked_key(self, path: str, projection: Projection, *, bias: bool) -> str:
         """Return the name of a stacked tensor in a checkpoint that has them."""
         name = "down_proj" if projection == "down" else "gate_up_proj"
-        return self.file_key(f"{path}.{name}{'_bias' if bias else ''}")
+        stacked = f"{name}{'_bias' if bias else ''}"
+        return self.file_key(f"{path}.{stacked}" if path else stacked)
 
 
 _W123 = {"gate": "w1", "up": "w3", "down": "w2"}
 _MIXTRAL = ExpertNames(**_W123, renamed=((".mlp.", ".block_sparse_moe."),))  # type: ignore[arg-type]
+_PHIMOE = ExpertNames(
+    **_W123,  # type: ignore[arg-type]
+    renamed=(*_MIXTRAL.renamed, (".block_sparse_moe.router.", ".block_sparse_moe.gate.")),
+)
+_ERNIE = ExpertNames(renamed=((".mlp.gate.moe_statics.", ".mlp.moe_statics."),))
 _GRANITE = ExpertNames(
     renamed=(
-        (".experts.gate_up_proj", ".input_linear.weight"),
-        (".experts.down_proj", ".output_linear.weight"),
+        # In full, because shared experts are called so as well.
+        (".block_sparse_moe.experts.gate_up_proj", ".block_sparse_moe.input_linear.weight"),
+        (".block_sparse_moe.experts.down_proj", ".block_sparse_moe.output_linear.weight"),
         (".router.weight", ".router.layer.weight"),
     ),
     is_stacked=True,
 )
 _FAMILIES = {
-    **dict.fromkeys(("mixtral", "minimax", "minimax_m2", "phimoe"), _MIXTRAL),
+    **dict.fromkeys(("mixtral", "minimax", "minimax_m2"), _MIXTRAL),
+    "phimoe": _PHIMOE,
+    "ernie4_5_moe": _ERNIE,
     **dict.fromkeys(("granitemoe", "granitemoeshared", "granitemoehybrid"), _GRANITE),
     "lfm2_moe": ExpertNames(**_W123),  # type: ignore[arg-type]
 }

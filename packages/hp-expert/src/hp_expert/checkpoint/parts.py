@@ -106,7 +106,7 @@ def stacked_parts(module: nn.Module) -> dict[str, StackedPart]:
             not. Plain tensors must be a run of whole experts.
 
     Raises:
-        ValueError: If it contains none.
+        ValueError: If it contains none, or plain tensors with a part of the hidden dim.
     """
     found = {}
     for path, experts, stacked in find_experts(module):
@@ -121,12 +121,23 @@ def stacked_parts(module: nn.Module) -> dict[str, StackedPart]:
 
 
 def find_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
-    """Find the modules that have experts: path, module, names of its stacked tensors."""
+    """Find the modules that have experts: path, module, names of its stacked tensors.
+
+    Raises:
+        ValueError: If plain tensors have a part of the hidden dim, and do not say which.
+    """
     for path, experts in module.named_modules():
         own = {name: tuple(p.shape) for name, p in experts.named_parameters(recurse=False)}
         stacked = stacked_names(own)
-        if stacked:
-            yield path, experts, stacked
+        if not stacked:
+            continue
+        ranks = getattr(experts, "ranks", None)
+        if ranks is not None and ranks.tp_size > 1 and ranks.mesh is None:
+            raise ValueError(
+                f"{path or 'module'} must have whole experts, or be sharded on a mesh: its plain "
+                f"tensors are one of {ranks.tp_size} parts of the hidden dim"
+            )
+        yield path, experts, stacked
 
 
 def stacked_names(shapes: dict[str, tuple[int, ...]]) -> list[str]:

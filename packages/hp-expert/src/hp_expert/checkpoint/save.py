@@ -35,8 +35,8 @@ def save_experts(
     Args:
         module: With the experts.
         directory: Made if it is missing; must have no safetensors files.
-        others: Tensors that are no experts, by their names in the module; those of rank 0 are
-            written.
+        others: Whole tensors that are no experts, by their names in the module; those of rank 0
+            are written. Tied ones are written under each name.
         names: Of the checkpoint; not stacked ones.
         group: CPU group of the ranks that call together, all of which raise if one does; None: this
             rank is alone.
@@ -50,10 +50,14 @@ def save_experts(
     """
     names, directory = names or ExpertNames(), Path(directory)
     is_first = group is None or group.rank() == 0
-    agree_or_raise(_unfit(directory, names, is_first=is_first), group, "experts are saved")
+    unfit = _unfit(module, directory, names, is_first=is_first)
+    agree_or_raise(unfit, group, "experts are saved")
     error: Exception | None = None
     for layer, (path, experts, stacked) in enumerate(find_experts(module)):
-        own = {f"{path}.{name}": experts.get_parameter(name).detach() for name in stacked}
+        own = {
+            f"{path}.{name}" if path else name: experts.get_parameter(name).detach()
+            for name in stacked
+        }
         first = _first_expert(experts, stacked)
         try:
             mine = _gathered(to_hf(own, names, first_expert=first))
@@ -69,17 +73,20 @@ def save_experts(
     agree_or_raise(_write_index(directory) if is_first else None, group, "saved experts are used")
 
 
-def _unfit(directory: Path, names: ExpertNames, *, is_first: bool) -> Exception | None:
+def _unfit(
+    module: nn.Module, directory: Path, names: ExpertNames, *, is_first: bool
+) -> Exception | None:
     """Return why nothing can be saved, if so; the first rank makes the directory."""
     try:
         safetensors()
         if names.is_stacked:
             return ValueError("names must not be stacked: ranks cannot write one tensor together")
+        list(find_experts(module))
         if is_first:
             directory.mkdir(parents=True, exist_ok=True)
             if any(directory.glob("*.safetensors")):
                 return ValueError(f"directory ({directory}) must have no safetensors files")
-    except (ImportError, OSError) as error:
+    except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
         return error
     return None
 
@@ -111,11 +118,23 @@ def _write(tensors: Mapping[str, Tensor], path: Path) -> Exception | None:
     save_file: Any = import_module("safetensors.torch").save_file
     try:
         if tensors:
-            whole = {key: tensor.detach().contiguous() for key, tensor in tensors.items()}
-            save_file(whole, path, metadata={"format": "pt"})
-    except (OSError, RuntimeError, ValueError) as error:
+            save_file(_apart(tensors), path, metadata={"format": "pt"})
+    except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
         return error
     return None
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Give each tensor memory of its own, which tied ones (embedding and head) do not have."""
+    seen: set[int] = set()  # where tensors begin: single experts are views of one memory as well
+    found: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            raise ValueError(f"{key} must be a whole tensor, such as that of full_tensor()")  # noqa: TRY004  # of the call, not of a type
+        is_tied = tensor.data_ptr() in seen
+        seen.add(tensor.data_ptr())
+        found[key] = tensor.detach().clone() if is_tied else tensor.detach().contiguous()
+    return found
 
 
 def _write_index(directory: Path) -> Exception | None:
@@ -130,6 +149,6 @@ def _write_index(directory: Path) -> Exception | None:
                 num_bytes += path.stat().st_size
         index = {"metadata": {"total_size": num_bytes}, "weight_map": file_of}
         (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    except OSError as error:
+    except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
         return error
     return None
