@@ -65,6 +65,19 @@ def test_scores_are_fp32_or_wider(given_dtype: torch.dtype, wide: torch.dtype) -
     assert (routing.scores - exact).abs().max() < 4 * torch.finfo(wide).eps
 
 
+@pytest.mark.parametrize("given_dtype", [torch.bfloat16, torch.float32])
+def test_a_router_may_be_wider_than_its_tokens(given_dtype: torch.dtype) -> None:
+    module, x = router().double(), torch.randn(20, 6).to(given_dtype)
+    assert torch.equal(module(x).scores, module(x.double()).scores)
+
+
+def test_narrow_logits_are_scored_in_fp32() -> None:
+    logits = torch.randn(20, 8).bfloat16()
+    routing = router().route(logits)
+    assert routing.logits.dtype == torch.float32
+    assert torch.equal(routing.scores, logits.float().softmax(-1))
+
+
 def test_gradients_reach_router_and_tokens_through_the_chosen_scores() -> None:
     module = router(score_function="sigmoid").double()
 

@@ -148,7 +148,8 @@ class TopKRouter(nn.Module):
         # Two dims whatever x has: the kernel and its bits do not depend on the caller's view.
         x_TD = x.reshape(-1, x.shape[-1])
         with torch.autocast(x.device.type, enabled=False):
-            logits_TE = linear(x_TD, self.weight, self.bias, dtype=_wide(x.dtype))
+            dtype = _wide(torch.promote_types(x.dtype, self.weight.dtype))
+            logits_TE = linear(x_TD, self.weight, self.bias, dtype=dtype)
             logits = logits_TE.view(*x.shape[:-1], self.num_experts)
             return self.route(logits, replay=replay)
 
@@ -156,7 +157,7 @@ class TopKRouter(nn.Module):
         """Route by logits.
 
         Args:
-            logits: fp32 or wider, of one sequence [S, E] or several [..., S, E].
+            logits: Of one sequence [S, E] or several [..., S, E]; scored in fp32 or wider.
             replay: Experts to take instead of the best ones, int64 [T, K]; their weights follow the
                 logits all the same, and so do the gradients. A slot with expert -1 was dropped:
                 the weights of the others are what they are without it. See `check_replay`.
@@ -168,7 +169,7 @@ class TopKRouter(nn.Module):
             ValueError: If the record is of the wrong shape or dtype; on the CPU also if its experts
                 are none.
         """
-        logits_TE = logits.reshape(-1, self.num_experts)
+        logits_TE = logits.reshape(-1, self.num_experts).to(_wide(logits.dtype))
         softmax = self.score_function == "softmax"
         scores_TE = logits_TE.softmax(dim=-1) if softmax else logits_TE.sigmoid()
         if replay is None:
