@@ -5,12 +5,14 @@ The tests need `transformers`, which no session installs by itself (`nox -s tran
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,6 +26,7 @@ from hp_expert import (
     register_with_transformers,
     save_experts,
     save_routing,
+    to_hf,
 )
 from hp_platform.testing import RankError, compare, run_distributed, run_in_threads
 
@@ -414,6 +417,17 @@ def spread_already(model: Any) -> None:
     model.model.layers[1].mlp.experts._is_expert_parallel = True
 
 
+def hooked_experts(model: Any) -> None:
+    """As accelerate does it for models on several devices."""
+    experts = model.model.layers[1].mlp.experts
+    experts.forward = partial(experts.forward)
+
+
+def hooked_block(model: Any) -> None:
+    block = model.model.layers[1].mlp
+    block.forward = partial(block.forward)
+
+
 def seven(model: Any) -> None:
     experts = model.model.layers[1].mlp.experts
     for name in ("gate_up_proj", "down_proj"):
@@ -427,6 +441,8 @@ CHANGES: list[tuple[Callable[[Any], None], str]] = [
     (scaled, r"quantised \(\['down_proj_scale_inv'\]\)"),
     (transposed, "its weights are transposed"),
     (spread_already, "transformers has spread its experts over ranks already"),
+    (hooked_experts, "has replaced the forward of this one MixtralExperts"),
+    (hooked_block, "has replaced the forward of this one MixtralSparseMoeBlock"),
     (seven, r"num_experts \(7\) must be divisible by the size of the expert group \(2\)"),
 ]
 
@@ -445,6 +461,18 @@ def test_a_layer_that_does_not_fit_is_named_and_no_layer_is_changed(
         assert all(p is state[n] for n, p in model.named_parameters())
 
     run_in_threads(rank_main, world_size=2)
+
+
+def apply_after_fsdp() -> None:
+    model = build("mixtral")
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(ValueError, match="its parameters are sharded already"):
+        apply_to_transformers(model, dist.group.WORLD)
+
+
+def test_what_fsdp_has_sharded_before_is_refused() -> None:
+    run_distributed(apply_after_fsdp, world_size=2)
 
 
 def test_a_second_application_is_refused() -> None:
@@ -467,7 +495,7 @@ def test_tokens_of_another_dtype_on_one_rank_are_an_error_on_all() -> None:
         run_in_threads(rank_main, world_size=2, timeout=20)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3", "lfm2_moe"])  # is tied
 def test_what_is_saved_is_what_from_pretrained_loads(name: str, tmp_path: Path) -> None:
     names = expert_names(name)
 
@@ -485,6 +513,17 @@ def test_what_is_saved_is_what_from_pretrained_loads(name: str, tmp_path: Path) 
     found = loaded.state_dict()
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_names_are_those_that_save_pretrained_writes(name: str, tmp_path: Path) -> None:
+    model, names = build(name), expert_names(name)
+    model.save_pretrained(tmp_path)
+    written = {key for file in tmp_path.glob("*.safetensors") for key in load_file(file)}
+    state = model.state_dict()
+    # What is tied is written once.
+    assert to_hf(state, names).keys() - {"lm_head.weight"} == written - {"lm_head.weight"}
+    assert all(names.module_key(names.file_key(key)) == key for key in state)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "granitemoe"])

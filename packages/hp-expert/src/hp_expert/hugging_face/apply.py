@@ -100,10 +100,20 @@ def _checked(model: nn.Module) -> dict[str, nn.Module]:
     for path, experts in found.items():
         if isinstance(experts, DispatchedExperts):
             raise ValueError(f"{path} ({type(experts).__name__}) must be spread over ranks once")  # noqa: TRY004  # of the call, not of a type
-        why = refusal(experts)
+        why = refusal(experts) or _hidden_forward(model, path)
         if why is not None:
             raise ValueError(f"{path} ({type(experts).__name__}) cannot be spread: {why}")
     return found
+
+
+def _hidden_forward(model: nn.Module, path: str) -> str | None:
+    """Return why the forward of another class would not be called, or None if it would."""
+    parent = path.rpartition(".")[0]
+    for module in (model.get_submodule(path), model.get_submodule(parent)):
+        if "forward" in vars(module):
+            kind = type(module).__name__
+            return f"something (a device map?) has replaced the forward of this one {kind}"
+    return None
 
 
 def _make(

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 BIASES = ("gate_up_proj_bias", "down_proj_bias")
@@ -48,6 +49,8 @@ def num_experts_of(experts: nn.Module) -> int:
 
 
 def _wrong_parameters(experts: nn.Module) -> str | None:
+    if any(isinstance(p, DTensor) for p in experts.parameters(recurse=False)):
+        return "its parameters are sharded already: spread experts first, by FSDP2 and such later"
     own = {name: p.dtype for name, p in experts.named_parameters(recurse=False)}
     others = sorted(own.keys() - {*WEIGHTS, *BIASES})
     quantised = {name: dtype for name, dtype in own.items() if dtype not in _DTYPES}
