@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from hp_expert import (
     ExpertBatch,
-    Grouped,
     GroupedExperts,
     LocalDispatcher,
     routed_swiglu,
 )
 from hp_expert.experts import loop
+from hp_expert.experts.grouped import Grouped
 from hp_expert.experts.swiglu import routed_swiglu_by
 from hp_expert.experts.types import Backend, ExpertWeights, Projections
 from hp_platform import WeightGradQueue

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from hp_expert import ExpertBatch, LocalDispatcher
-from hp_expert.experts import Grouped, GroupedProducts, loop
+from hp_expert.experts import GroupedProducts, loop
+from hp_expert.experts.grouped import Grouped
 from hp_expert.experts.swiglu import routed_swiglu_by
 from hp_expert.experts.types import Backend, ExpertWeights, Projections
 from hp_expert.testing import host_reads

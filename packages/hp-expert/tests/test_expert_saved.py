@@ -10,13 +10,13 @@ from torch import Tensor
 
 from hp_expert import (
     ExpertBatch,
-    Grouped,
     GroupedExperts,
     LocalDispatcher,
     routed_swiglu,
     routed_swiglu_fused,
 )
 from hp_expert.experts import loop
+from hp_expert.experts.grouped import Grouped
 from hp_expert.experts.swiglu import routed_swiglu_by
 from hp_expert.experts.types import Backend, ExpertWeights, Projections
 

@@ -36,7 +36,6 @@ from hp_expert.dispatch import (
     rows_per_pair,
 )
 from hp_expert.experts import (
-    Grouped,
     GroupedExperts,
     GroupedProducts,
     routed_swiglu,
@@ -87,7 +86,6 @@ __all__ = [
     "ExpertParallel",
     "ExpertRanks",
     "ExpertTensorParallel",
-    "Grouped",
     "GroupedExperts",
     "GroupedProducts",
     "LocalDispatcher",

@@ -1,11 +1,10 @@
 """Experts with stacked weights, and the arithmetic of them."""
 
-from hp_expert.experts.grouped import Grouped, GroupedProducts
+from hp_expert.experts.grouped import GroupedProducts
 from hp_expert.experts.module import GroupedExperts
 from hp_expert.experts.swiglu import autocast, routed_swiglu, routed_swiglu_fused
 
 __all__ = [
-    "Grouped",
     "GroupedExperts",
     "GroupedProducts",
     "autocast",

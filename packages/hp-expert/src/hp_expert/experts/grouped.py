@@ -30,6 +30,8 @@ from hp_expert.permute import gather_and_sum, invert
 class GroupedProducts:
     """The products of rows with their expert's matrix; override them for a lower precision.
 
+    `GroupedExperts.products` takes an object of such a class.
+
     Rows are in expert order; `ends` has the end of each expert's positions, int32 [L]. Rows after
     the last end are padding, whose results nobody reads (Note [Padding]).
     """

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch import Dispatcher, LocalDispatcher
+from hp_expert.experts.grouped import Grouped, GroupedProducts
 from hp_expert.experts.placement import local_part
 from hp_expert.experts.swiglu import autocast, routed_swiglu_by
-from hp_expert.experts.types import Backend, ExpertWeights, Projections
+from hp_expert.experts.types import ExpertWeights, Projections
 from hp_platform import outside_graph
 
 if TYPE_CHECKING:
@@ -38,8 +39,7 @@ class GroupedExperts(nn.Module):
         adds_output_bias: Whether outputs contain b2; where the hidden dim is cut over ranks, and
             outputs are summed over them, those of one rank do.
         dispatcher: Brings rows to the experts' ranks and back.
-        backend: How the experts are computed; None: in the fastest way. Set it to
-            `Grouped(products)` to compute products in a lower precision: `GroupedProducts`.
+        products: Products of one's own, for a lower precision; None: those of the fastest way.
 
     Args:
         num_experts: Number of experts.
@@ -76,7 +76,7 @@ class GroupedExperts(nn.Module):
             value = torch.empty(shape, device=device, dtype=dtype) if bias else None
             self.register_parameter(name, None if value is None else nn.Parameter(value))
         self.dispatcher: Dispatcher[Any] = LocalDispatcher(num_experts)
-        self.backend: Backend | None = None
+        self.products: GroupedProducts | None = None
         self.reset_parameters()
 
     @property
@@ -131,7 +131,8 @@ class GroupedExperts(nn.Module):
         weights: Projections[Tensor] = Projections((self.w1, self.w3), self.w2)
         biases: Projections[Tensor | None] = Projections((self.b1, self.b3), self.b2)
         experts = ExpertWeights(weights, biases, self.adds_output_bias)
-        return routed_swiglu_by(self.backend, batch, experts)
+        backend = None if self.products is None else Grouped(self.products)
+        return routed_swiglu_by(backend, batch, experts)
 
     def extra_repr(self) -> str:
         """Show the sizes and the part of the experts that is here."""
