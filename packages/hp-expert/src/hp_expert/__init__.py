@@ -27,6 +27,7 @@ from hp_expert.dispatch import (
     LocalDispatcher,
     Mark,
     RunAhead,
+    SlicedState,
     SlotExchange,
     TensorSlicedDispatcher,
     TensorSummedDispatcher,
@@ -66,6 +67,7 @@ from hp_expert.routing import (
 )
 from hp_expert.styles import (
     BaseExpertParallel,
+    DispatchedParallel,
     ExpertParallel,
     ExpertRanks,
     ExpertTensorParallel,
@@ -80,6 +82,7 @@ __all__ = [
     "BufferOverflowError",
     "DispatchBytes",
     "DispatchState",
+    "DispatchedParallel",
     "Dispatcher",
     "ExpertBatch",
     "ExpertNames",
@@ -95,6 +98,7 @@ __all__ = [
     "Routing",
     "RoutingRecord",
     "RunAhead",
+    "SlicedState",
     "SlotExchange",
     "StackedPart",
     "TensorParallel",

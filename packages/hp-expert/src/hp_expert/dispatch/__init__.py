@@ -17,7 +17,7 @@ from hp_expert.dispatch.deduplicated import SlotExchange
 from hp_expert.dispatch.local import LocalDispatcher
 from hp_expert.dispatch.protocol import Dispatcher, DispatchState
 from hp_expert.dispatch.run_ahead import Mark, RunAhead
-from hp_expert.dispatch.tensor_sliced import TensorSlicedDispatcher
+from hp_expert.dispatch.tensor_sliced import SlicedState, TensorSlicedDispatcher
 from hp_expert.dispatch.tensor_summed import TensorSummedDispatcher
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "LocalDispatcher",
     "Mark",
     "RunAhead",
+    "SlicedState",
     "SlotExchange",
     "TensorSlicedDispatcher",
     "TensorSummedDispatcher",

@@ -4,6 +4,10 @@ Note [All or none]. A rank that raised on its own would leave the others waiting
 rank therefore sends its verdict along with its counts, at no extra cost; all ranks see the same
 verdicts and either all go on or all raise.
 
+Note [Blocks of one size]. Ranks that were given different numbers of experts, or of anything else,
+must find out, not wait for each other: so every rank tells every other a block of numbers that
+begins with its header and has the same size for up to about 500 counts (and for up to 1000, ...).
+
 Shape symbols: T tokens, K experts per token, D width.
 """
 
@@ -19,6 +23,7 @@ from hp_platform import PeerError, agree
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _NO_WEIGHTS = len(_DTYPES)
 _FAILED = -1
+_GRAIN = 512
 
 # How many values each of them may have: dtype of the rows, that of the weights, K, number of
 # experts, whether rows are deduplicated, and whether rows and weights want gradients.
@@ -115,6 +120,11 @@ def input_error(x: Tensor, experts: Tensor, weights: Tensor | None) -> Exception
     if len(devices) > 1:
         return ValueError(f"devices of x, experts and weights ({devices}) must be the same")
     return None
+
+
+def block_size(num_numbers: int) -> int:
+    """How long a block with so many numbers is; see Note [Blocks of one size]."""
+    return -(-num_numbers // _GRAIN) * _GRAIN
 
 
 def raise_together(

@@ -87,59 +87,8 @@ class AllToAllDispatcher:
         self, x: Tensor, experts: Tensor, weights: Tensor | None = None
     ) -> tuple[Tensor, DispatchState]:
         """Sort and gather while counts are exchanged; see `Dispatcher.prepare`."""
-        rows, state, _ = self.prepare_slice(x, experts, weights)
+        rows, state, _ = prepare_slice(self, x, experts, weights)
         return rows, state
-
-    def prepare_slice(
-        self,
-        x: Tensor,
-        experts: Tensor,
-        weights: Tensor | None = None,
-        *,
-        slices: ProcessGroup | None = None,
-        num_tokens: int = 0,
-    ) -> tuple[Tensor, DispatchState, list[Heard]]:
-        """`prepare` for one slice of the tokens, and what was heard about every slice.
-
-        Args:
-            x: The slice of this rank; see `Dispatcher.prepare`.
-            experts: Likewise.
-            weights: Likewise.
-            slices: Ranks that have the other slices of the same tokens, in order; None: there is
-                one. Those of any two of them must exchange with the same ranks here.
-            num_tokens: How many the slices have together, if all ranks of `slices` know.
-        """
-        W, L = self.group.size(), self.num_experts // self.group.size()
-        error, plan, header = input_error(x, experts, weights), None, Header.failed()
-        if error is None:
-            shared = self.deduplicates(x, experts, weights)
-            header = Header.of(
-                x, experts, weights, num_experts=self.num_experts, deduplicated=shared
-            )
-            plan = _count(experts, num_ranks=W, num_local=L, shared=shared)
-        told = announcement(
-            header,
-            *(plan or (None, None)),
-            num_ranks=W,
-            num_local=L,
-            num_tokens=num_tokens,
-            device=x.device,
-        )
-        told = _with_other_slices(told, slices)
-        exchange = launch_all_to_all(told, group=self.group)
-        ahead = None if plan is None else _sort_and_gather(x, *plan, num_local=L)
-        heard = listen(told, exchange, num_local=L)
-        mine = heard[0 if slices is None else slices.rank()]
-        if error is None and mine.num_invalid:
-            error = invalid_experts(mine.num_invalid, self.num_experts)
-        verdicts = [
-            v for of_rank in zip(*(h.verdicts for h in heard), strict=True) for v in of_rank
-        ]
-        raise_together(error, header, verdicts, group=self.group, device=x.device)
-        assert ahead is not None  # or an error was raised
-        # Slices meet again as one batch, so their rows have the same number of slots.
-        most = max(h.most for h in heard)
-        return *_prepared(x, weights, ahead, mine._replace(most=most)), heard
 
     def launch_dispatch(self, rows: Tensor, state: DispatchState) -> tuple[Tensor, DispatchState]:
         """Launch the exchange of rows, and before it that of what is told about them."""
@@ -181,6 +130,55 @@ class AllToAllDispatcher:
             input_splits=splits.input_splits,
             group=self.group,
         )
+
+
+def prepare_slice(
+    over: AllToAllDispatcher,
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor | None = None,
+    *,
+    slices: ProcessGroup | None = None,
+    num_tokens: int = 0,
+) -> tuple[Tensor, DispatchState, list[Heard]]:
+    """`over.prepare` for one slice of the tokens, and what was heard about every slice.
+
+    Args:
+        over: Exchanges the slices.
+        x: The slice of this rank; see `Dispatcher.prepare`.
+        experts: Likewise.
+        weights: Likewise.
+        slices: Ranks that have the other slices of the same tokens, in order; None: there is
+            one. Those of any two of them must exchange with the same ranks here.
+        num_tokens: How many the slices have together, if all ranks of `slices` know.
+    """
+    W, L = over.group.size(), over.num_experts // over.group.size()
+    error, plan, header = input_error(x, experts, weights), None, Header.failed()
+    if error is None:
+        shared = over.deduplicates(x, experts, weights)
+        header = Header.of(x, experts, weights, num_experts=over.num_experts, deduplicated=shared)
+        plan = _count(experts, num_ranks=W, num_local=L, shared=shared)
+    told = announcement(
+        header,
+        *(plan or (None, None)),
+        num_ranks=W,
+        num_local=L,
+        num_tokens=num_tokens,
+        device=x.device,
+    )
+    told = _with_other_slices(told, slices)
+    exchange = launch_all_to_all(told, group=over.group)
+    ahead = None if plan is None else _sort_and_gather(x, *plan, num_local=L)
+    heard = listen(told, exchange, num_local=L)
+    mine = heard[0 if slices is None else slices.rank()]
+    if error is None and mine.num_invalid:
+        error = invalid_experts(mine.num_invalid, over.num_experts)
+    verdicts = [v for of_rank in zip(*(h.verdicts for h in heard), strict=True) for v in of_rank]
+    raise_together(error, header, verdicts, group=over.group, device=x.device)
+    assert ahead is not None  # or an error was raised
+    # Slices meet again as one batch, so their rows have the same number of slots.
+    most = max(h.most for h in heard)
+    return *_prepared(x, weights, ahead, mine._replace(most=most)), heard
 
 
 def _with_other_slices(told: Tensor, slices: ProcessGroup | None) -> Tensor:

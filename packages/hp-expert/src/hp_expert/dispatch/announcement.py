@@ -1,9 +1,5 @@
 """What ranks tell each other before rows travel: their verdict, and how much they will send.
 
-Note [Blocks of one size]. Ranks that were given different numbers of experts, or of anything else,
-must find out, not wait for each other: so every rank tells every other a block of numbers that
-begins with its header and has the same size for up to 507 local experts (and for up to 1019, ...).
-
 Where tokens were cut into slices first, a rank speaks for all slices of its tokens.
 
 Shape symbols: W ranks, Z slices, L local experts, B numbers in a block.
@@ -14,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hp_expert.dispatch.agreement import Header
+from hp_expert.dispatch.agreement import Header, block_size
 from hp_expert.dispatch.counts import SlotCounts, read_exchange
 from hp_expert.dispatch.deduplicated import Destinations
 from hp_platform import Pending
@@ -23,7 +19,6 @@ from hp_platform import Pending
 # into slices, rows if they are deduplicated, most slots of such a row, then the slots of each of
 # the receiver's experts.
 CODE, INVALID, TOKENS, ROWS, MOST, COUNTS = range(6)
-_GRAIN = 512
 
 
 class Volume(NamedTuple):
@@ -83,8 +78,7 @@ def announcement(
         num_tokens: Before they were cut into slices, if they were.
         device: Of the result.
     """
-    size = -(-(COUNTS + num_local) // _GRAIN) * _GRAIN
-    told = torch.full((num_ranks, size), header.code, device=device)
+    told = torch.full((num_ranks, block_size(COUNTS + num_local)), header.code, device=device)
     told[:, TOKENS] = num_tokens
     if counted is not None:
         num_experts = num_ranks * num_local

@@ -33,7 +33,7 @@ from torch.distributed import ProcessGroup
 
 from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch.agreement import input_error
-from hp_expert.dispatch.all_to_all import AllToAllDispatcher, by_expert
+from hp_expert.dispatch.all_to_all import AllToAllDispatcher, by_expert, prepare_slice
 from hp_expert.dispatch.announcement import Heard
 from hp_expert.dispatch.protocol import DispatchState
 from hp_platform import all_to_all_lazy, wait_tensor
@@ -89,8 +89,8 @@ class TensorSlicedDispatcher:
             num_tokens = len(x)
             sizes = _even_sizes(num_tokens, self.group.size())
             x, experts, weights = (_slice(t, sizes, self.group) for t in (x, experts, weights))
-        rows, state, heard = self.over_ep.prepare_slice(
-            x, experts, weights, slices=self.group, num_tokens=num_tokens
+        rows, state, heard = prepare_slice(
+            self.over_ep, x, experts, weights, slices=self.group, num_tokens=num_tokens
         )
         _require_same_tokens(heard)
         arriving = [h.slots if state.slots is None else h.rows for h in heard]

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from hp_expert.batch import ExpertBatch
-from hp_expert.dispatch.agreement import Header, input_error, raise_together
+from hp_expert.dispatch.agreement import Header, block_size, input_error, raise_together
 from hp_expert.dispatch.counts import SlotCounts, count_slots, invalid_experts, read_exchange
 from hp_expert.dispatch.local import LocalDispatcher
 from hp_expert.dispatch.protocol import DispatchState
@@ -25,7 +25,6 @@ from hp_expert.permute import sort_slots
 from hp_platform import launch_all_to_all, wait_tensor
 
 _CODE, _INVALID, _TOKENS, _COUNTS = range(4)
-_GRAIN = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +106,7 @@ def _announcement(
     header: Header, counted: SlotCounts | None, *, num_experts: int, x: Tensor
 ) -> Tensor:
     """Return what this rank tells all others, int64 [B]."""
-    # As Note [Blocks of one size] of the announcement of exchanges.
-    size = -(-(_COUNTS + num_experts) // _GRAIN) * _GRAIN
-    told = torch.full((size,), header.code, device=x.device)
+    told = torch.full((block_size(_COUNTS + num_experts),), header.code, device=x.device)
     if counted is not None:
         told[_INVALID], told[_TOKENS] = counted.counts[num_experts + 1], x.shape[0]
         told[_COUNTS : _COUNTS + num_experts] = counted.counts[:num_experts]

@@ -1,6 +1,6 @@
 """How experts are spread over ranks, as styles for torch's `parallelize_module`."""
 
-from hp_expert.styles.base import BaseExpertParallel
+from hp_expert.styles.base import BaseExpertParallel, DispatchedParallel
 from hp_expert.styles.expert_parallel import ExpertParallel
 from hp_expert.styles.expert_tensor_parallel import ExpertTensorParallel
 from hp_expert.styles.ranks import ExpertRanks
@@ -8,6 +8,7 @@ from hp_expert.styles.tensor_parallel import TensorParallel
 
 __all__ = [
     "BaseExpertParallel",
+    "DispatchedParallel",
     "ExpertParallel",
     "ExpertRanks",
     "ExpertTensorParallel",
