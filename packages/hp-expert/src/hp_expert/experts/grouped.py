@@ -17,14 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hp_expert.batch import ExpertBatch
+from hp_expert.experts.slots import at_positions, sum_over_slots
 from hp_expert.experts.types import (
     ExpertWeights,
     InputGradients,
     WeightGradients,
     gate_and_up,
 )
-from hp_expert.kernels import kernels_for
-from hp_expert.permute import gather_and_sum, invert
 
 
 class GroupedProducts:
@@ -61,19 +60,18 @@ class Grouped:
     reads_counts: ClassVar[bool] = False
 
     def forward(
-        self, batch: ExpertBatch, scale_P: Tensor | None, experts: ExpertWeights
+        self, batch: ExpertBatch, experts: ExpertWeights
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute the output [N, D]; keep the pre-activations."""
-        del scale_P  # the sum over slots multiplies, in fp32
         ends, multiply = _ends(batch), self.products.forward
-        x_PD = _at_positions(batch.rows, batch.row_at())
+        x_PD = at_positions(batch.rows, batch.row_at())
         pre = tuple(multiply(x_PD, weight, ends) for weight in experts.weights.gate_up)
         for piece, bias in zip(pre, experts.biases.gate_up, strict=True):
             _add_bias(piece, bias, ends)
         gate_PH, up_PH = gate_and_up(pre)
         y_PD = multiply(F.silu(gate_PH).mul_(up_PH), experts.weights.down, ends)
         _add_bias(y_PD, experts.output_bias, ends)
-        return _sum_over_slots(y_PD, batch, batch.weights), pre
+        return sum_over_slots(y_PD, batch, batch.weights), pre
 
     def backward(
         self,
@@ -87,7 +85,7 @@ class Grouped:
     ) -> InputGradients:
         """Compute the gradients of rows and scale; hand the factors of the others to `wanted`."""
         ends, row_at = _ends(batch), batch.row_at()
-        x_PD, dy_PD = _at_positions(batch.rows, row_at), _at_positions(grad_out, row_at)
+        x_PD, dy_PD = at_positions(batch.rows, row_at), at_positions(grad_out, row_at)
         dh_PH = self.products.input_gradient(dy_PD, experts.weights.down, ends)
         gate_PH, up_PH = gate_and_up(kept)
         silu_PH = F.silu(gate_PH)
@@ -117,7 +115,7 @@ class Grouped:
         for gradient, piece in zip(wanted.biases.gate_up, dpre, strict=True):
             gradient.set(partial(_bias_gradient, piece, None, ends))
         wanted.biases.down.set(partial(_bias_gradient, dy_PD, scale_P, ends))
-        return InputGradients(_sum_over_slots(dx_PD, batch), grad_scale)
+        return InputGradients(sum_over_slots(dx_PD, batch), grad_scale)
 
 
 def _ends(batch: ExpertBatch) -> Tensor:
@@ -149,22 +147,3 @@ def _bias_gradient(dy_PM: Tensor, scale_P: Tensor | None, ends: Tensor) -> Tenso
 def _dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     product: Tensor = torch.linalg.vecdot(a.to(dtype), b.to(dtype))
     return product
-
-
-def _at_positions(rows_ND: Tensor, row_at: Tensor) -> Tensor:
-    """Copy the row of each position: [P, D]."""
-    return kernels_for(rows_ND).gather_rows(rows_ND, row_at, holes=False)
-
-
-def _sum_over_slots(
-    values_PD: Tensor, batch: ExpertBatch, weights_NF: Tensor | None = None
-) -> Tensor:
-    """Sum weight * value over each row's listed slots [N, D], in fp32 or wider."""
-    all_listed = batch.counts is not None and batch.order.numel() == batch.num_slots
-    if all_listed:
-        position_S = invert(batch.order)
-    else:
-        positions = torch.arange(batch.order.numel(), device=batch.order.device)
-        position_S = batch.at_slots(positions, default=-1)
-    position_NF = position_S.view(-1, batch.num_slots_per_row)
-    return gather_and_sum(values_PD, position_NF, partial=not all_listed, weights=weights_NF)

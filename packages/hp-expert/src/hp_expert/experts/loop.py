@@ -2,9 +2,10 @@
 
 Note [Chunks]. Products are one expert's; everything else is done for a run of experts at once, a
 chunk of about `_ROWS` positions. It is long enough that calls cost little beside their work, and
-short enough that what one call writes is in the cache when the next one reads it. No tensor of P
-rows is made besides what is kept for backward, and that chunk by chunk: the system hands out fresh
-pages for every very large tensor, and to fill those costs more than to compute what is in them.
+short enough that what one call writes is in the cache when the next one reads it. What is kept for
+backward is kept chunk by chunk, and of P rows there is only one more tensor, the one that is summed
+over slots: the system hands out fresh pages for every very large tensor, and to fill those costs
+more than to compute what is in them.
 
 Shape symbols: N rows, P positions in expert order, R of them in one chunk, L local experts,
 H hidden width, D width, K and M the dims of a product.
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hp_expert.batch import ExpertBatch
+from hp_expert.experts.slots import at_positions, sum_over_slots
 from hp_expert.experts.types import ExpertWeights, InputGradients, WeightGradients, gate_and_up
 from hp_expert.experts.weight_gradient import ExpertRun
 
@@ -25,31 +27,24 @@ reads_counts: Final = True
 _ROWS = 1024
 
 
-def forward(
-    batch: ExpertBatch, scale_P: Tensor | None, experts: ExpertWeights
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+def forward(batch: ExpertBatch, experts: ExpertWeights) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Compute the output [N, D]; keep the pre-activations of each chunk."""
-    rows, row_at, out = batch.rows, batch.row_at(), _accumulator(batch)
+    rows, row_at, y_PD = batch.rows, batch.row_at(), _one_row_each(batch)
     H, whole = experts.hidden, _whole(batch)
     weights = [w[:, part].mT.unbind(0) for w, part in experts.weights.pieces(H, whole=whole)]
     biases = [_rows_of(b, part) for b, part in experts.biases.pieces(H, whole=whole)]
     down = experts.weights.down.mT.unbind(0)
     kept: list[Tensor] = []
     for positions, run in _chunks(batch):
-        row_R = row_at[positions]
-        x_RD = rows.index_select(0, row_R)
+        x_RD = at_positions(rows, row_at[positions])
         pre = [_times(x_RD, w, run) for w in weights]
         for piece, bias in zip(pre, biases, strict=True):
             _add_bias(piece, bias, run)
         gate_RH, up_RH = gate_and_up(pre)
-        y_RD = _times(F.silu(gate_RH).mul_(up_RH), down, run)
+        y_RD = _times(F.silu(gate_RH).mul_(up_RH), down, run, out=y_PD[positions])
         _add_bias(y_RD, experts.output_bias, run)
-        y_RD = y_RD.to(out.dtype)
-        if scale_P is not None:
-            y_RD.mul_(scale_P[positions, None])
-        out.index_add_(0, row_R, y_RD)
         kept += pre
-    return out.to(rows.dtype), tuple(kept)
+    return sum_over_slots(y_PD, batch, batch.weights), tuple(kept)
 
 
 def backward(
@@ -62,16 +57,14 @@ def backward(
     wanted: WeightGradients,
 ) -> InputGradients:
     """Compute the gradients of rows and scale; hand the factors of the others to `wanted`."""
-    rows, row_at, grad_rows = batch.rows, batch.row_at(), _accumulator(batch)
+    rows, row_at, dx_PD = batch.rows, batch.row_at(), _one_row_each(batch)
     grad_scale = None if scale_P is None else torch.empty_like(scale_P)
     H, whole = experts.hidden, _whole(batch)
     weights = [w[:, part].unbind(0) for w, part in experts.weights.pieces(H, whole=whole)]
     down = experts.weights.down.unbind(0)
-    # Products with the weights as the router gave them are as exact, and faster where it is narrow.
-    narrow = None if batch.weights is None else batch.weights.dtype
     for index, (positions, run) in enumerate(_chunks(batch)):
         row_R = row_at[positions]
-        x_RD, dy_RD = rows.index_select(0, row_R), grad_out.index_select(0, row_R)
+        x_RD, dy_RD = at_positions(rows, row_R), at_positions(grad_out, row_R)
         dh_RH = _times(dy_RD, down, run)
         pre = kept[index * len(weights) : (index + 1) * len(weights)]
         gate_RH, up_RH = gate_and_up(pre)
@@ -80,7 +73,8 @@ def backward(
         one_R1 = dy_RD.new_ones(dy_RD.shape[0], 1)
         scale_R1 = one_R1
         if scale_P is not None and grad_scale is not None:
-            scale_R1 = scale_P[positions, None].to(narrow)
+            # A product of two dtypes takes three times as long.
+            scale_R1 = scale_P[positions, None].to(rows.dtype)
             torch.add(
                 _dot(dh_RH, h_RH, scale_P.dtype),
                 _dot_bias(dy_RD, experts.output_bias, run, scale_P.dtype),
@@ -93,17 +87,16 @@ def backward(
         dgate_RH, dup_RH = gate_and_up(dpre)
         torch.mul(silu_RH, dh_RH, out=dup_RH)
         torch.ops.aten.silu_backward.grad_input(dh_RH.mul_(up_RH), gate_RH, grad_input=dgate_RH)
-        dx_RD = _times(dpre[0], weights[0], run)
+        dx_RD = _times(dpre[0], weights[0], run, out=dx_PD[positions])
         for dpiece, weight in zip(dpre[1:], weights[1:], strict=True):
-            _times(dpiece, weight, run, into=dx_RD)
-        grad_rows.index_add_(0, row_R, dx_RD.to(grad_rows.dtype))
+            _add_times(dx_RD, dpiece, weight, run)
         for gradients, right in ((wanted.weights, x_RD), (wanted.biases, one_R1)):
             pieces_of = gradients.pieces(H, whole=whole)
             for (gradient, part), left in zip(pieces_of, dpre, strict=True):
                 gradient.add(left, right, run, part)
         wanted.weights.down.add(dy_RD, h_RH, run, slice(None))
         wanted.biases.down.add(dy_RD, scale_R1, run, slice(None))
-    return InputGradients(grad_rows.to(rows.dtype), grad_scale)
+    return InputGradients(sum_over_slots(dx_PD, batch), grad_scale)
 
 
 class _Chunk(NamedTuple):
@@ -132,17 +125,21 @@ def _chunks(batch: ExpertBatch) -> Iterator[_Chunk]:
 
 
 def _times(
-    x_RK: Tensor, matrices: Sequence[Tensor], run: ExpertRun, *, into: Tensor | None = None
+    x_RK: Tensor, matrices: Sequence[Tensor], run: ExpertRun, *, out: Tensor | None = None
 ) -> Tensor:
-    """Multiply the rows of each expert with its matrix [K, M]: [R, M]. Add that to `into`."""
-    y_RM = x_RK.new_empty(x_RK.shape[0], matrices[0].shape[1]) if into is None else into
+    """Multiply the rows of each expert with its matrix [K, M]: [R, M]."""
+    y_RM = x_RK.new_empty(x_RK.shape[0], matrices[0].shape[1]) if out is None else out
     parts = zip(run.experts, x_RK.split(run.sizes), y_RM.split(run.sizes), strict=True)
     for expert, x_n, y_n in parts:
-        if into is None:
-            torch.mm(x_n, matrices[expert], out=y_n)
-        else:
-            y_n.addmm_(x_n, matrices[expert])
+        torch.mm(x_n, matrices[expert], out=y_n)
     return y_RM
+
+
+def _add_times(y_RM: Tensor, x_RK: Tensor, matrices: Sequence[Tensor], run: ExpertRun) -> None:
+    """Add the rows of each expert times its matrix."""
+    parts = zip(run.experts, x_RK.split(run.sizes), y_RM.split(run.sizes), strict=True)
+    for expert, x_n, y_n in parts:
+        y_n.addmm_(x_n, matrices[expert])
 
 
 def _add_bias(y_RM: Tensor, bias_LM: Tensor | None, run: ExpertRun) -> None:
@@ -178,9 +175,6 @@ def _whole(batch: ExpertBatch) -> bool:
     return batch.rows.element_size() == 2
 
 
-def _accumulator(batch: ExpertBatch) -> Tensor:
-    """Zeros for sums over a row's slots: fp32 or wider where a row has more than one."""
-    dtype = batch.rows.dtype
-    if batch.num_slots_per_row > 1:
-        dtype = torch.promote_types(dtype, torch.float32)
-    return torch.zeros_like(batch.rows, dtype=dtype)
+def _one_row_each(batch: ExpertBatch) -> Tensor:
+    """Room for a row at each position [P, D]."""
+    return batch.rows.new_empty(batch.order.numel(), batch.rows.shape[1])

@@ -141,7 +141,7 @@ class _RoutedSwiGLU(torch.autograd.Function):
     ) -> Tensor:
         batch = batch._replace(rows=rows, weights=slot_weights)
         experts = _local(parameters, rows.dtype, adds_output_bias=adds_output_bias)
-        out, kept = backend.forward(batch, _scale(batch), experts)
+        out, kept = backend.forward(batch, experts)
         ctx.save_for_backward(rows, slot_weights, batch.order, *parameters, *kept)
         nothing = rows.new_empty(0)
         ctx.batch = batch._replace(rows=nothing, weights=None, order=nothing)

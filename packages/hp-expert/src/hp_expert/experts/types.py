@@ -103,7 +103,7 @@ class Backend(Protocol):
         """Whether `counts` must not be None."""
 
     def forward(
-        self, batch: ExpertBatch, scale_P: Tensor | None, experts: ExpertWeights
+        self, batch: ExpertBatch, experts: ExpertWeights
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute the output [N, D], and what `backward` needs besides the arguments."""
 

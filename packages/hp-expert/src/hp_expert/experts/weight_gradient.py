@@ -91,11 +91,10 @@ class WeightGradient:
             shape = self._shape()
             columns = () if len(shape) > 2 else (1,)
             self._total = left.new_empty((*shape, *columns), dtype=self._dtype)
-        totals = self._total[:, part].unbind(0)
         lefts = left.t().to(self._dtype).split(run.sizes, 1)
         rights = right.to(self._dtype).split(run.sizes)
         for expert, left_n, right_n in zip(run.experts, lefts, rights, strict=True):
-            torch.mm(left_n, right_n, out=totals[expert])
+            torch.mm(left_n, right_n, out=self._total[expert, part])
 
     def _take(self, product: Callable[[], Tensor]) -> None:
         self._total = product()

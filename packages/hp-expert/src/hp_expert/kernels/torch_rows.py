@@ -17,16 +17,18 @@ def sum_rows(
     rows_RD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None = None, *, holes: bool
 ) -> Tensor:
     """Sum weight * row over the positions of each token [T, D] ([T] for [R], K = 1, no weights)."""
+    if weights_TK is None and inverse_TK.shape[1] == 1:
+        return gather_rows(rows_RD, inverse_TK.view(-1), holes=holes)
     wide = torch.promote_types(rows_RD.dtype, torch.float32)
-    if weights_TK is None:
-        if inverse_TK.shape[1] == 1:
-            return gather_rows(rows_RD, inverse_TK.view(-1), holes=holes)
-        if rows_RD.device.type == "cpu" and rows_RD.dtype == wide:
-            # Sums while it gathers, without a tensor in between; a copy in fp32 would cost more.
-            return _sum_some(rows_RD, inverse_TK) if holes else _sum_all(rows_RD, inverse_TK)
-    else:
+    if weights_TK is not None:
         weights_TK = weights_TK.to(wide)
         weights_TK = weights_TK.where(inverse_TK >= 0, 0) if holes else weights_TK
+    # What bags round to bf16 they round up at ties, which sums of two bf16 numbers often are.
+    is_rounded_well = rows_RD.dtype == wide or (
+        rows_RD.dtype == torch.bfloat16 and weights_TK is not None
+    )
+    if rows_RD.device.type == "cpu" and is_rounded_well:
+        return _sum_by_bags(rows_RD, inverse_TK, weights_TK, holes=holes)
     total_TD = rows_RD.new_zeros(inverse_TK.shape[0], rows_RD.shape[1], dtype=wide)
     for choice, position_T in enumerate(inverse_TK.unbind(1)):
         row_TD = gather_rows(rows_RD, position_T, holes=holes)
@@ -61,11 +63,25 @@ def _gather_or_zero(x: Tensor, index: Tensor) -> Tensor:
     return x.index_select(0, index.clamp_min(0)).masked_fill_(is_absent, 0)
 
 
-def _sum_all(rows_RD: Tensor, inverse_TK: Tensor) -> Tensor:
-    return F.embedding_bag(inverse_TK, rows_RD, mode="sum")
+def _sum_by_bags(
+    rows_RD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None, *, holes: bool
+) -> Tensor:
+    """Sum while gathering, without a tensor in between; in fp32 or wider, for bf16 as well.
+
+    Weights must be of the dtype of the rows. Two bf16 numbers have 16 bits of an fp32 one, so each
+    slot is listed once for the upper and once for the lower half of its weight.
+    """
+    if weights_TK is not None and weights_TK.dtype != rows_RD.dtype:
+        upper_TK = weights_TK.to(rows_RD.dtype)
+        lower_TK = (weights_TK - upper_TK).to(rows_RD.dtype)
+        inverse_TK = torch.cat([inverse_TK, inverse_TK], 1)
+        weights_TK = torch.cat([upper_TK, lower_TK], 1)
+    if holes:
+        return _sum_listed(rows_RD, inverse_TK, weights_TK)
+    return F.embedding_bag(inverse_TK, rows_RD, mode="sum", per_sample_weights=weights_TK)
 
 
-def _sum_some(rows_RD: Tensor, inverse_TK: Tensor) -> Tensor:
+def _sum_listed(rows_RD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
     """Give each token the positions it has, and those it lacks to one more token, left out."""
     T, K = inverse_TK.shape
     if rows_RD.shape[0] == 0 or T == 0:
@@ -73,8 +89,13 @@ def _sum_some(rows_RD: Tensor, inverse_TK: Tensor) -> Tensor:
     inverse_S = inverse_TK.reshape(-1)
     is_there_S = inverse_S >= 0
     ends_S = is_there_S.cumsum(0)
-    place_S = (ends_S - 1).where(is_there_S, T * K)
     # Many slots may lack a position: they all write to the place that is cut off.
+    place_S = (ends_S - 1).where(is_there_S, T * K)
     listed_S = inverse_S.new_zeros(T * K + 1).scatter_(0, place_S, inverse_S)[:-1]
-    ends_T = ends_S.view(T, K)[:, -1]
-    return F.embedding_bag(listed_S, rows_RD, F.pad(ends_T, (1, 0)), mode="sum")[:-1]
+    weight_S = None
+    if weights_TK is not None:
+        weight_S = weights_TK.new_zeros(T * K + 1)
+        weight_S = weight_S.scatter_(0, place_S, weights_TK.reshape(-1))[:-1]
+    ends = F.pad(ends_S.view(T, K)[:, -1], (1, 0))
+    bags = F.embedding_bag(listed_S, rows_RD, ends, mode="sum", per_sample_weights=weight_S)
+    return bags[:-1]
