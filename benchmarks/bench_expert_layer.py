@@ -10,12 +10,15 @@ Contenders, all with the same weights and the same routing, given:
     grouped_mm    rows sorted by expert and `torch.nn.functional.grouped_mm`, the rest by indexing
     loop, unbind  expert after expert, weights taken apart by one `unbind`
     loop, w[e]    the same as tutorials write it: the backward of each `w[e]` is as large as w
+    hp block      with its router: `hp_expert.MoE`, which also counts loads
+    hf block      with its router: `Qwen3MoeSparseMoeBlock`, in the way that is its default
 
-Before anything is timed, outputs and gradients are compared. Then contenders alternate, round by
-round, and the best round of each counts. On CPU that is the CPU time of the process, which other
-processes on the machine disturb least; with several threads, where they would wait in it, the wall
-time. On CUDA it is the time between two events. `saved` is what autograd keeps for backward, each
-storage once, without parameters; `peak` (CUDA) what forward and backward allocate on top.
+Before anything is timed, outputs and gradients are compared, those of blocks in fp32 only: in bf16
+`transformers` rounds logits and chooses other experts for some tokens. Then contenders alternate,
+round by round, and the best round of each counts. On CPU that is the CPU time of the process, which
+other processes on the machine disturb least; with several threads, where they would wait in it, the
+wall time. On CUDA it is the time between two events. `saved` is what autograd keeps for backward,
+each storage once, without parameters; `peak` (CUDA) what forward and backward allocate on top.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import argparse
 import importlib
 import importlib.util
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hp_expert import GroupedExperts
+from hp_expert import GroupedExperts, MoE, TopKRouter
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SECONDS_PER_CONTENDER = 20.0  # a slow one has fewer rounds
@@ -120,7 +123,41 @@ def _loop(
     return y
 
 
-def hugging_face(shape: Shape, experts: GroupedExperts) -> dict[str, Layer]:
+class Contender(NamedTuple):
+    """A way to compute the layer.
+
+    Attributes:
+        run: Does it.
+        experts: The weights of its experts, those of the down projections last.
+        router: The weight of its router, if it routes itself.
+    """
+
+    run: Layer
+    experts: Sequence[Tensor]
+    router: Tensor | None = None
+
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """All of them."""
+        return self.experts if self.router is None else [*self.experts, self.router]
+
+
+def own(experts: GroupedExperts, router: TopKRouter) -> dict[str, Contender]:
+    """All but those of `transformers`."""
+    block, weights = MoE(router, experts), [experts.w1, experts.w3, experts.w2]
+    layers = {"hp": hp, "grouped_mm": grouped_mm, "loop, unbind": loop_unbind}
+    layers["loop, w[e]"] = loop_select
+    contenders = {name: Contender(layer, weights) for name, layer in layers.items()}
+
+    def run(_: GroupedExperts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        del weights, chosen
+        y: Tensor = block(x)[0]
+        return y
+
+    return contenders | {"hp block": Contender(run, weights, router.weight)}
+
+
+def hugging_face(shape: Shape, experts: GroupedExperts, router: TopKRouter) -> dict[str, Contender]:
     """The implementations of `transformers`, on a stacked copy of the same weights."""
     if importlib.util.find_spec("transformers") is None:
         return {}
@@ -132,28 +169,37 @@ def hugging_face(shape: Shape, experts: GroupedExperts) -> dict[str, Layer]:
         names.append("batched_mm")
     config = config_of(
         num_experts=shape.experts,
+        num_experts_per_tok=shape.top_k,
         hidden_size=shape.dim,
         moe_intermediate_size=shape.hidden,
         hidden_act="silu",
+        norm_topk_prob=True,
     )
-    theirs = qwen3_moe.Qwen3MoeExperts(config).to(DEVICE, shape.dtype)
+    block = qwen3_moe.Qwen3MoeSparseMoeBlock(config).to(DEVICE, shape.dtype)
+    theirs = block.experts
     with torch.no_grad():
         theirs.gate_up_proj.copy_(torch.cat([experts.w1, experts.w3], dim=1))
         theirs.down_proj.copy_(experts.w2)
+        block.gate.weight.copy_(router.weight)
 
     def layer(name: str) -> Layer:
-        def run(experts: GroupedExperts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-            del experts
+        def run(_: GroupedExperts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
             config._experts_implementation = name  # noqa: SLF001  # no public way for one module
             # Its router hands on weights in the dtype of the tokens.
             y: Tensor = theirs(x, chosen, weights.to(x.dtype))
             return y
 
-        # What a step has to reset, and what parity compares.
-        run.parameters = list(theirs.parameters())  # type: ignore[attr-defined]
         return run
 
-    return {f"hf {name}": layer(name) for name in names}
+    def run_block(_: GroupedExperts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        del weights, chosen
+        config._experts_implementation = "grouped_mm"  # noqa: SLF001
+        y: Tensor = block(x.unsqueeze(0)).squeeze(0)
+        return y
+
+    weights = list(theirs.parameters())
+    contenders = {f"hf {name}": Contender(layer(name), weights) for name in names}
+    return contenders | {"hf block": Contender(run_block, weights, block.gate.weight)}
 
 
 @dataclass
@@ -189,52 +235,46 @@ class Problem:
         weights, self.chosen = scores.topk(shape.top_k)
         self.weights = (weights / weights.sum(-1, keepdim=True)).requires_grad_()
         self.upstream = torch.randn_like(self.x)
-        self.layers: dict[str, Layer] = {
-            "hp": hp,
-            **hugging_face(shape, self.experts),
-            "grouped_mm": grouped_mm,
-            "loop, unbind": loop_unbind,
-            "loop, w[e]": loop_select,
-        }
+        router = TopKRouter(shape.dim, shape.experts, shape.top_k, **kind)
+        self.contenders = own(self.experts, router) | hugging_face(shape, self.experts, router)
 
-    def parameters(self, layer: Layer) -> list[Tensor]:
-        """The expert weights that a contender uses."""
-        theirs: list[Tensor] = getattr(layer, "parameters", [])
-        return theirs or [self.experts.w1, self.experts.w3, self.experts.w2]
-
-    def forward(self, layer: Layer) -> Tensor:
+    def forward(self, contender: Contender) -> Tensor:
         """The output, without gradients of an earlier round."""
-        for leaf in (self.x, self.weights, *self.parameters(layer)):
+        for leaf in (self.x, self.weights, *contender.parameters):
             leaf.grad = None
-        return layer(self.experts, self.x, self.weights, self.chosen)
+        return contender.run(self.experts, self.x, self.weights, self.chosen)
 
     def check(self) -> None:
         """Raise if outputs or gradients of two contenders differ."""
-        expected = self._tensors(loop_unbind)
-        for name, layer in self.layers.items():
-            for what, actual in self._tensors(layer).items():
-                error = (actual - expected[what]).abs().max() / expected[what].abs().max()
-                if not error <= BOUNDS[self.shape.dtype]:
-                    raise ValueError(f"{self.shape}: error of {what} ({error:.1e}) of {name}")
+        for routes in (False, True):
+            names = [n for n, c in self.contenders.items() if (c.router is not None) == routes]
+            if routes and self.shape.dtype != torch.float32:
+                continue
+            expected = self._tensors(self.contenders[names[0]])
+            for name in names[1:]:
+                for what, actual in self._tensors(self.contenders[name]).items():
+                    error = (actual - expected[what]).abs().max() / expected[what].abs().max()
+                    if not error <= BOUNDS[self.shape.dtype]:
+                        raise ValueError(f"{self.shape}: error of {what} ({error:.1e}) of {name}")
 
-    def _tensors(self, layer: Layer) -> dict[str, Tensor]:
-        y = self.forward(layer)
+    def _tensors(self, contender: Contender) -> dict[str, Tensor]:
+        y = self.forward(contender)
         y.backward(self.upstream)
-        grads = [p.grad for p in self.parameters(layer)]
-        first = [g for g in grads[:-1] if g is not None]
+        first = [w.grad for w in contender.experts[:-1] if w.grad is not None]
         named = {
             "y": y.detach(),
             "dx": self.x.grad,
             "d weights": self.weights.grad,
             "d gate, up": torch.cat(first, dim=1) if len(first) > 1 else first[0],
-            "d down": grads[-1],
+            "d down": contender.experts[-1].grad,
+            "d router": None if contender.router is None else contender.router.grad,
         }
         wide = torch.float32
         return {name: t.to(wide).clone() for name, t in named.items() if t is not None}
 
-    def saved(self, layer: Layer) -> float:
+    def saved(self, contender: Contender) -> float:
         """MiB that autograd keeps, each storage once, without the parameters."""
-        known = {p.untyped_storage().data_ptr() for p in self.parameters(layer)}
+        known = {p.untyped_storage().data_ptr() for p in contender.parameters}
         storages: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -244,33 +284,33 @@ class Problem:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            y = self.forward(layer)  # alive, so that no address is used twice
+            y = self.forward(contender)  # alive, so that no address is used twice
         del y
         return sum(storages.values()) / 2**20
 
-    def time(self, layer: Layer) -> float:
+    def time(self, contender: Contender) -> float:
         """Milliseconds of one forward and backward."""
         if DEVICE.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            self.forward(layer).backward(self.upstream)
+            self.forward(contender).backward(self.upstream)
             end.record()
             end.synchronize()
             return float(start.elapsed_time(end))
         clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
         begin = clock()
-        self.forward(layer).backward(self.upstream)
+        self.forward(contender).backward(self.upstream)
         return 1e3 * (clock() - begin)
 
-    def peak(self, layer: Layer) -> float:
+    def peak(self, contender: Contender) -> float:
         """MiB that forward and backward allocate at most, gradients included."""
         if DEVICE.type != "cuda":
             return 0.0
-        for leaf in (self.x, self.weights, *self.parameters(layer)):
+        for leaf in (self.x, self.weights, *contender.parameters):
             leaf.grad = None
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        self.time(layer)
+        self.time(contender)
         return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
@@ -279,15 +319,15 @@ def measure(shape: Shape, rounds: int) -> dict[str, Result]:
     problem = Problem(shape)
     problem.check()  # and the first call, which fills caches and chooses kernels
     results = {
-        name: Result(saved_mib=problem.saved(layer), peak_mib=problem.peak(layer))
-        for name, layer in problem.layers.items()
+        name: Result(saved_mib=problem.saved(contender), peak_mib=problem.peak(contender))
+        for name, contender in problem.contenders.items()
     }
     spent = dict.fromkeys(results, 0.0)
     for _ in range(rounds):
-        for name, layer in problem.layers.items():
+        for name, contender in problem.contenders.items():
             if spent[name] < SECONDS_PER_CONTENDER:
                 begin = time.perf_counter()
-                results[name].milliseconds.append(problem.time(layer))
+                results[name].milliseconds.append(problem.time(contender))
                 spent[name] += time.perf_counter() - begin
     return results
 
