@@ -1,7 +1,7 @@
 """What the experts keep for backward, in bytes, against the block that most models have."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,6 +12,8 @@ from hp_expert import (
     ExpertBatch,
     GroupedExperts,
     LocalDispatcher,
+    MoE,
+    TopKRouter,
     routed_swiglu,
     routed_swiglu_fused,
 )
@@ -108,6 +110,15 @@ def test_a_block_keeps_at_most_two_fifths_of_hugging_faces(
     assert saved(lambda: ours(layer), parameters) / theirs <= 0.41
 
 
+def test_a_block_that_routes_in_fp32_keeps_as_little() -> None:
+    layer = layer_of(512, 1024, 32)
+    kind: dict[str, Any] = {"dtype": torch.bfloat16}
+    block = MoE(TopKRouter(512, EXPERTS, TOP_K, **kind), GroupedExperts(EXPERTS, 512, 1024, **kind))
+    theirs = saved(lambda: hugging_face(layer), list(layer[1:]))
+    x = layer.x.detach().requires_grad_()
+    assert saved(lambda: block(x)[0], list(block.parameters())) / theirs <= 0.41
+
+
 def test_both_blocks_compute_the_same() -> None:
     layer = layer_of()
     theirs = hugging_face(layer).detach()
@@ -137,7 +148,7 @@ def test_rows_routing_and_preactivations_are_all_that_is_kept(
         lambda: routed_swiglu_by(backend, batch, ExpertWeights(weights, none)), list(layer[1:])
     )
     slots, size = TOKENS * TOP_K, dtype.itemsize
-    assert kept == size * (TOKENS * DIM + slots + slots * 2 * HIDDEN) + 8 * slots
+    assert kept == size * (TOKENS * DIM + slots + slots * 2 * HIDDEN) + 4 * slots
 
 
 def test_copies_of_wide_weights_do_not_stay() -> None:

@@ -142,7 +142,8 @@ class _RoutedSwiGLU(torch.autograd.Function):
         batch = batch._replace(rows=rows, weights=slot_weights)
         experts = _local(parameters, rows.dtype, adds_output_bias=adds_output_bias)
         out, kept = backend.forward(batch, experts)
-        ctx.save_for_backward(rows, slot_weights, batch.order, *parameters, *kept)
+        order = batch.order.to(_narrow_index(batch.num_slots))
+        ctx.save_for_backward(rows, slot_weights, order, *parameters, *kept)
         nothing = rows.new_empty(0)
         ctx.batch = batch._replace(rows=nothing, weights=None, order=nothing)
         ctx.backend, ctx.adds_output_bias = backend, adds_output_bias
@@ -155,6 +156,7 @@ class _RoutedSwiGLU(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         num_parameters = len(ctx.parameters)
         rows, slot_weights, order, *saved = ctx.saved_tensors
+        order = order.to(torch.int64)
         batch: ExpertBatch = ctx.batch._replace(rows=rows, weights=slot_weights, order=order)
         backend: Backend = ctx.backend
         experts = _local(saved[:num_parameters], rows.dtype, adds_output_bias=ctx.adds_output_bias)
@@ -180,6 +182,10 @@ class _RoutedSwiGLU(torch.autograd.Function):
             )
         results = (gradient.result() for gradient in wanted)
         return (grads.rows, _unscale(grads.scale, batch), None, None, None, *results)
+
+
+def _narrow_index(size: int) -> torch.dtype:
+    return torch.int32 if size <= torch.iinfo(torch.int32).max else torch.int64
 
 
 def _scale(batch: ExpertBatch) -> Tensor | None:
