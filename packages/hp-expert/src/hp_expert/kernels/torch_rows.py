@@ -29,6 +29,12 @@ def sum_rows(
     )
     if rows_RD.device.type == "cpu" and is_rounded_well:
         return _sum_by_bags(rows_RD, inverse_TK, weights_TK, holes=holes)
+    if weights_TK is None and inverse_TK.shape[1] == 2:
+        # One addition is computed wide and rounded once, whatever the dtype.
+        first_TD, second_TD = (
+            gather_rows(rows_RD, position_T, holes=holes) for position_T in inverse_TK.unbind(1)
+        )
+        return first_TD.add_(second_TD)
     total_TD = rows_RD.new_zeros(inverse_TK.shape[0], rows_RD.shape[1], dtype=wide)
     for choice, position_T in enumerate(inverse_TK.unbind(1)):
         row_TD = gather_rows(rows_RD, position_T, holes=holes)
