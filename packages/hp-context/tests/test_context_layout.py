@@ -5,33 +5,97 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_context import head_to_seq, local_positions, seq_to_head, shard_sequence, unshard_sequence
+from hp_context import (
+    Contiguous,
+    HeadTail,
+    SequenceLayout,
+    head_to_seq,
+    local_positions,
+    seq_to_head,
+    shard_sequence,
+    unshard_sequence,
+)
+from hp_context.layout import to_positions, to_ranks
 from hp_platform.testing import run_in_threads
 
+LAYOUTS = [Contiguous(), HeadTail()]
 
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.bool])
 def test_tokens_labels_and_positions_are_split_alike_and_put_together_again(
-    dtype: torch.dtype,
+    dtype: torch.dtype, layout: SequenceLayout
 ) -> None:
-    tokens = torch.arange(24).view(2, 12).to(dtype)
-    whole_positions = torch.arange(12)
+    tokens = torch.arange(48).view(2, 24).to(dtype)
+    whole_positions = torch.arange(24)
 
     def rank(group: ProcessGroup) -> None:
-        part = shard_sequence(tokens, group)
-        assert part.shape == (2, 3)
+        part = shard_sequence(tokens, group, layout=layout)
+        assert part.shape == (2, 6)
         assert part.is_contiguous()
-        positions = local_positions(12, group)
+        positions = local_positions(24, group, layout=layout)
         assert torch.equal(part, tokens[:, positions])
-        assert torch.equal(positions, shard_sequence(whole_positions, group, seq_dim=0))
-        assert torch.equal(unshard_sequence(part, group), tokens)
+        expected = shard_sequence(whole_positions, group, seq_dim=0, layout=layout)
+        assert torch.equal(positions, expected)
+        assert torch.equal(unshard_sequence(part, group, layout=layout), tokens)
 
     run_in_threads(rank, world_size=4)
 
 
-def test_the_gradient_of_a_part_is_the_sum_over_the_ranks_that_saw_it() -> None:
+def test_each_rank_has_one_chunk_of_each_half_under_head_tail() -> None:
+    runs = HeadTail().runs(12, 3)
+    assert runs == tuple((range(2 * i, 2 * i + 2), range(10 - 2 * i, 12 - 2 * i)) for i in range(3))
+
+
+def test_layouts_are_values() -> None:
+    assert len({HeadTail(), HeadTail(), Contiguous()}) == 2
+
+
+@pytest.mark.parametrize("seq_dim", [0, 1, -1])
+def test_the_sequence_may_be_any_dim(seq_dim: int) -> None:
+    tokens = torch.arange(144).view(12, 12)
+
+    def rank(group: ProcessGroup) -> None:
+        part = shard_sequence(tokens, group, seq_dim=seq_dim, layout=HeadTail())
+        assert part.size(seq_dim) == 4
+        whole = unshard_sequence(part, group, seq_dim=seq_dim, layout=HeadTail())
+        assert torch.equal(whole, tokens)
+
+    run_in_threads(rank, world_size=3)
+
+
+def test_head_tail_needs_an_even_part() -> None:
+    def rank(group: ProcessGroup) -> None:
+        message = r"sequence length \(6\) must be divisible by 2 times .* \(2\); pad it by 2"
+        with pytest.raises(ValueError, match=message):
+            shard_sequence(torch.zeros(1, 6), group, layout=HeadTail())
+        with pytest.raises(ValueError, match=message):
+            unshard_sequence(torch.zeros(1, 3), group, layout=HeadTail())
+        with pytest.raises(ValueError, match=message):
+            local_positions(6, group, layout=HeadTail())
+
+    run_in_threads(rank, world_size=2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_reordering_there_and_back_is_the_identity_with_its_gradient(
+    layout: SequenceLayout,
+) -> None:
+    x = torch.randn(2, 12, 3, dtype=torch.float64, requires_grad=True)
+    back = to_ranks(to_positions(x, layout, num_ranks=3, seq_dim=1), layout, num_ranks=3, seq_dim=1)
+    assert torch.equal(back, x)
+    weight = torch.randn_like(x)
+    (grad,) = torch.autograd.grad(back, x, weight)
+    assert torch.equal(grad, weight)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_gradient_of_a_part_is_the_sum_over_the_ranks_that_saw_it(
+    layout: SequenceLayout,
+) -> None:
     def rank(group: ProcessGroup) -> Tensor:
         part = torch.ones(1, 2, dtype=torch.float64, requires_grad=True)
-        (unshard_sequence(part, group).sum() * (group.rank() + 1)).backward()
+        (unshard_sequence(part, group, layout=layout).sum() * (group.rank() + 1)).backward()
         assert part.grad is not None
         return part.grad
 

@@ -2,7 +2,14 @@
 
 from hp_context.api import ContextParallel
 from hp_context.kernels import Attention, masked_attention
-from hp_context.layout import local_positions, shard_sequence, unshard_sequence
+from hp_context.layout import (
+    Contiguous,
+    HeadTail,
+    SequenceLayout,
+    local_positions,
+    shard_sequence,
+    unshard_sequence,
+)
 from hp_context.masks import Causal, Documents, Full, Mask, SlidingWindow, mask_tensor
 from hp_context.ulysses import head_to_seq, seq_to_head
 
@@ -10,9 +17,12 @@ __all__ = [
     "Attention",
     "Causal",
     "ContextParallel",
+    "Contiguous",
     "Documents",
     "Full",
+    "HeadTail",
     "Mask",
+    "SequenceLayout",
     "SlidingWindow",
     "__version__",
     "head_to_seq",

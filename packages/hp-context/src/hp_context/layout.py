@@ -1,10 +1,15 @@
 """Which positions of a sequence a rank holds, and moving between the whole and the parts.
 
-The layout is contiguous: rank r of N holds positions r*s ... (r+1)*s - 1. Tokens, labels,
+A layout cuts the sequence into equal chunks and gives each rank some of them. Tokens, labels,
 position ids and document ids are split by the same function, so that they cannot disagree.
 
 Shape symbols: S length of the whole sequence, N ranks of the group, s = S / N.
 """
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from itertools import chain
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -14,24 +19,95 @@ from torch.distributed.device_mesh import DeviceMesh
 from hp_platform import all_gather_uneven, resolve_group
 
 
+class SequenceLayout(ABC):
+    """How a sequence is dealt out to ranks, in equal chunks."""
+
+    chunks_per_rank: ClassVar[int]
+
+    @abstractmethod
+    def chunks(self, rank: int, num_ranks: int) -> tuple[int, ...]:
+        """Return the numbers of the chunks that `rank` holds, in the order it holds them."""
+
+    def runs(self, seq_len: int, num_ranks: int) -> tuple[tuple[range, ...], ...]:
+        """Return the positions of each rank as runs, in the order it holds them.
+
+        Raises:
+            ValueError: The number of chunks does not divide `seq_len` (S).
+        """
+        size = self._chunk_size(seq_len, num_ranks)
+        return tuple(
+            tuple(range(i * size, (i + 1) * size) for i in self.chunks(rank, num_ranks))
+            for rank in range(num_ranks)
+        )
+
+    def order(self, num_ranks: int) -> tuple[int, ...]:
+        """Return all chunks as they lie when the parts follow each other by rank."""
+        return tuple(chain.from_iterable(self.chunks(r, num_ranks) for r in range(num_ranks)))
+
+    def _chunk_size(self, seq_len: int, num_ranks: int) -> int:
+        num_chunks = self.chunks_per_rank * num_ranks
+        if seq_len % num_chunks:
+            each = f"{self.chunks_per_rank} times " if self.chunks_per_rank > 1 else ""
+            raise ValueError(
+                f"sequence length ({seq_len}) must be divisible by {each}the number of ranks "
+                f"({num_ranks}); pad it by {-seq_len % num_chunks}"
+            )
+        return seq_len // num_chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Contiguous(SequenceLayout):
+    """Rank r holds positions r*s ... (r+1)*s - 1."""
+
+    chunks_per_rank: ClassVar[int] = 1
+
+    def chunks(self, rank: int, num_ranks: int) -> tuple[int, ...]:
+        """One chunk; see `SequenceLayout.chunks`."""
+        del num_ranks
+        return (rank,)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTail(SequenceLayout):
+    """Rank r holds chunks r and 2N - 1 - r of 2N (zigzag).
+
+    Under a causal mask a query sees the more keys the later it is. Each rank has as many early
+    positions as late ones here, so all have the same work.
+    """
+
+    chunks_per_rank: ClassVar[int] = 2
+
+    def chunks(self, rank: int, num_ranks: int) -> tuple[int, ...]:
+        """One chunk from each end; see `SequenceLayout.chunks`."""
+        return (rank, 2 * num_ranks - 1 - rank)
+
+
+CONTIGUOUS = Contiguous()
+
+
 def local_positions(
     seq_len: int,
     mesh_or_group: DeviceMesh | dist.ProcessGroup,
     *,
+    layout: SequenceLayout = CONTIGUOUS,
     device: torch.device | None = None,
 ) -> Tensor:
     """Return the global positions this rank holds: int64 [s], the input of rotary embeddings.
 
     Raises:
-        ValueError: N does not divide `seq_len` (S).
+        ValueError: The layout cannot split `seq_len` (S) evenly.
     """
     group = resolve_group(mesh_or_group)
-    part = _part(seq_len, group.size())
-    return torch.arange(group.rank() * part, (group.rank() + 1) * part, device=device)
+    runs = layout.runs(seq_len, group.size())[group.rank()]
+    return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])
 
 
 def shard_sequence(
-    x: Tensor, mesh_or_group: DeviceMesh | dist.ProcessGroup, *, seq_dim: int = 1
+    x: Tensor,
+    mesh_or_group: DeviceMesh | dist.ProcessGroup,
+    *,
+    seq_dim: int = 1,
+    layout: SequenceLayout = CONTIGUOUS,
 ) -> Tensor:
     """Return this rank's part of `x`, which every rank holds whole.
 
@@ -39,20 +115,28 @@ def shard_sequence(
         x: S at `seq_dim`, any other dimensions, any dtype.
         mesh_or_group: The ranks that share the sequence: a 1-D mesh or a group.
         seq_dim: Dimension of the sequence.
+        layout: Which positions are whose.
 
     Returns:
         A contiguous copy with s at `seq_dim`.
 
     Raises:
-        ValueError: N does not divide S.
+        ValueError: The layout cannot split S evenly.
     """
     group = resolve_group(mesh_or_group)
-    part = _part(x.size(seq_dim), group.size())
-    return x.narrow(seq_dim, group.rank() * part, part).clone(memory_format=torch.contiguous_format)
+    runs = layout.runs(x.size(seq_dim), group.size())[group.rank()]
+    parts = [x.narrow(seq_dim, run.start, len(run)) for run in runs]
+    if len(parts) > 1:
+        return torch.cat(parts, seq_dim).contiguous()
+    return parts[0].clone(memory_format=torch.contiguous_format)
 
 
 def unshard_sequence(
-    x: Tensor, mesh_or_group: DeviceMesh | dist.ProcessGroup, *, seq_dim: int = 1
+    x: Tensor,
+    mesh_or_group: DeviceMesh | dist.ProcessGroup,
+    *,
+    seq_dim: int = 1,
+    layout: SequenceLayout = CONTIGUOUS,
 ) -> Tensor:
     """Return the whole of what `shard_sequence` split, on every rank.
 
@@ -63,21 +147,36 @@ def unshard_sequence(
         x: s at `seq_dim`, the same shape on every rank.
         mesh_or_group: The ranks that share the sequence.
         seq_dim: Dimension of the sequence.
+        layout: The layout it was split by.
 
     Returns:
-        Like `x` with S at `seq_dim`.
+        Like `x` with S at `seq_dim`, in the order of positions.
+
+    Raises:
+        ValueError: The layout cannot have made a part of s positions.
     """
     group = resolve_group(mesh_or_group)
+    layout.runs(x.size(seq_dim) * group.size(), group.size())
     sizes = [x.size(seq_dim)] * group.size()
     whole: Tensor = all_gather_uneven(x.contiguous(), sizes=sizes, dim=seq_dim, group=group)
-    return whole
+    return to_positions(whole, layout, num_ranks=group.size(), seq_dim=seq_dim)
 
 
-def _part(seq_len: int, num_ranks: int) -> int:
-    if seq_len % num_ranks:
-        missing = -seq_len % num_ranks
-        raise ValueError(
-            f"sequence length ({seq_len}) must be divisible by the number of ranks "
-            f"({num_ranks}); pad it by {missing}"
-        )
-    return seq_len // num_ranks
+def to_positions(x: Tensor, layout: SequenceLayout, *, num_ranks: int, seq_dim: int) -> Tensor:
+    """Put parts that follow each other by rank into the order of positions. Differentiable."""
+    order = layout.order(num_ranks)
+    return _reorder(x, [order.index(i) for i in range(len(order))], seq_dim)
+
+
+def to_ranks(x: Tensor, layout: SequenceLayout, *, num_ranks: int, seq_dim: int) -> Tensor:
+    """Undo `to_positions`. Differentiable."""
+    return _reorder(x, list(layout.order(num_ranks)), seq_dim)
+
+
+def _reorder(x: Tensor, order: list[int], dim: int) -> Tensor:
+    """Return the chunks of `x` along `dim` in another order; `x` itself where they are in it."""
+    if order == sorted(order):
+        return x
+    dim %= x.ndim
+    chunks = x.unflatten(dim, (len(order), -1)).unbind(dim)
+    return torch.cat([chunks[i] for i in order], dim)
