@@ -2,25 +2,105 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from hp_context import (
     Attention,
+    BlockKind,
     Causal,
     Documents,
     Full,
     Mask,
+    PositionMask,
     SlidingWindow,
     mask_tensor,
     masked_attention,
 )
+from hp_context.masks import block_tensor
 
 lengths = st.lists(st.integers(1, 7), min_size=1, max_size=6).map(tuple)
 
 
 def pairs(mask: Mask, seq_len: int) -> set[tuple[int, int]]:
     return {(q, k) for q, k in mask_tensor(mask, seq_len).nonzero().tolist()}
+
+
+def parity(query: Tensor, key: Tensor) -> Tensor:
+    return (query + key) % 2 == 0
+
+
+known: st.SearchStrategy[Mask] = st.recursive(
+    st.one_of(
+        st.sampled_from([Full(), Causal()]),
+        st.builds(SlidingWindow, st.integers(0, 9), st.integers(0, 3)),
+        st.builds(Documents, lengths),
+    ),
+    lambda inner: st.builds(lambda a, b: a & b, inner, inner),
+    max_leaves=3,
+)
+runs = st.tuples(st.integers(0, 20), st.integers(1, 12)).map(lambda x: range(x[0], x[0] + x[1]))
+
+
+def kind_of(mask: Mask, query: range, key: range) -> BlockKind:
+    """Tell the kind by looking at each pair."""
+    allowed = block_tensor(mask, query, key)
+    if not allowed.any():
+        return BlockKind.EMPTY
+    if allowed.all():
+        return BlockKind.FULL
+    if query == key and torch.equal(allowed, torch.ones_like(allowed).tril()):
+        return BlockKind.CAUSAL
+    return BlockKind.PARTIAL
+
+
+@settings(deadline=None)
+@given(known, runs, runs)
+def test_the_kind_of_a_block_is_exact_for_masks_that_tell_their_keys(
+    mask: Mask, query: range, key: range
+) -> None:
+    assert mask.block(query, key) is kind_of(mask, query, key)
+    assert mask.block(query, query) is kind_of(mask, query, query)
+
+
+@settings(deadline=None)
+@given(known, runs, runs)
+def test_an_unknown_mask_never_makes_a_block_more_than_it_is(
+    mask: Mask, query: range, key: range
+) -> None:
+    combined = mask & PositionMask(parity)
+    told = combined.block(query, key)
+    assert told is BlockKind.PARTIAL or told is kind_of(combined, query, key)
+    if mask.block(query, key) is BlockKind.EMPTY:
+        assert told is BlockKind.EMPTY
+
+
+@given(known, runs)
+def test_cuts_of_queries_are_inside_the_run(mask: Mask, run: range) -> None:
+    assert mask.query_cuts(run) <= set(run[1:])
+
+
+@settings(deadline=None)
+@given(runs, runs)
+def test_a_function_of_positions_is_a_mask(query: range, key: range) -> None:
+    expected = [[(q + k) % 2 == 0 for k in key] for q in query]
+    assert block_tensor(PositionMask(parity), query, key).tolist() == expected
+
+
+def test_a_function_that_returns_no_bool_of_the_right_shape_is_refused() -> None:
+    message = r"must return bool \(4, 4\), but it returned torch.int64 \(4, 1\)"
+    with pytest.raises(ValueError, match=message):
+        mask_tensor(PositionMask(lambda query, _: query), 4)
+
+
+def test_a_mask_whose_runs_miss_the_query_is_refused() -> None:
+    class Ahead(Full):
+        def visible(self, query: int) -> range:
+            return range(query + 1, query + 3)
+
+    with pytest.raises(ValueError, match=r"must be a run with \d+ in it"):
+        Ahead().block(range(4, 6), range(4))
 
 
 def all_pairs(seq_len: int) -> set[tuple[int, int]]:

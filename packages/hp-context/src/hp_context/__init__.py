@@ -10,11 +10,21 @@ from hp_context.layout import (
     shard_sequence,
     unshard_sequence,
 )
-from hp_context.masks import Causal, Documents, Full, Mask, SlidingWindow, mask_tensor
+from hp_context.masks import (
+    BlockKind,
+    Causal,
+    Documents,
+    Full,
+    Mask,
+    PositionMask,
+    SlidingWindow,
+    mask_tensor,
+)
 from hp_context.ulysses import head_to_seq, seq_to_head
 
 __all__ = [
     "Attention",
+    "BlockKind",
     "Causal",
     "ContextParallel",
     "Contiguous",
@@ -22,6 +32,7 @@ __all__ = [
     "Full",
     "HeadTail",
     "Mask",
+    "PositionMask",
     "SequenceLayout",
     "SlidingWindow",
     "__version__",

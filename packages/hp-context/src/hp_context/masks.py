@@ -5,15 +5,33 @@ a rank holds of the sequence is of no consequence to the answer, so a mask stays
 the sequence is split. `is_causal=True` on a local block does not: it aligns the corner of the
 block, not the positions.
 
+Masks also answer for blocks, a run of query positions against a run of key positions (a `range`
+of step 1), so that a kernel can leave out what nobody sees and needs a mask tensor for the rest
+only where the answers differ within a block.
+
 Shape symbols: Q queries, K keys, S length of the whole sequence.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
 from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+_FAR = 1 << 62  # beyond the last position of any sequence
+
+
+class BlockKind(Enum):
+    """What a mask allows of a block of queries x keys."""
+
+    EMPTY = "empty"  # nothing
+    FULL = "full"  # everything
+    CAUSAL = "causal"  # queries and keys are the same run of two or more; up to the diagonal
+    PARTIAL = "partial"  # some of it
 
 
 class Mask(ABC):
@@ -31,6 +49,53 @@ class Mask(ABC):
             bool, the broadcast shape of both.
         """
 
+    def visible(self, query: int) -> range | None:
+        """Return the keys that the query at a position may see, where they are one run.
+
+        None, the default, tells nothing. A mask that returns a run does so for every query; the
+        run has the query itself in it, may go beyond the sequence, and neither of its ends moves
+        back from one query to the next.
+        """
+        del query
+        return None
+
+    @property
+    def causal(self) -> bool:
+        """Whether it is known that no query sees a key behind its own position."""
+        return False
+
+    def block(self, query: range, key: range) -> BlockKind:
+        """Return what the mask allows of a block; PARTIAL, always right, where that is not known.
+
+        Exact where `visible` tells the keys and `causal` the truth.
+
+        Args:
+            query: Run of positions, at least one.
+            key: Run of positions, at least one.
+        """
+        first, last = self.visible(query[0]), self.visible(query[-1])
+        if first is None or last is None:
+            return BlockKind.PARTIAL
+        if last.start <= key.start and key.stop <= first.stop:
+            return BlockKind.FULL
+        if query == key and last.start <= key.start and self.causal:
+            return BlockKind.CAUSAL
+        # Ends move forward only: the queries that see beyond the first key are the last ones,
+        # those that see from before the last key on are the first ones.
+        begin = bisect_right(query, key.start, key=lambda p: self._visible(p).stop)
+        end = bisect_left(query, key.stop, key=lambda p: self._visible(p).start)
+        return BlockKind.PARTIAL if begin < end else BlockKind.EMPTY
+
+    def query_cuts(self, run: range) -> set[int]:
+        """Return the positions in a run of queries where blocks had better begin anew."""
+        del run
+        return set()
+
+    def key_cuts(self, query: range) -> set[int]:
+        """Return the keys at which what a run of queries may see begins or ends."""
+        ends = (self.visible(query[0]), self.visible(query[-1]))
+        return {cut for keys in ends if keys is not None for cut in (keys.start, keys.stop)}
+
     def check(self, seq_len: int) -> None:
         """Raise `ValueError` if the mask does not fit a sequence of `seq_len` positions."""
         del seq_len
@@ -38,6 +103,14 @@ class Mask(ABC):
     def __and__(self, other: "Mask") -> "Mask":
         """The mask that allows what both allow."""
         return Both(self, other)
+
+    def _visible(self, query: int) -> range:
+        keys = self.visible(query)
+        if keys is None or query not in keys:
+            raise ValueError(
+                f"visible({query}) of {self} ({keys}) must be a run with {query} in it"
+            )
+        return keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +121,11 @@ class Full(Mask):
         """All true; see `Mask.allowed`."""
         return torch.ones_like(query - key, dtype=torch.bool)
 
+    def visible(self, query: int) -> range:
+        """See `Mask.visible`."""
+        del query
+        return range(_FAR)
+
 
 @dataclass(frozen=True, slots=True)
 class Causal(Mask):
@@ -56,6 +134,15 @@ class Causal(Mask):
     def allowed(self, query: Tensor, key: Tensor) -> Tensor:
         """See `Mask.allowed`."""
         return key <= query
+
+    def visible(self, query: int) -> range:
+        """See `Mask.visible`."""
+        return range(query + 1)
+
+    @property
+    def causal(self) -> bool:
+        """True."""
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +161,19 @@ class SlidingWindow(Mask):
         """See `Mask.allowed`."""
         return (key >= query - self.left) & (key <= query + self.right)
 
+    def visible(self, query: int) -> range:
+        """See `Mask.visible`."""
+        return range(max(0, query - self.left), query + self.right + 1)
+
+    @property
+    def causal(self) -> bool:
+        """Whether the window ends at the query."""
+        return self.right == 0
+
+    def query_cuts(self, run: range) -> set[int]:
+        """Cut long runs by the width of the window: a longer block is mostly outside of it."""
+        return set(run[self.left + self.right + 1 :: self.left + self.right + 1])
+
 
 @dataclass(frozen=True, slots=True)
 class Documents(Mask):
@@ -85,20 +185,34 @@ class Documents(Mask):
     """
 
     lengths: tuple[int, ...]
+    _ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1:
             raise ValueError(f"Documents lengths ({self.lengths}) must be >= 1 and not empty")
+        object.__setattr__(self, "_ends", tuple(accumulate(self.lengths)))
 
     def allowed(self, query: Tensor, key: Tensor) -> Tensor:
         """See `Mask.allowed`."""
-        ends = torch.tensor(list(accumulate(self.lengths)), device=query.device)
+        ends = torch.tensor(self._ends, device=query.device)
         document = torch.bucketize(query, ends, right=True)
         return document == torch.bucketize(key, ends, right=True)
 
+    def visible(self, query: int) -> range:
+        """See `Mask.visible`; what follows the last document counts as one more."""
+        document = bisect_right(self._ends, query)
+        start = self._ends[document - 1] if document else 0
+        return range(start, self._ends[document] if document < len(self._ends) else _FAR)
+
+    def query_cuts(self, run: range) -> set[int]:
+        """Cut between documents."""
+        return set(
+            self._ends[bisect_right(self._ends, run.start) : bisect_left(self._ends, run.stop)]
+        )
+
     def check(self, seq_len: int) -> None:
         """Raise `ValueError` unless the documents fill the sequence exactly."""
-        total = sum(self.lengths)
+        total = self._ends[-1]
         if total != seq_len:
             raise ValueError(
                 f"sum of Documents lengths ({total}) must equal the length of the whole "
@@ -117,10 +231,74 @@ class Both(Mask):
         """See `Mask.allowed`."""
         return self.first.allowed(query, key) & self.second.allowed(query, key)
 
+    def visible(self, query: int) -> range | None:
+        """What both see, where both tell."""
+        one, other = self.first.visible(query), self.second.visible(query)
+        if one is None or other is None:
+            return None
+        return range(max(one.start, other.start), min(one.stop, other.stop))
+
+    @property
+    def causal(self) -> bool:
+        """Whether one of them is."""
+        return self.first.causal or self.second.causal
+
+    def block(self, query: range, key: range) -> BlockKind:
+        """See `Mask.block`; by the kinds of both where one of them does not tell its keys."""
+        if self.visible(query[0]) is not None:
+            return super(Both, self).block(query, key)
+        one, other = self.first.block(query, key), self.second.block(query, key)
+        if BlockKind.EMPTY in (one, other):
+            return BlockKind.EMPTY
+        if one is BlockKind.FULL or one is other:
+            return other
+        return one if other is BlockKind.FULL else BlockKind.PARTIAL
+
+    def query_cuts(self, run: range) -> set[int]:
+        """Where either mask cuts."""
+        return self.first.query_cuts(run) | self.second.query_cuts(run)
+
+    def key_cuts(self, query: range) -> set[int]:
+        """Where either mask cuts."""
+        return self.first.key_cuts(query) | self.second.key_cuts(query)
+
     def check(self, seq_len: int) -> None:
         """Check both."""
         self.first.check(seq_len)
         self.second.check(seq_len)
+
+
+@dataclass(frozen=True, slots=True)
+class PositionMask(Mask):
+    """Allows what a function of global positions says.
+
+    Nothing is known of a block beforehand, so all of them are computed with a mask tensor. Combine
+    it with a mask that leaves blocks out, e.g. `Causal() & PositionMask(...)`.
+
+    Args:
+        function: Takes the positions of queries and keys, int64 tensors that broadcast against
+            each other, and returns where attention is allowed: bool, of their broadcast shape.
+
+    Example:
+        >>> strided = PositionMask(lambda query, key: (query - key) % 4 == 0)
+    """
+
+    function: Callable[[Tensor, Tensor], Tensor]
+
+    def allowed(self, query: Tensor, key: Tensor) -> Tensor:
+        """See `Mask.allowed`.
+
+        Raises:
+            ValueError: The function returned anything but bool, or another shape.
+        """
+        result = self.function(query, key)
+        shape = torch.broadcast_shapes(query.shape, key.shape)
+        if result.dtype != torch.bool or result.shape != shape:
+            raise ValueError(
+                f"function of PositionMask must return bool {tuple(shape)}, but it returned "
+                f"{result.dtype} {tuple(result.shape)}"
+            )
+        return result
 
 
 def mask_tensor(mask: Mask, seq_len: int, *, device: torch.device | None = None) -> Tensor:
@@ -132,3 +310,12 @@ def mask_tensor(mask: Mask, seq_len: int, *, device: torch.device | None = None)
     mask.check(seq_len)
     positions = torch.arange(seq_len, device=device)
     return mask.allowed(positions[:, None], positions[None, :])
+
+
+def block_tensor(
+    mask: Mask, query: range, key: range, *, device: torch.device | None = None
+) -> Tensor:
+    """Write `mask` out for one block: bool [Q, K], true where attention is allowed."""
+    queries = torch.arange(query.start, query.stop, device=device)
+    keys = torch.arange(key.start, key.stop, device=device)
+    return mask.allowed(queries[:, None], keys[None, :])
