@@ -1,0 +1,153 @@
+# ruff: noqa: SLF001  # no public function of torch returns the log-sum-exp
+"""Attention of one block by torch's CUDA kernels, forward and backward.
+
+Flash attention takes bfloat16 and float16 without a mask tensor and shares key/value heads by
+itself. Efficient attention takes the rest but needs as many key/value heads as query heads: it
+runs once per member of the groups that share them, on views, so that nothing is repeated.
+
+Shape symbols: B batch, H query heads, G key/value heads, Q queries, K keys, D head size of queries
+and keys, E head size of values.
+"""
+
+import torch
+from torch import Tensor
+
+_LSE_MULTIPLE = 32  # efficient attention pads the rows of its log-sum-exp to this
+_BIAS_MULTIPLE = 16  # and wants rows of a bias that begin at such multiples
+_FLASH_MAX_HEAD_SIZE = 256
+
+
+def flash_applies(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    """Tell whether flash attention takes such a block."""
+    head_size = q.size(-1)
+    return (
+        mask is None
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and v.size(-1) == head_size
+        and head_size % 8 == 0
+        and head_size <= _FLASH_MAX_HEAD_SIZE
+    )
+
+
+def efficient_applies(q: Tensor, v: Tensor) -> bool:
+    """Tell whether efficient attention takes such a block."""
+    multiple = 4 if q.dtype == torch.float32 else 8
+    sizes_fit = q.size(-1) % multiple == 0 and v.size(-1) % multiple == 0
+    return q.dtype in (torch.float32, torch.bfloat16, torch.float16) and sizes_fit
+
+
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the output [B, H, Q, E] and its log-sum-exp [B, H, Q]."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, causal, False, scale=scale
+    )
+    return out, lse
+
+
+def flash_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    grad_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv."""
+    unused = torch.zeros(2, dtype=torch.int64, device=q.device)  # the random state of dropout
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grad_out,
+        q,
+        k,
+        v,
+        out,
+        lse.contiguous(),
+        None,
+        None,
+        q.size(2),
+        k.size(2),
+        0.0,
+        causal,
+        unused,
+        unused,
+        scale=scale,
+    )
+    return dq, dk, dv
+
+
+def efficient_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the output [B, H, Q, E] and its log-sum-exp [B, H, Q]."""
+    outs, lses = [], []
+    for member in _members(q, k.size(1)):
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            member, k, v, _bias(mask, member, k), True, 0.0, causal, scale=scale
+        )
+        outs.append(out)
+        lses.append(lse[..., : q.size(2)])
+    return torch.stack(outs, 2).flatten(1, 2), torch.stack(lses, 2).flatten(1, 2)
+
+
+def efficient_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    grad_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv; the last two summed in float32."""
+    padding = -q.size(2) % _LSE_MULTIPLE
+    padded = torch.nn.functional.pad(lse, (0, padding), value=torch.inf)
+    unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the random state of dropout
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dq = []
+    dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
+    by_member = (_members(x, k.size(1)) for x in (grad_out, q, out, padded))
+    for grad_m, q_m, out_m, lse_m in zip(*by_member, strict=True):
+        bias = _bias(mask, q_m, k)
+        dq_m, dk_m, dv_m, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            grad_m,
+            q_m,
+            k,
+            v,
+            bias,
+            out_m,
+            lse_m.contiguous(),
+            unused,
+            unused,
+            0.0,
+            [True, True, True, False],
+            causal,
+            scale=scale,
+        )
+        dq.append(dq_m)
+        dk += dk_m
+        dv += dv_m
+    return torch.stack(dq, 2).flatten(1, 2), dk, dv
+
+
+def _members(x: Tensor, num_kv_heads: int) -> tuple[Tensor, ...]:
+    """Split [B, H, ...] into one [B, G, ...] per member of the groups that share a key head."""
+    parts: tuple[Tensor, ...] = x.unflatten(1, (num_kv_heads, -1)).unbind(2)
+    return parts
+
+
+def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """Return what is added to the scores: [B, G, Q, K] that shares memory over B and G."""
+    if mask is None:
+        return None
+    num_keys = k.size(2)
+    padded = num_keys + -num_keys % _BIAS_MULTIPLE
+    bias = torch.full((q.size(2), padded), -torch.inf, dtype=q.dtype, device=q.device)
+    bias[:, :num_keys].masked_fill_(mask, 0.0)
+    return bias[:, :num_keys].expand(q.size(0), q.size(1), -1, -1)

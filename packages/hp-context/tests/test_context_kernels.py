@@ -1,0 +1,194 @@
+"""One block of attention, its gradients from the whole, and blocks put together again."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from hp_context import BlockKind, Causal, Full, Mask, PositionMask, SlidingWindow
+from hp_context import kernels as k_module
+from hp_context.kernels import block_backward, block_forward
+from hp_context.masks import block_tensor
+from hp_context.merge import Merge, for_backward
+
+SCALE = 0.3
+
+
+def tensors(
+    *,
+    queries: int = 12,
+    keys: int = 12,
+    kv_heads: int = 2,
+    value_size: int = 8,
+    dtype: torch.dtype = torch.float64,
+) -> list[Tensor]:
+    """q, k, v and the gradient of the output."""
+    torch.manual_seed(0)
+    return [
+        torch.randn(2, heads, seq, size, dtype=torch.float64).to(dtype)
+        for heads, seq, size in (
+            (4, queries, 8),
+            (kv_heads, keys, 8),
+            (kv_heads, keys, value_size),
+            (4, queries, value_size),
+        )
+    ]
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition; 0 and -inf for a query that sees nothing."""
+    k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
+    scores = (q @ k.mT * SCALE).masked_fill(~mask, -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.masked_fill(lse.isinf(), 0.0)[..., None]).exp()
+    return weights @ v, lse
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected).abs().max() / expected.abs().max())
+
+
+def by_blocks(
+    qkv: list[Tensor], grad: Tensor, mask: Mask, cuts: list[int]
+) -> tuple[list[Tensor], Tensor]:
+    """Out, dq, dk, dv and the log-sum-exp from blocks of keys."""
+    q, k, v = qkv
+    query, merge, blocks = range(q.size(2)), Merge(), []
+    for start, stop in pairwise(cuts):
+        key = range(start, stop)
+        kind = mask.block(query, key)
+        if kind is BlockKind.EMPTY:
+            continue
+        partial = block_tensor(mask, query, key) if kind is BlockKind.PARTIAL else None
+        blocks.append((key, kind, partial))
+        part = (x[:, :, start:stop] for x in (k, v))
+        merge.add(*block_forward(q, *part, kind=kind, mask=partial, scale=SCALE))
+    out, lse = merge.result()
+    dq, dk, dv = (torch.zeros_like(x) for x in qkv)
+    for key, kind, partial in blocks:
+        k_b, v_b = (x[:, :, key.start : key.stop] for x in (k, v))
+        part_dq, part_dk, part_dv = block_backward(
+            q,
+            k_b,
+            v_b,
+            grad_out=grad,
+            out=out,
+            lse=for_backward(lse),
+            kind=kind,
+            mask=partial,
+            scale=SCALE,
+        )
+        dq += part_dq
+        dk[:, :, key.start : key.stop] += part_dk
+        dv[:, :, key.start : key.stop] += part_dv
+    return [out, dq, dk, dv], lse
+
+
+def lonely(query: Tensor, key: Tensor) -> Tensor:
+    """Queries 3, 10, 17, ... see nothing; the others a few keys."""
+    return (query % 7 != 3) & ((query + key) % 3 == 0)
+
+
+MASKS = [Full(), Causal(), SlidingWindow(4), SlidingWindow(9) & PositionMask(lonely)]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("value_size", [8, 5], ids=["torch's kernel", "plain torch"])
+@pytest.mark.parametrize("cuts", [[0, 12], [0, 5, 12], [0, 1, 4, 9, 12]], ids=len)
+def test_blocks_of_keys_make_up_attention_and_its_gradients(
+    cuts: list[int], value_size: int, kv_heads: int, mask: Mask
+) -> None:
+    *qkv, grad = tensors(kv_heads=kv_heads, value_size=value_size)
+    leaves = [x.clone().requires_grad_() for x in qkv]
+    allowed = block_tensor(mask, range(12), range(12))
+    expected, expected_lse = softmax_attention(leaves[0], leaves[1], leaves[2], allowed)
+    gradients = torch.autograd.grad(expected, leaves, grad)
+    actual, lse = by_blocks(qkv, grad, mask, cuts)
+    for a, b in zip(actual, [expected.detach(), *gradients], strict=True):
+        assert error(a, b) <= 1e-13
+    assert torch.allclose(lse, expected_lse.detach(), rtol=1e-13)
+
+
+def test_queries_that_see_nothing_have_no_output_and_no_gradient() -> None:
+    *qkv, grad = tensors()
+    (out, dq, dk, dv), lse = by_blocks(qkv, grad, PositionMask(lonely), [0, 5, 12])
+    for x in (out, dq):
+        assert torch.equal(x[:, :, [3, 10]], torch.zeros_like(x[:, :, [3, 10]]))
+    assert lse[:, :, [3, 10]].eq(-torch.inf).all()
+    assert all(x.isfinite().all() for x in (out, dq, dk, dv))
+
+
+def test_a_row_may_see_nothing_in_the_first_tiles_of_a_long_block() -> None:
+    """The kernel of the CPU goes through keys in tiles of several hundred."""
+    *qkv, grad = tensors(queries=8, keys=1100)
+    mask = PositionMask(lambda query, key: key > 1080 + query)
+    actual, _ = by_blocks(qkv, grad, mask, [0, 1100])
+    leaves = [x.clone().requires_grad_() for x in qkv]
+    allowed = block_tensor(mask, range(8), range(1100))
+    expected, _ = softmax_attention(leaves[0], leaves[1], leaves[2], allowed)
+    gradients = torch.autograd.grad(expected, leaves, grad)
+    for a, b in zip(actual, [expected.detach(), *gradients], strict=True):
+        assert error(a, b) <= 1e-13
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]
+)
+def test_narrow_types_are_merged_in_float32(dtype: torch.dtype, bound: float) -> None:
+    q, k, v, _ = tensors(dtype=dtype)
+    merge = Merge()
+    for start in (0, 4, 8):
+        part = (x[:, :, start : start + 4] for x in (k, v))
+        merge.add(*block_forward(q, *part, kind=BlockKind.FULL, mask=None, scale=SCALE))
+    out, lse = merge.result()
+    assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
+    expected, _ = softmax_attention(
+        q.double(), k.double(), v.double(), torch.ones(12, 12, dtype=torch.bool)
+    )
+    assert error(out, expected) <= bound
+
+
+@pytest.mark.parametrize("kind", [BlockKind.FULL, BlockKind.CAUSAL, BlockKind.PARTIAL])
+def test_torch_s_kernel_and_plain_torch_agree(
+    kind: BlockKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v, grad = tensors()
+    mask = block_tensor(MASKS[-1], range(12), range(12)) if kind is BlockKind.PARTIAL else None
+    results = []
+    for applies in (True, False):
+        monkeypatch.setattr(k_module, "_cpu_flash_applies", lambda *_, applies=applies: applies)
+        out, lse = block_forward(q, k, v, kind=kind, mask=mask, scale=SCALE)
+        grads = block_backward(
+            q,
+            k,
+            v,
+            grad_out=grad,
+            out=out,
+            lse=for_backward(lse),
+            kind=kind,
+            mask=mask,
+            scale=SCALE,
+        )
+        results.append([out, lse.exp(), *grads])
+    for a, b in zip(*results, strict=True):
+        assert error(a, b) <= 1e-13
+
+
+def test_an_expanded_gradient_is_taken() -> None:
+    q, k, v, _ = tensors()
+    grad = torch.ones((), dtype=torch.float64).expand(q.shape)
+    out, lse = block_forward(q, k, v, kind=BlockKind.FULL, mask=None, scale=SCALE)
+    a, b = (
+        block_backward(
+            q, k, v, grad_out=g, out=out, lse=lse, kind=BlockKind.FULL, mask=None, scale=SCALE
+        )
+        for g in (grad, grad.contiguous())
+    )
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_an_empty_merge_has_no_result() -> None:
+    with pytest.raises(RuntimeError, match="must follow at least one"):
+        Merge().result()
