@@ -1,13 +1,26 @@
 """Input that cannot be right is refused on every rank, in one line with the numbers in it."""
 
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hp_context import Attention, Causal, ContextParallel, Documents, SlidingWindow
+from hp_context import (
+    Attention,
+    Causal,
+    ContextParallel,
+    Documents,
+    Full,
+    Mask,
+    SequenceLayout,
+    SlidingWindow,
+)
+from hp_context.guard import PositionsOnly
 from hp_platform import PeerError
 from hp_platform.testing import run_in_threads
 
@@ -123,6 +136,15 @@ def test_lengths_are_compared_once_per_shape(monkeypatch: pytest.MonkeyPatch) ->
     assert len(gathers) == 2
 
 
+@dataclass(frozen=True)
+class Striped(SequenceLayout):
+    """A layout that does not exist here."""
+
+    def chunks(self, rank: int, num_ranks: int) -> tuple[int, ...]:
+        del num_ranks
+        return (rank,)
+
+
 class NoMask(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         del k, v
@@ -138,7 +160,10 @@ class Local(NoMask):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ContextParallel(1), r"the all-gather K/V mode \(ulysses_degree=1\) is not avail"),
+        (
+            lambda: ContextParallel(layout=Striped(), load_balance=True),
+            r"load_balance=True means HeadTail\(\), but layout \(Striped\(\)\) is given",
+        ),
         (lambda: ContextParallel(0), r"ulysses_degree \(0\) must be >= 1"),
         (
             lambda: ContextParallel(seq_dim=2, head_dim=2),
@@ -242,3 +267,141 @@ def test_what_is_neither_mesh_nor_group_is_refused() -> None:
         ContextParallel().apply(Attention(), object())  # type: ignore[arg-type]
 
     refused(TypeError, "must be a DeviceMesh or a ProcessGroup", call)
+
+
+def gathering(module: nn.Module, *args: object, **settings: object) -> Run:
+    """Run `module` in the all-gather K/V mode on plain input and `args`."""
+
+    def call(group: ProcessGroup) -> None:
+        parallel = ContextParallel(1, **settings)  # type: ignore[arg-type]
+        parallel.apply(deepcopy(module), group)(*heads(8), *args)
+
+    return call
+
+
+class Sdpa(nn.Module):
+    """Calls torch's attention as it is told."""
+
+    def __init__(self, *, is_causal: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.is_causal, self.dropout = is_causal, dropout
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if self.is_causal:
+            attn_mask = None
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask, self.dropout, is_causal=self.is_causal
+        )
+        return out.transpose(1, 2)
+
+
+class OwnWay(Attention):
+    """An `Attention` that does not use the mask it is given."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Mask | None = None) -> Tensor:
+        del attn_mask
+        return super().forward(q, k, v, Causal())
+
+
+class Renamed(Attention):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
+        return super().forward(q, k, v, mask)
+
+
+MODE = r"the all-gather K/V mode \(ulysses_degree=1\)"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            gathering(Sdpa()),
+            rf"mask \(None\) must be given for Sdpa in {MODE}, where it sees a part",
+        ),
+        (gathering(NoMask(), mask=Full()), "NoMask.forward has no parameter attn_mask"),
+        (
+            gathering(Sdpa(is_causal=True), mask=Causal()),
+            r"scaled_dot_product_attention\(is_causal=True\) must not be called in " + MODE,
+        ),
+        (gathering(Sdpa(dropout=0.5), mask=Full()), rf"dropout_p \(0.5\) must be 0 in {MODE}"),
+        (gathering(Attention(dropout=0.5)), rf"dropout \(0.5\) must be 0 in {MODE}: use ulysses"),
+        (gathering(OwnWay()), "must pass its attn_mask to masked_attention in the all-gather"),
+        (gathering(Renamed()), r"mask_kwarg_name \(attn_mask\) must name a parameter of Renamed"),
+        (
+            gathering(Attention(), Documents((4,))),
+            r"sum of Documents lengths \(4\) must equal the length of the whole sequence \(8\)",
+        ),
+        (
+            gathering(Sdpa(), torch.ones(4, 4, dtype=torch.bool), mask=Full()),
+            r"attn_mask \(\(4, 4\)\) must cover the whole sequence \(8 queries, 8 keys\)",
+        ),
+    ],
+)
+def test_what_the_all_gather_mode_cannot_do_is_refused_by_name(call: Run, message: str) -> None:
+    refused(ValueError, message, call)
+
+
+def test_an_attention_takes_no_mask_tensor() -> None:
+    mask = torch.ones(8, 8, dtype=torch.bool)
+    refused(TypeError, r"attn_mask \(Tensor\) must be a Mask", gathering(Attention(), mask))
+
+
+def test_blocks_need_batch_sequence_heads_and_head_size() -> None:
+    def call(group: ProcessGroup) -> None:
+        ContextParallel(1).apply(Attention(), group)(*(x[:, None] for x in heads(8)))
+
+    refused(ValueError, rf"must have 4 dims in {MODE}", call)
+
+
+@pytest.mark.parametrize("degree", [None, 1])
+def test_head_tail_needs_two_chunks_of_each_rank(degree: int | None) -> None:
+    def call(group: ProcessGroup) -> None:
+        parallel = ContextParallel(degree, load_balance=True)
+        parallel.apply(Attention(), group)(*heads(8, seq=5))
+
+    message = r"sequence length \(10\) must be divisible by 2 times .* \(2\); pad it by 2"
+    refused(ValueError, message, call)
+
+
+def test_any_number_of_heads_may_be_gathered() -> None:
+    def rank(group: ProcessGroup) -> None:
+        attend(heads(5), ContextParallel(1))(group)
+
+    run_in_threads(rank, world_size=2)
+
+
+def test_the_peers_of_a_rank_that_cannot_gather_do_not_hang() -> None:
+    def rank(group: ProcessGroup) -> None:
+        bad = group.rank() == 1
+        core = ContextParallel(1).apply(Attention(), group)
+        with pytest.raises(ValueError if bad else PeerError):
+            core(*heads(8), attn_mask=Documents((3 if bad else 8,)))
+
+    run_in_threads(rank, world_size=2, timeout=20)
+
+
+def test_a_copy_of_a_strange_module_is_guarded_with_its_own_state() -> None:
+    def rank(group: ProcessGroup) -> None:
+        core = ContextParallel(1, mask=Causal()).apply(Sdpa(), group)
+        twin = deepcopy(core)
+        twin.is_causal = True
+        core(*heads(8))
+        with pytest.raises(ValueError, match="must not be called"):
+            twin(*heads(8))
+
+    run_in_threads(rank, world_size=2)
+
+
+def test_the_guard_sees_is_causal_of_other_functions_too() -> None:
+    attention = nn.MultiheadAttention(8, 2)
+    x = torch.randn(4, 1, 8)
+    mask = torch.zeros(4, 4, dtype=torch.bool)
+    with PositionsOnly("this mode", "attn_mask"):
+        attention(x, x, x, attn_mask=mask)
+        with pytest.raises(ValueError, match="must not be called in this mode"):
+            attention(x, x, x, attn_mask=mask, is_causal=True)
+
+
+def test_alone_the_all_gather_mode_has_nothing_to_do() -> None:
+    run_in_threads(gathering(Sdpa(is_causal=True)), world_size=1)

@@ -1,27 +1,42 @@
 """`ContextParallel`: run a core attention over a sequence that is split across ranks.
 
+Note [What the modes do around the core attention]
+    Ulysses: the hooks exchange q, k and v before the core and its output afterwards.
+    All-gather K/V: an `hp_context.Attention` gets its mask as a `GatheredMask`, which computes the
+    blocks of this rank; any other core gets all keys and values, gathered by the hook before it,
+    and the rows of the mask that belong to its queries.
+    Whatever belongs to a call travels in its arguments, so that microbatches, threads and
+    recomputation do not meet.
+
 Shape symbols: B batch, S whole sequence, N ranks, s = S / N, H query heads, h = H / N, G
 key/value heads, D head size.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from hp_context.checks import Dims, check_between_ranks, check_local
+from hp_context.all_gather import GatheredMask, Spread, gather_keys
+from hp_context.checks import Dims, check_between_ranks, check_four_dims, check_local
+from hp_context.guard import PositionsOnly, guard
 from hp_context.heads import kv_head_index
 from hp_context.kernels import Attention
-from hp_context.masks import Full, Mask, mask_tensor
+from hp_context.layout import CONTIGUOUS, HeadTail, SequenceLayout, to_positions, to_ranks
+from hp_context.masks import Full, Mask, block_tensor, mask_tensor
 from hp_context.ulysses import head_to_seq, seq_to_head
 from hp_platform import resolve_group
 
 M = TypeVar("M", bound=nn.Module)
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+ALL_GATHER = "the all-gather K/V mode (ulysses_degree=1)"
 
 _applied: WeakSet[nn.Module] = WeakSet()  # two exchanges around one module would cancel
 
@@ -29,13 +44,17 @@ _applied: WeakSet[nn.Module] = WeakSet()  # two exchanges around one module woul
 class ContextParallel:
     """Splits the sequence of attention over ranks; everything around it sees s positions.
 
-    In the Ulysses mode, the one of this version, q, k and v are exchanged so that the core
-    attention sees the whole sequence with a part of the heads: whatever mask it applies to
-    positions stays right. Key/value heads that N does not divide are sent to every rank that
-    needs them.
+    In the Ulysses mode q, k and v are exchanged so that the core attention sees the whole
+    sequence with a part of the heads: whatever mask it applies to positions stays right.
+    Key/value heads that N does not divide are sent to every rank that needs them.
+
+    In the all-gather K/V mode each rank keeps its queries, with all heads, and gets the keys and
+    values of all ranks. The mask must be known here: that of an `hp_context.Attention` is, and is
+    computed block by block; any other core attention needs `mask` and a parameter to take it.
 
     Args:
-        ulysses_degree: Ranks that share the heads; the size of the group when None.
+        ulysses_degree: Ranks that share the heads. The size of the group, or None, is the Ulysses
+            mode, 1 the all-gather K/V mode.
         seq_dim: Dimension of the sequence in q, k, v and the output.
         head_dim: Dimension of the heads; the last dimension is the head size.
         qkv_indices: Positions of q, k, v among the arguments of the core attention.
@@ -44,8 +63,11 @@ class ContextParallel:
         mask: Which keys a query may see. The core attention gets it as `mask_kwarg_name` in
             every call that does not pass one. None: the core attention has a mask of its own.
         mask_kwarg_name: Parameter of the core attention for a mask. An `hp_context.Attention`
-            gets the description, any other module a bool tensor [S, S], true where allowed. A
-            call may pass a `Mask`, or a tensor that covers the whole sequence.
+            gets the description, any other module a bool tensor, true where allowed: [S, S], or
+            [s, S] in the all-gather K/V mode. A call may pass a `Mask`, or, to another module, a
+            tensor that covers the whole sequence.
+        layout: Which positions each rank holds; `shard_sequence` must be told the same.
+        load_balance: Short for `layout=HeadTail()`.
 
     Raises:
         ValueError: Arguments that cannot be, or a mode that this version does not have.
@@ -66,21 +88,24 @@ class ContextParallel:
         qkv_kwarg_names: Sequence[str] = (),
         mask: Mask | None = None,
         mask_kwarg_name: str = "attn_mask",
+        layout: SequenceLayout = CONTIGUOUS,
+        load_balance: bool = False,
     ) -> None:
         if ulysses_degree is not None and ulysses_degree < 1:
             raise ValueError(f"ulysses_degree ({ulysses_degree}) must be >= 1, or None")
-        if ulysses_degree == 1:
-            raise ValueError(_unavailable("all-gather K/V", ulysses_degree))
         if len(qkv_indices) != 3 or len(set(qkv_indices)) != 3 or min(qkv_indices) < 0:
             raise ValueError(f"qkv_indices ({tuple(qkv_indices)}) must be three positions >= 0")
         if qkv_kwarg_names and len(set(qkv_kwarg_names)) != 3:
             raise ValueError(f"qkv_kwarg_names ({tuple(qkv_kwarg_names)}) must be three names")
+        if load_balance and layout not in (CONTIGUOUS, HeadTail()):
+            raise ValueError(f"load_balance=True means HeadTail(), but layout ({layout}) is given")
         self.ulysses_degree = ulysses_degree
         self.dims = Dims(seq_dim, head_dim)
         self.qkv_indices = tuple(qkv_indices)
         self.qkv_kwarg_names = tuple(qkv_kwarg_names)
         self.mask = mask
         self.mask_kwarg_name = mask_kwarg_name
+        self.layout = HeadTail() if load_balance else layout
         self._agreed: set[tuple[object, ...]] = set()
 
     def apply(self, module: M, mesh_or_group: DeviceMesh | ProcessGroup) -> M:
@@ -99,7 +124,7 @@ class ContextParallel:
                 context parallel already.
         """
         group = resolve_group(mesh_or_group)
-        if self.ulysses_degree not in (None, group.size()):
+        if self.ulysses_degree not in (None, 1, group.size()):
             if group.size() % self.ulysses_degree:
                 raise ValueError(
                     f"ulysses_degree ({self.ulysses_degree}) must divide the number of ranks "
@@ -109,6 +134,10 @@ class ContextParallel:
         if module in _applied:
             raise ValueError(f"module ({type(module).__name__}) must be made parallel only once")
         position = self._mask_position(module)
+        if self._gathers(group):
+            self._check_core(module, position)
+            if not isinstance(module, Attention):
+                guard(module, PositionsOnly(ALL_GATHER, self.mask_kwarg_name))
         _applied.add(module)
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -138,22 +167,30 @@ class ContextParallel:
         error: Exception | None = None
         mask: Mask | Tensor | None = None
         try:
-            check_local(q, k, v, dims=self.dims, num_ranks=group.size())
-            mask = self._whole_mask(module, values.get(mask_slot), q, group.size())
+            check_local(q, k, v, dims=self.dims, num_ranks=self.ulysses_degree or group.size())
+            mask = self._checked_mask(module, values.get(mask_slot), q, group)
         except (TypeError, ValueError) as caught:
             error = caught
         self._agree(error, q, k, v, group)
         if mask is not None:
             values[mask_slot] = mask
-        if group.size() > 1:
-            values |= zip(slots, self._exchange(q, k, v, group), strict=True)
+        if self._gathers(group):
+            if not isinstance(mask, GatheredMask):
+                spread = self._spread(q, group)
+                values |= zip(
+                    slots[1:], gather_keys(k, v, spread, seq_dim=self.dims.seq), strict=True
+                )
+        elif group.size() > 1:
+            values |= zip(
+                slots, map(self._in_order(group), self._exchange(q, k, v, group)), strict=True
+            )
         return (
             tuple(values[i] for i in range(len(args))),
             {name: value for name, value in values.items() if isinstance(name, str)},
         )
 
     def _exchange(self, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> list[Tensor]:
-        """Return q, k, v of the whole sequence with this rank's heads."""
+        """Return q, k, v of the whole sequence, parts in rank order, with this rank's heads."""
         index = kv_head_index(q.size(self.dims.head), k.size(self.dims.head), group.size())
         return [
             seq_to_head(
@@ -167,10 +204,14 @@ class ContextParallel:
     ) -> Any:
         if group.size() == 1:
             return output
+        if self._gathers(group):
+            _check_used([*args, *kwargs.values()])
+            return output
         first = output[0] if isinstance(output, tuple) else output
         slot = self._slots(args, kwargs)[0]
         q = kwargs[slot] if isinstance(slot, str) else args[slot]
         _check_output(first, q, self.dims)
+        first = to_ranks(first, self.layout, num_ranks=group.size(), seq_dim=self.dims.seq)
         mine = head_to_seq(first, group=group, seq_dim=self.dims.seq, head_dim=self.dims.head)
         if not isinstance(output, tuple):
             return mine
@@ -206,27 +247,74 @@ class ContextParallel:
         if error is not None:
             raise error
 
-    def _whole_mask(
-        self, module: nn.Module, given: Any, q: Tensor, num_ranks: int
+    def _gathers(self, group: ProcessGroup) -> bool:
+        """Whether the mode is all-gather K/V; alone there is nothing to gather."""
+        return self.ulysses_degree == 1 and group.size() > 1
+
+    def _spread(self, q: Tensor, group: ProcessGroup) -> Spread:
+        seq_len = q.size(self.dims.seq) * group.size()
+        return Spread(group, self.layout.runs(seq_len, group.size()))
+
+    def _in_order(self, group: ProcessGroup) -> Callable[[Tensor], Tensor]:
+        """Return what puts parts in rank order into the order of positions."""
+        return partial(
+            to_positions, layout=self.layout, num_ranks=group.size(), seq_dim=self.dims.seq
+        )
+
+    def _checked_mask(
+        self, module: nn.Module, given: Any, q: Tensor, group: ProcessGroup
     ) -> Mask | Tensor | None:
-        """Return the mask of the whole sequence in the form that `module` takes."""
-        seq_len = q.size(self.dims.seq) * num_ranks
-        if isinstance(given, Tensor):
+        """Return the mask in the form that `module` takes, after checking that it fits."""
+        spread = self._spread(q, group)
+        seq_len = len(spread.whole)
+        if isinstance(given, Tensor) and not isinstance(module, Attention):
             if given.size(-1) != seq_len or given.size(-2) not in (1, seq_len):
                 raise ValueError(
                     f"{self.mask_kwarg_name} ({tuple(given.shape)}) must cover the whole "
                     f"sequence ({seq_len} queries, {seq_len} keys), or be a hp_context.Mask"
                 )
-            return given
+            return _rows(given, spread) if self._gathers(group) else given
         mask = self.mask if given is None else given
-        if isinstance(module, Attention):
-            (module.mask if mask is None else mask).check(seq_len)
-        if mask is None or isinstance(module, Attention):
-            return mask
-        if not isinstance(mask, Mask):
+        if mask is not None and not isinstance(mask, Mask):
             kind = type(mask).__name__
-            raise TypeError(f"{self.mask_kwarg_name} ({kind}) must be a tensor or a Mask")
-        return mask_tensor(mask, seq_len, device=q.device)
+            allowed = "a Mask" if isinstance(module, Attention) else "a tensor or a Mask"
+            raise TypeError(f"{self.mask_kwarg_name} ({kind}) must be {allowed}")
+        if isinstance(module, Attention):
+            return self._attention_mask(module, mask, q, spread)
+        if mask is None:
+            return None
+        mask.check(seq_len)
+        if not self._gathers(group):
+            return mask_tensor(mask, seq_len, device=q.device)
+        return torch.cat(
+            [block_tensor(mask, run, spread.whole, device=q.device) for run in spread.mine]
+        )
+
+    def _attention_mask(
+        self, module: Attention, mask: Mask | None, q: Tensor, spread: Spread
+    ) -> Mask | None:
+        own = module.mask if mask is None else mask
+        own.check(len(spread.whole))
+        if not self._gathers(spread.group):
+            return mask
+        check_four_dims(q, mode=ALL_GATHER)
+        _check_dropout(module)
+        return GatheredMask(own, spread)
+
+    def _check_core(self, module: nn.Module, position: int | None) -> None:
+        """Raise unless the mask of the core attention is known."""
+        if isinstance(module, Attention):
+            _check_dropout(module)
+            if position is None:
+                raise ValueError(
+                    f"mask_kwarg_name ({self.mask_kwarg_name}) must name a parameter of "
+                    f"{type(module).__name__}.forward in {ALL_GATHER}"
+                )
+        elif self.mask is None:
+            raise ValueError(
+                f"mask (None) must be given for {type(module).__name__} in {ALL_GATHER}, where it "
+                f"sees a part of the queries: mask=Full() if it has none, or ulysses_degree=None"
+            )
 
     def _mask_position(self, module: nn.Module) -> int | None:
         """Return the position of the mask among the parameters, after checking that it fits."""
@@ -262,8 +350,32 @@ def _check_output(output: Any, q: Tensor, dims: Dims) -> None:
         )
 
 
+def _check_dropout(module: Attention) -> None:
+    if module.dropout:
+        raise ValueError(
+            f"dropout ({module.dropout}) must be 0 in {ALL_GATHER}: use ulysses_degree=None"
+        )
+
+
+def _check_used(arguments: Sequence[Any]) -> None:
+    """Raise if an `Attention` has not handed its call to the mask that it was given."""
+    for mask in arguments:
+        if isinstance(mask, GatheredMask) and not mask.used:
+            raise ValueError(
+                f"the core attention must pass its attn_mask to masked_attention in {ALL_GATHER}; "
+                f"it computed something else from its part of the sequence"
+            )
+
+
+def _rows(mask: Tensor, spread: Spread) -> Tensor:
+    """Return the rows of a mask of the whole sequence that belong to this rank's queries."""
+    if mask.size(-2) == 1:
+        return mask
+    return torch.cat([mask[..., run.start : run.stop, :] for run in spread.mine], -2)
+
+
 def _unavailable(mode: str, degree: int) -> str:
     return (
         f"the {mode} mode (ulysses_degree={degree}) is not available in this version: leave "
-        f"ulysses_degree None for Ulysses over all ranks"
+        f"ulysses_degree None for Ulysses over all ranks, or pass 1 for all-gather K/V"
     )
