@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from hp_context import (
@@ -229,6 +230,44 @@ def test_ulysses_puts_head_tail_parts_in_order_for_the_core(ranks: int) -> None:
     )
 
 
+def test_the_hybrid_mode_equals_one_process() -> None:
+    assert_equal(
+        [
+            Case(mask, layout, heads, degree=2, foreign=foreign)
+            for mask in (Full(), Causal(), Causal() & Documents((1, 7, 3, 13)))
+            for layout in LAYOUTS
+            for heads in ((4, 4), (4, 1), (6, 2))
+            for foreign in (False, True)
+        ],
+        ranks=4,
+    )
+
+
+def over_mesh(shape: tuple[int, int], degree: int) -> list[Tensor]:
+    case = Case(Causal(), HeadTail())
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("gather", "heads"))
+    with pytest.raises(
+        ValueError, match=rf"must equal the size of the inner axis heads \({degree}"
+    ):
+        ContextParallel(degree + 1).apply(Attention(), mesh)
+    with pytest.raises(ValueError, match="must have one named axis, or two"):
+        ContextParallel(degree).apply(Attention(), init_device_mesh("cpu", shape))
+    q, k, v, grad = (shard(x, case) for x in inputs(case))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    parallel = ContextParallel(degree, layout=case.layout)
+    first, second = (parallel.apply(Attention(Causal()), mesh) for _ in "ab")
+    mine = backward(first(*leaves), grad, leaves)
+    assert torch.equal(mine[0], second(*leaves))
+    return [unshard(x, case) for x in mine]
+
+
+@pytest.mark.parametrize(("shape", "degree"), [((2, 2), 2), ((4, 1), 1), ((1, 4), 4)])
+def test_a_mesh_of_two_axes_stands_for_both(shape: tuple[int, int], degree: int) -> None:
+    expected = alone(Case(Causal()))
+    for whole in run_distributed(over_mesh, shape, degree, world_size=4):
+        assert max(errors(whole, expected)) <= 1e-12
+
+
 def test_ulysses_is_bit_equal_under_head_tail_too() -> None:
     case = Case(Causal(), HeadTail(), dtype=torch.float32, degree=None)
     assert_equal([case], ranks=2, bound=0.0)
@@ -268,12 +307,13 @@ def recomputed(cases: list[Case], use_reentrant: bool) -> list[list[Tensor]]:
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_recomputed_microbatches_in_flight_do_not_meet(use_reentrant: bool) -> None:
     cases = [
-        Case(Causal(), layout, (4, 2), foreign=foreign)
+        Case(Causal(), layout, (4, 2), degree=degree, foreign=foreign)
         for layout in LAYOUTS
+        for degree in (1, 2)
         for foreign in (False, True)
     ]
     expected = [alone(case, seed) for case in cases for seed in (0, 1)]
-    for results in run_distributed(recomputed, cases, use_reentrant, world_size=2):
+    for results in run_distributed(recomputed, cases, use_reentrant, world_size=4):
         for whole, single in zip(results, expected, strict=True):
             assert max(errors(whole, single)) <= 1e-12
 
@@ -296,10 +336,11 @@ def counted(case: Case) -> list[tuple[Counter[str], int]]:
 
     def see(name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         del kwargs
-        if name.startswith("c10d::"):
-            sent = args[1]
+        namespace, operator = name.split("::")
+        if "c10d" in namespace and operator != "wait_tensor":
+            sent = args[0 if namespace == "_c10d_functional" else 1]
             assert isinstance(sent, Tensor)
-            calls.append((name.removeprefix("c10d::"), sent.nbytes))
+            calls.append((operator, sent.nbytes))
 
     with watch_operators(see):
         out = attend(*leaves)
@@ -327,6 +368,32 @@ def test_keys_travel_once_each_way(layout: SequenceLayout, foreign: bool, again:
         assert forward == ({"_allgather_base_": 1}, 3 * part * 2)
         expected = {"_allgather_base_": 1, "alltoall_base_": 1} if again else {"alltoall_base_": 1}
         assert back == (expected, 3 * part * 2 * again + 3 * part * 4)
+
+
+def test_the_hybrid_mode_adds_the_exchanges_of_ulysses() -> None:
+    case = Case(Causal(), HeadTail(), (4, 2), degree=2)
+    for forward, back in run_distributed(counted, case, world_size=4):
+        assert forward[0] == {"all_to_all_single": 4, "_allgather_base_": 1}
+        gradients_home = {"alltoall_base_": 1}
+        assert back[0] == {**forward[0], **gradients_home}
+
+
+def under_autocast() -> list[Tensor]:
+    case = Case(Causal(), HeadTail(), dtype=torch.float32)
+    q, k, v, grad = (shard(x, case) for x in inputs(case))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = core(case)(*leaves)
+    assert out.dtype == torch.bfloat16
+    mine = backward(out, grad.bfloat16(), leaves)
+    return [unshard(x, case) for x in mine]
+
+
+def test_autocast_means_what_it_means_to_torch_s_attention() -> None:
+    expected = alone(Case(Causal(), dtype=torch.float32))
+    for whole in run_distributed(under_autocast, world_size=2):
+        assert [x.dtype for x in whole] == [torch.bfloat16, *[torch.float32] * 3]
+        assert max(errors(whole, expected)) <= 4e-2
 
 
 def saved() -> list[int]:

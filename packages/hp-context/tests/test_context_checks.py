@@ -181,11 +181,12 @@ def test_impossible_settings_are_refused_at_construction(
         make()
 
 
-def test_a_hybrid_degree_is_refused_by_name() -> None:
+def test_a_group_that_cannot_be_split_is_refused() -> None:
     def call(group: ProcessGroup) -> None:
         ContextParallel(2).apply(Attention(), group)
 
-    refused(ValueError, r"the hybrid mode \(ulysses_degree=2\) is not available", call, ranks=4)
+    message = r"the hybrid mode \(ulysses_degree=2\) makes groups of its own and needs the default"
+    refused(ValueError, message, call, ranks=4)
 
 
 def test_a_degree_that_does_not_divide_the_ranks_is_refused() -> None:

@@ -66,8 +66,8 @@ class GatheredMask(SpreadMask):
     over; one that has not would have attended to its own part of the sequence alone.
     """
 
-    def __init__(self, mask: Mask, spread: Spread) -> None:
-        self.mask, self.spread = mask, spread
+    def __init__(self, mask: Mask, spread: Spread, mode: str) -> None:
+        self.mask, self.spread, self.mode = mask, spread, mode
         self.used = False
 
     def allowed(self, query: Tensor, key: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class GatheredMask(SpreadMask):
             ValueError: `dropout` is not 0.
         """
         if dropout:
-            raise ValueError(f"dropout ({dropout}) must be 0 in the all-gather K/V mode")
+            raise ValueError(f"dropout ({dropout}) must be 0 in {self.mode}")
         self.used = True
         device = q.device.type
         if torch.is_autocast_enabled(device) and q.dtype != torch.float64:

@@ -5,6 +5,7 @@ Note [What the modes do around the core attention]
     All-gather K/V: an `hp_context.Attention` gets its mask as a `GatheredMask`, which computes the
     blocks of this rank; any other core gets all keys and values, gathered by the hook before it,
     and the rows of the mask that belong to its queries.
+    Hybrid: the exchange of Ulysses over the inner ranks, then all-gather K/V over the outer ones.
     Whatever belongs to a call travels in its arguments, so that microbatches, threads and
     recomputation do not meet.
 
@@ -14,29 +15,27 @@ key/value heads, D head size.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_context.all_gather import GatheredMask, Spread, gather_keys
-from hp_context.checks import Dims, check_between_ranks, check_four_dims, check_local
+from hp_context.checks import Dims, check_between_ranks, check_local
+from hp_context.core_mask import CoreMask, check_core, check_used
 from hp_context.guard import PositionsOnly, guard
 from hp_context.heads import kv_head_index
+from hp_context.hybrid import Axes, axes_of_mesh, plain_axes, split_group
 from hp_context.kernels import Attention
 from hp_context.layout import CONTIGUOUS, HeadTail, SequenceLayout, to_positions, to_ranks
-from hp_context.masks import Full, Mask, block_tensor, mask_tensor
+from hp_context.masks import Full, Mask
 from hp_context.ulysses import head_to_seq, seq_to_head
 from hp_platform import resolve_group
 
 M = TypeVar("M", bound=nn.Module)
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-ALL_GATHER = "the all-gather K/V mode (ulysses_degree=1)"
 
 _applied: WeakSet[nn.Module] = WeakSet()  # two exchanges around one module would cancel
 
@@ -52,9 +51,13 @@ class ContextParallel:
     values of all ranks. The mask must be known here: that of an `hp_context.Attention` is, and is
     computed block by block; any other core attention needs `mask` and a parameter to take it.
 
+    With a degree between, d adjacent ranks share heads as in Ulysses, and ranks of the same place
+    in these rows gather keys and values: the hybrid mode. It asks of the core attention what the
+    all-gather K/V mode does.
+
     Args:
-        ulysses_degree: Ranks that share the heads. The size of the group, or None, is the Ulysses
-            mode, 1 the all-gather K/V mode.
+        ulysses_degree: Ranks that share the heads. The size of the group is the Ulysses mode, 1
+            the all-gather K/V mode, what divides the size is the hybrid mode. None: all ranks.
         seq_dim: Dimension of the sequence in q, k, v and the output.
         head_dim: Dimension of the heads; the last dimension is the head size.
         qkv_indices: Positions of q, k, v among the arguments of the core attention.
@@ -64,8 +67,8 @@ class ContextParallel:
             every call that does not pass one. None: the core attention has a mask of its own.
         mask_kwarg_name: Parameter of the core attention for a mask. An `hp_context.Attention`
             gets the description, any other module a bool tensor, true where allowed: [S, S], or
-            [s, S] in the all-gather K/V mode. A call may pass a `Mask`, or, to another module, a
-            tensor that covers the whole sequence.
+            the rows of its queries outside the Ulysses mode. A call may pass a `Mask`, or, to
+            another module, a tensor that covers the whole sequence.
         layout: Which positions each rank holds; `shard_sequence` must be told the same.
         load_balance: Short for `layout=HeadTail()`.
 
@@ -106,6 +109,8 @@ class ContextParallel:
         self.mask = mask
         self.mask_kwarg_name = mask_kwarg_name
         self.layout = HeadTail() if load_balance else layout
+        self._hybrid: dict[str, Axes] = {}  # by the name of the group that was split
+        self._meshes: dict[DeviceMesh, ProcessGroup] = {}
         self._agreed: set[tuple[object, ...]] = set()
 
     def apply(self, module: M, mesh_or_group: DeviceMesh | ProcessGroup) -> M:
@@ -114,30 +119,28 @@ class ContextParallel:
         Args:
             module: Takes q, k, v; returns the attention output, or a tuple that begins with it
                 and whose other elements stay as this rank computed them.
-            mesh_or_group: The ranks that share the sequence, in its order.
+            mesh_or_group: The ranks that share the sequence, in its order. A mesh of two axes,
+                outer and inner, stands for both groups of the hybrid mode; every rank of it, or of
+                a group that is to be split, must call.
 
         Returns:
             `module`.
 
         Raises:
-            ValueError: The mode is not available, the module cannot take the mask, or it is
+            ValueError: The degree does not fit the ranks, the mode needs to know the mask of the
+                module or does not allow its dropout, the module cannot take the mask, or it is
                 context parallel already.
         """
-        group = resolve_group(mesh_or_group)
-        if self.ulysses_degree not in (None, 1, group.size()):
-            if group.size() % self.ulysses_degree:
-                raise ValueError(
-                    f"ulysses_degree ({self.ulysses_degree}) must divide the number of ranks "
-                    f"({group.size()})"
-                )
-            raise ValueError(_unavailable("hybrid", self.ulysses_degree))
+        group = self._resolve(mesh_or_group)
+        axes = self._axes(group)
         if module in _applied:
             raise ValueError(f"module ({type(module).__name__}) must be made parallel only once")
         position = self._mask_position(module)
-        if self._gathers(group):
-            self._check_core(module, position)
+        if axes.outer is not None:
+            takes, name = position is not None, self.mask_kwarg_name
+            check_core(module, self.mask, takes=takes, name=name, mode=axes.mode)
             if not isinstance(module, Attention):
-                guard(module, PositionsOnly(ALL_GATHER, self.mask_kwarg_name))
+                guard(module, PositionsOnly(axes.mode, self.mask_kwarg_name))
         _applied.add(module)
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -164,26 +167,34 @@ class ContextParallel:
         mask_slot: int | str = self.mask_kwarg_name
         if mask_position is not None and mask_position < len(args):
             mask_slot = mask_position
+        axes = self._axes(group)
         error: Exception | None = None
         mask: Mask | Tensor | None = None
+        spread: Spread | None = None
         try:
-            check_local(q, k, v, dims=self.dims, num_ranks=self.ulysses_degree or group.size())
-            mask = self._checked_mask(module, values.get(mask_slot), q, group)
+            check_local(q, k, v, dims=self.dims, num_ranks=axes.degree)
+            seq_len = q.size(self.dims.seq) * group.size()
+            runs = axes.runs(self.layout, seq_len)
+            spread = None if axes.outer is None else Spread(axes.outer, runs)
+            core = CoreMask(self.mask_kwarg_name, axes.mode, seq_len, spread)
+            given = values.get(mask_slot)
+            given = self.mask if given is None else given
+            if isinstance(module, Attention):
+                mask = core.of_attention(module, given, q)
+            else:
+                mask = core.of_other(given, q.device)
         except (TypeError, ValueError) as caught:
             error = caught
         self._agree(error, q, k, v, group)
         if mask is not None:
             values[mask_slot] = mask
-        if self._gathers(group):
-            if not isinstance(mask, GatheredMask):
-                spread = self._spread(q, group)
-                values |= zip(
-                    slots[1:], gather_keys(k, v, spread, seq_dim=self.dims.seq), strict=True
-                )
-        elif group.size() > 1:
-            values |= zip(
-                slots, map(self._in_order(group), self._exchange(q, k, v, group)), strict=True
-            )
+        if axes.inner is not None:
+            q, k, v = self._exchange(q, k, v, axes.inner)
+            if axes.outer is None:
+                q, k, v = (self._reordered(to_positions, x, axes.inner) for x in (q, k, v))
+        if spread is not None and not isinstance(mask, GatheredMask):
+            k, v = gather_keys(k, v, spread, seq_dim=self.dims.seq)
+        values |= zip(slots, (q, k, v), strict=True)
         return (
             tuple(values[i] for i in range(len(args))),
             {name: value for name, value in values.items() if isinstance(name, str)},
@@ -202,21 +213,25 @@ class ContextParallel:
     def _exchange_output(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, group: ProcessGroup
     ) -> Any:
-        if group.size() == 1:
-            return output
-        if self._gathers(group):
-            _check_used([*args, *kwargs.values()])
+        axes = self._axes(group)
+        for argument in (*args, *kwargs.values()):
+            check_used(argument)
+        if axes.inner is None:
             return output
         first = output[0] if isinstance(output, tuple) else output
         slot = self._slots(args, kwargs)[0]
         q = kwargs[slot] if isinstance(slot, str) else args[slot]
         _check_output(first, q, self.dims)
-        first = to_ranks(first, self.layout, num_ranks=group.size(), seq_dim=self.dims.seq)
-        mine = head_to_seq(first, group=group, seq_dim=self.dims.seq, head_dim=self.dims.head)
+        if axes.outer is None:
+            first = self._reordered(to_ranks, first, axes.inner)
+        mine = head_to_seq(first, group=axes.inner, seq_dim=self.dims.seq, head_dim=self.dims.head)
         if not isinstance(output, tuple):
             return mine
         make = getattr(type(output), "_make", type(output))
         return make((mine, *output[1:]))
+
+    def _reordered(self, reorder: Callable[..., Tensor], x: Tensor, group: ProcessGroup) -> Tensor:
+        return reorder(x, self.layout, num_ranks=group.size(), seq_dim=self.dims.seq)
 
     def _slots(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int | str]:
         """Return where q, k, v are: a position or a name each."""
@@ -247,74 +262,27 @@ class ContextParallel:
         if error is not None:
             raise error
 
-    def _gathers(self, group: ProcessGroup) -> bool:
-        """Whether the mode is all-gather K/V; alone there is nothing to gather."""
-        return self.ulysses_degree == 1 and group.size() > 1
-
-    def _spread(self, q: Tensor, group: ProcessGroup) -> Spread:
-        seq_len = q.size(self.dims.seq) * group.size()
-        return Spread(group, self.layout.runs(seq_len, group.size()))
-
-    def _in_order(self, group: ProcessGroup) -> Callable[[Tensor], Tensor]:
-        """Return what puts parts in rank order into the order of positions."""
-        return partial(
-            to_positions, layout=self.layout, num_ranks=group.size(), seq_dim=self.dims.seq
-        )
-
-    def _checked_mask(
-        self, module: nn.Module, given: Any, q: Tensor, group: ProcessGroup
-    ) -> Mask | Tensor | None:
-        """Return the mask in the form that `module` takes, after checking that it fits."""
-        spread = self._spread(q, group)
-        seq_len = len(spread.whole)
-        if isinstance(given, Tensor) and not isinstance(module, Attention):
-            if given.size(-1) != seq_len or given.size(-2) not in (1, seq_len):
-                raise ValueError(
-                    f"{self.mask_kwarg_name} ({tuple(given.shape)}) must cover the whole "
-                    f"sequence ({seq_len} queries, {seq_len} keys), or be a hp_context.Mask"
-                )
-            return _rows(given, spread) if self._gathers(group) else given
-        mask = self.mask if given is None else given
-        if mask is not None and not isinstance(mask, Mask):
-            kind = type(mask).__name__
-            allowed = "a Mask" if isinstance(module, Attention) else "a tensor or a Mask"
-            raise TypeError(f"{self.mask_kwarg_name} ({kind}) must be {allowed}")
-        if isinstance(module, Attention):
-            return self._attention_mask(module, mask, q, spread)
-        if mask is None:
-            return None
-        mask.check(seq_len)
-        if not self._gathers(group):
-            return mask_tensor(mask, seq_len, device=q.device)
-        return torch.cat(
-            [block_tensor(mask, run, spread.whole, device=q.device) for run in spread.mine]
-        )
-
-    def _attention_mask(
-        self, module: Attention, mask: Mask | None, q: Tensor, spread: Spread
-    ) -> Mask | None:
-        own = module.mask if mask is None else mask
-        own.check(len(spread.whole))
-        if not self._gathers(spread.group):
-            return mask
-        check_four_dims(q, mode=ALL_GATHER)
-        _check_dropout(module)
-        return GatheredMask(own, spread)
-
-    def _check_core(self, module: nn.Module, position: int | None) -> None:
-        """Raise unless the mask of the core attention is known."""
-        if isinstance(module, Attention):
-            _check_dropout(module)
-            if position is None:
-                raise ValueError(
-                    f"mask_kwarg_name ({self.mask_kwarg_name}) must name a parameter of "
-                    f"{type(module).__name__}.forward in {ALL_GATHER}"
-                )
-        elif self.mask is None:
+    def _resolve(self, mesh_or_group: DeviceMesh | ProcessGroup) -> ProcessGroup:
+        """Return the group of all ranks; make those of the hybrid mode, once for all layers."""
+        degree = self.ulysses_degree
+        # Without a degree two axes may as well be data parallel and context parallel ones.
+        if isinstance(mesh_or_group, DeviceMesh) and mesh_or_group.ndim > 1 and degree is not None:
+            if mesh_or_group not in self._meshes:
+                group, axes = axes_of_mesh(mesh_or_group, degree)
+                self._meshes[mesh_or_group], self._hybrid[group.group_name] = group, axes
+            return self._meshes[mesh_or_group]
+        group = resolve_group(mesh_or_group)
+        if degree in (None, 1, group.size()) or group.group_name in self._hybrid:
+            return group
+        if group.size() % degree:
             raise ValueError(
-                f"mask (None) must be given for {type(module).__name__} in {ALL_GATHER}, where it "
-                f"sees a part of the queries: mask=Full() if it has none, or ulysses_degree=None"
+                f"ulysses_degree ({degree}) must divide the number of ranks ({group.size()})"
             )
+        self._hybrid[group.group_name] = split_group(group, degree)
+        return group
+
+    def _axes(self, group: ProcessGroup) -> Axes:
+        return self._hybrid.get(group.group_name) or plain_axes(group, self.ulysses_degree)
 
     def _mask_position(self, module: nn.Module) -> int | None:
         """Return the position of the mask among the parameters, after checking that it fits."""
@@ -348,34 +316,3 @@ def _check_output(output: Any, q: Tensor, dims: Dims) -> None:
             f"output of the core attention ({shape}) must have the sequence ({seq_len}) at "
             f"seq_dim ({dims.seq}) and the heads ({heads}) at head_dim ({dims.head})"
         )
-
-
-def _check_dropout(module: Attention) -> None:
-    if module.dropout:
-        raise ValueError(
-            f"dropout ({module.dropout}) must be 0 in {ALL_GATHER}: use ulysses_degree=None"
-        )
-
-
-def _check_used(arguments: Sequence[Any]) -> None:
-    """Raise if an `Attention` has not handed its call to the mask that it was given."""
-    for mask in arguments:
-        if isinstance(mask, GatheredMask) and not mask.used:
-            raise ValueError(
-                f"the core attention must pass its attn_mask to masked_attention in {ALL_GATHER}; "
-                f"it computed something else from its part of the sequence"
-            )
-
-
-def _rows(mask: Tensor, spread: Spread) -> Tensor:
-    """Return the rows of a mask of the whole sequence that belong to this rank's queries."""
-    if mask.size(-2) == 1:
-        return mask
-    return torch.cat([mask[..., run.start : run.stop, :] for run in spread.mine], -2)
-
-
-def _unavailable(mode: str, degree: int) -> str:
-    return (
-        f"the {mode} mode (ulysses_degree={degree}) is not available in this version: leave "
-        f"ulysses_degree None for Ulysses over all ranks, or pass 1 for all-gather K/V"
-    )

@@ -53,12 +53,6 @@ def check_local(q: Tensor, k: Tensor, v: Tensor, *, dims: Dims, num_ranks: int) 
         raise ValueError(f"head size of k ({k.size(-1)}) must equal that of q ({q.size(-1)})")
 
 
-def check_four_dims(q: Tensor, *, mode: str) -> None:
-    """Raise `ValueError` unless there are batch, sequence, heads and head size."""
-    if q.ndim != 4:
-        raise ValueError(f"q ({tuple(q.shape)}) must have 4 dims in {mode}")
-
-
 def _check_heads(num_heads: int, num_kv_heads: int, num_v_heads: int, num_ranks: int) -> None:
     if num_kv_heads != num_v_heads:
         raise ValueError(f"heads of k ({num_kv_heads}) must equal heads of v ({num_v_heads})")

@@ -1,0 +1,115 @@
+"""The mask of a call in the form that the core attention takes, after checking that it fits.
+
+Shape symbols: S whole sequence, t queries that the core attention gets (S, but for the modes that
+gather keys).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hp_context.all_gather import GatheredMask, Spread
+from hp_context.kernels import Attention
+from hp_context.masks import Mask, block_tensor, mask_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CoreMask:
+    """What a call knows about its mask.
+
+    Attributes:
+        name: Parameter of the core attention that takes the mask, for messages.
+        mode: Name of the mode of `ContextParallel`, for messages.
+        seq_len: S.
+        spread: Which queries each rank has; None in the Ulysses mode, where each has all.
+    """
+
+    name: str
+    mode: str
+    seq_len: int
+    spread: Spread | None
+
+    def of_attention(self, module: Attention, given: Any, q: Tensor) -> Mask | None:
+        """Return the mask for an `Attention`: a description.
+
+        Raises:
+            TypeError: `given` is no description.
+            ValueError: It does not fit the sequence, or the mode the module.
+        """
+        if given is not None and not isinstance(given, Mask):
+            raise TypeError(f"{self.name} ({type(given).__name__}) must be a Mask")
+        mask = module.mask if given is None else given
+        mask.check(self.seq_len)
+        if self.spread is None:
+            return given
+        check_dropout(module, self.mode)
+        if q.ndim != 4:
+            raise ValueError(f"q ({tuple(q.shape)}) must have 4 dims in {self.mode}")
+        return GatheredMask(mask, self.spread, self.mode)
+
+    def of_other(self, given: Any, device: torch.device) -> Tensor | None:
+        """Return the mask for any other module: a tensor [..., t, S].
+
+        Raises:
+            TypeError: `given` is neither a description nor a tensor.
+            ValueError: It does not fit the sequence.
+        """
+        if given is None:
+            return None
+        if isinstance(given, Tensor):
+            return self._rows(given)
+        if not isinstance(given, Mask):
+            raise TypeError(f"{self.name} ({type(given).__name__}) must be a tensor or a Mask")
+        if self.spread is None:
+            return mask_tensor(given, self.seq_len, device=device)
+        given.check(self.seq_len)
+        rows = [block_tensor(given, run, self.spread.whole, device=device) for run in self._mine()]
+        return torch.cat(rows)
+
+    def _rows(self, mask: Tensor) -> Tensor:
+        """Return the rows of a mask of the whole sequence that belong to these queries."""
+        seq_len = self.seq_len
+        if mask.size(-1) != seq_len or mask.size(-2) not in (1, seq_len):
+            raise ValueError(
+                f"{self.name} ({tuple(mask.shape)}) must cover the whole sequence ({seq_len} "
+                f"queries, {seq_len} keys), or be a hp_context.Mask"
+            )
+        if self.spread is None or mask.size(-2) == 1:
+            return mask
+        return torch.cat([mask[..., run.start : run.stop, :] for run in self._mine()], -2)
+
+    def _mine(self) -> tuple[range, ...]:
+        return () if self.spread is None else self.spread.mine
+
+
+def check_dropout(module: Attention, mode: str) -> None:
+    """Raise `ValueError` if an `Attention` has dropout, which only the Ulysses mode allows."""
+    if module.dropout:
+        raise ValueError(f"dropout ({module.dropout}) must be 0 in {mode}: use ulysses_degree=None")
+
+
+def check_core(module: nn.Module, mask: Mask | None, *, takes: bool, name: str, mode: str) -> None:
+    """Raise `ValueError` unless the mask of a core attention that sees some queries is known."""
+    kind = type(module).__name__
+    if isinstance(module, Attention):
+        check_dropout(module, mode)
+        if not takes:
+            raise ValueError(
+                f"mask_kwarg_name ({name}) must name a parameter of {kind}.forward in {mode}"
+            )
+    elif mask is None:
+        raise ValueError(
+            f"mask (None) must be given for {kind} in {mode}, where it sees a part of the "
+            f"queries: mask=Full() if it has none, or ulysses_degree=None"
+        )
+
+
+def check_used(mask: Any) -> None:
+    """Raise `ValueError` if an `Attention` has not handed its call to the mask it was given."""
+    if isinstance(mask, GatheredMask) and not mask.used:
+        raise ValueError(
+            f"the core attention must pass its attn_mask to masked_attention in {mask.mode}; "
+            f"it computed something else from its part of the sequence"
+        )

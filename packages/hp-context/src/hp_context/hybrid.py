@@ -1,0 +1,106 @@
+"""The two axes of the ranks that share a sequence: heads are shared inside, keys gathered outside.
+
+With N ranks and degree d, ranks i*d ... (i+1)*d - 1 exchange heads (Ulysses), so that each has the
+positions of all d of them with H/d heads. Ranks of the same place in these rows then hold the
+whole sequence between them and gather keys and values of those heads. Adjacent ranks are the
+inner ones because their links are usually the faster ones. Also known as USP (Fang and Zhao 2024,
+arXiv:2405.07719), there with a ring outside.
+
+Shape symbols: N ranks, d degree, H query heads.
+"""
+
+from dataclasses import dataclass
+from itertools import chain
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from hp_context.layout import SequenceLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """The groups that one rank exchanges with.
+
+    Attributes:
+        inner: Ranks that share heads, by Ulysses; None if there is no other.
+        outer: Ranks that gather keys and values; None if there is no other.
+    """
+
+    inner: ProcessGroup | None
+    outer: ProcessGroup | None
+
+    @property
+    def degree(self) -> int:
+        """Ranks that share heads."""
+        return 1 if self.inner is None else self.inner.size()
+
+    @property
+    def mode(self) -> str:
+        """The name of the mode, for messages."""
+        if self.outer is None:
+            return "the Ulysses mode"
+        if self.inner is None:
+            return "the all-gather K/V mode (ulysses_degree=1)"
+        return f"the hybrid mode (ulysses_degree={self.degree})"
+
+    def runs(self, layout: SequenceLayout, seq_len: int) -> tuple[tuple[range, ...], ...]:
+        """Return the positions of each rank of `outer` after the inner exchange, as runs."""
+        num_rows = 1 if self.outer is None else self.outer.size()
+        by_rank = layout.runs(seq_len, num_rows * self.degree)
+        starts = range(0, len(by_rank), self.degree)
+        return tuple(tuple(chain.from_iterable(by_rank[i : i + self.degree])) for i in starts)
+
+
+def plain_axes(group: ProcessGroup, degree: int | None) -> Axes:
+    """Return the axes where one of them has all ranks: Ulysses, or all-gather K/V for degree 1."""
+    if group.size() == 1:
+        return Axes(None, None)
+    return Axes(None, group) if degree == 1 else Axes(group, None)
+
+
+def split_group(group: ProcessGroup, degree: int) -> Axes:
+    """Make groups for both axes; every rank of `group` calls.
+
+    Raises:
+        ValueError: There is no default process group to make them in.
+    """
+    if not dist.is_initialized():
+        raise ValueError(
+            f"the hybrid mode (ulysses_degree={degree}) makes groups of its own and needs the "
+            f"default process group: call init_process_group first"
+        )
+    ranks, mine = dist.get_process_group_ranks(group), group.rank()
+    row = ranks[mine - mine % degree :][:degree]
+    # All inner groups come before any outer one, on every rank: none waits for another in a circle.
+    inner, outer = (_new_group(members, group) for members in (row, ranks[mine % degree :: degree]))
+    return Axes(inner, outer)
+
+
+def axes_of_mesh(mesh: DeviceMesh, degree: int) -> tuple[ProcessGroup, Axes]:
+    """Return a group of all ranks of a mesh (outer, inner), and its axes; every rank of it calls.
+
+    Raises:
+        ValueError: The mesh has other than two axes, no names, or another inner size than `degree`.
+    """
+    if mesh.ndim != 2 or mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"mesh ({mesh.mesh_dim_names}, {mesh.ndim} axes) must have one named axis, or two: "
+            f"the outer one gathers keys, the inner one shares heads"
+        )
+    if mesh.size(1) != degree:
+        raise ValueError(
+            f"ulysses_degree ({degree}) must equal the size of the inner axis "
+            f"{mesh.mesh_dim_names[1]} ({mesh.size(1)})"
+        )
+    outer, inner = mesh.get_group(0), mesh.get_group(1)
+    whole = _new_group(mesh.mesh.flatten().tolist(), outer)
+    return whole, Axes(*(axis if axis.size() > 1 else None for axis in (inner, outer)))
+
+
+def _new_group(ranks: list[int], like: ProcessGroup) -> ProcessGroup:
+    group: ProcessGroup = dist.new_group(
+        sorted(ranks), backend=dist.get_backend(like), use_local_synchronization=True
+    )
+    return group
