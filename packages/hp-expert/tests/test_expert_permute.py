@@ -106,6 +106,12 @@ def test_dropped_slots_come_last_and_are_left_out() -> None:
     assert whole.first(2) is whole
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int64])
+def test_dropped_slots_come_after_those_of_every_expert(dtype: torch.dtype) -> None:
+    experts = torch.tensor([[127, -1], [-1, 127], [3, 127]], dtype=dtype)
+    assert sort_by_expert(experts).order.tolist() == [4, 0, 3, 5, 1, 2]
+
+
 @pytest.mark.parametrize("make", [with_gaps, with_padding])
 def test_gathers_with_gaps_are_right_in_both_directions(make: Callable[[], Permutation]) -> None:
     permutation = make()

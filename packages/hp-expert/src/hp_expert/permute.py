@@ -52,8 +52,9 @@ def sort_by_expert(experts_TK: Tensor) -> Permutation:
     Args:
         experts_TK: Expert of each slot, any integer dtype [T, K].
     """
-    last = torch.iinfo(experts_TK.dtype).max
-    return sort_slots(experts_TK.where(experts_TK >= 0, last))
+    # The largest number of int8 may be an expert's.
+    keys_TK = experts_TK.to(torch.promote_types(experts_TK.dtype, torch.int16))
+    return sort_slots(keys_TK.where(keys_TK >= 0, torch.iinfo(keys_TK.dtype).max))
 
 
 def sort_slots(keys_TK: Tensor) -> Permutation:
