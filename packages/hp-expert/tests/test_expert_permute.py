@@ -65,6 +65,15 @@ def test_sums_of_bf16_rows_are_rounded_once() -> None:
     assert torch.equal(sum_slots(rows, permutation), exact.float().bfloat16())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weighted_sums_of_infinite_rows_are_infinite(dtype: torch.dtype) -> None:
+    permutation = sort_by_expert(torch.tensor([[1, 0], [0, 1]]))
+    rows, weights = torch.ones(4, 3, dtype=dtype), torch.full((2, 2), 0.5, dtype=dtype)
+    rows[permutation.inverse[0, 1]] = math.inf
+    expected = torch.tensor([[math.inf] * 3, [1.0] * 3], dtype=dtype)
+    assert torch.equal(sum_slots(rows, permutation, weights), expected)
+
+
 def test_reruns_have_the_same_bits() -> None:
     torch.manual_seed(0)
     experts = torch.randint(0, 3, (500, 4))
