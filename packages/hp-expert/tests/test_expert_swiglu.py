@@ -246,6 +246,19 @@ def test_wide_master_weights_serve_narrow_rows() -> None:
     assert worst(actual, results(lambda: plain(exact, experts), exact)) <= 2e-2
 
 
+@pytest.mark.parametrize("backend", [loop, Grouped()], ids=["loop", "grouped"])
+def test_weights_that_fp16_does_not_hold_count_in_all_gradients(backend: Backend) -> None:
+    inputs, experts = leaves(8, 2, torch.float32), choices(8, 2)
+    small = [leaf.detach().half().requires_grad_() for leaf in inputs]
+    small[1] = (1e-7 * inputs[1].detach()).requires_grad_()
+    exact = [leaf.detach().double().requires_grad_() for leaf in small]
+    # As large as a loss that is scaled makes them.
+    upstream = torch.linspace(-1e3, 1e3, TOKENS * DIM).view(TOKENS, DIM)
+    actual = torch.autograd.grad(applied(small, experts, backend), small, upstream.half())
+    expected = torch.autograd.grad(plain(exact, experts), exact, upstream.double())
+    assert worst(list(actual), list(expected)) <= 2e-2
+
+
 def test_autocast_computes_in_its_dtype_and_leaves_fp64_alone() -> None:
     experts = choices(8, 2)
     for dtype, expected in ((torch.float32, torch.bfloat16), (torch.float64, torch.float64)):

@@ -73,8 +73,9 @@ def backward(
         one_R1 = dy_RD.new_ones(dy_RD.shape[0], 1)
         scale_R1 = one_R1
         if scale_P is not None and grad_scale is not None:
-            # A product of two dtypes takes three times as long.
-            scale_R1 = scale_P[positions, None].to(rows.dtype)
+            scale_R1 = scale_P[positions, None]
+            if rows.dtype != torch.float16:  # small weights are out of its range
+                scale_R1 = scale_R1.to(rows.dtype)  # a product of two dtypes takes thrice as long
             torch.add(
                 _dot(dh_RH, h_RH, scale_P.dtype),
                 _dot_bias(dy_RD, experts.output_bias, run, scale_P.dtype),
