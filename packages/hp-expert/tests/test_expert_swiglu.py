@@ -296,6 +296,10 @@ def test_rows_must_fit_the_weights() -> None:
     batch = batch_of(x, weights, experts, 4)
     with pytest.raises(ValueError, match=r"len\(counts\) \(4\) must equal .* \(3\)"):
         routed_swiglu(batch, w1[:3], w3[:3], w2[:3])
+    assert batch.counts is not None
+    for counts in (batch.counts[:3], (*batch.counts[:3], 0)):
+        with pytest.raises(ValueError, match=r"must be one for each of 4 local experts, 13 in all"):
+            routed_swiglu(batch._replace(counts=counts), w1, w3, w2)
 
 
 def test_the_module_takes_sorted_rows_with_their_counts() -> None:

@@ -262,3 +262,9 @@ def _require_fit(batch: ExpertBatch, experts: ExpertWeights) -> None:
     num_counts = batch.num_tokens_per_expert.shape[0]
     if num_counts != L:
         raise ValueError(f"len(counts) ({num_counts}) must equal the number of local experts ({L})")
+    counts, P = batch.counts, batch.order.numel()
+    if counts is not None and (len(counts), sum(counts)) != (L, P):
+        raise ValueError(
+            f"counts ({len(counts)} of them, {sum(counts)} in all) must be one for each of {L} "
+            f"local experts, {P} in all"
+        )
