@@ -124,6 +124,8 @@ def experts_inside(efsdp: int) -> set[int]:
     placements: list[Any] = [
         p.placements[0] for p in experts.parameters() if isinstance(p, DTensor)
     ]
+    assert experts.num_local_experts == 4  # it has them all in forward
+    assert "(here 0..3)" in repr(experts)
     return {placement.dim for placement in placements}
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch import Dispatcher, LocalDispatcher
 from hp_expert.experts.grouped import Grouped, GroupedProducts
-from hp_expert.experts.placement import local_part
 from hp_expert.experts.swiglu import autocast, routed_swiglu_by
 from hp_expert.experts.types import ExpertWeights, Projections
 from hp_platform import outside_graph
@@ -81,8 +80,11 @@ class GroupedExperts(nn.Module):
 
     @property
     def num_local_experts(self) -> int:
-        """Experts of this module: `first_expert` and those after it."""
-        return local_part(self.w1).shape[0]
+        """Experts of this module: `first_expert` and those after it.
+
+        FSDP2 may keep a part of them only, outside of forward.
+        """
+        return self.num_experts if self.ranks is None else self.num_experts // self.ranks.ep_size
 
     def reset_parameters(self) -> None:
         """Draw each expert's weights and biases as `torch.nn.Linear` does."""
