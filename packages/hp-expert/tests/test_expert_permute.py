@@ -152,6 +152,18 @@ def test_rows_of_no_slot_leak_nothing(dtype: torch.dtype, num_choices: int) -> N
     assert torch.allclose(y[1], rows[1:-1].to(wide).sum(0).to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sums_may_be_changed_in_place(dtype: torch.dtype) -> None:
+    permutation = with_gaps()
+    rows = torch.randn(5, 3).to(dtype).requires_grad_()
+    weights = torch.rand(4, 2, requires_grad=True)
+    for scale in (None, weights):
+        y = sum_slots(rows, permutation, scale)
+        doubled = 2 * y.detach()
+        assert torch.equal(y.mul_(2), doubled)
+        y.sum().backward()
+
+
 def test_without_rows_every_sum_is_zero() -> None:
     nowhere = sort_by_expert(torch.full((3, 2), -1)).first(0)
     rows = torch.empty(0, 4, requires_grad=True)

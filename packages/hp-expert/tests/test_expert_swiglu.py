@@ -157,6 +157,13 @@ def test_slots_that_are_not_listed_count_nothing(backend: Backend) -> None:
     assert not actual[2][away].any()
 
 
+def test_outputs_may_be_changed_in_place() -> None:
+    inputs, experts = leaves(8, 2, torch.float64), choices(8, 2)
+    experts[::3, 0] = -1
+    expected = results(lambda: 2 * plain(inputs, experts), inputs)
+    assert worst(results(lambda: applied(inputs, experts).mul_(2), inputs), expected) <= 1e-12
+
+
 def test_without_routing_weights_all_count_one() -> None:
     inputs, experts = leaves(8, 2, torch.float64), choices(8, 2)
     x, _, w1, w3, w2 = inputs

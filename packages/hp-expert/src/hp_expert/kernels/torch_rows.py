@@ -106,4 +106,5 @@ def _sum_listed(rows_RD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None) 
         weight_S = weight_S.scatter_(0, place_S, weights_TK.reshape(-1))[:-1]
     ends = F.pad(ends_S.view(T, K)[:, -1], (1, 0))
     bags = F.embedding_bag(listed_S, rows_RD, ends, mode="sum", per_sample_weights=weight_S)
-    return bags[:-1]
+    # Not a view: autograd forbids to change one that a Function returns.
+    return bags.resize_(T, rows_RD.shape[1])
