@@ -152,6 +152,15 @@ def test_rows_of_no_slot_leak_nothing(dtype: torch.dtype, num_choices: int) -> N
     assert torch.allclose(y[1], rows[1:-1].to(wide).sum(0).to(dtype))
 
 
+def test_a_second_derivative_of_weighted_sums_is_refused() -> None:
+    permutation = sort_by_expert(torch.tensor([[3, 0], [1, 3]]))
+    rows, weights = torch.randn(4, 3, requires_grad=True), torch.rand(2, 2, requires_grad=True)
+    y = sum_slots(rows, permutation, weights).sum()
+    (gradient,) = torch.autograd.grad(y, rows, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (gradient.square().sum() + y).backward()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_sums_may_be_changed_in_place(dtype: torch.dtype) -> None:
     permutation = with_gaps()

@@ -286,11 +286,12 @@ def test_an_expanded_gradient_is_taken() -> None:
 
 def test_a_second_derivative_is_refused() -> None:
     inputs, experts = leaves(4, 1, torch.float64), choices(4, 1)
-    (gradient,) = torch.autograd.grad(
-        applied(inputs, experts).square().sum(), inputs[0], create_graph=True
-    )
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+    y = applied(inputs, experts)
+    for loss in (y.square().sum(), y.sum()):
+        for leaf in inputs:
+            (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
+            with pytest.raises(RuntimeError, match="once_differentiable"):
+                (gradient.sum() + loss).backward()
 
 
 def test_rows_must_fit_the_weights() -> None:

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hp_expert.kernels import kernels_for
+from hp_expert.once import differentiable_once
 from hp_platform import wait_tensor
 
 
@@ -159,8 +159,8 @@ class _SumWeightedSlots(torch.autograd.Function):
         return gather_and_sum(rows, permutation.inverse, partial=partial, weights=weights)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, weights = ctx.saved_tensors
         slot_R, holes = _slot_at(ctx.permutation), ctx.permutation.padded
         kernels = kernels_for(rows)

@@ -18,7 +18,6 @@ from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch.counts import read_host
@@ -27,6 +26,7 @@ from hp_expert.experts.grouped import Grouped
 from hp_expert.experts.placement import local_part
 from hp_expert.experts.types import Backend, ExpertWeights, Projections, WeightGradients
 from hp_expert.experts.weight_gradient import WeightGradient
+from hp_expert.once import differentiable_once
 from hp_platform import wait_tensor
 
 T = TypeVar("T")
@@ -152,7 +152,7 @@ class _RoutedSwiGLU(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         num_parameters = len(ctx.parameters)
         rows, slot_weights, order, *saved = ctx.saved_tensors
