@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from hp_expert import (
     AllToAllDispatcher,
+    BoundedAllToAllDispatcher,
+    Dispatcher,
     ExpertParallel,
     GroupedExperts,
     LocalDispatcher,
@@ -73,6 +76,27 @@ def test_rows_arrive_at_their_experts_and_return_to_their_tokens() -> None:
         assert torch.allclose(y, x * (experts + 1).sum(1, keepdim=True), rtol=1e-14)
 
     run_in_threads(rank_main, world_size=2)
+
+
+@pytest.mark.parametrize("kind", ["local", "plain", "deduplicated", "bounded"])
+def test_tokens_and_choices_of_one_rank_may_have_other_strides(kind: str) -> None:
+    def rank_main(group: dist.ProcessGroup) -> None:
+        dispatchers: dict[str, Dispatcher[Any]] = {
+            "local": LocalDispatcher(EXPERTS),
+            "plain": AllToAllDispatcher(group, EXPERTS, deduplicate=False),
+            "deduplicated": AllToAllDispatcher(group, EXPERTS, deduplicate=True),
+            "bounded": BoundedAllToAllDispatcher(group, EXPERTS, 9 * 2, "cpu"),
+        }
+        dispatcher, rank = dispatchers[kind], group.rank()
+        given, found = [tokens(rank).detach(), choices(rank), torch.rand(9, 2)], []
+        for _ in range(2):
+            sent, state = dispatcher.launch_dispatch(*dispatcher.prepare(*given))
+            batch = dispatcher.finish_dispatch(sent, state)
+            found.append((batch.rows, batch.order, batch.weights))
+            given = [t.t().contiguous().t() for t in given] if rank == 0 else given
+        assert all(a is not None and torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+    run_in_threads(rank_main, world_size=1 if kind == "local" else 2, timeout=10)
 
 
 @pytest.mark.parametrize("deduplicate", [False, True])

@@ -28,6 +28,7 @@ class SlotCounts(NamedTuple):
 
 def count_slots(experts_TK: Tensor, num_experts: int) -> SlotCounts:
     """Count the slots of each expert, those of none, and those of experts that do not exist."""
+    experts_TK = experts_TK.contiguous()  # or what is made of it would have its strides
     exists = (experts_TK >= 0) & (experts_TK < num_experts)
     bucket_TK = experts_TK.to(torch.int64).where(exists, num_experts + 1)
     bucket_TK = bucket_TK.masked_fill_(experts_TK == -1, num_experts)
