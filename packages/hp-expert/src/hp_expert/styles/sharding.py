@@ -45,8 +45,19 @@ def keep_part(experts: GroupedExperts, ranks: ExpertRanks) -> None:
     experts.adds_output_bias = ranks.tp_rank == 0
 
 
+def shared_parameters(found: list[GroupedExperts]) -> list[list[tuple[GroupedExperts, str]]]:
+    """List the places of each parameter that is in more than one of them."""
+    places: dict[nn.Parameter, list[tuple[GroupedExperts, str]]] = {}
+    for experts in found:
+        for name, parameter in experts.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(parameter, []).append((experts, name))
+    return [those for those in places.values() if len(those) > 1]
+
+
 def require_divisible(experts: GroupedExperts, ranks: ExpertRanks) -> None:
     """Refuse experts that cannot be cut into equal parts, which torch would pad silently.
+
+    Parameters of a subclass are refused as well: nobody knows how to cut them.
 
     Raises:
         ValueError: If it is so.
@@ -56,8 +67,6 @@ def require_divisible(experts: GroupedExperts, ranks: ExpertRanks) -> None:
             f"num_experts ({experts.num_experts}) must be divisible by the size of the expert "
             f"group ({ranks.ep_size})"
         )
-    if ranks.tp is None:
-        return
     for name, parameter in experts.named_parameters(recurse=False):
         if name not in HIDDEN_DIMS:
             raise ValueError(f"parameter ({name}) must be one of {tuple(HIDDEN_DIMS)} to be cut")
