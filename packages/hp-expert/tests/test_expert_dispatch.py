@@ -19,6 +19,7 @@ from hp_expert import (
     GroupedExperts,
     LocalDispatcher,
 )
+from hp_expert.dispatch.agreement import Header, raise_together
 from hp_platform import PeerError, is_waited, new_group
 from hp_platform.testing import run_distributed, run_in_threads
 
@@ -272,6 +273,22 @@ def test_sorted_rows_travel_by_their_counts() -> None:
         assert torch.allclose(actual, expected, rtol=1e-12)
 
     run_in_threads(rank_main, world_size=4)
+
+
+def unheard(num_slices: int) -> int:
+    """Where no message can be sent, as between GPUs; the last slice of the last rank is wrong."""
+    group = new_group([[0, 1], [2, 3]], name="ep")
+    assert group is not None
+    verdicts = [[0, 0]] * (2 * num_slices - 1) + [[-1, 0]]
+    groups = [group] * (1 if num_slices == 1 else 2)
+    with pytest.raises(PeerError, match="has wrong input") as caught:
+        raise_together(None, Header(0), verdicts, groups=groups, device=torch.device("meta"))
+    return caught.value.rank
+
+
+def test_a_rank_with_wrong_input_is_named_by_its_place_among_all() -> None:
+    for num_slices in (1, 2):
+        assert run_distributed(unheard, num_slices, world_size=4) == [1, 1, 3, 3]
 
 
 def absent_rank() -> float:

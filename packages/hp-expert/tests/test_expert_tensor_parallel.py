@@ -296,7 +296,25 @@ def wrong_on_one_rank(style: str) -> str:
 def test_wrong_input_of_one_rank_is_an_error_on_all(style: str) -> None:
     messages = run_distributed(wrong_on_one_rank, style, world_size=4, timeout=20)
     assert "experts must be in [0, num_experts (8))" in messages[1]
-    assert all(m.startswith("PeerError: rank") for m in (messages[0], messages[2]))
+    # Rank 2 shares no group with rank 1, and hears of it from one that does.
+    others = (messages[0], messages[2])
+    assert all(m.startswith("PeerError: rank") and "experts must be in" in m for m in others)
+
+
+def of_other_dtypes() -> str:
+    ep, tp = groups(2)
+    moe = layer()
+    ExpertTensorParallel().apply(moe, (ep, tp))
+    rows = tokens(ep.rank()).detach().to(torch.float32 if dist.get_rank() == 2 else torch.float64)
+    with pytest.raises(ValueError, match="float32") as caught:
+        moe.experts.dispatcher.prepare(rows, torch.zeros(7, 1, dtype=torch.int64))
+    words = str(caught.value).split()
+    return f"{words[1]} {words[words.index('that') + 3]}"
+
+
+def test_ranks_that_differ_are_numbered_over_both_axes() -> None:
+    found = run_distributed(of_other_dtypes, world_size=4, timeout=20)
+    assert found == ["0: 2", "1: 2", "2: 0", "3: 2"]
 
 
 def other_numbers_of_tokens(style: str) -> None:

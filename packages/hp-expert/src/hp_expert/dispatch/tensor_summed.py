@@ -63,7 +63,7 @@ class TensorSummedDispatcher:
         if error is None and mine[_INVALID]:
             error = invalid_experts(mine[_INVALID], E)
         verdicts = [block[: _INVALID + 1] for block in heard]
-        raise_together(error, header, verdicts, group=self.group, device=x.device)
+        raise_together(error, header, verdicts, groups=[self.group], device=x.device)
         self._require_same(heard)
         assert permutation is not None
         assert counted is not None
