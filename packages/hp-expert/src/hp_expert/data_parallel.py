@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from hp_expert.experts import GroupedExperts
+from hp_expert.experts.placement import local_part
 from hp_platform import resolve_group
 
 
@@ -116,7 +117,8 @@ def _fsdp_placement(
     parameter: nn.Parameter, num_local_experts: int, *, num_shards: int
 ) -> Shard | None:
     """Cut along the experts, or inside them where there are fewer of them than shards."""
-    cuts_inside = num_local_experts < num_shards and parameter.shape[1] % num_shards == 0
+    width = local_part(parameter).shape[1]  # of which ranks of tensor parallelism have a part
+    cuts_inside = num_local_experts < num_shards and width % num_shards == 0
     return Shard(1) if cuts_inside else None
 
 
@@ -139,5 +141,4 @@ def _divides_twice(mesh: DeviceMesh, dtype: torch.dtype, options: dict[str, Any]
 def _gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    gradient = parameter.grad
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return local_part(parameter.grad)
