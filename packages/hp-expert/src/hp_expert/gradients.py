@@ -27,20 +27,23 @@ Groups = tuple[ProcessGroup, ...]
 def shard_groups(module: nn.Module) -> dict[Tensor, Groups]:
     """Groups over which plain expert parameters are cut, for the experts of a module.
 
-    What a style spread over a mesh is not listed: a `DTensor` knows by itself.
+    What a style made a `DTensor` on a mesh is not listed: it knows by itself.
     """
     found: dict[Tensor, Groups] = {}
     for experts in module.modules():
-        ranks = experts.ranks if isinstance(experts, GroupedExperts) else None
-        if ranks is None or ranks.mesh is not None:
+        if not isinstance(experts, GroupedExperts) or experts.ranks is None:
             continue
-        axes = {"tp": ranks.tp, "ep": ranks.ep}
+        ranks = experts.ranks
         for name, parameter in experts.named_parameters(recurse=False):
-            found[parameter] = tuple(
-                group
-                for axis, group in axes.items()
-                if group is not None and shard_dim(name, axis) is not None
-            )
+            if ranks.mesh is not None and isinstance(parameter, DTensor):
+                continue
+            groups = []
+            if ranks.tp is not None and shard_dim(name, "tp") is not None:
+                groups.append(ranks.tp)
+            # A style of one's own may leave all experts on every rank.
+            if ranks.ep is not None and parameter.shape[0] < experts.num_experts:
+                groups.append(ranks.ep)
+            found[parameter] = tuple(groups)
     return found
 
 
