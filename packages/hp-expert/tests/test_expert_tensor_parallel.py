@@ -8,20 +8,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from hp_expert import (
     AllToAllDispatcher,
+    DispatchState,
     ExpertTensorParallel,
     GroupedExperts,
     MoE,
+    Permutation,
+    SlicedState,
     TensorParallel,
     TensorSlicedDispatcher,
     TopKRouter,
 )
 from hp_expert.testing import host_reads
 from hp_platform import PeerError, is_waited, new_group
-from hp_platform.testing import run_distributed, watch_operators
+from hp_platform.testing import run_distributed, run_in_threads, watch_operators
 
 EXPERTS, CHOICES, DIM, HIDDEN, EP = 8, 3, 6, 8, 2
 
@@ -271,6 +275,23 @@ def unwaited() -> list[bool]:
 
 def test_nobody_waits_inside_a_launch_for_what_it_launched() -> None:
     assert run_distributed(unwaited, world_size=4) == [[False] * 4] * 4
+
+
+def test_what_returns_under_autocast_is_as_narrow_as_what_was_computed() -> None:
+    """On CUDA, where it widens sums; a tensor that has no memory is enough to see it."""
+
+    def rank_main(group: dist.ProcessGroup) -> torch.dtype:
+        torch.set_autocast_enabled("cuda", True)  # in this thread
+        with FakeTensorMode():
+            dispatcher = TensorSlicedDispatcher(AllToAllDispatcher(group, EXPERTS), group)
+            none = torch.empty(0, dtype=torch.int64, device="cuda")
+            rows = Permutation(none, none, none)
+            mine = DispatchState(rows, None, None, (), none, input_splits=(4,), output_splits=(4,))
+            state = SlicedState(mine, (4,), (4,), (), none)
+            y = torch.empty(4, DIM, dtype=torch.bfloat16, device="cuda")
+            return dispatcher.launch_combine(y, state).dtype
+
+    assert run_in_threads(rank_main, world_size=1) == [torch.bfloat16]
 
 
 def wrong_on_one_rank(style: str) -> str:
