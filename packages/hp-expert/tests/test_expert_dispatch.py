@@ -100,6 +100,29 @@ def test_tokens_and_choices_of_one_rank_may_have_other_strides(kind: str) -> Non
     run_in_threads(rank_main, world_size=1 if kind == "local" else 2, timeout=10)
 
 
+@pytest.mark.parametrize("kind", ["plain", "bounded"])
+def test_new_tensors_are_made_where_the_tokens_are_or_on_the_host(kind: str) -> None:
+    """Whatever `torch.set_default_device` says; what is made on the meta device has no values."""
+
+    def rank_main(group: dist.ProcessGroup) -> None:
+        dispatcher: Dispatcher[Any] = AllToAllDispatcher(group, EXPERTS, deduplicate=False)
+        if kind == "bounded":
+            dispatcher = BoundedAllToAllDispatcher(group, EXPERTS, 18, "cpu", control=group)
+        x, experts = tokens(group.rank()), choices(group.rank())
+        with torch.device("meta"):
+            sent, state = dispatcher.launch_dispatch(*dispatcher.prepare(x, experts))
+            rows = dispatcher.finish_dispatch(sent, state).rows
+            y = dispatcher.finish_combine(dispatcher.launch_combine(rows, state), state)
+            y.sum().backward()
+            with pytest.raises((ValueError, PeerError), match="must equal rows"):
+                dispatcher.prepare(x[: 9 - group.rank()], experts)
+        assert torch.equal(y, 2 * x)  # two choices, and experts that return what they get
+        assert x.grad is not None
+        assert (x.grad == 2).all()
+
+    run_in_threads(rank_main, world_size=2, timeout=10)
+
+
 @pytest.mark.parametrize("deduplicate", [False, True])
 def test_launches_return_unwaited_in_both_directions(deduplicate: bool) -> None:
     def rank_main(group: dist.ProcessGroup) -> list[bool]:

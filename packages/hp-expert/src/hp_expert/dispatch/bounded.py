@@ -223,8 +223,8 @@ class BoundedAllToAllDispatcher:
 
     def _agree(self, error: Exception | None, header: Header, control: ProcessGroup) -> None:
         agree(error, group=control, where="the exchange of rows between experts")
-        mine = torch.tensor([[header.code, self.rows_per_pair]]).expand(control.size(), -1)
-        codes, rows = all_to_all(mine, group=control).t().tolist()
+        mine = torch.tensor([[header.code, self.rows_per_pair]], device="cpu")
+        codes, rows = all_to_all(mine.expand(control.size(), -1), group=control).t().tolist()
         raise_if_different(header, codes, rank=control.rank())
         if min(rows) != max(rows):
             raise ValueError(f"rows_per_pair ({rows}) must be the same on all ranks")

@@ -81,7 +81,7 @@ def read_exchange(
     with use_stream(stream):
         heard = exchange.wait()
         both = torch.stack([told[..., :num_columns], heard[..., :num_columns]])
-        on_host = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
+        on_host = torch.empty(both.shape, dtype=both.dtype, device="cpu", pin_memory=True)
         on_host.copy_(both, non_blocking=True)
         done.record(stream)
     done.wait()
