@@ -277,6 +277,26 @@ def test_nobody_waits_inside_a_launch_for_what_it_launched() -> None:
     assert run_distributed(unwaited, world_size=4) == [[False] * 4] * 4
 
 
+def changed_in_place(style: str) -> None:
+    ep, tp = groups(2)
+    moe, x, same = layer(), tokens(ep.rank()), tokens(ep.rank())
+    if style == "tp":
+        TensorParallel().apply(moe, tp)
+    else:
+        ExpertTensorParallel().apply(moe, (ep, tp))
+    y, _ = moe(x)
+    expected, _ = layer()(same)
+    (y.mul_(2).square().sum() + (2 * expected).square().sum()).backward()
+    assert x.grad is not None
+    assert same.grad is not None
+    assert torch.allclose(x.grad, same.grad, rtol=1e-11)
+
+
+@pytest.mark.parametrize("style", ["tp", "ep and tp"])
+def test_outputs_may_be_changed_in_place(style: str) -> None:
+    run_distributed(changed_in_place, style, world_size=4)
+
+
 def test_what_returns_under_autocast_is_as_narrow_as_what_was_computed() -> None:
     """On CUDA, where it widens sums; a tensor that has no memory is enough to see it."""
 

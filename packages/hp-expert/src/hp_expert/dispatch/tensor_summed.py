@@ -142,7 +142,10 @@ class _SumOutputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, group: ProcessGroup) -> Tensor:
         del ctx
-        return _sum_over([y], group)[0]
+        # No view of anything, or autograd would not let the caller change it in place.
+        total = wait_tensor(y).clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
 
     @staticmethod
     @once_differentiable
