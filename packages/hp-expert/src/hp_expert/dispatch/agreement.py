@@ -76,11 +76,6 @@ class Header:
         """Say that the input is wrong."""
         return cls(_FAILED)
 
-    @property
-    def ok(self) -> bool:
-        """Whether the input is right."""
-        return self.code >= 0
-
     def __str__(self) -> str:
         """Describe it in words."""
         values, width = [], self.code
