@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from hp_expert.experts import GroupedExperts
+from hp_expert.hugging_face.modules import DispatchedExperts
 from hp_expert.styles.sharding import shard_dim
 
 Groups = tuple[ProcessGroup, ...]
@@ -31,9 +32,13 @@ def shard_groups(module: nn.Module) -> dict[Tensor, Groups]:
     """
     found: dict[Tensor, Groups] = {}
     for experts in module.modules():
-        if not isinstance(experts, GroupedExperts) or experts.ranks is None:
+        if not isinstance(experts, (GroupedExperts, DispatchedExperts)) or experts.ranks is None:
             continue
         ranks = experts.ranks
+        if isinstance(experts, GroupedExperts):
+            total = experts.num_experts
+        else:
+            total = experts.total_experts
         for name, parameter in experts.named_parameters(recurse=False):
             if ranks.mesh is not None and isinstance(parameter, DTensor):
                 continue
@@ -41,7 +46,7 @@ def shard_groups(module: nn.Module) -> dict[Tensor, Groups]:
             if ranks.tp is not None and shard_dim(name, "tp") is not None:
                 groups.append(ranks.tp)
             # A style of one's own may leave all experts on every rank.
-            if ranks.ep is not None and parameter.shape[0] < experts.num_experts:
+            if ranks.ep is not None and parameter.shape[0] < total:
                 groups.append(ranks.ep)
             found[parameter] = tuple(groups)
     return found
