@@ -17,6 +17,7 @@ from hp_expert.hugging_face.modules import (
     change_class,
     experts_forward,
 )
+from hp_expert.styles.ranks import ExpertRanks
 from hp_platform import resolve_group
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -65,6 +66,7 @@ def apply_to_transformers(
         assert isinstance(experts, DispatchedExperts)
         experts.dispatcher = its_dispatcher
         experts.first_expert, experts.total_experts = first, total
+        experts.ranks = None if group is None else ExpertRanks(group, mesh=mesh, axes=("ep",))
     for path in found:
         parent, _, name = path.rpartition(".")
         if path:
