@@ -31,6 +31,7 @@ from hp_expert import (
     save_routing,
     to_hf,
 )
+from hp_platform import PeerError
 from hp_platform.testing import RankError, compare, run_distributed, run_in_threads
 
 transformers = pytest.importorskip("transformers")
@@ -514,6 +515,29 @@ def test_a_second_application_is_refused() -> None:
     def rank_main(group: dist.ProcessGroup) -> None:
         model = apply_to_transformers(build("mixtral"), group)
         with pytest.raises(ValueError, match="must be spread over ranks once"):
+            apply_to_transformers(model, group)
+
+    run_in_threads(rank_main, world_size=2)
+
+
+def test_a_model_that_one_rank_refuses_is_spread_on_none() -> None:
+    def rank_main(group: dist.ProcessGroup) -> None:
+        model = build("mixtral")
+        if group.rank() == 1:
+            apply_to_transformers(model)
+        kinds = [type(m) for m in model.modules()]
+        expected = ValueError if group.rank() == 1 else PeerError
+        with pytest.raises(expected, match="must be spread over ranks once"):
+            apply_to_transformers(model, group)
+        assert [type(m) for m in model.modules()] == kinds
+
+    run_in_threads(rank_main, world_size=2)
+
+
+def test_other_experts_on_one_rank_are_an_error_on_all() -> None:
+    def rank_main(group: dist.ProcessGroup) -> None:
+        model = build("mixtral", intermediate_size=24 + 8 * group.rank())
+        with pytest.raises(ValueError, match="must equal those of rank"):
             apply_to_transformers(model, group)
 
     run_in_threads(rank_main, world_size=2)

@@ -3,6 +3,7 @@
 Shape symbols: E experts, D width, H hidden width.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -81,7 +82,7 @@ def require_divisible(experts: GroupedExperts, ranks: ExpertRanks) -> None:
             )
 
 
-def agree_on(found: list[GroupedExperts], error: Exception | None, ranks: ExpertRanks) -> None:
+def agree_on(found: Sequence[nn.Module], error: Exception | None, ranks: ExpertRanks) -> None:
     """Go on together, with the same experts on all ranks, or raise on all of them.
 
     Args:
@@ -134,7 +135,7 @@ class _Said(NamedTuple):
         ep_rank: Its place among those with other experts.
         tp_rank: Its place among those with other parts of the hidden dim.
         column: Global ranks of those with other experts; the same for all of them.
-        experts: Of each module: how many, and shape and dtype of each parameter.
+        experts: Of each module: shape and dtype of each parameter.
         error: Why it cannot go on.
     """
 
@@ -142,19 +143,18 @@ class _Said(NamedTuple):
     ep_rank: int
     tp_rank: int
     column: list[int]
-    experts: list[tuple[int, dict[str, tuple[int | torch.dtype, ...]]]]
+    experts: list[dict[str, tuple[int | torch.dtype, ...]]]
     error: str
 
 
-def _say(found: list[GroupedExperts], error: Exception | None, ranks: ExpertRanks) -> _Said:
+def _say(found: Sequence[nn.Module], error: Exception | None, ranks: ExpertRanks) -> _Said:
     return _Said(
         rank=next((dist.get_process_group_ranks(g)[g.rank()] for g in ranks.groups()), 0),
         ep_rank=ranks.ep_rank,
         tp_rank=ranks.tp_rank,
         column=[] if ranks.ep is None else dist.get_process_group_ranks(ranks.ep),
         experts=[
-            (e.num_experts, {n: (*p.shape, p.dtype) for n, p in e.named_parameters(recurse=False)})
-            for e in found
+            {n: (*p.shape, p.dtype) for n, p in e.named_parameters(recurse=False)} for e in found
         ],
         error="" if error is None else f"{type(error).__name__}: {error}",
     )
