@@ -146,15 +146,21 @@ class ContextParallel:
         if mask is not None:
             values[mask_slot] = mask
         if group.size() > 1:
-            index = kv_head_index(q.size(self.dims.head), k.size(self.dims.head), group.size())
-            for slot, x, heads in zip(slots, (q, k, v), (None, index, index), strict=True):
-                values[slot] = seq_to_head(
-                    x, group=group, seq_dim=self.dims.seq, head_dim=self.dims.head, head_index=heads
-                )
+            values |= zip(slots, self._exchange(q, k, v, group), strict=True)
         return (
             tuple(values[i] for i in range(len(args))),
             {name: value for name, value in values.items() if isinstance(name, str)},
         )
+
+    def _exchange(self, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> list[Tensor]:
+        """Return q, k, v of the whole sequence with this rank's heads."""
+        index = kv_head_index(q.size(self.dims.head), k.size(self.dims.head), group.size())
+        return [
+            seq_to_head(
+                x, group=group, seq_dim=self.dims.seq, head_dim=self.dims.head, head_index=heads
+            )
+            for x, heads in ((q, None), (k, index), (v, index))
+        ]
 
     def _exchange_output(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, group: ProcessGroup
