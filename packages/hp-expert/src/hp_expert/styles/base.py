@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch import Dispatcher
 from hp_expert.experts import GroupedExperts
+from hp_expert.experts.placement import local_part
 from hp_expert.styles.ranks import ExpertMesh, ExpertRanks
 from hp_expert.styles.sharding import agree_on, shared_parameters
 
@@ -55,6 +56,7 @@ class BaseExpertParallel(ParallelStyle, ABC):
         shared = shared_parameters(found)
         for experts, dispatcher in zip(found, dispatchers, strict=True):
             self.partition(experts, ranks)
+            experts.num_local_experts = local_part(experts.w1).shape[0]
             experts.ranks = ranks
             experts.dispatcher = dispatcher
         for (first, name), *others in shared:
