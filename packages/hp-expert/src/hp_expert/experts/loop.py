@@ -154,7 +154,11 @@ def _dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply rows with rows, and add up in `dtype`."""
     if a.dtype == torch.float16:  # products may be out of its range
         a, b = a.to(dtype), b.to(dtype)
-    return (a * b).sum(1, dtype=dtype)
+    total_R = a.new_empty(a.shape[0], dtype=dtype)
+    # Few enough rows at a time that products are in the cache when they are summed.
+    for a_n, b_n, total_n in zip(a.split(128), b.split(128), total_R.split(128), strict=True):
+        torch.sum(a_n * b_n, 1, dtype=dtype, out=total_n)
+    return total_R
 
 
 def _dot_bias(
