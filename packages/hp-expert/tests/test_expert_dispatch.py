@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,13 @@ from torch import Tensor
 
 from hp_expert import (
     AllToAllDispatcher,
+    BoundedAllToAllDispatcher,
+    Dispatcher,
     ExpertParallel,
     GroupedExperts,
     LocalDispatcher,
 )
+from hp_expert.dispatch.agreement import Header, raise_together
 from hp_platform import PeerError, is_waited, new_group
 from hp_platform.testing import run_distributed, run_in_threads
 
@@ -73,6 +77,50 @@ def test_rows_arrive_at_their_experts_and_return_to_their_tokens() -> None:
         assert torch.allclose(y, x * (experts + 1).sum(1, keepdim=True), rtol=1e-14)
 
     run_in_threads(rank_main, world_size=2)
+
+
+@pytest.mark.parametrize("kind", ["local", "plain", "deduplicated", "bounded"])
+def test_tokens_and_choices_of_one_rank_may_have_other_strides(kind: str) -> None:
+    def rank_main(group: dist.ProcessGroup) -> None:
+        dispatchers: dict[str, Dispatcher[Any]] = {
+            "local": LocalDispatcher(EXPERTS),
+            "plain": AllToAllDispatcher(group, EXPERTS, deduplicate=False),
+            "deduplicated": AllToAllDispatcher(group, EXPERTS, deduplicate=True),
+            "bounded": BoundedAllToAllDispatcher(group, EXPERTS, 9 * 2, "cpu"),
+        }
+        dispatcher, rank = dispatchers[kind], group.rank()
+        given, found = [tokens(rank).detach(), choices(rank), torch.rand(9, 2)], []
+        for _ in range(2):
+            sent, state = dispatcher.launch_dispatch(*dispatcher.prepare(*given))
+            batch = dispatcher.finish_dispatch(sent, state)
+            found.append((batch.rows, batch.order, batch.weights))
+            given = [t.t().contiguous().t() for t in given] if rank == 0 else given
+        assert all(a is not None and torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+    run_in_threads(rank_main, world_size=1 if kind == "local" else 2, timeout=10)
+
+
+@pytest.mark.parametrize("kind", ["plain", "bounded"])
+def test_new_tensors_are_made_where_the_tokens_are_or_on_the_host(kind: str) -> None:
+    """Whatever `torch.set_default_device` says; what is made on the meta device has no values."""
+
+    def rank_main(group: dist.ProcessGroup) -> None:
+        dispatcher: Dispatcher[Any] = AllToAllDispatcher(group, EXPERTS, deduplicate=False)
+        if kind == "bounded":
+            dispatcher = BoundedAllToAllDispatcher(group, EXPERTS, 18, "cpu", control=group)
+        x, experts = tokens(group.rank()), choices(group.rank())
+        with torch.device("meta"):
+            sent, state = dispatcher.launch_dispatch(*dispatcher.prepare(x, experts))
+            rows = dispatcher.finish_dispatch(sent, state).rows
+            y = dispatcher.finish_combine(dispatcher.launch_combine(rows, state), state)
+            y.sum().backward()
+            with pytest.raises((ValueError, PeerError), match="must equal rows"):
+                dispatcher.prepare(x[: 9 - group.rank()], experts)
+        assert torch.equal(y, 2 * x)  # two choices, and experts that return what they get
+        assert x.grad is not None
+        assert (x.grad == 2).all()
+
+    run_in_threads(rank_main, world_size=2, timeout=10)
 
 
 @pytest.mark.parametrize("deduplicate", [False, True])
@@ -248,6 +296,22 @@ def test_sorted_rows_travel_by_their_counts() -> None:
         assert torch.allclose(actual, expected, rtol=1e-12)
 
     run_in_threads(rank_main, world_size=4)
+
+
+def unheard(num_slices: int) -> int:
+    """Where no message can be sent, as between GPUs; the last slice of the last rank is wrong."""
+    group = new_group([[0, 1], [2, 3]], name="ep")
+    assert group is not None
+    verdicts = [[0, 0]] * (2 * num_slices - 1) + [[-1, 0]]
+    groups = [group] * (1 if num_slices == 1 else 2)
+    with pytest.raises(PeerError, match="has wrong input") as caught:
+        raise_together(None, Header(0), verdicts, groups=groups, device=torch.device("meta"))
+    return caught.value.rank
+
+
+def test_a_rank_with_wrong_input_is_named_by_its_place_among_all() -> None:
+    for num_slices in (1, 2):
+        assert run_distributed(unheard, num_slices, world_size=4) == [1, 1, 3, 3]
 
 
 def absent_rank() -> float:

@@ -124,12 +124,31 @@ def experts_inside(efsdp: int) -> set[int]:
     placements: list[Any] = [
         p.placements[0] for p in experts.parameters() if isinstance(p, DTensor)
     ]
+    assert experts.num_local_experts == 4  # it has them all in forward
+    assert "(here 0..3)" in repr(experts)
     return {placement.dim for placement in placements}
 
 
 def test_fsdp_cuts_inside_experts_where_there_are_too_few() -> None:
     assert run_distributed(experts_inside, 4, world_size=4) == [{0}] * 4
     assert run_distributed(experts_inside, 8, world_size=8) == [{1}] * 8
+
+
+def narrow_parts(num_shards: int) -> dict[str, int]:
+    """Where FSDP2 cuts two experts whose hidden dim, of which a rank has half, is four."""
+    mesh = init_device_mesh("cpu", (num_shards, 1, 2), mesh_dim_names=("efsdp", "ep", "tp"))
+    experts = GroupedExperts(2, DIM, 4, bias=True)
+    ExpertTensorParallel().apply(experts, mesh["ep", "tp"])
+    fully_shard_experts(experts, mesh["efsdp"], divide_gradients_by=1)
+    placements: dict[str, Any] = {
+        n: p.placements[0] for n, p in experts.named_parameters() if isinstance(p, DTensor)
+    }
+    return {name: placement.dim for name, placement in placements.items()}
+
+
+def test_fsdp_cuts_what_tensor_parallelism_leaves_of_an_expert() -> None:
+    found = run_distributed(narrow_parts, 4, world_size=8)
+    assert found == [{"w1": 0, "w2": 1, "w3": 0, "b1": 0, "b2": 1, "b3": 0}] * 8
 
 
 def under_ddp(summed: bool) -> list[str]:

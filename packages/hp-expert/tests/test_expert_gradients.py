@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from hp_expert import (
     ExpertParallel,
+    ExpertRanks,
     ExpertTensorParallel,
     GroupedExperts,
     TensorParallel,
@@ -125,6 +126,43 @@ def test_the_norm_over_ranks_is_that_of_one_process(layout: str) -> None:
         assert found == pytest.approx(expected, rel=1e-12)
         assert error < 1e-12
     assert all(found == results[0][0] for found, *_ in results)  # the same bits
+
+
+class Copies(ExpertParallel):
+    """Leaves all experts on every rank."""
+
+    def partition(self, experts: GroupedExperts, ranks: ExpertRanks) -> None:
+        del experts, ranks
+
+
+class PlainParts(ExpertParallel):
+    """Cuts w1 alone, into plain tensors whatever the ranks are."""
+
+    def partition(self, experts: GroupedExperts, ranks: ExpertRanks) -> None:
+        w1 = experts.w1.detach().chunk(ranks.ep_size)[ranks.ep_rank]
+        experts.w1 = nn.Parameter(w1.clone())
+
+
+def norms_of_own_styles() -> list[float]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    norms = []
+    for style in (Copies(), PlainParts()):
+        for ranks in (mesh, mesh.get_group()):
+            model = with_gradients()
+            gradient = model.experts.w1.grad
+            assert gradient is not None
+            style.apply(model, ranks)
+            if isinstance(style, PlainParts):
+                model.experts.w1.grad = gradient.chunk(2)[dist.get_rank()]
+            norms.append(float(grad_norm(model)))
+    return norms
+
+
+def test_styles_of_ones_own_may_cut_what_they_like() -> None:
+    gradients = [p.grad for p in with_gradients().parameters() if p.grad is not None]
+    expected = nn.utils.get_total_norm(gradients).item()
+    for found in run_distributed(norms_of_own_styles, world_size=2):
+        assert found == pytest.approx([expected] * 4, rel=1e-12)
 
 
 def torch_fails() -> None:

@@ -142,6 +142,16 @@ def test_rows_need_not_be_contiguous(triton_rows: ModuleType) -> None:
     assert torch.equal(triton_rows.gather_rows(expanded, p["token"], holes=False), expected)
 
 
+def test_gradients_of_transposed_rows_and_weights_are_right(triton_rows: ModuleType) -> None:
+    p = problem(torch.float32, 2, 16, holes=False)
+    x, rows, slot, weights = p["x"], p["rows"], p["slot"], p["weights"]
+    expected = torch_rows.sum_rows_backward(x, rows, slot, weights, holes=False)
+    rows, weights = (t.t().contiguous().t() for t in (rows, weights))
+    actual = triton_rows.sum_rows_backward(x, rows, slot, weights, holes=False)
+    for mine, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_permutations_use_the_kernels_and_their_gradients_are_right(
     triton_rows: ModuleType, monkeypatch: pytest.MonkeyPatch, *, weighted: bool

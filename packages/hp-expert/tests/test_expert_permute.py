@@ -65,6 +65,15 @@ def test_sums_of_bf16_rows_are_rounded_once() -> None:
     assert torch.equal(sum_slots(rows, permutation), exact.float().bfloat16())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weighted_sums_of_infinite_rows_are_infinite(dtype: torch.dtype) -> None:
+    permutation = sort_by_expert(torch.tensor([[1, 0], [0, 1]]))
+    rows, weights = torch.ones(4, 3, dtype=dtype), torch.full((2, 2), 0.5, dtype=dtype)
+    rows[permutation.inverse[0, 1]] = math.inf
+    expected = torch.tensor([[math.inf] * 3, [1.0] * 3], dtype=dtype)
+    assert torch.equal(sum_slots(rows, permutation, weights), expected)
+
+
 def test_reruns_have_the_same_bits() -> None:
     torch.manual_seed(0)
     experts = torch.randint(0, 3, (500, 4))
@@ -106,6 +115,12 @@ def test_dropped_slots_come_last_and_are_left_out() -> None:
     assert whole.first(2) is whole
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int64])
+def test_dropped_slots_come_after_those_of_every_expert(dtype: torch.dtype) -> None:
+    experts = torch.tensor([[127, -1], [-1, 127], [3, 127]], dtype=dtype)
+    assert sort_by_expert(experts).order.tolist() == [4, 0, 3, 5, 1, 2]
+
+
 @pytest.mark.parametrize("make", [with_gaps, with_padding])
 def test_gathers_with_gaps_are_right_in_both_directions(make: Callable[[], Permutation]) -> None:
     permutation = make()
@@ -135,6 +150,27 @@ def test_rows_of_no_slot_leak_nothing(dtype: torch.dtype, num_choices: int) -> N
     assert y.dtype == dtype
     assert not y[[0, 2]].any()
     assert torch.allclose(y[1], rows[1:-1].to(wide).sum(0).to(dtype))
+
+
+def test_a_second_derivative_of_weighted_sums_is_refused() -> None:
+    permutation = sort_by_expert(torch.tensor([[3, 0], [1, 3]]))
+    rows, weights = torch.randn(4, 3, requires_grad=True), torch.rand(2, 2, requires_grad=True)
+    y = sum_slots(rows, permutation, weights).sum()
+    (gradient,) = torch.autograd.grad(y, rows, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (gradient.square().sum() + y).backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sums_may_be_changed_in_place(dtype: torch.dtype) -> None:
+    permutation = with_gaps()
+    rows = torch.randn(5, 3).to(dtype).requires_grad_()
+    weights = torch.rand(4, 2, requires_grad=True)
+    for scale in (None, weights):
+        y = sum_slots(rows, permutation, scale)
+        doubled = 2 * y.detach()
+        assert torch.equal(y.mul_(2), doubled)
+        y.sum().backward()
 
 
 def test_without_rows_every_sum_is_zero() -> None:

@@ -20,6 +20,7 @@ from hp_expert import (
     GroupedExperts,
     LocalDispatcher,
     MoE,
+    TensorParallel,
     TopKRouter,
 )
 from hp_platform.testing import run_distributed, run_in_threads
@@ -106,6 +107,49 @@ def test_one_call_spreads_all_experts_of_a_model() -> None:
         assert all(p.shape[0] == 4 for n, p in model.named_parameters() if "experts" in n)
 
     run_in_threads(rank_main, world_size=2)
+
+
+def test_parameters_that_layers_share_stay_shared() -> None:
+    def tied() -> Model:
+        torch.manual_seed(0)
+        model = Model()
+        first, second = (part for part in model.modules() if isinstance(part, GroupedExperts))
+        first.w3 = first.w1
+        second.w1, second.w2 = first.w1, first.w2
+        return model
+
+    def gradients(model: Model, rank: int) -> list[Tensor]:
+        x = torch.randn(3, DIM, generator=torch.Generator().manual_seed(rank))
+        model(x).square().sum().backward()
+        experts = [p.grad for n, p in model.named_parameters() if "experts" in n]
+        return [gradient for gradient in experts if gradient is not None]
+
+    model, spread = tied(), [tied(), tied()]
+    expected = [gradients(model, rank) for rank in range(2)][-1]  # of both, they add up
+
+    def rank_main(group: dist.ProcessGroup) -> None:
+        ExpertParallel().apply(spread[group.rank()], group)
+        actual = gradients(spread[group.rank()], group.rank())
+        assert len(actual) == len(expected) == 3
+        for part, whole in zip(actual, expected, strict=True):
+            assert torch.allclose(part, whole.chunk(2)[group.rank()], rtol=1e-4, atol=1e-5)
+
+    run_in_threads(rank_main, world_size=2)
+
+
+@pytest.mark.parametrize("style", [ExpertParallel(), TensorParallel()])
+def test_parameters_that_nobody_knows_how_to_cut_are_refused_before_anything_changes(
+    style: BaseExpertParallel,
+) -> None:
+    def rank_main(group: dist.ProcessGroup) -> None:
+        experts = numbered()
+        experts.scales = nn.Parameter(torch.ones(EXPERTS, 1))
+        with pytest.raises(ValueError, match=r"parameter \(scales\) must be one of"):
+            style.apply(experts, group)
+        assert experts.w1.shape[0] == EXPERTS
+        assert experts.ranks is None
+
+    run_in_threads(rank_main, world_size=2, timeout=20)
 
 
 def test_a_group_of_one_exchanges_nothing() -> None:

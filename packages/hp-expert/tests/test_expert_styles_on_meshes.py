@@ -22,7 +22,7 @@ from hp_expert import (
     TensorParallel,
 )
 from hp_expert.styles.ranks import ExpertMesh
-from hp_platform import PeerError
+from hp_platform import PeerError, new_group
 from hp_platform.testing import run_distributed, run_in_threads
 
 EXPERTS, DIM, HIDDEN = 8, 4, 6
@@ -227,6 +227,46 @@ def test_ranks_with_other_experts_are_refused_on_every_rank() -> None:
         assert experts.ranks is None
 
     run_in_threads(rank_main, world_size=4, timeout=20)
+
+
+def test_ranks_with_experts_of_other_dtypes_are_refused_on_every_rank() -> None:
+    """Their rows would be refused, or computed in another precision, on some ranks only."""
+
+    def rank_main(group: dist.ProcessGroup) -> None:
+        experts = drawn().to(torch.float32 if group.rank() == 2 else torch.float64)
+        with pytest.raises(ValueError, match=r"experts \(.*float.*must equal those of rank"):
+            ExpertParallel().apply(experts, group)
+
+    run_in_threads(rank_main, world_size=4, timeout=20)
+
+
+def crossed() -> None:
+    """The first ep group has the first rank of one tp group and the last of the other."""
+    ep, tp = new_group([[0, 3], [1, 2]], name="ep"), new_group([[0, 1], [2, 3]], name="tp")
+    assert ep is not None
+    assert tp is not None
+    with pytest.raises(ValueError, match="rows and columns of one grid"):
+        ExpertTensorParallel().apply(drawn(), (ep, tp))
+
+
+def test_groups_that_cross_each_other_are_refused_on_every_rank() -> None:
+    run_distributed(crossed, world_size=4, timeout=20)
+
+
+def refused_by_the_last() -> int:
+    ep = new_group([[0, 2], [1, 3]], name="ep")
+    assert ep is not None
+    module = nn.ModuleList() if dist.get_rank() == 3 else drawn()
+    if dist.get_rank() % 2 == 0:
+        ExpertParallel().apply(module, ep)
+        return 3
+    with pytest.raises((ValueError, PeerError), match="must contain GroupedExperts") as caught:
+        ExpertParallel().apply(module, ep)
+    return getattr(caught.value, "rank", 3)
+
+
+def test_the_rank_that_refuses_is_named_by_its_place_among_all() -> None:
+    assert run_distributed(refused_by_the_last, world_size=4, timeout=20) == [3, 3, 3, 3]
 
 
 def test_what_one_rank_refuses_no_rank_does() -> None:

@@ -157,6 +157,13 @@ def test_slots_that_are_not_listed_count_nothing(backend: Backend) -> None:
     assert not actual[2][away].any()
 
 
+def test_outputs_may_be_changed_in_place() -> None:
+    inputs, experts = leaves(8, 2, torch.float64), choices(8, 2)
+    experts[::3, 0] = -1
+    expected = results(lambda: 2 * plain(inputs, experts), inputs)
+    assert worst(results(lambda: applied(inputs, experts).mul_(2), inputs), expected) <= 1e-12
+
+
 def test_without_routing_weights_all_count_one() -> None:
     inputs, experts = leaves(8, 2, torch.float64), choices(8, 2)
     x, _, w1, w3, w2 = inputs
@@ -246,6 +253,19 @@ def test_wide_master_weights_serve_narrow_rows() -> None:
     assert worst(actual, results(lambda: plain(exact, experts), exact)) <= 2e-2
 
 
+@pytest.mark.parametrize("backend", [loop, Grouped()], ids=["loop", "grouped"])
+def test_weights_that_fp16_does_not_hold_count_in_all_gradients(backend: Backend) -> None:
+    inputs, experts = leaves(8, 2, torch.float32), choices(8, 2)
+    small = [leaf.detach().half().requires_grad_() for leaf in inputs]
+    small[1] = (1e-7 * inputs[1].detach()).requires_grad_()
+    exact = [leaf.detach().double().requires_grad_() for leaf in small]
+    # As large as a loss that is scaled makes them.
+    upstream = torch.linspace(-1e3, 1e3, TOKENS * DIM).view(TOKENS, DIM)
+    actual = torch.autograd.grad(applied(small, experts, backend), small, upstream.half())
+    expected = torch.autograd.grad(plain(exact, experts), exact, upstream.double())
+    assert worst(list(actual), list(expected)) <= 2e-2
+
+
 def test_autocast_computes_in_its_dtype_and_leaves_fp64_alone() -> None:
     experts = choices(8, 2)
     for dtype, expected in ((torch.float32, torch.bfloat16), (torch.float64, torch.float64)):
@@ -266,11 +286,12 @@ def test_an_expanded_gradient_is_taken() -> None:
 
 def test_a_second_derivative_is_refused() -> None:
     inputs, experts = leaves(4, 1, torch.float64), choices(4, 1)
-    (gradient,) = torch.autograd.grad(
-        applied(inputs, experts).square().sum(), inputs[0], create_graph=True
-    )
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+    y = applied(inputs, experts)
+    for loss in (y.square().sum(), y.sum()):
+        for leaf in inputs:
+            (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
+            with pytest.raises(RuntimeError, match="once_differentiable"):
+                (gradient.sum() + loss).backward()
 
 
 def test_rows_must_fit_the_weights() -> None:
@@ -283,6 +304,10 @@ def test_rows_must_fit_the_weights() -> None:
     batch = batch_of(x, weights, experts, 4)
     with pytest.raises(ValueError, match=r"len\(counts\) \(4\) must equal .* \(3\)"):
         routed_swiglu(batch, w1[:3], w3[:3], w2[:3])
+    assert batch.counts is not None
+    for counts in (batch.counts[:3], (*batch.counts[:3], 0)):
+        with pytest.raises(ValueError, match=r"must be one for each of 4 local experts, 13 in all"):
+            routed_swiglu(batch._replace(counts=counts), w1, w3, w2)
 
 
 def test_the_module_takes_sorted_rows_with_their_counts() -> None:

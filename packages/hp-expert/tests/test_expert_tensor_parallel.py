@@ -8,20 +8,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from hp_expert import (
     AllToAllDispatcher,
+    DispatchState,
     ExpertTensorParallel,
     GroupedExperts,
     MoE,
+    Permutation,
+    SlicedState,
     TensorParallel,
     TensorSlicedDispatcher,
     TopKRouter,
 )
 from hp_expert.testing import host_reads
 from hp_platform import PeerError, is_waited, new_group
-from hp_platform.testing import run_distributed, watch_operators
+from hp_platform.testing import run_distributed, run_in_threads, watch_operators
 
 EXPERTS, CHOICES, DIM, HIDDEN, EP = 8, 3, 6, 8, 2
 
@@ -273,6 +277,43 @@ def test_nobody_waits_inside_a_launch_for_what_it_launched() -> None:
     assert run_distributed(unwaited, world_size=4) == [[False] * 4] * 4
 
 
+def changed_in_place(style: str) -> None:
+    ep, tp = groups(2)
+    moe, x, same = layer(), tokens(ep.rank()), tokens(ep.rank())
+    if style == "tp":
+        TensorParallel().apply(moe, tp)
+    else:
+        ExpertTensorParallel().apply(moe, (ep, tp))
+    y, _ = moe(x)
+    expected, _ = layer()(same)
+    (y.mul_(2).square().sum() + (2 * expected).square().sum()).backward()
+    assert x.grad is not None
+    assert same.grad is not None
+    assert torch.allclose(x.grad, same.grad, rtol=1e-11)
+
+
+@pytest.mark.parametrize("style", ["tp", "ep and tp"])
+def test_outputs_may_be_changed_in_place(style: str) -> None:
+    run_distributed(changed_in_place, style, world_size=4)
+
+
+def test_what_returns_under_autocast_is_as_narrow_as_what_was_computed() -> None:
+    """On CUDA, where it widens sums; a tensor that has no memory is enough to see it."""
+
+    def rank_main(group: dist.ProcessGroup) -> torch.dtype:
+        torch.set_autocast_enabled("cuda", True)  # in this thread
+        with FakeTensorMode():
+            dispatcher = TensorSlicedDispatcher(AllToAllDispatcher(group, EXPERTS), group)
+            none = torch.empty(0, dtype=torch.int64, device="cuda")
+            rows = Permutation(none, none, none)
+            mine = DispatchState(rows, None, None, (), none, input_splits=(4,), output_splits=(4,))
+            state = SlicedState(mine, (4,), (4,), (), none)
+            y = torch.empty(4, DIM, dtype=torch.bfloat16, device="cuda")
+            return dispatcher.launch_combine(y, state).dtype
+
+    assert run_in_threads(rank_main, world_size=1) == [torch.bfloat16]
+
+
 def wrong_on_one_rank(style: str) -> str:
     ep, tp = groups(2)
     moe, rank = layer(), dist.get_rank()
@@ -296,7 +337,25 @@ def wrong_on_one_rank(style: str) -> str:
 def test_wrong_input_of_one_rank_is_an_error_on_all(style: str) -> None:
     messages = run_distributed(wrong_on_one_rank, style, world_size=4, timeout=20)
     assert "experts must be in [0, num_experts (8))" in messages[1]
-    assert all(m.startswith("PeerError: rank") for m in (messages[0], messages[2]))
+    # Rank 2 shares no group with rank 1, and hears of it from one that does.
+    others = (messages[0], messages[2])
+    assert all(m.startswith("PeerError: rank") and "experts must be in" in m for m in others)
+
+
+def of_other_dtypes() -> str:
+    ep, tp = groups(2)
+    moe = layer()
+    ExpertTensorParallel().apply(moe, (ep, tp))
+    rows = tokens(ep.rank()).detach().to(torch.float32 if dist.get_rank() == 2 else torch.float64)
+    with pytest.raises(ValueError, match="float32") as caught:
+        moe.experts.dispatcher.prepare(rows, torch.zeros(7, 1, dtype=torch.int64))
+    words = str(caught.value).split()
+    return f"{words[1]} {words[words.index('that') + 3]}"
+
+
+def test_ranks_that_differ_are_numbered_over_both_axes() -> None:
+    found = run_distributed(of_other_dtypes, world_size=4, timeout=20)
+    assert found == ["0: 2", "1: 2", "2: 0", "3: 2"]
 
 
 def other_numbers_of_tokens(style: str) -> None:

@@ -21,13 +21,17 @@ from torch.distributed.tensor import DTensor, Shard
 from hp_expert import (
     AllToAllDispatcher,
     apply_to_transformers,
+    clip_grad_norm_,
     expert_names,
+    expert_parameter_names,
     load_experts,
+    reduce_expert_gradients,
     register_with_transformers,
     save_experts,
     save_routing,
     to_hf,
 )
+from hp_platform import PeerError
 from hp_platform.testing import RankError, compare, run_distributed, run_in_threads
 
 transformers = pytest.importorskip("transformers")
@@ -212,6 +216,38 @@ def under_fsdp(name: str) -> Tensors:
     found = step(model, dist.get_rank())
     # FSDP2 averages over "dp".
     return {n: 2 * t.full_tensor() for n, t in found.items() if isinstance(t, DTensor)}
+
+
+def beside_data_parallelism(name: str) -> tuple[float, Tensors]:
+    """Experts on plain groups; the mean over the ranks' losses; norm and gradients."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    ep = mesh["ep"].get_group()
+    model = apply_to_transformers(build(name), ep)
+    names = expert_parameter_names(model)
+    assert {n for n, _ in model.named_parameters() if is_of_experts(n)} == set(names)
+    step(model, dist.get_rank())
+    reduce_expert_gradients(model, replicas=mesh["dp"], divide_by=4)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name not in names and parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= 4
+    norm = clip_grad_norm_(model, 0.01)
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return float(norm), {n: g for n, g in gradients.items() if ep.rank() or n in names}
+
+
+def test_gradients_beside_data_parallelism_are_averaged_measured_and_clipped() -> None:
+    model = build("mixtral")
+    for rank in range(4):
+        step(model, rank)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= 4
+    expected = float(nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+    wanted = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    found = run_distributed(beside_data_parallelism, "mixtral", world_size=4)
+    assert [norm for norm, _ in found] == pytest.approx([expected] * 4, rel=1e-12)
+    assert_same(together([gradients for _, gradients in found[:2]]), wanted)
 
 
 def test_fsdp_over_another_axis_has_the_same_gradients() -> None:
@@ -479,6 +515,29 @@ def test_a_second_application_is_refused() -> None:
     def rank_main(group: dist.ProcessGroup) -> None:
         model = apply_to_transformers(build("mixtral"), group)
         with pytest.raises(ValueError, match="must be spread over ranks once"):
+            apply_to_transformers(model, group)
+
+    run_in_threads(rank_main, world_size=2)
+
+
+def test_a_model_that_one_rank_refuses_is_spread_on_none() -> None:
+    def rank_main(group: dist.ProcessGroup) -> None:
+        model = build("mixtral")
+        if group.rank() == 1:
+            apply_to_transformers(model)
+        kinds = [type(m) for m in model.modules()]
+        expected = ValueError if group.rank() == 1 else PeerError
+        with pytest.raises(expected, match="must be spread over ranks once"):
+            apply_to_transformers(model, group)
+        assert [type(m) for m in model.modules()] == kinds
+
+    run_in_threads(rank_main, world_size=2)
+
+
+def test_other_experts_on_one_rank_are_an_error_on_all() -> None:
+    def rank_main(group: dist.ProcessGroup) -> None:
+        model = build("mixtral", intermediate_size=24 + 8 * group.rank())
+        with pytest.raises(ValueError, match="must equal those of rank"):
             apply_to_transformers(model, group)
 
     run_in_threads(rank_main, world_size=2)

@@ -11,7 +11,8 @@ tensor parallelism share tokens and count nowhere.
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from hp_expert.experts import GroupedExperts
+from hp_expert.experts.placement import local_part
+from hp_expert.hugging_face.modules import DispatchedExperts
 from hp_platform import resolve_group
+
+_EXPERTS: Final = (GroupedExperts, DispatchedExperts)
 
 
 def fully_shard_experts(
@@ -34,7 +39,8 @@ def fully_shard_experts(
     DTensors must be so on another axis of the same root mesh.
 
     Args:
-        module: `GroupedExperts`, or what contains some.
+        module: `GroupedExperts`, or what contains some, or a model that `apply_to_transformers`
+            has spread.
         mesh: The replicas: one axis, as of `init_device_mesh(..., ("efsdp", "ep"))["efsdp"]`.
         divide_gradients_by: 1 if the loss is divided by the tokens of all ranks; the number of
             data-parallel ranks, `efsdp * ep`, if it is a mean over those of this rank. See Note
@@ -47,18 +53,12 @@ def fully_shard_experts(
     Raises:
         ValueError: If the mesh has more than one axis.
     """
-    group = resolve_group(mesh)
+    group, place = resolve_group(mesh), partial(_fsdp_placement, num_shards=mesh.size())
     for experts in _experts_of(module):
-
-        def placement(
-            parameter: nn.Parameter, num_local: int = experts.num_local_experts
-        ) -> Shard | None:
-            return _fsdp_placement(parameter, num_local, num_shards=mesh.size())
-
-        factor = divide_gradients_by
-        if mesh.size() == 1 and _divides_twice(mesh, experts.w1.dtype, options):
+        factor, dtype = divide_gradients_by, next(experts.parameters(recurse=False)).dtype
+        if mesh.size() == 1 and _divides_twice(mesh, dtype, options):
             factor = math.sqrt(factor)
-        fully_shard(experts, mesh=mesh, **({"shard_placement_fn": placement} | options))
+        fully_shard(experts, mesh=mesh, **({"shard_placement_fn": place} | options))
         assert isinstance(experts, FSDPModule)
         experts.set_gradient_divide_factor(factor)
         # Gloo cannot scale while it sums. A sum over one rank is left out, and FSDP2 then divides
@@ -73,7 +73,7 @@ def expert_parameter_names(module: nn.Module) -> list[str]:
     return [
         f"{prefix}.{name}" if prefix else name
         for prefix, part in module.named_modules()
-        if isinstance(part, GroupedExperts)
+        if isinstance(part, _EXPERTS)
         for name, _ in part.named_parameters(recurse=False)
     ]
 
@@ -108,15 +108,14 @@ def reduce_expert_gradients(
             gradient.copy_(part.view_as(gradient))
 
 
-def _experts_of(module: nn.Module) -> Iterator[GroupedExperts]:
-    return (part for part in list(module.modules()) if isinstance(part, GroupedExperts))
+def _experts_of(module: nn.Module) -> Iterator[nn.Module]:
+    return (part for part in list(module.modules()) if isinstance(part, _EXPERTS))
 
 
-def _fsdp_placement(
-    parameter: nn.Parameter, num_local_experts: int, *, num_shards: int
-) -> Shard | None:
+def _fsdp_placement(parameter: nn.Parameter, *, num_shards: int) -> Shard | None:
     """Cut along the experts, or inside them where there are fewer of them than shards."""
-    cuts_inside = num_local_experts < num_shards and parameter.shape[1] % num_shards == 0
+    num_local_experts, width = local_part(parameter).shape[:2]
+    cuts_inside = num_local_experts < num_shards and width % num_shards == 0
     return Shard(1) if cuts_inside else None
 
 
@@ -139,5 +138,4 @@ def _divides_twice(mesh: DeviceMesh, dtype: torch.dtype, options: dict[str, Any]
 def _gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    gradient = parameter.grad
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return local_part(parameter.grad)

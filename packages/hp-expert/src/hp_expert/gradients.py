@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from hp_expert.experts import GroupedExperts
+from hp_expert.hugging_face.modules import DispatchedExperts
 from hp_expert.styles.sharding import shard_dim
 
 Groups = tuple[ProcessGroup, ...]
@@ -27,20 +28,27 @@ Groups = tuple[ProcessGroup, ...]
 def shard_groups(module: nn.Module) -> dict[Tensor, Groups]:
     """Groups over which plain expert parameters are cut, for the experts of a module.
 
-    What a style spread over a mesh is not listed: a `DTensor` knows by itself.
+    What a style made a `DTensor` on a mesh is not listed: it knows by itself.
     """
     found: dict[Tensor, Groups] = {}
     for experts in module.modules():
-        ranks = experts.ranks if isinstance(experts, GroupedExperts) else None
-        if ranks is None or ranks.mesh is not None:
+        if not isinstance(experts, (GroupedExperts, DispatchedExperts)) or experts.ranks is None:
             continue
-        axes = {"tp": ranks.tp, "ep": ranks.ep}
+        ranks = experts.ranks
+        if isinstance(experts, GroupedExperts):
+            total = experts.num_experts
+        else:
+            total = experts.total_experts
         for name, parameter in experts.named_parameters(recurse=False):
-            found[parameter] = tuple(
-                group
-                for axis, group in axes.items()
-                if group is not None and shard_dim(name, axis) is not None
-            )
+            if ranks.mesh is not None and isinstance(parameter, DTensor):
+                continue
+            groups = []
+            if ranks.tp is not None and shard_dim(name, "tp") is not None:
+                groups.append(ranks.tp)
+            # A style of one's own may leave all experts on every rank.
+            if ranks.ep is not None and parameter.shape[0] < total:
+                groups.append(ranks.ep)
+            found[parameter] = tuple(groups)
     return found
 
 

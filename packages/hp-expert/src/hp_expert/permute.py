@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hp_expert.kernels import kernels_for
+from hp_expert.once import differentiable_once
 from hp_platform import wait_tensor
 
 
@@ -52,8 +52,9 @@ def sort_by_expert(experts_TK: Tensor) -> Permutation:
     Args:
         experts_TK: Expert of each slot, any integer dtype [T, K].
     """
-    last = torch.iinfo(experts_TK.dtype).max
-    return sort_slots(experts_TK.where(experts_TK >= 0, last))
+    # The largest number of int8 may be an expert's.
+    keys_TK = experts_TK.to(torch.promote_types(experts_TK.dtype, torch.int16))
+    return sort_slots(keys_TK.where(keys_TK >= 0, torch.iinfo(keys_TK.dtype).max))
 
 
 def sort_slots(keys_TK: Tensor) -> Permutation:
@@ -158,8 +159,8 @@ class _SumWeightedSlots(torch.autograd.Function):
         return gather_and_sum(rows, permutation.inverse, partial=partial, weights=weights)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, weights = ctx.saved_tensors
         slot_R, holes = _slot_at(ctx.permutation), ctx.permutation.padded
         kernels = kernels_for(rows)

@@ -48,7 +48,7 @@ def agree(error: BaseException | None = None, *, group: ProcessGroup, where: str
     """
     text = b"" if error is None else _describe(error)
     try:
-        lengths = _all_gather(torch.tensor([len(text)]), group)
+        lengths = _all_gather(torch.tensor([len(text)], device="cpu"), group)
         messages = _messages(text, lengths, group) if any(lengths.tolist()) else {}
     except RuntimeError as lost:
         if error is not None:
@@ -100,8 +100,8 @@ def _all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def _messages(text: bytes, lengths: Tensor, group: ProcessGroup) -> dict[int, str]:
     """Exchange messages, padded to the longest; by global rank, failed ranks alone."""
-    padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
-    padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device="cpu")
+    padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
     gathered = _all_gather(padded, group)
     return {
         rank: bytes(row[:length].tolist()).decode(errors="replace")

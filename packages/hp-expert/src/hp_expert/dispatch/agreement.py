@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -75,11 +76,6 @@ class Header:
         """Say that the input is wrong."""
         return cls(_FAILED)
 
-    @property
-    def ok(self) -> bool:
-        """Whether the input is right."""
-        return self.code >= 0
-
     def __str__(self) -> str:
         """Describe it in words."""
         values, width = [], self.code
@@ -132,7 +128,7 @@ def raise_together(
     mine: Header,
     verdicts: Sequence[Sequence[int]],
     *,
-    group: ProcessGroup,
+    groups: Sequence[ProcessGroup],
     device: torch.device,
 ) -> None:
     """Return on all ranks or raise on all of them; see Note [All or none].
@@ -141,17 +137,36 @@ def raise_together(
         error: What is wrong on this rank.
         mine: What this rank told the others.
         verdicts: From each rank: code of its header, how many of its slots are invalid.
-        group: The ranks.
+        groups: The ranks: those of one group; or, of two, all in the second group with a rank of
+            the first, which follow each other.
         device: Where the exchange took place.
     """
     failed = [rank for rank, (code, bad) in enumerate(verdicts) if bad or code == _FAILED]
     if failed:
         if device.type == "cpu":
+            error = _heard_error(error, groups)
+        raise error or _unheard_error(failed[0] * groups[0].size() // len(verdicts), groups)
+    place = 0
+    for group in groups:
+        place = place * group.size() + group.rank()
+    raise_if_different(mine, [code for code, _ in verdicts], rank=place)
+
+
+def _heard_error(error: Exception | None, groups: Sequence[ProcessGroup]) -> Exception | None:
+    """What is wrong on this rank, or else what others say is on theirs, one group after another."""
+    for group in groups:
+        try:
             agree(error, group=group, where="the exchange of rows between experts")
-        if error is not None:
-            raise error
-        raise PeerError(f"rank {failed[0]} of the expert group has wrong input", rank=failed[0])
-    raise_if_different(mine, [code for code, _ in verdicts], rank=group.rank())
+        except (ValueError, PeerError) as heard:
+            error = heard
+    return error
+
+
+def _unheard_error(place: int, groups: Sequence[ProcessGroup]) -> PeerError:
+    """What is known of an error on a rank of the first group where no message can be sent."""
+    rank = dist.get_process_group_ranks(groups[0])[place]
+    where = f"rank {rank}" + (" or another one of its tp group" if len(groups) > 1 else "")
+    return PeerError(f"{where} has wrong input for its experts", rank=rank)
 
 
 def raise_if_different(mine: Header, codes: Sequence[int], *, rank: int) -> None:

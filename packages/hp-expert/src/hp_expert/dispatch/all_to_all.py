@@ -174,7 +174,8 @@ def prepare_slice(
     if error is None and mine.num_invalid:
         error = invalid_experts(mine.num_invalid, over.num_experts)
     verdicts = [v for of_rank in zip(*(h.verdicts for h in heard), strict=True) for v in of_rank]
-    raise_together(error, header, verdicts, group=over.group, device=x.device)
+    groups = [over.group] if slices is None else [over.group, slices]
+    raise_together(error, header, verdicts, groups=groups, device=x.device)
     assert ahead is not None  # or an error was raised
     # Slices meet again as one batch, so their rows have the same number of slots.
     most = max(h.most for h in heard)

@@ -13,7 +13,7 @@ experts, C rows per pair of ranks, N = W * C rows of a buffer, D width.
 
 import math
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -160,10 +160,7 @@ class BoundedAllToAllDispatcher:
         weights = state.weights
         if weights is not None:
             weights = all_to_all_lazy(weights, group=self.group)
-        state = BoundedState(
-            state.permutation, weights, state.order, state.num_tokens_per_expert, state.poison
-        )
-        return all_to_all_lazy(rows, group=self.group), state
+        return all_to_all_lazy(rows, group=self.group), replace(state, weights=weights)
 
     def finish_dispatch(self, rows: Tensor, state: BoundedState) -> ExpertBatch:
         """Wait for the rows."""
@@ -223,8 +220,8 @@ class BoundedAllToAllDispatcher:
 
     def _agree(self, error: Exception | None, header: Header, control: ProcessGroup) -> None:
         agree(error, group=control, where="the exchange of rows between experts")
-        mine = torch.tensor([[header.code, self.rows_per_pair]]).expand(control.size(), -1)
-        codes, rows = all_to_all(mine, group=control).t().tolist()
+        mine = torch.tensor([[header.code, self.rows_per_pair]], device="cpu")
+        codes, rows = all_to_all(mine.expand(control.size(), -1), group=control).t().tolist()
         raise_if_different(header, codes, rank=control.rank())
         if min(rows) != max(rows):
             raise ValueError(f"rows_per_pair ({rows}) must be the same on all ranks")

@@ -28,6 +28,7 @@ class SlotCounts(NamedTuple):
 
 def count_slots(experts_TK: Tensor, num_experts: int) -> SlotCounts:
     """Count the slots of each expert, those of none, and those of experts that do not exist."""
+    experts_TK = experts_TK.contiguous()  # or what is made of it would have its strides
     exists = (experts_TK >= 0) & (experts_TK < num_experts)
     bucket_TK = experts_TK.to(torch.int64).where(exists, num_experts + 1)
     bucket_TK = bucket_TK.masked_fill_(experts_TK == -1, num_experts)
@@ -80,7 +81,7 @@ def read_exchange(
     with use_stream(stream):
         heard = exchange.wait()
         both = torch.stack([told[..., :num_columns], heard[..., :num_columns]])
-        on_host = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
+        on_host = torch.empty(both.shape, dtype=both.dtype, device="cpu", pin_memory=True)
         on_host.copy_(both, non_blocking=True)
         done.record(stream)
     done.wait()

@@ -182,7 +182,7 @@ def _sum_and_scatter(x: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Te
     mine = sizes[group.rank()]
     parts = all_to_all_lazy(x, output_splits=[mine] * group.size(), input_splits=sizes, group=group)
     by_rank: Tensor = wait_tensor(parts).view(group.size(), mine, *x.shape[1:])
-    return by_rank.sum(0)
+    return by_rank.sum(0, dtype=x.dtype)  # autocast on CUDA would return fp32
 
 
 def _gather_now(x: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:

@@ -63,7 +63,7 @@ class TensorSummedDispatcher:
         if error is None and mine[_INVALID]:
             error = invalid_experts(mine[_INVALID], E)
         verdicts = [block[: _INVALID + 1] for block in heard]
-        raise_together(error, header, verdicts, group=self.group, device=x.device)
+        raise_together(error, header, verdicts, groups=[self.group], device=x.device)
         self._require_same(heard)
         assert permutation is not None
         assert counted is not None
@@ -142,7 +142,10 @@ class _SumOutputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, group: ProcessGroup) -> Tensor:
         del ctx
-        return _sum_over([y], group)[0]
+        # No view of anything, or autograd would not let the caller change it in place.
+        total = wait_tensor(y).clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
 
     @staticmethod
     @once_differentiable

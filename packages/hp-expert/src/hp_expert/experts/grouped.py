@@ -32,7 +32,9 @@ class GroupedProducts:
     `GroupedExperts.products` takes an object of such a class.
 
     Rows are in expert order; `ends` has the end of each expert's positions, int32 [L]. Rows after
-    the last end are padding, whose results nobody reads (Note [Padding]).
+    the last end are padding, whose results nobody reads (Note [Padding]). Gradients of biases are
+    sums, not of a lower precision, and left to torch: with biases, rows must be bf16, fp16 or fp32,
+    and widths a multiple of 16 bytes.
     """
 
     def forward(self, x_PK: Tensor, weight_LMK: Tensor, ends: Tensor) -> Tensor:

@@ -73,8 +73,9 @@ def backward(
         one_R1 = dy_RD.new_ones(dy_RD.shape[0], 1)
         scale_R1 = one_R1
         if scale_P is not None and grad_scale is not None:
-            # A product of two dtypes takes three times as long.
-            scale_R1 = scale_P[positions, None].to(rows.dtype)
+            scale_R1 = scale_P[positions, None]
+            if rows.dtype != torch.float16:  # small weights are out of its range
+                scale_R1 = scale_R1.to(rows.dtype)  # a product of two dtypes takes thrice as long
             torch.add(
                 _dot(dh_RH, h_RH, scale_P.dtype),
                 _dot_bias(dy_RD, experts.output_bias, run, scale_P.dtype),
@@ -153,7 +154,11 @@ def _dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply rows with rows, and add up in `dtype`."""
     if a.dtype == torch.float16:  # products may be out of its range
         a, b = a.to(dtype), b.to(dtype)
-    return (a * b).sum(1, dtype=dtype)
+    total_R = a.new_empty(a.shape[0], dtype=dtype)
+    # Few enough rows at a time that products are in the cache when they are summed.
+    for a_n, b_n, total_n in zip(a.split(128), b.split(128), total_R.split(128), strict=True):
+        torch.sum(a_n * b_n, 1, dtype=dtype, out=total_n)
+    return total_R
 
 
 def _dot_bias(

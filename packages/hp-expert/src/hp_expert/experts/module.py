@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch import Dispatcher, LocalDispatcher
 from hp_expert.experts.grouped import Grouped, GroupedProducts
-from hp_expert.experts.placement import local_part
 from hp_expert.experts.swiglu import autocast, routed_swiglu_by
 from hp_expert.experts.types import ExpertWeights, Projections
 from hp_platform import outside_graph
@@ -34,6 +33,8 @@ class GroupedExperts(nn.Module):
         b2: Biases of the down projections [num_local_experts, dim]; None without biases.
         b3: Biases of the up projections [num_local_experts, hidden]; None without biases.
         num_experts: Experts on all ranks.
+        num_local_experts: Experts of this module. FSDP2 may keep a part of them only, outside of
+            forward.
         first_expert: Global index of the first one here.
         ranks: The ranks that share the experts; None: nobody has spread them.
         adds_output_bias: Whether outputs contain b2; where the hidden dim is cut over ranks, and
@@ -65,7 +66,8 @@ class GroupedExperts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.num_experts, self.first_expert = num_experts, 0
+        self.num_experts = self.num_local_experts = num_experts
+        self.first_expert = 0
         self.adds_output_bias = True
         self.ranks: ExpertRanks | None = None
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden, dim, device=device, dtype=dtype))
@@ -78,11 +80,6 @@ class GroupedExperts(nn.Module):
         self.dispatcher: Dispatcher[Any] = LocalDispatcher(num_experts)
         self.products: GroupedProducts | None = None
         self.reset_parameters()
-
-    @property
-    def num_local_experts(self) -> int:
-        """Experts of this module: `first_expert` and those after it."""
-        return local_part(self.w1).shape[0]
 
     def reset_parameters(self) -> None:
         """Draw each expert's weights and biases as `torch.nn.Linear` does."""

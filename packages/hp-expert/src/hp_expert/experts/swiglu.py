@@ -18,7 +18,6 @@ from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch.counts import read_host
@@ -27,6 +26,7 @@ from hp_expert.experts.grouped import Grouped
 from hp_expert.experts.placement import local_part
 from hp_expert.experts.types import Backend, ExpertWeights, Projections, WeightGradients
 from hp_expert.experts.weight_gradient import WeightGradient
+from hp_expert.once import differentiable_once
 from hp_platform import wait_tensor
 
 T = TypeVar("T")
@@ -152,7 +152,7 @@ class _RoutedSwiGLU(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         num_parameters = len(ctx.parameters)
         rows, slot_weights, order, *saved = ctx.saved_tensors
@@ -262,3 +262,9 @@ def _require_fit(batch: ExpertBatch, experts: ExpertWeights) -> None:
     num_counts = batch.num_tokens_per_expert.shape[0]
     if num_counts != L:
         raise ValueError(f"len(counts) ({num_counts}) must equal the number of local experts ({L})")
+    counts, P = batch.counts, batch.order.numel()
+    if counts is not None and (len(counts), sum(counts)) != (L, P):
+        raise ValueError(
+            f"counts ({len(counts)} of them, {sum(counts)} in all) must be one for each of {L} "
+            f"local experts, {P} in all"
+        )

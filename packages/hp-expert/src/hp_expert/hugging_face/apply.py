@@ -17,6 +17,8 @@ from hp_expert.hugging_face.modules import (
     change_class,
     experts_forward,
 )
+from hp_expert.styles.ranks import ExpertRanks
+from hp_expert.styles.sharding import agree_on
 from hp_platform import resolve_group
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -50,12 +52,14 @@ def apply_to_transformers(
     Raises:
         ValueError: On every rank, before anything is changed: if the model has no experts, or
             some that cannot be computed here (the message says which and why), or whose number the
-            ranks cannot share equally, or it was applied before.
+            ranks cannot share equally, or it was applied before, or ranks have other experts.
+        hp_platform.PeerError: On the others, if it is so on one rank alone.
     """
-    found = _checked(model)
     group = None if mesh_or_group is None else resolve_group(mesh_or_group)
     mesh = mesh_or_group if isinstance(mesh_or_group, DeviceMesh) else None
-    dispatchers = [_make(dispatcher, group, num_experts_of(e)) for e in found.values()]
+    ranks = None if group is None else ExpertRanks(group, mesh=mesh, axes=("ep",))
+    found, dispatchers, error = _checked_and_made(model, dispatcher, group)
+    agree_on(list(found.values()), error, ranks or ExpertRanks())
     tied: dict[int, nn.Parameter] = {}  # what the same parameter became in another module
     for experts, its_dispatcher in zip(found.values(), dispatchers, strict=True):
         total, first = num_experts_of(experts), 0
@@ -65,6 +69,7 @@ def apply_to_transformers(
         assert isinstance(experts, DispatchedExperts)
         experts.dispatcher = its_dispatcher
         experts.first_expert, experts.total_experts = first, total
+        experts.ranks = ranks
     for path in found:
         parent, _, name = path.rpartition(".")
         if path:
@@ -87,6 +92,17 @@ def register_with_transformers(name: str = "hp_expert") -> None:
     except (ImportError, AttributeError):
         raise ImportError("needs transformers 5: pip install 'transformers>=5'") from None
     registry.register(name, experts_forward)
+
+
+def _checked_and_made(
+    model: nn.Module, dispatcher: MakeDispatcher, group: ProcessGroup | None
+) -> tuple[dict[str, nn.Module], list[Dispatcher[Any]], Exception | None]:
+    """All modules of experts and their dispatchers, or why there are none."""
+    try:
+        found = _checked(model)
+        return found, [_make(dispatcher, group, num_experts_of(e)) for e in found.values()], None
+    except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
+        return {}, [], error
 
 
 def _checked(model: nn.Module) -> dict[str, nn.Module]:

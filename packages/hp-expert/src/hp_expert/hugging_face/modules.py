@@ -23,6 +23,7 @@ from hp_expert.hugging_face.choice import (
 )
 from hp_expert.hugging_face.layout import BIASES, WEIGHTS, num_experts_of, refusal
 from hp_expert.routing.recompute import is_routing_saved
+from hp_expert.styles.ranks import ExpertRanks
 from hp_platform import PeerError, outside_graph
 
 
@@ -33,11 +34,13 @@ class DispatchedExperts(nn.Module):
         dispatcher: Brings rows to the experts' ranks and back.
         first_expert: Global index of the first one here.
         total_experts: Experts on all ranks.
+        ranks: The ranks that share the experts; None: all are here.
     """
 
     dispatcher: Dispatcher[Any]
     first_expert: int
     total_experts: int
+    ranks: ExpertRanks | None
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Apply the experts; the names are those of transformers.

@@ -20,21 +20,23 @@ def sum_rows(
     if weights_TK is None and inverse_TK.shape[1] == 1:
         return gather_rows(rows_RD, inverse_TK.view(-1), holes=holes)
     wide = torch.promote_types(rows_RD.dtype, torch.float32)
-    if weights_TK is not None:
-        weights_TK = weights_TK.to(wide)
-        weights_TK = weights_TK.where(inverse_TK >= 0, 0) if holes else weights_TK
     # What bags round to bf16 they round up at ties, which sums of two bf16 numbers often are.
     is_rounded_well = rows_RD.dtype == wide or (
         rows_RD.dtype == torch.bfloat16 and weights_TK is not None
     )
     if rows_RD.device.type == "cpu" and is_rounded_well:
         return _sum_by_bags(rows_RD, inverse_TK, weights_TK, holes=holes)
-    if weights_TK is None and inverse_TK.shape[1] == 2:
+    if weights_TK is not None:
+        weights_TK = weights_TK.to(wide)
+        weights_TK = weights_TK.where(inverse_TK >= 0, 0) if holes else weights_TK
+    elif inverse_TK.shape[1] == 2:
         # One addition is computed wide and rounded once, whatever the dtype.
         first_TD, second_TD = (
             gather_rows(rows_RD, position_T, holes=holes) for position_T in inverse_TK.unbind(1)
         )
         return first_TD.add_(second_TD)
+    elif rows_RD.device.type == "cpu":
+        return _sum_in_blocks(rows_RD, inverse_TK, holes=holes)
     total_TD = rows_RD.new_zeros(inverse_TK.shape[0], rows_RD.shape[1], dtype=wide)
     for choice, position_T in enumerate(inverse_TK.unbind(1)):
         row_TD = gather_rows(rows_RD, position_T, holes=holes)
@@ -61,6 +63,18 @@ def sum_rows_backward(
     return grad_rows_RD, grad_weights_S.view(weights_TK.shape)
 
 
+def _sum_in_blocks(rows_RD: Tensor, inverse_TK: Tensor, *, holes: bool) -> Tensor:
+    """Sum rows of few enough tokens at a time that they are in the cache when they are summed.
+
+    On CPU torch adds narrow numbers in fp32 and rounds once.
+    """
+    y_TD = rows_RD.new_empty(inverse_TK.shape[0], rows_RD.shape[1])
+    for y, inverse in zip(y_TD.split(128), inverse_TK.split(128), strict=True):
+        found = gather_rows(rows_RD, inverse.reshape(-1), holes=holes)
+        torch.sum(found.unflatten(0, inverse.shape), 1, out=y)
+    return y_TD
+
+
 def _gather_or_zero(x: Tensor, index: Tensor) -> Tensor:
     """Rows of `x`; zeros where the index is -1."""
     if x.shape[0] == 0:
@@ -74,14 +88,16 @@ def _sum_by_bags(
 ) -> Tensor:
     """Sum while gathering, without a tensor in between; in fp32 or wider, for bf16 as well.
 
-    Weights must be of the dtype of the rows. Two bf16 numbers have 16 bits of an fp32 one, so each
-    slot is listed once for the upper and once for the lower half of its weight.
+    Bags take weights of the dtype of the rows. Two bf16 numbers have 16 bits of a wider one, so a
+    slot is then listed once for the upper and once for the lower half of its weight.
     """
     if weights_TK is not None and weights_TK.dtype != rows_RD.dtype:
         upper_TK = weights_TK.to(rows_RD.dtype)
-        lower_TK = (weights_TK - upper_TK).to(rows_RD.dtype)
-        inverse_TK = torch.cat([inverse_TK, inverse_TK], 1)
-        weights_TK = torch.cat([upper_TK, lower_TK], 1)
+        if rows_RD.dtype == torch.bfloat16:
+            lower_TK = (weights_TK - upper_TK).to(rows_RD.dtype)
+            inverse_TK = torch.cat([inverse_TK, inverse_TK], 1)
+            upper_TK = torch.cat([upper_TK, lower_TK], 1)
+        weights_TK = upper_TK
     if holes:
         return _sum_listed(rows_RD, inverse_TK, weights_TK)
     return F.embedding_bag(inverse_TK, rows_RD, mode="sum", per_sample_weights=weights_TK)
@@ -104,4 +120,5 @@ def _sum_listed(rows_RD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None) 
         weight_S = weight_S.scatter_(0, place_S, weights_TK.reshape(-1))[:-1]
     ends = F.pad(ends_S.view(T, K)[:, -1], (1, 0))
     bags = F.embedding_bag(listed_S, rows_RD, ends, mode="sum", per_sample_weights=weight_S)
-    return bags[:-1]
+    # Not a view: autograd forbids to change one that a Function returns.
+    return bags.resize_(T, rows_RD.shape[1])

@@ -12,7 +12,7 @@ Note [One program per row]. A program moves one row, or BLOCK columns of one. Ev
 run of neighbouring words of 16 bytes (if D * b is a multiple of 16) wherever the permutation leads.
 An output has one writer and a sum one order, that of the choices: no atomics, and the same bits in
 every run. Products are not contracted into fused multiply-adds, so that sums have the bits of the
-torch path.
+torch path on CUDA.
 
 Offsets are 64 bits wide: R * D reaches 2 ** 31 at 262144 rows of 8192.
 
@@ -66,7 +66,9 @@ def sum_rows_backward(
     """Return the gradients of the rows [R, D] and the weights [T, K] of `sum_rows`."""
     del holes
     num_positions, width = rows_RD.shape
-    grad_rows_RD, grad_weights_TK = torch.empty_like(rows_RD), torch.zeros_like(weights_TK)
+    # Contiguous, which those of `empty_like` are not if the originals are not.
+    grad_rows_RD = rows_RD.new_empty(rows_RD.shape)
+    grad_weights_TK = weights_TK.new_zeros(weights_TK.shape)
     if grad_rows_RD.numel() > 0:
         options = _options(width) | {"K": weights_TK.shape[1], "WIDE": _wide(rows_RD)}
         grad, rows, slot, weights = (t.contiguous() for t in (grad_TD, rows_RD, slot_R, weights_TK))

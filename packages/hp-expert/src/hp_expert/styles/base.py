@@ -16,8 +16,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch import Dispatcher
 from hp_expert.experts import GroupedExperts
+from hp_expert.experts.placement import local_part
 from hp_expert.styles.ranks import ExpertMesh, ExpertRanks
-from hp_expert.styles.sharding import agree_on
+from hp_expert.styles.sharding import agree_on, shared_parameters
 
 
 class BaseExpertParallel(ParallelStyle, ABC):
@@ -33,6 +34,7 @@ class BaseExpertParallel(ParallelStyle, ABC):
 
         Parameters may be on any device, the meta device included. Every rank keeps its part of
         what it has: nothing is sent but a description of the experts, on which all ranks agree.
+        Layers that share a parameter share its part.
 
         Args:
             module: `GroupedExperts`, or a module that contains some, such as a `MoE`.
@@ -51,10 +53,15 @@ class BaseExpertParallel(ParallelStyle, ABC):
         found = [part for part in module.modules() if isinstance(part, GroupedExperts)]
         dispatchers, error = self._dispatchers(module, found, ranks)
         agree_on(found, error, ranks)
+        shared = shared_parameters(found)
         for experts, dispatcher in zip(found, dispatchers, strict=True):
             self.partition(experts, ranks)
+            experts.num_local_experts = local_part(experts.w1).shape[0]
             experts.ranks = ranks
             experts.dispatcher = dispatcher
+        for (first, name), *others in shared:
+            for experts, other in others:
+                setattr(experts, other, getattr(first, name))
         return module
 
     def _dispatchers(

@@ -3,6 +3,10 @@
 Shape symbols: E experts, D width, H hidden width.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -45,8 +49,19 @@ def keep_part(experts: GroupedExperts, ranks: ExpertRanks) -> None:
     experts.adds_output_bias = ranks.tp_rank == 0
 
 
+def shared_parameters(found: list[GroupedExperts]) -> list[list[tuple[GroupedExperts, str]]]:
+    """List the places of each parameter that is in more than one of them."""
+    places: dict[nn.Parameter, list[tuple[GroupedExperts, str]]] = {}
+    for experts in found:
+        for name, parameter in experts.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(parameter, []).append((experts, name))
+    return [those for those in places.values() if len(those) > 1]
+
+
 def require_divisible(experts: GroupedExperts, ranks: ExpertRanks) -> None:
     """Refuse experts that cannot be cut into equal parts, which torch would pad silently.
+
+    Parameters of a subclass are refused as well: nobody knows how to cut them.
 
     Raises:
         ValueError: If it is so.
@@ -56,8 +71,6 @@ def require_divisible(experts: GroupedExperts, ranks: ExpertRanks) -> None:
             f"num_experts ({experts.num_experts}) must be divisible by the size of the expert "
             f"group ({ranks.ep_size})"
         )
-    if ranks.tp is None:
-        return
     for name, parameter in experts.named_parameters(recurse=False):
         if name not in HIDDEN_DIMS:
             raise ValueError(f"parameter ({name}) must be one of {tuple(HIDDEN_DIMS)} to be cut")
@@ -69,7 +82,7 @@ def require_divisible(experts: GroupedExperts, ranks: ExpertRanks) -> None:
             )
 
 
-def agree_on(found: list[GroupedExperts], error: Exception | None, ranks: ExpertRanks) -> None:
+def agree_on(found: Sequence[nn.Module], error: Exception | None, ranks: ExpertRanks) -> None:
     """Go on together, with the same experts on all ranks, or raise on all of them.
 
     Args:
@@ -82,24 +95,25 @@ def agree_on(found: list[GroupedExperts], error: Exception | None, ranks: Expert
         hp_platform.PeerError: On the others then.
         ValueError: If ranks have other experts, or the groups are no two axes.
     """
-    said: list[object] = [(ranks.ep_rank, ranks.tp_rank, _describe(found), _text(error))]
+    said = [mine := _say(found, error, ranks)]
     for group in ranks.groups():
-        heard: list[list[object]] = [[]] * group.size()
+        heard: list[list[_Said]] = [[]] * group.size()
         dist.all_gather_object(heard, said, group=group)
         said = [entry for part in heard for entry in part]
     if error is not None:
         raise error
-    everyone: list[tuple[int, int, object, str]] = said  # type: ignore[assignment]
-    for place, (*_, text) in enumerate(everyone):
-        if text:
-            raise PeerError(f"rank {place} of the expert ranks cannot spread: {text}", rank=place)
-    expected = [(e, t) for e in range(ranks.ep_size) for t in range(ranks.tp_size)]
-    if [(e, t) for e, t, *_ in everyone] != expected:
+    for entry in said:
+        if entry.error:
+            text = f"rank {entry.rank} cannot spread experts: {entry.error}"
+            raise PeerError(text, rank=entry.rank)
+    expected = [(e, t, said[t].column) for e in range(ranks.ep_size) for t in range(ranks.tp_size)]
+    if [(entry.ep_rank, entry.tp_rank, entry.column) for entry in said] != expected:
         raise ValueError("the ep and tp groups must be the rows and columns of one grid of ranks")
-    mine = _describe(found)
-    for place, (*_, theirs, _) in enumerate(everyone):
-        if theirs != mine:
-            raise ValueError(f"experts ({mine}) must equal those of rank {place} ({theirs})")
+    for entry in said:
+        if entry.experts != mine.experts:
+            raise ValueError(
+                f"experts ({mine.experts}) must equal those of rank {entry.rank} ({entry.experts})"
+            )
 
 
 def _part(x: Tensor, dim: int | None, group: dist.ProcessGroup | None) -> Tensor:
@@ -113,12 +127,34 @@ def _placement(name: str, axis: str) -> Placement:
     return Replicate() if dim is None else Shard(dim)
 
 
-def _describe(found: list[GroupedExperts]) -> list[tuple[int, dict[str, tuple[int, ...]]]]:
-    return [
-        (e.num_experts, {n: tuple(p.shape) for n, p in e.named_parameters(recurse=False)})
-        for e in found
-    ]
+class _Said(NamedTuple):
+    """What a rank tells the others.
+
+    Attributes:
+        rank: Its global rank.
+        ep_rank: Its place among those with other experts.
+        tp_rank: Its place among those with other parts of the hidden dim.
+        column: Global ranks of those with other experts; the same for all of them.
+        experts: Of each module: shape and dtype of each parameter.
+        error: Why it cannot go on.
+    """
+
+    rank: int
+    ep_rank: int
+    tp_rank: int
+    column: list[int]
+    experts: list[dict[str, tuple[int | torch.dtype, ...]]]
+    error: str
 
 
-def _text(error: Exception | None) -> str:
-    return "" if error is None else f"{type(error).__name__}: {error}"
+def _say(found: Sequence[nn.Module], error: Exception | None, ranks: ExpertRanks) -> _Said:
+    return _Said(
+        rank=next((dist.get_process_group_ranks(g)[g.rank()] for g in ranks.groups()), 0),
+        ep_rank=ranks.ep_rank,
+        tp_rank=ranks.tp_rank,
+        column=[] if ranks.ep is None else dist.get_process_group_ranks(ranks.ep),
+        experts=[
+            {n: (*p.shape, p.dtype) for n, p in e.named_parameters(recurse=False)} for e in found
+        ],
+        error="" if error is None else f"{type(error).__name__}: {error}",
+    )

@@ -303,6 +303,8 @@ def _differences(actual: Answer, answer: Answer, bound: float) -> list[str]:
 
 def _not_zero(actual: Answer, batch: Batch) -> list[str]:
     """What of the dropped slots is not exactly zero."""
+    if actual.y.shape != batch.x.shape:
+        return []  # `_differences` has said so
     dropped, problems = batch.experts < 0, []
     if actual.dweights is not None and actual.dweights.where(dropped, 0).any():
         problems.append("gradients of the weights of dropped slots must be exactly zero")
