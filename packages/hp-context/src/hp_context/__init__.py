@@ -1,18 +1,24 @@
 """Context parallelism: attention over sequences split across ranks."""
 
 from hp_context.api import ContextParallel
+from hp_context.async_ import AsyncContextParallel
 from hp_context.kernels import Attention, masked_attention
 from hp_context.layout import local_positions, shard_sequence, unshard_sequence
 from hp_context.masks import Causal, Documents, Full, Mask, SlidingWindow, mask_tensor
+from hp_context.overlap import Fallback, OverlapCounts, OverlapRates
 from hp_context.ulysses import head_to_seq, seq_to_head
 
 __all__ = [
+    "AsyncContextParallel",
     "Attention",
     "Causal",
     "ContextParallel",
     "Documents",
+    "Fallback",
     "Full",
     "Mask",
+    "OverlapCounts",
+    "OverlapRates",
     "SlidingWindow",
     "__version__",
     "head_to_seq",
