@@ -538,6 +538,26 @@ def test_projections_without_attention_leave_nothing_in_flight() -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("recompute", ["core", "block"])
+@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
+def test_recomputation_leaves_nothing_in_flight(recompute: str, kind: str) -> None:
+    original = Block(Case("rope", recompute=f"{recompute} {kind}"))
+    gc.collect()
+    gc.disable()
+
+    def rank(group: ProcessGroup) -> bool:
+        block, _ = overlapped(original, group)
+        for _ in range(2):
+            gradients(block, group)
+        dist.barrier(group)
+        return nothing_in_flight()
+
+    try:
+        assert run_in_threads(rank, world_size=2) == [True] * 2
+    finally:
+        gc.enable()
+
+
 def test_two_threads_share_modules_and_pass_backward_on() -> None:
     original = Block(Case("second consumer"))
 
@@ -645,6 +665,23 @@ def test_an_exchange_pays_if_the_shorter_of_the_two_exceeds_the_overhead() -> No
     assert rates.pays(101, 1001)
     assert not rates.pays(100, 1001)
     assert not rates.pays(101, 1000)
+
+
+@pytest.mark.parametrize(
+    ("heads", "index", "sent"),
+    [(4, None, 2), (2, (0, 0, 1, 1), 2), (1, (0, 0), 1)],
+    ids=["divided", "some shared", "one shared"],
+)
+def test_bytes_are_those_that_leave_the_rank(
+    heads: int, index: tuple[int, ...] | None, sent: int
+) -> None:
+    """Of two ranks, each sends `sent` heads of its positions to the other."""
+
+    def rank(group: ProcessGroup) -> float:
+        exchange = in_flight.Exchange(group, Dims(1, 2), index)
+        return exchange.num_bytes(torch.zeros(BATCH, LOCAL, heads, SIZE))
+
+    assert run_in_threads(rank, world_size=2) == [4.0 * BATCH * LOCAL * sent * SIZE] * 2
 
 
 @pytest.mark.parametrize(
