@@ -84,7 +84,7 @@ class AsyncContextParallel(ContextParallel):
         self.overlap = overlap
         self.rates = rates
         self._tally = Tally()
-        # What ranks have agreed on: the heads to send of a tensor of this group, shape and dtype.
+        # The heads to send of a tensor of a group, shape and dtype, once ranks have agreed on it.
         self._head_index: dict[tuple[object, ...], tuple[int, ...] | None] = {}
 
     @property
@@ -169,18 +169,13 @@ class AsyncContextParallel(ContextParallel):
         launch(x, exchange)
         return None
 
-    def _agree(
-        self, error: Exception | None, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup
-    ) -> None:
-        super()._agree(error, q, k, v, group)
-        for x, exchange in zip((q, k, v), self._exchanges(q, k, group), strict=True):
-            self._head_index[_key(x, group)] = exchange.head_index
-
     def _exchange(self, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> list[Tensor]:
         """Take what is in flight and exchange the rest, as `ContextParallel` does."""
         if self.overlap is False:
             return super()._exchange(q, k, v, group)
         pairs = list(zip((q, k, v), self._exchanges(q, k, group), strict=True))
+        for x, exchange in pairs:
+            self._head_index[_key(x, group)] = exchange.head_index
         records = [take(x, exchange) for x, exchange in pairs]
         for record in records:
             self._tally.arrived(None if isinstance(record, InFlight) else record)
