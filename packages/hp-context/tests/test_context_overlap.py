@@ -126,7 +126,7 @@ def compiled() -> tuple[bool, int, int, int]:
 
 def test_a_compiled_block_breaks_its_graph_around_the_exchanges_only() -> None:
     """q and k are hooked (one graph for both projections), v is launched by a call."""
-    for equal, overlapped, graphs, later in run_distributed(compiled, world_size=2):
+    for equal, overlapped, graphs, later in run_distributed(compiled, world_size=2, timeout=120):
         assert equal
         assert overlapped == 6
         assert (graphs, later) == (4, 4)
