@@ -1,6 +1,7 @@
 """Context parallelism: attention over sequences split across ranks."""
 
 from hp_context.api import ContextParallel
+from hp_context.async_ import AsyncContextParallel
 from hp_context.kernels import Attention, masked_attention
 from hp_context.layout import (
     Contiguous,
@@ -20,18 +21,23 @@ from hp_context.masks import (
     SlidingWindow,
     mask_tensor,
 )
+from hp_context.overlap import Fallback, OverlapCounts, OverlapRates
 from hp_context.ulysses import head_to_seq, seq_to_head
 
 __all__ = [
+    "AsyncContextParallel",
     "Attention",
     "BlockKind",
     "Causal",
     "ContextParallel",
     "Contiguous",
     "Documents",
+    "Fallback",
     "Full",
     "HeadTail",
     "Mask",
+    "OverlapCounts",
+    "OverlapRates",
     "PositionMask",
     "SequenceLayout",
     "SlidingWindow",

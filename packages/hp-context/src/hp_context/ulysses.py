@@ -7,6 +7,7 @@ Shape symbols: N ranks, S whole sequence, s = S / N, H heads, h = H / N, `...` a
 In the docstrings the sequence comes first; any two dims below the last will do.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -74,26 +75,35 @@ class _PackHeads(torch.autograd.Function):
         ctx: Any, x: Tensor, head_dim: int, index: tuple[int, ...], num_ranks: int
     ) -> Tensor:
         ctx.head_dim, ctx.index, ctx.shape = head_dim, index, x.shape
-        per_rank = len(index) // num_ranks
-        shape = (*x.shape[:head_dim], per_rank, *x.shape[head_dim + 1 :])
-        packed = x.new_empty((num_ranks, *shape))
-        heads = _on_device(index, x.device).view(num_ranks, per_rank)
-        for part, wanted in zip(packed, heads, strict=True):
-            torch.index_select(x, head_dim, wanted, out=part)
-        return packed
+        return pack_heads(x, head_dim, index, num_ranks)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        head_dim: int = ctx.head_dim
-        slots = grad.movedim(0, head_dim).flatten(head_dim, head_dim + 1)
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        total = grad.new_zeros(ctx.shape, dtype=wide)
-        for heads, taken in _rounds(ctx.index):
-            # A round names a head at most once: the sum has one order, on every device.
-            part = slots.index_select(head_dim, _on_device(taken, grad.device)).to(wide)
-            total.index_add_(head_dim, _on_device(heads, grad.device), part)
-        return total.to(grad.dtype), None, None, None
+        return sum_packed(grad, ctx.head_dim, ctx.index, ctx.shape), None, None, None
+
+
+def pack_heads(x: Tensor, head_dim: int, index: tuple[int, ...], num_ranks: int) -> Tensor:
+    """Return [N, s, h, ...], the heads `index` names of `x` [s, H, ...]; outside autograd."""
+    per_rank = len(index) // num_ranks
+    shape = (*x.shape[:head_dim], per_rank, *x.shape[head_dim + 1 :])
+    packed = x.new_empty((num_ranks, *shape))
+    heads = _on_device(index, x.device).view(num_ranks, per_rank)
+    for part, wanted in zip(packed, heads, strict=True):
+        torch.index_select(x, head_dim, wanted, out=part)
+    return packed
+
+
+def sum_packed(grad: Tensor, head_dim: int, index: tuple[int, ...], shape: Sequence[int]) -> Tensor:
+    """Return the gradient [s, H, ...] (`shape`) of what `pack_heads` was given."""
+    slots = grad.movedim(0, head_dim).flatten(head_dim, head_dim + 1)
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    total = grad.new_zeros(shape, dtype=wide)
+    for heads, taken in _rounds(index):
+        # A round names a head at most once: the sum has one order, on every device.
+        part = slots.index_select(head_dim, _on_device(taken, grad.device)).to(wide)
+        total.index_add_(head_dim, _on_device(heads, grad.device), part)
+    return total.to(grad.dtype)
 
 
 @lru_cache(maxsize=256)

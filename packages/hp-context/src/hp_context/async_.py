@@ -1,0 +1,230 @@
+"""`AsyncContextParallel`: the exchanges of q, k and v run behind the projections that make them.
+
+Shape symbols: B batch, N ranks, s local sequence, H heads, D head size.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from hp_context.api import Arguments, ContextParallel
+from hp_context.heads import kv_head_index
+from hp_context.in_flight import Exchange, InFlight, arrive, decline, launch, take
+from hp_context.layout import CONTIGUOUS, SequenceLayout
+from hp_context.masks import Mask
+from hp_context.overlap import Fallback, OverlapCounts, OverlapRates, Tally, default_rates
+from hp_platform import outside_graph
+
+M = TypeVar("M", bound=nn.Module)
+Overlap = bool | Literal["auto"]
+
+
+class AsyncContextParallel(ContextParallel):
+    """`ContextParallel` that exchanges q, k and v while their projections are still computed.
+
+    Forward: each exchange is launched as soon as its projection has computed, and runs behind the
+    next one; attention waits for all. Backward: those of dv, dk, dq are launched together, in this
+    order, and each is waited for right before its own projection goes backward. The numbers are
+    those of `ContextParallel`, bit for bit.
+
+    A launch counts only if the very tensor that was launched reaches attention, unwritten. What is
+    made of it in between (rotary embeddings, a norm, a view) is exchanged synchronously instead;
+    there, call `launch` where the last of them is done, or name the module that is last. The first
+    call with a shape is synchronous too: ranks compare shapes before they exchange data. `counts`
+    tells what happened.
+
+    Args:
+        ulysses_degree: This and all others but the last two: see `ContextParallel`.
+        seq_dim: Dimension of the sequence.
+        head_dim: Dimension of the heads.
+        qkv_indices: Positions of q, k, v.
+        qkv_kwarg_names: Names of q, k, v.
+        mask: Which keys a query may see.
+        mask_kwarg_name: Parameter of the core attention for a mask.
+        layout: Which positions each rank holds.
+        load_balance: Short for `layout=HeadTail()`.
+        overlap: True: launch always. False: never, as `ContextParallel`. "auto": where `rates` say
+            that it pays.
+        rates: Of link and compute, the same on every rank. None: of the kind of device.
+
+    Raises:
+        ValueError: Arguments that cannot be.
+
+    Example:
+        >>> parallel = AsyncContextParallel()
+        >>> parallel.apply(core, group, q_proj, k_proj, v_proj)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        ulysses_degree: int | None = None,
+        *,
+        seq_dim: int = 1,
+        head_dim: int = 2,
+        qkv_indices: Sequence[int] = (0, 1, 2),
+        qkv_kwarg_names: Sequence[str] = (),
+        mask: Mask | None = None,
+        mask_kwarg_name: str = "attn_mask",
+        layout: SequenceLayout = CONTIGUOUS,
+        load_balance: bool = False,
+        overlap: Overlap = "auto",
+        rates: OverlapRates | None = None,
+    ) -> None:
+        super().__init__(
+            ulysses_degree,
+            seq_dim=seq_dim,
+            head_dim=head_dim,
+            qkv_indices=qkv_indices,
+            qkv_kwarg_names=qkv_kwarg_names,
+            mask=mask,
+            mask_kwarg_name=mask_kwarg_name,
+            layout=layout,
+            load_balance=load_balance,
+        )
+        if overlap not in (True, False, "auto"):
+            raise ValueError(f"overlap ({overlap!r}) must be True, False or 'auto'")
+        self.overlap = overlap
+        self.rates = rates
+        self._tally = Tally()
+        # The heads to send of a tensor of a group, shape and dtype, once ranks have agreed on it.
+        self._head_index: dict[tuple[object, ...], tuple[int, ...] | None] = {}
+
+    @property
+    def counts(self) -> OverlapCounts:
+        """How many exchanges overlapped and how many did not, and why; safe in any thread."""
+        return self._tally.read()
+
+    def apply(
+        self,
+        module: M,
+        mesh_or_group: DeviceMesh | ProcessGroup,
+        q_proj: nn.Module | None = None,
+        k_proj: nn.Module | None = None,
+        v_proj: nn.Module | None = None,
+    ) -> M:
+        """Hook the exchanges around a core attention and behind the modules that make q, k, v.
+
+        Args:
+            module: See `ContextParallel.apply`.
+            mesh_or_group: See `ContextParallel.apply`.
+            q_proj: The last module on the way to q: returns the tensor that `module` gets as q,
+                or a tuple that begins with it. None: q is not launched, or by `launch`.
+            k_proj: The same for k.
+            v_proj: The same for v.
+
+        Returns:
+            `module`.
+
+        Raises:
+            ValueError: See `ContextParallel.apply`.
+        """
+        super().apply(module, mesh_or_group)
+        group = self._resolve(mesh_or_group)
+
+        def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(first, Tensor):
+                self.launch(first, group, flops=_matmul_flops(args, first))
+
+        for projection in {id(p): p for p in (q_proj, k_proj, v_proj) if p is not None}.values():
+            projection.register_forward_hook(after)
+        return module
+
+    @outside_graph
+    def launch(
+        self, x: Tensor, mesh_or_group: DeviceMesh | ProcessGroup, *, flops: float = math.inf
+    ) -> Tensor:
+        """Start the exchange of a q, k or v; for what is computed after the projections.
+
+        Pass the returned tensor itself to attention. Backward hides most if each of the three is
+        launched before the next is computed: `launch(rope(q_proj(x)))`, then k, then v.
+
+        Args:
+            x: [B, s, H, D], or as `seq_dim` and `head_dim` say.
+            mesh_or_group: Of the attention that will take it.
+            flops: Of the computation that it may hide behind, for `overlap="auto"`.
+
+        Returns:
+            `x`.
+        """
+        group = self._axes(self._resolve(mesh_or_group)).inner
+        if self.overlap is not False and group is not None:
+            reason = self._launch(x, group, flops)
+            if reason is None:
+                self._tally.launched()
+            else:
+                decline(x, reason)
+        return x
+
+    def _launch(self, x: Tensor, group: ProcessGroup, flops: float) -> Fallback | None:
+        """Launch `x`, or return why not; alike on all ranks, which have agreed on its shape."""
+        if x.is_inference():
+            return Fallback.INFERENCE
+        key = _key(x, group)
+        if key not in self._head_index:
+            return Fallback.FIRST_CALL
+        exchange = Exchange(group, self.dims, self._head_index[key])
+        if self.overlap == "auto":
+            rates = self.rates or default_rates(x.device.type)
+            if not rates.pays(exchange.num_bytes(x), flops):
+                return Fallback.COST
+        launch(x, exchange)
+        return None
+
+    def _exchange(self, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> list[Tensor]:
+        """Take what is in flight and exchange the rest, as `ContextParallel` does."""
+        if self.overlap is False:
+            return super()._exchange(q, k, v, group)
+        pairs = list(zip((q, k, v), self._exchanges(q, k, group), strict=True))
+        for x, exchange in pairs:
+            self._head_index[_key(x, group)] = exchange.head_index
+        records = [take(x, exchange) for x, exchange in pairs]
+        for record in records:
+            self._tally.arrived(None if isinstance(record, InFlight) else record)
+        # Those in flight stay there while the others are exchanged.
+        results = [
+            exchange(x) if isinstance(record, Fallback) else x
+            for (x, exchange), record in zip(pairs, records, strict=True)
+        ]
+        arrived = iter(arrive([record for record in records if isinstance(record, InFlight)]))
+        return [
+            next(arrived) if isinstance(record, InFlight) else result
+            for record, result in zip(records, results, strict=True)
+        ]
+
+    def _exchanges(self, q: Tensor, k: Tensor, group: ProcessGroup) -> list[Exchange]:
+        """Return what has to be done with q, k, v."""
+        index = kv_head_index(q.size(self.dims.head), k.size(self.dims.head), group.size())
+        return [Exchange(group, self.dims, heads) for heads in (None, index, index)]
+
+    @outside_graph
+    def _exchange_inputs(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        group: ProcessGroup,
+        mask_position: int | None,
+    ) -> Arguments:
+        return super()._exchange_inputs(module, args, kwargs, group, mask_position)
+
+    @outside_graph
+    def _exchange_output(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, group: ProcessGroup
+    ) -> Any:
+        return super()._exchange_output(args, kwargs, output, group)
+
+
+def _key(x: Tensor, group: ProcessGroup) -> tuple[torch.Size, object, object]:
+    return x.shape, x.dtype, group.group_name
+
+
+def _matmul_flops(args: tuple[Any, ...], output: Tensor) -> float:
+    """Return the operations of a matrix product that made `output` of the first argument."""
+    known = bool(args) and isinstance(args[0], Tensor) and args[0].ndim > 0
+    return 2.0 * output.numel() * args[0].size(-1) if known else math.inf

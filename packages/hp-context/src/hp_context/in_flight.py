@@ -1,0 +1,197 @@
+"""An exchange between the tensor it was launched from and the attention that takes the result.
+
+The record of it rides on that tensor: not on a module and not on the object that applies context
+parallelism, which several microbatches, threads and recomputations share. Attention takes the
+record if the tensor is still what was launched; otherwise it exchanges what it was given.
+
+Note [Two nodes]. Autograd sees
+
+    q, k, v  --_Launch, one each-->  edges of no elements  --_Arrive, one for all-->  q', k', v'
+
+In backward `_Arrive` launches the exchanges of dv', dk', dq' in this order, and each `_Launch`
+waits for its own and returns it as one more gradient of q, k or v, added to those of other
+consumers. Of the nodes that are ready autograd runs the youngest first. Hence `_Launch` must be
+made right after its projection: then the order is wait dv, backward of v's projection, wait dk, ...
+with dk and dq on their way meanwhile. Were it made before attention, all three waits would come
+first; with a launch in each node in place of `_Arrive`, each wait would follow its launch at once.
+
+Note [Nothing stays in flight]. The record is the only owner of a forward exchange and the graph the
+only owner of a backward one, and no record refers back to its tensor. If attention is not reached,
+because of an exception or a recomputation that stops early, the record goes with the tensor; the
+buffers then live until the operation has completed (`hp_platform.Pending`), and no longer. No edge
+is a view of the tensor: a view would keep its base alive, and the base the record. (Only a leaf
+that requires grad is held by its edge, for autograd to reach its `grad`, until attention takes it.)
+
+Shape symbols: N ranks, S whole sequence, s = S / N, H heads of a tensor, h heads sent to each rank.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from hp_context.checks import Dims
+from hp_context.overlap import Fallback
+from hp_context.ulysses import pack_heads, seq_to_head, sum_packed
+from hp_platform import Pending, launch_all_to_all
+
+_RECORD = "_hp_context_record"
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One `seq_to_head`: [s, H, ...] for [S, h, ...], the dims where `dims` says."""
+
+    group: ProcessGroup
+    dims: Dims
+    head_index: tuple[int, ...] | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Exchange synchronously. Differentiable."""
+        return seq_to_head(
+            x,
+            group=self.group,
+            seq_dim=self.dims.seq,
+            head_dim=self.dims.head,
+            head_index=self.head_index,
+        )
+
+    def num_bytes(self, x: Tensor) -> float:
+        """Return how much of `x` this rank sends to others."""
+        heads = x.size(self.dims.head)
+        sent = heads if self.head_index is None else len(self.head_index)
+        others = (self.group.size() - 1) / self.group.size()
+        return x.numel() * x.element_size() * sent / heads * others
+
+    def launch(self, x: Tensor) -> Pending[Tensor]:
+        """Start the exchange outside autograd; `arrived` makes sense of the result."""
+        head_dim, num_ranks = self.dims.head, self.group.size()
+        if self.head_index is None:
+            packed = x.unflatten(head_dim, (num_ranks, -1)).movedim(head_dim, 0)
+        else:
+            packed = pack_heads(x, head_dim, self.head_index, num_ranks)
+        return launch_all_to_all(packed, group=self.group)
+
+    def arrived(self, received: Tensor) -> Tensor:
+        """Return all positions with this rank's heads."""
+        return received.movedim(0, self.dims.seq).flatten(self.dims.seq, self.dims.seq + 1)
+
+    def launch_back(self, grad: Tensor) -> Pending[Tensor]:
+        """Start sending the gradient of what `arrived` returned back."""
+        parts = grad.unflatten(self.dims.seq, (self.group.size(), -1)).movedim(self.dims.seq, 0)
+        return launch_all_to_all(parts, group=self.group)
+
+    def arrived_back(self, received: Tensor, shape: torch.Size) -> Tensor:
+        """Return the gradient of what `launch` was given."""
+        head_dim = self.dims.head
+        if self.head_index is not None:
+            return sum_packed(received, head_dim, self.head_index, shape)
+        return received.movedim(0, head_dim).flatten(head_dim, head_dim + 1)
+
+
+class InFlight:
+    """A launched exchange that no attention has taken yet."""
+
+    __slots__ = ("back", "edge", "exchange", "pending", "requires_grad", "version")
+
+    def __init__(self, x: Tensor, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.version = x._version  # noqa: SLF001  # torch has no public spelling
+        self.requires_grad = x.requires_grad
+        self.back = _Back()
+        self.pending: Pending[Tensor] = exchange.launch(x.detach())
+        self.edge: Tensor = _Launch.apply(x, exchange, self.back)
+
+
+def launch(x: Tensor, exchange: Exchange) -> None:
+    """Start the exchange of `x` and leave the record of it on `x`."""
+    x.__dict__[_RECORD] = InFlight(x, exchange)
+
+
+def decline(x: Tensor, reason: Fallback) -> None:
+    """Leave on `x` why its exchange was not launched."""
+    x.__dict__[_RECORD] = reason
+
+
+def take(x: Tensor, exchange: Exchange) -> InFlight | Fallback:
+    """Return the record of `x` if it is of this exchange and of `x` as it is now.
+
+    A record is handed out once. One that does not fit is waited for and dropped.
+    """
+    record = x.__dict__.pop(_RECORD, Fallback.REPLACED)
+    if not isinstance(record, InFlight):
+        return Fallback(record)
+    x.__dict__[_RECORD] = Fallback.TAKEN
+    reason = _misfit(x, record, exchange)
+    if reason is None:
+        return record
+    record.pending.wait()
+    return reason
+
+
+def arrive(records: list[InFlight]) -> list[Tensor]:
+    """Wait for the exchanges and return their results. Differentiable (Note [Two nodes])."""
+    if not records:
+        return []
+    return list(_Arrive.apply(records, *(record.edge for record in records)))
+
+
+def _misfit(x: Tensor, record: InFlight, exchange: Exchange) -> Fallback | None:
+    if record.version != x._version:  # noqa: SLF001
+        return Fallback.WRITTEN
+    if record.requires_grad != x.requires_grad:
+        return Fallback.REDIRECTED
+    return None if record.exchange == exchange else Fallback.OTHER
+
+
+class _Back:
+    """The way back of one exchange: filled by `_Arrive`, emptied by `_Launch`, in each backward.
+
+    What a backward that wanted only some of the gradients left here goes with the next one, or with
+    the graph.
+    """
+
+    __slots__ = ("pending",)
+
+    def __init__(self) -> None:
+        self.pending: Pending[Tensor] | None = None
+
+
+class _Launch(torch.autograd.Function):
+    """The exchange itself is launched beside it, also where there is nothing to differentiate."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, back: _Back) -> Tensor:
+        ctx.exchange, ctx.back, ctx.shape = exchange, back, x.shape
+        ctx.set_materialize_grads(False)
+        return x.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, None, None]:
+        pending, ctx.back.pending = ctx.back.pending, None
+        if token is None or pending is None:
+            return None, None, None
+        return ctx.exchange.arrived_back(pending.wait(), ctx.shape), None, None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, records: list[InFlight], *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.ways = [(record.exchange, record.back) for record in records]
+        ctx.set_materialize_grads(False)
+        return tuple(record.exchange.arrived(record.pending.wait()) for record in records)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        tokens: list[Tensor | None] = [None] * len(grads)
+        for i, (exchange, back) in reversed(list(enumerate(ctx.ways))):
+            grad = grads[i]
+            if grad is not None and ctx.needs_input_grad[1 + i]:
+                back.pending = exchange.launch_back(grad)
+                tokens[i] = grad.new_empty(0)
+        return None, *tokens

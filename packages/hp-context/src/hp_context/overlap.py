@@ -1,0 +1,112 @@
+"""What overlap costs and how it went: rates to decide by, and counters to read afterwards."""
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+
+
+class Fallback(StrEnum):
+    """Why a q, k or v was exchanged synchronously."""
+
+    FIRST_CALL = "first call with this shape"  # ranks compare shapes before anything is launched
+    COST = "does not pay"  # overlap="auto" and `OverlapRates.pays` says no
+    REPLACED = "another tensor"  # never launched: made after the projection, or by recompute
+    WRITTEN = "written in place"
+    TAKEN = "taken before"  # by an earlier attention, such as the one that is recomputed
+    REDIRECTED = "gradient cut or begun"  # requires_grad changed since the launch
+    OTHER = "launched for another exchange"  # another group, layout or number of query heads
+    INFERENCE = "inference tensor"  # does not tell of writes in place
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapRates:
+    """What `overlap="auto"` decides by; the same on all ranks, or they wait for each other.
+
+    While an exchange of b bytes runs behind a projection of f floating-point operations, at most
+    `min(b / link, f / compute)` seconds of it are hidden. Overlap pays if that is more than
+    `overhead`, which stands for the launch, the wait, and the compute units that the exchange
+    takes away.
+
+    Attributes:
+        link: Bytes per second that a rank sends to the others.
+        compute: Floating-point operations per second of the projections.
+        overhead: Seconds.
+    """
+
+    link: float
+    compute: float
+    overhead: float
+
+    def __post_init__(self) -> None:
+        for name in ("link", "compute"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be > 0")
+        if self.overhead < 0:
+            raise ValueError(f"overhead ({self.overhead}) must be >= 0")
+
+    def pays(self, num_bytes: float, flops: float) -> bool:
+        """Tell whether launching an exchange early gains more than it costs.
+
+        Args:
+            num_bytes: What this rank sends to others.
+            flops: Of the projection behind which it may hide.
+        """
+        return min(num_bytes / self.link, flops / self.compute) > self.overhead
+
+
+# Orders of magnitude of one machine of its kind; measure and pass your own.
+_DEFAULT_RATES = {
+    "cpu": OverlapRates(link=1e9, compute=5e10, overhead=3e-4),
+    "cuda": OverlapRates(link=5e10, compute=4e14, overhead=5e-5),
+}
+
+
+def default_rates(device_type: str) -> OverlapRates:
+    """Return rates of a kind of device; those of CUDA for kinds that are not known."""
+    return _DEFAULT_RATES.get(device_type, _DEFAULT_RATES["cuda"])
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapCounts:
+    """Exchanges of q, k and v in forward up to a moment, recomputation included.
+
+    Attributes:
+        launched: Started where the tensor was made.
+        overlapped: Of these, taken by an attention.
+        fallbacks: How many were exchanged synchronously, by reason.
+    """
+
+    launched: int = 0
+    overlapped: int = 0
+    fallbacks: Mapping[Fallback, int] = field(default_factory=lambda: MappingProxyType({}))
+
+
+class Tally:
+    """Counts for several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._launched = self._overlapped = 0
+        self._fallbacks: Counter[Fallback] = Counter()
+
+    def launched(self) -> None:
+        """Count one launch."""
+        with self._lock:
+            self._launched += 1
+
+    def arrived(self, reason: Fallback | None) -> None:
+        """Count one exchange that reached attention: overlapped, or not for a reason."""
+        with self._lock:
+            if reason is None:
+                self._overlapped += 1
+            else:
+                self._fallbacks[reason] += 1
+
+    def read(self) -> OverlapCounts:
+        """Return the counts of now."""
+        with self._lock:
+            fallbacks = MappingProxyType(dict(self._fallbacks))
+            return OverlapCounts(self._launched, self._overlapped, fallbacks)
