@@ -26,10 +26,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from hp_context.attention import SpreadMask, Terms
 from hp_context.blocks import KeyBlock, QueryRun, plan
-from hp_context.kernels import SpreadMask, block_backward, block_forward
+from hp_context.heads import HeadShare
+from hp_context.kernels import block_backward, block_forward
 from hp_context.masks import BlockKind, Mask, block_tensor
-from hp_context.merge import Merge, for_backward
+from hp_context.merge import Merge, for_backward, sinks_gradient, with_sinks
 from hp_platform import launch_all_to_all
 
 # Renamed in 2.13, where the old name warns.
@@ -62,32 +64,34 @@ class Spread:
 class GatheredMask(SpreadMask):
     """A mask whose attention gathers keys and values over the ranks of a `Spread`.
 
-    It belongs to one call. `used` tells afterwards whether the core attention has handed its work
-    over; one that has not would have attended to its own part of the sequence alone.
+    Args:
+        mask: See `SpreadMask`.
+        spread: Which positions each rank has.
+        mode: See `SpreadMask`.
+        share: See `SpreadMask`.
     """
 
-    def __init__(self, mask: Mask, spread: Spread, mode: str) -> None:
-        self.mask, self.spread, self.mode = mask, spread, mode
-        self.used = False
+    def __init__(
+        self, mask: Mask, spread: Spread, mode: str, share: HeadShare | None = None
+    ) -> None:
+        super().__init__(mask, mode, share)
+        self.spread = spread
 
-    def allowed(self, query: Tensor, key: Tensor) -> Tensor:
-        """See `Mask.allowed`."""
-        return self.mask.allowed(query, key)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
         """See `SpreadMask.attend`.
 
         Raises:
-            ValueError: `dropout` is not 0.
+            ValueError: There is dropout.
         """
-        if dropout:
-            raise ValueError(f"dropout ({dropout}) must be 0 in {self.mode}")
+        if terms.dropout:
+            raise ValueError(f"dropout ({terms.dropout}) must be 0 in {self.mode}")
         self.used = True
         device = q.device.type
         if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
             q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
         runs = plan(self.mask, self.spread.mine, [self.spread.whole])
-        out: Tensor = _Attention.apply(q, k, v, _Call(self.mask, self.spread, runs, scale))
+        call = _Call(self.mask, self.spread, runs, terms.scale, terms.softcap)
+        out: Tensor = _Attention.apply(call, q, k, v, terms.sinks)
         return out
 
 
@@ -99,6 +103,7 @@ class _Call:
     spread: Spread
     runs: list[QueryRun]
     scale: float
+    softcap: float | None
 
     def tensor(self, run: QueryRun, block: KeyBlock, device: torch.device) -> Tensor | None:
         """Return the mask tensor of a block that needs one."""
@@ -122,7 +127,8 @@ def gather_keys(k: Tensor, v: Tensor, spread: Spread, *, seq_dim: int) -> tuple[
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
+    def forward(ctx: Any, call: _Call, *inputs: Tensor) -> Tensor:
+        q, k, v, sinks = inputs
         out = torch.empty_like(q) if v.size(-1) == q.size(-1) else q.new_empty(_out_shape(q, v))
         wide = torch.promote_types(q.dtype, torch.float32)
         lse = torch.empty(q.shape[:-1], dtype=wide, device=q.device)
@@ -131,14 +137,16 @@ class _Attention(torch.autograd.Function):
             for run in call.runs:
                 rows = slice(run.start, run.start + len(run.query))
                 out[:, :, rows], lse[:, :, rows] = _attend(q[:, :, rows], keys, values, run, call)
-        ctx.save_for_backward(q, k, v, out, lse)
+            if sinks is not None:
+                out, lse = with_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.call = call
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         call: _Call = ctx.call
         wide = lse.dtype
         lse = for_backward(lse)
@@ -162,12 +170,16 @@ class _Attention(torch.autograd.Function):
                         kind=block.kind,
                         mask=call.tensor(run, block, q.device),
                         scale=call.scale,
+                        softcap=call.softcap,
                     )
                     dq[:, :, rows] += dq_block
                     dkeys[:, :, columns] += dk_block
                     dvalues[:, :, columns] += dv_block
             dk, dv = _heads_first(_send_home(grads, call.spread), k.size(-1))
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+            dsinks = None
+            if sinks is not None and ctx.needs_input_grad[4]:
+                dsinks = sinks_gradient(sinks, grad_out=grad_out, out=out, lse=lse)
+        return None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 
 class _Gather(torch.autograd.Function):
@@ -210,6 +222,7 @@ def _attend(
             kind=block.kind,
             mask=call.tensor(run, block, q.device),
             scale=call.scale,
+            softcap=call.softcap,
         )
         merge.add(out, lse)
     return merge.result()
