@@ -1,6 +1,6 @@
 """Which heads a rank gets under grouped-query attention."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hp_context.heads import HeadSplit, split_heads
@@ -15,6 +15,7 @@ def split_of(drawn: tuple[int, int, st.DataObject]) -> tuple[HeadSplit, int, int
     return split_heads(group_size * num_kv_heads, num_kv_heads, num_ranks), group_size, num_ranks
 
 
+@settings(deadline=None)
 @given(drawn)
 def test_every_query_head_meets_its_own_key_head(drawn: tuple[int, int, st.DataObject]) -> None:
     split, group_size, num_ranks = split_of(drawn)
@@ -25,6 +26,7 @@ def test_every_query_head_meets_its_own_key_head(drawn: tuple[int, int, st.DataO
         assert [kv[i // shared] for i in range(len(heads))] == [h // group_size for h in heads]
 
 
+@settings(deadline=None)
 @given(drawn)
 def test_the_ranks_share_all_query_heads_in_order(drawn: tuple[int, int, st.DataObject]) -> None:
     split, group_size, num_ranks = split_of(drawn)
@@ -36,6 +38,7 @@ def test_the_ranks_share_all_query_heads_in_order(drawn: tuple[int, int, st.Data
     assert max(counts) - min(counts) <= most
 
 
+@settings(deadline=None)
 @given(drawn)
 def test_heads_are_replicated_only_where_ranks_cannot_share_them(
     drawn: tuple[int, int, st.DataObject],
