@@ -415,14 +415,6 @@ def test_a_window_sends_what_it_reaches() -> None:
         assert back == ({"alltoall_base_": 2}, keys * 2 + home * 4)
 
 
-def test_the_hybrid_mode_adds_the_exchanges_of_ulysses() -> None:
-    case = Case(Causal(), HeadTail(), (4, 2), degree=2)
-    for forward, back in run_distributed(counted, case, world_size=4):
-        assert forward[0] == {"all_to_all_single": 4, "_allgather_base_": 1}
-        gradients_home = {"alltoall_base_": 1}
-        assert back[0] == {**forward[0], **gradients_home}
-
-
 def under_autocast() -> list[Tensor]:
     case = Case(Causal(), HeadTail(), dtype=torch.float32)
     q, k, v, grad = (shard(x, case) for x in inputs(case))
