@@ -1,6 +1,5 @@
 """The all-gather K/V mode equals attention in one process, and moves what it says it moves."""
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -28,7 +27,7 @@ from hp_context import (
     shard_sequence,
     unshard_sequence,
 )
-from hp_platform.testing import run_distributed, watch_operators
+from hp_platform.testing import run_distributed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -322,60 +321,6 @@ def test_reruns_are_bit_equal() -> None:
     case = Case(Causal(), HeadTail(), (4, 1), dtype=torch.float32)
     first, second = (run_distributed(split, [case], world_size=4)[0][0] for _ in "ab")
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def counted(case: Case) -> list[tuple[Counter[str], int]]:
-    """Collectives and bytes that this rank sends to others, in forward and in backward."""
-    q, k, v, grad = (shard(x, case) for x in inputs(case))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    attend = core(case)
-    attend(*leaves)  # compares notes between ranks
-
-    results: list[tuple[Counter[str], int]] = []
-    calls: list[tuple[str, int]] = []
-
-    def see(name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        del kwargs
-        namespace, operator = name.split("::")
-        if "c10d" in namespace and operator != "wait_tensor":
-            sent = args[0 if namespace == "_c10d_functional" else 1]
-            assert isinstance(sent, Tensor)
-            calls.append((operator, sent.nbytes))
-
-    with watch_operators(see):
-        out = attend(*leaves)
-        results.append(tally(calls))
-        calls.clear()
-        torch.autograd.grad(out, leaves, grad)
-        results.append(tally(calls))
-    return results
-
-
-def tally(calls: list[tuple[str, int]]) -> tuple[Counter[str], int]:
-    others = world().size() - 1
-    sent = 0
-    for name, size in calls:
-        sent += size * others if "allgather" in name else size * others // world().size()
-    return Counter(name for name, _ in calls), sent
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize(("foreign", "again"), [(False, 1), (True, 0)])
-def test_keys_travel_once_each_way(layout: SequenceLayout, foreign: bool, again: int) -> None:
-    case = Case(Causal(), layout, (4, 2), dtype=torch.bfloat16, foreign=foreign)
-    part = 2 * 2 * (24 // 4) * (8 + 8)  # batch, key/value heads, positions, k and v: 2 bytes each
-    for forward, back in run_distributed(counted, case, world_size=4):
-        assert forward == ({"_allgather_base_": 1}, 3 * part * 2)
-        expected = {"_allgather_base_": 1, "alltoall_base_": 1} if again else {"alltoall_base_": 1}
-        assert back == (expected, 3 * part * 2 * again + 3 * part * 4)
-
-
-def test_the_hybrid_mode_adds_the_exchanges_of_ulysses() -> None:
-    case = Case(Causal(), HeadTail(), (4, 2), degree=2)
-    for forward, back in run_distributed(counted, case, world_size=4):
-        assert forward[0] == {"all_to_all_single": 4, "_allgather_base_": 1}
-        gradients_home = {"alltoall_base_": 1}
-        assert back[0] == {**forward[0], **gradients_home}
 
 
 def under_autocast() -> list[Tensor]:

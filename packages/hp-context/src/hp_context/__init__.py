@@ -2,6 +2,7 @@
 
 from hp_context.api import ContextParallel
 from hp_context.async_ import AsyncContextParallel
+from hp_context.cost import ExchangedBytes, exchanged_bytes
 from hp_context.kernels import Attention, masked_attention
 from hp_context.layout import (
     Contiguous,
@@ -32,6 +33,7 @@ __all__ = [
     "ContextParallel",
     "Contiguous",
     "Documents",
+    "ExchangedBytes",
     "Fallback",
     "Full",
     "HeadTail",
@@ -42,6 +44,7 @@ __all__ = [
     "SequenceLayout",
     "SlidingWindow",
     "__version__",
+    "exchanged_bytes",
     "head_to_seq",
     "local_positions",
     "mask_tensor",
