@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from hp_context.checks import check_two_axes
 from hp_context.layout import SequenceLayout
 
 
@@ -84,16 +85,7 @@ def axes_of_mesh(mesh: DeviceMesh, degree: int) -> tuple[ProcessGroup, Axes]:
     Raises:
         ValueError: The mesh has other than two axes, no names, or another inner size than `degree`.
     """
-    if mesh.ndim != 2 or mesh.mesh_dim_names is None:
-        raise ValueError(
-            f"mesh ({mesh.mesh_dim_names}, {mesh.ndim} axes) must have one named axis, or two: "
-            f"the outer one gathers keys, the inner one shares heads"
-        )
-    if mesh.size(1) != degree:
-        raise ValueError(
-            f"ulysses_degree ({degree}) must equal the size of the inner axis "
-            f"{mesh.mesh_dim_names[1]} ({mesh.size(1)})"
-        )
+    check_two_axes(mesh, degree)
     outer, inner = mesh.get_group(0), mesh.get_group(1)
     whole = _new_group(mesh.mesh.flatten().tolist(), outer)
     return whole, Axes(*(axis if axis.size() > 1 else None for axis in (inner, outer)))
