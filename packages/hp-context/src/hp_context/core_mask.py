@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hp_context.all_gather import GatheredMask, Spread
 from hp_context.kernels import Attention
 from hp_context.masks import Mask, block_tensor, mask_tensor
+from hp_context.parts import PartsMask
+from hp_context.spread import Spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class CoreMask:
     spread: Spread | None
 
     def of_attention(self, module: Attention, given: Any, q: Tensor) -> Mask | None:
-        """Return the mask for an `Attention`: a description.
+        """Return the mask for an `Attention`: a description, always where the sequence is spread.
 
         Raises:
             TypeError: `given` is no description.
@@ -47,7 +48,7 @@ class CoreMask:
         check_dropout(module, self.mode)
         if q.ndim != 4:
             raise ValueError(f"q ({tuple(q.shape)}) must have 4 dims in {self.mode}")
-        return GatheredMask(mask, self.spread, self.mode)
+        return mask
 
     def of_other(self, given: Any, device: torch.device) -> Tensor | None:
         """Return the mask for any other module: a tensor [..., t, S].
@@ -90,7 +91,9 @@ def check_dropout(module: Attention, mode: str) -> None:
         raise ValueError(f"dropout ({module.dropout}) must be 0 in {mode}: use ulysses_degree=None")
 
 
-def check_core(module: nn.Module, mask: Mask | None, *, takes: bool, name: str, mode: str) -> None:
+def check_core(
+    module: nn.Module, mask: Mask | None, *, takes: bool, name: str, mode: str, ring: bool
+) -> None:
     """Raise `ValueError` unless the mask of a core attention that sees some queries is known."""
     kind = type(module).__name__
     if isinstance(module, Attention):
@@ -99,6 +102,11 @@ def check_core(module: nn.Module, mask: Mask | None, *, takes: bool, name: str, 
             raise ValueError(
                 f"mask_kwarg_name ({name}) must name a parameter of {kind}.forward in {mode}"
             )
+    elif ring:
+        raise ValueError(
+            f"module ({kind}) must be an Attention of hp_context in {mode}, where no rank ever has "
+            f"all keys: use ring=False with the same ulysses_degree"
+        )
     elif mask is None:
         raise ValueError(
             f"mask (None) must be given for {kind} in {mode}, where it sees a part of the "
@@ -108,7 +116,7 @@ def check_core(module: nn.Module, mask: Mask | None, *, takes: bool, name: str, 
 
 def check_used(mask: Any) -> None:
     """Raise `ValueError` if an `Attention` has not handed its call to the mask it was given."""
-    if isinstance(mask, GatheredMask) and not mask.used:
+    if isinstance(mask, PartsMask) and not mask.used:
         raise ValueError(
             f"the core attention must pass its attn_mask to masked_attention in {mask.mode}; "
             f"it computed something else from its part of the sequence"

@@ -2,9 +2,9 @@
 
 With N ranks and degree d, ranks i*d ... (i+1)*d - 1 exchange heads (Ulysses), so that each has the
 positions of all d of them with H/d heads. Ranks of the same place in these rows then hold the
-whole sequence between them and gather keys and values of those heads. Adjacent ranks are the
-inner ones because their links are usually the faster ones. Also known as USP (Fang and Zhao 2024,
-arXiv:2405.07719), there with a ring outside.
+whole sequence between them and gather keys and values of those heads, or send them round a ring.
+Adjacent ranks are the inner ones because their links are usually the faster ones. With a ring
+outside it is known as USP (Fang and Zhao 2024, arXiv:2405.07719).
 
 Shape symbols: N ranks, d degree, H query heads.
 """
@@ -27,10 +27,12 @@ class Axes:
     Attributes:
         inner: Ranks that share heads, by Ulysses; None if there is no other.
         outer: Ranks that gather keys and values; None if there is no other.
+        ring: Whether keys and values travel round the outer ranks instead.
     """
 
     inner: ProcessGroup | None
     outer: ProcessGroup | None
+    ring: bool = False
 
     @property
     def degree(self) -> int:
@@ -42,6 +44,9 @@ class Axes:
         """The name of the mode, for messages."""
         if self.outer is None:
             return "the Ulysses mode"
+        if self.ring:
+            degree = "" if self.inner is None else f"ulysses_degree={self.degree}, "
+            return f"the ring mode ({degree}ring=True)"
         if self.inner is None:
             return "the all-gather K/V mode (ulysses_degree=1)"
         return f"the hybrid mode (ulysses_degree={self.degree})"
@@ -54,14 +59,17 @@ class Axes:
         return tuple(tuple(chain.from_iterable(by_rank[i : i + self.degree])) for i in starts)
 
 
-def plain_axes(group: ProcessGroup, degree: int | None) -> Axes:
-    """Return the axes where one of them has all ranks: Ulysses, or all-gather K/V for degree 1."""
+def plain_axes(group: ProcessGroup, degree: int | None, *, ring: bool = False) -> Axes:
+    """Return the axes where one has all ranks: all-gather K/V or a ring for degree 1, or Ulysses.
+
+    No group is made for a ring: what it sends is traffic of `group` like the gathers of keys.
+    """
     if group.size() == 1:
         return Axes(None, None)
-    return Axes(None, group) if degree == 1 else Axes(group, None)
+    return Axes(None, group, ring) if degree == 1 else Axes(group, None)
 
 
-def split_group(group: ProcessGroup, degree: int) -> Axes:
+def split_group(group: ProcessGroup, degree: int, *, ring: bool = False) -> Axes:
     """Make groups for both axes; every rank of `group` calls.
 
     Raises:
@@ -76,10 +84,10 @@ def split_group(group: ProcessGroup, degree: int) -> Axes:
     row = ranks[mine - mine % degree :][:degree]
     # All inner groups come before any outer one, on every rank: none waits for another in a circle.
     inner, outer = (_new_group(members, group) for members in (row, ranks[mine % degree :: degree]))
-    return Axes(inner, outer)
+    return Axes(inner, outer, ring)
 
 
-def axes_of_mesh(mesh: DeviceMesh, degree: int) -> tuple[ProcessGroup, Axes]:
+def axes_of_mesh(mesh: DeviceMesh, degree: int, *, ring: bool = False) -> tuple[ProcessGroup, Axes]:
     """Return a group of all ranks of a mesh (outer, inner), and its axes; every rank of it calls.
 
     Raises:
@@ -88,7 +96,8 @@ def axes_of_mesh(mesh: DeviceMesh, degree: int) -> tuple[ProcessGroup, Axes]:
     check_two_axes(mesh, degree)
     outer, inner = mesh.get_group(0), mesh.get_group(1)
     whole = _new_group(mesh.mesh.flatten().tolist(), outer)
-    return whole, Axes(*(axis if axis.size() > 1 else None for axis in (inner, outer)))
+    inner_axis, outer_axis = (axis if axis.size() > 1 else None for axis in (inner, outer))
+    return whole, Axes(inner_axis, outer_axis, ring)
 
 
 def _new_group(ranks: list[int], like: ProcessGroup) -> ProcessGroup:
