@@ -43,8 +43,8 @@ PipelineStage: - forward_one_chunk backward_one_chunk init is_last_stage exec_fw
 HSDPModule: -
 platform: micro_batch get_cells_and_names
 """
-# The same of hyper_parallel.core.context_parallel.async_context_parallel, with its arguments and the
-# functions and hooks that programs have subclassed or called.
+# The same of hyper_parallel.core.context_parallel.async_context_parallel, with its arguments and
+# the functions and hooks that programs have subclassed or called.
 CONTEXT = """
 ContextParallel: - apply
 AsyncContextParallel: - apply seq_dim head_dim ulysses_degree qkv_indices qkv_kwarg_names

@@ -49,9 +49,9 @@ def attend(qkv: list[Tensor], parallel: ContextParallel | None = None) -> Run:
     return call
 
 
-def test_heads_that_the_degree_does_not_divide_name_the_legal_degrees() -> None:
-    message = r"ulysses_degree \(4\) must divide heads of q \(6\); legal degrees: \[1, 2, 3, 6\]"
-    refused(ValueError, message, attend(heads(6)), ranks=4)
+def test_fewer_heads_than_ranks_are_refused_with_the_alternative() -> None:
+    message = r"ulysses_degree \(4\) must be <= heads of q \(3\); ranks may gather keys instead"
+    refused(ValueError, message, attend(heads(3)), ranks=4)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from hp_context import (
     AsyncContextParallel,
     Attention,
     Causal,
-    ContextParallel,
     Contiguous,
     Documents,
     ExchangedBytes,
@@ -24,12 +23,16 @@ from hp_context import (
     HeadTail,
     Mask,
     SequenceLayout,
+    SlidingWindow,
     exchanged_bytes,
     shard_sequence,
 )
 from hp_context.checks import Dims
-from hp_context.heads import kv_head_index
+from hp_context.heads import split_heads
+from hp_context.hybrid import outer_runs
 from hp_context.in_flight import Exchange
+from hp_context.ring import journeys
+from hp_context.spread import Needs
 from hp_platform.testing import record_exchanges, run_distributed, run_in_threads
 
 RANKS, SEQ, SIZE, BATCH = 4, 24, 8, 2
@@ -44,11 +47,11 @@ class Case:
     layout: SequenceLayout = IN_ORDER
     dtype: torch.dtype = torch.bfloat16
     value_size: int = SIZE
+    ring: bool = False
     foreign: bool = False
     overlap: bool = False
 
-    @property
-    def bytes(self) -> ExchangedBytes:
+    def bytes(self, rank: int | None) -> ExchangedBytes:
         return exchanged_bytes(
             seq_len=SEQ,
             num_heads=self.heads[0],
@@ -57,20 +60,35 @@ class Case:
             value_size=self.value_size,
             num_ranks=RANKS,
             ulysses_degree=self.degree,
+            ring=self.ring,
+            mask=self.mask,
+            layout=self.layout,
             batch_size=BATCH,
             dtype=self.dtype,
-            gathers_again=not self.foreign,
+            by_blocks=not self.foreign,
+            rank=rank,
         )
 
-    @property
-    def kinds(self) -> tuple[Counter[str], Counter[str]]:
+    def kinds(self, rank: int) -> tuple[Counter[str], Counter[str]]:
         """Exchanges in forward and in backward."""
-        heads, keys = self.degree != 1, self.degree not in (None, RANKS)
-        forward = Counter({"all_to_all": 4 * heads, "all_gather": 1 * keys})
-        backward = forward + Counter({"all_to_all": 1 * keys})
-        if self.foreign:
-            backward["all_gather"] = 0
-        return +forward, +backward
+        degree = (1 if self.ring else RANKS) if self.degree is None else self.degree
+        heads = Counter({"all_to_all": 4} if degree > 1 else {})
+        if degree == RANKS:
+            return heads, heads
+        runs = outer_runs(self.layout, SEQ, RANKS, degree)
+        if self.ring:
+            at = [journeys(runs, self.mask)[rank // degree - t] for t in range(len(runs))]
+            on = sum(journey.hops > t for t, journey in enumerate(at))
+            sums = sum(journey.hops >= t > 0 for t, journey in enumerate(at))
+            passed = sum(journey.hops >= t > 1 for t, journey in enumerate(at))
+            forward = heads + Counter(send=on, recv=sums)
+            return forward, forward + Counter(send=sums, recv=passed + (at[0].hops > 0))
+        strides = min(4, len(split_heads(*self.heads, degree).kv[rank % degree]))
+        times = strides if self.overlap else 1
+        dense = self.foreign or Needs(runs, self.mask).dense
+        gather = Counter({"all_gather" if dense else "all_to_all": times})
+        home = Counter(all_to_all=times)
+        return heads + gather, heads + home + (Counter() if self.foreign else gather)
 
 
 class Foreign(nn.Module):
@@ -102,9 +120,9 @@ def core(case: Case) -> Callable[..., Tensor]:
     assert group is not None
     mask = case.mask if case.foreign else None
     module = Foreign() if case.foreign else Attention(case.mask)
-    if not case.overlap:
-        return ContextParallel(case.degree, mask=mask, layout=case.layout).apply(module, group)
-    parallel = AsyncContextParallel(case.degree, mask=mask, layout=case.layout, overlap=True)
+    parallel = AsyncContextParallel(
+        case.degree, ring=case.ring, mask=mask, layout=case.layout, overlap=case.overlap
+    )
     parallel.apply(module, group)
 
     def attend(*qkv: Tensor) -> Tensor:
@@ -137,29 +155,30 @@ def counted(cases: list[Case]) -> list[tuple[Found, Found]]:
 
 
 DEGREES = (None, 1, 2)
-RATIOS = ((4, 4), (4, 2), (8, 1), (12, 3))
-MASKS = (Full(), Causal(), Causal() & Documents((1, 7, 3, 13)))
+RATIOS = ((4, 4), (4, 2), (8, 1), (6, 2), (12, 3))
+MASKS = (Full(), Causal(), Causal() & Documents((1, 7, 3, 13)), SlidingWindow(3))
 LAYOUTS = (Contiguous(), HeadTail())
 CASES = [
     *(Case(*case) for case in product(DEGREES, RATIOS, MASKS, LAYOUTS)),
+    *(Case(*case, ring=True) for case in product((1, 2), RATIOS, MASKS, LAYOUTS)),
     *(
         Case(degree, heads, Causal(), layout, foreign=True)
         for degree, heads, layout in product(DEGREES, RATIOS, LAYOUTS)
     ),
     *(
-        Case(degree, heads, value_size=4, dtype=torch.float64)
-        for degree, heads in product(DEGREES, RATIOS)
+        Case(degree, heads, value_size=4, dtype=torch.float64, ring=ring)
+        for degree, heads, ring in product(DEGREES, RATIOS, (False, True))
     ),
-    *(Case(degree, heads, overlap=True) for degree, heads in product((None, 2), RATIOS)),
+    *(Case(degree, heads, overlap=True) for degree, heads in product(DEGREES, RATIOS)),
 ]
 
 
 def test_every_mode_sends_what_the_formula_says() -> None:
-    for found in run_distributed(counted, CASES, world_size=RANKS):
+    for rank, found in enumerate(run_distributed(counted, CASES, world_size=RANKS)):
         for case, (forward, backward) in zip(CASES, found, strict=True):
-            kinds = case.kinds
-            assert forward == (kinds[0], case.bytes.forward), case
-            assert backward == (kinds[1], case.bytes.backward), case
+            kinds, expected = case.kinds(rank), case.bytes(rank)
+            assert forward == (kinds[0], expected.forward), (rank, case)
+            assert backward == (kinds[1], expected.backward), (rank, case)
 
 
 SHAPE: dict[str, Any] = {"seq_len": 4096, "num_heads": 32, "head_size": 128}
@@ -191,14 +210,16 @@ def test_alone_nothing_is_sent() -> None:
 def test_the_rule_of_overlap_counts_the_same_bytes(heads: tuple[int, int]) -> None:
     """q, k, v by the rule; the output is as large as q."""
     case = Case(None, heads, dtype=torch.float32)
-    index = kv_head_index(*heads, RANKS)
+    split = split_heads(*heads, RANKS)
     q, k = (torch.empty(BATCH, SEQ // RANKS, count, SIZE) for count in heads)
 
     def rank(group: dist.ProcessGroup) -> float:
-        exchanges = [Exchange(group, Dims(1, 2), heads) for heads in (None, index, index, None)]
-        return sum(e.num_bytes(x) for e, x in zip(exchanges, (q, k, k, q), strict=True))
+        of_queries = Exchange(group, Dims(1, 2), None, split.query_counts)
+        of_keys = Exchange(group, Dims(1, 2), split.kv_index, split.kv_counts)
+        return 2 * (of_queries.num_bytes(q) + of_keys.num_bytes(k))
 
-    assert run_in_threads(rank, world_size=RANKS) == [case.bytes.forward] * RANKS
+    found = run_in_threads(rank, world_size=RANKS)
+    assert found == pytest.approx([case.bytes(None).forward] * RANKS)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +227,7 @@ def test_the_rule_of_overlap_counts_the_same_bytes(heads: tuple[int, int]) -> No
     [
         ({"num_kv_heads": 5}, r"num_kv_heads \(5\) must divide num_heads \(32\)"),
         ({"ulysses_degree": 3}, r"ulysses_degree \(3\) must divide the number of ranks \(4\)"),
-        ({"num_ranks": 5}, r"ulysses_degree \(5\) must divide num_heads \(32\); legal degrees: "),
+        ({"num_ranks": 64}, r"ulysses_degree \(64\) must be <= num_heads \(32\)"),
         ({"seq_len": 4094}, r"sequence length \(4094\) must be divisible by .* pad it by 2"),
     ],
 )

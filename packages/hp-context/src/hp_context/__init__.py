@@ -2,8 +2,8 @@
 
 from hp_context.api import ContextParallel
 from hp_context.async_ import AsyncContextParallel
+from hp_context.attention import Attention, masked_attention
 from hp_context.cost import ExchangedBytes, exchanged_bytes
-from hp_context.kernels import Attention, masked_attention
 from hp_context.layout import (
     Contiguous,
     HeadTail,

@@ -35,7 +35,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hp_context.blocks import QueryRun, joined, plan
+from hp_context.heads import HeadShare
 from hp_context.masks import Mask
+from hp_context.merge import sinks_gradient, with_sinks
 from hp_context.overlap import OverlapRates
 from hp_context.parts import Backward, Forward, PartsMask, Scores, new_results, packed, unpacked
 from hp_context.spread import Needs, Rows, Spread, add_to, in_order, length, take
@@ -43,9 +45,6 @@ from hp_platform import Pending, launch_all_gather, launch_all_to_all
 
 MAX_STRIDES = 4  # a fifth hides a twentieth of the exchange more and makes every kernel smaller
 AHEAD = 2  # strides in flight behind the one that computes: the link has work, memory is bounded
-# Of the rows that an all-gather sends. Where ranks need fewer than these, an all-to-all sends them
-# alone; above, it would not win back what it packs for each rank.
-SPARSE = 2 / 3
 
 
 class GatheredMask(PartsMask):
@@ -55,21 +54,30 @@ class GatheredMask(PartsMask):
         mask: Which keys a query may see.
         spread: Whose positions are which.
         mode: Name of the mode, for messages.
+        share: The query heads of this rank; None for all.
         rates: What the number of strides is decided by, the same on all ranks; None for one.
     """
 
     def __init__(
-        self, mask: Mask, spread: Spread, mode: str, rates: OverlapRates | None = None
+        self,
+        mask: Mask,
+        spread: Spread,
+        mode: str,
+        share: HeadShare | None = None,
+        rates: OverlapRates | None = None,
     ) -> None:
-        super().__init__(mask, spread, mode)
+        super().__init__(mask, spread, mode, share)
         self.rates = rates
 
-    def attend_to_parts(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+    def attend_to_parts(
+        self, qkv: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, scores: Scores
+    ) -> Tensor:
         """See `PartsMask.attend_to_parts`."""
+        q, k, v = qkv
         routes = Routes(self.spread, self.mask)
         runs = plan(self.mask, self.spread.mine, routes.held)
         strides = _strides(q.size(1), k.size(1), self._num_strides(q, k, v, routes))
-        out: Tensor = _Attention.apply(q, k, v, _Call(scores, routes, runs, strides))
+        out: Tensor = _Attention.apply(_Call(scores, routes, runs, strides), q, k, v, sinks)
         return out
 
     def _num_strides(self, q: Tensor, k: Tensor, v: Tensor, routes: "Routes") -> int:
@@ -103,7 +111,7 @@ class Routes:
         self._sent = [needs.of(other, rank) for other in ranks]
         self._got = [needs.of(rank, other) for other in ranks]
         fetched = needs.num_fetched
-        self._dense = fetched > SPARSE * len(spread.whole) * (len(ranks) - 1)
+        self._dense = needs.dense
         arriving = spread.runs if self._dense else self._got
         self._arriving: Rows = tuple(chain.from_iterable(arriving))
         self.held = in_order(self._arriving)
@@ -187,21 +195,24 @@ class _Call:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
+    def forward(ctx: Any, call: _Call, *inputs: Tensor) -> Tensor:
+        q, k, v, sinks = inputs
         out, lse = new_results(q, v.size(-1))
         with torch.autocast(q.device.type, enabled=False):
             for heads, part in call.parts(k, v):
                 attention = Forward(q[:, heads], call.scores)
                 attention.add(part, call.runs)
                 attention.write(out[:, heads], lse[:, heads])
-        ctx.save_for_backward(q, k, v, out, lse)
+            if sinks is not None:
+                out, lse = with_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.call = call
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         call: _Call = ctx.call
         dq = torch.empty_like(q)
         homeward = []
@@ -218,8 +229,11 @@ class _Attention(torch.autograd.Function):
                 homeward.append(call.routes.launch_home(grads))
                 dq[:, heads] = gradients.dq
             home = torch.cat([call.routes.summed(pending.wait()) for pending in homeward], 2)
+            dsinks = None
+            if sinks is not None and ctx.needs_input_grad[4]:
+                dsinks = sinks_gradient(sinks, grad_out=grad_out, out=out, lse=lse)
         dk, dv = unpacked(home, k.size(-1))
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None
+        return None, dq, dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 
 class _Gather(torch.autograd.Function):

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from hp_context.api import Arguments, ContextParallel
-from hp_context.heads import kv_head_index
+from hp_context.api import ContextParallel
 from hp_context.in_flight import Exchange, InFlight, arrive, decline, launch, take
 from hp_context.layout import CONTIGUOUS, SequenceLayout
 from hp_context.masks import Mask
@@ -101,8 +100,8 @@ class AsyncContextParallel(ContextParallel):
         self.overlap = overlap
         self.rates = rates
         self._tally = Tally()
-        # The heads to send of a tensor of a group, shape and dtype, once ranks have agreed on it.
-        self._head_index: dict[tuple[object, ...], tuple[int, ...] | None] = {}
+        # Of a tensor of a group, shape and dtype, once ranks have agreed on it.
+        self._known: dict[tuple[object, ...], Exchange] = {}
 
     @property
     def counts(self) -> OverlapCounts:
@@ -175,10 +174,9 @@ class AsyncContextParallel(ContextParallel):
         """Launch `x`, or return why not; alike on all ranks, which have agreed on its shape."""
         if x.is_inference():
             return Fallback.INFERENCE
-        key = _key(x, group)
-        if key not in self._head_index:
+        exchange = self._known.get(_key(x, group))
+        if exchange is None:
             return Fallback.FIRST_CALL
-        exchange = Exchange(group, self.dims, self._head_index[key])
         if self.overlap == "auto":
             rates = self.rates or default_rates(x.device.type)
             if not rates.pays(exchange.num_bytes(x), flops):
@@ -192,7 +190,7 @@ class AsyncContextParallel(ContextParallel):
             return super()._exchange(q, k, v, group)
         pairs = list(zip((q, k, v), self._exchanges(q, k, group), strict=True))
         for x, exchange in pairs:
-            self._head_index[_key(x, group)] = exchange.head_index
+            self._known[_key(x, group)] = exchange
         records = [take(x, exchange) for x, exchange in pairs]
         for record in records:
             self._tally.arrived(None if isinstance(record, InFlight) else record)
@@ -214,25 +212,9 @@ class AsyncContextParallel(ContextParallel):
 
     def _exchanges(self, q: Tensor, k: Tensor, group: ProcessGroup) -> list[Exchange]:
         """Return what has to be done with q, k, v."""
-        index = kv_head_index(q.size(self.dims.head), k.size(self.dims.head), group.size())
-        return [Exchange(group, self.dims, heads) for heads in (None, index, index)]
-
-    @outside_graph
-    def _exchange_inputs(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        group: ProcessGroup,
-        mask_position: int | None,
-    ) -> Arguments:
-        return super()._exchange_inputs(module, args, kwargs, group, mask_position)
-
-    @outside_graph
-    def _exchange_output(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, group: ProcessGroup
-    ) -> Any:
-        return super()._exchange_output(args, kwargs, output, group)
+        split = self._split(q, k, group)
+        of_keys = Exchange(group, self.dims, split.kv_index, split.kv_counts)
+        return [Exchange(group, self.dims, None, split.query_counts), of_keys, of_keys]
 
 
 def _key(x: Tensor, group: ProcessGroup) -> tuple[torch.Size, object, object]:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hp_context.kernels import Attention
+from hp_context.attention import Attention, HeadsMask, SpreadMask
+from hp_context.heads import HeadShare
 from hp_context.masks import Mask, block_tensor, mask_tensor
-from hp_context.parts import PartsMask
 from hp_context.spread import Spread
 
 
@@ -25,14 +25,16 @@ class CoreMask:
         mode: Name of the mode of `ContextParallel`, for messages.
         seq_len: S.
         spread: Which queries each rank has; None in the Ulysses mode, where each has all.
+        share: Which query heads this rank has; None: all.
     """
 
     name: str
     mode: str
     seq_len: int
     spread: Spread | None
+    share: HeadShare | None = None
 
-    def of_attention(self, module: Attention, given: Any, q: Tensor) -> Mask | None:
+    def of_attention(self, module: Attention, given: Any, q: Tensor, *, takes: bool) -> Mask | None:
         """Return the mask for an `Attention`: a description, always where the sequence is spread.
 
         Raises:
@@ -44,7 +46,10 @@ class CoreMask:
         mask = module.mask if given is None else given
         mask.check(self.seq_len)
         if self.spread is None:
-            return given
+            if module.sinks is None and not (module.dropout and module.training):
+                return given
+            check_takes(module, takes=takes, name=self.name, mode=self.mode)
+            return HeadsMask(mask, self.mode, self.share)
         check_dropout(module, self.mode)
         if q.ndim != 4:
             raise ValueError(f"q ({tuple(q.shape)}) must have 4 dims in {self.mode}")
@@ -91,6 +96,15 @@ def check_dropout(module: Attention, mode: str) -> None:
         raise ValueError(f"dropout ({module.dropout}) must be 0 in {mode}: use ulysses_degree=None")
 
 
+def check_takes(module: Attention, *, takes: bool, name: str, mode: str) -> None:
+    """Raise `ValueError` unless an `Attention` can be told what its call needs."""
+    if not takes:
+        raise ValueError(
+            f"mask_kwarg_name ({name}) must name a parameter of {type(module).__name__}.forward "
+            f"in {mode}"
+        )
+
+
 def check_core(
     module: nn.Module, mask: Mask | None, *, takes: bool, name: str, mode: str, ring: bool
 ) -> None:
@@ -98,10 +112,7 @@ def check_core(
     kind = type(module).__name__
     if isinstance(module, Attention):
         check_dropout(module, mode)
-        if not takes:
-            raise ValueError(
-                f"mask_kwarg_name ({name}) must name a parameter of {kind}.forward in {mode}"
-            )
+        check_takes(module, takes=takes, name=name, mode=mode)
     elif ring:
         raise ValueError(
             f"module ({kind}) must be an Attention of hp_context in {mode}, where no rank ever has "
@@ -116,7 +127,7 @@ def check_core(
 
 def check_used(mask: Any) -> None:
     """Raise `ValueError` if an `Attention` has not handed its call to the mask it was given."""
-    if isinstance(mask, PartsMask) and not mask.used:
+    if isinstance(mask, SpreadMask) and not mask.used:
         raise ValueError(
             f"the core attention must pass its attn_mask to masked_attention in {mask.mode}; "
             f"it computed something else from its part of the sequence"

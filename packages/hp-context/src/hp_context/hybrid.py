@@ -54,9 +54,16 @@ class Axes:
     def runs(self, layout: SequenceLayout, seq_len: int) -> tuple[tuple[range, ...], ...]:
         """Return the positions of each rank of `outer` after the inner exchange, as runs."""
         num_rows = 1 if self.outer is None else self.outer.size()
-        by_rank = layout.runs(seq_len, num_rows * self.degree)
-        starts = range(0, len(by_rank), self.degree)
-        return tuple(tuple(chain.from_iterable(by_rank[i : i + self.degree])) for i in starts)
+        return outer_runs(layout, seq_len, num_rows * self.degree, self.degree)
+
+
+def outer_runs(
+    layout: SequenceLayout, seq_len: int, num_ranks: int, degree: int
+) -> tuple[tuple[range, ...], ...]:
+    """Return the positions of each row of `degree` ranks, as runs."""
+    by_rank = layout.runs(seq_len, num_ranks)
+    starts = range(0, num_ranks, degree)
+    return tuple(tuple(chain.from_iterable(by_rank[i : i + degree])) for i in starts)
 
 
 def plain_axes(group: ProcessGroup, degree: int | None, *, ring: bool = False) -> Axes:

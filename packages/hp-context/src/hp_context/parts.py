@@ -16,8 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hp_context.attention import SpreadMask, Terms
 from hp_context.blocks import KeyBlock, QueryRun
-from hp_context.kernels import SpreadMask, block_backward, block_forward
+from hp_context.heads import HeadShare
+from hp_context.kernels import block_backward, block_forward
 from hp_context.masks import BlockKind, Mask, block_tensor
 from hp_context.merge import Merge, for_backward
 from hp_context.spread import Spread
@@ -26,43 +28,48 @@ from hp_context.spread import Spread
 class PartsMask(SpreadMask):
     """A mask whose attention gets keys and values from the ranks of a `Spread`.
 
-    It belongs to one call. `used` tells afterwards whether the core attention has handed its work
-    over; one that has not would have attended to its own part of the sequence alone.
+    Args:
+        mask: See `SpreadMask`.
+        spread: Whose positions are which.
+        mode: See `SpreadMask`.
+        share: See `SpreadMask`.
     """
 
-    def __init__(self, mask: Mask, spread: Spread, mode: str) -> None:
-        self.mask, self.spread, self.mode = mask, spread, mode
-        self.used = False
+    def __init__(
+        self, mask: Mask, spread: Spread, mode: str, share: HeadShare | None = None
+    ) -> None:
+        super().__init__(mask, mode, share)
+        self.spread = spread
 
-    def allowed(self, query: Tensor, key: Tensor) -> Tensor:
-        """See `Mask.allowed`."""
-        return self.mask.allowed(query, key)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
         """See `SpreadMask.attend`.
 
         Raises:
-            ValueError: `dropout` is not 0.
+            ValueError: There is dropout.
         """
-        if dropout:
-            raise ValueError(f"dropout ({dropout}) must be 0 in {self.mode}")
+        if terms.dropout:
+            raise ValueError(f"dropout ({terms.dropout}) must be 0 in {self.mode}")
         self.used = True
         device = q.device.type
         if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
             q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
-        return self.attend_to_parts(q, k, v, Scores(self.mask, scale))
+        scores = Scores(self.mask, terms.scale, terms.softcap)
+        return self.attend_to_parts((q, k, v), terms.sinks, scores)
 
     @abstractmethod
-    def attend_to_parts(self, q: Tensor, k: Tensor, v: Tensor, scores: "Scores") -> Tensor:
-        """Return [B, H, s, E]; differentiable."""
+    def attend_to_parts(
+        self, qkv: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, scores: "Scores"
+    ) -> Tensor:
+        """Return [B, H, s, E]; differentiable. `sinks` are [H], see `merge.with_sinks`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What makes scores of queries and keys: the mask and the factor."""
+    """What makes scores of queries and keys: the mask, the factor and the bound, if any."""
 
     mask: Mask
     scale: float
+    softcap: float | None = None
 
     def tensor(self, run: QueryRun, block: KeyBlock, device: torch.device) -> Tensor | None:
         """Return the mask tensor of a block that needs one."""
@@ -97,6 +104,7 @@ class Forward:
                     kind=block.kind,
                     mask=self._scores.tensor(run, block, keys.device),
                     scale=self._scores.scale,
+                    softcap=self._scores.softcap,
                 )
                 self._merges.setdefault(at, Merge()).add(out, lse)
 
@@ -151,6 +159,7 @@ class Backward:
                     kind=block.kind,
                     mask=self._scores.tensor(run, block, part.device),
                     scale=self._scores.scale,
+                    softcap=self._scores.softcap,
                 )
                 self.dq[:, :, rows] += dq
                 dkeys[:, :, columns] += dk

@@ -36,6 +36,7 @@ from torch.autograd.function import once_differentiable
 
 from hp_context.blocks import QueryRun, plan
 from hp_context.masks import Mask
+from hp_context.merge import sinks_gradient, with_sinks
 from hp_context.parts import Backward, Forward, PartsMask, Scores, new_results, packed, unpacked
 from hp_context.spread import Needs, Rows, Spread, add_to, length, take
 from hp_platform import Pending, isend_irecv
@@ -47,9 +48,11 @@ _KEYS, _GRADIENTS = 1, 2  # tags: both kinds are in flight between the same rank
 class RingMask(PartsMask):
     """A mask whose attention sends keys and values round a ring."""
 
-    def attend_to_parts(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+    def attend_to_parts(
+        self, qkv: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, scores: Scores
+    ) -> Tensor:
         """See `PartsMask.attend_to_parts`."""
-        out: Tensor = _Attention.apply(q, k, v, Ring(self.spread, scores))
+        out: Tensor = _Attention.apply(Ring(self.spread, scores), *qkv, sinks)
         return out
 
 
@@ -213,7 +216,8 @@ class Sums:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
+    def forward(ctx: Any, ring: Ring, *inputs: Tensor) -> Tensor:
+        q, k, v, sinks = inputs
         out, lse = new_results(q, v.size(-1))
         with torch.autocast(q.device.type, enabled=False):
             attention = Forward(q, ring.scores)
@@ -222,14 +226,16 @@ class _Attention(torch.autograd.Function):
                     if step.part is not None:
                         attention.add(step.part, ring.blocks(step))
             attention.write(out, lse)
-        ctx.save_for_backward(q, k, v, out, lse)
+            if sinks is not None:
+                out, lse = with_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.ring = ring
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         ring: Ring = ctx.ring
         with torch.autocast(q.device.type, enabled=False):
             gradients = Backward(q, out=out, lse=lse, grad_out=grad_out, scores=ring.scores)
@@ -246,7 +252,10 @@ class _Attention(torch.autograd.Function):
                         sums.add(step, share, home)
                 sums.add_home_to(home)
             dk, dv = unpacked(home, k.size(-1))
-        return gradients.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+            dsinks = None
+            if sinks is not None and ctx.needs_input_grad[4]:
+                dsinks = sinks_gradient(sinks, grad_out=grad_out, out=out, lse=lse)
+        return None, gradients.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 
 def drain(flight: Pending[list[Tensor]]) -> None:

@@ -18,6 +18,10 @@ from hp_context.masks import Mask
 
 Rows = tuple[range, ...]  # runs of positions, in the order of a tensor
 
+# Of the rows that an all-gather sends. Where ranks need fewer than these, an all-to-all sends them
+# alone; above, it would not win back what it packs for each rank.
+SPARSE = 2 / 3
+
 
 @dataclass(frozen=True, slots=True)
 class Spread:
@@ -87,6 +91,12 @@ class Needs:
             held = union([[*mine, *(_common(whole, run) for run in seen)]])
             total += length(held) - length(mine)
         return total
+
+    @property
+    def dense(self) -> bool:
+        """Whether ranks need so much of each other's that all of it had better be gathered."""
+        num_positions = sum(map(length, self.runs))
+        return self.num_fetched > SPARSE * num_positions * (len(self.runs) - 1)
 
 
 def length(rows: Iterable[range]) -> int:
