@@ -27,7 +27,7 @@ from hp_context import (
     shard_sequence,
     unshard_sequence,
 )
-from hp_platform.testing import run_distributed
+from hp_platform.testing import record_exchanges, run_distributed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -321,6 +321,68 @@ def test_reruns_are_bit_equal() -> None:
     case = Case(Causal(), HeadTail(), (4, 1), dtype=torch.float32)
     first, second = (run_distributed(split, [case], world_size=4)[0][0] for _ in "ab")
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def counted(case: Case) -> list[tuple[Counter[str], int]]:
+    """Collectives and bytes that this rank sends to others, in forward and in backward."""
+    q, k, v, grad = (shard(x, case) for x in inputs(case))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    attend = core(case)
+    attend(*leaves)  # compares notes between ranks
+    with record_exchanges() as forward:
+        out = attend(*leaves)
+    with record_exchanges() as back:
+        torch.autograd.grad(out, leaves, grad)
+    return [
+        (Counter(e.kind for e in way), sum(e.num_bytes for e in way)) for way in (forward, back)
+    ]
+
+
+PART = 2 * 2 * (24 // 4) * (8 + 8)  # batch, key/value heads, positions, k and v: numbers of a rank
+
+
+def test_keys_travel_once_each_way_for_a_strange_module() -> None:
+    for layout in LAYOUTS:
+        case = Case(Causal(), layout, (4, 2), dtype=torch.bfloat16, foreign=True)
+        for forward, back in run_distributed(counted, case, world_size=4):
+            assert forward == ({"all_gather": 1}, 3 * PART * 2)
+            assert back == ({"all_to_all": 1}, 3 * PART * 4)
+
+
+def test_all_keys_are_gathered_again_in_backward_and_their_gradients_go_home() -> None:
+    case = Case(Full(), HeadTail(), (4, 2), dtype=torch.bfloat16)
+    for forward, back in run_distributed(counted, case, world_size=4):
+        assert forward == ({"all_gather": 1}, 3 * PART * 2)
+        assert back == ({"all_gather": 1, "all_to_all": 1}, 3 * PART * 2 + 3 * PART * 4)
+
+
+def test_gradients_of_keys_that_nobody_sees_stay_away() -> None:
+    """Of each rank before it a rank sees the head only; three quarters of all is sent densely."""
+    case = Case(Causal(), HeadTail(), (4, 2), dtype=torch.bfloat16)
+    for rank, (forward, back) in enumerate(run_distributed(counted, case, world_size=4)):
+        seen = rank * PART // 2 + (3 - rank) * PART
+        assert forward == ({"all_gather": 1}, 3 * PART * 2)
+        gathered_and_home = {"all_gather": 1, "all_to_all": 1}
+        assert back == (gathered_and_home, 3 * PART * 2 + seen * 4)
+
+
+def test_contiguous_causal_keys_go_to_later_ranks_alone() -> None:
+    case = Case(Causal(), Contiguous(), (4, 2), dtype=torch.bfloat16)
+    for rank, (forward, back) in enumerate(run_distributed(counted, case, world_size=4)):
+        later, earlier = (3 - rank) * PART, rank * PART
+        assert forward == ({"all_to_all": 1}, later * 2)
+        assert back == ({"all_to_all": 2}, later * 2 + earlier * 4)
+
+
+def test_a_window_sends_what_it_reaches() -> None:
+    """Two keys before a query, one behind: two to the next rank, one to the rank before."""
+    case = Case(SlidingWindow(2, 1), Contiguous(), (4, 2), dtype=torch.bfloat16)
+    row = PART // 6
+    for rank, (forward, back) in enumerate(run_distributed(counted, case, world_size=4)):
+        keys = 2 * row * (rank < 3) + row * (rank > 0)
+        home = 2 * row * (rank > 0) + row * (rank < 3)
+        assert forward == ({"all_to_all": 1}, keys * 2)
+        assert back == ({"all_to_all": 2}, keys * 2 + home * 4)
 
 
 def under_autocast() -> list[Tensor]:

@@ -4,7 +4,7 @@ Many cases share one launch of ranks. They go through the kinds of recomputation
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, product
 from typing import Literal
 
@@ -24,6 +24,7 @@ from hp_context import (
     Full,
     HeadTail,
     Mask,
+    OverlapRates,
     PositionMask,
     SequenceLayout,
     SlidingWindow,
@@ -32,7 +33,7 @@ from hp_context import (
     unshard_sequence,
 )
 from hp_platform.pending import release_completed
-from hp_platform.testing import run_distributed
+from hp_platform.testing import run_distributed, watch_operators
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -77,7 +78,8 @@ MASKS = [
     PositionMask(lonely),
     Causal() & PositionMask(lonely),
 ]
-LAYOUTS = [Contiguous(), HeadTail()]
+IN_ORDER = Contiguous()
+LAYOUTS = [IN_ORDER, HeadTail()]
 RECOMPUTE = ["none", "reentrant", "saved"]
 
 
@@ -163,3 +165,121 @@ def test_outputs_and_gradients_equal_one_process(ranks: int) -> None:
         for (way, degree), mask, layout, heads in grid
     ]
     assert_equal(cases, ranks=ranks)
+
+
+def test_the_head_size_of_values_may_differ() -> None:
+    ways: list[tuple[Way, int]] = [("ring", 1), ("ring", 2), ("strides", 2)]
+    assert_equal(
+        [
+            Case(way, degree, mask, layout, value_size=size)
+            for way, degree in ways
+            for mask in (Causal(), SlidingWindow(7))
+            for layout in LAYOUTS
+            for size in (5, 12)
+        ],
+        ranks=4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 4e-6), (torch.bfloat16, 4e-2)], ids=str
+)
+def test_narrow_types_come_close(dtype: torch.dtype, bound: float) -> None:
+    cases = [Case("ring", 1, Causal(), layout, dtype=dtype) for layout in LAYOUTS]
+    assert_equal(cases, ranks=4, bound=bound)
+
+
+BIT_EQUAL = [
+    Case("strides", degree, mask, layout, heads, recompute, seq=128, dtype=torch.float32)
+    for degree in (1, 2)
+    for mask, recompute in ((Causal(), "none"), (SlidingWindow(5), "saved"))
+    for layout in LAYOUTS
+    for heads in ((8, 4), (6, 6))
+]
+
+
+def test_strides_of_heads_have_the_bits_of_one_gather() -> None:
+    gathered = [replace(case, way="gather") for case in BIT_EQUAL]
+    for results in run_distributed(split, [*BIT_EQUAL, *gathered], world_size=4):
+        strided, plain = results[: len(BIT_EQUAL)], results[len(BIT_EQUAL) :]
+        for case, one, other in zip(BIT_EQUAL, strided, plain, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), case
+
+
+def test_a_ring_gives_the_same_bits_again() -> None:
+    cases = [Case("ring", degree, Causal(), HeadTail(), dtype=torch.float32) for degree in (1, 2)]
+    for results in run_distributed(split, [*cases, *cases], world_size=4):
+        for one, other in zip(results[:2], results[2:], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+Names = list[str]
+
+
+def operations(cases: list[Case]) -> list[tuple[Names, Names]]:
+    """What the group does in forward and in backward, in order, and when blocks are computed."""
+    results = []
+    for case in cases:
+        core = make(case).apply(Attention(case.mask), world())
+        *qkv, grad = (shard_sequence(x, world(), layout=case.layout) for x in inputs(case))
+        leaves = [x.requires_grad_() for x in qkv]
+        core(*leaves)  # ranks compare notes
+        names: Names = []
+
+        def see(name: str, *_: object, names: Names = names) -> None:
+            namespace, operator = name.split("::")
+            if namespace == "c10d":
+                names.append({"_allgather_base_": "gather", "alltoall_base_": "home"}[operator])
+            elif "flash_attention" in operator:
+                names.append("block")
+
+        with watch_operators(see):
+            out = core(*leaves)
+            forward = list(names)
+            names.clear()
+            torch.autograd.grad(out, leaves, grad)
+        results.append((forward, names))
+    return results
+
+
+def test_two_strides_are_in_flight_behind_the_one_that_computes() -> None:
+    cases = [Case("strides", 1, Full(), IN_ORDER, (8, kv_heads)) for kv_heads in (4, 2, 1, 8)]
+    for four, two, one, many in run_distributed(operations, cases, world_size=2):
+        gather, block, home = (["gather"], ["block"], ["home"])
+        assert four[0] == [*gather * 3, *block, *gather, *block * 3]
+        step = [*block, *home]
+        assert four[1] == [*gather * 3, *step, *gather, *step * 3]
+        assert two == ([*gather * 2, *block * 2], [*gather * 2, *step * 2])
+        assert one == ([*gather, *block], [*gather, *step])
+        assert many == four
+
+
+def test_the_number_of_strides_follows_from_the_rates() -> None:
+    even = OverlapRates(link=1.0, compute=1.0, overhead=0.05)
+    assert even.strides(1.0, 1.0, most=8) == 4  # (2 + 3) / 4 + 0.2 against 1.25 + 0.25 for five
+    assert even.strides(1.0, 0.01, most=8) == 1  # nothing to hide behind
+    assert even.strides(0.01, 1.0, most=8) == 1  # nothing to hide
+    assert even.strides(9.0, 9.0, most=8) == 8
+    assert OverlapRates(link=1.0, compute=1.0, overhead=0.0).strides(1.0, 1.0, most=6) == 6
+
+
+def by_rates(overhead: float) -> int:
+    rates = OverlapRates(link=1e6, compute=1e6, overhead=overhead)
+    parallel = AsyncContextParallel(1, overlap="auto", rates=rates)
+    core = parallel.apply(Attention(Causal()), world())
+    q, k, v, _ = (shard_sequence(x, world()) for x in inputs(Case("gather", 1, Full(), IN_ORDER)))
+    gathers = 0
+
+    def see(name: str, *_: object) -> None:
+        nonlocal gathers
+        gathers += name == "c10d::alltoall_base_"
+
+    core(q, k, v)
+    with watch_operators(see):
+        core(q, k, v)
+    return gathers
+
+
+def test_automatic_overlap_takes_strides_where_they_pay() -> None:
+    assert run_distributed(by_rates, 1e-6, world_size=2) == [2, 2]
+    assert run_distributed(by_rates, 10.0, world_size=2) == [1, 1]

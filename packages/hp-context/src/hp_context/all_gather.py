@@ -16,7 +16,8 @@ Note [Strides of heads]
     Key/value heads do not know of each other, so they may be gathered in several strides: attention
     over one stride runs while the next ones are on their way, and in backward the gradients of a
     stride go home while the next is computed. Every head is computed as without strides, to the
-    same bits. The first gather of each direction and the last way home have nothing to hide behind.
+    same bits (on a CPU, where the queries of a run fill its vectors: torch rounds what is left over
+    in another way). The first gather of each direction and the last way home hide behind nothing.
 
 Shape symbols: B batch, S whole sequence, N ranks, s = S / N, H query heads, G key/value heads, D
 head size of queries and keys, E head size of values. Queries and keys are [B, H, s, D] and
