@@ -1,5 +1,6 @@
 """The all-gather K/V mode equals attention in one process, and moves what it says it moves."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
