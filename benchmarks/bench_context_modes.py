@@ -10,8 +10,8 @@ Contenders, compared with one process before they are timed:
 
     single         torch's scaled_dot_product_attention of the whole sequence on one rank, while the
                    others wait
-    ulysses, all-gather, hybrid     modes of ContextParallel; key gathering ones with head-tail
-                   parts where the mask is causal
+    ulysses, all-gather, ring, hybrid     modes of ContextParallel, all but the first with head-tail
+                   parts where the mask is causal; a hybrid of d shares heads over d ranks
     torch ring     the template of torch's experimental `context_parallel` (which has no path for
                    the CPU), over the same kernels, with its load balance where the mask is causal,
                    which is the only mask it knows. `permute` and `gather` are its rotate methods
@@ -224,13 +224,14 @@ def contenders(problem: Problem, settings: Settings, group: ProcessGroup) -> dic
     """Return those that this number of ranks allows."""
     heads, kv_heads = problem.heads
     ranks = group.size()
-    degrees: dict[str, int | None] = {"ulysses": None, "all-gather": 1}
-    if ranks >= 4:
-        degrees["hybrid 2"] = 2
+    modes = [("ulysses", ranks, False), ("all-gather", 1, False), ("ring", 1, True)]
+    if ranks >= 4 and ranks % 2 == 0:
+        modes += [("hybrid 2", 2, False), ("hybrid 2, ring", 2, True)]
     found = {}
-    for name, degree in degrees.items():
-        if heads % (degree or ranks):
+    for name, degree, ring in modes:
+        if heads < degree:
             continue
+        layout = Contiguous() if degree == ranks else problem.balanced
         formula = exchanged_bytes(
             seq_len=problem.seq,
             num_heads=heads,
@@ -238,10 +239,14 @@ def contenders(problem: Problem, settings: Settings, group: ProcessGroup) -> dic
             head_size=settings.head_size,
             num_ranks=ranks,
             ulysses_degree=degree,
+            ring=ring,
+            mask=problem.mask,
+            layout=layout,
             dtype=settings.dtype,
+            rank=group.rank(),
         )
-        layout = Contiguous() if degree is None else problem.balanced
-        core = ContextParallel(degree, layout=layout).apply(Attention(problem.mask), group)
+        parallel = ContextParallel(degree, ring=ring, layout=layout)
+        core = parallel.apply(Attention(problem.mask), group)
         found[name] = Contender(core, layout, sum(formula))
     if problem.mask_name != "documents":
         causal = problem.mask_name == "causal"
@@ -349,7 +354,7 @@ def report(by_rank: list[list[tuple[Problem, dict[str, Measured]]]], settings: S
             of_name = [row[name] for row in rows if row[name].seconds]
             slowest = statistics.median(map(max, zip(*(m.seconds for m in of_name), strict=True)))
             busiest = max(min(m.cpu) for m in of_name)
-            formula = rows[0][name].formula
+            formula = max((m.formula for m in of_name if m.formula is not None), default=None)
             cells = [
                 str(problem.seq),
                 problem.mask_name,
