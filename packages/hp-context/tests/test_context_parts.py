@@ -28,7 +28,6 @@ from hp_context import (
     PositionMask,
     SequenceLayout,
     SlidingWindow,
-    masked_attention,
     shard_sequence,
     unshard_sequence,
 )
@@ -52,6 +51,7 @@ class Case:
     seq: int = 48
     value_size: int = 8
     dtype: torch.dtype = torch.float64
+    terms: bool = False
 
 
 @pytest.fixture
@@ -94,11 +94,19 @@ def inputs(case: Case) -> list[Tensor]:
     ]
 
 
+def attention(case: Case) -> Attention:
+    if not case.terms:
+        return Attention(case.mask)
+    sinks = torch.linspace(-1, 2, case.heads[0], dtype=case.dtype)
+    return Attention(case.mask, softcap=1.5, sinks=sinks)
+
+
 def alone(case: Case) -> list[Tensor]:
     *qkv, grad = inputs(case)
     leaves = [x.requires_grad_() for x in qkv]
-    out = masked_attention(leaves[0], leaves[1], leaves[2], mask=case.mask)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    core = attention(case)
+    out = core(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, [*leaves, *core.parameters()], grad)]
 
 
 def world() -> dist.ProcessGroup:
@@ -116,7 +124,7 @@ def make(case: Case) -> ContextParallel:
 def mine(case: Case, parallels: Parallels) -> list[Tensor]:
     """Output and gradients of this rank."""
     parallel = parallels.setdefault((case.way, case.degree, case.layout), make(case))
-    core = parallel.apply(Attention(case.mask), world())
+    core = parallel.apply(attention(case), world())
     *qkv, grad = (shard_sequence(x, world(), layout=case.layout) for x in inputs(case))
     leaves = [x.requires_grad_() for x in qkv]
     if case.recompute == "none":
@@ -124,14 +132,22 @@ def mine(case: Case, parallels: Parallels) -> list[Tensor]:
     else:
         out = checkpoint(core, *leaves, use_reentrant=case.recompute == "reentrant")
     out.backward(grad)
-    return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
+    of_parameters = [x.grad for x in core.parameters() if x.grad is not None]
+    for grad in of_parameters:
+        dist.all_reduce(grad)
+    return [out.detach(), *(x.grad for x in leaves if x.grad is not None), *of_parameters]
 
 
 def split(cases: list[Case]) -> list[list[Tensor]]:
     parallels: Parallels = {}
     parts = [(case, mine(case, parallels)) for case in cases]
     assert release_completed() == 0
-    return [[unshard_sequence(x, world(), layout=case.layout) for x in xs] for case, xs in parts]
+    return [[unsharded(x, case.layout) for x in xs] for case, xs in parts]
+
+
+def unsharded(x: Tensor, layout: SequenceLayout) -> Tensor:
+    """The whole of a part; a gradient of sinks is whole already."""
+    return x if x.ndim == 1 else unshard_sequence(x, world(), layout=layout)
 
 
 def errors(actual: list[Tensor], expected: list[Tensor]) -> list[float]:
@@ -165,6 +181,21 @@ def test_outputs_and_gradients_equal_one_process(ranks: int) -> None:
         for (way, degree), mask, layout, heads in grid
     ]
     assert_equal(cases, ranks=ranks)
+
+
+def test_sinks_soft_caps_and_uneven_heads_equal_one_process() -> None:
+    ways: list[tuple[Way, int]] = [("ring", 1), ("ring", 2), ("strides", 1), ("strides", 2)]
+    kinds = cycle(RECOMPUTE)
+    assert_equal(
+        [
+            Case(way, degree, mask, layout, heads, next(kinds), terms=terms)
+            for way, degree in ways
+            for mask in (Causal(), SlidingWindow(7), Causal() & PositionMask(lonely))
+            for layout in LAYOUTS
+            for heads, terms in (((4, 2), True), ((5, 5), True), ((6, 2), False))
+        ],
+        ranks=4,
+    )
 
 
 def test_the_head_size_of_values_may_differ() -> None:

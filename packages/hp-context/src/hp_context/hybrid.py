@@ -12,6 +12,7 @@ Shape symbols: N ranks, d degree, H query heads.
 from dataclasses import dataclass
 from itertools import chain
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -91,6 +92,8 @@ def split_group(group: ProcessGroup, degree: int, *, ring: bool = False) -> Axes
     row = ranks[mine - mine % degree :][:degree]
     # All inner groups come before any outer one, on every rank: none waits for another in a circle.
     inner, outer = (_new_group(members, group) for members in (row, ranks[mine % degree :: degree]))
+    if ring:
+        _connect(outer)
     return Axes(inner, outer, ring)
 
 
@@ -103,6 +106,8 @@ def axes_of_mesh(mesh: DeviceMesh, degree: int, *, ring: bool = False) -> tuple[
     check_two_axes(mesh, degree)
     outer, inner = mesh.get_group(0), mesh.get_group(1)
     whole = _new_group(mesh.mesh.flatten().tolist(), outer)
+    if ring:
+        _connect(outer)
     inner_axis, outer_axis = (axis if axis.size() > 1 else None for axis in (inner, outer))
     return whole, Axes(inner_axis, outer_axis, ring)
 
@@ -112,3 +117,13 @@ def _new_group(ranks: list[int], like: ProcessGroup) -> ProcessGroup:
         sorted(ranks), backend=dist.get_backend(like), use_local_synchronization=True
     )
     return group
+
+
+def _connect(group: ProcessGroup) -> None:
+    """Let all ranks take part in the first operation of a group, as NCCL demands.
+
+    In a ring the first message may be between some of them only.
+    """
+    if "nccl" in str(dist.get_backend(group)):
+        device = torch.device("cuda", torch.cuda.current_device())
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
