@@ -8,7 +8,9 @@ Shape symbols: B sequences of a batch, S whole sequence, s part of a rank, V voc
 """
 
 from collections.abc import Iterable
-from typing import Any
+from functools import partial
+from operator import mul
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from hp_platform import resolve_group
 
 IGNORED = -100
+
+_summing: WeakSet[nn.Module] = WeakSet()  # twice would be a factor too many
 
 
 def shift_labels(
@@ -107,9 +111,13 @@ def sum_gradients(model: nn.Module) -> nn.Module:
 
     The gradient of a loss that is a sum over tokens is a sum over ranks, as `token_loss` wants it.
 
+    A `DistributedDataParallel` goes on averaging, which may happen in every microbatch, while each
+    gradient is multiplied by the number of its ranks before it is accumulated. FSDP2 is told not
+    to divide.
+
     Args:
-        model: A `DistributedDataParallel`, on which no communication hook is registered, or a
-            model to which `fully_shard` was applied, with its parts.
+        model: A `DistributedDataParallel`, or a model to which, and to whose parts, `fully_shard`
+            was applied. Call it once all are wrapped.
 
     Returns:
         `model`.
@@ -118,7 +126,11 @@ def sum_gradients(model: nn.Module) -> nn.Module:
         ValueError: The model is neither.
     """
     if isinstance(model, DistributedDataParallel):
-        model.register_comm_hook(model.process_group, lambda group, bucket: _sum(bucket, group))
+        if model not in _summing:
+            for name, parameter in model.module.named_parameters():
+                if parameter.requires_grad and name not in model.parameters_to_ignore:
+                    parameter.register_hook(partial(mul, model.process_group.size()))
+            _summing.add(model)
         return model
     sharded = [part for part in model.modules() if isinstance(part, FSDPModule)]
     for part in sharded:
@@ -131,12 +143,6 @@ def sum_gradients(model: nn.Module) -> nn.Module:
             f"fully_shard; sum the gradients of any other with all_reduce"
         )
     return model
-
-
-def _sum(bucket: Any, group: ProcessGroup) -> torch.futures.Future[Tensor]:
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    summed: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
-    return summed
 
 
 def _groups(mesh_or_group: DeviceMesh | ProcessGroup | None) -> list[ProcessGroup]:
