@@ -118,8 +118,9 @@ def alone(name: str, *, packed: bool, dtype: torch.dtype = torch.float64) -> Ten
     return {"logits": logits.detach(), "loss": loss.detach()} | gradients(model)
 
 
-def on_parts(model: Any, group: Any, layout: SequenceLayout, *, packed: bool) -> Tensors:
-    inputs = shard_batch(batch(packed=packed), group, layout=layout)
+def on_parts(model: Any, mesh: DeviceMesh, layout: SequenceLayout, *, packed: bool) -> Tensors:
+    group = mesh.get_group()
+    inputs = shard_batch(batch(packed=packed), mesh, layout=layout)
     targets = inputs.pop("shift_labels")
     del inputs["labels"]
     logits = model(**inputs).logits
@@ -236,9 +237,14 @@ def accelerated() -> tuple[list[float], Tensors]:
     mesh = mesh_of_both()
     model: Any = build("llama", "hp_context")
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
+    sequences = [
+        {name: part[row] for name, part in batch(seed, packed=False).items()}
+        for seed in range(2 * STEPS)
+        for row in range(BATCH)
+    ]
     # Ranks that share a sequence get the same batches.
     loader = accelerate.data_loader.prepare_data_loader(
-        DataLoader([batch(seed, packed=False) for seed in range(2 * STEPS)], batch_size=None),  # type: ignore[arg-type]
+        DataLoader(sequences, batch_size=BATCH),  # type: ignore[arg-type]
         num_processes=mesh["dp"].size(),
         process_index=mesh.get_local_rank("dp"),
     )

@@ -123,8 +123,6 @@ class SpreadAttention:
         context_mask: Mask | None,
     ) -> CallMask:
         """Exchange position ids and errors; see Note [Masks come from position ids]."""
-        if error is None and call is not None:
-            error = call.error
         known = call is not None and call.has_attention_mask, context_mask is not None
         whole = gather_position_ids(
             position_ids,
@@ -159,8 +157,8 @@ class SpreadAttention:
         raise ValueError(
             f"position_ids must be positions of the whole sequence ({seq_len}), but all "
             f"{num_ranks} ranks count from 0 to {size - 1}, as the model does that is given none: "
-            f"split batch and position_ids with shard_batch (documents of exactly {size} "
-            f"tokens need context_mask as well)"
+            f"split the batch with shard_batch (documents of exactly {size} tokens need "
+            f"context_mask as well); generate with another attn_implementation"
         )
 
 
@@ -207,6 +205,8 @@ def _check_mask(attention_mask: Any, context_mask: Any, others: dict[str, Any]) 
             f"attention_mask ({what}) must be left to the model with hp_context, which makes it "
             f"from position_ids: pass a mask of your own as context_mask, a hp_context.Mask"
         )
+    if attention_mask.error is not None:
+        raise attention_mask.error
     window = others.get("sliding_window", attention_mask.window)
     if window != attention_mask.window:
         raise ValueError(

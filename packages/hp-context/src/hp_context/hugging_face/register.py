@@ -49,10 +49,14 @@ def register_attention(
         masks: Any = import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
     except (ImportError, AttributeError):
         raise ImportError("needs transformers 5: pip install 'transformers>=5'") from None
-    function = SpreadAttention(
+    spread = SpreadAttention(
         mesh_or_group,
         ulysses_degree=ulysses_degree,
         layout=HeadTail() if load_balance else layout,
     )
-    attention.register(name, outside_graph(function.__call__))
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        return spread(*args, **kwargs)
+
+    attention.register(name, outside_graph(attend))
     masks.register(name, outside_graph(make_call_mask))
