@@ -52,7 +52,7 @@ def test_positions_are_made_and_labels_shifted_before_the_split() -> None:
 def test_everything_along_the_sequence_is_split_alike(layout: SequenceLayout) -> None:
     packed = torch.cat([torch.arange(5), torch.arange(11)])[None]
     embeds = torch.randn(2, SEQ, 3)
-    batch = {
+    batch: dict[str, Any] = {
         "inputs_embeds": embeds,
         "position_ids": packed,
         "token_type_ids": IDS,

@@ -117,7 +117,7 @@ class Decoder(nn.Module):
             position_ids = torch.arange(length)[None]
         mask: Any = attention_mask
         if attention_mask is None or attention_mask.ndim == 2:
-            told = {
+            told: dict[str, Any] = {
                 "batch_size": len(input_ids),
                 "q_length": length,
                 "kv_length": length,
@@ -148,6 +148,12 @@ def plainly(masks: list[Mask]) -> Attend:
         return out.transpose(1, 2), None
 
     return attend
+
+
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def tokens() -> Tensor:
@@ -216,7 +222,7 @@ def part_of(
 
 def every_case(world_size: int) -> list[tuple[str, Tensors]]:
     pair = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "cp"))
-    groups = {"all": dist.group.WORLD, "two": pair.get_group("cp")}
+    groups = {"all": world(), "two": pair.get_group("cp")}
     found = []
     for case in CASES:
         for name, group in groups.items():
@@ -244,8 +250,8 @@ def test_every_mask_and_mode_equals_one_process() -> None:
 
 def gathers(recompute: bool | None) -> list[list[int]]:
     """Bytes of each all-gather in a first and in a later forward and backward, by pass."""
-    attend = SpreadAttention(dist.group.WORLD, ulysses_degree=None, layout=IN_ORDER)
-    inputs = shard_batch({"input_ids": tokens()}, dist.group.WORLD)
+    attend = SpreadAttention(world(), ulysses_degree=None, layout=IN_ORDER)
+    inputs = shard_batch({"input_ids": tokens()}, world())
     model = Decoder(attend)
     model.recompute = recompute
     sent: list[int] = []
@@ -275,12 +281,12 @@ def test_a_forward_gathers_positions_once_for_all_layers_and_recomputes(
 def refused(case: str) -> dict[str, Any]:
     """Arguments that this rank passes in a case, and what makes the model."""
     rank, seq = dist.get_rank(), SEQ // 2
-    ids, here = shard_sequence(tokens(), dist.group.WORLD), local_positions(SEQ, dist.group.WORLD)
+    ids, here = shard_sequence(tokens(), world()), local_positions(SEQ, world())
     good = {"input_ids": ids, "position_ids": here[None]}
     ones = torch.ones(2, seq)
     holes = ones.clone()
     holes[0, -2:] = 0
-    other_layout = local_positions(SEQ, dist.group.WORLD, layout=ZIGZAG)[None]
+    other_layout = local_positions(SEQ, world(), layout=ZIGZAG)[None]
     changes: dict[str, dict[str, Any]] = {
         "default positions": {"position_ids": None},
         "positions of another layout": {"position_ids": other_layout},
@@ -292,7 +298,7 @@ def refused(case: str) -> dict[str, Any]:
         "a mask on one rank": {"attention_mask": ones} if rank else {},
         "documents and a mask": {
             "attention_mask": ones,
-            "position_ids": shard_sequence(SAME, dist.group.WORLD),
+            "position_ids": shard_sequence(SAME, world()),
         },
         "a mask of four dims": {"attention_mask": torch.ones(2, 1, seq, seq)},
         "a whole mask": {"attention_mask": torch.ones(2, SEQ)},
@@ -344,7 +350,7 @@ MESSAGES = {
 
 
 def all_refusals() -> dict[str, tuple[str, str]]:
-    attend = SpreadAttention(dist.group.WORLD, ulysses_degree=None, layout=IN_ORDER)
+    attend = SpreadAttention(world(), ulysses_degree=None, layout=IN_ORDER)
     found = {}
     for case in MESSAGES:
         try:

@@ -178,7 +178,8 @@ def wrapped(name: str, wrapper: str, mesh: DeviceMesh) -> Any:
     axes = mesh if wrapper == "fsdp" else mesh._flatten("all")
     for layer in model.model.layers:
         fully_shard(layer, mesh=axes)
-    return sum_gradients(fully_shard(model, mesh=axes))
+    fully_shard(model, mesh=axes)
+    return sum_gradients(model)
 
 
 def in_parallel(name: str) -> dict[str, Tensors]:
@@ -290,13 +291,14 @@ def test_a_loop_of_accelerate_takes_the_steps_of_one_process() -> None:
 
 def refused_and_compiled() -> list[str]:
     group = dist.group.WORLD
+    assert group is not None
     register_attention(group, name="hp_context_2")
     model = build("llama", "hp_context_2")
     ids = shard_batch(batch(packed=False), group)["input_ids"]
     here = shard_batch(batch(packed=False), group)["position_ids"]
     padded = torch.ones_like(ids)
     padded[:, -1] = 0
-    calls = {
+    calls: dict[str, Any] = {
         "no positions": lambda: model(input_ids=ids),
         "padding": lambda: model(input_ids=ids, position_ids=here, attention_mask=padded),
         "generate": lambda: model.generate(ids, max_new_tokens=2, do_sample=False),

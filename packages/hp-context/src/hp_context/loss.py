@@ -10,6 +10,7 @@ Shape symbols: B sequences of a batch, S whole sequence, s part of a rank, V voc
 from collections.abc import Iterable
 from functools import partial
 from operator import mul
+from typing import TypeVar
 from weakref import WeakSet
 
 import torch
@@ -23,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hp_platform import resolve_group
 
+M = TypeVar("M", bound=nn.Module)
 IGNORED = -100
 
 _summing: WeakSet[nn.Module] = WeakSet()  # twice would be a factor too many
@@ -106,7 +108,7 @@ def token_loss(
     return total / max(num_tokens, 1)
 
 
-def sum_gradients(model: nn.Module) -> nn.Module:
+def sum_gradients(model: M) -> M:
     """Let a data-parallel wrapper sum gradients over its ranks, where it would average them.
 
     The gradient of a loss that is a sum over tokens is a sum over ranks, as `token_loss` wants it.
