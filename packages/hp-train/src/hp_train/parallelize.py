@@ -126,7 +126,7 @@ class Pipeline:
         microbatch_size: int,
         loss_fn: Callable[[Tensor, Tensor], Tensor] | None,
     ) -> PipelineScheduleRuntime:
-        shape = (microbatch_size, self.config.data.seq_len, self.config.model.dim)
+        shape = (microbatch_size, self.config.data.seq_len, self.config.model.stage_width)
         activations = TensorSpec(shape, DTYPES[self.config.train.dtype])
         stages = [
             PipelineStage(

@@ -4,10 +4,10 @@ Experts are offered as DTensors sharded over the expert-parallel ranks, everythi
 tensors, so that a checkpoint says nothing of the layout it was saved under.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -60,3 +60,8 @@ def checkpoint_tensors(
                 whole = DTensor.from_local(tensor, expert_mesh, [Shard(0)], run_check=False)
             tensors[f"{prefix}.{parameter.name}"] = whole
     return tensors
+
+
+def checkpoint_buffers(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """What stages keep besides parameters, under global names: correction biases of routers."""
+    return {f"model.{name}": buffer for stage in stages for name, buffer in stage.named_buffers()}

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from hp_expert import update_correction_biases
 from hp_platform import Runtime, agree, initialize, mesh_of, new_group, shutdown
 from hp_schedule import MetaStep, Timeline
 from hp_train.banner import banner
@@ -39,7 +40,7 @@ from hp_train.optimizer import (
 )
 from hp_train.parallelize import build_pipeline
 from hp_train.report import planned_and_actual, write_report
-from hp_train.state import checkpoint_tensors, materialize_optimizer, set_optimizer_steps
+from hp_train.state import checkpoint_buffers, checkpoint_tensors, materialize_optimizer, set_optimizer_steps
 
 
 def main(config: Config, *, worker: Worker) -> int:
@@ -107,6 +108,21 @@ def _prepare_data(config: Config, worker: Worker, runtime: Runtime) -> Tokenizer
     return tokenizer
 
 
+def _vocab_size(config: Config, tokenizer: Tokenizer) -> int:
+    """Rows of the embedding.
+
+    Raises:
+        DataError: When the tokenizer has more tokens.
+    """
+    rows = config.model.vocab_size or tokenizer.vocab_size
+    if rows < tokenizer.vocab_size:
+        raise DataError(
+            f"model.vocab_size ({rows}) must be at least the tokens of the tokenizer "
+            f"({tokenizer.vocab_size})"
+        )
+    return rows
+
+
 def require_same_data(digests: tuple[str, ...], *, control: dist.ProcessGroup) -> None:
     """Compare what the ranks read: nodes without shared storage each tokenise their own copy.
 
@@ -150,7 +166,7 @@ class Trainer:
             config,
             self.mesh,
             runtime,
-            vocab_size=tokenizer.vocab_size,
+            vocab_size=_vocab_size(config, tokenizer),
             timeout=timeout,
             on_step=self._on_pipeline_step,
         )
@@ -247,6 +263,7 @@ class Trainer:
             group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self._balance_experts()
         self.step += 1
         self.next_sequence += train.global_batch_size
         seconds = time.perf_counter() - began
@@ -392,8 +409,11 @@ class Trainer:
                 sequence_index = self._on_device(torch.tensor(indices))
                 key = DropoutKey(self.config.run.seed, self.step, sequence_index)
             args.append((self._on_device(tokens),))
-            kwargs.append({"microbatch": Microbatch(self.config.train.global_batch_size, key)})
             targets.append(self._on_device(target))
+            microbatch = Microbatch(
+                self.config.train.global_batch_size, key, targets=targets[-1] if train else None
+            )
+            kwargs.append({"microbatch": microbatch})
         return args, kwargs, targets
 
     def _on_device(self, x: Tensor) -> Tensor:
@@ -429,7 +449,15 @@ class Trainer:
         expert_ranks = self.mesh.layout.expert_ranks()
         mine = next(ranks for ranks in expert_ranks if self.mesh.rank in ranks)
         device_mesh = mesh_of({"ep": self.mesh.ep}, mine, device_type=self.device.type)
-        return checkpoint_tensors(self.parameters, self.optimizer, device_mesh)
+        tensors = checkpoint_tensors(self.parameters, self.optimizer, device_mesh)
+        return tensors | checkpoint_buffers(self.pipeline.modules.values())
+
+    def _balance_experts(self) -> None:
+        """Move the correction biases of routers by the load of the step; all ranks the same way."""
+        model = self.config.model
+        if model.correction_bias and model.correction_rate > 0:
+            for stage in self.pipeline.modules.values():
+                update_correction_biases(stage, rate=model.correction_rate, group=self.mesh.dp)
 
     def _open(self, split: str, *, seed: int | None) -> Dataset:
         directory = self.worker.run_dir / "data"

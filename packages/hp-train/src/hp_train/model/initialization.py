@@ -16,10 +16,12 @@ from hp_train.randomness import generator
 # variance does not grow with depth.
 _RESIDUAL_OUTPUTS = (".wo.weight", ".w2", ".w2.weight")
 
+_ZEROS = (".bias", ".b1", ".b2", ".b3", ".sinks")
+
 
 @torch.no_grad()
 def initialize_parameters(module: nn.Module, config: ModelConfig, *, seed: int) -> None:
-    """Fill every parameter of a stage in place.
+    """Fill every parameter and buffer of a stage in place.
 
     Numbers are drawn in fp32 on the CPU and then cast and copied, so that dtype and device do
     not change them either.
@@ -34,6 +36,9 @@ def initialize_parameters(module: nn.Module, config: ModelConfig, *, seed: int) 
         if name.endswith("norm.weight"):
             parameter.fill_(1.0)
             continue
+        if name.endswith(_ZEROS):
+            parameter.zero_()
+            continue
         std = config.init_std
         if name.endswith(_RESIDUAL_OUTPUTS):
             std /= math.sqrt(2 * config.num_layers)
@@ -43,6 +48,8 @@ def initialize_parameters(module: nn.Module, config: ModelConfig, *, seed: int) 
         else:
             for local in range(owner.num_local_experts):
                 _fill(parameter[local], std, seed, name, owner.first_expert + local)
+    for buffer in module.buffers():  # correction biases
+        buffer.zero_()
 
 
 def _fill(target: Tensor, std: float, seed: int, name: str, *index: int) -> None:
