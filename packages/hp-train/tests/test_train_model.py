@@ -6,7 +6,7 @@ from torch import nn
 
 from hp_train.config import ModelConfig, TrainConfig
 from hp_train.model import DropoutKey, Microbatch, TransformerStage, add_loss, initialize_parameters
-from hp_train.model.layers import Attention, RMSNorm, dropout, rotary_angles, rotate
+from hp_train.model.layers import RMSNorm, dropout
 from hp_train.optimizer import learning_rate
 from hp_train.parallelize import split_layers
 from hp_train.parameters import named_parameters
@@ -57,28 +57,6 @@ def test_no_position_sees_a_later_one() -> None:
     a, b = (stage(t, microbatch=Microbatch(1)) for t in (tokens, other))
     assert torch.equal(a[0, :5], b[0, :5])
     assert not torch.equal(a[0, 5], b[0, 5])
-
-
-def test_grouped_heads_equal_repeated_heads() -> None:
-    grouped = Attention(16, num_heads=4, num_kv_heads=2, head_dim=4, rope_theta=1e4).double()
-    full = Attention(16, num_heads=4, num_kv_heads=4, head_dim=4, rope_theta=1e4).double()
-    for p in grouped.parameters():
-        nn.init.normal_(p)
-    with torch.no_grad():
-        full.wq.weight.copy_(grouped.wq.weight)
-        full.wo.weight.copy_(grouped.wo.weight)
-        for mine, theirs in ((full.wk, grouped.wk), (full.wv, grouped.wv)):
-            mine.weight.copy_(theirs.weight.view(2, 4, 16).repeat_interleave(2, 0).view(16, 16))
-    x = torch.randn(2, 6, 16, dtype=torch.float64)
-    assert torch.allclose(grouped(x), full(x), rtol=0, atol=1e-12)
-
-
-def test_rotation_depends_on_the_distance_of_positions_alone() -> None:
-    cos, sin = rotary_angles(12, 8, theta=100.0, device=torch.device("cpu"))
-    q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
-    at = [rotate(t.expand(1, 12, 1, 8), cos, sin)[0, :, 0] for t in (q, k)]
-    scores = at[0] @ at[1].T
-    assert torch.allclose(scores.diagonal(3), scores[0, 3].expand(9), rtol=0, atol=1e-12)
 
 
 def test_rms_norm_gives_unit_mean_square() -> None:

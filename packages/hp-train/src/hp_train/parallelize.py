@@ -96,7 +96,7 @@ class Pipeline:
             num_microbatches=num_microbatches,
             sharded=sharded,
         )
-        shape = (microbatch_size, self.config.data.seq_len, self.config.model.dim)
+        shape = (microbatch_size, self.config.data.seq_len, self.config.model.stage_width)
         activations = TensorSpec(shape, DTYPES[self.config.train.dtype])
         stages = [
             PipelineStage(
@@ -181,6 +181,8 @@ def _build_stage(
             ExpertParallel().apply(part, mesh.groups["ep"])
     _shard(module, mesh)
     module.to_empty(device=device)
+    for buffer in module.buffers():  # correction biases
+        buffer.zero_()
     initialize_parameters(named_parameters([module], mesh), config.model, seed=config.run.seed)
     return module
 

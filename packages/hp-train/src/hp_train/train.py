@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from hp_expert import update_correction_biases
 from hp_platform import Runtime, agree, initialize, new_group, shutdown
 from hp_schedule import MetaStep, Timeline
 from hp_train.banner import banner
@@ -35,7 +36,12 @@ from hp_train.optimizer import build_optimizer, learning_rate
 from hp_train.parallelize import build_pipeline
 from hp_train.parameters import named_parameters
 from hp_train.report import planned_and_actual, write_report
-from hp_train.state import checkpoint_tensors, materialize_optimizer, set_optimizer_steps
+from hp_train.state import (
+    checkpoint_buffers,
+    checkpoint_tensors,
+    materialize_optimizer,
+    set_optimizer_steps,
+)
 
 
 def main(config: Config, *, worker: Worker) -> int:
@@ -103,6 +109,21 @@ def _prepare_data(config: Config, worker: Worker, runtime: Runtime) -> Tokenizer
     return tokenizer
 
 
+def _vocab_size(config: Config, tokenizer: Tokenizer) -> int:
+    """Rows of the embedding.
+
+    Raises:
+        DataError: When the tokenizer has more tokens.
+    """
+    rows = config.model.vocab_size or tokenizer.vocab_size
+    if rows < tokenizer.vocab_size:
+        raise DataError(
+            f"model.vocab_size ({rows}) must be at least the tokens of the tokenizer "
+            f"({tokenizer.vocab_size})"
+        )
+    return rows
+
+
 def require_same_data(digests: tuple[str, ...], *, control: dist.ProcessGroup) -> None:
     """Compare what the ranks read: nodes without shared storage each tokenise their own copy.
 
@@ -146,7 +167,7 @@ class Trainer:
             config,
             self.mesh,
             runtime,
-            vocab_size=tokenizer.vocab_size,
+            vocab_size=_vocab_size(config, tokenizer),
             timeout=timeout,
             on_step=self._on_pipeline_step,
         )
@@ -239,6 +260,7 @@ class Trainer:
             group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self._balance_experts()
         self.step += 1
         self.next_sequence += train.global_batch_size
         seconds = time.perf_counter() - began
@@ -382,8 +404,11 @@ class Trainer:
                 sequence_index = self._on_device(torch.tensor(indices))
                 key = DropoutKey(self.config.run.seed, self.step, sequence_index)
             args.append((self._on_device(tokens),))
-            kwargs.append({"microbatch": Microbatch(self.config.train.global_batch_size, key)})
             targets.append(self._on_device(target))
+            microbatch = Microbatch(
+                self.config.train.global_batch_size, key, targets=targets[-1] if train else None
+            )
+            kwargs.append({"microbatch": microbatch})
         return args, kwargs, targets
 
     def _on_device(self, x: Tensor) -> Tensor:
@@ -416,7 +441,16 @@ class Trainer:
         return values.tolist(), squares, int(memories.max())
 
     def _tensors(self) -> dict[str, Tensor]:
-        return checkpoint_tensors(self.parameters, self.optimizer, self.mesh)
+        tensors = checkpoint_tensors(self.parameters, self.optimizer, self.mesh)
+        return tensors | checkpoint_buffers(self.pipeline.modules.values())
+
+    def _balance_experts(self) -> None:
+        """Move the correction biases of routers by the load of the step; all ranks the same way."""
+        model = self.config.model
+        if model.correction_bias and model.correction_rate > 0:
+            group = self.mesh.groups["tokens"]
+            for stage in self.pipeline.modules.values():
+                update_correction_biases(stage, rate=model.correction_rate, group=group)
 
     def _open(self, split: str, *, seed: int | None) -> Dataset:
         directory = self.worker.run_dir / "data"
