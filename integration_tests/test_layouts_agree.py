@@ -24,6 +24,20 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
         "mesh": {"pp": 2, "dp_shard": 2, "ep": 2},
         "pipeline": {"schedule": "zbv", "stages_per_rank": 2},
     },
+    "tp2": {"mesh": {"tp": 2}},
+    "tp2-fsdp2-ep4": {"mesh": {"tp": 2, "dp_shard": 2, "ep": 4}},
+    "tp2-etp2-fsdp2-ep2": {"mesh": {"tp": 2, "dp_shard": 2, "ep": 2, "etp": 2}},
+    "cp2": {"mesh": {"cp": 2}},
+    "cp4-hybrid-ep2": {"mesh": {"cp": 4, "cp_heads": 2, "ep": 2}},
+    "cp2-keys-tp2-ep2": {"mesh": {"cp": 2, "cp_heads": 1, "tp": 2, "ep": 2}},
+    "pp2-cp2-interleaved-zero-bubble": {
+        "mesh": {"pp": 2, "cp": 2, "ep": 2},
+        "pipeline": {"schedule": "interleaved_zero_bubble", "stages_per_rank": 2},
+    },
+    "pp2-tp2-v-half": {
+        "mesh": {"pp": 2, "tp": 2, "ep": 2},
+        "pipeline": {"schedule": "v_half", "stages_per_rank": 2},
+    },
     "pp2-fsdp2-dualpipe": {
         "mesh": {"pp": 2, "dp_shard": 2},
         "pipeline": {"schedule": "dualpipe_v", "stages_per_rank": 2},

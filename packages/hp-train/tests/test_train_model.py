@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from hp_train.config import ModelConfig, TrainConfig
-from hp_train.model import DropoutKey, Microbatch, TransformerStage, add_loss, initialize_parameters
+from hp_train.initialization import initialize_parameters
+from hp_train.model import DropoutKey, Microbatch, TransformerStage, add_loss
 from hp_train.model.layers import RMSNorm, dropout
 from hp_train.optimizer import learning_rate
 from hp_train.parallelize import split_layers
@@ -17,7 +18,7 @@ CONFIG = ModelConfig(dim=16, num_layers=4, expert_hidden=8, num_experts=4, init_
 def _stage(config: ModelConfig, layers: range, *, seed: int = 0) -> TransformerStage:
     last = layers.stop == config.num_layers
     stage = TransformerStage(config, 32, layers=layers, first=layers.start == 0, last=last)
-    initialize_parameters(named_parameters([stage]), config, seed=seed)
+    initialize_parameters(named_parameters(stage), config, seed=seed)
     return stage
 
 
@@ -68,14 +69,18 @@ def test_rms_norm_gives_unit_mean_square() -> None:
 
 def test_dropout_is_a_function_of_seed_step_place_and_sequence() -> None:
     x = torch.ones(4, 8, 16)
-    key = DropoutKey(0, 3, torch.arange(4))
+    key = DropoutKey(0, 3, torch.arange(4), torch.arange(8))
     y = dropout(x, 0.25, key, "a")
     assert torch.equal(y, dropout(x, 0.25, key, "a"))
-    assert torch.equal(y[2:], dropout(x[2:], 0.25, DropoutKey(0, 3, torch.arange(2, 4)), "a"))
+    late = DropoutKey(0, 3, torch.arange(4), torch.arange(4, 8))
+    assert torch.equal(y[:, 4:], dropout(x[:, 4:], 0.25, late, "a"))
+    assert torch.equal(
+        y[2:], dropout(x[2:], 0.25, DropoutKey(0, 3, torch.arange(2, 4), key.positions), "a")
+    )
     for other in (
         dropout(x, 0.25, key, "b"),
-        dropout(x, 0.25, DropoutKey(0, 4, key.sequence_index), "a"),
-        dropout(x, 0.25, DropoutKey(1, 3, key.sequence_index), "a"),
+        dropout(x, 0.25, key._replace(step=4), "a"),
+        dropout(x, 0.25, key._replace(seed=1), "a"),
     ):
         assert not torch.equal(y, other)
     assert y.unique().tolist() == pytest.approx([0.0, 4 / 3])
@@ -100,7 +105,7 @@ def test_an_added_loss_acts_like_a_term_of_the_sum() -> None:
 def test_balance_losses_are_collected_in_training_only() -> None:
     stage = _stage(CONFIG, range(4))
     tokens = torch.zeros(2, 8, dtype=torch.int64)
-    microbatch = Microbatch(2, DropoutKey(0, 0, torch.arange(2)))
+    microbatch = Microbatch(2, DropoutKey(0, 0, torch.arange(2), torch.arange(8)))
     stage(tokens, microbatch=microbatch)
     assert len(microbatch.balance_losses) == CONFIG.num_layers
     idle = Microbatch(2)

@@ -75,7 +75,7 @@ class LaunchConfig(Struct, frozen=True, kw_only=True):
 
 
 class MeshConfig(Struct, frozen=True, kw_only=True):
-    """How many ways each axis is split; pp * dp_replicate * dp_shard is the number of processes."""
+    """How many ways each axis is split; the first five fill the processes."""
 
     pp: Annotated[Count, _help("Pipeline ranks.")] = 1
     dp_replicate: Annotated[
@@ -84,9 +84,16 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
     dp_shard: Annotated[
         Count, _help("Data-parallel ranks that hold a shard of the parameters each (FSDP).")
     ] = 1
+    cp: Annotated[Count, _help("Context-parallel ranks, which share a sequence.")] = 1
+    tp: Annotated[Count, _help("Tensor-parallel ranks, which share matrices and positions.")] = 1
     ep: Annotated[
-        Count, _help("Ranks that share out the experts, taken out of the data-parallel ones.")
+        Count, _help("Ranks that share out the experts, taken out of those of a stage.")
     ] = 1
+    etp: Annotated[Count, _help("Ranks that share out the hidden width of each expert.")] = 1
+    cp_heads: Annotated[
+        CountOrZero,
+        _help("Context-parallel ranks that share out heads; the others gather keys. 0: all of cp."),
+    ] = 0
 
 
 class PipelineConfig(Struct, frozen=True, kw_only=True):
@@ -322,7 +329,8 @@ class Config(Struct, frozen=True, kw_only=True):
     @property
     def world_size(self) -> int:
         """Processes that the mesh has places for."""
-        return self.mesh.pp * self.mesh.dp_replicate * self.mesh.dp_shard
+        mesh = self.mesh
+        return mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.cp * mesh.tp
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from hp_expert import update_correction_biases
@@ -34,7 +33,6 @@ from hp_train.metrics import Console, MetricsWriter, StepMetrics, peak_memory_by
 from hp_train.model import DropoutKey, Microbatch
 from hp_train.optimizer import build_optimizer, learning_rate
 from hp_train.parallelize import build_pipeline
-from hp_train.parameters import named_parameters
 from hp_train.report import planned_and_actual, write_report
 from hp_train.state import (
     checkpoint_buffers,
@@ -42,6 +40,7 @@ from hp_train.state import (
     materialize_optimizer,
     set_optimizer_steps,
 )
+from hp_train.tensor_parallel import cross_entropy
 
 
 def main(config: Config, *, worker: Worker) -> int:
@@ -172,7 +171,7 @@ class Trainer:
             on_step=self._on_pipeline_step,
         )
         self.runner = self.pipeline.training(self._loss)
-        self.parameters = named_parameters(self.pipeline.modules.values(), self.mesh)
+        self.parameters = self.pipeline.parameters
         self.optimizer = build_optimizer(self.parameters, config.train)
         materialize_optimizer(self.optimizer)
         self.norm = GradientNorm(self.parameters, self.mesh, control=runtime.control)
@@ -295,7 +294,7 @@ class Trainer:
         reduce_gradients(self.parameters, self.mesh)
         balances = [t for k in kwargs for t in k["microbatch"].balance_losses]
         busy = sum(span.end - span.start for span in self.timeline if span.step.type.is_compute)
-        return float(sum(result.losses)), float(sum(balances)), busy / seconds
+        return self._once(result.losses), float(sum(balances)), busy / seconds
 
     def evaluate(self) -> float | None:
         """Mean cross-entropy on held-out text, in nats per token, the same number on all ranks.
@@ -311,7 +310,7 @@ class Trainer:
             args, kwargs, targets = self._microbatches(self.held_out, batch * size, train=False)
             losses = self.runner.evaluate_microbatches(args, kwargs, targets).losses
             self._beat("evaluate", waiting=True)
-            shares = [float(sum(losses)), self.worker.stop.requested]
+            shares = [self._once(losses), self.worker.stop.requested]
             total = torch.tensor(shares, dtype=torch.float64).to(self.device)
             dist.all_reduce(total, group=self.mesh.world)
             batch_loss, stops = total.tolist()
@@ -395,21 +394,29 @@ class Trainer:
         """This rank's share of the global batch that starts at sequence ``first``."""
         size, count = self.config.train.microbatch_size, self.runner.schedule.num_microbatches
         first += self.mesh.dp_index * size * count
+        sequence = self.pipeline.sequence
         args, kwargs, targets = [], [], []
         for start in range(first, first + size * count, size):
             indices = range(start, start + size)
-            tokens, target = data.batch(indices)
+            tokens, target = (sequence.shard(x) for x in data.batch(indices))
             key = None
             if train:
                 sequence_index = self._on_device(torch.tensor(indices))
-                key = DropoutKey(self.config.run.seed, self.step, sequence_index)
+                key = DropoutKey(self.config.run.seed, self.step, sequence_index, sequence.between)
             args.append((self._on_device(tokens),))
             targets.append(self._on_device(target))
             microbatch = Microbatch(
-                self.config.train.global_batch_size, key, targets=targets[-1] if train else None
+                self.config.train.global_batch_size,
+                key,
+                positions=sequence.attended,
+                targets=targets[-1] if train else None,
             )
             kwargs.append({"microbatch": microbatch})
         return args, kwargs, targets
+
+    def _once(self, losses: Sequence[Tensor]) -> float:
+        """This rank's part of a sum over all ranks of what tensor-parallel ranks all have."""
+        return float(sum(losses)) if self.mesh.index("tp") == 0 else 0.0
 
     def _on_device(self, x: Tensor) -> Tensor:
         """Copy from the CPU without waiting for what the device still computes."""
@@ -418,11 +425,15 @@ class Trainer:
         return x.to(self.device, non_blocking=True)
 
     def _loss(self, logits: Tensor, target: Tensor) -> Tensor:
-        """This microbatch's share of the step's mean loss: a sum over the global token count."""
+        """This microbatch's share of the step's mean loss: a sum over the global token count.
+
+        Tensor-parallel ranks have the same loss.
+        """
         num_tokens = self.config.train.global_batch_size * self.config.data.seq_len
         wide = torch.promote_types(logits.dtype, torch.float32)
         rows = logits.flatten(0, 1).to(wide)
-        return F.cross_entropy(rows, target.flatten(), reduction="sum") / num_tokens
+        tp, first = self.mesh.groups["tp"], self.pipeline.vocabulary.start
+        return cross_entropy(rows, target.flatten(), first=first, group=tp) / num_tokens
 
     def _sum_over_ranks(self, scalars: Sequence[float]) -> tuple[list[float], Tensor, int]:
         """Sum scalars and squared gradient norms over all ranks; see Note [one agreed step].

@@ -1,7 +1,6 @@
 """The models: decoder-only transformers, dense or with experts, built from one block."""
 
 from hp_train.model.block import Microbatch, add_loss
-from hp_train.model.initialization import initialize_parameters
 from hp_train.model.layers import DropoutKey
 from hp_train.model.transformer import TransformerStage
 
@@ -10,5 +9,4 @@ __all__ = [
     "Microbatch",
     "TransformerStage",
     "add_loss",
-    "initialize_parameters",
 ]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from hp_context import Mask
 from hp_expert import (
@@ -32,7 +33,8 @@ class Microbatch:
     Attributes:
         num_sequences: Sequences of the whole step over all ranks: what sums are divided by.
         key: Which activations to drop; None outside training.
-        positions: Of the tokens in their sequence, int64 [S]; None: 0 .. S - 1.
+        positions: Of the tokens that attention sees on this rank, in their sequence, int64 [S];
+            None: 0 .. S - 1.
         documents: What limits attention besides the model's own mask.
         targets: The token after each token, int64 [B, S], negative where none is to be learned;
             wanted for multi-token prediction only, and None outside training.
@@ -80,6 +82,9 @@ def add_loss(x: Tensor, loss: Tensor) -> Tensor:
 class Block(nn.Module):
     """Attention and feed-forward, each behind a norm and a residual connection.
 
+    Attributes:
+        sequence_ranks: Ranks with other positions of the same sequences; None: there are none.
+
     Args:
         config: Of the model.
         layer: Global index, which decides whether it is dense and has a window.
@@ -89,6 +94,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, name: str) -> None:
         super().__init__()
         self.name = name
+        self.sequence_ranks: ProcessGroup | None = None
         self.dropout = config.dropout
         self.balance_coefficient = config.balance_coefficient
         self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
@@ -134,6 +140,7 @@ class Block(nn.Module):
             routing.scores.view(B, S, -1),
             routing.experts.view(B, S, -1),
             num_experts=self.moe.experts.num_experts,
+            group=self.sequence_ranks,
         )
         loss = loss_B.sum() * (self.balance_coefficient / microbatch.num_sequences)
         microbatch.balance_losses.append(loss.detach())
