@@ -98,9 +98,7 @@ class _WithoutFp32(TorchFunctionMode):
         if func is Tensor.float:
             return args[0].double()
         args = tuple(torch.float64 if a is torch.float32 else a for a in args)
-        kwargs = {
-            k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()
-        }
+        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
         return func(*args, **kwargs)
 
 

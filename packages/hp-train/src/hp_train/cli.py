@@ -154,8 +154,8 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 def _refuse_bare_keys(arguments: Sequence[str]) -> None:
     """Point ``--steps`` to ``--train.steps``; argparse would take its value for the config."""
-    flags = ("--data", "--resume", "--dry-run", "--origins", "--json", "--help", "--version")
-    flags += ("--out", "--step", "--dtype")
+    flags = ["--data", "--resume", "--dry-run", "--origins", "--json", "--help", "--version"]
+    flags += ["--out", "--step", "--dtype"]
     for argument in arguments:
         flag = argument.partition("=")[0]
         if flag == "--":

@@ -165,9 +165,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     num_expert_groups: Annotated[
         Count, _help("Runs of experts that a router chooses from, a divisor of num_experts.")
     ] = 1
-    num_limited_groups: Annotated[
-        Count, _help("Groups that a token's experts may come from.")
-    ] = 1
+    num_limited_groups: Annotated[Count, _help("Groups that a token's experts may come from.")] = 1
     correction_bias: Annotated[
         bool, _help("Balance experts by a bias on the choice alone, moved after every step.")
     ] = False

@@ -42,7 +42,12 @@ from hp_train.optimizer import (
 )
 from hp_train.parallelize import build_pipeline
 from hp_train.report import planned_and_actual, write_report
-from hp_train.state import checkpoint_buffers, checkpoint_tensors, materialize_optimizer, set_optimizer_steps
+from hp_train.state import (
+    checkpoint_buffers,
+    checkpoint_tensors,
+    materialize_optimizer,
+    set_optimizer_steps,
+)
 
 
 def main(config: Config, *, worker: Worker) -> int:

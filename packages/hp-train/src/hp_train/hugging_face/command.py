@@ -27,6 +27,7 @@ from hp_train.render import to_toml
 from hp_train.schema import fields
 
 _PREFIX = "model."
+_SEQ_LEN = 4096  # of the config that is printed, unless the model is made for less
 
 
 def import_hf(folder: Path, out: Path | None) -> int:
@@ -53,6 +54,7 @@ def import_hf(folder: Path, out: Path | None) -> int:
     given["run.init_from"] = str(folder.absolute())
     given["train.dtype"] = train_dtype(values)
     given["train.sample_tokens"] = 0
+    given["data.seq_len"] = min(model.max_positions or _SEQ_LEN, _SEQ_LEN)
     if (folder / "tokenizer.json").is_file():
         given["data.tokenizer"] = str((folder / "tokenizer.json").absolute())
     config = build(given)

@@ -126,8 +126,8 @@ def common(settings: Settings) -> dict[str, Any]:
 
 def head_dim(settings: Settings) -> int:
     """Width of a head of grouped-query attention, written out."""
-    width = settings.get("head_dim")
-    return width or settings.need("hidden_size") // settings.need("num_attention_heads")
+    width = settings.get("head_dim") or 0
+    return int(width or settings.need("hidden_size") // settings.need("num_attention_heads"))
 
 
 def common_keys(model: ModelConfig) -> dict[str, Any]:

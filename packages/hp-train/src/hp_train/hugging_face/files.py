@@ -61,29 +61,33 @@ class FileTensor:
         """
         dtype = DTYPES[self.dtype]  # type: ignore[index]  # checked when the file was opened
         values = torch.empty(box[1], dtype=dtype)
-        data = memoryview(values.view(-1).view(torch.uint8).numpy())
+        data = values.view(-1).view(torch.uint8).numpy().data
         for place, start, nbytes in _runs(self.shape, box, dtype.itemsize):
-            run = data[start : start + nbytes]
-            while run:
-                done = os.preadv(self.descriptor, [run], self.begin + place)
-                if done == 0:
-                    raise ConfigError(f'"{self.file}" became shorter while it was read')
-                run, place = run[done:], place + done
+            if not _read(self.descriptor, data[start : start + nbytes], self.begin + place):
+                raise ConfigError(f'"{self.file}" became shorter while it was read')
         return values
 
     def write(self, box: Box, values: Tensor) -> None:
         """Put the values of a box to their place; they must be of the file's dtype."""
         data = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
         for place, start, nbytes in _runs(self.shape, box, values.dtype.itemsize):
-            run = memoryview(data)[start : start + nbytes]
-            while run:
-                done = os.pwrite(self.descriptor, run, self.begin + place)
-                run, place = run[done:], place + done
+            _write(self.descriptor, data[start : start + nbytes], self.begin + place)
 
 
-def whole(shape: Shape) -> Box:
-    """The box that is all of a tensor."""
-    return (0,) * len(shape), shape
+def _read(descriptor: int, data: memoryview, position: int) -> bool:
+    """Fill `data` from a position; False where the file ends before."""
+    while data:
+        done = os.preadv(descriptor, [data], position)
+        if done == 0:
+            return False
+        data, position = data[done:], position + done
+    return True
+
+
+def _write(descriptor: int, data: memoryview, position: int) -> None:
+    while data:
+        done = os.pwrite(descriptor, data, position)
+        data, position = data[done:], position + done
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 Every rank reads the slices of its own tensors straight from the files.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_expert import StackedPart
-from hp_platform import agree
 from hp_train.config import ModelConfig
 from hp_train.errors import ConfigError
 from hp_train.hugging_face.arrange import to_ours
@@ -21,6 +20,7 @@ from hp_train.hugging_face.config import family_of, model_config, read_config
 from hp_train.hugging_face.files import FileTensor, opened_files
 from hp_train.hugging_face.plan import Box, Stored, stacking_of, stored_tensors, theirs_of
 from hp_train.hugging_face.shapes import model_shapes
+from hp_train.hugging_face.together import together
 
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _SHOWN = 3
@@ -70,9 +70,9 @@ def load_weights(
                 values = files[stored.name].read(box)
                 target.copy_(to_ours(stored, part, values).view(target.shape))
 
-        _together(prepare, group, "find the weights to load")
+        together(prepare, group=group, where="find the weights to load")
         with torch.no_grad():
-            _together(read, group, "load weights")
+            together(read, group=group, where="load weights")
 
 
 def check_weights(folder: Path) -> int:
@@ -91,21 +91,6 @@ def check_weights(folder: Path) -> int:
         listed = stored_tensors(shapes, model, family, stacking=stacking_of(files, family))
         _check(files, listed, model)
     return sum(torch.Size(shape).numel() for shape in shapes.values())
-
-
-def _together(
-    action: Callable[[], None], group: ProcessGroup | None, where: str
-) -> None:
-    """Do something on every rank, and raise on all of them if it fails on one."""
-    error: Exception | None = None
-    try:
-        action()
-    except Exception as failure:  # noqa: BLE001 - every rank must hear of it
-        error = failure
-    if group is not None:
-        agree(error, group=group, where=where)
-    elif error is not None:
-        raise error
 
 
 def _reads(

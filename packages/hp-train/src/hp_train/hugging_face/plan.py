@@ -32,7 +32,7 @@ _AHEAD = {
     "projection": "eh_proj",
     "norm": "shared_head.norm",
 }
-_EXPERTS = re.compile(r"(.*moe\.experts)\.([wb][123])")
+_EXPERTS = re.compile(r"(.*moe\.experts)\.[wb][123]")
 _PROJECTION = {"1": 0, "3": 1, "2": 2}
 
 
@@ -80,7 +80,10 @@ def stored_tensors(
             found.append(Stored(their_name(name, model, family), shape, (name,)))
         else:
             path = f"{_layer_path(matched[1], model)}.{family.experts}"
-            found += _experts(path, name, matched[2], shape, family, stacking)
+            if stacking == "none":
+                found += _single(path, name, shape, family)
+            else:
+                found += _stacked(path, name, shape, is_interleaved=stacking == "interleaved")
     return [*found, *_copies(shapes, model)]
 
 
@@ -134,33 +137,29 @@ def _layer_path(name: str, model: ModelConfig) -> str:
     return f"model.layers.{int(index) + (model.num_layers if kind == 'mtp' else 0)}"
 
 
-def _experts(
-    path: str, name: str, leaf: str, shape: Shape, family: Family, stacking: Stacking
-) -> Iterator[Stored]:
-    """What the files have for one of our stacks; gate and up, where they are one, come with w1."""
-    kind, number = leaf
-    if stacking == "none":
-        projection = family.projections[_PROJECTION[number]]
-        ending = "weight" if kind == "w" else "bias"
-        for expert in range(shape[0]):
-            single = f"{path}.{expert}.{projection}.{ending}"
-            yield Stored(single, shape[1:], (name,), expert)
-        return
-    if number == "3":
-        return
+def _single(path: str, name: str, shape: Shape, family: Family) -> Iterator[Stored]:
+    """One tensor per expert for one of our stacks."""
+    projection = family.projections[_PROJECTION[name[-1]]]
+    ending = "weight" if name[-2] == "w" else "bias"
+    for expert in range(shape[0]):
+        yield Stored(f"{path}.{expert}.{projection}.{ending}", shape[1:], (name,), expert)
+
+
+def _stacked(path: str, name: str, shape: Shape, *, is_interleaved: bool) -> Iterator[Stored]:
+    """One tensor for one of our stacks; gate and up are one, which comes with w1."""
+    kind, number = name[-2:-1], name[-1:]
     ending = "" if kind == "w" else "_bias"
-    is_interleaved = stacking == "interleaved"
+    E, F, *D = shape
     if number == "2":
         turned = is_interleaved and kind == "w"
-        theirs = (shape[0], shape[2], shape[1]) if turned else shape
+        theirs = (E, *D, F) if turned else shape
         arrangement: Arrangement = "transposed" if turned else "same"
         yield Stored(f"{path}.down_proj{ending}", theirs, (name,), None, arrangement)
-        return
-    both = (name, f"{name[:-1]}3")
-    E, F, *D = shape
-    theirs = (E, *D, 2 * F) if is_interleaved else (E, 2 * F, *D)
-    arrangement = "interleaved" if is_interleaved else "concatenated"
-    yield Stored(f"{path}.gate_up_proj{ending}", theirs, both, None, arrangement)
+    elif number == "1":
+        both = (name, f"{name[:-1]}3")
+        theirs = (E, *D, 2 * F) if is_interleaved else (E, 2 * F, *D)
+        arrangement = "interleaved" if is_interleaved else "concatenated"
+        yield Stored(f"{path}.gate_up_proj{ending}", theirs, both, None, arrangement)
 
 
 def _copies(shapes: Mapping[str, Shape], model: ModelConfig) -> Iterator[Stored]:

@@ -27,9 +27,7 @@ def _read_moe(values: Json) -> dict[str, Any]:
     settings.require("decoder_sparse_step", 1)
     dense = settings.get("mlp_only_layers", [])
     if dense != list(range(len(dense))):
-        raise ConfigError(
-            f"config.json: mlp_only_layers ({shown(dense)}) must be the first layers"
-        )
+        raise ConfigError(f"config.json: mlp_only_layers ({shown(dense)}) must be the first layers")
     return {
         **_read_dense(values),
         "num_dense_layers": len(dense),

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_expert import StackedPart
-from hp_platform import agree
 from hp_train.checkpoint.files import created, fsync_directory, write
 from hp_train.config import ModelConfig
 from hp_train.errors import CheckpointError, ConfigError
@@ -28,6 +27,7 @@ from hp_train.hugging_face.config import FAMILIES, hf_config
 from hp_train.hugging_face.files import INDEX, FileTensor, file_header
 from hp_train.hugging_face.plan import Box, Stored, stored_tensors, theirs_of
 from hp_train.hugging_face.shapes import model_shapes
+from hp_train.hugging_face.together import together
 
 _SHARD_BYTES = 5 * 10**9  # of a file, as transformers cuts them
 
@@ -107,14 +107,12 @@ def write_model(
     """
     is_first = group is None or group.rank() == 0
     places: list[_Place] = []
+    mine: dict[str, list[Box]] = {}
 
     def prepare() -> None:
         places.extend(_places(model, dtype, shard_bytes))
         if is_first:
             _make_files(folder, places)
-
-    def write_boxes() -> None:
-        _write_boxes(folder, places, _mine(places, boxes, group), read)
 
     def finish() -> None:
         if is_first:
@@ -122,22 +120,19 @@ def write_model(
             _write_json(folder / INDEX, _index(places))
             fsync_directory(folder)
 
-    for action, where in (
-        (prepare, "create the files of a model"),
-        (write_boxes, "write the files of a model"),
-        (finish, "write the index of a model"),
-    ):
-        error: Exception | None = None
-        try:
-            action()
-        except OSError as failure:
-            error = CheckpointError(f"cannot write {folder}: {failure.strerror or failure}")
-        except Exception as failure:  # noqa: BLE001 - every rank must hear of it
-            error = failure
-        if group is not None:
-            agree(error, group=group, where=where)
-        elif error is not None:
-            raise error
+    together(prepare, group=group, where="create the files of a model")
+    everyone = _boxes_of_all(boxes, group)
+    together(
+        lambda: mine.update(_mine(places, everyone, 0 if group is None else group.rank())),
+        group=group,
+        where="share out the tensors of a model",
+    )
+    together(
+        lambda: _write_boxes(folder, places, mine, read),
+        group=group,
+        where="write the files of a model",
+    )
+    together(finish, group=group, where="write the index of a model")
 
 
 def _places(model: ModelConfig, dtype: torch.dtype, shard_bytes: int) -> list[_Place]:
@@ -171,6 +166,7 @@ def _dtype_of(stored: Stored, dtype: torch.dtype) -> torch.dtype:
 
 
 def _make_files(folder: Path, places: Iterable[_Place]) -> None:
+    """Make the files in full size, each with its header and nothing else."""
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.glob("*.safetensors")) or (folder / INDEX).exists():
         raise ConfigError(f'folder ("{folder}") must have no safetensors files')
@@ -179,24 +175,26 @@ def _make_files(folder: Path, places: Iterable[_Place]) -> None:
         by_file.setdefault(place.file, []).append(place)
     for file, inside in by_file.items():
         header, begins = file_header({p.stored.name: (p.dtype, p.stored.shape) for p in inside})
-        end = max(
-            begins[p.stored.name] + prod(p.stored.shape) * p.dtype.itemsize for p in inside
-        )
+        end = max(begins[p.stored.name] + prod(p.stored.shape) * p.dtype.itemsize for p in inside)
         with created(folder / file) as descriptor:
             os.truncate(descriptor, len(header) + end)
             write(descriptor, memoryview(header))
 
 
+def _boxes_of_all(
+    boxes: Mapping[str, list[Box]], group: ProcessGroup | None
+) -> list[Mapping[str, list[Box]]]:
+    if group is None:
+        return [boxes]
+    everyone: list[Mapping[str, list[Box]]] = [{} for _ in range(group.size())]
+    dist.all_gather_object(everyone, dict(boxes), group=group)
+    return everyone
+
+
 def _mine(
-    places: Iterable[_Place], boxes: Mapping[str, list[Box]], group: ProcessGroup | None
+    places: Iterable[_Place], everyone: list[Mapping[str, list[Box]]], rank: int
 ) -> dict[str, list[Box]]:
     """Boxes that this rank is the first to have, when all ranks together have every one once."""
-    everyone: list[Mapping[str, list[Box]]] = [boxes]
-    rank = 0
-    if group is not None:
-        rank = group.rank()
-        everyone = [{} for _ in range(group.size())]
-        dist.all_gather_object(everyone, dict(boxes), group=group)
     owner: dict[str, dict[Box, int]] = {}
     for index, theirs in enumerate(everyone):
         for name, listed in theirs.items():
@@ -209,7 +207,10 @@ def _mine(
                 f"tensor {name}: elements of all ranks ({found}) must be those of the model "
                 f"({prod(shape)})"
             )
-    return {n: [b for b in listed if owner[n][b] == rank] for n, listed in boxes.items()}
+    return {
+        name: [box for box in listed if owner[name][box] == rank]
+        for name, listed in everyone[rank].items()
+    }
 
 
 def _part_shapes(places: Iterable[_Place]) -> dict[str, tuple[int, ...]]:

@@ -152,7 +152,10 @@ class LatentAttention(nn.Module):
         return out
 
 
-ATTENTION = {"gqa": GroupedQueryAttention, "mla": LatentAttention}
+ATTENTION: dict[str, type[GroupedQueryAttention] | type[LatentAttention]] = {
+    "gqa": GroupedQueryAttention,
+    "mla": LatentAttention,
+}
 """By the name that `model.attention` has in a config."""
 
 
