@@ -188,9 +188,8 @@ def _find(source: str | None, *, resume: object) -> Path:
     if source.endswith(".toml") or "/" in source:
         return Path(source)
     names = shipped()
-    known = ", ".join(names)
-    hint = did_you_mean(source, names)
-    raise ConfigError(f"config ({shown(source)}) must be a .toml file or one of {known}{hint}")
+    hint = did_you_mean(source, names) or "; hp train --help lists them"
+    raise ConfigError(f"config ({shown(source)}) must be a .toml file or come along{hint}")
 
 
 def _read(path: Path) -> str:

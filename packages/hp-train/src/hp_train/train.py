@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from hp_train.data import Dataset, Tokenizer, load_tokenizer, prepare
 from hp_train.errors import PREEMPTED, CheckpointError, DataError, NumericsError
 from hp_train.generate import continue_text
 from hp_train.gradients import GradientNorm, clip_gradients, reduce_gradients
+from hp_train.hugging_face import load_weights
 from hp_train.launch.task import Worker
 from hp_train.layout import Layout
 from hp_train.mesh import build_mesh
@@ -352,6 +354,8 @@ class Trainer:
         self._beat("load")
         directory = self.worker.run_dir / "checkpoints"
         loaded = load_latest(directory, tensors=self._tensors(), group=self.runtime.control)
+        if loaded is None and self.config.run.init_from:
+            return [self._start_from(Path(self.config.run.init_from))]
         if loaded is None:
             asked = bool(self.config.run.resume)
             return ["no checkpoint to resume from: starting at step 0"] if asked else []
@@ -364,6 +368,13 @@ class Trainer:
         self.next_sequence = loaded.extra["next_sequence"]
         set_optimizer_steps(self.optimizer, self.step)
         return [*notes, f"resumed from {loaded.path}"]
+
+    def _start_from(self, folder: Path) -> str:
+        """Take the weights of a Hugging Face model; every rank reads what it has."""
+        named = {k: v for k, v in self._tensors().items() if k.startswith("model.")}
+        tensors = {name.removeprefix("model."): tensor for name, tensor in named.items()}
+        load_weights(folder, tensors, group=self.runtime.control)
+        return f"started from the weights of {folder}"
 
     def _save_or_warn(self, console: Console) -> None:
         """A full disk in the middle of a run is no reason to lose the run."""

@@ -152,7 +152,7 @@ class LatentAttention(nn.Module):
         return out
 
 
-ATTENTION: dict[str, type[GroupedQueryAttention | LatentAttention]] = {
+ATTENTION: dict[str, type[GroupedQueryAttention] | type[LatentAttention]] = {
     "gqa": GroupedQueryAttention,
     "mla": LatentAttention,
 }
