@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from hp_context import (
     AsyncContextParallel,

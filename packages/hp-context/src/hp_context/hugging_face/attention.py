@@ -18,8 +18,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_context.api import ContextParallel
-from hp_context.hugging_face.call import CallMask, Rows
 from hp_context.attention import Attention, masked_attention
+from hp_context.hugging_face.call import CallMask, Rows
 from hp_context.layout import SequenceLayout, to_positions
 from hp_context.masks import BlockKind, Documents, Mask
 from hp_context.positions import documents_of_rows, gather_position_ids
