@@ -210,7 +210,7 @@ def _masked(
     """What torch's attention does not do, or not as well: one break of a compiled graph."""
     seq_len = q.size(2)
     mask.check(seq_len)
-    if terms.plain and (q.ndim != 4 or not blocks_pay(mask, seq_len)):
+    if terms.plain and (q.ndim != 4 or not blocks_pay(mask, seq_len, q.device.type)):
         return F.scaled_dot_product_attention(
             q,
             k,

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from hp_platform import PeerError
 
@@ -25,6 +26,23 @@ class Dims:
             raise ValueError(f"seq_dim ({self.seq}) and head_dim ({self.head}) must be >= 0")
         if self.seq == self.head:
             raise ValueError(f"seq_dim ({self.seq}) must differ from head_dim ({self.head})")
+
+
+def check_two_axes(mesh: DeviceMesh, degree: int) -> None:
+    """Raise `ValueError` unless `mesh` has two named axes, outer and inner, the inner of `degree`.
+
+    Without a degree two axes may as well be data parallel and context parallel ones.
+    """
+    if mesh.ndim != 2 or mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"mesh ({mesh.mesh_dim_names}, {mesh.ndim} axes) must have one named axis, or two: "
+            f"the outer one gathers keys, the inner one shares heads"
+        )
+    if mesh.size(1) != degree:
+        raise ValueError(
+            f"ulysses_degree ({degree}) must equal the size of the inner axis "
+            f"{mesh.mesh_dim_names[1]} ({mesh.size(1)})"
+        )
 
 
 def check_local(q: Tensor, k: Tensor, v: Tensor, *, dims: Dims, num_ranks: int) -> None:
