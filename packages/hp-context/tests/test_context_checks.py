@@ -343,6 +343,28 @@ def test_what_the_all_gather_mode_cannot_do_is_refused_by_name(call: Run, messag
     refused(ValueError, message, call)
 
 
+@pytest.mark.parametrize(
+    ("module", "mask", "message"),
+    [
+        (
+            Sdpa(),
+            Full(),
+            r"module \(Sdpa\) must be an Attention of hp_context in {}, where no rank",
+        ),
+        (Attention(dropout=0.5), None, r"dropout \(0.5\) must be 0 in {}"),
+        (OwnWay(), None, "must pass its attn_mask to masked_attention in {}"),
+    ],
+)
+def test_what_a_ring_cannot_do_is_refused_by_name(
+    module: nn.Module, mask: Mask | None, message: str
+) -> None:
+    def call(group: ProcessGroup) -> None:
+        parallel = ContextParallel(ring=True, mask=mask)
+        parallel.apply(deepcopy(module), group)(*heads(8))
+
+    refused(ValueError, message.format(r"the ring mode \(ring=True\)"), call)
+
+
 def test_an_attention_takes_no_mask_tensor() -> None:
     mask = torch.ones(8, 8, dtype=torch.bool)
     refused(TypeError, r"attn_mask \(Tensor\) must be a Mask", gathering(Attention(), mask))
@@ -380,6 +402,15 @@ def test_the_peers_of_a_rank_that_cannot_gather_do_not_hang() -> None:
             core(*heads(8), attn_mask=Documents((3 if bad else 8,)))
 
     run_in_threads(rank, world_size=2, timeout=20)
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_masks_of_parts_of_the_sequence_are_noticed(ring: bool) -> None:
+    def call(group: ProcessGroup) -> None:
+        core = ContextParallel(1, ring=ring).apply(Attention(), group)
+        core(*heads(8), attn_mask=Documents((3, 5) if group.rank() else (4, 4)))
+
+    refused(ValueError, r"masks of the ranks \(fingerprints \[.*\]\) must be equal", call)
 
 
 def test_a_copy_of_a_strange_module_is_guarded_with_its_own_state() -> None:

@@ -5,7 +5,8 @@ Note [What the modes do around the core attention]
     All-gather K/V: an `hp_context.Attention` gets its mask as a `GatheredMask`, which computes the
     blocks of this rank; any other core gets all keys and values, gathered by the hook before it,
     and the rows of the mask that belong to its queries.
-    Hybrid: the exchange of Ulysses over the inner ranks, then all-gather K/V over the outer ones.
+    Ring: an `hp_context.Attention` gets a `RingMask`, which computes the same blocks as keys come.
+    Hybrid: the exchange of Ulysses over the inner ranks, then one of the two over the outer ones.
     Whatever belongs to a call travels in its arguments, so that microbatches, threads and
     recomputation do not meet.
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from hp_context.all_gather import GatheredMask, Spread, gather_keys
+from hp_context.all_gather import GatheredMask, gather_keys
 from hp_context.attention import Attention
 from hp_context.call import Call, parts_of_rank, recall, remember
 from hp_context.checks import Dims, check_between_ranks, check_local
@@ -32,6 +33,10 @@ from hp_context.heads import HeadSplit, split_heads
 from hp_context.hybrid import Axes, axes_of_mesh, plain_axes, split_group
 from hp_context.layout import CONTIGUOUS, HeadTail, SequenceLayout, to_positions, to_ranks
 from hp_context.masks import Full, Mask
+from hp_context.overlap import OverlapRates
+from hp_context.parts import PartsMask
+from hp_context.ring import RingMask
+from hp_context.spread import Spread
 from hp_context.ulysses import head_to_seq, seq_to_head
 from hp_platform import outside_graph, resolve_group
 
@@ -56,9 +61,16 @@ class ContextParallel:
     in these rows gather keys and values: the hybrid mode. It asks of the core attention what the
     all-gather K/V mode does.
 
+    In the ring mode, `ring=True`, keys and values are not gathered: they pass from rank to rank,
+    the next ones on their way while those that are there are computed. A rank has its own and
+    those of one other rank at a time. It is for an `hp_context.Attention` alone, and goes with any
+    `ulysses_degree`. Under a causal mask use it with `load_balance=True`.
+
     Args:
         ulysses_degree: Ranks that share the heads. The size of the group is the Ulysses mode, 1
-            the all-gather K/V mode, what divides the size is the hybrid mode. None: all ranks.
+            the all-gather K/V mode, what divides the size is the hybrid mode. None: all ranks, or
+            1 in the ring mode.
+        ring: Send keys and values round a ring of the ranks that do not share heads.
         seq_dim: Dimension of the sequence in q, k, v and the output.
         head_dim: Dimension of the heads; the last dimension is the head size.
         qkv_indices: Positions of q, k, v among the arguments of the core attention.
@@ -86,6 +98,7 @@ class ContextParallel:
         self,
         ulysses_degree: int | None = None,
         *,
+        ring: bool = False,
         seq_dim: int = 1,
         head_dim: int = 2,
         qkv_indices: Sequence[int] = (0, 1, 2),
@@ -103,7 +116,8 @@ class ContextParallel:
             raise ValueError(f"qkv_kwarg_names ({tuple(qkv_kwarg_names)}) must be three names")
         if load_balance and layout not in (CONTIGUOUS, HeadTail()):
             raise ValueError(f"load_balance=True means HeadTail(), but layout ({layout}) is given")
-        self.ulysses_degree = ulysses_degree
+        self.ulysses_degree = 1 if ring and ulysses_degree is None else ulysses_degree
+        self.ring = ring
         self.dims = Dims(seq_dim, head_dim)
         self.qkv_indices = tuple(qkv_indices)
         self.qkv_kwarg_names = tuple(qkv_kwarg_names)
@@ -139,7 +153,7 @@ class ContextParallel:
         position = self._mask_position(module)
         if axes.outer is not None:
             takes, name = position is not None, self.mask_kwarg_name
-            check_core(module, self.mask, takes=takes, name=name, mode=axes.mode)
+            check_core(module, self.mask, takes=takes, name=name, mode=axes.mode, ring=axes.ring)
             if not isinstance(module, Attention):
                 guard(module, PositionsOnly(axes.mode, self.mask_kwarg_name))
         _applied.add(module)
@@ -174,7 +188,7 @@ class ContextParallel:
         mask: Mask | Tensor | None = None
         spread: Spread | None = None
         split: HeadSplit | None = None
-        placed = None
+        placed, fingerprint = None, 0
         try:
             (q, k, v), placed = parts_of_rank([q, k, v], self.dims)
             check_local(q, k, v, dims=self.dims, num_ranks=axes.degree)
@@ -189,18 +203,20 @@ class ContextParallel:
             given = self.mask if given is None else given
             if isinstance(module, Attention):
                 mask = core.of_attention(module, given, q, takes=mask_position is not None)
+                mask = self._over_parts(mask, core, axes, q.device.type)
+                fingerprint = mask.fingerprint if isinstance(mask, PartsMask) else 0
             else:
                 mask = core.of_other(given, q.device)
         except (TypeError, ValueError) as caught:
             error = caught
-        self._agree(error, q, k, v, group)
+        self._agree(error, (q, k, v), group, fingerprint)
         if mask is not None:
             values[mask_slot] = mask
         if axes.inner is not None:
             q, k, v = self._exchange(q, k, v, axes.inner)
             if axes.outer is None:
                 q, k, v = (self._reordered(to_positions, x, axes.inner) for x in (q, k, v))
-        if spread is not None and not isinstance(mask, GatheredMask):
+        if spread is not None and not isinstance(mask, PartsMask):
             k, v = gather_keys(k, v, spread, seq_dim=self.dims.seq)
         if split is not None or placed is not None:
             remember(q, Call(None if split is None else split.query_counts, placed))
@@ -209,6 +225,22 @@ class ContextParallel:
             tuple(values[i] for i in range(len(args))),
             {name: value for name, value in values.items() if isinstance(name, str)},
         )
+
+    def _over_parts(
+        self, mask: Mask | None, core: CoreMask, axes: Axes, device_type: str
+    ) -> Mask | None:
+        """Return the mask that gets keys from other ranks, where these have them."""
+        if mask is None or core.spread is None:
+            return mask
+        if axes.ring:
+            return RingMask(mask, core.spread, core.mode, core.share)
+        rates = self._rates_of_strides(device_type)
+        return GatheredMask(mask, core.spread, core.mode, core.share, rates)
+
+    def _rates_of_strides(self, device_type: str) -> OverlapRates | None:
+        """Return what decides in how many strides keys are gathered; None for one."""
+        del device_type
+        return None
 
     def _split(self, q: Tensor, k: Tensor, group: ProcessGroup) -> HeadSplit:
         """Return which heads each rank of `group` gets."""
@@ -284,16 +316,20 @@ class ContextParallel:
         return slots
 
     def _agree(
-        self, error: Exception | None, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup
+        self,
+        error: Exception | None,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        group: ProcessGroup,
+        fingerprint: int,
     ) -> None:
         """Raise on all ranks or on none, once per shape.
 
         A rank that comes with another shape later cannot be told apart from one that is late,
         short of one more collective in every call.
         """
-        shapes = (group.group_name, q.shape, k.shape, v.shape, q.dtype)
+        shapes = (group.group_name, *(x.shape for x in qkv), qkv[0].dtype)
         if shapes not in self._agreed:
-            check_between_ranks(error, q, dims=self.dims, group=group)
+            check_between_ranks(error, qkv[0], dims=self.dims, group=group, fingerprint=fingerprint)
             self._agreed.add(shapes)
         if error is not None:
             raise error
@@ -304,7 +340,7 @@ class ContextParallel:
         # Without a degree two axes may as well be data parallel and context parallel ones.
         if isinstance(mesh_or_group, DeviceMesh) and mesh_or_group.ndim > 1 and degree is not None:
             if mesh_or_group not in self._meshes:
-                group, axes = axes_of_mesh(mesh_or_group, degree)
+                group, axes = axes_of_mesh(mesh_or_group, degree, ring=self.ring)
                 self._meshes[mesh_or_group], self._hybrid[group.group_name] = group, axes
             return self._meshes[mesh_or_group]
         group = resolve_group(mesh_or_group)
@@ -314,11 +350,12 @@ class ContextParallel:
             raise ValueError(
                 f"ulysses_degree ({degree}) must divide the number of ranks ({group.size()})"
             )
-        self._hybrid[group.group_name] = split_group(group, degree)
+        self._hybrid[group.group_name] = split_group(group, degree, ring=self.ring)
         return group
 
     def _axes(self, group: ProcessGroup) -> Axes:
-        return self._hybrid.get(group.group_name) or plain_axes(group, self.ulysses_degree)
+        plain = plain_axes(group, self.ulysses_degree, ring=self.ring)
+        return self._hybrid.get(group.group_name, plain)
 
     def _mask_position(self, module: nn.Module) -> int | None:
         """Return the position of the mask among the parameters, after checking that it fits."""

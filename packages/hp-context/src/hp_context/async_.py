@@ -16,7 +16,7 @@ from hp_context.api import ContextParallel
 from hp_context.in_flight import Exchange, InFlight, arrive, decline, launch, take
 from hp_context.layout import CONTIGUOUS, SequenceLayout
 from hp_context.masks import Mask
-from hp_context.overlap import Fallback, OverlapCounts, OverlapRates, Tally, default_rates
+from hp_context.overlap import FREE, Fallback, OverlapCounts, OverlapRates, Tally, default_rates
 from hp_platform import outside_graph
 
 M = TypeVar("M", bound=nn.Module)
@@ -37,8 +37,15 @@ class AsyncContextParallel(ContextParallel):
     call with a shape is synchronous too: ranks compare shapes before they exchange data. `counts`
     tells what happened.
 
+    What hides behind the projections is the exchange of heads. In the all-gather K/V and hybrid
+    modes an `hp_context.Attention` also gathers its keys in strides of heads, each behind the
+    attention of the one before, and sends their gradients home likewise. The ring mode overlaps by
+    itself, here and in `ContextParallel`. In the all-gather K/V mode and in a ring without shared
+    heads, projections launch nothing.
+
     Args:
         ulysses_degree: This and all others but the last two: see `ContextParallel`.
+        ring: Send keys and values round a ring.
         seq_dim: Dimension of the sequence.
         head_dim: Dimension of the heads.
         qkv_indices: Positions of q, k, v.
@@ -47,8 +54,9 @@ class AsyncContextParallel(ContextParallel):
         mask_kwarg_name: Parameter of the core attention for a mask.
         layout: Which positions each rank holds.
         load_balance: Short for `layout=HeadTail()`.
-        overlap: True: launch always. False: never, as `ContextParallel`. "auto": where `rates` say
-            that it pays.
+        overlap: True: launch always, and gather keys in four strides or as many as there are
+            key/value heads. False: never, as `ContextParallel`. "auto": where, and in as many
+            strides as, `rates` say that it pays.
         rates: Of link and compute, the same on every rank. None: of the kind of device.
 
     Raises:
@@ -63,6 +71,7 @@ class AsyncContextParallel(ContextParallel):
         self,
         ulysses_degree: int | None = None,
         *,
+        ring: bool = False,
         seq_dim: int = 1,
         head_dim: int = 2,
         qkv_indices: Sequence[int] = (0, 1, 2),
@@ -76,6 +85,7 @@ class AsyncContextParallel(ContextParallel):
     ) -> None:
         super().__init__(
             ulysses_degree,
+            ring=ring,
             seq_dim=seq_dim,
             head_dim=head_dim,
             qkv_indices=qkv_indices,
@@ -194,6 +204,11 @@ class AsyncContextParallel(ContextParallel):
             next(arrived) if isinstance(record, InFlight) else result
             for record, result in zip(records, results, strict=True)
         ]
+
+    def _rates_of_strides(self, device_type: str) -> OverlapRates | None:
+        if self.overlap is False:
+            return None
+        return FREE if self.overlap is True else self.rates or default_rates(device_type)
 
     def _exchanges(self, q: Tensor, k: Tensor, group: ProcessGroup) -> list[Exchange]:
         """Return what has to be done with q, k, v."""

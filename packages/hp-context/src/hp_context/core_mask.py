@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hp_context.all_gather import GatheredMask, Spread
 from hp_context.attention import Attention, HeadsMask, SpreadMask
 from hp_context.heads import HeadShare
 from hp_context.masks import Mask, block_tensor, mask_tensor
+from hp_context.spread import Spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class CoreMask:
     share: HeadShare | None = None
 
     def of_attention(self, module: Attention, given: Any, q: Tensor, *, takes: bool) -> Mask | None:
-        """Return the mask for an `Attention`: a description.
+        """Return the mask for an `Attention`: a description, always where the sequence is spread.
 
         Raises:
             TypeError: `given` is no description.
@@ -53,7 +53,7 @@ class CoreMask:
         check_dropout(module, self.mode)
         if q.ndim != 4:
             raise ValueError(f"q ({tuple(q.shape)}) must have 4 dims in {self.mode}")
-        return GatheredMask(mask, self.spread, self.mode, self.share)
+        return mask
 
     def of_other(self, given: Any, device: torch.device) -> Tensor | None:
         """Return the mask for any other module: a tensor [..., t, S].
@@ -105,12 +105,19 @@ def check_takes(module: Attention, *, takes: bool, name: str, mode: str) -> None
         )
 
 
-def check_core(module: nn.Module, mask: Mask | None, *, takes: bool, name: str, mode: str) -> None:
+def check_core(
+    module: nn.Module, mask: Mask | None, *, takes: bool, name: str, mode: str, ring: bool
+) -> None:
     """Raise `ValueError` unless the mask of a core attention that sees some queries is known."""
     kind = type(module).__name__
     if isinstance(module, Attention):
         check_dropout(module, mode)
         check_takes(module, takes=takes, name=name, mode=mode)
+    elif ring:
+        raise ValueError(
+            f"module ({kind}) must be an Attention of hp_context in {mode}, where no rank ever has "
+            f"all keys: use ring=False with the same ulysses_degree"
+        )
     elif mask is None:
         raise ValueError(
             f"mask (None) must be given for {kind} in {mode}, where it sees a part of the "
