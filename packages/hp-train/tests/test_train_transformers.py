@@ -163,6 +163,14 @@ def _gradients_in_files(model: Any, folder: Path, ours: TransformerStage) -> dic
     return {n: found[n] for n, p in ours.named_parameters()}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("case", MODELS)
 def test_logits_and_gradients_equal_transformers(
