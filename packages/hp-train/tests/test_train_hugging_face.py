@@ -28,7 +28,7 @@ from hp_train.hugging_face import (
     save_weights,
 )
 from hp_train.hugging_face.files import FileTensor, opened_files
-from hp_train.hugging_face.shapes import model_shapes
+from hp_train.model.shapes import model_shapes
 from hp_train.options import resolve, shipped
 
 PRESETS = [name for name in shipped() if name.startswith("debug-")]

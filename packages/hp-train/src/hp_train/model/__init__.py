@@ -3,6 +3,7 @@
 from hp_train.model.block import Microbatch, add_loss
 from hp_train.model.initialization import initialize_parameters
 from hp_train.model.layers import DropoutKey
+from hp_train.model.shapes import count_parameters, model_shapes
 from hp_train.model.transformer import TransformerStage
 
 __all__ = [
@@ -10,5 +11,7 @@ __all__ = [
     "Microbatch",
     "TransformerStage",
     "add_loss",
+    "count_parameters",
     "initialize_parameters",
+    "model_shapes",
 ]
