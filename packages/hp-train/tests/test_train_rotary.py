@@ -10,7 +10,7 @@ from hp_train.config import ModelConfig
 from hp_train.model.rotary import inverse_frequencies, rotation, softmax_growth
 
 THETA, WIDTH, ORIGINAL, FACTOR = 1000.0, 16, 64, 4.0
-PLAIN = [THETA ** (-2 * i / WIDTH) for i in range(WIDTH // 2)]
+PLAIN: list[float] = [THETA ** (-2 * i / WIDTH) for i in range(WIDTH // 2)]
 
 
 def _config(**settings: object) -> ModelConfig:

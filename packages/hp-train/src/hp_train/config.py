@@ -75,23 +75,47 @@ class LaunchConfig(Struct, frozen=True, kw_only=True):
 
 
 class MeshConfig(Struct, frozen=True, kw_only=True):
-    """How many ways each axis is split; pp * dp_replicate is the number of processes."""
+    """How many ways each axis is split; the first five fill the processes."""
 
     pp: Annotated[Count, _help("Pipeline ranks.")] = 1
-    dp_replicate: Annotated[Count, _help("Data-parallel ranks.")] = 1
-    ep: Annotated[
-        Count, _help("Expert-parallel ranks, taken out of dp_replicate, which it must divide.")
+    dp_replicate: Annotated[
+        Count, _help("Data-parallel ranks that hold all of the parameters.")
     ] = 1
+    dp_shard: Annotated[
+        Count, _help("Data-parallel ranks that hold a shard of the parameters each (FSDP).")
+    ] = 1
+    cp: Annotated[Count, _help("Context-parallel ranks, which share a sequence.")] = 1
+    tp: Annotated[Count, _help("Tensor-parallel ranks, which share matrices and positions.")] = 1
+    ep: Annotated[
+        Count, _help("Ranks that share out the experts, taken out of those of a stage.")
+    ] = 1
+    etp: Annotated[Count, _help("Ranks that share out the hidden width of each expert.")] = 1
+    cp_heads: Annotated[
+        CountOrZero,
+        _help("Context-parallel ranks that share out heads; the others gather keys. 0: all of cp."),
+    ] = 0
 
 
 class PipelineConfig(Struct, frozen=True, kw_only=True):
     """In which order the stages compute."""
 
     schedule: Annotated[
-        Literal["gpipe", "1f1b", "interleaved_1f1b"], _help("Order of forwards and backwards.")
+        Literal[
+            "gpipe",
+            "1f1b",
+            "looped_bfs",
+            "interleaved_1f1b",
+            "zero_bubble",
+            "interleaved_zero_bubble",
+            "zbv",
+            "v_half",
+            "v_min",
+            "dualpipe_v",
+        ],
+        _help("Order of forwards and backwards."),
     ] = "interleaved_1f1b"
     stages_per_rank: Annotated[
-        Count, _help("Stages that each pipeline rank holds; 1 unless interleaved.")
+        Count, _help("Stages that each pipeline rank holds; what schedules allow is in the docs.")
     ] = 1
 
 
@@ -254,6 +278,10 @@ class DataConfig(Struct, frozen=True, kw_only=True):
     ] = ()
     tokenizer: Annotated[str, _help('A tokenizer.json of Hugging Face tokenizers. "": bytes.')] = ""
     seq_len: Annotated[Count, _help("Tokens per sequence.")] = 128
+    documents: Annotated[
+        Literal["separate", "joined"],
+        _help("Whether attention and loss stop at the end of a document."),
+    ] = "separate"
     eval_fraction: Annotated[
         Annotated[float, Meta(gt=0, lt=1)], _help("Share of the text held out for evaluation.")
     ] = 0.02
@@ -268,6 +296,10 @@ class TrainConfig(Struct, frozen=True, kw_only=True):
     dtype: Annotated[
         Literal["float32", "bfloat16", "float64"], _help("Type that the model computes in.")
     ] = "float32"
+    recompute: Annotated[
+        Literal["none", "attention", "feed_forward", "full"],
+        _help("What of each block is computed again in backward instead of being kept."),
+    ] = "none"
     learning_rate: Annotated[NotNegative, _help("Highest learning rate.")] = 3e-3
     min_learning_rate_ratio: Annotated[
         Share, _help("Last learning rate as a share of the highest.")
@@ -305,7 +337,8 @@ class Config(Struct, frozen=True, kw_only=True):
     @property
     def world_size(self) -> int:
         """Processes that the mesh has places for."""
-        return self.mesh.pp * self.mesh.dp_replicate
+        mesh = self.mesh
+        return mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.cp * mesh.tp
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:

@@ -1,7 +1,6 @@
 """The models: decoder-only transformers, dense or with experts, built from one block."""
 
 from hp_train.model.block import Microbatch, add_loss
-from hp_train.model.initialization import initialize_parameters
 from hp_train.model.layers import DropoutKey
 from hp_train.model.shapes import count_parameters, model_shapes
 from hp_train.model.transformer import TransformerStage
@@ -12,6 +11,5 @@ __all__ = [
     "TransformerStage",
     "add_loss",
     "count_parameters",
-    "initialize_parameters",
     "model_shapes",
 ]

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from hp_context import Mask
 from hp_expert import (
     ClampedSwiGLU,
     GroupedExperts,
@@ -20,8 +20,9 @@ from hp_expert import (
     sequence_balance_loss,
 )
 from hp_train.config import ModelConfig
-from hp_train.model.attention import make_attention
+from hp_train.model.attention import Limits, make_attention
 from hp_train.model.layers import DropoutKey, FeedForward, RMSNorm, dropout
+from hp_train.model.recompute import Recompute, recomputed
 from hp_train.model.rotary import Rotation
 
 
@@ -32,20 +33,22 @@ class Microbatch:
     Attributes:
         num_sequences: Sequences of the whole step over all ranks: what sums are divided by.
         key: Which activations to drop; None outside training.
-        positions: Of the tokens in their sequence, int64 [S]; None: 0 .. S - 1.
-        documents: What limits attention besides the model's own mask.
+        positions: Of the tokens that attention sees on this rank, in their sequence, int64 [S];
+            None: 0 .. S - 1.
+        documents: What limits attention besides the model's own mask, for each sequence.
         targets: The token after each token, int64 [B, S], negative where none is to be learned;
             wanted for multi-token prediction only, and None outside training.
-        balance_losses: Each MoE layer appends its detached share of the balancing loss here.
+        balance_losses: Each MoE layer puts its detached share of the balancing loss here, under
+            its name, so that a part that runs again does not count twice.
         prediction_losses: Each multi-token prediction module appends its detached share here.
     """
 
     num_sequences: int
     key: DropoutKey | None = None
     positions: Tensor | None = None
-    documents: Mask | None = None
+    documents: Limits = None
     targets: Tensor | None = None
-    balance_losses: list[Tensor] = field(default_factory=list)
+    balance_losses: dict[str, Tensor] = field(default_factory=dict)
     prediction_losses: list[Tensor] = field(default_factory=list)
 
 
@@ -80,6 +83,10 @@ def add_loss(x: Tensor, loss: Tensor) -> Tensor:
 class Block(nn.Module):
     """Attention and feed-forward, each behind a norm and a residual connection.
 
+    Attributes:
+        sequence_ranks: Ranks with other positions of the same sequences; None: there are none.
+        recompute: What runs again in backward.
+
     Args:
         config: Of the model.
         layer: Global index, which decides whether it is dense and has a window.
@@ -89,6 +96,8 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, name: str) -> None:
         super().__init__()
         self.name = name
+        self.sequence_ranks: ProcessGroup | None = None
+        self.recompute: Recompute = "none"
         self.dropout = config.dropout
         self.balance_coefficient = config.balance_coefficient
         self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
@@ -104,7 +113,7 @@ class Block(nn.Module):
         *,
         rotation: Rotation,
         microbatch: Microbatch,
-        documents: Mask | None = None,
+        documents: Limits = None,
     ) -> Tensor:
         """[B, S, D] to [B, S, D].
 
@@ -114,10 +123,26 @@ class Block(nn.Module):
             microbatch: What travels with the call.
             documents: What limits attention besides the layer's own mask.
         """
+        if self.recompute == "full":
+            return recomputed(self._run, x, rotation, microbatch, documents)
+        return self._run(x, rotation, microbatch, documents)
+
+    def _run(
+        self, x: Tensor, rotation: Rotation, microbatch: Microbatch, documents: Limits
+    ) -> Tensor:
+        def attend(x: Tensor) -> Tensor:
+            y: Tensor = self.attention(
+                self.attention_norm(x), rotation=rotation, documents=documents
+            )
+            return y
+
+        def feed_forward(x: Tensor) -> Tensor:
+            return self._feed_forward(self.feed_forward_norm(x), microbatch)
+
         key = microbatch.key
-        y = self.attention(self.attention_norm(x), rotation=rotation, documents=documents)
+        y = recomputed(attend, x) if self.recompute == "attention" else attend(x)
         x = x + dropout(y, self.dropout, key, f"{self.name}.attention")
-        y = self._feed_forward(self.feed_forward_norm(x), microbatch)
+        y = recomputed(feed_forward, x) if self.recompute == "feed_forward" else feed_forward(x)
         return x + dropout(y, self.dropout, key, f"{self.name}.feed_forward")
 
     def _feed_forward(self, x: Tensor, microbatch: Microbatch) -> Tensor:
@@ -134,9 +159,10 @@ class Block(nn.Module):
             routing.scores.view(B, S, -1),
             routing.experts.view(B, S, -1),
             num_experts=self.moe.experts.num_experts,
+            group=self.sequence_ranks,
         )
         loss = loss_B.sum() * (self.balance_coefficient / microbatch.num_sequences)
-        microbatch.balance_losses.append(loss.detach())
+        microbatch.balance_losses[self.name] = loss.detach()
         return add_loss(y, loss)
 
 

@@ -3,6 +3,7 @@
 Shape symbols: B sequences, S positions, D model width.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,10 @@ class Linear(nn.Module):
 
     Parameters may be kept wider than the activations (fp32 masters under bf16 compute); they are
     then cast at use, and their gradients arrive in the parameter's own dtype.
+
+    Attributes:
+        finish: What the product goes through before the bias is added: where the matrix is cut
+            over ranks, the sum over them.
     """
 
     weight: Tensor  # [out_features, in_features]
@@ -27,11 +32,15 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features)) if bias else None)
+        self.finish: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]``, in the dtype of ``x``."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return linear(x, self.weight.to(x.dtype), bias)
+        if self.finish is None:
+            return linear(x, self.weight.to(x.dtype), bias)
+        y = self.finish(linear(x, self.weight.to(x.dtype)))
+        return y if bias is None else y + bias
 
 
 class RMSNorm(nn.Module):
@@ -56,6 +65,7 @@ class DropoutKey(NamedTuple):
     seed: int
     step: int
     sequence_index: Tensor  # int64 [B], global
+    positions: Tensor  # int64 [S], in their sequence
 
 
 def dropout(x: Tensor, rate: float, key: DropoutKey | None, layer: str) -> Tensor:
@@ -70,7 +80,7 @@ def dropout(x: Tensor, rate: float, key: DropoutKey | None, layer: str) -> Tenso
     if rate == 0.0 or key is None:
         return x
     purpose = derive_seed(key.seed, "dropout", key.step, layer)
-    kept = uniform(purpose, key.sequence_index, x.shape[1], x.shape[2]) >= rate
+    kept = uniform(purpose, key.sequence_index, key.positions, x.shape[2]) >= rate
     return x * kept.to(x.dtype) / (1.0 - rate)
 
 
