@@ -189,7 +189,7 @@ def _attention(model: ModelConfig) -> Iterator[str]:
     if model.attention == "mla":
         for key in _GQA_ONLY:
             if getattr(model, key):
-                yield f"model.{key} (true) must be false with model.attention (mla)"
+                yield f'model.{key} (true) must be false with model.attention ("mla")'
         if model.rope_head_dim % 2:
             yield f"model.rope_head_dim ({model.rope_head_dim}) must be even"
     else:
@@ -225,7 +225,7 @@ def _rotary(model: ModelConfig) -> Iterator[str]:
         )
     if model.rope_scaling == "none" and model.rope_factor != 1.0:
         yield (
-            f"model.rope_factor ({model.rope_factor:g}) must be 1 with model.rope_scaling (none)"
+            f'model.rope_factor ({model.rope_factor:g}) must be 1 with model.rope_scaling ("none")'
         )
 
 
