@@ -1,6 +1,7 @@
 """Transfers over real ranks, against slices of the same tensor in one process."""
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def check_boundary(
         whole(meta.shape, meta.dtype, seed) for meta, seed in zip(metas, seeds, strict=False)
     ]
     rank = transport.rank
-    ends = {"source": source, "destination": destination, "domain": domain}
+    ends: Any = {"source": source, "destination": destination, "domain": domain}
     if rank in edge.source_ranks:
         a, index = len(edge.source_ranks), edge.source_ranks.index(rank)
         local = [
@@ -49,11 +50,12 @@ def check_boundary(
         transport.send(local, metas=metas, **ends)
     if rank in edge.destination_ranks:
         b, index = len(edge.destination_ranks), edge.destination_ranks.index(rank)
-        received = transport.receive(metas, **ends)
+        received = transport.receive(metas, **ends).wait()
         for x, y, meta in zip(tensors, received, metas, strict=True):
             placement = Replicated() if meta.replicated else edge.destination_boundary
             assert y.is_contiguous()
-            assert not y.requires_grad
+            assert y.requires_grad == (edge.is_forward and y.is_floating_point())
+            assert y.is_leaf
             torch.testing.assert_close(y, part(x, placement, index, b), rtol=0, atol=0)
 
 
@@ -128,7 +130,8 @@ def check_inputs_untouched() -> None:
             transport.send([y], source=0, destination=1)
             assert y.grad_fn is not None
         else:
-            (y,) = transport.receive([TensorMeta((4, 3), torch.float32)], source=0, destination=1)
+            metas = [TensorMeta((4, 3), torch.float32)]
+            (y,) = transport.receive(metas, source=0, destination=1).wait()
             assert torch.equal(y, torch.arange(12.0).view(3, 4).t())
 
 

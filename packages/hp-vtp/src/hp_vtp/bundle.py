@@ -70,7 +70,7 @@ def bundle(plans: Sequence[TransferPlan], edge: Edge) -> tuple[MessageStep, ...]
         for step in plan.steps:
             senders, receivers = _ends(step.kind, edge)
             pairs = merged.setdefault((step.round, step.kind), {})
-            for move in step.moves:
+            for move in step.moves if plan.unit_bytes else ():
                 pieces = pairs.setdefault((senders[move.sender], receivers[move.receiver]), [])
                 end = pieces[-1].offset + pieces[-1].size if pieces else 0
                 offset = -(-end // ALIGNMENT) * ALIGNMENT
@@ -83,6 +83,7 @@ def bundle(plans: Sequence[TransferPlan], edge: Edge) -> tuple[MessageStep, ...]
             tuple(Message(*pair, tuple(pieces)) for pair, pieces in sorted(pairs.items())),
         )
         for (number, kind), pairs in sorted(merged.items())
+        if pairs
     )
 
 
