@@ -117,8 +117,7 @@ def train(
         expected_losses = [expected_losses[i] for i in order] if ends else []
         if schedule.is_forward_only:
             return 0.0, losses, expected_losses
-        for module in modules.values():
-            replicas.sum(module.parameters())
+        replicas.sum(p for module in modules.values() for p in module.parameters())
     replicas.close()
     return check_gradients(layout, modules, group, expected), losses, expected_losses
 

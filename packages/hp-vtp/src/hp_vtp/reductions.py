@@ -80,12 +80,13 @@ class ReplicaGradients:
         """Replace each gradient by the sum over the replicas; a missing one counts as zero.
 
         Args:
-            parameters: Of this rank, in the same order on all replicas.
+            parameters: All of this rank, in the same order on all replicas. One that appears twice,
+                as tied ones do, is summed once; so do not call this once per module.
         """
         if self._group is None:
             return
         works = []
-        for parameter in parameters:
+        for parameter in {id(parameter): parameter for parameter in parameters}.values():
             if parameter.requires_grad:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
