@@ -16,6 +16,11 @@ from torch import Tensor
 from hp_vtp.packing import TensorMeta
 from hp_vtp.transport import Transport
 
+__all__ = [
+    "receive",
+    "send",
+]
+
 
 @dataclass(frozen=True, slots=True)
 class _Way:

@@ -246,11 +246,6 @@ def _make_index(every: list[Any], layout: PipelineLayout) -> dict[str, dict[str,
         shape, start, listed = list(shape), 0, []
         for place in range(ranks):
             rank, (_, local, other_dtype, other_dim) = parts[place]
-            rest = (
-                [list(s[:dim]) + list(s[dim + 1 :]) for s in (local, shape)]
-                if dim is not None
-                else [local, shape]
-            )
             if (other_dtype, other_dim) != (dtype, dim) or _rest(local, dim) != _rest(shape, dim):
                 raise CheckpointError(
                     f"{name}: part {place} ({other_dtype}{local}, cut along {other_dim}) must fit "

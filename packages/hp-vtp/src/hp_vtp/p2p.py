@@ -20,6 +20,18 @@ from hp_vtp.handles import Handle
 from hp_vtp.packing import TensorMeta
 from hp_vtp.transport import Transport
 
+__all__ = [
+    "P2POptions",
+    "Received",
+    "Timer",
+    "Timers",
+    "logical_stage",
+    "vtp_recv_backward",
+    "vtp_recv_forward",
+    "vtp_send_backward",
+    "vtp_send_forward",
+]
+
 
 class Timer(Protocol):
     """Counts the time between `start` and `stop`."""

@@ -23,6 +23,14 @@ from hp_vtp.stages import Edge
 from hp_vtp.topology import PipelineLayout
 from hp_vtp.transport import Transport
 
+__all__ = [
+    "StageTransport",
+    "multiplex",
+    "pipeline_rank",
+    "units_of",
+]
+
+
 Values = tuple[Tensor, ...]
 
 

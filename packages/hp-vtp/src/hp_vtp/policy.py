@@ -18,6 +18,14 @@ from torch import Tensor
 from hp_vtp.packing import TensorMeta
 from hp_vtp.stages import Edge
 
+__all__ = [
+    "Crossing",
+    "EdgePolicy",
+    "Payload",
+    "PolicyError",
+    "Recorder",
+]
+
 
 class Payload(Enum):
     """What a transfer carries."""

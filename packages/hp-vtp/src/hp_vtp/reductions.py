@@ -18,6 +18,14 @@ from torch.distributed import ProcessGroup
 from hp_platform import agree, new_group
 from hp_vtp.topology import PipelineLayout
 
+__all__ = [
+    "ReplicaGradients",
+    "all_ok",
+    "barrier",
+    "global_grad_norm",
+    "loss_scale",
+]
+
 
 def all_ok(ok: bool, *, group: ProcessGroup) -> bool:
     """Whether all ranks of a CPU group say so, for example that no gradient is infinite."""

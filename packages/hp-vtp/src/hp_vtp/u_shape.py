@@ -8,6 +8,18 @@ from dataclasses import dataclass
 
 from hp_schedule import Costs, DeadlockError, Schedule, simulate, u_shape
 
+__all__ = [
+    "UShapeOrder",
+    "documented_order",
+    "search_u_shape",
+]
+
+
+_STEPS = (
+    *((1, 0, 0), (-1, 0, 0), (0, 1, 0), (0, -1, 0), (0, 0, 1), (0, 0, -1)),
+    *((1, 1, 0), (-1, -1, 0), (1, 0, 1), (1, 1, 1), (2, 1, 0), (-2, -1, 0)),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class UShapeOrder:
@@ -106,21 +118,18 @@ def _starts(num_ranks: int, limit: int, max_extra: int) -> Iterator[tuple[int, i
     yield num_ranks + 1, (4 * num_ranks + 5) // 6, 0
     yield 1, 0, 0
     for extra in range(max_extra + 1):
-        for warm_up in {min(limit, num_ranks + 1 + 2 * extra), limit}:
-            for share in (0.0, 0.4, 0.8):
-                yield warm_up, int(share * warm_up), extra
+        warm_up = min(limit, num_ranks + 1 + extra)
+        yield warm_up, int(0.6 * warm_up), extra
 
 
 def _neighbours(
     point: tuple[int, int, int], limit: int, max_extra: int
 ) -> Iterator[tuple[int, int, int]]:
     warm_up, turns, extra = point
-    for more in (-2, -1, 0, 1, 2):
-        for turned in (-1, 0, 1):
-            for added in (-1, 0, 1):
-                w, k, e = warm_up + more, turns + turned, extra + added
-                if 1 <= w <= limit and 0 <= k <= w and 0 <= e <= max_extra:
-                    yield w, k, e
+    for more, turned, added in _STEPS:
+        w, k, e = warm_up + more, turns + turned, extra + added
+        if 1 <= w <= limit and 0 <= k <= w and 0 <= e <= max_extra:
+            yield w, k, e
 
 
 def _try(
