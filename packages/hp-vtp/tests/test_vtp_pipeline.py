@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 
 import pytest
 import torch
@@ -27,12 +26,13 @@ from hp_schedule import (
     add_send_recv,
     forward_only,
     gpipe,
+    interleaved_1f1b,
     one_f_one_b,
     u_shape,
     validate,
 )
 from hp_schedule.runtime import PipelineScheduleRuntime, PipelineStage, TensorSpec
-from hp_vtp import PipelineLayout, Sharded
+from hp_vtp import PipelineLayout, Replicated, Sharded, StageLayout
 from hp_vtp.pipeline import StageTransport, multiplex, pipeline_rank
 from hp_vtp.placement import cut
 from hp_vtp.policy import EdgePolicy, Payload, Recorder
@@ -151,7 +151,12 @@ def check_orders() -> None:
         check(straight, num, build=one_f_one_b)
     check(straight, 3, build=gpipe)
     check(u, 3, build=u_shape, dynamic=True)
-    check(straight, 3, build=partial(forward_only))
+    check(straight, 3, build=forward_only)
+    # Each stage has two parts of the model, so the chain goes round twice.
+    for boundary in (Replicated(), Sharded(1)):
+        stages = (StageLayout(((1,),), boundary), StageLayout(((0, 2),), boundary))
+        looped = PipelineLayout(stages, (0, 1, 0, 1))
+        check(looped, 4, build=interleaved_1f1b)
 
 
 def test_short_batches_other_orders_and_forwards_alone_work() -> None:

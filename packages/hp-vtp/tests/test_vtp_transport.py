@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hp_platform.testing import run_distributed
-from hp_vtp import Algorithm, PipelineLayout, Placement, Replicated, Sharded, StageLayout
+from hp_vtp import Algorithm, Links, PipelineLayout, Placement, Replicated, Sharded, StageLayout
 from hp_vtp.transport import TensorMeta, Transport
 
 SHORT = timedelta(seconds=3)
@@ -92,6 +92,22 @@ def test_a_transfer_equals_the_slice_of_one_process(sizes: tuple[int, int]) -> N
 
 def test_direct_transfers_equal_the_slice_of_one_process() -> None:
     run_distributed(check_placements, (2, 3), ("direct",), world_size=5)
+
+
+def check_chunks() -> tuple[int, ...]:
+    """Slow links between stages and fast ones within make chunks worth while."""
+    links = Links(cross_bandwidth=1e8, cross_latency=0, local_bandwidth=1e8, local_latency=0)
+    stages = (StageLayout(((0, 1),), Sharded(1)), StageLayout(((2, 3, 4),)))
+    metas = (TensorMeta((3, 150, 300), torch.float32), TensorMeta((5,), torch.int64, True))
+    with Transport(PipelineLayout(stages, (0, 1)), links=links) as transport:
+        check_boundary(transport, 0, 1, metas, 0)
+        check_boundary(transport, 1, 0, metas, 0)
+        edge = transport.layout.edge(0, 1)
+        return tuple(plan.chunks for plan in transport.plan(edge, metas))
+
+
+def test_chunks_arrive_whole() -> None:
+    assert run_distributed(check_chunks, world_size=5)[0] == (8, 1)
 
 
 MIXED = (

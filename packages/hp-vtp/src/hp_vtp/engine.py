@@ -87,13 +87,14 @@ class EdgeEnd:
                         edge=self.edge,
                     )
             if self._stream is not None:
-                for x in tensors:
-                    x.detach().record_stream(self._stream)
+                for workspace in workspaces:
+                    workspace.record_stream(self._stream)
 
         handle = self._submit(run, lambda: None, description, microbatch)
-        self._sends.append(handle)
-        while self._sends and self._sends[0].done():
-            self._sends.popleft()
+        with self._lock:
+            self._sends.append(handle)
+            while self._sends and self._sends[0].done() and not self._sends[0].failed:
+                self._sends.popleft()
         return handle
 
     def receive(
@@ -139,13 +140,19 @@ class EdgeEnd:
         Raises:
             TransferError: If one failed.
         """
-        while self._sends:
-            self._sends.popleft().wait()
+        with self._lock:
+            sends = list(self._sends)
+            self._sends.clear()
+        for handle in sends:
+            handle.wait()
 
-    def close(self, *, destroy: bool) -> None:
-        """End the thread, after what is queued, and destroy the groups if they are there."""
+    def end_thread(self) -> None:
+        """End the thread, after what is queued."""
         self._worker.close()
-        for group in self._channel.groups.distinct if destroy else ():
+
+    def destroy_groups(self) -> None:
+        """Destroy the groups, which nobody uses any more."""
+        for group in self._channel.groups.distinct:
             dist.destroy_process_group(group)
 
     def _submit(

@@ -75,6 +75,10 @@ class Failure:
         """Have something done once, when this rank learns of a failure."""
         self._on_failure.append(act)
 
+    def disarm(self) -> None:
+        """Do nothing more on a failure: what was to be broken is gone."""
+        self._on_failure = []
+
     def report(self, reason: str) -> str:
         """Tell the other ranks why this one fails; return the reason of the first one to fail."""
         with self._lock:

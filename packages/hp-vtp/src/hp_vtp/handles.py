@@ -64,6 +64,11 @@ class Handle(Generic[T]):
         """Whether `wait` would return at once; on CUDA, without making the stream wait."""
         return self._ended.is_set() and (self._event is None or self._event.query())
 
+    @property
+    def failed(self) -> bool:
+        """Whether the transfer is known to have failed; `wait` says why."""
+        return self._error is not None
+
     def wait(self, timeout: float | None = None) -> T:
         """Wait for the transfer and return what was received; any thread, as often as wanted.
 

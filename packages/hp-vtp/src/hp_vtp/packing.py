@@ -84,6 +84,10 @@ class Workspace:
             return self._tensor.view(-1)[first : first + stop - start]
         return self._tensor.narrow(self._plan.dim, first, stop - start)
 
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory until what `stream` was given so far has been done."""
+        self._tensor.record_stream(stream)
+
     def result(self, index: int) -> Tensor:
         """What destination rank `index` keeps."""
         own = self.units(*self._plan.destination_range(index))

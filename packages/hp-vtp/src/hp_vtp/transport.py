@@ -295,7 +295,10 @@ class Transport:
                 raise
         finally:
             for end in ends.values():
-                end.close(destroy=alive)
+                end.end_thread()
+            self._failure.disarm()
+            for end in ends.values() if alive else ():
+                end.destroy_groups()
 
     def _find(self, edge: Edge, ranks: tuple[int, ...], end: str) -> tuple[EdgeEnd, int]:
         if self.rank not in ranks:
