@@ -338,9 +338,7 @@ def counted(case: Case) -> list[tuple[Counter[str], int]]:
         del kwargs
         namespace, operator = name.split("::")
         if "c10d" in namespace and operator != "wait_tensor":
-            sent = args[0 if namespace == "_c10d_functional" else 1]
-            assert isinstance(sent, Tensor)
-            calls.append((operator, sent.nbytes))
+            calls.append((operator, bytes_to_others(operator, args)))
 
     with watch_operators(see):
         out = attend(*leaves)
@@ -351,23 +349,70 @@ def counted(case: Case) -> list[tuple[Counter[str], int]]:
     return results
 
 
+def bytes_to_others(operator: str, args: tuple[object, ...]) -> int:
+    rank, ranks = world().rank(), world().size()
+    sent = args[0 if operator == "all_to_all_single" else 1]
+    assert isinstance(sent, Tensor)
+    if "allgather" in operator:
+        return sent.nbytes * (ranks - 1)
+    splits: list[int] = []
+    if operator == "alltoall_base_":
+        assert isinstance(args[4], list)
+        splits = args[4]
+    if not splits:
+        return sent.nbytes * (ranks - 1) // ranks
+    return sent.nbytes * (sum(splits) - splits[rank]) // sum(splits)
+
+
 def tally(calls: list[tuple[str, int]]) -> tuple[Counter[str], int]:
-    others = world().size() - 1
-    sent = 0
-    for name, size in calls:
-        sent += size * others if "allgather" in name else size * others // world().size()
-    return Counter(name for name, _ in calls), sent
+    return Counter(name for name, _ in calls), sum(size for _, size in calls)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize(("foreign", "again"), [(False, 1), (True, 0)])
-def test_keys_travel_once_each_way(layout: SequenceLayout, foreign: bool, again: int) -> None:
-    case = Case(Causal(), layout, (4, 2), dtype=torch.bfloat16, foreign=foreign)
-    part = 2 * 2 * (24 // 4) * (8 + 8)  # batch, key/value heads, positions, k and v: 2 bytes each
+PART = 2 * 2 * (24 // 4) * (8 + 8)  # batch, key/value heads, positions, k and v: numbers of a rank
+
+
+def test_keys_travel_once_each_way_for_a_strange_module() -> None:
+    for layout in LAYOUTS:
+        case = Case(Causal(), layout, (4, 2), dtype=torch.bfloat16, foreign=True)
+        for forward, back in run_distributed(counted, case, world_size=4):
+            assert forward == ({"_allgather_base_": 1}, 3 * PART * 2)
+            assert back == ({"alltoall_base_": 1}, 3 * PART * 4)
+
+
+def test_all_keys_are_gathered_again_in_backward_and_their_gradients_go_home() -> None:
+    case = Case(Full(), HeadTail(), (4, 2), dtype=torch.bfloat16)
     for forward, back in run_distributed(counted, case, world_size=4):
-        assert forward == ({"_allgather_base_": 1}, 3 * part * 2)
-        expected = {"_allgather_base_": 1, "alltoall_base_": 1} if again else {"alltoall_base_": 1}
-        assert back == (expected, 3 * part * 2 * again + 3 * part * 4)
+        assert forward == ({"_allgather_base_": 1}, 3 * PART * 2)
+        assert back == ({"_allgather_base_": 1, "alltoall_base_": 1}, 3 * PART * 2 + 3 * PART * 4)
+
+
+def test_gradients_of_keys_that_nobody_sees_stay_away() -> None:
+    """Of each rank before it a rank sees the head only; three quarters of all is sent densely."""
+    case = Case(Causal(), HeadTail(), (4, 2), dtype=torch.bfloat16)
+    for rank, (forward, back) in enumerate(run_distributed(counted, case, world_size=4)):
+        seen = rank * PART // 2 + (3 - rank) * PART
+        assert forward == ({"_allgather_base_": 1}, 3 * PART * 2)
+        gathered_and_home = {"_allgather_base_": 1, "alltoall_base_": 1}
+        assert back == (gathered_and_home, 3 * PART * 2 + seen * 4)
+
+
+def test_contiguous_causal_keys_go_to_later_ranks_alone() -> None:
+    case = Case(Causal(), Contiguous(), (4, 2), dtype=torch.bfloat16)
+    for rank, (forward, back) in enumerate(run_distributed(counted, case, world_size=4)):
+        later, earlier = (3 - rank) * PART, rank * PART
+        assert forward == ({"alltoall_base_": 1}, later * 2)
+        assert back == ({"alltoall_base_": 2}, later * 2 + earlier * 4)
+
+
+def test_a_window_sends_what_it_reaches() -> None:
+    """Two keys before a query, one behind: two to the next rank, one to the rank before."""
+    case = Case(SlidingWindow(2, 1), Contiguous(), (4, 2), dtype=torch.bfloat16)
+    row = PART // 6
+    for rank, (forward, back) in enumerate(run_distributed(counted, case, world_size=4)):
+        keys = 2 * row * (rank < 3) + row * (rank > 0)
+        home = 2 * row * (rank > 0) + row * (rank < 3)
+        assert forward == ({"alltoall_base_": 1}, keys * 2)
+        assert back == ({"alltoall_base_": 2}, keys * 2 + home * 4)
 
 
 def test_the_hybrid_mode_adds_the_exchanges_of_ulysses() -> None:

@@ -49,9 +49,9 @@ def attend(qkv: list[Tensor], parallel: ContextParallel | None = None) -> Run:
     return call
 
 
-def test_heads_that_the_degree_does_not_divide_name_the_legal_degrees() -> None:
-    message = r"ulysses_degree \(4\) must divide heads of q \(6\); legal degrees: \[1, 2, 3, 6\]"
-    refused(ValueError, message, attend(heads(6)), ranks=4)
+def test_fewer_heads_than_ranks_are_refused_with_the_alternative() -> None:
+    message = r"ulysses_degree \(4\) must be <= heads of q \(3\); ranks may gather keys instead"
+    refused(ValueError, message, attend(heads(3)), ranks=4)
 
 
 @pytest.mark.parametrize(
@@ -341,6 +341,28 @@ MODE = r"the all-gather K/V mode \(ulysses_degree=1\)"
 )
 def test_what_the_all_gather_mode_cannot_do_is_refused_by_name(call: Run, message: str) -> None:
     refused(ValueError, message, call)
+
+
+@pytest.mark.parametrize(
+    ("module", "mask", "message"),
+    [
+        (
+            Sdpa(),
+            Full(),
+            r"module \(Sdpa\) must be an Attention of hp_context in {}, where no rank",
+        ),
+        (Attention(dropout=0.5), None, r"dropout \(0.5\) must be 0 in {}"),
+        (OwnWay(), None, "must pass its attn_mask to masked_attention in {}"),
+    ],
+)
+def test_what_a_ring_cannot_do_is_refused_by_name(
+    module: nn.Module, mask: Mask | None, message: str
+) -> None:
+    def call(group: ProcessGroup) -> None:
+        parallel = ContextParallel(ring=True, mask=mask)
+        parallel.apply(deepcopy(module), group)(*heads(8))
+
+    refused(ValueError, message.format(r"the ring mode \(ring=True\)"), call)
 
 
 def test_an_attention_takes_no_mask_tensor() -> None:

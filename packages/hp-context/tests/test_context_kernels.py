@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hp_context import BlockKind, Causal, Full, Mask, PositionMask, SlidingWindow
 from hp_context import kernels as k_module
-from hp_context.kernels import block_backward, block_forward
+from hp_context.kernels import Kernel, block_backward, block_forward
 from hp_context.masks import block_tensor
 from hp_context.merge import Merge, for_backward
 
@@ -157,8 +157,9 @@ def test_torch_s_kernel_and_plain_torch_agree(
     q, k, v, grad = tensors()
     mask = block_tensor(MASKS[-1], range(12), range(12)) if kind is BlockKind.PARTIAL else None
     results = []
-    for applies in (True, False):
-        monkeypatch.setattr(k_module, "_cpu_flash_applies", lambda *_, applies=applies: applies)
+    assert k_module.choose_kernel(q, v, mask=mask) is Kernel.CPU_FLASH
+    for kernel in (Kernel.CPU_FLASH, Kernel.REFERENCE):
+        monkeypatch.setattr(k_module, "choose_kernel", lambda *_, kernel=kernel, **__: kernel)
         out, lse = block_forward(q, k, v, kind=kind, mask=mask, scale=SCALE)
         grads = block_backward(
             q,

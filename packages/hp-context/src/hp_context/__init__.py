@@ -2,9 +2,9 @@
 
 from hp_context.api import ContextParallel
 from hp_context.async_ import AsyncContextParallel
+from hp_context.attention import Attention, masked_attention
 from hp_context.batch import shard_batch
 from hp_context.hugging_face import register_attention
-from hp_context.kernels import Attention, masked_attention
 from hp_context.layout import (
     Contiguous,
     HeadTail,

@@ -60,10 +60,10 @@ def plan(
         keys: Positions of the keys likewise.
         min_run: Runs are not cut any shorter than this.
     """
-    keys = _joined(keys)
+    keys = joined(keys)
     planned = []
     start = 0
-    for run in _joined(queries):
+    for run in joined(queries):
         for query in _cut(run, mask.query_cuts(run), min_run):
             planned.append(QueryRun(query, start, tuple(_key_blocks(mask, query, keys, min_run))))
             start += len(query)
@@ -107,15 +107,15 @@ def _merged(
     return merged
 
 
-def _joined(runs: Sequence[range]) -> list[range]:
+def joined(runs: Sequence[range]) -> list[range]:
     """Join runs that follow each other both in the tensor and in the sequence."""
-    joined: list[range] = []
+    longer: list[range] = []
     for run in runs:
-        if joined and joined[-1].stop == run.start:
-            joined[-1] = range(joined[-1].start, run.stop)
+        if longer and longer[-1].stop == run.start:
+            longer[-1] = range(longer[-1].start, run.stop)
         else:
-            joined.append(run)
-    return joined
+            longer.append(run)
+    return longer
 
 
 def _cut(run: range, cuts: Iterable[int], min_run: int) -> list[range]:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_context.heads import legal_degrees
 from hp_platform import PeerError
 
 
@@ -32,8 +31,6 @@ def check_local(q: Tensor, k: Tensor, v: Tensor, *, dims: Dims, num_ranks: int) 
     """Raise `ValueError` if q, k, v of this rank cannot be exchanged over `num_ranks` ranks."""
     named = {"q": q, "k": k, "v": v}
     for name, x in named.items():
-        if hasattr(x, "placements"):
-            raise ValueError(f"{name} (DTensor) must be a plain tensor: pass {name}.to_local()")
         if x.ndim != q.ndim or x.ndim <= max(dims.seq, dims.head) + 1:
             raise ValueError(
                 f"{_shapes(named)}: dims must agree and end with the head size, after "
@@ -58,10 +55,10 @@ def _check_heads(num_heads: int, num_kv_heads: int, num_v_heads: int, num_ranks:
         raise ValueError(f"heads of k ({num_kv_heads}) must equal heads of v ({num_v_heads})")
     if num_heads % num_kv_heads:
         raise ValueError(f"heads of k ({num_kv_heads}) must divide heads of q ({num_heads})")
-    if num_heads % num_ranks:
+    if num_heads < num_ranks:
         raise ValueError(
-            f"ulysses_degree ({num_ranks}) must divide heads of q ({num_heads}); legal degrees: "
-            f"{legal_degrees(num_heads)}"
+            f"ulysses_degree ({num_ranks}) must be <= heads of q ({num_heads}); ranks may gather "
+            f"keys instead: ulysses_degree=1, or what divides the number of ranks"
         )
 
 

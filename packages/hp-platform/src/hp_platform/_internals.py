@@ -45,6 +45,12 @@ def all_gather(output: Tensor, x: Tensor, group: ProcessGroup) -> None:
     _all_gather(output, x, group=group)
 
 
+def start_all_gather(output: Tensor, x: Tensor, group: ProcessGroup) -> dist.Work | None:
+    """`all_gather` that returns at once; None where it is done already."""
+    work: dist.Work | None = _all_gather(output, x, group=group, async_op=True)
+    return work
+
+
 def reduce_scatter(output: Tensor, x: Tensor, group: ProcessGroup) -> None:
     """Sum `x` `[ranks * N, ...]` over ranks and write the part of this rank into `output`."""
     _reduce_scatter(output, x, group=group)
@@ -120,6 +126,15 @@ def backend_name(group: ProcessGroup | None, device: torch.device) -> str | None
     except RuntimeError:
         return None
     return name
+
+
+def coalesces(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether the backend that serves `device` in `group` can start several operations as one."""
+    try:
+        backend: Any = group._get_backend(device)
+    except RuntimeError:
+        return False
+    return bool(backend.supports_coalescing)
 
 
 def group_timeout(group: ProcessGroup | None, device: torch.device) -> timedelta | None:
