@@ -7,7 +7,9 @@ from torch import nn
 from hp_train.config import ModelConfig, TrainConfig
 from hp_train.initialization import initialize_parameters
 from hp_train.model import DropoutKey, Microbatch, TransformerStage, add_loss
+from hp_train.model.block import Block
 from hp_train.model.layers import RMSNorm, dropout
+from hp_train.model.recompute import Recompute
 from hp_train.optimizer import learning_rate
 from hp_train.parallelize import split_layers
 from hp_train.parameters import named_parameters
@@ -110,7 +112,37 @@ def test_balance_losses_are_collected_in_training_only() -> None:
     assert len(microbatch.balance_losses) == CONFIG.num_layers
     idle = Microbatch(2)
     stage(tokens, microbatch=idle)
-    assert idle.balance_losses == []
+    assert idle.balance_losses == {}
+
+
+@pytest.mark.parametrize("part", ["attention", "feed_forward", "full"])
+def test_what_is_computed_again_gives_the_same_gradients_and_keeps_less(part: Recompute) -> None:
+    def run(part: Recompute) -> tuple[dict[str, torch.Tensor], int, list[torch.Tensor]]:
+        stage = _stage(CONFIG, range(4))
+        for block in stage.modules():
+            if isinstance(block, Block):
+                block.recompute = part
+        kept: dict[int, int] = {}
+
+        def keep(x: torch.Tensor) -> torch.Tensor:
+            storage = x.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return x
+
+        tokens = torch.randint(32, (2, 64), generator=torch.Generator().manual_seed(0))
+        microbatch = Microbatch(2, DropoutKey(0, 0, torch.arange(2), torch.arange(64)))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            loss = stage(tokens, microbatch=microbatch).square().sum()
+        num_bytes = sum(kept.values())
+        loss.backward()
+        grads = {name: p.grad for name, p in stage.named_parameters() if p.grad is not None}
+        return grads, num_bytes, list(microbatch.balance_losses.values())
+
+    (plain, all_bytes, losses), (again, fewer_bytes, same_losses) = run("none"), run(part)
+    assert plain.keys() == again.keys()
+    assert all(torch.equal(plain[name], again[name]) for name in plain)
+    assert fewer_bytes < 0.8 * all_bytes
+    assert all(map(torch.equal, losses, same_losses))
 
 
 def test_tied_embeddings_share_one_parameter() -> None:

@@ -292,6 +292,10 @@ class TrainConfig(Struct, frozen=True, kw_only=True):
     dtype: Annotated[
         Literal["float32", "bfloat16", "float64"], _help("Type that the model computes in.")
     ] = "float32"
+    recompute: Annotated[
+        Literal["none", "attention", "feed_forward", "full"],
+        _help("What of each block is computed again in backward instead of being kept."),
+    ] = "none"
     learning_rate: Annotated[NotNegative, _help("Highest learning rate.")] = 3e-3
     min_learning_rate_ratio: Annotated[
         Share, _help("Last learning rate as a share of the highest.")

@@ -194,6 +194,9 @@ def build_pipeline(
         shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
         _parallelize(module, mesh, context)
         module.to_empty(device=runtime.device)
+        for block in module.modules():
+            if isinstance(block, Block):
+                block.recompute = config.train.recompute
         for buffer in module.buffers():  # correction biases
             buffer.zero_()
         found = named_parameters(module, shapes, mesh)

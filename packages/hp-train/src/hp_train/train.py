@@ -294,7 +294,7 @@ class Trainer:
         seconds = time.perf_counter() - began
         self._beat("reduce gradients", waiting=True)
         reduce_gradients(self.parameters, self.mesh)
-        balances = [t for k in kwargs for t in k["microbatch"].balance_losses]
+        balances = [t for k in kwargs for t in k["microbatch"].balance_losses.values()]
         busy = sum(span.end - span.start for span in self.timeline if span.step.type.is_compute)
         return self._once(result.losses), float(sum(balances)), busy / seconds
 

@@ -23,6 +23,7 @@ from hp_expert import (
 from hp_train.config import ModelConfig
 from hp_train.model.attention import make_attention
 from hp_train.model.layers import DropoutKey, FeedForward, RMSNorm, dropout
+from hp_train.model.recompute import Recompute, recomputed
 from hp_train.model.rotary import Rotation
 
 
@@ -38,7 +39,8 @@ class Microbatch:
         documents: What limits attention besides the model's own mask.
         targets: The token after each token, int64 [B, S], negative where none is to be learned;
             wanted for multi-token prediction only, and None outside training.
-        balance_losses: Each MoE layer appends its detached share of the balancing loss here.
+        balance_losses: Each MoE layer puts its detached share of the balancing loss here, under
+            its name, so that a part that runs again does not count twice.
         prediction_losses: Each multi-token prediction module appends its detached share here.
     """
 
@@ -47,7 +49,7 @@ class Microbatch:
     positions: Tensor | None = None
     documents: Mask | None = None
     targets: Tensor | None = None
-    balance_losses: list[Tensor] = field(default_factory=list)
+    balance_losses: dict[str, Tensor] = field(default_factory=dict)
     prediction_losses: list[Tensor] = field(default_factory=list)
 
 
@@ -84,6 +86,7 @@ class Block(nn.Module):
 
     Attributes:
         sequence_ranks: Ranks with other positions of the same sequences; None: there are none.
+        recompute: What runs again in backward.
 
     Args:
         config: Of the model.
@@ -95,6 +98,7 @@ class Block(nn.Module):
         super().__init__()
         self.name = name
         self.sequence_ranks: ProcessGroup | None = None
+        self.recompute: Recompute = "none"
         self.dropout = config.dropout
         self.balance_coefficient = config.balance_coefficient
         self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
@@ -120,10 +124,26 @@ class Block(nn.Module):
             microbatch: What travels with the call.
             documents: What limits attention besides the layer's own mask.
         """
+        if self.recompute == "full":
+            return recomputed(self._run, x, rotation, microbatch, documents)
+        return self._run(x, rotation, microbatch, documents)
+
+    def _run(
+        self, x: Tensor, rotation: Rotation, microbatch: Microbatch, documents: Mask | None
+    ) -> Tensor:
+        def attend(x: Tensor) -> Tensor:
+            y: Tensor = self.attention(
+                self.attention_norm(x), rotation=rotation, documents=documents
+            )
+            return y
+
+        def feed_forward(x: Tensor) -> Tensor:
+            return self._feed_forward(self.feed_forward_norm(x), microbatch)
+
         key = microbatch.key
-        y = self.attention(self.attention_norm(x), rotation=rotation, documents=documents)
+        y = recomputed(attend, x) if self.recompute == "attention" else attend(x)
         x = x + dropout(y, self.dropout, key, f"{self.name}.attention")
-        y = self._feed_forward(self.feed_forward_norm(x), microbatch)
+        y = recomputed(feed_forward, x) if self.recompute == "feed_forward" else feed_forward(x)
         return x + dropout(y, self.dropout, key, f"{self.name}.feed_forward")
 
     def _feed_forward(self, x: Tensor, microbatch: Microbatch) -> Tensor:
@@ -143,7 +163,7 @@ class Block(nn.Module):
             group=self.sequence_ranks,
         )
         loss = loss_B.sum() * (self.balance_coefficient / microbatch.num_sequences)
-        microbatch.balance_losses.append(loss.detach())
+        microbatch.balance_losses[self.name] = loss.detach()
         return add_loss(y, loss)
 
 
