@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from hp_context import Documents
 from hp_platform.testing import compare
 from hp_train.config import ModelConfig
-from hp_train.model import DropoutKey, Microbatch, TransformerStage, initialize_parameters
+from hp_train.initialization import initialize_parameters
+from hp_train.model import DropoutKey, Microbatch, TransformerStage
 from hp_train.model.attention import SinkAttention
 from hp_train.model.rotary import rotation
 from hp_train.options import resolve
+from hp_train.parameters import named_parameters
 
 FAMILIES = [
     f"debug-{name}"
@@ -40,7 +42,7 @@ def _stage(model: ModelConfig, layers: range) -> TransformerStage:
         last=last,
         compute_dtype=torch.float64,
     ).double()
-    initialize_parameters(stage, model, seed=0)
+    initialize_parameters(named_parameters(stage), model, seed=0)
     for name, parameter in stage.named_parameters():  # biases and sinks begin with zero
         if parameter.ndim == 1 or ".b" in name:
             values = torch.randn(
@@ -64,14 +66,16 @@ def _gradients(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
 def _run(model: ModelConfig, cuts: list[range]) -> dict[str, Tensor]:
     """Loss, losses inside and gradients of a model that is cut into stages."""
     tokens, targets = _batch()
-    microbatch = Microbatch(2, DropoutKey(0, 0, torch.arange(2)), targets=targets)
+    microbatch = Microbatch(
+        2, DropoutKey(0, 0, torch.arange(2), torch.arange(LENGTH)), targets=targets
+    )
     stages = [_stage(model, layers) for layers in cuts]
     x = tokens
     for stage in stages:
         x = stage(x, microbatch=microbatch)
     loss = F.cross_entropy(x.flatten(0, 1), targets.flatten(), reduction="sum") / targets.numel()
     loss.backward()
-    inner = [*microbatch.balance_losses, *microbatch.prediction_losses]
+    inner = [*microbatch.balance_losses.values(), *microbatch.prediction_losses]
     found = {"loss": loss.detach(), "inner": torch.stack(inner) if inner else torch.zeros(1)}
     return found | _gradients(stages)
 
@@ -98,7 +102,7 @@ def test_packed_documents_are_what_they_are_alone(name: str) -> None:
     model = _model(name, num_mtp_modules=0)
     stage = _stage(model, range(model.num_layers))
     tokens, _ = _batch(1)
-    packed = stage(tokens, microbatch=Microbatch(1, documents=Documents((9, LENGTH - 9))))
+    packed = stage(tokens, microbatch=Microbatch(1, documents=(Documents((9, LENGTH - 9)),)))
     alone = [stage(part, microbatch=Microbatch(1)) for part in (tokens[:, :9], tokens[:, 9:])]
     comparison = compare({"y": packed}, {"y": torch.cat(alone, dim=1)}, bound=1e-12)
     assert comparison.ok, comparison
@@ -189,7 +193,7 @@ def test_nothing_is_predicted_across_the_end_of_a_document() -> None:
         tokens[:, 9:] = first
         targets[:, 9:] = -1
         targets[:, 8] = -1
-        microbatch = Microbatch(1, targets=targets, documents=Documents((9, LENGTH - 9)))
+        microbatch = Microbatch(1, targets=targets, documents=(Documents((9, LENGTH - 9)),))
         stage(tokens, microbatch=microbatch)
         losses.append(torch.stack(microbatch.prediction_losses))
     assert torch.equal(losses[0], losses[1])

@@ -278,6 +278,10 @@ class DataConfig(Struct, frozen=True, kw_only=True):
     ] = ()
     tokenizer: Annotated[str, _help('A tokenizer.json of Hugging Face tokenizers. "": bytes.')] = ""
     seq_len: Annotated[Count, _help("Tokens per sequence.")] = 128
+    documents: Annotated[
+        Literal["separate", "joined"],
+        _help("Whether attention and loss stop at the end of a document."),
+    ] = "separate"
     eval_fraction: Annotated[
         Annotated[float, Meta(gt=0, lt=1)], _help("Share of the text held out for evaluation.")
     ] = 0.02

@@ -8,6 +8,7 @@ of query and key heads, V width of value heads.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,9 @@ from hp_context import Attention, Causal, Mask, SlidingWindow, mask_tensor
 from hp_train.config import ModelConfig
 from hp_train.model.layers import Linear, RMSNorm
 from hp_train.model.rotary import Rotation, softmax_growth
+
+Limits = tuple[Mask, ...] | None
+"""What limits the keys of a query besides the layer's own mask: a mask for each sequence."""
 
 _LATENT_EPS = 1e-6
 """Of the norms inside latent attention: DeepSeek's code has it whatever the model's eps."""
@@ -84,13 +88,13 @@ class GroupedQueryAttention(nn.Module):
         make = Attention if sinks is None else SinkAttention
         self.core = make(mask, scale=width**-0.5)
 
-    def forward(self, x: Tensor, *, rotation: Rotation, documents: Mask | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, rotation: Rotation, documents: Limits = None) -> Tensor:
         """[B, S, D] to [B, S, D].
 
         Args:
             x: [B, S, D].
             rotation: Of the positions.
-            documents: What else limits the keys of a query, in this call.
+            documents: What else limits the keys of a query, in this call, for each sequence.
         """
         # Heads are counted by what the projections give: under tensor parallelism a part of them.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
@@ -98,7 +102,7 @@ class GroupedQueryAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotation.apply(q), rotation.apply(k)
         sinks = {} if self.sinks is None else {"sinks": self.sinks}
-        y = self.core(q, k, v, attn_mask=_limited(self.core.mask, documents), **sinks)
+        y = _attend(self.core, (q, k, v), documents, **sinks)
         out: Tensor = self.wo(y.flatten(2))
         return out
 
@@ -132,7 +136,7 @@ class LatentAttention(nn.Module):
         self.wo = Linear(heads * self.value, config.dim)
         self.core = Attention(mask, scale=width**-0.5 * softmax_growth(config))
 
-    def forward(self, x: Tensor, *, rotation: Rotation, documents: Mask | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, rotation: Rotation, documents: Limits = None) -> Tensor:
         """See :meth:`GroupedQueryAttention.forward`."""
         q = self.wq_b(self.q_norm(self.wq_a(x))) if self.is_compressed else self.wq(x)
         q_nope, q_rope = q.unflatten(-1, (-1, self.nope + self.rope)).split(
@@ -147,7 +151,7 @@ class LatentAttention(nn.Module):
         k_rope = rotation.apply(k_rope.unsqueeze(2)).expand(*k_nope.shape[:-1], -1)
         q = torch.cat((q_nope, rotation.apply(q_rope)), dim=-1)
         k = torch.cat((k_nope, k_rope), dim=-1)
-        y = self.core(q, k, v, attn_mask=_limited(self.core.mask, documents))
+        y = _attend(self.core, (q, k, v), documents)
         out: Tensor = self.wo(y.flatten(2))
         return out
 
@@ -166,5 +170,13 @@ def make_attention(config: ModelConfig, layer: int) -> GroupedQueryAttention | L
     return ATTENTION[config.attention](config, mask)
 
 
-def _limited(mask: Mask, documents: Mask | None) -> Mask | None:
-    return None if documents is None else mask & documents
+def _attend(
+    core: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], documents: Limits, **options: Any
+) -> Tensor:
+    """Attend, sequence by sequence where they have limits of their own."""
+    if documents is None:
+        y: Tensor = core(*qkv, **options)
+        return y
+    assert isinstance(core.mask, Mask)
+    rows = zip(*(x.split(1) for x in qkv), documents, strict=True)
+    return torch.cat([core(q, k, v, attn_mask=core.mask & row, **options) for q, k, v, row in rows])
