@@ -6,10 +6,11 @@ itself. Efficient attention takes the rest but needs as many key/value heads as 
 runs once per member of the groups that share them, on views, so that nothing is repeated.
 
 Note [What the operators take for granted]
-    Read in aten/src/ATen/native/transformers/cuda of torch; none of it is checked there. Backward of
-    efficient attention reads the output as if it were contiguous in [B, Q, H, E], whatever its
-    strides, and the log-sum-exp in steps of 32 queries. Backward of both reads the random state with
-    dropout only. A build for AMD has other operators under these names: nothing here applies to it.
+    Read in aten/src/ATen/native/transformers/cuda of torch; none of it is checked there. Backward
+    of efficient attention reads the output as if it were contiguous in [B, Q, H, E], whatever its
+    strides, and the log-sum-exp in steps of 32 queries. Backward of both reads the random state
+    with dropout only. A build for AMD has other operators under these names: nothing here applies
+    to it.
 
 Shape symbols: B batch, H query heads, G key/value heads, Q queries, K keys, D head size of queries
 and keys, E head size of values.
