@@ -93,8 +93,8 @@ def build(name: str, attention: str, *, dtype: torch.dtype = torch.float64) -> A
     model = getattr(transformers, f"{kind}ForCausalLM")(configuration)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
+        for path, parameter in model.named_parameters():
+            if "norm" not in path:
                 drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                 parameter.copy_(drawn / 4)
     return model.to(dtype).train()
