@@ -28,7 +28,7 @@ from hp_context import (
     shard_sequence,
     unshard_sequence,
 )
-from hp_platform.testing import run_distributed, watch_operators
+from hp_platform.testing import record_exchanges, run_distributed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -330,42 +330,13 @@ def counted(case: Case) -> list[tuple[Counter[str], int]]:
     leaves = [x.requires_grad_() for x in (q, k, v)]
     attend = core(case)
     attend(*leaves)  # compares notes between ranks
-
-    results: list[tuple[Counter[str], int]] = []
-    calls: list[tuple[str, int]] = []
-
-    def see(name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        del kwargs
-        namespace, operator = name.split("::")
-        if "c10d" in namespace and operator != "wait_tensor":
-            calls.append((operator, bytes_to_others(operator, args)))
-
-    with watch_operators(see):
+    with record_exchanges() as forward:
         out = attend(*leaves)
-        results.append(tally(calls))
-        calls.clear()
+    with record_exchanges() as back:
         torch.autograd.grad(out, leaves, grad)
-        results.append(tally(calls))
-    return results
-
-
-def bytes_to_others(operator: str, args: tuple[object, ...]) -> int:
-    rank, ranks = world().rank(), world().size()
-    sent = args[0 if operator == "all_to_all_single" else 1]
-    assert isinstance(sent, Tensor)
-    if "allgather" in operator:
-        return sent.nbytes * (ranks - 1)
-    splits: list[int] = []
-    if operator == "alltoall_base_":
-        assert isinstance(args[4], list)
-        splits = args[4]
-    if not splits:
-        return sent.nbytes * (ranks - 1) // ranks
-    return sent.nbytes * (sum(splits) - splits[rank]) // sum(splits)
-
-
-def tally(calls: list[tuple[str, int]]) -> tuple[Counter[str], int]:
-    return Counter(name for name, _ in calls), sum(size for _, size in calls)
+    return [
+        (Counter(e.kind for e in way), sum(e.num_bytes for e in way)) for way in (forward, back)
+    ]
 
 
 PART = 2 * 2 * (24 // 4) * (8 + 8)  # batch, key/value heads, positions, k and v: numbers of a rank
@@ -375,15 +346,15 @@ def test_keys_travel_once_each_way_for_a_strange_module() -> None:
     for layout in LAYOUTS:
         case = Case(Causal(), layout, (4, 2), dtype=torch.bfloat16, foreign=True)
         for forward, back in run_distributed(counted, case, world_size=4):
-            assert forward == ({"_allgather_base_": 1}, 3 * PART * 2)
-            assert back == ({"alltoall_base_": 1}, 3 * PART * 4)
+            assert forward == ({"all_gather": 1}, 3 * PART * 2)
+            assert back == ({"all_to_all": 1}, 3 * PART * 4)
 
 
 def test_all_keys_are_gathered_again_in_backward_and_their_gradients_go_home() -> None:
     case = Case(Full(), HeadTail(), (4, 2), dtype=torch.bfloat16)
     for forward, back in run_distributed(counted, case, world_size=4):
-        assert forward == ({"_allgather_base_": 1}, 3 * PART * 2)
-        assert back == ({"_allgather_base_": 1, "alltoall_base_": 1}, 3 * PART * 2 + 3 * PART * 4)
+        assert forward == ({"all_gather": 1}, 3 * PART * 2)
+        assert back == ({"all_gather": 1, "all_to_all": 1}, 3 * PART * 2 + 3 * PART * 4)
 
 
 def test_gradients_of_keys_that_nobody_sees_stay_away() -> None:
@@ -391,8 +362,8 @@ def test_gradients_of_keys_that_nobody_sees_stay_away() -> None:
     case = Case(Causal(), HeadTail(), (4, 2), dtype=torch.bfloat16)
     for rank, (forward, back) in enumerate(run_distributed(counted, case, world_size=4)):
         seen = rank * PART // 2 + (3 - rank) * PART
-        assert forward == ({"_allgather_base_": 1}, 3 * PART * 2)
-        gathered_and_home = {"_allgather_base_": 1, "alltoall_base_": 1}
+        assert forward == ({"all_gather": 1}, 3 * PART * 2)
+        gathered_and_home = {"all_gather": 1, "all_to_all": 1}
         assert back == (gathered_and_home, 3 * PART * 2 + seen * 4)
 
 
@@ -400,8 +371,8 @@ def test_contiguous_causal_keys_go_to_later_ranks_alone() -> None:
     case = Case(Causal(), Contiguous(), (4, 2), dtype=torch.bfloat16)
     for rank, (forward, back) in enumerate(run_distributed(counted, case, world_size=4)):
         later, earlier = (3 - rank) * PART, rank * PART
-        assert forward == ({"alltoall_base_": 1}, later * 2)
-        assert back == ({"alltoall_base_": 2}, later * 2 + earlier * 4)
+        assert forward == ({"all_to_all": 1}, later * 2)
+        assert back == ({"all_to_all": 2}, later * 2 + earlier * 4)
 
 
 def test_a_window_sends_what_it_reaches() -> None:
@@ -411,16 +382,8 @@ def test_a_window_sends_what_it_reaches() -> None:
     for rank, (forward, back) in enumerate(run_distributed(counted, case, world_size=4)):
         keys = 2 * row * (rank < 3) + row * (rank > 0)
         home = 2 * row * (rank > 0) + row * (rank < 3)
-        assert forward == ({"alltoall_base_": 1}, keys * 2)
-        assert back == ({"alltoall_base_": 2}, keys * 2 + home * 4)
-
-
-def test_the_hybrid_mode_adds_the_exchanges_of_ulysses() -> None:
-    case = Case(Causal(), HeadTail(), (4, 2), degree=2)
-    for forward, back in run_distributed(counted, case, world_size=4):
-        assert forward[0] == {"all_to_all_single": 4, "_allgather_base_": 1}
-        gradients_home = {"alltoall_base_": 1}
-        assert back[0] == {**forward[0], **gradients_home}
+        assert forward == ({"all_to_all": 1}, keys * 2)
+        assert back == ({"all_to_all": 2}, keys * 2 + home * 4)
 
 
 def under_autocast() -> list[Tensor]:

@@ -404,6 +404,15 @@ def test_the_peers_of_a_rank_that_cannot_gather_do_not_hang() -> None:
     run_in_threads(rank, world_size=2, timeout=20)
 
 
+@pytest.mark.parametrize("ring", [False, True])
+def test_masks_of_parts_of_the_sequence_are_noticed(ring: bool) -> None:
+    def call(group: ProcessGroup) -> None:
+        core = ContextParallel(1, ring=ring).apply(Attention(), group)
+        core(*heads(8), attn_mask=Documents((3, 5) if group.rank() else (4, 4)))
+
+    refused(ValueError, r"masks of the ranks \(fingerprints \[.*\]\) must be equal", call)
+
+
 def test_a_copy_of_a_strange_module_is_guarded_with_its_own_state() -> None:
     def rank(group: ProcessGroup) -> None:
         core = ContextParallel(1, mask=Causal()).apply(Sdpa(), group)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from hp_context import (
     AsyncContextParallel,
@@ -25,6 +26,7 @@ from hp_context import (
     shard_sequence,
     unshard_sequence,
 )
+from hp_context.dropout import Dropout, draw_seed
 from hp_platform.testing import run_distributed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -100,6 +102,10 @@ def by_definition(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | N
         column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], -1)
     weights = scores.softmax(-1).nan_to_num()[..., : case.seq]
+    if case.dropout:
+        dropped = Dropout(case.dropout, draw_seed()).of_block(range(case.seq), range(case.seq))
+        batch, heads = weights.shape[:2]
+        weights = weights * dropped.factors(batch, heads, slice(None), slice(None), weights)
     return (weights @ v).movedim((2, 1), case.dims)
 
 
@@ -112,10 +118,10 @@ def alone(case: Case, *, definition: bool = False) -> list[Tensor]:
     leaves = [x.requires_grad_() for x in (q, k, v)]
     core = attention(case)
     parameters = list(core.parameters())
+    torch.manual_seed(11)
     if definition:
         out = by_definition(case, q, k, v, parameters[0] if parameters else None)
     else:
-        torch.manual_seed(11)
         out = core(q, k, v)
     return gradients(out, grad, [*leaves, *parameters])
 
@@ -192,9 +198,14 @@ TERMS = [
     Case(softcap=1.5, mask=Full(), dims=BNSD, value_size=3),
     Case(value_size=16, mask=PACKED),
 ]
+DROPOUT = [
+    Case(dropout=0.3),
+    Case(dropout=0.3, mask=PACKED, heads=(4, 1), layout=HeadTail(), dims=BNSD, value_size=5),
+    Case(dropout=0.1, heads=(5, 5), sinks=True, softcap=2.0),
+]
 
 
-@pytest.mark.parametrize("case", TERMS, ids=str)
+@pytest.mark.parametrize("case", TERMS + DROPOUT, ids=str)
 def test_one_process_computes_the_definition(case: Case) -> None:
     assert max(errors(alone(case), alone(case, definition=True))) <= 1e-12
 
@@ -255,3 +266,75 @@ def merged() -> list[Tensor]:
 def test_uneven_heads_may_be_merged_in_the_output() -> None:
     for whole in run_distributed(merged, world_size=3):
         assert max(errors(whole, alone(Case(heads=(5, 5), value_size=5)))) <= 1e-12
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_same_weights_are_dropped_on_any_number_of_ranks(ranks: int) -> None:
+    """Ranks that are seeded alike, that is."""
+    assert_equal([case for case in DROPOUT if case.heads[0] >= ranks], ranks=ranks)
+
+
+def recomputed(case: Case) -> list[tuple[float, float]]:
+    results = []
+    for use_reentrant in (True, False):
+        core, _ = parallel_core(case)
+        q, k, v, grad = shards(case)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        passes = []
+        for recompute in (False, True):
+            torch.manual_seed(world().rank())  # every rank its own seed
+            if recompute:
+                out = checkpoint(core, q, k, v, use_reentrant=use_reentrant)
+            else:
+                out = core(q, k, v)
+            torch.rand(3)  # what follows draws as well
+            out.backward(grad)
+            passes.append([x.grad for x in leaves if x.grad is not None])
+            for x in leaves:
+                x.grad = None
+        results.append((max(errors(passes[1], passes[0])), float(passes[0][0].abs().max())))
+    return results
+
+
+def test_recomputation_drops_the_same_weights_again() -> None:
+    for results in run_distributed(recomputed, Case(dropout=0.4), world_size=2):
+        for error, size in results:
+            assert error == 0.0
+            assert size > 0
+
+
+def dropped(core: Attention, *, heads: int = 4) -> Tensor:
+    """Which weights are dropped, [B, H, Q, K]: all are equal and meet a unit matrix as v."""
+    q = torch.zeros(2, SEQ, heads, SEQ)
+    v = torch.eye(SEQ).view(1, SEQ, 1, SEQ).expand(2, SEQ, heads, SEQ)
+    out: Tensor = core(q, q, v)
+    return (out == 0).transpose(1, 2)
+
+
+def test_every_batch_head_and_call_drops_its_own_share() -> None:
+    core = Attention(Full(), dropout=0.3)
+    masks = torch.cat([dropped(core) for _ in range(3)]).flatten(0, 1)
+    assert abs(float(masks.float().mean()) - 0.3) < 0.02
+    equal = (masks[:, None] == masks[None]).float().mean((-1, -2)) - torch.eye(len(masks))
+    # Two independent masks agree in 0.3 * 0.3 + 0.7 * 0.7 of 576 places: 0.58 +- 0.02.
+    assert float(equal[equal > 0].min()) > 0.48
+    assert float(equal.max()) < 0.68
+    # Nor do neighbours know of each other, in rows or in columns.
+    for a, b in ((masks[..., 1:], masks[..., :-1]), (masks[:, 1:], masks[:, :-1])):
+        assert abs(float((a & b).float().mean()) - 0.09) < 0.02
+    assert not dropped(core.eval()).any()
+
+
+def of_ranks() -> Tensor:
+    torch.manual_seed(3)
+    core = ContextParallel().apply(Attention(Full(), dropout=0.3), world())
+    q = torch.randn(1, SEQ // 2, 2, 1).expand(1, SEQ // 2, 2, SEQ) * 0 + world().rank()
+    v = torch.eye(SEQ)[SEQ // 2 * world().rank() :][: SEQ // 2].view(1, SEQ // 2, 1, SEQ)
+    out: Tensor = core(q * 1e-9, q * 0, v.expand(1, SEQ // 2, 2, SEQ))
+    return (unshard_sequence(out, world()) == 0)[0].transpose(0, 1)
+
+
+def test_heads_of_other_ranks_drop_other_weights() -> None:
+    first, second = run_distributed(of_ranks, world_size=2)[0]
+    assert 0.2 < float(first.float().mean()) < 0.4
+    assert 0.48 < float((first == second).float().mean()) < 0.68

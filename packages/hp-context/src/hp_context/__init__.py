@@ -4,6 +4,7 @@ from hp_context.api import ContextParallel
 from hp_context.async_ import AsyncContextParallel
 from hp_context.attention import Attention, masked_attention
 from hp_context.batch import shard_batch
+from hp_context.cost import ExchangedBytes, exchanged_bytes
 from hp_context.hugging_face import register_attention
 from hp_context.layout import (
     Contiguous,
@@ -36,6 +37,7 @@ __all__ = [
     "ContextParallel",
     "Contiguous",
     "Documents",
+    "ExchangedBytes",
     "Fallback",
     "Full",
     "HeadTail",
@@ -48,6 +50,7 @@ __all__ = [
     "__version__",
     "count_tokens",
     "documents_of",
+    "exchanged_bytes",
     "head_to_seq",
     "local_positions",
     "mask_tensor",

@@ -188,7 +188,7 @@ class ContextParallel:
         mask: Mask | Tensor | None = None
         spread: Spread | None = None
         split: HeadSplit | None = None
-        placed = None
+        placed, fingerprint = None, 0
         try:
             (q, k, v), placed = parts_of_rank([q, k, v], self.dims)
             check_local(q, k, v, dims=self.dims, num_ranks=axes.degree)
@@ -204,11 +204,12 @@ class ContextParallel:
             if isinstance(module, Attention):
                 mask = core.of_attention(module, given, q, takes=mask_position is not None)
                 mask = self._over_parts(mask, core, axes, q.device.type)
+                fingerprint = mask.fingerprint if isinstance(mask, PartsMask) else 0
             else:
                 mask = core.of_other(given, q.device)
         except (TypeError, ValueError) as caught:
             error = caught
-        self._agree(error, q, k, v, group)
+        self._agree(error, (q, k, v), group, fingerprint)
         if mask is not None:
             values[mask_slot] = mask
         if axes.inner is not None:
@@ -315,16 +316,20 @@ class ContextParallel:
         return slots
 
     def _agree(
-        self, error: Exception | None, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup
+        self,
+        error: Exception | None,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        group: ProcessGroup,
+        fingerprint: int,
     ) -> None:
         """Raise on all ranks or on none, once per shape.
 
         A rank that comes with another shape later cannot be told apart from one that is late,
         short of one more collective in every call.
         """
-        shapes = (group.group_name, q.shape, k.shape, v.shape, q.dtype)
+        shapes = (group.group_name, *(x.shape for x in qkv), qkv[0].dtype)
         if shapes not in self._agreed:
-            check_between_ranks(error, q, dims=self.dims, group=group)
+            check_between_ranks(error, qkv[0], dims=self.dims, group=group, fingerprint=fingerprint)
             self._agreed.add(shapes)
         if error is not None:
             raise error

@@ -6,7 +6,7 @@ divides H), D head size of queries and keys, E head size of values.
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -117,21 +117,12 @@ def masked_attention(
     Raises:
         ValueError: The mask does not fit S, or a number is out of its range.
     """
-    here = seq_dim, head_dim
-    q, k, v = (x.movedim(here, _HEADS_FIRST) for x in (q, k, v))
-    share = mask.share if isinstance(mask, SpreadMask) else None
-    terms = Terms(
-        q.size(-1) ** -0.5 if scale is None else scale,
-        softcap,
-        None if sinks is None else _own_sinks(sinks, share, q.size(1)),
-        dropout,
-    )
-    _check(q, terms)
-    if isinstance(mask, SpreadMask):
-        out = _spread(q, k, v, mask, terms)
-    else:
-        out = _attend(q, k, v, mask, terms)
-    return out.movedim(_HEADS_FIRST, here)
+    scale = q.size(-1) ** -0.5 if scale is None else scale
+    terms = Terms(scale, softcap, sinks, dropout)
+    dims = seq_dim, head_dim
+    if isinstance(mask, Full | Causal) and terms.plain:
+        return _plain(q, k, v, mask, terms, dims=dims)
+    return _special(q, k, v, mask, terms, dims=dims)
 
 
 class Attention(nn.Module):
@@ -187,46 +178,55 @@ class Attention(nn.Module):
         )
 
 
+def _plain(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, *, dims: tuple[int, int]
+) -> Tensor:
+    q, k, v = (x.movedim(dims, _HEADS_FIRST) for x in (q, k, v))
+    return _by_torch(q, k, v, mask, terms).movedim(_HEADS_FIRST, dims)
+
+
 @outside_graph
-def _spread(q: Tensor, k: Tensor, v: Tensor, mask: SpreadMask, terms: Terms) -> Tensor:
-    return mask.attend(q, k, v, terms)
+def _special(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, *, dims: tuple[int, int]
+) -> Tensor:
+    """What torch's attention does not do, or not as well: one break of a compiled graph."""
+    _check(q, terms)
+    q, k, v = (x.movedim(dims, _HEADS_FIRST) for x in (q, k, v))
+    share = mask.share if isinstance(mask, SpreadMask) else None
+    if terms.sinks is not None:
+        terms = replace(terms, sinks=_own_sinks(terms.sinks, share, q.size(1)))
+    if isinstance(mask, SpreadMask):
+        out = mask.attend(q, k, v, terms)
+    else:
+        out = _attend(q, k, v, mask, terms)
+    return out.movedim(_HEADS_FIRST, dims)
 
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, *, first_head: int = 0
 ) -> Tensor:
-    """[B, H, S, D], [B, G, S, D], [B, G, S, E] -> [B, H, S, E]."""
-    if not isinstance(mask, Full | Causal) or not terms.plain:
-        return _masked(q, k, v, mask, terms, first_head=first_head)
+    """[B, H, S, D], [B, G, S, D], [B, G, S, E] -> [B, H, S, E], by blocks where they pay."""
+    seq_len = q.size(2)
+    mask.check(seq_len)
+    plain = isinstance(mask, Full | Causal) or q.ndim != 4
+    if terms.plain and (plain or not blocks_pay(mask, seq_len, q.device.type)):
+        return _by_torch(q, k, v, mask, terms)
+    dropped = Dropout(terms.dropout, draw_seed(), first_head) if terms.dropout else None
+    walk = Walk(mask, whole_plan(mask, seq_len), terms.scale, terms.softcap, dropped)
+    return attend_by_blocks((q, k, v), terms.sinks, walk)
+
+
+def _by_torch(q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms) -> Tensor:
+    plain = isinstance(mask, Full | Causal)
     return F.scaled_dot_product_attention(
         q,
         k,
         v,
+        attn_mask=None if plain else mask_tensor(mask, q.size(2), device=q.device),
         is_causal=isinstance(mask, Causal),
         scale=terms.scale,
         enable_gqa=q.size(1) != k.size(1),
     )
-
-
-@outside_graph
-def _masked(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, *, first_head: int
-) -> Tensor:
-    """What torch's attention does not do, or not as well: one break of a compiled graph."""
-    seq_len = q.size(2)
-    mask.check(seq_len)
-    if terms.plain and (q.ndim != 4 or not blocks_pay(mask, seq_len)):
-        return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask_tensor(mask, seq_len, device=q.device),
-            scale=terms.scale,
-            enable_gqa=q.size(1) != k.size(1),
-        )
-    dropped = Dropout(terms.dropout, draw_seed(), first_head) if terms.dropout else None
-    walk = Walk(mask, whole_plan(mask, seq_len), terms.scale, terms.softcap, dropped)
-    return attend_by_blocks((q, k, v), terms.sinks, walk)
 
 
 def _check(q: Tensor, terms: Terms) -> None:

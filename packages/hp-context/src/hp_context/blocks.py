@@ -44,6 +44,24 @@ class QueryRun:
     blocks: tuple[KeyBlock, ...]
 
     @property
+    def calls(self) -> list[tuple[slice, KeyBlock]]:
+        """The blocks as kernels take them, each with where its keys are in their tensor.
+
+        FULL blocks side by side are one: where they are in the sequence makes no difference to
+        them. (Of the key block that stands for them only its kind has a meaning.)
+        """
+        calls: list[tuple[slice, KeyBlock]] = []
+        for block in self.blocks:
+            at = slice(block.start, block.start + len(block.key))
+            if calls and block.kind is BlockKind.FULL:
+                before, other = calls[-1]
+                if other.kind is BlockKind.FULL and before.stop == at.start:
+                    calls[-1] = slice(before.start, at.stop), other
+                    continue
+            calls.append((at, block))
+        return calls
+
+    @property
     def cost(self) -> int:
         """Number of scores to compute; a causal square counts up to its diagonal."""
         return sum(_cost(len(self.query), block) for block in self.blocks)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from hp_platform import PeerError
 
@@ -25,6 +26,23 @@ class Dims:
             raise ValueError(f"seq_dim ({self.seq}) and head_dim ({self.head}) must be >= 0")
         if self.seq == self.head:
             raise ValueError(f"seq_dim ({self.seq}) must differ from head_dim ({self.head})")
+
+
+def check_two_axes(mesh: DeviceMesh, degree: int) -> None:
+    """Raise `ValueError` unless `mesh` has two named axes, outer and inner, the inner of `degree`.
+
+    Without a degree two axes may as well be data parallel and context parallel ones.
+    """
+    if mesh.ndim != 2 or mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"mesh ({mesh.mesh_dim_names}, {mesh.ndim} axes) must have one named axis, or two: "
+            f"the outer one gathers keys, the inner one shares heads"
+        )
+    if mesh.size(1) != degree:
+        raise ValueError(
+            f"ulysses_degree ({degree}) must equal the size of the inner axis "
+            f"{mesh.mesh_dim_names[1]} ({mesh.size(1)})"
+        )
 
 
 def check_local(q: Tensor, k: Tensor, v: Tensor, *, dims: Dims, num_ranks: int) -> None:
@@ -63,7 +81,7 @@ def _check_heads(num_heads: int, num_kv_heads: int, num_v_heads: int, num_ranks:
 
 
 def check_between_ranks(
-    error: Exception | None, q: Tensor, *, dims: Dims, group: ProcessGroup
+    error: Exception | None, q: Tensor, *, dims: Dims, group: ProcessGroup, fingerprint: int = 0
 ) -> None:
     """Compare q over the ranks of `group`; every rank calls, and all of them raise or none.
 
@@ -74,14 +92,15 @@ def check_between_ranks(
         q: [s, H, D] and more dims, as `dims` says.
         dims: Where the sequence is.
         group: The ranks that share the sequence.
+        fingerprint: Of the mask, where it decides what is sent.
 
     Raises:
         Exception: `error`.
         ValueError: Ranks hold different numbers of positions; or all of them hold
-            the same ones, that is a full sequence instead of a part.
+            the same ones, that is a full sequence instead of a part; or their masks differ.
         PeerError: Another rank has an error.
     """
-    mine = _summary(error, q, dims)
+    mine = _summary(error, q, dims, fingerprint)
     gathered = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(gathered, mine, group=group)
     rows = torch.stack(gathered).tolist()
@@ -93,6 +112,12 @@ def check_between_ranks(
     lengths = [int(row[1]) for row in rows]
     if len(set(lengths)) > 1:
         raise ValueError(f"local sequence lengths ({lengths}) must be equal on all ranks")
+    if len({row[4] for row in rows}) > 1:
+        masks = [int(row[4]) for row in rows]
+        raise ValueError(
+            f"masks of the ranks (fingerprints {masks}) must be equal: each rank describes the "
+            f"whole sequence, not its part of it"
+        )
     varies, content = all(row[2] for row in rows), {row[3] for row in rows}
     if varies and len(content) == 1 and group.size() > 1:
         raise ValueError(
@@ -101,15 +126,16 @@ def check_between_ranks(
         )
 
 
-def _summary(error: Exception | None, q: Tensor, dims: Dims) -> Tensor:
-    """Return float64 [4]: failed, s, whether values vary along s, their sum."""
+def _summary(error: Exception | None, q: Tensor, dims: Dims, fingerprint: int) -> Tensor:
+    """Return float64 [5]: failed, s, whether values vary along s, their sum, the fingerprint."""
     if error is not None:
-        return torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64, device=q.device)
+        return torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64, device=q.device)
     values = q.detach()
     # Equal positions, such as padding, say nothing about how a sequence was split.
     varies = (values != values.narrow(dims.seq, 0, 1)).any()
     failed, length = torch.zeros_like(varies), torch.full_like(varies, True) * q.size(dims.seq)
-    parts = [failed, length, varies, values.sum(dtype=torch.float64)]
+    mask = torch.full_like(varies, fingerprint, dtype=torch.float64)
+    parts = [failed, length, varies, values.sum(dtype=torch.float64), mask]
     return torch.stack([part.to(torch.float64) for part in parts])
 
 

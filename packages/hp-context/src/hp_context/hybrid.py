@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from hp_context.checks import check_two_axes
 from hp_context.layout import SequenceLayout
 
 
@@ -54,9 +55,16 @@ class Axes:
     def runs(self, layout: SequenceLayout, seq_len: int) -> tuple[tuple[range, ...], ...]:
         """Return the positions of each rank of `outer` after the inner exchange, as runs."""
         num_rows = 1 if self.outer is None else self.outer.size()
-        by_rank = layout.runs(seq_len, num_rows * self.degree)
-        starts = range(0, len(by_rank), self.degree)
-        return tuple(tuple(chain.from_iterable(by_rank[i : i + self.degree])) for i in starts)
+        return outer_runs(layout, seq_len, num_rows * self.degree, self.degree)
+
+
+def outer_runs(
+    layout: SequenceLayout, seq_len: int, num_ranks: int, degree: int
+) -> tuple[tuple[range, ...], ...]:
+    """Return the positions of each row of `degree` ranks, as runs."""
+    by_rank = layout.runs(seq_len, num_ranks)
+    starts = range(0, num_ranks, degree)
+    return tuple(tuple(chain.from_iterable(by_rank[i : i + degree])) for i in starts)
 
 
 def plain_axes(group: ProcessGroup, degree: int | None, *, ring: bool = False) -> Axes:
@@ -95,16 +103,7 @@ def axes_of_mesh(mesh: DeviceMesh, degree: int, *, ring: bool = False) -> tuple[
     Raises:
         ValueError: The mesh has other than two axes, no names, or another inner size than `degree`.
     """
-    if mesh.ndim != 2 or mesh.mesh_dim_names is None:
-        raise ValueError(
-            f"mesh ({mesh.mesh_dim_names}, {mesh.ndim} axes) must have one named axis, or two: "
-            f"the outer one gathers keys, the inner one shares heads"
-        )
-    if mesh.size(1) != degree:
-        raise ValueError(
-            f"ulysses_degree ({degree}) must equal the size of the inner axis "
-            f"{mesh.mesh_dim_names[1]} ({mesh.size(1)})"
-        )
+    check_two_axes(mesh, degree)
     outer, inner = mesh.get_group(0), mesh.get_group(1)
     whole = _new_group(mesh.mesh.flatten().tolist(), outer)
     if ring:

@@ -22,7 +22,7 @@ from hp_context.heads import HeadShare
 from hp_context.kernels import block_backward, block_forward
 from hp_context.masks import BlockKind, Mask, block_tensor
 from hp_context.merge import Merge, for_backward
-from hp_context.spread import Spread
+from hp_context.spread import Needs, Spread
 
 
 class PartsMask(SpreadMask):
@@ -41,6 +41,11 @@ class PartsMask(SpreadMask):
         super().__init__(mask, mode, share)
         self.spread = spread
 
+    @property
+    def fingerprint(self) -> int:
+        """Tells masks apart by which keys are sent where; the same on all ranks, or they hang."""
+        return Needs(self.spread.runs, self.mask).fingerprint
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
         """See `SpreadMask.attend`.
 
@@ -48,7 +53,9 @@ class PartsMask(SpreadMask):
             ValueError: There is dropout.
         """
         if terms.dropout:
-            raise ValueError(f"dropout ({terms.dropout}) must be 0 in {self.mode}")
+            raise ValueError(
+                f"dropout ({terms.dropout}) must be 0 in {self.mode}: use ulysses_degree=None"
+            )
         self.used = True
         device = q.device.type
         if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
@@ -95,8 +102,7 @@ class Forward:
         keys, values = unpacked(part, self._q.size(-1))
         for run in runs:
             at = range(run.start, run.start + len(run.query))
-            for block in run.blocks:
-                columns = slice(block.start, block.start + len(block.key))
+            for columns, block in run.calls:
                 out, lse = block_forward(
                     self._q[:, :, at.start : at.stop],
                     keys[:, :, columns],
@@ -147,8 +153,7 @@ class Backward:
         dkeys, dvalues = unpacked(grads, head_size)
         for run in runs:
             rows = slice(run.start, run.start + len(run.query))
-            for block in run.blocks:
-                columns = slice(block.start, block.start + len(block.key))
+            for columns, block in run.calls:
                 dq, dk, dv = block_backward(
                     self._q[:, :, rows],
                     keys[:, :, columns],

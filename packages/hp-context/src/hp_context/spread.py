@@ -9,6 +9,7 @@ Shape symbols: S whole sequence, N ranks, s = S / N.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -91,6 +92,11 @@ class Needs:
             held = union([[*mine, *(_common(whole, run) for run in seen)]])
             total += length(held) - length(mine)
         return total
+
+    @property
+    def fingerprint(self) -> int:
+        """A number that differs, almost surely, where other keys are needed: 32 bits."""
+        return crc32(repr(self._seen).encode())
 
     @property
     def dense(self) -> bool:

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import (
     Store,
     TCPStore,
     _register_process_group,
+    _resolve_process_group,
     _unregister_process_group,
 )
 from torch._compile import _disable_dynamo
@@ -169,6 +170,11 @@ def unregister_group(name: str, group: ProcessGroup) -> None:
     """Undo `register_group`."""
     _unregister_process_group(cast("Any", name))
     distributed_c10d._world.pg_group_ranks.pop(group, None)
+
+
+def group_of_name(name: str) -> ProcessGroup:
+    """The group that a functional collective is given by its name."""
+    return _resolve_process_group(cast("Any", name))
 
 
 def gloo_group(

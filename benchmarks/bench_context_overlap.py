@@ -7,8 +7,8 @@ four can be hidden, if the projections are long enough. `hidden` is the share of
 overlap takes away; it can exceed 100 %, since the exchanges themselves take time as well. The two
 ways alternate, and the bits of their gradients must be equal.
 
-    python packages/hp-context/benchmarks/bench_context_overlap.py --width 768 --latency 0.01
-    python packages/hp-context/benchmarks/bench_context_overlap.py --sleep 0.03
+    python benchmarks/bench_context_overlap.py --width 768 --latency 0.01
+    python benchmarks/bench_context_overlap.py --sleep 0.03
 
 Where other programs use the cores, the projections themselves vary by more than the delay. With
 `--sleep` each takes that many seconds longer in both directions without computing, as on a device
@@ -20,7 +20,7 @@ computing, all together. `link` is the delay of all operations of a pass one aft
 `hidden` the share of it by which the pass does not become longer than on a link without delay. Of
 four strides a quarter of the bytes has nothing to hide behind, of a ring the last way home.
 
-    python packages/hp-context/benchmarks/bench_context_overlap.py --latency 0.001 --bandwidth 1e7
+    python benchmarks/bench_context_overlap.py --latency 0.001 --bandwidth 1e7
 """
 
 from __future__ import annotations
