@@ -248,7 +248,8 @@ def measure_keys(settings: Settings, latency: float) -> list[KeyRow]:
             name,
             operations,
             operations * latency + units * part / settings.bandwidth,
-            *(statistics.median(times[name, i]) for i in range(2)),
+            statistics.median(times[name, 0]),
+            statistics.median(times[name, 1]),
             equal=_same(results[name, 1], results["one gather", 0]),
         )
         for name, (_, _, operations, units) in ways.items()

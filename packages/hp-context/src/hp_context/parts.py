@@ -55,7 +55,9 @@ class PartsMask(SpreadMask):
             ValueError: There is dropout.
         """
         if terms.dropout:
-            raise ValueError(f"dropout ({terms.dropout}) must be 0 in {self.mode}")
+            raise ValueError(
+                f"dropout ({terms.dropout}) must be 0 in {self.mode}: use ulysses_degree=None"
+            )
         self.used = True
         device = q.device.type
         if torch.is_autocast_enabled(device) and q.dtype != torch.float64:

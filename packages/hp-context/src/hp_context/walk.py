@@ -16,7 +16,16 @@ from torch.autograd.function import once_differentiable
 from hp_context.blocks import KeyBlock, QueryRun, plan
 from hp_context.dropout import BlockDropout, Dropout
 from hp_context.kernels import block_backward, block_forward
-from hp_context.masks import BlockKind, Mask, block_tensor
+from hp_context.masks import (
+    BlockKind,
+    Both,
+    Causal,
+    Documents,
+    Full,
+    Mask,
+    SlidingWindow,
+    block_tensor,
+)
 from hp_context.merge import Merge, for_backward, sinks_gradient, with_sinks
 
 # Pairs of positions whose scores could be computed in the time that a block takes beside its own:
@@ -43,13 +52,16 @@ class Walk:
     softcap: float | None = None
     dropout: Dropout | None = None
 
-    def forward(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output [B, H, S, E] and its log-sum-exp [B, H, S], -inf for no key.
+    def forward(
+        self, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output [B, H, S, E] and its log-sum-exp [B, H, S], -inf for nothing to see.
 
         Args:
             q: [B, H, S, D].
             keys: [B, G, S, D].
             values: [B, G, S, E].
+            sinks: [H], see `merge.with_sinks`.
         """
         out = q.new_empty((*q.shape[:-1], values.size(-1)))
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -57,7 +69,8 @@ class Walk:
         for run in self.runs:
             rows = slice(run.start, run.start + len(run.query))
             if not run.blocks:
-                out[:, :, rows], lse[:, :, rows] = 0.0, -torch.inf
+                out[:, :, rows] = 0.0
+                lse[:, :, rows] = -torch.inf if sinks is None else sinks.to(wide)[:, None]
                 continue
             merge = Merge()
             for block in run.blocks:
@@ -73,7 +86,10 @@ class Walk:
                     dropout=self._dropped(run, block),
                 )
                 merge.add(*part)
-            out[:, :, rows], lse[:, :, rows] = merge.result()
+            merged = merge.result()
+            if sinks is not None:
+                merged = with_sinks(*merged, sinks)
+            out[:, :, rows], lse[:, :, rows] = merged
         return out, lse
 
     def backward(
@@ -130,16 +146,24 @@ class Walk:
 
 
 def whole_plan(mask: Mask, seq_len: int) -> tuple[QueryRun, ...]:
-    """Return the blocks of a whole sequence; remembered for masks that can be hashed."""
-    try:
+    """Return the blocks of a whole sequence; remembered for masks that cannot change."""
+    if _cannot_change(mask):
         return _remembered_plan(mask, seq_len)
-    except TypeError:  # a mask of the user's that compares but does not hash
-        return tuple(plan(mask, [range(seq_len)], [range(seq_len)]))
+    return tuple(plan(mask, [range(seq_len)], [range(seq_len)]))
 
 
 @lru_cache(maxsize=64)
 def _remembered_plan(mask: Mask, seq_len: int) -> tuple[QueryRun, ...]:
     return tuple(plan(mask, [range(seq_len)], [range(seq_len)]))
+
+
+def _cannot_change(mask: Mask) -> bool:
+    """Tell whether a mask equals another if and only if it allows the same, now and later."""
+    if isinstance(mask, Both):
+        return _cannot_change(mask.first) and _cannot_change(mask.second)
+    if type(mask) is Documents:
+        return isinstance(mask.lengths, tuple)
+    return type(mask) in (Full, Causal, SlidingWindow)
 
 
 def blocks_pay(mask: Mask, seq_len: int, device_type: str) -> bool:
@@ -177,9 +201,7 @@ class _ByBlocks(torch.autograd.Function):
     def forward(ctx: Any, walk: Walk, *inputs: Tensor) -> Tensor:
         q, k, v, sinks = inputs
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = walk.forward(q, k, v)
-            if sinks is not None:
-                out, lse = with_sinks(out, lse, sinks)
+            out, lse = walk.forward(q, k, v, sinks)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.walk = walk
         return out
