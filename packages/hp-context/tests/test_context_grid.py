@@ -53,12 +53,15 @@ RECOMPUTE = ("", "core", "core reentrant", "block", "block reentrant")
 class Mode:
     """With two layouts each: what ranks have agreed on once, they do not compare again."""
 
-    degree: int | None
+    degree: int
+    ring: bool = False
     overlap: bool = False
 
     @cache  # noqa: B019  # few, and the ranks end with the test
     def parallel(self, layout: SequenceLayout) -> AsyncContextParallel:
-        return AsyncContextParallel(self.degree, layout=layout, overlap=self.overlap)
+        return AsyncContextParallel(
+            self.degree, ring=self.ring, layout=layout, overlap=self.overlap
+        )
 
 
 @dataclass(frozen=True)
@@ -71,21 +74,17 @@ class Case:
 
 
 def cases(num_ranks: int) -> list[Case]:
-    """Each mode with each mask and ratio of heads; layouts and kinds of recomputation take turns.
-
-    Up to 4 ranks also each layout.
-    """
+    """Each mode, mask and ratio of heads; layouts and kinds of recomputation take turns."""
     degrees = [d for d in range(1, num_ranks + 1) if num_ranks % d == 0]
-    modes = [*(Mode(d) for d in degrees), *(Mode(d, overlap=True) for d in degrees if d > 1)]
-    layouts: list[tuple[SequenceLayout, ...]] = [LAYOUTS]
-    if num_ranks > 4:
-        layouts = [LAYOUTS[:1], LAYOUTS[1:]]
-    grid = product(modes, MASKS, RATIOS)
-    return [
-        Case(*case, layout, kind)
-        for (case, held), kind in zip(zip(grid, cycle(layouts)), cycle(RECOMPUTE), strict=False)
-        for layout in held
+    modes = [
+        *(Mode(d) for d in degrees),
+        *(Mode(d, ring=True) for d in degrees if d < num_ranks),
+        *(Mode(d, overlap=True) for d in degrees),
     ]
+    # Their numbers have no common divisor: each kind meets each layout.
+    turns = zip(cycle(LAYOUTS), cycle(RECOMPUTE), strict=False)
+    grid = product(modes, MASKS, RATIOS)
+    return [Case(*case, *turn) for case, turn in zip(grid, turns, strict=False)]
 
 
 class Block(nn.Module):

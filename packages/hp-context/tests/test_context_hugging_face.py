@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -29,6 +28,7 @@ from hp_context import (
     SlidingWindow,
     local_positions,
     mask_tensor,
+    masked_attention,
     register_attention,
     shard_batch,
     shard_sequence,
@@ -43,6 +43,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCABULARY, HEADS, KV_HEADS, SIZE, LAYERS = 32, 4, 2, 8, 2
 SEQ = 24
+TERMS = ("softcap", "sinks")
 IN_ORDER, ZIGZAG = Contiguous(), HeadTail()
 Tensors = dict[str, Tensor]
 Attend = Callable[..., tuple[Tensor, None]]
@@ -67,9 +68,11 @@ def both_ways(_sequence: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> T
 class Layer(nn.Module):
     """Rotary embeddings by position ids, grouped heads, attention by a function."""
 
-    def __init__(self) -> None:
+    def __init__(self, **terms: Any) -> None:
         super().__init__()
         width = HEADS * SIZE
+        self.terms = terms
+        self.sinks = nn.Parameter(torch.randn(HEADS)) if "sinks" in terms else None
         self.query = nn.Linear(width, width, bias=False)
         self.key, self.value = (nn.Linear(width, KV_HEADS * SIZE, bias=False) for _ in range(2))
         self.out = nn.Linear(width, width, bias=False)
@@ -82,8 +85,8 @@ class Layer(nn.Module):
         of_text = position_ids if position_ids.ndim == 2 else position_ids[0]
         angle = of_text[:, None, :, None] / 10.0 ** torch.arange(SIZE // 2)
         q, k = (rotated(part, angle) for part in (q, k))
-        scaling = 0.3
-        y, _ = attend(self, q, k, v, mask, scaling=scaling, position_ids=position_ids, **kw)
+        kw |= {"scaling": 0.3, "position_ids": position_ids, "softcap": self.terms.get("softcap")}
+        y, _ = attend(self, q, k, v, mask, **kw, s_aux=self.sinks)
         return x + self.out(y.flatten(2))
 
 
@@ -99,9 +102,12 @@ class Decoder(nn.Module):
     def __init__(self, attend: Attend, window: int | None = None, **told: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.attend, self.window, self.told = attend, window, told
+        self.attend, self.window = attend, window
+        self.told = {name: value for name, value in told.items() if name not in TERMS}
         self.embed = nn.Embedding(VOCABULARY, HEADS * SIZE)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(
+            Layer(**{name: told[name] for name in told if name in TERMS}) for _ in range(LAYERS)
+        )
         self.recompute: bool | None = None
         self.double()
 
@@ -142,9 +148,15 @@ def plainly(masks: list[Mask]) -> Attend:
 
     def attend(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, *__: Any, **kw: Any) -> Any:
         allowed = torch.stack([mask_tensor(mask, q.size(2)) for mask in masks])[:, None]
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=allowed, scale=kw["scaling"], enable_gqa=True
-        )
+        k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+        scores = q @ k.mT * kw["scaling"]
+        if kw["softcap"] is not None:
+            scores = torch.tanh(scores / kw["softcap"]) * kw["softcap"]
+        scores = scores.masked_fill(~allowed, -torch.inf)
+        if kw["s_aux"] is not None:
+            sinks = kw["s_aux"][:, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, sinks], -1)
+        out = scores.softmax(-1)[..., : k.size(2)] @ v
         return out.transpose(1, 2), None
 
     return attend
@@ -178,6 +190,7 @@ ODD = torch.stack([packed(1, 1, 1, 15, 1, 5)] * 2)
 STRIDED = Causal() & PositionMask(lambda query, key: (query - key) % 3 != 1)
 # Position ids (None: shard_batch makes them), window, context_mask, the masks of both sequences.
 CASES: dict[str, tuple[Tensor | None, int | None, Mask | None, list[Mask]]] = {
+    "sinks and soft cap": (SAME, None, None, [Causal() & Documents((7, 12, 5))] * 2),
     "causal": (None, None, None, [Causal()] * 2),
     "packed": (SAME, None, None, [Causal() & Documents((7, 12, 5))] * 2),
     "odd documents": (ODD, None, None, [Causal() & Documents((1, 1, 1, 15, 1, 5))] * 2),
@@ -191,26 +204,31 @@ CASES: dict[str, tuple[Tensor | None, int | None, Mask | None, list[Mask]]] = {
     "packed, window": (SAME, 5, None, [SlidingWindow(4) & Documents((7, 12, 5))] * 2),
     "a mask of one's own": (None, None, STRIDED, [STRIDED] * 2),
 }
-MODES: list[tuple[int | None, SequenceLayout]] = [
-    (None, IN_ORDER),
-    (None, ZIGZAG),
-    (1, IN_ORDER),
-    (1, ZIGZAG),
-    (2, ZIGZAG),
+# Degree, ring, layout.
+MODES: list[tuple[int | None, bool, SequenceLayout]] = [
+    (None, False, IN_ORDER),
+    (None, False, ZIGZAG),
+    (1, False, IN_ORDER),
+    (1, False, ZIGZAG),
+    (1, True, ZIGZAG),
+    (2, False, ZIGZAG),
 ]
 
 
-def part_of(
-    case: str, group: Any, degree: int | None, layout: SequenceLayout, recompute: bool | None
-) -> Tensors:
+def terms_of(case: str) -> dict[str, Any]:
+    return {"sinks": True, "softcap": 2.0} if case == "sinks and soft cap" else {}
+
+
+def part_of(case: str, group: Any, mode: int, recompute: bool | None) -> Tensors:
     """What the ranks of a group compute together, whole."""
     position_ids, window, own, _ = CASES[case]
-    attend = SpreadAttention(group, ulysses_degree=degree, layout=layout)
+    degree, ring, layout = MODES[mode]
+    attend = SpreadAttention(group, ulysses_degree=degree, ring=ring, layout=layout)
     batch = {"input_ids": tokens(), "weights": WEIGHTS}
     batch |= {} if position_ids is None else {"position_ids": position_ids}
     inputs = shard_batch(batch, group, layout=layout)
     inputs |= {} if own is None else {"context_mask": own}
-    model = Decoder(attend, window)
+    model = Decoder(attend, window, **terms_of(case))
     model.recompute = recompute
     found = step(model, **inputs)
     for name, gradient in found.items():
@@ -226,12 +244,12 @@ def every_case(world_size: int) -> list[tuple[str, Tensors]]:
     found = []
     for case in CASES:
         for name, group in groups.items():
-            for degree, layout in MODES:
+            for mode, (degree, _, layout) in enumerate(MODES):
                 if name == "two" and (degree == 2 or layout is IN_ORDER):
                     continue
                 recompute = {"packed": False, "window": True}.get(case)
-                what = f"{case}: {name}, {degree}, {layout}"
-                found.append((what, part_of(case, group, degree, layout, recompute)))
+                what = f"{case}: {name}, {MODES[mode]}"
+                found.append((what, part_of(case, group, mode, recompute)))
     return found
 
 
@@ -239,10 +257,10 @@ def test_every_mask_and_mode_equals_one_process() -> None:
     wanted = {}
     for case, (position_ids, _, _, masks) in CASES.items():
         positions = packed(SEQ)[None] if position_ids is None else position_ids
-        model = Decoder(plainly(masks))
+        model = Decoder(plainly(masks), **terms_of(case))
         wanted[case] = step(model, WEIGHTS, input_ids=tokens(), position_ids=positions)
     for results in run_distributed(every_case, 4, world_size=4, timeout=180):
-        assert len(results) == len(CASES) * 7
+        assert len(results) == len(CASES) * 9
         for what, actual in results:
             comparison = compare(actual, wanted[what.split(":")[0]], bound=1e-12)
             assert comparison.ok, f"{what}\n{comparison}"
@@ -250,7 +268,7 @@ def test_every_mask_and_mode_equals_one_process() -> None:
 
 def gathers(recompute: bool | None) -> list[list[int]]:
     """Bytes of each all-gather in a first and in a later forward and backward, by pass."""
-    attend = SpreadAttention(world(), ulysses_degree=None, layout=IN_ORDER)
+    attend = SpreadAttention(world(), ulysses_degree=None, ring=False, layout=IN_ORDER)
     inputs = shard_batch({"input_ids": tokens()}, world())
     model = Decoder(attend)
     model.recompute = recompute
@@ -302,8 +320,8 @@ def refused(case: str) -> dict[str, Any]:
         },
         "a mask of four dims": {"attention_mask": torch.ones(2, 1, seq, seq)},
         "a whole mask": {"attention_mask": torch.ones(2, SEQ)},
-        "soft cap": {"softcap": 3.0},
-        "sinks on one rank": {"s_aux": torch.zeros(HEADS)} if rank else {},
+        "a bias": {"position_bias": torch.zeros(1, HEADS, seq, seq)},
+        "a bias on one rank": {"position_bias": torch.zeros(1)} if rank else {},
         "weights": {"output_attentions": True},
         "flash's documents": {"cu_seq_lens_q": torch.tensor([0, 7, SEQ])},
         "a window the mask lacks": {"sliding_window": 5},
@@ -334,8 +352,8 @@ MESSAGES = {
     "documents and a mask": "attention_mask must be None where position_ids pack documents",
     "a mask of four dims": r"attention_mask \(\(2, 1, 12, 12\)\) must be left to the model",
     "a whole mask": r"attention_mask \(\(2, 24\)\) must be of this rank's part",
-    "soft cap": "softcap must be None",
-    "sinks on one rank": "s_aux must be None",
+    "a bias": "position_bias must be None",
+    "a bias on one rank": "position_bias must be None",
     "weights": "output_attentions must be False",
     "flash's documents": "cu_seq_lens_q must be None.*: documents are told by position_ids",
     "a window the mask lacks": r"sliding_window of the layer \(5\) must equal .* \(None\)",
@@ -350,7 +368,7 @@ MESSAGES = {
 
 
 def all_refusals() -> dict[str, tuple[str, str]]:
-    attend = SpreadAttention(world(), ulysses_degree=None, layout=IN_ORDER)
+    attend = SpreadAttention(world(), ulysses_degree=None, ring=False, layout=IN_ORDER)
     found = {}
     for case in MESSAGES:
         try:
@@ -372,8 +390,60 @@ def test_what_cannot_be_computed_is_refused_by_name_on_all_ranks() -> None:
         assert told, f"{case}: {errors}"
         assert all(re.search(message, text) for text in told), f"{case}: {errors}"
         others = [kind for kind, _ in errors if kind != "ValueError"]
-        one_rank_knows = case in ("padding on one rank", "sinks on one rank")
+        one_rank_knows = case in ("padding on one rank", "a bias on one rank")
         assert others == ["PeerError"] * one_rank_knows, f"{case}: {errors}"
+
+
+def plainly_dropped(
+    _: nn.Module, q: Tensor, k: Tensor, v: Tensor, *__: Any, **kw: Any
+) -> tuple[Tensor, None]:
+    out = masked_attention(
+        q,
+        k,
+        v,
+        mask=Causal(),
+        seq_dim=2,
+        head_dim=1,
+        scale=kw["scaling"],
+        dropout=kw["dropout"],
+    )
+    return out.transpose(1, 2), None
+
+
+def dropped(degree: int | None) -> Tensors | str:
+    attend = SpreadAttention(world(), ulysses_degree=degree, ring=False, layout=ZIGZAG)
+    inputs = shard_batch({"input_ids": tokens(), "weights": WEIGHTS}, world(), layout=ZIGZAG)
+    model = Decoder(attend)
+    torch.manual_seed(5)
+    try:
+        found = step(model, **inputs, dropout=0.3)
+    except ValueError as error:
+        return str(error)
+    for name, gradient in found.items():
+        if name != "out":
+            dist.all_reduce(gradient)
+    return found | {"out": unshard_sequence(found["out"], world(), layout=ZIGZAG)}
+
+
+def test_dropout_under_ulysses_drops_what_one_process_drops() -> None:
+    model = Decoder(plainly_dropped)
+    torch.manual_seed(5)
+    positions = torch.arange(SEQ)[None]
+    wanted = step(model, WEIGHTS, input_ids=tokens(), position_ids=positions, dropout=0.3)
+    for found in run_distributed(dropped, None, world_size=2):
+        assert isinstance(found, dict)
+        comparison = compare(found, wanted, bound=1e-12)
+        assert comparison.ok, str(comparison)
+
+
+def test_dropout_elsewhere_is_refused_with_the_way_out() -> None:
+    for message in run_distributed(dropped, 1, world_size=2):
+        assert isinstance(message, str)
+        assert re.search(
+            r"dropout \(0.3\) must be 0 in the all-gather K/V mode \(ulysses_degree=1\): "
+            r"use ulysses_degree=None",
+            message,
+        )
 
 
 def test_without_transformers_the_registration_says_what_to_install(

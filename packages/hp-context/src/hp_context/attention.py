@@ -157,6 +157,11 @@ class Attention(nn.Module):
         self.scale, self.dropout, self.softcap = scale, dropout, softcap
         self.sinks = None if sinks is None else nn.Parameter(sinks)
 
+    @property
+    def needs_share(self) -> bool:
+        """Whether a call must know which of all heads a rank has."""
+        return self.sinks is not None or (self.dropout > 0 and self.training)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Mask | None = None) -> Tensor:
         """Attend; shapes as in `masked_attention`."""
         return masked_attention(

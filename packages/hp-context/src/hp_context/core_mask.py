@@ -46,7 +46,7 @@ class CoreMask:
         mask = module.mask if given is None else given
         mask.check(self.seq_len)
         if self.spread is None:
-            if module.sinks is None and not (module.dropout and module.training):
+            if not module.needs_share:
                 return given
             check_takes(module, takes=takes, name=self.name, mode=self.mode)
             return HeadsMask(mask, self.mode, self.share)

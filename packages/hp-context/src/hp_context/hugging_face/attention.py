@@ -26,8 +26,6 @@ from hp_context.positions import documents_of_rows, gather_position_ids
 
 # What a layer may pass, and why it cannot be computed if it does.
 _REFUSED = {
-    "softcap": "scores have no soft cap",
-    "s_aux": "there are no sinks",
     "position_bias": "scores have no bias",
     "cu_seq_lens_q": "documents are told by position_ids",
     "cu_seq_lens_k": "documents are told by position_ids",
@@ -41,6 +39,7 @@ class SpreadAttention:
     Args:
         mesh_or_group: The ranks that share the sequence.
         ulysses_degree: See `ContextParallel`.
+        ring: See `ContextParallel`.
         layout: See `ContextParallel`.
     """
 
@@ -49,9 +48,10 @@ class SpreadAttention:
         mesh_or_group: DeviceMesh | ProcessGroup,
         *,
         ulysses_degree: int | None,
+        ring: bool,
         layout: SequenceLayout,
     ) -> None:
-        parallel = _Parallel(ulysses_degree, seq_dim=2, head_dim=1, layout=layout)
+        parallel = _Parallel(ulysses_degree, ring=ring, seq_dim=2, head_dim=1, layout=layout)
         self._group, self._layout = parallel.group_of(mesh_or_group), layout
         self._core = parallel.apply(_Core(), mesh_or_group)
 
@@ -65,6 +65,8 @@ class SpreadAttention:
         *,
         dropout: float = 0.0,
         scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
         position_ids: Tensor | None = None,
         context_mask: Mask | None = None,
         **others: Any,
@@ -79,6 +81,8 @@ class SpreadAttention:
             attention_mask: What the registered mask function has returned.
             dropout: Probability of dropping an attention weight.
             scaling: Factor of the scores; 1/sqrt(D) when None.
+            softcap: Bound of the scores.
+            s_aux: Sinks [H], of all heads.
             position_ids: int [B, s] or [1, s], positions in each document.
             context_mask: What to compute instead of what `position_ids` say, by global positions.
             **others: What else a layer passes.
@@ -107,7 +111,11 @@ class SpreadAttention:
         outs = []
         for mask, rows in call.masks:
             q, k, v = (x if rows is None else x[rows] for x in (query, key, value))
-            outs.append(self._core(q, k, v, mask, scale=scaling, dropout=dropout))
+            outs.append(
+                self._core(
+                    q, k, v, mask, scale=scaling, dropout=dropout, softcap=softcap, sinks=s_aux
+                )
+            )
         if len(outs) == 1:
             return outs[0].transpose(1, 2), None
         computed = [row for _, rows in call.masks for row in rows or ()]
@@ -180,12 +188,27 @@ class _Core(Attention):
         *,
         scale: float | None = None,
         dropout: float = 0.0,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend; shapes as in `masked_attention`."""
-        mask = self.mask if attn_mask is None else attn_mask
         return masked_attention(
-            q, k, v, mask=mask, seq_dim=2, head_dim=1, scale=scale, dropout=dropout
+            q,
+            k,
+            v,
+            mask=self.mask if attn_mask is None else attn_mask,
+            seq_dim=2,
+            head_dim=1,
+            scale=scale,
+            dropout=dropout,
+            softcap=softcap,
+            sinks=sinks,
         )
+
+    @property
+    def needs_share(self) -> bool:
+        """A call may have sinks or dropout."""
+        return True
 
 
 def _check_layer(others: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ def register_attention(
     *,
     name: str = "hp_context",
     ulysses_degree: int | None = None,
+    ring: bool = False,
     layout: SequenceLayout = CONTIGUOUS,
     load_balance: bool = False,
 ) -> None:
@@ -35,6 +36,7 @@ def register_attention(
             of two axes, outer and inner, stands for both groups of the hybrid mode.
         name: What the models are to call it.
         ulysses_degree: The mode; see `ContextParallel`.
+        ring: Whether keys and values travel round a ring; see `ContextParallel`.
         layout: Which positions each rank holds; `shard_batch` must be told the same.
         load_balance: Short for `layout=HeadTail()`.
 
@@ -52,6 +54,7 @@ def register_attention(
     spread = SpreadAttention(
         mesh_or_group,
         ulysses_degree=ulysses_degree,
+        ring=ring,
         layout=HeadTail() if load_balance else layout,
     )
 
