@@ -38,7 +38,7 @@ class Case:
     same_module: bool = False
     recompute: str = ""
     dropout: float = 0.0
-    sharded: bool = False
+    sharded: str = ""
     autocast: bool = False
     compiled: str = ""
 
@@ -145,9 +145,9 @@ def world() -> dist.ProcessGroup:
     return group
 
 
-def shard(chunk: Chunk) -> None:
+def shard(chunk: Chunk, units: str) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in (*chunk.layers, chunk):
+    for module in (*chunk.layers, chunk) if units == "layers" else (chunk,):
         fully_shard(module, mesh=mesh)
 
 
@@ -179,7 +179,7 @@ def step(case: Case, *, overlapped: bool) -> tuple[list[Tensor], list[TraceEntry
     if not case.same_module:
         forward = Chunk(exchange, case.forward, case.dense_forward, case, seed=2)
     for chunk in {forward, backward} if case.sharded else ():
-        shard(chunk)
+        shard(chunk, case.sharded)
     torch.manual_seed(10 + dist.get_rank())
     x0, x1 = (torch.randn(TOKENS, DIM, requires_grad=True) for _ in range(2))
     autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=case.autocast)
@@ -251,10 +251,11 @@ CASES = {
     "selective": Case(recompute="selective"),
     "selective, dropout, dense": Case(recompute="selective", dropout=0.3, dense_forward=(1,)),
     "autocast, recompute": Case(autocast=True, recompute="non-reentrant"),
-    "sharded": Case(sharded=True),
-    # Forward is a layer ahead, so that it leaves one that backward has just entered.
-    "sharded, same module": Case(sharded=True, same_module=True, dense_backward=(0,)),
-    "sharded, recompute, dropout": Case(sharded=True, recompute="non-reentrant", dropout=0.3),
+    "sharded": Case(sharded="layers"),
+    "sharded, same module": Case(sharded="layers", same_module=True),
+    # Backward ends, and FSDP would free the parameters, while forward has a layer to go.
+    "sharded as one, same module": Case(sharded="one", same_module=True, dense_backward=(2,)),
+    "sharded, recompute, dropout": Case(sharded="layers", recompute="non-reentrant", dropout=0.3),
     "compiled regions": Case(compiled="regions", dropout=0.3),
     "compiled layers": Case(compiled="layers"),
 }
