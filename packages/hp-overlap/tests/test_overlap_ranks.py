@@ -126,16 +126,16 @@ class Chunk(nn.Module):
             Layer(exchange, dense=i in dense, dropout=case.dropout) for i in range(num_layers)
         )
         for layer in self.layers if case.compiled else ():
-            regions = [layer] if case.compiled == "layers" else [layer.attention, *layer.experts]
+            assert isinstance(layer, Layer)
+            inner: list[nn.Module] = [layer.attention, *layer.experts]
+            regions = [layer] if case.compiled == "layers" else inner
             for region in regions:
                 region.compile(backend="aot_eager")
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            if self.recompute:
-                x = checkpoint(layer, x, **CHECKPOINT[self.recompute])
-            else:
-                x = layer(x)
+            again = CHECKPOINT.get(self.recompute)
+            x = layer(x) if again is None else checkpoint(layer, x, **again)
         return x
 
 

@@ -113,7 +113,7 @@ def _run_party(
         coordinator.leave(party, failed=True)
         if isinstance(error, OverlapTimeoutError):
             # The other side may never come back to let `run_pair` raise: say it now.
-            _logger.error("%s", error)
+            _logger.error("%s", error)  # noqa: TRY400 - its traceback comes from `run`
     else:
         coordinator.leave(party, failed=False)
 

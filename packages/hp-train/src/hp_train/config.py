@@ -90,6 +90,9 @@ class PipelineConfig(Struct, frozen=True, kw_only=True):
     stages_per_rank: Annotated[
         Count, _help("Stages that each pipeline rank holds; 1 unless interleaved.")
     ] = 1
+    overlap_b_f: Annotated[
+        bool, _help("Run a backward and the next forward at once, to hide exchanges of experts.")
+    ] = False
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):

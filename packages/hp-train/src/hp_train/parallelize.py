@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hp_expert import ExpertParallel, GroupedExperts
+from hp_overlap import CommComputeOverlap, HookCoordinator
 from hp_platform import Runtime
 from hp_schedule import (
     MetaStep,
@@ -36,6 +37,7 @@ from hp_schedule.runtime import (
 from hp_train.config import Config, PipelineConfig
 from hp_train.mesh import Mesh
 from hp_train.model import TransformerStage, initialize_parameters
+from hp_train.overlap import overlap_experts, overlap_pairs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -68,6 +70,7 @@ def training_schedule(config: PipelineConfig, *, num_ranks: int, num_microbatche
             num_ranks,
             num_microbatches=num_microbatches,
             num_stages_per_rank=config.stages_per_rank,
+            overlap_b_f=config.overlap_b_f,
         )
     return _with_communication(schedule)
 
@@ -85,6 +88,7 @@ class Pipeline:
     Attributes:
         modules: Stage index -> module, for the stages of this rank.
         num_stages: Of the whole pipeline.
+        overlap: Runs pairs of a backward and a forward at once; None one after the other.
     """
 
     modules: Mapping[int, TransformerStage]
@@ -94,6 +98,7 @@ class Pipeline:
     device: torch.device
     edge_groups: EdgeGroups
     on_step: Callable[[MetaStep], None] | None = None
+    overlap: CommComputeOverlap | None = None
 
     @property
     def is_last(self) -> bool:
@@ -139,7 +144,7 @@ class Pipeline:
             for index, module in self.modules.items()
         ]
         pipeline = self.mesh.layout.pipelines()[self.mesh.dp_index]
-        return PipelineScheduleRuntime(
+        runtime = PipelineScheduleRuntime(
             stages,
             schedule,
             pipeline_rank=self.mesh.pp_index,
@@ -147,6 +152,9 @@ class Pipeline:
             loss_fn=loss_fn,
             on_step=self.on_step,
         )
+        if self.overlap is not None:
+            overlap_pairs(runtime, self.overlap)
+        return runtime
 
 
 def build_pipeline(
@@ -179,7 +187,16 @@ def build_pipeline(
         )
         for stage in range(mesh.pp_index, num_stages, mesh.layout.pp)
     }
-    return Pipeline(modules, num_stages, config, mesh, runtime.device, edge_groups, on_step)
+    overlap = None
+    if config.pipeline.overlap_b_f:
+        # A collective that fails says more than a turn that does not come: let it be the first.
+        coordinator = HookCoordinator(timeout=2 * timeout.total_seconds())
+        overlap = CommComputeOverlap(coordinator, strict=True)
+        for module in modules.values():
+            overlap_experts(module, overlap)
+    return Pipeline(
+        modules, num_stages, config, mesh, runtime.device, edge_groups, on_step, overlap
+    )
 
 
 def _build_stage(

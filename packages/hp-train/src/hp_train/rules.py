@@ -47,6 +47,7 @@ def _problems(config: Config, world: World | None) -> Iterator[str]:
     yield from _pipeline(config)
     yield from _model(config)
     yield from _batches(config)
+    yield from _overlap(config)
     yield from _files(config)
     yield from _extras(config)
 
@@ -130,6 +131,32 @@ def _batches(config: Config) -> Iterator[str]:
         yield (
             'train.sample_prompt ("") must not be empty '
             f"with train.sample_tokens ({train.sample_tokens})"
+        )
+
+
+def _overlap(config: Config) -> Iterator[str]:
+    if not config.pipeline.overlap_b_f:
+        return
+    mesh, pipeline, model, train = config.mesh, config.pipeline, config.model, config.train
+    must_be_off = "pipeline.overlap_b_f (true) must be false with"
+    if pipeline.schedule != "interleaved_1f1b":
+        yield (
+            f"{must_be_off} pipeline.schedule ({shown(pipeline.schedule)}): only interleaved_1f1b "
+            "has a backward and a forward as one step"
+        )
+    if mesh.ep == 1:
+        yield f"{must_be_off} mesh.ep (1): experts of one rank exchange nothing to be hidden"
+    if model.num_dense_layers == model.num_layers:
+        yield (
+            f"{must_be_off} model.num_dense_layers ({model.num_dense_layers}) equal to "
+            "model.num_layers: no layer has experts"
+        )
+    num_microbatches = train.global_batch_size // (mesh.dp_replicate * train.microbatch_size)
+    if num_microbatches == 1:
+        yield (
+            f"{must_be_off} train.global_batch_size ({train.global_batch_size}) = "
+            f"mesh.dp_replicate ({mesh.dp_replicate}) x train.microbatch_size "
+            f"({train.microbatch_size}): one microbatch has no other one to hide behind"
         )
 
 
