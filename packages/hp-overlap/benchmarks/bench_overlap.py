@@ -11,7 +11,7 @@ of all gradients must be equal.
     python packages/hp-overlap/benchmarks/bench_overlap.py
     python packages/hp-overlap/benchmarks/bench_overlap.py --layers 8 --compute 0.04
 
-`--trace FILE` also writes a trace of rank 0 for `python -m hp_overlap.hidden FILE`.
+`--trace FILE` also writes a trace of rank 0 for `python -m hp_overlap FILE`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._profiler import _ExperimentalConfig
 from torch.distributed import ProcessGroup
 from torch.profiler import ProfilerActivity, profile
 
@@ -126,7 +127,7 @@ def pair(
     x0, x1 = torch.randn(2, ROWS, WIDTH, generator=generator)
     loss = backward(x0).square().sum()
     outputs: list[Tensor] = []
-    profiler = profile(activities=[ProfilerActivity.CPU]) if trace else nullcontext()
+    profiler = profiled() if trace else nullcontext()
     dist.barrier()
     start = time.perf_counter()
     with profiler as running:
@@ -139,6 +140,12 @@ def pair(
     if running is not None:
         running.export_chrome_trace(trace)
     return seconds, [outputs[0].detach(), *(w.grad for w in weights if w.grad is not None)]
+
+
+def profiled() -> profile:
+    """Return a profiler that sees the helper thread and the link as well."""
+    every_thread = _ExperimentalConfig(profile_all_threads=True)
+    return profile(activities=[ProfilerActivity.CPU], experimental_config=every_thread)
 
 
 def measure(settings: Settings) -> list[Row]:
