@@ -235,7 +235,7 @@ def kernels(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def transformers(session: nox.Session) -> None:
-    """Test hp-schedule and hp-expert on real models of Hugging Face's transformers."""
+    """Test packages on real models of Hugging Face's transformers."""
     _install(session, *map(_with_extras, TRANSFORMERS_TESTS), group="test-transformers")
     session.run("python", "-m", "pytest", *_transformers_tests(), *session.posargs)
 
@@ -243,6 +243,7 @@ def transformers(session: nox.Session) -> None:
 # Of each package, the tests that need transformers; elsewhere they are skipped.
 TRANSFORMERS_TESTS = {
     "hp-expert": "test_expert_transformers*.py",
+    "hp-overlap": "test_overlap_transformers.py",
     "hp-schedule": "test_schedule_runtime_split_model.py",
 }
 

@@ -165,7 +165,8 @@ def measure(settings: Settings) -> list[Row]:
                 times[i].append(seconds)
         hideable = 4 * settings.layers * min(latency, settings.compute)
         equal = all(all(map(torch.equal, found[0], other)) for other in found[1:])
-        rows.append(Row(latency, *map(min, times), hideable, equal))
+        sequential, overlapped, waiting = map(min, times)
+        rows.append(Row(latency, sequential, overlapped, waiting, hideable, equal))
     if settings.trace and dist.get_rank() == 0:
         pair(settings, group, exchange=all_to_all_lazy, overlapped=True, trace=settings.trace)
     elif settings.trace:

@@ -164,6 +164,35 @@ def test_a_resumed_run_takes_its_own_config(tmp_path: Path) -> None:
             'pipeline.stages_per_rank (2) must be 1 with pipeline.schedule ("1f1b")',
         ),
         (
+            "pipeline.schedule=1f1b pipeline.stages_per_rank=1 pipeline.overlap_b_f=true",
+            (
+                'pipeline.overlap_b_f (true) must be false with pipeline.schedule ("1f1b"): only '
+                "interleaved_1f1b has a backward and a forward as one step"
+            ),
+        ),
+        (
+            "mesh.ep=1 pipeline.overlap_b_f=true",
+            (
+                "pipeline.overlap_b_f (true) must be false with mesh.ep (1): experts of one rank "
+                "exchange nothing to be hidden"
+            ),
+        ),
+        (
+            "model.num_dense_layers=4 pipeline.overlap_b_f=true",
+            (
+                "pipeline.overlap_b_f (true) must be false with model.num_dense_layers (4) equal "
+                "to model.num_layers: no layer has experts"
+            ),
+        ),
+        (
+            "train.global_batch_size=8 pipeline.overlap_b_f=true",
+            (
+                "pipeline.overlap_b_f (true) must be false with train.global_batch_size (8) = "
+                "mesh.dp_replicate (2) x train.microbatch_size (4): one microbatch has no other "
+                "one to hide behind"
+            ),
+        ),
+        (
             "model.tie_embeddings=true",
             (
                 "model.tie_embeddings (true) must be false with mesh.pp (2) x "
