@@ -43,6 +43,13 @@ PipelineStage: - forward_one_chunk backward_one_chunk init is_last_stage exec_fw
 HSDPModule: -
 platform: micro_batch get_cells_and_names
 """
+# The same of hyper_parallel.core.pipeline_parallel.comm_compute_overlap and of what it uses.
+OVERLAP = """
+CommComputeOverlap: - coordinator wrap_dispatch wrap_combine run
+HookCoordinator: - enable disable is_enabled rendezvous notify_dispatched
+platform: differentiable_sync_hook
+get_platform: -
+"""
 # The same of hyper_parallel.core.expert_parallel.expert_parallel, and what its subclasses override.
 EXPERTS = """
 BaseExpertParallel: - apply _partition_fn _token_dispatch _token_combine
@@ -105,7 +112,7 @@ def public_names(listed: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize(("listed", "least"), [(SCHEDULER, 80), (EXPERTS, 16)])
+@pytest.mark.parametrize(("listed", "least"), [(SCHEDULER, 80), (EXPERTS, 16), (OVERLAP, 12)])
 def test_every_public_name_has_a_row(listed: str, least: int) -> None:
     there = {cell.strip("`") for cell, _, _ in rows()}
     assert len(public_names(listed)) > least

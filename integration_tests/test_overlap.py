@@ -1,5 +1,6 @@
 """Pairs of a pipeline schedule run at once, with the exchanges of experts hidden behind them."""
 
+import runpy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,7 @@ from hp_expert import (
 )
 from hp_overlap import CommComputeOverlap, HookCoordinator, TraceEntry
 from hp_platform import new_group
-from hp_platform.testing import compare, run_distributed
+from hp_platform.testing import compare, run_distributed, slow_group
 from hp_schedule.runtime import (
     PipelineSchedule,
     PipelineStage,
@@ -35,6 +36,7 @@ from hp_schedule.runtime import (
 from hp_train.overlap import overlap_experts, overlap_pairs
 from integration_tests.layouts import config_of, train_in
 
+BENCH = Path(__file__).parent.parent / "benchmarks" / "bench_pipeline_overlap.py"
 DIM, TOKENS, NUM_STAGES, NUM_MICROBATCHES = 16, 12, 4, 6
 
 
@@ -202,6 +204,23 @@ def test_pipelines_with_overlap_are_bitwise_the_same(name: str) -> None:
     assert traces[2] == traces[3]
     parties = {entry.party for trace in traces[0] for entry in trace}
     assert parties == {"forward", "backward"}
+
+
+def timed_pipeline() -> tuple[list[float], list[float]]:
+    """Times of a pipeline without and with overlap, on a slow link between experts."""
+    bench = runpy.run_path(str(BENCH))
+    settings = bench["Settings"](1, 0.02, 0.02, (), 2)
+    link = new_group([[0, 1], [2, 3]], name="link")
+    assert link is not None
+    timed = partial(bench["run"], "interleaved 1F1B", settings, 6)
+    group = slow_group(link, latency=settings.latency)
+    (off, _), (on, _) = (timed(group, overlapped=overlapped) for overlapped in (False, True))
+    return off, on
+
+
+def test_a_pipeline_on_a_slow_link_takes_less_time_with_overlap() -> None:
+    for off, on in run_distributed(timed_pipeline, world_size=4, timeout=100):
+        assert min(on) < 0.95 * min(off)
 
 
 def fits_without_adapters() -> bool:

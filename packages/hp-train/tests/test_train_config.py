@@ -164,35 +164,6 @@ def test_a_resumed_run_takes_its_own_config(tmp_path: Path) -> None:
             'pipeline.stages_per_rank (2) must be 1 with pipeline.schedule ("1f1b")',
         ),
         (
-            "pipeline.schedule=1f1b pipeline.stages_per_rank=1 pipeline.overlap_b_f=true",
-            (
-                'pipeline.overlap_b_f (true) must be false with pipeline.schedule ("1f1b"): only '
-                "interleaved_1f1b has a backward and a forward as one step"
-            ),
-        ),
-        (
-            "mesh.ep=1 pipeline.overlap_b_f=true",
-            (
-                "pipeline.overlap_b_f (true) must be false with mesh.ep (1): experts of one rank "
-                "exchange nothing to be hidden"
-            ),
-        ),
-        (
-            "model.num_dense_layers=4 pipeline.overlap_b_f=true",
-            (
-                "pipeline.overlap_b_f (true) must be false with model.num_dense_layers (4) equal "
-                "to model.num_layers: no layer has experts"
-            ),
-        ),
-        (
-            "train.global_batch_size=8 pipeline.overlap_b_f=true",
-            (
-                "pipeline.overlap_b_f (true) must be false with train.global_batch_size (8) = "
-                "mesh.dp_replicate (2) x train.microbatch_size (4): one microbatch has no other "
-                "one to hide behind"
-            ),
-        ),
-        (
             "model.tie_embeddings=true",
             (
                 "model.tie_embeddings (true) must be false with mesh.pp (2) x "
@@ -232,6 +203,53 @@ def test_a_resumed_run_takes_its_own_config(tmp_path: Path) -> None:
 def test_a_bad_value_is_named_with_the_relation_it_breaks(override: str, message: str) -> None:
     key, _, value = override.partition("=")
     assert refusal((key, value)) == message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            "pipeline.schedule=1f1b pipeline.stages_per_rank=1",
+            (
+                'pipeline.overlap_b_f (true) must be false with pipeline.schedule ("1f1b"): only '
+                "interleaved_1f1b has a backward and a forward as one step"
+            ),
+        ),
+        (
+            "mesh.ep=1",
+            (
+                "pipeline.overlap_b_f (true) must be false with mesh.ep (1): experts of one rank "
+                "exchange nothing to be hidden"
+            ),
+        ),
+        (
+            "model.num_dense_layers=4",
+            (
+                "pipeline.overlap_b_f (true) must be false with model.num_dense_layers (4) equal "
+                "to model.num_layers: no layer has experts"
+            ),
+        ),
+        (
+            "train.global_batch_size=8",
+            (
+                "pipeline.overlap_b_f (true) must be false with train.global_batch_size (8) = "
+                "mesh.dp_replicate (2) x train.microbatch_size (4): one microbatch has no other "
+                "one to hide behind"
+            ),
+        ),
+    ],
+)
+def test_overlap_is_refused_with_the_reason_where_nothing_could_be_hidden(
+    overrides: str, message: str
+) -> None:
+    pairs = [override.split("=") for override in overrides.split()]
+    given = [(key, value) for key, value in pairs]
+    assert refusal(*given, ("pipeline.overlap_b_f", "true")) == message
+
+
+def test_overlap_fits_the_quickstart() -> None:
+    config = resolve(None, [("pipeline.overlap_b_f", "true")], env={}).config
+    assert config.pipeline.overlap_b_f
 
 
 def test_files_must_exist_and_near_names_are_offered(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from hp_overlap import CommComputeOverlap
 from hp_schedule import MetaStep, MetaStepType
 from hp_schedule.runtime import PipelineContext, PipelineScheduleRuntime
 
+__all__ = ["overlap_experts", "overlap_pairs"]
+
 
 def overlap_experts(module: nn.Module, overlap: CommComputeOverlap) -> None:
     """Let the exchanges of all experts in a module be overlapped.
