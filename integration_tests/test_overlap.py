@@ -34,21 +34,40 @@ from hp_schedule.runtime import (
     TorchTransport,
 )
 from hp_train.overlap import overlap_experts, overlap_pairs
-from integration_tests.layouts import config_of, train_in
+from integration_tests.layouts import BASE, config_of, train_in
 
 BENCH = Path(__file__).parent.parent / "benchmarks" / "bench_pipeline_overlap.py"
 DIM, TOKENS, NUM_STAGES, NUM_MICROBATCHES = 16, 12, 4, 6
 
 
-def test_training_with_overlap_is_bitwise_the_same(tmp_path: Path) -> None:
-    layout: dict[str, dict[str, Any]] = {
+LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
+    "interleaved": {
         "mesh": {"pp": 2, "dp_replicate": 2, "ep": 2},
-        "train": {"steps": 1},
-    }
-    pipeline = {"schedule": "interleaved_1f1b", "stages_per_rank": 2}
+        "pipeline": {"schedule": "interleaved_1f1b", "stages_per_rank": 2},
+    },
+    "sharded, recomputed, dualpipe_v": {
+        "mesh": {"pp": 2, "dp_shard": 2, "ep": 2},
+        "pipeline": {"schedule": "dualpipe_v", "stages_per_rank": 2},
+        "train": {"recompute": "full"},
+    },
+    "tensor parallel": {
+        "mesh": {"pp": 2, "tp": 2, "ep": 2},
+        "pipeline": {"schedule": "interleaved_1f1b", "stages_per_rank": 2},
+    },
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_training_with_overlap_is_bitwise_the_same(name: str, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    train = {**layout.get("train", {}), "steps": 1}
     off, on = (
         train_in(
-            config_of(**layout, pipeline={**pipeline, "overlap_b_f": overlap}),
+            config_of(
+                mesh=layout["mesh"],
+                pipeline={**layout["pipeline"], "overlap": overlap},
+                train={**BASE["train"], **train},
+            ),
             tmp_path / str(overlap),
         )
         for overlap in (False, True)

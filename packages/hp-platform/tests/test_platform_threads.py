@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,7 @@ from hp_platform._internals import is_multithreading_enabled
 from hp_platform.testing import run_distributed, run_in_threads
 
 T = TypeVar("T")
+TASKS = Path("/proc/self/task")  # the threads of this process
 
 
 def _in_thread(fn: Callable[[], T]) -> T:
@@ -52,15 +52,15 @@ def _threads_of_a_product_in_a_helper() -> int:
     x @ x
 
     def helper() -> int:
-        before = len(os.listdir("/proc/self/task"))
+        before = len(list(TASKS.iterdir()))
         with context.apply():
             x @ x
-        return len(os.listdir("/proc/self/task")) - before
+        return len(list(TASKS.iterdir())) - before
 
     return _in_thread(helper)
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
+@pytest.mark.skipif(not TASKS.exists(), reason="needs Linux")
 def test_a_helper_thread_computes_in_as_many_threads_as_its_starter() -> None:
     # OpenMP would give a new thread as many as there are cores.
     assert run_distributed(_threads_of_a_product_in_a_helper, world_size=1) == [0]

@@ -137,8 +137,9 @@ def test_a_resumed_run_takes_its_own_config(tmp_path: Path) -> None:
         (
             "pipeline.schedule=1f2b",
             (
-                'pipeline.schedule ("1f2b") must be one of gpipe, 1f1b, interleaved_1f1b; '
-                "did you mean 1f1b?"
+                'pipeline.schedule ("1f2b") must be one of gpipe, 1f1b, looped_bfs, '
+                "interleaved_1f1b, zero_bubble, interleaved_zero_bubble, zbv, v_half, v_min, "
+                "dualpipe_v; did you mean 1f1b?"
             ),
         ),
         ("run.name=../x", 'run.name ("../x") must be letters, digits and _ . + - only'),
@@ -209,30 +210,104 @@ def test_a_bad_value_is_named_with_the_relation_it_breaks(override: str, message
     ("overrides", "message"),
     [
         (
+            "model.attention=mla model.qk_norm=true",
+            'model.qk_norm (true) must be false with model.attention ("mla")',
+        ),
+        (
+            "model.attention=mla model.rope_head_dim=7",
+            "model.rope_head_dim (7) must be even",
+        ),
+        (
+            "model.full_attention_every=2",
+            "model.full_attention_every (2) must be 0 with model.sliding_window (0)",
+        ),
+        (
+            "model.rope_scaling=llama3 model.rope_low_factor=4",
+            "model.rope_low_factor (4) must be less than model.rope_high_factor (4)",
+        ),
+        (
+            "model.rope_scaling=yarn model.rope_beta_slow=40",
+            "model.rope_beta_slow (40) must be less than model.rope_beta_fast (32)",
+        ),
+        (
+            "model.rope_factor=8",
+            'model.rope_factor (8) must be 1 with model.rope_scaling ("none")',
+        ),
+        (
+            "model.num_expert_groups=3",
+            "model.num_expert_groups (3) must divide model.num_experts (8); nearest: 2 or 4",
+        ),
+        (
+            "model.num_limited_groups=2",
+            "model.num_limited_groups (2) must be at most model.num_expert_groups (1)",
+        ),
+        (
+            "model.num_expert_groups=4 model.top_k=3",
+            "model.top_k (3) must be at most model.num_limited_groups (1) x 2 experts of a group",
+        ),
+        (
+            "model.num_expert_groups=8 model.top_k=1",
+            "model.num_expert_groups (8) must be at most model.num_experts (8) / 2",
+        ),
+        (
+            "model.max_positions=100",
+            "data.seq_len (128) must be at most model.max_positions (100)",
+        ),
+        (
+            "model.num_mtp_modules=128",
+            "model.num_mtp_modules (128) must be less than data.seq_len (128)",
+        ),
+        (
+            "run.init_from=/nowhere",
+            'run.init_from ("/nowhere") must be a folder with a config.json',
+        ),
+    ],
+)
+def test_settings_of_a_model_must_fit_each_other(overrides: str, message: str) -> None:
+    pairs = [tuple(override.split("=")) for override in overrides.split()]
+    assert refusal(*pairs) == message  # type: ignore[arg-type]
+
+
+def test_a_dense_model_needs_no_experts() -> None:
+    config = resolve(None, [("model.num_experts", "0"), ("model.top_k", "9")], env={}).config
+    assert [config.model.is_dense(i) for i in range(2)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
             "pipeline.schedule=1f1b pipeline.stages_per_rank=1",
             (
-                'pipeline.overlap_b_f (true) must be false with pipeline.schedule ("1f1b"): only '
-                "interleaved_1f1b has a backward and a forward as one step"
+                'pipeline.overlap (true) must be false with pipeline.schedule ("1f1b"): only '
+                "interleaved_1f1b or dualpipe_v can have a forward and a backward as one step"
             ),
         ),
         (
             "mesh.ep=1",
             (
-                "pipeline.overlap_b_f (true) must be false with mesh.ep (1): experts of one rank "
+                "pipeline.overlap (true) must be false with mesh.ep (1): experts of one rank "
                 "exchange nothing to be hidden"
+            ),
+        ),
+        (
+            "mesh.etp=2 mesh.tp=2",
+            (
+                "pipeline.overlap (true) must be false with mesh.etp (2): parts of an expert's "
+                "output are summed before their exchange returns, which would be waited for"
             ),
         ),
         (
             "model.num_dense_layers=4",
             (
-                "pipeline.overlap_b_f (true) must be false with model.num_dense_layers (4) equal "
-                "to model.num_layers: no layer has experts"
+                "pipeline.overlap (true) must be false with model.num_experts (8) and "
+                "model.num_dense_layers (4): no layer has experts"
             ),
         ),
         (
             "train.global_batch_size=8",
             (
-                "pipeline.overlap_b_f (true) must be false with train.global_batch_size (8) = "
+                "pipeline.overlap (true) must be false with train.global_batch_size (8) = "
                 "mesh.dp_replicate (2) x train.microbatch_size (4): one microbatch has no other "
                 "one to hide behind"
             ),
@@ -244,12 +319,13 @@ def test_overlap_is_refused_with_the_reason_where_nothing_could_be_hidden(
 ) -> None:
     pairs = [override.split("=") for override in overrides.split()]
     given = [(key, value) for key, value in pairs]
-    assert refusal(*given, ("pipeline.overlap_b_f", "true")) == message
+    assert refusal(*given, ("pipeline.overlap", "true")) == message
 
 
-def test_overlap_fits_the_quickstart() -> None:
-    config = resolve(None, [("pipeline.overlap_b_f", "true")], env={}).config
-    assert config.pipeline.overlap_b_f
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "dualpipe_v"])
+def test_overlap_fits_the_quickstart(schedule: str) -> None:
+    given = [("pipeline.overlap", "true"), ("pipeline.schedule", schedule)]
+    assert resolve(None, given, env={}).config.pipeline.overlap
 
 
 def test_files_must_exist_and_near_names_are_offered(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from hp_train import __version__
 from hp_train.environment import speaks_for_node
 from hp_train.errors import ConfigError, HpError
 from hp_train.launch.signals import ignore_stops
+from hp_train.layout import Layout
 from hp_train.options import Resolved, resolve, shipped, split_overrides
 from hp_train.render import to_json, to_lines, to_toml
 from hp_train.schema import did_you_mean, fields
@@ -53,12 +55,14 @@ def _main(argv: Sequence[str]) -> int:
     parser = _parser()
     _refuse_bare_keys(rest)
     options = parser.parse_args(rest)
+    if options.command in ("doctor", "import-hf", "export-hf") and overrides:
+        raise ConfigError(f"hp {options.command} takes no --{overrides[0][0]}")
     if options.command == "doctor":
-        if overrides:
-            raise ConfigError(f"hp doctor takes no --{overrides[0][0]}")
         from hp_train.doctor import main as doctor  # noqa: PLC0415 - imports torch
 
         return doctor(as_json=options.json)
+    if options.command.endswith("-hf"):
+        return _hugging_face(options)
     given: list[tuple[str, object]] = [*overrides]
     if options.data:
         given.append(("data.paths", options.data))
@@ -97,7 +101,38 @@ def _parser() -> _Parser:
         "doctor", help="tell what this machine can run", allow_abbrev=False
     )
     doctor.add_argument("--json", action="store_true", help="as JSON")
+    _add_hugging_face(commands)
     return parser
+
+
+def _add_hugging_face(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    imports = commands.add_parser(
+        "import-hf",
+        help="print a config that starts from a Hugging Face model",
+        allow_abbrev=False,
+    )
+    imports.add_argument("folder", metavar="FOLDER", help="with config.json and safetensors files")
+    imports.add_argument("--out", metavar="FILE", help="write the config to a new .toml file")
+    exports = commands.add_parser(
+        "export-hf", help="write a checkpoint as a Hugging Face model", allow_abbrev=False
+    )
+    exports.add_argument("run", metavar="RUN", help="run directory")
+    exports.add_argument("folder", metavar="FOLDER", help="to be made")
+    exports.add_argument("--step", type=int, metavar="N", help="of the checkpoint (newest)")
+    exports.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32", "float64"),
+        help="of the files (what the run computes in)",
+    )
+
+
+def _hugging_face(options: argparse.Namespace) -> int:
+    from hp_train.hugging_face import command  # noqa: PLC0415 - imports torch
+
+    folder = Path(options.folder)
+    if options.command == "import-hf":
+        return command.import_hf(folder, Path(options.out) if options.out else None)
+    return command.export_hf(Path(options.run), folder, step=options.step, dtype=options.dtype)
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
@@ -120,7 +155,8 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 def _refuse_bare_keys(arguments: Sequence[str]) -> None:
     """Point ``--steps`` to ``--train.steps``; argparse would take its value for the config."""
-    flags = ("--data", "--resume", "--dry-run", "--origins", "--json", "--help", "--version")
+    flags = ["--data", "--resume", "--dry-run", "--origins", "--json", "--help", "--version"]
+    flags += ["--out", "--step", "--dtype"]
     for argument in arguments:
         flag = argument.partition("=")[0]
         if flag == "--":
@@ -150,10 +186,10 @@ def _print_config(resolved: Resolved, options: argparse.Namespace) -> int:
 
 def _dry_run(resolved: Resolved) -> int:
     config = resolved.config
-    mesh, train = config.mesh, config.train
+    train = config.train
     sys.stdout.write(
-        f"config {resolved.name} is good: {config.world_size} processes, pp {mesh.pp} x "
-        f"dp_replicate {mesh.dp_replicate} (ep {mesh.ep}), {train.steps} steps of "
+        f"config {resolved.name} is good: {config.world_size} processes, "
+        f"{Layout.of(config.mesh)}, {train.steps} steps of "
         f"{train.global_batch_size} sequences x {config.data.seq_len} tokens\n"
     )
     return 0

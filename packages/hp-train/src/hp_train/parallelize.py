@@ -12,32 +12,37 @@ from datetime import timedelta
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from hp_expert import ExpertParallel, GroupedExperts
+from hp_context import ContextParallel
+from hp_expert import (
+    ExpertParallel,
+    ExpertTensorParallel,
+    GroupedExperts,
+    fully_shard_experts,
+)
 from hp_overlap import CommComputeOverlap, HookCoordinator
 from hp_platform import Runtime
-from hp_schedule import (
-    MetaStep,
-    Schedule,
-    add_send_recv,
-    forward_only,
-    gpipe,
-    interleaved_1f1b,
-    one_f_one_b,
-    validate,
-)
+from hp_schedule import MetaStep
 from hp_schedule.runtime import (
     EdgeGroups,
+    FullySharded,
     PipelineScheduleRuntime,
     PipelineStage,
     TensorSpec,
     TorchTransport,
     build_edge_groups,
 )
-from hp_train.config import Config, PipelineConfig
+from hp_train.config import Config
+from hp_train.initialization import initialize_parameters
 from hp_train.mesh import Mesh
-from hp_train.model import TransformerStage, initialize_parameters
+from hp_train.model import TransformerStage
+from hp_train.model.block import Block
 from hp_train.overlap import overlap_experts, overlap_pairs
+from hp_train.parameters import Parameter, named_parameters
+from hp_train.schedules import training_schedule
+from hp_train.sequence import SequenceShare
+from hp_train.tensor_parallel import cut_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -55,44 +60,24 @@ def split_layers(num_layers: int, num_stages: int) -> list[range]:
     return [range(low, high) for low, high in itertools.pairwise(bounds)]
 
 
-def training_schedule(config: PipelineConfig, *, num_ranks: int, num_microbatches: int) -> Schedule:
-    """The configured schedule with its communication, proven before it is used.
-
-    Raises:
-        hp_schedule.ScheduleError: When the schedule would not complete.
-    """
-    if config.schedule == "gpipe":
-        schedule = gpipe(num_ranks, num_microbatches=num_microbatches)
-    elif config.schedule == "1f1b":
-        schedule = one_f_one_b(num_ranks, num_microbatches=num_microbatches)
-    else:
-        schedule = interleaved_1f1b(
-            num_ranks,
-            num_microbatches=num_microbatches,
-            num_stages_per_rank=config.stages_per_rank,
-            overlap_b_f=config.overlap_b_f,
-        )
-    return _with_communication(schedule)
-
-
-def _with_communication(schedule: Schedule) -> Schedule:
-    schedule = add_send_recv(schedule)
-    validate(schedule).raise_if_failed()
-    return schedule
-
-
 @dataclass(frozen=True)
 class Pipeline:
     """This rank's stages and what it takes to run schedules over them.
 
     Attributes:
         modules: Stage index -> module, for the stages of this rank.
+        parameters: Of these stages.
         num_stages: Of the whole pipeline.
-        overlap: Runs pairs of a backward and a forward at once; None one after the other.
+        vocab_size: Of the tokenizer.
+        sequence: Which positions this rank has.
+        overlap: Runs a forward and a backward at once; None one after the other.
     """
 
     modules: Mapping[int, TransformerStage]
+    parameters: Sequence[Parameter]
     num_stages: int
+    vocab_size: int
+    sequence: SequenceShare
     config: Config
     mesh: Mesh
     device: torch.device
@@ -105,33 +90,41 @@ class Pipeline:
         """Whether this rank holds the last stage, and so the logits and the loss."""
         return self.num_stages - 1 in self.modules
 
-    def training(
-        self, loss_fn: Callable[[Tensor, Tensor], Tensor]
-    ) -> tuple[Schedule, PipelineScheduleRuntime]:
-        """The configured schedule over one step's microbatches, and what runs it."""
+    @property
+    def vocabulary(self) -> range:
+        """Tokens whose logits this rank computes, if it has the last stage."""
+        chunk = -(-self.vocab_size // self.mesh.size("tp"))
+        first = min(chunk * self.mesh.index("tp"), self.vocab_size)
+        return range(first, min(first + chunk, self.vocab_size))
+
+    def training(self, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> PipelineScheduleRuntime:
+        """What runs the configured schedule over the microbatches of one step."""
         train = self.config.train
         num_microbatches = train.global_batch_size // (self.mesh.layout.dp * train.microbatch_size)
-        schedule = training_schedule(
-            self.config.pipeline, num_ranks=self.mesh.layout.pp, num_microbatches=num_microbatches
-        )
-        return schedule, self._runner(schedule, train.microbatch_size, loss_fn)
+        return self.runner(num_microbatches, train.microbatch_size, loss_fn)
 
-    def inference(self, *, num_microbatches: int, microbatch_size: int) -> PipelineScheduleRuntime:
-        """A forward-only pass that returns the logits on the last rank."""
-        schedule = forward_only(
-            self.mesh.layout.pp,
-            num_microbatches=num_microbatches,
-            num_stages_per_rank=self.num_stages // self.mesh.layout.pp,
-        )
-        return self._runner(_with_communication(schedule), microbatch_size, None)
-
-    def _runner(
+    def runner(
         self,
-        schedule: Schedule,
+        num_microbatches: int,
         microbatch_size: int,
-        loss_fn: Callable[[Tensor, Tensor], Tensor] | None,
+        loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> PipelineScheduleRuntime:
-        shape = (microbatch_size, self.config.data.seq_len, self.config.model.dim)
+        """What runs the configured schedule over some microbatches, or its forwards alone.
+
+        Args:
+            num_microbatches: Of each run.
+            microbatch_size: Sequences in each.
+            loss_fn: From logits and targets to a scalar; None to get the logits.
+        """
+        sharded = is_sharded(self.mesh)
+        schedule = training_schedule(
+            self.config.pipeline,
+            num_ranks=self.mesh.layout.pp,
+            num_microbatches=num_microbatches,
+            sharded=sharded,
+        )
+        length = len(self.sequence.between)
+        shape = (microbatch_size, length, self.config.model.stage_width)
         activations = TensorSpec(shape, DTYPES[self.config.train.dtype])
         stages = [
             PipelineStage(
@@ -143,13 +136,13 @@ class Pipeline:
             )
             for index, module in self.modules.items()
         ]
-        pipeline = self.mesh.layout.pipelines()[self.mesh.dp_index]
         runtime = PipelineScheduleRuntime(
             stages,
             schedule,
             pipeline_rank=self.mesh.pp_index,
-            transport=TorchTransport(schedule, rank_of=pipeline, groups=self.edge_groups),
+            transport=TorchTransport(schedule, rank_of=self.mesh.pipeline, groups=self.edge_groups),
             loss_fn=loss_fn,
+            sharding=FullySharded(stages) if sharded else None,
             on_step=self.on_step,
         )
         if self.overlap is not None:
@@ -178,50 +171,109 @@ def build_pipeline(
     """
     num_stages = mesh.layout.pp * config.pipeline.stages_per_rank
     layers = split_layers(config.model.num_layers, num_stages)
+    placement = training_schedule(
+        config.pipeline, num_ranks=mesh.layout.pp, num_microbatches=1
+    ).stages_of(mesh.pp_index)
     edge_groups = build_edge_groups(
         mesh.layout.pipelines(), backend=runtime.backend, timeout=timeout
     )
-    modules = {
-        stage: _build_stage(
-            config, mesh, stage=stage, layers=layers, vocab_size=vocab_size, device=runtime.device
-        )
-        for stage in range(mesh.pp_index, num_stages, mesh.layout.pp)
-    }
-    overlap = None
-    if config.pipeline.overlap_b_f:
-        # A collective that fails says more than a turn that does not come: let it be the first.
-        coordinator = HookCoordinator(timeout=2 * timeout.total_seconds())
-        overlap = CommComputeOverlap(coordinator, strict=True)
-        for module in modules.values():
+    degree = config.mesh.cp_heads or (1 if config.mesh.cp_ring else config.mesh.cp)
+    sequence = SequenceShare.of(
+        mesh,
+        seq_len=config.data.seq_len,
+        gathers_keys=degree < config.mesh.cp,
+        device=runtime.device,
+    )
+    context = ContextParallel(degree, ring=config.mesh.cp_ring, layout=sequence.layout)
+    overlap = _overlap(timeout) if config.pipeline.overlap else None
+    modules, parameters = {}, []
+    for stage in placement:
+        with torch.device("meta"):
+            module = TransformerStage(
+                config.model,
+                vocab_size,
+                layers=layers[stage],
+                first=stage == 0,
+                last=stage == num_stages - 1,
+                compute_dtype=DTYPES[config.train.dtype],
+            )
+        # Parameters stay fp32 under bf16 compute: they are the masters that the optimizer updates.
+        module.to(torch.promote_types(module.compute_dtype, torch.float32))
+        shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+        _parallelize(module, mesh, context)
+        if overlap is not None:
             overlap_experts(module, overlap)
+        module.to_empty(device=runtime.device)
+        for block in module.modules():
+            if isinstance(block, Block):
+                block.recompute = config.train.recompute
+        for buffer in module.buffers():  # correction biases
+            buffer.zero_()
+        found = named_parameters(module, shapes, mesh)
+        initialize_parameters(found, config.model, seed=config.run.seed)
+        modules[stage] = module
+        parameters += found
     return Pipeline(
-        modules, num_stages, config, mesh, runtime.device, edge_groups, on_step, overlap
+        modules,
+        parameters,
+        num_stages,
+        vocab_size,
+        sequence,
+        config,
+        mesh,
+        runtime.device,
+        edge_groups,
+        on_step,
+        overlap,
     )
 
 
-def _build_stage(
-    config: Config,
-    mesh: Mesh,
-    *,
-    stage: int,
-    layers: Sequence[range],
-    vocab_size: int,
-    device: torch.device,
-) -> TransformerStage:
-    compute_dtype = DTYPES[config.train.dtype]
-    with torch.device("meta"):
-        module = TransformerStage(
-            config.model,
-            vocab_size,
-            layers=layers[stage],
-            first=stage == 0,
-            last=stage == len(layers) - 1,
-            compute_dtype=compute_dtype,
-        )
+def _overlap(timeout: timedelta) -> CommComputeOverlap:
+    # A collective that fails says more than a turn that does not come: let it be the first.
+    return CommComputeOverlap(HookCoordinator(timeout=2 * timeout.total_seconds()), strict=True)
+
+
+def _parallelize(module: TransformerStage, mesh: Mesh, context: ContextParallel) -> None:
+    """Cut a stage, on the meta device, over the ranks that share it; the order matters."""
+    if mesh.size("tp") > 1:
+        cut_tensors(module, mesh.groups["tp"])
+    for block in module.layers.values():
+        assert isinstance(block, Block)
+        if mesh.size("cp") > 1:
+            context.apply(block.attention.core, mesh.groups["cp"])
+        if mesh.size("sequence") > 1:
+            block.sequence_ranks = mesh.groups["sequence"]
     for part in module.modules():
-        if isinstance(part, GroupedExperts):
-            ExpertParallel().apply(part, mesh.ep)
-    # Parameters stay fp32 under bf16 compute: they are the masters that the optimizer updates.
-    module.to(torch.promote_types(compute_dtype, torch.float32)).to_empty(device=device)
-    initialize_parameters(module, config.model, seed=config.run.seed)
-    return module
+        if isinstance(part, GroupedExperts) and mesh.size("etp") > 1:
+            # Ranks that share an expert's width have different positions.
+            style = ExpertTensorParallel(sliced=True)
+            style.apply(part, (mesh.groups["ep"], mesh.groups["etp"]))
+        elif isinstance(part, GroupedExperts):
+            ExpertParallel().apply(part, mesh.groups["ep"])
+    _shard(module, mesh)
+
+
+def is_sharded(mesh: Mesh) -> bool:
+    """Whether some parameters are sharded with FSDP."""
+    return mesh.size("fsdp") > 1 or mesh.size("expert_shard") > 1
+
+
+def _shard(module: TransformerStage, mesh: Mesh) -> None:
+    """Apply FSDP2, block by block; gradients are sums, as everywhere here."""
+    if mesh.size("expert_shard") > 1:
+        fully_shard_experts(module, mesh.submesh("expert_shard"), divide_gradients_by=1.0)
+    if mesh.size("fsdp") == 1:
+        return
+    device_mesh = mesh.submesh("fsdp")
+    experts = {
+        parameter
+        for part in module.modules()
+        if isinstance(part, GroupedExperts)
+        for parameter in part.parameters(recurse=False)
+    }
+    for part in (*module.layers.values(), module):
+        fully_shard(part, mesh=device_mesh, ignored_params=experts)
+        assert isinstance(part, FSDPModule)
+        part.set_gradient_divide_factor(1.0)
+        # Gloo cannot scale while it sums.
+        part.set_force_sum_reduction_for_comms(mesh.device_type != "cuda")

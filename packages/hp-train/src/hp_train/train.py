@@ -10,14 +10,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from hp_platform import Runtime, agree, initialize, mesh_of, new_group, shutdown
+from hp_context import Documents
+from hp_expert import update_correction_biases
+from hp_platform import Runtime, agree, initialize, new_group, shutdown
 from hp_schedule import MetaStep, Timeline
 from hp_train.banner import banner
 from hp_train.checkpoint import load_latest, save_checkpoint
@@ -25,21 +27,23 @@ from hp_train.config import Config, to_dict
 from hp_train.data import Dataset, Tokenizer, load_tokenizer, prepare
 from hp_train.errors import PREEMPTED, CheckpointError, DataError, NumericsError
 from hp_train.generate import continue_text
+from hp_train.gradients import GradientNorm, clip_gradients, reduce_gradients
+from hp_train.hugging_face import load_weights
 from hp_train.launch.task import Worker
-from hp_train.mesh import Layout, build_mesh
+from hp_train.layout import Layout
+from hp_train.mesh import build_mesh
 from hp_train.metrics import Console, MetricsWriter, StepMetrics, peak_memory_bytes
 from hp_train.model import DropoutKey, Microbatch
-from hp_train.optimizer import (
-    GradientNorm,
-    build_optimizer,
-    clip_gradients,
-    learning_rate,
-    named_parameters,
-    reduce_gradients,
-)
+from hp_train.optimizer import build_optimizer, learning_rate
 from hp_train.parallelize import build_pipeline
 from hp_train.report import planned_and_actual, write_report
-from hp_train.state import checkpoint_tensors, materialize_optimizer, set_optimizer_steps
+from hp_train.state import (
+    checkpoint_buffers,
+    checkpoint_tensors,
+    materialize_optimizer,
+    set_optimizer_steps,
+)
+from hp_train.tensor_parallel import cross_entropy
 
 
 def main(config: Config, *, worker: Worker) -> int:
@@ -107,6 +111,21 @@ def _prepare_data(config: Config, worker: Worker, runtime: Runtime) -> Tokenizer
     return tokenizer
 
 
+def _vocab_size(config: Config, tokenizer: Tokenizer) -> int:
+    """Rows of the embedding.
+
+    Raises:
+        DataError: When the tokenizer has more tokens.
+    """
+    rows = config.model.vocab_size or tokenizer.vocab_size
+    if rows < tokenizer.vocab_size:
+        raise DataError(
+            f"model.vocab_size ({rows}) must be at least the tokens of the tokenizer "
+            f"({tokenizer.vocab_size})"
+        )
+    return rows
+
+
 def require_same_data(digests: tuple[str, ...], *, control: dist.ProcessGroup) -> None:
     """Compare what the ranks read: nodes without shared storage each tokenise their own copy.
 
@@ -150,16 +169,12 @@ class Trainer:
             config,
             self.mesh,
             runtime,
-            vocab_size=tokenizer.vocab_size,
+            vocab_size=_vocab_size(config, tokenizer),
             timeout=timeout,
             on_step=self._on_pipeline_step,
         )
-        self.schedule, self.runner = self.pipeline.training(self._loss)
-        self.evaluator = self.pipeline.inference(
-            num_microbatches=self.schedule.num_microbatches,
-            microbatch_size=config.train.microbatch_size,
-        )
-        self.parameters = named_parameters(self.pipeline.modules.values())
+        self.runner = self.pipeline.training(self._loss)
+        self.parameters = self.pipeline.parameters
         self.optimizer = build_optimizer(self.parameters, config.train)
         materialize_optimizer(self.optimizer)
         self.norm = GradientNorm(self.parameters, self.mesh, control=runtime.control)
@@ -247,6 +262,7 @@ class Trainer:
             group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self._balance_experts()
         self.step += 1
         self.next_sequence += train.global_batch_size
         seconds = time.perf_counter() - began
@@ -273,15 +289,19 @@ class Trainer:
             pipeline's wall time that this rank spent computing.
         """
         args, kwargs, targets = self._microbatches(self.data, self.next_sequence, train=True)
+        batch = range(self.next_sequence, self.next_sequence + self.config.train.global_batch_size)
+        # Known before forward, and the same in every layout.
+        self.runner.loss_scale = 1.0 / max(1, self.data.num_targets(batch))
         began = time.perf_counter()
         result = self.runner.run_microbatches(args, kwargs, targets)
         self.timeline = result.timeline  # a GPU is behind until this was read
         seconds = time.perf_counter() - began
         self._beat("reduce gradients", waiting=True)
         reduce_gradients(self.parameters, self.mesh)
-        balances = [t for k in kwargs for t in k["microbatch"].balance_losses]
+        balances = [t for k in kwargs for t in k["microbatch"].balance_losses.values()]
         busy = sum(span.end - span.start for span in self.timeline if span.step.type.is_compute)
-        return float(sum(result.losses)), float(sum(balances)), busy / seconds
+        loss = self._once(result.losses) * self.runner.loss_scale
+        return loss, float(sum(balances)), busy / seconds
 
     def evaluate(self) -> float | None:
         """Mean cross-entropy on held-out text, in nats per token, the same number on all ranks.
@@ -292,21 +312,19 @@ class Trainer:
         size = self.config.train.global_batch_size
         available = max(1, self.held_out.num_sequences // size)
         num_batches = min(self.config.train.eval_batches, available)
-        loss = 0.0
+        loss, num_targets = 0.0, self.held_out.num_targets(range(num_batches * size))
         for batch in range(num_batches):
             args, kwargs, targets = self._microbatches(self.held_out, batch * size, train=False)
-            outputs = self.evaluator.run_microbatches(args, kwargs).outputs
-            # There are outputs on the last stage alone.
-            losses = [self._loss(o, t) for o, t in zip(outputs, targets, strict=False)]
+            losses = self.runner.evaluate_microbatches(args, kwargs, targets).losses
             self._beat("evaluate", waiting=True)
-            shares = [float(sum(losses)), self.worker.stop.requested]
+            shares = [self._once(losses), self.worker.stop.requested]
             total = torch.tensor(shares, dtype=torch.float64).to(self.device)
             dist.all_reduce(total, group=self.mesh.world)
             batch_loss, stops = total.tolist()
             if stops:
                 return None
             loss += batch_loss
-        return loss / num_batches
+        return loss / max(1, num_targets)
 
     def save(self) -> str:
         """Write a checkpoint of the state after :attr:`step`.
@@ -341,6 +359,8 @@ class Trainer:
         self._beat("load")
         directory = self.worker.run_dir / "checkpoints"
         loaded = load_latest(directory, tensors=self._tensors(), group=self.runtime.control)
+        if loaded is None and self.config.run.init_from:
+            return [self._start_from(Path(self.config.run.init_from))]
         if loaded is None:
             asked = bool(self.config.run.resume)
             return ["no checkpoint to resume from: starting at step 0"] if asked else []
@@ -354,6 +374,13 @@ class Trainer:
         set_optimizer_steps(self.optimizer, self.step)
         return [*notes, f"resumed from {loaded.path}"]
 
+    def _start_from(self, folder: Path) -> str:
+        """Take the weights of a Hugging Face model; every rank reads what it has."""
+        named = {k: v for k, v in self._tensors().items() if k.startswith("model.")}
+        tensors = {name.removeprefix("model."): tensor for name, tensor in named.items()}
+        load_weights(folder, tensors, group=self.runtime.control)
+        return f"started from the weights of {folder}"
+
     def _save_or_warn(self, console: Console) -> None:
         """A full disk in the middle of a run is no reason to lose the run."""
         if self.step == self.config.train.steps:
@@ -366,7 +393,7 @@ class Trainer:
     def _finish(self, console: Console) -> None:
         train = self.config.train
         timelines = planned_and_actual(
-            self.schedule, self.timeline, self.mesh, control=self.runtime.control
+            self.runner.schedule, self.timeline, self.mesh, control=self.runtime.control
         )
         if train.sample_tokens:
             self._beat("sample")
@@ -381,20 +408,34 @@ class Trainer:
         self, data: Dataset, first: int, *, train: bool
     ) -> tuple[list[tuple[Tensor]], list[dict[str, Any]], list[Tensor]]:
         """This rank's share of the global batch that starts at sequence ``first``."""
-        size, count = self.config.train.microbatch_size, self.schedule.num_microbatches
+        size, count = self.config.train.microbatch_size, self.runner.schedule.num_microbatches
         first += self.mesh.dp_index * size * count
+        sequence = self.pipeline.sequence
         args, kwargs, targets = [], [], []
         for start in range(first, first + size * count, size):
             indices = range(start, start + size)
-            tokens, target = data.batch(indices)
+            tokens, target, lengths = data.batch(indices)
+            limits = tuple(map(Documents, lengths)) if any(len(n) > 1 for n in lengths) else None
+            tokens, target = sequence.shard(tokens), sequence.shard(target)
             key = None
             if train:
                 sequence_index = self._on_device(torch.tensor(indices))
-                key = DropoutKey(self.config.run.seed, self.step, sequence_index)
+                key = DropoutKey(self.config.run.seed, self.step, sequence_index, sequence.between)
             args.append((self._on_device(tokens),))
-            kwargs.append({"microbatch": Microbatch(self.config.train.global_batch_size, key)})
             targets.append(self._on_device(target))
+            microbatch = Microbatch(
+                self.config.train.global_batch_size,
+                key,
+                positions=sequence.attended,
+                documents=limits,
+                targets=targets[-1] if train else None,
+            )
+            kwargs.append({"microbatch": microbatch})
         return args, kwargs, targets
+
+    def _once(self, losses: Sequence[Tensor]) -> float:
+        """This rank's part of a sum over all ranks of what tensor-parallel ranks all have."""
+        return float(sum(losses)) if self.mesh.index("tp") == 0 else 0.0
 
     def _on_device(self, x: Tensor) -> Tensor:
         """Copy from the CPU without waiting for what the device still computes."""
@@ -403,11 +444,11 @@ class Trainer:
         return x.to(self.device, non_blocking=True)
 
     def _loss(self, logits: Tensor, target: Tensor) -> Tensor:
-        """This microbatch's share of the step's mean loss: a sum over the global token count."""
-        num_tokens = self.config.train.global_batch_size * self.config.data.seq_len
+        """Sum of the cross-entropy of this rank's targets; tensor-parallel ranks have the same."""
         wide = torch.promote_types(logits.dtype, torch.float32)
         rows = logits.flatten(0, 1).to(wide)
-        return F.cross_entropy(rows, target.flatten(), reduction="sum") / num_tokens
+        tp, first = self.mesh.groups["tp"], self.pipeline.vocabulary.start
+        return cross_entropy(rows, target.flatten(), first=first, group=tp)
 
     def _sum_over_ranks(self, scalars: Sequence[float]) -> tuple[list[float], Tensor, int]:
         """Sum scalars and squared gradient norms over all ranks; see Note [one agreed step].
@@ -426,14 +467,22 @@ class Trainer:
         return values.tolist(), squares, int(memories.max())
 
     def _tensors(self) -> dict[str, Tensor]:
-        expert_ranks = self.mesh.layout.expert_ranks()
-        mine = next(ranks for ranks in expert_ranks if self.mesh.rank in ranks)
-        device_mesh = mesh_of({"ep": self.mesh.ep}, mine, device_type=self.device.type)
-        return checkpoint_tensors(self.parameters, self.optimizer, device_mesh)
+        tensors = checkpoint_tensors(self.parameters, self.optimizer, self.mesh)
+        return tensors | checkpoint_buffers(self.pipeline.modules.values())
+
+    def _balance_experts(self) -> None:
+        """Move the correction biases of routers by the load of the step; all ranks the same way."""
+        model = self.config.model
+        if model.correction_bias and model.correction_rate > 0:
+            group = self.mesh.groups["tokens"]
+            for stage in self.pipeline.modules.values():
+                update_correction_biases(stage, rate=model.correction_rate, group=group)
 
     def _open(self, split: str, *, seed: int | None) -> Dataset:
         directory = self.worker.run_dir / "data"
-        return Dataset.open(directory, split, seq_len=self.config.data.seq_len, seed=seed)
+        data = self.config.data
+        separate = data.documents == "separate"
+        return Dataset.open(directory, split, seq_len=data.seq_len, seed=seed, separate=separate)
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0

@@ -1,0 +1,133 @@
+"""Attention layers. Each has one submodule, `core`, that attends; the rest is projections.
+
+The core takes q, k and v as [B, S, heads, width] and a mask by keyword, `attn_mask`, so that
+`hp_context.ContextParallel` can be put around it.
+
+Shape symbols: B sequences, S positions, D model width, N query heads, K key/value heads, H width
+of query and key heads, V width of value heads.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from hp_context import Attention, Causal, Mask, SlidingWindow
+from hp_train.config import ModelConfig
+from hp_train.model.layers import Linear, RMSNorm
+from hp_train.model.rotary import Rotation, softmax_growth
+
+Limits = tuple[Mask, ...] | None
+"""What limits the keys of a query besides the layer's own mask: a mask for each sequence."""
+
+_LATENT_EPS = 1e-6
+"""Of the norms inside latent attention: DeepSeek's code has it whatever the model's eps."""
+
+
+class GroupedQueryAttention(nn.Module):
+    """Self-attention with grouped key/value heads (Ainslie et al., 2023, arXiv:2305.13245).
+
+    Args:
+        config: Of the model.
+        mask: Which keys a query may see.
+    """
+
+    def __init__(self, config: ModelConfig, mask: Mask) -> None:
+        super().__init__()
+        width = self.head_dim = config.head_dim or config.dim // config.num_heads
+        bias = config.attention_bias
+        self.wq = Linear(config.dim, config.num_heads * width, bias=bias)
+        self.wk = Linear(config.dim, config.num_kv_heads * width, bias=bias)
+        self.wv = Linear(config.dim, config.num_kv_heads * width, bias=bias)
+        self.wo = Linear(config.num_heads * width, config.dim, bias=bias)
+        self.q_norm = RMSNorm(width, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(width, eps=config.norm_eps) if config.qk_norm else None
+        sinks = torch.empty(config.num_heads) if config.attention_sinks else None
+        self.core = Attention(mask, scale=width**-0.5, sinks=sinks)
+
+    def forward(self, x: Tensor, *, rotation: Rotation, documents: Limits = None) -> Tensor:
+        """[B, S, D] to [B, S, D].
+
+        Args:
+            x: [B, S, D].
+            rotation: Of the positions.
+            documents: What else limits the keys of a query, in this call, for each sequence.
+        """
+        # Heads are counted by what the projections give: under tensor parallelism a part of them.
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotation.apply(q), rotation.apply(k)
+        y = _attend(self.core, (q, k, v), documents)
+        out: Tensor = self.wo(y.flatten(2))
+        return out
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    Keys and values are made from a narrow latent of each token; a part of the key, the only one
+    with a position, is shared by all heads.
+
+    Args:
+        config: Of the model.
+        mask: Which keys a query may see.
+    """
+
+    def __init__(self, config: ModelConfig, mask: Mask) -> None:
+        super().__init__()
+        self.nope, self.rope = config.nope_head_dim, config.rope_head_dim
+        self.value, self.latent = config.v_head_dim, config.kv_lora_rank
+        heads, width = config.num_heads, self.nope + self.rope
+        if config.q_lora_rank:
+            self.wq_a = Linear(config.dim, config.q_lora_rank)
+            self.q_norm = RMSNorm(config.q_lora_rank, eps=_LATENT_EPS)
+            self.wq_b = Linear(config.q_lora_rank, heads * width)
+        else:
+            self.wq = Linear(config.dim, heads * width)
+        self.is_compressed = config.q_lora_rank > 0
+        self.wkv_a = Linear(config.dim, self.latent + self.rope)
+        self.kv_norm = RMSNorm(self.latent, eps=_LATENT_EPS)
+        self.wkv_b = Linear(self.latent, heads * (self.nope + self.value))
+        self.wo = Linear(heads * self.value, config.dim)
+        self.core = Attention(mask, scale=width**-0.5 * softmax_growth(config))
+
+    def forward(self, x: Tensor, *, rotation: Rotation, documents: Limits = None) -> Tensor:
+        """See :meth:`GroupedQueryAttention.forward`."""
+        q = self.wq_b(self.q_norm(self.wq_a(x))) if self.is_compressed else self.wq(x)
+        q_nope, q_rope = q.unflatten(-1, (-1, self.nope + self.rope)).split(
+            [self.nope, self.rope], dim=-1
+        )
+        latent, k_rope = self.wkv_a(x).split([self.latent, self.rope], dim=-1)
+        k_nope, v = (
+            self.wkv_b(self.kv_norm(latent))
+            .unflatten(-1, (-1, self.nope + self.value))
+            .split([self.nope, self.value], dim=-1)
+        )
+        k_rope = rotation.apply(k_rope.unsqueeze(2)).expand(*k_nope.shape[:-1], -1)
+        q = torch.cat((q_nope, rotation.apply(q_rope)), dim=-1)
+        k = torch.cat((k_nope, k_rope), dim=-1)
+        y = _attend(self.core, (q, k, v), documents)
+        out: Tensor = self.wo(y.flatten(2))
+        return out
+
+
+ATTENTION: dict[str, type[GroupedQueryAttention] | type[LatentAttention]] = {
+    "gqa": GroupedQueryAttention,
+    "mla": LatentAttention,
+}
+"""By the name that `model.attention` has in a config."""
+
+
+def make_attention(config: ModelConfig, layer: int) -> GroupedQueryAttention | LatentAttention:
+    """Build the attention of one layer of a model."""
+    has_window = config.has_window(layer)
+    mask = SlidingWindow(config.sliding_window - 1) if has_window else Causal()
+    return ATTENTION[config.attention](config, mask)
+
+
+def _attend(core: Attention, qkv: tuple[Tensor, Tensor, Tensor], documents: Limits) -> Tensor:
+    """Attend, sequence by sequence where they have limits of their own."""
+    if documents is None:
+        y: Tensor = core(*qkv)
+        return y
+    rows = zip(*(x.split(1) for x in qkv), documents, strict=True)
+    return torch.cat([core(q, k, v, attn_mask=core.mask & row) for q, k, v, row in rows])
