@@ -154,6 +154,19 @@ def one_after_another(transport: Transport) -> None:
     assert [handle.wait()[0][0].item() for handle in reversed(handles)] == [4, 3, 2, 1, 0]
 
 
+def progress_without_wait(transport: Transport) -> None:
+    """Hop and exchange go on while nobody waits: the transfer ends by itself."""
+    if transport.rank == 0:
+        send(transport, HUGE, 9.0, 0)
+        return
+    handle = transport.receive([HUGE], source=0, destination=1, microbatch=0)
+    deadline = time.monotonic() + 15
+    while not handle.done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert handle.wait(timeout=0)[0][-1] == 9
+
+
 def a_late_peer(transport: Transport) -> None:
     """A wait with a time of its own names edge, microbatch and peer, and may be tried again."""
     if transport.rank == 0:
@@ -172,7 +185,7 @@ def a_late_peer(transport: Transport) -> None:
 
 RIGHT = (
     *(order_swap, two_threads, double_wait, skip_wait, drop_isend, requires_grad, noncontig),
-    *(one_after_another, a_late_peer),
+    *(one_after_another, progress_without_wait, a_late_peer),
 )
 
 
