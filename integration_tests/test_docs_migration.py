@@ -43,6 +43,27 @@ PipelineStage: - forward_one_chunk backward_one_chunk init is_last_stage exec_fw
 HSDPModule: -
 platform: micro_batch get_cells_and_names
 """
+# The same of hyper_parallel.core.context_parallel.async_context_parallel, with its arguments and
+# the functions and hooks that programs have subclassed or called.
+CONTEXT = """
+ContextParallel: - apply
+AsyncContextParallel: - apply seq_dim head_dim ulysses_degree qkv_indices qkv_kwarg_names
+    load_balance _register_proj_hooks _proj_post_hook _wait_a2a _attn_pre_hook_ulysses
+    _attn_pre_hook_hybrid _attn_post_hook_ata _proj_bwd_pre_hook
+_launch_async_a2a_seq_to_head: -
+_a2a_reconstruct: -
+_build_2d_mesh: -
+_ensure_1d: -
+_gather_seq: -
+_gather_head_to_seq: -
+platform: Module Tensor all_to_all_single differentiable_async_a2a_wait
+    register_full_backward_pre_hook
+get_platform: -
+DeviceMesh: -
+DTensor: -
+Shard: -
+Replicate: -
+"""
 # The same of hyper_parallel.core.expert_parallel.expert_parallel, and what its subclasses override.
 EXPERTS = """
 BaseExpertParallel: - apply _partition_fn _token_dispatch _token_combine
@@ -130,7 +151,9 @@ def public_names(listed: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize(("listed", "least"), [(SCHEDULER, 80), (EXPERTS, 16), (VTP, 20)])
+@pytest.mark.parametrize(
+    ("listed", "least"), [(SCHEDULER, 80), (CONTEXT, 30), (EXPERTS, 16), (VTP, 20)]
+)
 def test_every_public_name_has_a_row(listed: str, least: int) -> None:
     there = {cell.strip("`") for cell, _, _ in rows()}
     assert len(public_names(listed)) > least
