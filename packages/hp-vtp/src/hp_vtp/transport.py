@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Literal, Self
 
@@ -111,7 +112,7 @@ class Transport:
         }
         for parts in groups.values():
             for group in parts.distinct:
-                self._failure.on_failure(lambda group=group: break_group(group))  # type: ignore[misc]
+                self._failure.on_failure(partial(break_group, group))
 
     def __enter__(self) -> Self:
         return self
