@@ -22,7 +22,7 @@ from hp_platform.testing import RankError, run_distributed
 from hp_vtp import PipelineLayout
 from hp_vtp.transport import TensorMeta, TransferError, TransferTimeoutError, Transport
 
-TIMEOUT = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=30)
 SMALL = TensorMeta((4,), torch.float32)
 LARGE = TensorMeta((1024,), torch.float32)
 HUGE = TensorMeta((4 << 20,), torch.float32)  # more than a socket takes
@@ -206,7 +206,7 @@ def fails(act: Callable[[Transport], None]) -> str:
     start = time.monotonic()
     with pytest.raises(TransferError) as caught:
         act(transport)
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 15
     transport.close()
     return str(caught.value)
 
@@ -307,7 +307,7 @@ def test_all_ranks_of_a_stage_learn_of_a_dead_peer() -> None:
 
 def leave_early() -> None:
     """A rank that sends less than the other expects is found out at the end."""
-    transport = Transport(PipelineLayout.straight([1, 1]), timeout=timedelta(seconds=5))
+    transport = Transport(PipelineLayout.straight([1, 1]), timeout=TIMEOUT)
     if transport.rank == 0:
         send(transport, SMALL, 1.0, 0)
         with pytest.raises(TransferError, match=r"transfer 1: close.* must equal .*transfer 1"):
