@@ -13,7 +13,6 @@ from hp_platform.testing import compare
 from hp_train.config import ModelConfig
 from hp_train.initialization import initialize_parameters
 from hp_train.model import DropoutKey, Microbatch, TransformerStage
-from hp_train.model.attention import SinkAttention
 from hp_train.model.prediction import PredictionModule
 from hp_train.model.rotary import rotation
 from hp_train.options import resolve
@@ -134,21 +133,6 @@ def test_every_other_layer_may_see_all() -> None:
     model = resolve("gpt-oss-20b", env={}).config.model
     assert [model.has_window(i) for i in range(4)] == [True, False, True, False]
     assert not any(replace(model, sliding_window=0).has_window(i) for i in range(4))
-
-
-def test_grouped_heads_and_a_sink_are_a_softmax_with_one_key_more() -> None:
-    from hp_context import Causal  # noqa: PLC0415
-
-    q = torch.randn(1, 5, 4, 6, dtype=torch.float64)
-    k, v = torch.randn(2, 1, 5, 2, 6, dtype=torch.float64)
-    sinks = torch.randn(4, dtype=torch.float64)
-    y = SinkAttention(Causal(), scale=0.3)(q, k, v, sinks=sinks)
-    for head in range(4):
-        for i in range(5):
-            scores = torch.stack([q[0, i, head] @ k[0, j, head // 2] * 0.3 for j in range(i + 1)])
-            shares = torch.cat((scores, sinks[head, None])).softmax(0)[:-1]
-            expected = shares @ v[0, : i + 1, head // 2]
-            assert torch.allclose(y[0, i, head], expected, rtol=0, atol=1e-14)
 
 
 def _plain_prediction(stage: TransformerStage, tokens: Tensor, targets: Tensor) -> list[Tensor]:

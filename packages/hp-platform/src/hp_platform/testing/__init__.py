@@ -1,9 +1,10 @@
-"""Run ranks in tests: processes or threads, a slow link, comparisons of tensors, all operators.
+"""Run ranks in tests: processes or threads, a slow link, comparisons, operators, exchanges.
 
 Needs no test framework; pytest, if there is one, is imported ahead for the ranks.
 """
 
 from hp_platform.testing.comparing import Comparison, Difference, compare
+from hp_platform.testing.exchanges import Exchange, record_exchanges
 from hp_platform.testing.operators import watch_operators
 from hp_platform.testing.processes import RankError, run_distributed
 from hp_platform.testing.slow import slow_group
@@ -12,8 +13,10 @@ from hp_platform.testing.threaded import run_in_threads
 __all__ = [
     "Comparison",
     "Difference",
+    "Exchange",
     "RankError",
     "compare",
+    "record_exchanges",
     "run_distributed",
     "run_in_threads",
     "slow_group",

@@ -7,13 +7,10 @@ Shape symbols: B sequences, S positions, D model width, N query heads, K key/val
 of query and key heads, V width of value heads.
 """
 
-import math
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from hp_context import Attention, Causal, Mask, SlidingWindow, mask_tensor
+from hp_context import Attention, Causal, Mask, SlidingWindow
 from hp_train.config import ModelConfig
 from hp_train.model.layers import Linear, RMSNorm
 from hp_train.model.rotary import Rotation, softmax_growth
@@ -23,46 +20,6 @@ Limits = tuple[Mask, ...] | None
 
 _LATENT_EPS = 1e-6
 """Of the norms inside latent attention: DeepSeek's code has it whatever the model's eps."""
-
-
-class SinkAttention(nn.Module):
-    """A core attention in which a learned score per head takes a share of the softmax (gpt-oss).
-
-    It stands in until `hp_context.Attention` takes sinks: it keeps all scores, [B, N, S, S], and
-    cannot be made context parallel.
-
-    Args:
-        mask: Which keys a query may see; a call may pass another one.
-        scale: Factor of the scores.
-    """
-
-    def __init__(self, mask: Mask, *, scale: float) -> None:
-        super().__init__()
-        self.mask, self.scale = mask, scale
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Mask | None = None, *, sinks: Tensor
-    ) -> Tensor:
-        """Attend.
-
-        Args:
-            q: [B, S, N, H].
-            k: [B, S, K, H].
-            v: [B, S, K, V].
-            attn_mask: Instead of the mask of the module.
-            sinks: [N].
-
-        Returns:
-            [B, S, N, V].
-        """
-        wide = torch.promote_types(q.dtype, torch.float32)
-        mask = mask_tensor(attn_mask or self.mask, q.shape[1], device=q.device)
-        grouped = q.unflatten(2, (k.shape[2], -1))
-        scores = torch.einsum("bqkgh,bskh->bkgqs", grouped, k).to(wide) * self.scale
-        scores = scores.masked_fill(~mask, -math.inf)
-        sink = sinks.to(wide).view(1, k.shape[2], -1, 1, 1).expand(*scores.shape[:-1], 1)
-        shares = torch.cat((scores, sink), dim=-1).softmax(dim=-1)[..., :-1]
-        return torch.einsum("bkgqs,bskv->bqkgv", shares.to(v.dtype), v).flatten(2, 3)
 
 
 class GroupedQueryAttention(nn.Module):
@@ -83,10 +40,8 @@ class GroupedQueryAttention(nn.Module):
         self.wo = Linear(config.num_heads * width, config.dim, bias=bias)
         self.q_norm = RMSNorm(width, eps=config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(width, eps=config.norm_eps) if config.qk_norm else None
-        sinks = nn.Parameter(torch.empty(config.num_heads)) if config.attention_sinks else None
-        self.register_parameter("sinks", sinks)
-        make = Attention if sinks is None else SinkAttention
-        self.core = make(mask, scale=width**-0.5)
+        sinks = torch.empty(config.num_heads) if config.attention_sinks else None
+        self.core = Attention(mask, scale=width**-0.5, sinks=sinks)
 
     def forward(self, x: Tensor, *, rotation: Rotation, documents: Limits = None) -> Tensor:
         """[B, S, D] to [B, S, D].
@@ -101,8 +56,7 @@ class GroupedQueryAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotation.apply(q), rotation.apply(k)
-        sinks = {} if self.sinks is None else {"sinks": self.sinks}
-        y = _attend(self.core, (q, k, v), documents, **sinks)
+        y = _attend(self.core, (q, k, v), documents)
         out: Tensor = self.wo(y.flatten(2))
         return out
 
@@ -170,13 +124,10 @@ def make_attention(config: ModelConfig, layer: int) -> GroupedQueryAttention | L
     return ATTENTION[config.attention](config, mask)
 
 
-def _attend(
-    core: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], documents: Limits, **options: Any
-) -> Tensor:
+def _attend(core: Attention, qkv: tuple[Tensor, Tensor, Tensor], documents: Limits) -> Tensor:
     """Attend, sequence by sequence where they have limits of their own."""
     if documents is None:
-        y: Tensor = core(*qkv, **options)
+        y: Tensor = core(*qkv)
         return y
-    assert isinstance(core.mask, Mask)
     rows = zip(*(x.split(1) for x in qkv), documents, strict=True)
-    return torch.cat([core(q, k, v, attn_mask=core.mask & row, **options) for q, k, v, row in rows])
+    return torch.cat([core(q, k, v, attn_mask=core.mask & row) for q, k, v, row in rows])
