@@ -8,8 +8,8 @@ direction without using a core, as on a device that is not the CPU. So every exc
 wrapped functions wait for what they launch: threads alone hide nothing. The bits of the output and
 of all gradients must be equal.
 
-    python packages/hp-overlap/benchmarks/bench_overlap.py
-    python packages/hp-overlap/benchmarks/bench_overlap.py --layers 8 --compute 0.04
+    python benchmarks/bench_overlap.py
+    python benchmarks/bench_overlap.py --layers 8 --compute 0.04
 
 `--trace FILE` also writes a trace of rank 0 for `python -m hp_overlap FILE`.
 """

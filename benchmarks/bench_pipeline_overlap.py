@@ -1,7 +1,7 @@
 """A whole pipeline on a slow link between experts, its pairs run at once or not.
 
 Four Gloo ranks: two pipeline ranks times two that share experts, each holding two stages. As in
-`packages/hp-overlap/benchmarks/bench_overlap.py`, an exchange of tokens takes `--latency` seconds
+`benchmarks/bench_overlap.py`, an exchange of tokens takes `--latency` seconds
 longer and attention and experts take `--compute` seconds in each direction, without using a core.
 `none` is the time without any delay, so `removed` is the share of the cost of all exchanges that
 overlap takes away, those of forwards and backwards that no pair has included. Gradients must have
