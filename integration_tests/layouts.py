@@ -1,5 +1,6 @@
 """Train the same small model in any layout, and look inside."""
 
+import itertools
 import json
 from dataclasses import dataclass, field
 from functools import partial
@@ -142,20 +143,21 @@ def worker_of(info: RankInfo, directory: Path) -> Worker:
 
 
 def _whole(trainer: Trainer, *, gradients: bool) -> dict[str, torch.Tensor]:
-    """Every rank's parameters or gradients by name, experts apart; replicas must agree."""
-    mine = {}
+    """Parameters or gradients by name, put together from all ranks; replicas must agree."""
+    mine = []
     for parameter in trainer.parameters:
-        tensor = parameter.tensor.grad if gradients else parameter.tensor.detach()
+        tensor = parameter.local.grad if gradients else parameter.local
         assert tensor is not None
-        if parameter.experts is None:
-            mine[parameter.name] = tensor.cpu().clone()
-        else:
-            for row, expert in zip(tensor, parameter.experts, strict=True):
-                mine[f"{parameter.name}[{expert}]"] = row.cpu().clone()
-    everyone: list[dict[str, torch.Tensor]] = [{} for _ in range(trainer.runtime.info.world_size)]
+        mine.append((parameter.name, parameter.shape, parameter.span, tensor.cpu().clone()))
+    everyone: list[list[Any]] = [[] for _ in range(trainer.runtime.info.world_size)]
     dist.all_gather_object(everyone, mine, group=trainer.runtime.control)
     whole: dict[str, torch.Tensor] = {}
-    for part in everyone:
-        for name, tensor in part.items():
-            assert torch.equal(whole.setdefault(name, tensor), tensor), f"replicas differ: {name}"
+    for name, shape, span, tensor in itertools.chain.from_iterable(everyone):
+        if name not in whole:
+            whole[name] = torch.full(shape, torch.nan, dtype=tensor.dtype)
+        part = whole[name][tuple(slice(*bounds) for bounds in span)]
+        known = ~part.isnan()
+        assert torch.equal(part[known], tensor[known]), f"replicas differ: {name}"
+        part.copy_(tensor)
+    assert not any(tensor.isnan().any() for tensor in whole.values()), "parts are missing"
     return whole

@@ -17,6 +17,17 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "dp4-ep2": {"mesh": {"dp_replicate": 4, "ep": 2}},
     "pp4-gpipe": {"mesh": {"pp": 4}, "pipeline": {"schedule": "gpipe"}},
     "ep4": {"mesh": {"dp_replicate": 4, "ep": 4}},
+    "fsdp4": {"mesh": {"dp_shard": 4}},
+    "fsdp4-ep2": {"mesh": {"dp_shard": 4, "ep": 2}},
+    "hsdp-ep4": {"mesh": {"dp_replicate": 2, "dp_shard": 2, "ep": 4}},
+    "pp2-fsdp2-ep2-zbv": {
+        "mesh": {"pp": 2, "dp_shard": 2, "ep": 2},
+        "pipeline": {"schedule": "zbv", "stages_per_rank": 2},
+    },
+    "pp2-fsdp2-dualpipe": {
+        "mesh": {"pp": 2, "dp_shard": 2},
+        "pipeline": {"schedule": "dualpipe_v", "stages_per_rank": 2},
+    },
 }
 
 
@@ -63,11 +74,19 @@ def test_a_repeated_run_is_bitwise_the_same(tmp_path: Path) -> None:
     assert comparison.ok, comparison
 
 
-@pytest.mark.parametrize("other", ["dp4-ep2", "pp2-dp1-1f1b"])
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("pp2-ep2-interleaved", "dp4-ep2"),
+        ("pp2-ep2-interleaved", "pp2-dp1-1f1b"),
+        ("pp2-fsdp2-ep2-zbv", "fsdp4-ep2"),
+        ("fsdp4", "hsdp-ep4"),
+    ],
+)
 def test_a_run_goes_on_under_another_layout(
-    other: str, one_process: dict[str, Result], tmp_path: Path
+    one: str, other: str, one_process: dict[str, Result], tmp_path: Path
 ) -> None:
-    first = config_of(**LAYOUTS["pp2-ep2-interleaved"], train={"dtype": "float64"})
+    first = config_of(**LAYOUTS[one], train={"dtype": "float64"})
     before = train_in(first, tmp_path, until=2)
     after = train_in(config_of(**LAYOUTS[other], train={"dtype": "float64"}), tmp_path)
     expected = one_process["float64"]

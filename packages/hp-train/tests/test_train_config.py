@@ -137,8 +137,9 @@ def test_a_resumed_run_takes_its_own_config(tmp_path: Path) -> None:
         (
             "pipeline.schedule=1f2b",
             (
-                'pipeline.schedule ("1f2b") must be one of gpipe, 1f1b, interleaved_1f1b; '
-                "did you mean 1f1b?"
+                'pipeline.schedule ("1f2b") must be one of gpipe, 1f1b, looped_bfs, '
+                "interleaved_1f1b, zero_bubble, interleaved_zero_bubble, zbv, v_half, v_min, "
+                "dualpipe_v; did you mean 1f1b?"
             ),
         ),
         ("run.name=../x", 'run.name ("../x") must be letters, digits and _ . + - only'),

@@ -18,10 +18,11 @@ from hp_schedule import MetaStep, MetaStepType, Span, Timeline
 from hp_train import train
 from hp_train.config import Config
 from hp_train.errors import DataError
+from hp_train.gradients import GradientNorm
 from hp_train.launch.board import Board
 from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
-from hp_train.optimizer import GradientNorm, Parameter
+from hp_train.parameters import Parameter
 from hp_train.train import Trainer, require_same_data
 
 CONFIG = msgspec.convert(
@@ -94,12 +95,15 @@ def test_squares_of_gradients_are_written_once_and_in_their_places(worker: Worke
     whole, experts = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))
     whole.grad = torch.tensor([1.0, 2.0, 2.0])
     experts.grad = torch.tensor([[3.0, 4.0], [0.0, 1.0]])
-    mesh: Any = SimpleNamespace(dp_index=0, is_first_expert_replica=True)
-    parameters = [Parameter("z", whole), Parameter("a", experts, range(4, 6))]
+    mesh: Any = SimpleNamespace(index={"dp_replicate": 0, "expert_replicate": 0}.__getitem__)
+    parameters = [
+        Parameter("z", whole, whole, (3,), (), ("dp_replicate",), False, ((0, 3),)),
+        Parameter("a", experts, experts, (8, 2), (), ("expert_replicate",), True, ((4, 6), (0, 2))),
+    ]
     norm = GradientNorm(parameters, mesh, control=runtime.control)
     assert list(norm.sizes) == ["a[4]", "a[5]", "z"]
     assert norm.local_squares(torch.device("cpu")).tolist() == [25.0, 1.0, 9.0]
-    mesh.dp_index, mesh.is_first_expert_replica = 1, False
+    mesh.index = {"dp_replicate": 1, "expert_replicate": 2}.__getitem__
     silent = GradientNorm(parameters, mesh, control=runtime.control)
     assert silent.local_squares(torch.device("cpu")).tolist() == [0.0, 0.0, 0.0]
 

@@ -9,6 +9,7 @@ from hp_train.model import DropoutKey, Microbatch, TransformerStage, add_loss, i
 from hp_train.model.layers import Attention, RMSNorm, dropout, rotary_angles, rotate
 from hp_train.optimizer import learning_rate
 from hp_train.parallelize import split_layers
+from hp_train.parameters import named_parameters
 
 CONFIG = ModelConfig(dim=16, num_layers=4, expert_hidden=8, num_experts=4, init_std=0.2)
 
@@ -16,7 +17,7 @@ CONFIG = ModelConfig(dim=16, num_layers=4, expert_hidden=8, num_experts=4, init_
 def _stage(config: ModelConfig, layers: range, *, seed: int = 0) -> TransformerStage:
     last = layers.stop == config.num_layers
     stage = TransformerStage(config, 32, layers=layers, first=layers.start == 0, last=last)
-    initialize_parameters(stage, config, seed=seed)
+    initialize_parameters(named_parameters([stage]), config, seed=seed)
     return stage
 
 

@@ -5,8 +5,8 @@ import torch
 from hp_platform import Runtime
 from hp_train import __version__
 from hp_train.config import Config
+from hp_train.gradients import GradientNorm
 from hp_train.mesh import Mesh
-from hp_train.optimizer import GradientNorm
 
 
 def banner(config: Config, mesh: Mesh, runtime: Runtime, norm: GradientNorm) -> list[str]:

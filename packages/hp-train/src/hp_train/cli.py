@@ -9,6 +9,7 @@ from hp_train import __version__
 from hp_train.environment import speaks_for_node
 from hp_train.errors import ConfigError, HpError
 from hp_train.launch.signals import ignore_stops
+from hp_train.layout import Layout
 from hp_train.options import Resolved, resolve, shipped, split_overrides
 from hp_train.render import to_json, to_lines, to_toml
 from hp_train.schema import did_you_mean, fields
@@ -177,10 +178,10 @@ def _print_config(resolved: Resolved, options: argparse.Namespace) -> int:
 
 def _dry_run(resolved: Resolved) -> int:
     config = resolved.config
-    mesh, train = config.mesh, config.train
+    train = config.train
     sys.stdout.write(
-        f"config {resolved.name} is good: {config.world_size} processes, pp {mesh.pp} x "
-        f"dp_replicate {mesh.dp_replicate} (ep {mesh.ep}), {train.steps} steps of "
+        f"config {resolved.name} is good: {config.world_size} processes, "
+        f"{Layout.of(config.mesh)}, {train.steps} steps of "
         f"{train.global_batch_size} sequences x {config.data.seq_len} tokens\n"
     )
     return 0

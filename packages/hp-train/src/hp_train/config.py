@@ -72,12 +72,17 @@ class LaunchConfig(Struct, frozen=True, kw_only=True):
 
 
 class MeshConfig(Struct, frozen=True, kw_only=True):
-    """How many ways each axis is split; pp * dp_replicate is the number of processes."""
+    """How many ways each axis is split; pp * dp_replicate * dp_shard is the number of processes."""
 
     pp: Annotated[Count, _help("Pipeline ranks.")] = 1
-    dp_replicate: Annotated[Count, _help("Data-parallel ranks.")] = 1
+    dp_replicate: Annotated[
+        Count, _help("Data-parallel ranks that hold all of the parameters.")
+    ] = 1
+    dp_shard: Annotated[
+        Count, _help("Data-parallel ranks that hold a shard of the parameters each (FSDP).")
+    ] = 1
     ep: Annotated[
-        Count, _help("Expert-parallel ranks, taken out of dp_replicate, which it must divide.")
+        Count, _help("Ranks that share out the experts, taken out of the data-parallel ones.")
     ] = 1
 
 
@@ -85,10 +90,22 @@ class PipelineConfig(Struct, frozen=True, kw_only=True):
     """In which order the stages compute."""
 
     schedule: Annotated[
-        Literal["gpipe", "1f1b", "interleaved_1f1b"], _help("Order of forwards and backwards.")
+        Literal[
+            "gpipe",
+            "1f1b",
+            "looped_bfs",
+            "interleaved_1f1b",
+            "zero_bubble",
+            "interleaved_zero_bubble",
+            "zbv",
+            "v_half",
+            "v_min",
+            "dualpipe_v",
+        ],
+        _help("Order of forwards and backwards."),
     ] = "interleaved_1f1b"
     stages_per_rank: Annotated[
-        Count, _help("Stages that each pipeline rank holds; 1 unless interleaved.")
+        Count, _help("Stages that each pipeline rank holds; what schedules allow is in the docs.")
     ] = 1
 
 
@@ -180,7 +197,7 @@ class Config(Struct, frozen=True, kw_only=True):
     @property
     def world_size(self) -> int:
         """Processes that the mesh has places for."""
-        return self.mesh.pp * self.mesh.dp_replicate
+        return self.mesh.pp * self.mesh.dp_replicate * self.mesh.dp_shard
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:

@@ -34,7 +34,7 @@ def continue_text(
     Returns:
         The continuation without the prompt.
     """
-    runner = pipeline.inference(num_microbatches=1, microbatch_size=1)
+    runner = pipeline.runner(num_microbatches=1, microbatch_size=1)
     ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.separator]
     start = len(ids)
     for index in range(num_tokens):
@@ -53,10 +53,11 @@ def _next_token(
     window = ids[-seq_len:]
     tokens = torch.zeros(1, seq_len, dtype=torch.int64, device=pipeline.device)
     tokens[0, : len(window)] = torch.tensor(window, device=pipeline.device)
-    result = runner.run_microbatches([(tokens,)], [{"microbatch": Microbatch(num_sequences=1)}])
+    kwargs = {"microbatch": Microbatch(num_sequences=1)}
+    result = runner.evaluate_microbatches([(tokens,)], [kwargs])
     chosen = torch.zeros(1, dtype=torch.int64, device=pipeline.device)
     # Every replica computes the same logits; one of them speaks.
-    if pipeline.is_last and pipeline.mesh.dp_index == 0:
+    if pipeline.is_last and pipeline.mesh.is_first_of_stage:
         logits = result.outputs[0][0, len(window) - 1]
         chosen[0] = _sample(logits, pipeline.config.run.seed, index, temperature)
     dist.all_reduce(chosen, group=pipeline.mesh.world)

@@ -1,69 +1,30 @@
-"""Where a rank stands in the layout, and the process groups it belongs to.
-
-Ranks are numbered with the pipeline outermost: ``rank = pp_index * dp_replicate + dp_index``, so
-data-parallel neighbours, and the expert-parallel ranks taken out of them, are neighbours on a
-node. Experts borrow their ranks from data parallelism: ``dp_replicate = ep * expert replicas``.
+"""The process groups that a rank belongs to.
 
 Every axis has groups of its own even where the ranks coincide, built by all ranks in one order.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 
+import torch
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-from hp_platform import Runtime, new_group
-from hp_train.config import MeshConfig
+from hp_platform import Runtime, mesh_of, new_group
+from hp_train.layout import GRIDS, Axis, Layout
 
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The arithmetic of a mesh: no process group, no torch.
-
-    Attributes:
-        pp: Pipeline ranks.
-        dp: Data-parallel ranks.
-        ep: Expert-parallel ranks, a divisor of ``dp``.
-    """
-
-    pp: int
-    dp: int
-    ep: int
-
-    @classmethod
-    def of(cls, config: MeshConfig) -> "Layout":
-        """The layout a config asks for."""
-        return cls(pp=config.pp, dp=config.dp_replicate, ep=config.ep)
-
-    @property
-    def world_size(self) -> int:
-        """Ranks in all."""
-        return self.pp * self.dp
-
-    def coordinates(self, rank: int) -> tuple[int, int]:
-        """(pp index, dp index) of a rank."""
-        return divmod(rank, self.dp)
-
-    def pipelines(self) -> list[list[int]]:
-        """Ranks of each pipeline, first stage first; one list per data-parallel index."""
-        return [list(range(dp, self.world_size, self.dp)) for dp in range(self.dp)]
-
-    def data_ranks(self) -> list[list[int]]:
-        """Ranks that hold the same stages and see different sequences."""
-        return [list(range(pp * self.dp, (pp + 1) * self.dp)) for pp in range(self.pp)]
-
-    def expert_ranks(self) -> list[list[int]]:
-        """Ranks that together hold all experts of their stages."""
-        starts = range(0, self.world_size, self.ep)
-        return [list(range(start, start + self.ep)) for start in starts]
-
-    def expert_replica_ranks(self) -> list[list[int]]:
-        """Ranks that hold the same experts."""
-        return [ranks[shard :: self.ep] for ranks in self.data_ranks() for shard in range(self.ep)]
-
-    def __str__(self) -> str:
-        axes = f"pp {self.pp} x dp {self.dp}"
-        return f"{axes} (ep {self.ep})" if self.ep > 1 else axes
+GROUPS: Mapping[str, tuple[Axis, ...]] = {
+    "dp_replicate": ("dp_replicate",),
+    "fsdp": ("dp_shard", "cp"),
+    "cp": ("cp",),
+    "tp": ("tp",),
+    "expert_replicate": ("expert_replicate",),
+    "expert_shard": ("expert_shard",),
+    "ep": ("ep",),
+    "etp": ("etp",),
+}
+"""Each group, and the axes along which its ranks differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,32 +34,60 @@ class Mesh:
     Attributes:
         layout: The arithmetic.
         rank: Global rank.
-        pp_index: Position in its pipeline.
-        dp_index: Which share of the sequences it sees.
-        dp: Ranks with the same stages.
-        ep: Ranks that share out the experts.
-        expert_replicas: Ranks with the same experts.
+        groups: By name, see :data:`GROUPS`.
         world: All ranks, for the step's scalars.
+        device_type: ``"cpu"`` or ``"cuda"``.
     """
 
     layout: Layout
     rank: int
-    pp_index: int
-    dp_index: int
-    dp: ProcessGroup
-    ep: ProcessGroup
-    expert_replicas: ProcessGroup
+    groups: Mapping[str, ProcessGroup]
     world: ProcessGroup
+    device_type: str
+    _submeshes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, repr=False)
 
     @property
-    def expert_shard(self) -> int:
-        """Index of this rank among those that share out the experts."""
-        return self.dp_index % self.layout.ep
+    def pp_index(self) -> int:
+        """Position in its pipeline."""
+        return self.layout.index(self.rank, "pp")
 
     @property
-    def is_first_expert_replica(self) -> bool:
-        """Whether this rank speaks for its experts where each must be counted once."""
-        return self.dp_index < self.layout.ep
+    def dp_index(self) -> int:
+        """Which share of the sequences it sees."""
+        return self.layout.index(self.rank, "dp_replicate", "dp_shard")
+
+    @property
+    def is_first_of_stage(self) -> bool:
+        """Whether it speaks where all ranks of a stage know the same."""
+        return self.rank % self.layout.stage_size == 0
+
+    @property
+    def pipeline(self) -> list[int]:
+        """Global ranks of its pipeline, first stage first."""
+        return next(ranks for ranks in self.layout.pipelines() if self.rank in ranks)
+
+    def size(self, name: str) -> int:
+        """Ranks of a group."""
+        return self.layout.size(*GROUPS[name])
+
+    def index(self, name: str) -> int:
+        """Position of this rank in a group."""
+        return self.layout.index(self.rank, *GROUPS[name])
+
+    def submesh(self, *names: str) -> DeviceMesh:
+        """A mesh whose axes are some groups of one grid, outermost first, in any order."""
+        if names not in self._submeshes:
+            self._submeshes[names] = self._make_submesh(names)
+        return self._submeshes[names]
+
+    def _make_submesh(self, names: tuple[str, ...]) -> DeviceMesh:
+        layout, wanted = self.layout, [axis for name in names for axis in GROUPS[name]]
+        axes = [axis for grid in GRIDS for axis in grid if axis in wanted]
+        mine = next(ranks for ranks in layout.ranks(*axes) if self.rank in ranks)
+        mine.sort(key=lambda rank: [layout.index(rank, *GROUPS[name]) for name in names])
+        ranks = torch.tensor(mine).view([self.size(name) for name in names]).tolist()
+        groups = {name: self.groups[name] for name in names}
+        return mesh_of(groups, ranks, device_type=self.device_type)
 
 
 def build_mesh(layout: Layout, runtime: Runtime, *, timeout: timedelta) -> Mesh:
@@ -114,16 +103,15 @@ def build_mesh(layout: Layout, runtime: Runtime, *, timeout: timedelta) -> Mesh:
     """
     world_size, rank = runtime.info.world_size, runtime.info.rank
     if layout.world_size != world_size:
-        raise ValueError(f"pp ({layout.pp}) x dp ({layout.dp}) must equal the world ({world_size})")
-    pp_index, dp_index = layout.coordinates(rank)
+        raise ValueError(f"layout ({layout}) must fill the world ({world_size})")
 
-    def group(name: str, ranks: list[list[int]], *, high_priority: bool = False) -> ProcessGroup:
+    def group(name: str, ranks: list[list[int]]) -> ProcessGroup:
         mine = new_group(
             ranks,
             name=name,
             backend=runtime.backend,
             timeout=timeout,
-            high_priority=high_priority,
+            high_priority=name == "ep",
         )
         assert mine is not None, f"rank {rank} is in no {name} group"
         return mine
@@ -131,10 +119,7 @@ def build_mesh(layout: Layout, runtime: Runtime, *, timeout: timedelta) -> Mesh:
     return Mesh(
         layout=layout,
         rank=rank,
-        pp_index=pp_index,
-        dp_index=dp_index,
-        dp=group("dp", layout.data_ranks()),
-        ep=group("ep", layout.expert_ranks(), high_priority=True),
-        expert_replicas=group("expert_replicas", layout.expert_replica_ranks()),
+        groups={name: group(name, layout.ranks(*axes)) for name, axes in GROUPS.items()},
         world=group("world", [list(range(world_size))]),
+        device_type=runtime.device.type,
     )

@@ -12,30 +12,25 @@ from datetime import timedelta
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from hp_expert import ExpertParallel, GroupedExperts
+from hp_expert import ExpertParallel, GroupedExperts, fully_shard_experts
 from hp_platform import Runtime
-from hp_schedule import (
-    MetaStep,
-    Schedule,
-    add_send_recv,
-    forward_only,
-    gpipe,
-    interleaved_1f1b,
-    one_f_one_b,
-    validate,
-)
+from hp_schedule import MetaStep
 from hp_schedule.runtime import (
     EdgeGroups,
+    FullySharded,
     PipelineScheduleRuntime,
     PipelineStage,
     TensorSpec,
     TorchTransport,
     build_edge_groups,
 )
-from hp_train.config import Config, PipelineConfig
+from hp_train.config import Config
 from hp_train.mesh import Mesh
 from hp_train.model import TransformerStage, initialize_parameters
+from hp_train.parameters import named_parameters
+from hp_train.schedules import training_schedule
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -51,31 +46,6 @@ def split_layers(num_layers: int, num_stages: int) -> list[range]:
     short, longer = divmod(num_layers, num_stages)
     bounds = [stage * short + min(stage, longer) for stage in range(num_stages + 1)]
     return [range(low, high) for low, high in itertools.pairwise(bounds)]
-
-
-def training_schedule(config: PipelineConfig, *, num_ranks: int, num_microbatches: int) -> Schedule:
-    """The configured schedule with its communication, proven before it is used.
-
-    Raises:
-        hp_schedule.ScheduleError: When the schedule would not complete.
-    """
-    if config.schedule == "gpipe":
-        schedule = gpipe(num_ranks, num_microbatches=num_microbatches)
-    elif config.schedule == "1f1b":
-        schedule = one_f_one_b(num_ranks, num_microbatches=num_microbatches)
-    else:
-        schedule = interleaved_1f1b(
-            num_ranks,
-            num_microbatches=num_microbatches,
-            num_stages_per_rank=config.stages_per_rank,
-        )
-    return _with_communication(schedule)
-
-
-def _with_communication(schedule: Schedule) -> Schedule:
-    schedule = add_send_recv(schedule)
-    validate(schedule).raise_if_failed()
-    return schedule
 
 
 @dataclass(frozen=True)
@@ -100,32 +70,32 @@ class Pipeline:
         """Whether this rank holds the last stage, and so the logits and the loss."""
         return self.num_stages - 1 in self.modules
 
-    def training(
-        self, loss_fn: Callable[[Tensor, Tensor], Tensor]
-    ) -> tuple[Schedule, PipelineScheduleRuntime]:
-        """The configured schedule over one step's microbatches, and what runs it."""
+    def training(self, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> PipelineScheduleRuntime:
+        """What runs the configured schedule over the microbatches of one step."""
         train = self.config.train
         num_microbatches = train.global_batch_size // (self.mesh.layout.dp * train.microbatch_size)
-        schedule = training_schedule(
-            self.config.pipeline, num_ranks=self.mesh.layout.pp, num_microbatches=num_microbatches
-        )
-        return schedule, self._runner(schedule, train.microbatch_size, loss_fn)
+        return self.runner(num_microbatches, train.microbatch_size, loss_fn)
 
-    def inference(self, *, num_microbatches: int, microbatch_size: int) -> PipelineScheduleRuntime:
-        """A forward-only pass that returns the logits on the last rank."""
-        schedule = forward_only(
-            self.mesh.layout.pp,
-            num_microbatches=num_microbatches,
-            num_stages_per_rank=self.num_stages // self.mesh.layout.pp,
-        )
-        return self._runner(_with_communication(schedule), microbatch_size, None)
-
-    def _runner(
+    def runner(
         self,
-        schedule: Schedule,
+        num_microbatches: int,
         microbatch_size: int,
-        loss_fn: Callable[[Tensor, Tensor], Tensor] | None,
+        loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> PipelineScheduleRuntime:
+        """What runs the configured schedule over some microbatches, or its forwards alone.
+
+        Args:
+            num_microbatches: Of each run.
+            microbatch_size: Sequences in each.
+            loss_fn: From logits and targets to a scalar; None to get the logits.
+        """
+        sharded = is_sharded(self.mesh)
+        schedule = training_schedule(
+            self.config.pipeline,
+            num_ranks=self.mesh.layout.pp,
+            num_microbatches=num_microbatches,
+            sharded=sharded,
+        )
         shape = (microbatch_size, self.config.data.seq_len, self.config.model.dim)
         activations = TensorSpec(shape, DTYPES[self.config.train.dtype])
         stages = [
@@ -138,13 +108,13 @@ class Pipeline:
             )
             for index, module in self.modules.items()
         ]
-        pipeline = self.mesh.layout.pipelines()[self.mesh.dp_index]
         return PipelineScheduleRuntime(
             stages,
             schedule,
             pipeline_rank=self.mesh.pp_index,
-            transport=TorchTransport(schedule, rank_of=pipeline, groups=self.edge_groups),
+            transport=TorchTransport(schedule, rank_of=self.mesh.pipeline, groups=self.edge_groups),
             loss_fn=loss_fn,
+            sharding=FullySharded(stages) if sharded else None,
             on_step=self.on_step,
         )
 
@@ -170,6 +140,9 @@ def build_pipeline(
     """
     num_stages = mesh.layout.pp * config.pipeline.stages_per_rank
     layers = split_layers(config.model.num_layers, num_stages)
+    placement = training_schedule(
+        config.pipeline, num_ranks=mesh.layout.pp, num_microbatches=1
+    ).stages_of(mesh.pp_index)
     edge_groups = build_edge_groups(
         mesh.layout.pipelines(), backend=runtime.backend, timeout=timeout
     )
@@ -177,7 +150,7 @@ def build_pipeline(
         stage: _build_stage(
             config, mesh, stage=stage, layers=layers, vocab_size=vocab_size, device=runtime.device
         )
-        for stage in range(mesh.pp_index, num_stages, mesh.layout.pp)
+        for stage in placement
     }
     return Pipeline(modules, num_stages, config, mesh, runtime.device, edge_groups, on_step)
 
@@ -201,10 +174,38 @@ def _build_stage(
             last=stage == len(layers) - 1,
             compute_dtype=compute_dtype,
         )
+    # Parameters stay fp32 under bf16 compute: they are the masters that the optimizer updates.
+    module.to(torch.promote_types(compute_dtype, torch.float32))
     for part in module.modules():
         if isinstance(part, GroupedExperts):
-            ExpertParallel().apply(part, mesh.ep)
-    # Parameters stay fp32 under bf16 compute: they are the masters that the optimizer updates.
-    module.to(torch.promote_types(compute_dtype, torch.float32)).to_empty(device=device)
-    initialize_parameters(module, config.model, seed=config.run.seed)
+            ExpertParallel().apply(part, mesh.groups["ep"])
+    _shard(module, mesh)
+    module.to_empty(device=device)
+    initialize_parameters(named_parameters([module], mesh), config.model, seed=config.run.seed)
     return module
+
+
+def is_sharded(mesh: Mesh) -> bool:
+    """Whether some parameters are sharded with FSDP."""
+    return mesh.size("fsdp") > 1 or mesh.size("expert_shard") > 1
+
+
+def _shard(module: TransformerStage, mesh: Mesh) -> None:
+    """Apply FSDP2, block by block; gradients are sums, as everywhere here."""
+    if mesh.size("expert_shard") > 1:
+        fully_shard_experts(module, mesh.submesh("expert_shard"), divide_gradients_by=1.0)
+    if mesh.size("fsdp") == 1:
+        return
+    device_mesh = mesh.submesh("fsdp")
+    experts = {
+        parameter
+        for part in module.modules()
+        if isinstance(part, GroupedExperts)
+        for parameter in part.parameters(recurse=False)
+    }
+    for part in (*module.layers.values(), module):
+        fully_shard(part, mesh=device_mesh, ignored_params=experts)
+        assert isinstance(part, FSDPModule)
+        part.set_gradient_divide_factor(1.0)
+        # Gloo cannot scale while it sums.
+        part.set_force_sum_reduction_for_comms(mesh.device_type != "cuda")

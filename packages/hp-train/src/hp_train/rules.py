@@ -5,14 +5,18 @@ Each rule is a function that yields the sentence about every way in which it is 
 """
 
 import importlib.util
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from hp_train.config import Config
+from hp_train.config import Config, MeshConfig
 from hp_train.environment import World
 from hp_train.errors import ConfigError
+from hp_train.schedules import KINDS
 from hp_train.schema import did_you_mean, shown
+
+_DATA_AXES = ("dp_replicate", "dp_shard")
 
 
 def check(config: Config, world: World | None = None) -> None:
@@ -59,12 +63,17 @@ def _mesh(config: Config, world: World | None) -> Iterator[str]:
             yield f"{place} must equal {world}"
         num_processes, place = world.size, str(world)
     if num_processes not in (0, config.world_size):
-        product = f"mesh.pp ({mesh.pp}) x mesh.dp_replicate ({mesh.dp_replicate})"
-        yield f"{product} = {config.world_size} must equal {place}{_fit(config, num_processes)}"
-    if mesh.dp_replicate % mesh.ep:
+        product = _product(mesh, "pp", *_DATA_AXES)
+        yield f"{product} must equal {place}{_fit(config, num_processes)}"
+    data_ranks = mesh.dp_replicate * mesh.dp_shard
+    if data_ranks % mesh.ep:
         yield (
-            f"mesh.ep ({mesh.ep}) must divide mesh.dp_replicate ({mesh.dp_replicate})"
-            f"{_divisors(mesh.ep, mesh.dp_replicate)}"
+            f"mesh.ep ({mesh.ep}) must divide {_product(mesh, *_DATA_AXES)}"
+            f"{_divisors(mesh.ep, data_ranks)}"
+        )
+    elif mesh.dp_shard % mesh.ep and mesh.ep % mesh.dp_shard:
+        yield (
+            f"mesh.ep ({mesh.ep}) must divide or be a multiple of mesh.dp_shard ({mesh.dp_shard})"
         )
     if config.model.num_experts % mesh.ep:
         yield (
@@ -76,9 +85,10 @@ def _mesh(config: Config, world: World | None) -> Iterator[str]:
 def _pipeline(config: Config) -> Iterator[str]:
     mesh, pipeline, model = config.mesh, config.pipeline, config.model
     num_stages = mesh.pp * pipeline.stages_per_rank
-    if pipeline.schedule != "interleaved_1f1b" and pipeline.stages_per_rank != 1:
+    only = KINDS[pipeline.schedule].stages_per_rank
+    if only and pipeline.stages_per_rank != only:
         yield (
-            f"pipeline.stages_per_rank ({pipeline.stages_per_rank}) must be 1 "
+            f"pipeline.stages_per_rank ({pipeline.stages_per_rank}) must be {only} "
             f"with pipeline.schedule ({shown(pipeline.schedule)})"
         )
     if model.num_layers < num_stages:
@@ -118,12 +128,13 @@ def _model(config: Config) -> Iterator[str]:
 
 
 def _batches(config: Config) -> Iterator[str]:
-    train, dp = config.train, config.mesh.dp_replicate
-    unit = dp * train.microbatch_size
+    train, mesh = config.train, config.mesh
+    unit = mesh.dp_replicate * mesh.dp_shard * train.microbatch_size
     if train.global_batch_size % unit:
         yield (
             f"train.global_batch_size ({train.global_batch_size}) must be a multiple of "
-            f"mesh.dp_replicate ({dp}) x train.microbatch_size ({train.microbatch_size}) = {unit}"
+            f"{_factors(mesh, *_DATA_AXES)} x train.microbatch_size ({train.microbatch_size}) = "
+            f"{unit}"
             f"{_multiples(train.global_batch_size, unit)}"
         )
     if train.sample_tokens and not train.sample_prompt:
@@ -202,13 +213,27 @@ def _neighbour(path: str) -> str:
         return ""
 
 
+def _factors(mesh: MeshConfig, *axes: str) -> str:
+    """Axes and their sizes as a product; those of one rank are left out but for the first two."""
+    sizes = {f"mesh.{axis}": getattr(mesh, axis) for axis in axes}
+    shown_axes = [name for name, size in sizes.items() if size > 1 or name == "mesh.pp"]
+    return " x ".join(f"{name} ({sizes[name]})" for name in shown_axes or list(sizes)[:1])
+
+
+def _product(mesh: MeshConfig, *axes: str) -> str:
+    factors = _factors(mesh, *axes)
+    total = math.prod(getattr(mesh, axis) for axis in axes)
+    return f"{factors} = {total}" if " x " in factors else factors
+
+
 def _fit(config: Config, num_processes: int) -> str:
-    mesh = config.mesh
-    if num_processes % mesh.pp == 0:
-        return f"; nearest: mesh.dp_replicate = {num_processes // mesh.pp}"
-    if num_processes % mesh.dp_replicate == 0:
-        return f"; nearest: mesh.pp = {num_processes // mesh.dp_replicate}"
-    return _divisors(mesh.pp, num_processes, name="mesh.pp = ")
+    """Hint at a size of one axis with which the mesh fills the world."""
+    for axis in ("dp_replicate", "dp_shard", "pp"):
+        size = getattr(config.mesh, axis)
+        others = config.world_size // size
+        if num_processes % others == 0:
+            return f"; nearest: mesh.{axis} = {num_processes // others}"
+    return _divisors(config.mesh.pp, num_processes, name="mesh.pp = ")
 
 
 def _divisors(value: int, of: int, *, name: str = "") -> str:

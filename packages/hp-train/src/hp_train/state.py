@@ -1,17 +1,16 @@
 """What a checkpoint holds: parameters and Adam moments by global name, and a few numbers.
 
-Experts are offered as DTensors sharded over the expert-parallel ranks, everything else as plain
-tensors, so that a checkpoint says nothing of the layout it was saved under.
+What is cut over ranks is offered as DTensors, everything else as plain tensors, so that a
+checkpoint says nothing of the layout it was saved under.
 """
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
-from hp_train.optimizer import Parameter
+from hp_train.mesh import Mesh
+from hp_train.parameters import Parameter
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -37,26 +36,23 @@ def set_optimizer_steps(optimizer: torch.optim.AdamW, steps: int) -> None:
 
 
 def checkpoint_tensors(
-    parameters: Sequence[Parameter], optimizer: torch.optim.AdamW, expert_mesh: DeviceMesh
+    parameters: Sequence[Parameter], optimizer: torch.optim.AdamW, mesh: Mesh
 ) -> dict[str, Tensor]:
     """This rank's tensors under their global names. They share memory with the live state.
 
     Args:
         parameters: This rank's.
         optimizer: Materialised; see :func:`materialize_optimizer`.
-        expert_mesh: One-dimensional, over the ranks that share out the experts.
+        mesh: Of the run.
 
     Returns:
         ``model.<name>``, ``optimizer.exp_avg.<name>`` and ``optimizer.exp_avg_sq.<name>``.
     """
     tensors = {}
     for parameter in parameters:
-        state = optimizer.state[parameter.tensor]
-        named = {"model": parameter.tensor.detach()}
+        state = optimizer.state[parameter.local]
+        named = {"model": parameter.local}
         named |= {f"optimizer.{moment}": state[moment] for moment in _MOMENTS}
         for prefix, tensor in named.items():
-            whole = tensor
-            if parameter.experts is not None:
-                whole = DTensor.from_local(tensor, expert_mesh, [Shard(0)], run_check=False)
-            tensors[f"{prefix}.{parameter.name}"] = whole
+            tensors[f"{prefix}.{parameter.name}"] = parameter.as_whole(tensor, mesh)
     return tensors

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from hp_platform import Runtime, agree, initialize, mesh_of, new_group, shutdown
+from hp_platform import Runtime, agree, initialize, new_group, shutdown
 from hp_schedule import MetaStep, Timeline
 from hp_train.banner import banner
 from hp_train.checkpoint import load_latest, save_checkpoint
@@ -25,19 +25,15 @@ from hp_train.config import Config, to_dict
 from hp_train.data import Dataset, Tokenizer, load_tokenizer, prepare
 from hp_train.errors import PREEMPTED, CheckpointError, DataError, NumericsError
 from hp_train.generate import continue_text
+from hp_train.gradients import GradientNorm, clip_gradients, reduce_gradients
 from hp_train.launch.task import Worker
-from hp_train.mesh import Layout, build_mesh
+from hp_train.layout import Layout
+from hp_train.mesh import build_mesh
 from hp_train.metrics import Console, MetricsWriter, StepMetrics, peak_memory_bytes
 from hp_train.model import DropoutKey, Microbatch
-from hp_train.optimizer import (
-    GradientNorm,
-    build_optimizer,
-    clip_gradients,
-    learning_rate,
-    named_parameters,
-    reduce_gradients,
-)
+from hp_train.optimizer import build_optimizer, learning_rate
 from hp_train.parallelize import build_pipeline
+from hp_train.parameters import named_parameters
 from hp_train.report import planned_and_actual, write_report
 from hp_train.state import checkpoint_tensors, materialize_optimizer, set_optimizer_steps
 
@@ -164,12 +160,8 @@ class Trainer:
             timeout=timeout,
             on_step=self._on_pipeline_step,
         )
-        self.schedule, self.runner = self.pipeline.training(self._loss)
-        self.evaluator = self.pipeline.inference(
-            num_microbatches=self.schedule.num_microbatches,
-            microbatch_size=config.train.microbatch_size,
-        )
-        self.parameters = named_parameters(self.pipeline.modules.values())
+        self.runner = self.pipeline.training(self._loss)
+        self.parameters = named_parameters(self.pipeline.modules.values(), self.mesh)
         self.optimizer = build_optimizer(self.parameters, config.train)
         materialize_optimizer(self.optimizer)
         self.norm = GradientNorm(self.parameters, self.mesh, control=runtime.control)
@@ -313,9 +305,7 @@ class Trainer:
         loss = 0.0
         for batch in range(num_batches):
             args, kwargs, targets = self._microbatches(self.held_out, batch * size, train=False)
-            outputs = self.evaluator.run_microbatches(args, kwargs).outputs
-            # There are outputs on the last stage alone.
-            losses = [self._loss(o, t) for o, t in zip(outputs, targets, strict=False)]
+            losses = self.runner.evaluate_microbatches(args, kwargs, targets).losses
             self._beat("evaluate", waiting=True)
             shares = [float(sum(losses)), self.worker.stop.requested]
             total = torch.tensor(shares, dtype=torch.float64).to(self.device)
@@ -384,7 +374,7 @@ class Trainer:
     def _finish(self, console: Console) -> None:
         train = self.config.train
         timelines = planned_and_actual(
-            self.schedule, self.timeline, self.mesh, control=self.runtime.control
+            self.runner.schedule, self.timeline, self.mesh, control=self.runtime.control
         )
         if train.sample_tokens:
             self._beat("sample")
@@ -399,7 +389,7 @@ class Trainer:
         self, data: Dataset, first: int, *, train: bool
     ) -> tuple[list[tuple[Tensor]], list[dict[str, Any]], list[Tensor]]:
         """This rank's share of the global batch that starts at sequence ``first``."""
-        size, count = self.config.train.microbatch_size, self.schedule.num_microbatches
+        size, count = self.config.train.microbatch_size, self.runner.schedule.num_microbatches
         first += self.mesh.dp_index * size * count
         args, kwargs, targets = [], [], []
         for start in range(first, first + size * count, size):
@@ -444,10 +434,7 @@ class Trainer:
         return values.tolist(), squares, int(memories.max())
 
     def _tensors(self) -> dict[str, Tensor]:
-        expert_ranks = self.mesh.layout.expert_ranks()
-        mine = next(ranks for ranks in expert_ranks if self.mesh.rank in ranks)
-        device_mesh = mesh_of({"ep": self.mesh.ep}, mine, device_type=self.device.type)
-        return checkpoint_tensors(self.parameters, self.optimizer, device_mesh)
+        return checkpoint_tensors(self.parameters, self.optimizer, self.mesh)
 
     def _open(self, split: str, *, seed: int | None) -> Dataset:
         directory = self.worker.run_dir / "data"

@@ -4,12 +4,13 @@ Experts draw by their own global index, so the same expert starts the same where
 """
 
 import math
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hp_expert import GroupedExperts
 from hp_train.config import ModelConfig
+from hp_train.parameters import Parameter
 from hp_train.randomness import generator
 
 # Matrices that write into the residual stream start smaller (Radford et al., 2019), so that its
@@ -18,34 +19,36 @@ _RESIDUAL_OUTPUTS = (".wo.weight", ".w2", ".w2.weight")
 
 
 @torch.no_grad()
-def initialize_parameters(module: nn.Module, config: ModelConfig, *, seed: int) -> None:
-    """Fill every parameter of a stage in place.
+def initialize_parameters(
+    parameters: Iterable[Parameter], config: ModelConfig, *, seed: int
+) -> None:
+    """Fill the local part of every parameter in place.
 
-    Numbers are drawn in fp32 on the CPU and then cast and copied, so that dtype and device do
-    not change them either.
+    Numbers are drawn in fp32 on the CPU, one matrix at a time, and the part that is here is then
+    cast and copied, so that dtype, device and layout do not change them.
 
     Args:
-        module: A stage whose parameters carry their global names.
+        parameters: Under their global names.
         config: The whole model.
         seed: The run's seed.
     """
-    experts = {n: m for n, m in module.named_modules() if isinstance(m, GroupedExperts)}
-    for name, parameter in module.named_parameters():
+    for parameter in parameters:
+        name, local, span = parameter.name, parameter.local, parameter.span
         if name.endswith("norm.weight"):
-            parameter.fill_(1.0)
+            local.fill_(1.0)
             continue
         std = config.init_std
         if name.endswith(_RESIDUAL_OUTPUTS):
             std /= math.sqrt(2 * config.num_layers)
-        owner = experts.get(name.rpartition(".")[0])
-        if owner is None:
-            _fill(parameter, std, seed, name)
-        else:
-            for local in range(owner.num_local_experts):
-                _fill(parameter[local], std, seed, name, owner.first_expert + local)
+        if parameter.experts is None:
+            local.copy_(_draw(parameter.shape, span, std, seed, name))
+        for row, expert in enumerate(parameter.experts or ()):
+            local[row].copy_(_draw(parameter.shape[1:], span[1:], std, seed, name, expert))
 
 
-def _fill(target: Tensor, std: float, seed: int, name: str, *index: int) -> None:
-    values = torch.empty(target.shape, dtype=torch.float32)
-    values.normal_(0.0, std, generator=generator(seed, "init", name, *index))
-    target.copy_(values)
+def _draw(
+    shape: Sequence[int], span: Sequence[tuple[int, int]], std: float, seed: int, *name: str | int
+) -> Tensor:
+    values = torch.empty(shape, dtype=torch.float32)
+    values.normal_(0.0, std, generator=generator(seed, "init", *name))
+    return values[tuple(slice(start, stop) for start, stop in span)]

@@ -1,0 +1,87 @@
+"""The pipeline schedules that a config can name, proven before they are used; no torch.
+
+Schedules with a fixed number of stages per rank lay them out there and back: rank 0 has the first
+stage and the last.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hp_schedule import (
+    Schedule,
+    add_fsdp_reduce_grad,
+    add_fsdp_unshard_reshard,
+    add_send_recv,
+    dualpipe_v,
+    gpipe,
+    interleaved_1f1b,
+    interleaved_zero_bubble,
+    looped_bfs,
+    one_f_one_b,
+    v_half,
+    v_min,
+    validate,
+    zbv,
+    zero_bubble,
+)
+from hp_train.config import PipelineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One way to order forwards and backwards.
+
+    Attributes:
+        build: From pipeline ranks, microbatches and stages per rank to compute steps.
+        stages_per_rank: The only number that it takes; 0: any.
+    """
+
+    build: Callable[[int, int, int], Schedule]
+    stages_per_rank: int = 0
+
+
+KINDS: dict[str, Kind] = {
+    "gpipe": Kind(lambda ranks, m, _: gpipe(ranks, num_microbatches=m), 1),
+    "1f1b": Kind(lambda ranks, m, _: one_f_one_b(ranks, num_microbatches=m), 1),
+    "looped_bfs": Kind(
+        lambda ranks, m, v: looped_bfs(ranks, num_microbatches=m, num_stages_per_rank=v)
+    ),
+    "interleaved_1f1b": Kind(
+        lambda ranks, m, v: interleaved_1f1b(ranks, num_microbatches=m, num_stages_per_rank=v)
+    ),
+    "zero_bubble": Kind(lambda ranks, m, _: zero_bubble(ranks, num_microbatches=m), 1),
+    "interleaved_zero_bubble": Kind(
+        lambda ranks, m, v: interleaved_zero_bubble(
+            ranks, num_microbatches=m, num_stages_per_rank=v
+        )
+    ),
+    "zbv": Kind(lambda ranks, m, _: zbv(ranks, num_microbatches=m), 2),
+    "v_half": Kind(lambda ranks, m, _: v_half(ranks, num_microbatches=m), 2),
+    "v_min": Kind(lambda ranks, m, _: v_min(ranks, num_microbatches=m), 2),
+    "dualpipe_v": Kind(
+        lambda ranks, m, _: dualpipe_v(ranks, num_microbatches=m, overlap_f_b=False), 2
+    ),
+}
+"""By the name that `pipeline.schedule` gives."""
+
+
+def training_schedule(
+    config: PipelineConfig, *, num_ranks: int, num_microbatches: int, sharded: bool = False
+) -> Schedule:
+    """The configured schedule with its communication.
+
+    Args:
+        config: Of the pipeline.
+        num_ranks: Pipeline ranks.
+        num_microbatches: Of a step.
+        sharded: Whether parameters are gathered before they are used, and gradients reduced.
+
+    Raises:
+        hp_schedule.ScheduleError: When the schedule would not complete.
+    """
+    kind = KINDS[config.schedule]
+    schedule = add_send_recv(kind.build(num_ranks, num_microbatches, config.stages_per_rank))
+    if sharded:
+        schedule = add_fsdp_unshard_reshard(add_fsdp_reduce_grad(schedule))
+    validate(schedule).raise_if_failed()
+    return schedule
