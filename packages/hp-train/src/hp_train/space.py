@@ -44,6 +44,7 @@ class Axis:
 AXES = (
     Axis("mesh.pp", _SIZES),
     Axis("mesh.dp_replicate", _SIZES),
+    Axis("mesh.dp_shard", _SIZES),
     Axis("mesh.ep", _SIZES),
     Axis("pipeline.schedule"),
     Axis("pipeline.stages_per_rank", (1, 2, 3)),
@@ -137,7 +138,7 @@ def sample_layouts(
     """Draw layouts so that every pair of values of two axes comes up as soon as it can.
 
     The rarest pair so far decides: of the layouts that have it, the one with the most pairs as rare
-    is taken. The same arguments give the same layouts, and a larger count the same ones first.
+    is taken, and among equals one of few processes. The number of processes counts as an axis. The same arguments give the same layouts, and a larger count the same ones first.
 
     Args:
         config: Everything else comes from it.
@@ -146,7 +147,10 @@ def sample_layouts(
         num_processes: How many each may have.
         axes: To vary.
     """
-    pool = list(enumerate_layouts(config, num_processes=num_processes, axes=axes))
+    pool = [
+        ((*choice, found.world_size), found)
+        for choice, found in enumerate_layouts(config, num_processes=num_processes, axes=axes)
+    ]
     random = Random(seed)  # noqa: S311 - nothing is secret
     random.shuffle(pool)
     having: dict[tuple[int, object, int, object], list[int]] = {}
@@ -164,11 +168,26 @@ def sample_layouts(
             continue
         some = random.sample(left, min(len(left), _LOOKED_AT))
         least = seen[rarest]
-        best = max(some, key=lambda i: sum(seen[pair] <= least for pair in _pairs(pool[i][0])))
+        best = _best(some, pool, seen, least)
         seen.update(_pairs(pool[best][0]))
         taken[best] = pool[best][1]
     covered = sum(number > 0 for number in seen.values())
     return Sample(tuple(taken.values()), len(pool), len(having), covered)
+
+
+def _best(
+    indices: Sequence[int],
+    pool: Sequence[tuple[Choice, Config]],
+    seen: Mapping[tuple[int, object, int, object], int],
+    least: int,
+) -> int:
+    """The layout with the most pairs that were seen no more often than that, then the smallest."""
+
+    def key(index: int) -> tuple[int, int]:
+        choice, config = pool[index]
+        return sum(seen[pair] <= least for pair in _pairs(choice)), -config.world_size
+
+    return max(indices, key=key)
 
 
 def _pairs(choice: Choice) -> list[tuple[int, object, int, object]]:

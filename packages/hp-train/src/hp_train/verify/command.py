@@ -102,6 +102,8 @@ def run(resolved: Resolved, options: argparse.Namespace, given: Sequence[tuple[s
     else:
         if options.against is not None or options.bound is not None:
             raise ConfigError("--generate compares with one process: no --against, no --bound")
+        if options.shrink:
+            [config] = shrink([config])
         layouts, other = _generated(config, options), None
     # What follows imports torch, and so does the server that ranks are forked from.
     from hp_train.verify.rank import TRAINER  # noqa: PLC0415
@@ -109,7 +111,7 @@ def run(resolved: Resolved, options: argparse.Namespace, given: Sequence[tuple[s
 
     sys.path.insert(0, str(Path.cwd()))  # a job may be next to the config
     scratch = _scratch(options.keep)
-    runs = Runs(scratch, steps=options.steps, job=options.job or TRAINER)
+    runs = Runs(scratch, base=config, steps=options.steps, job=options.job or TRAINER)
     if other is None:
         _verify_all(runs, layouts)
     else:
@@ -139,8 +141,6 @@ def _generated(config: Config, options: argparse.Namespace) -> list[Config]:
         low, high = map(int, options.processes.split(":"))
     except ValueError:
         raise ConfigError(f"--processes ({options.processes}) must be like 2:8") from None
-    if options.shrink:
-        [config] = shrink([config])
     sample = sample_layouts(
         config, options.generate, seed=options.seed, num_processes=range(low, high + 1)
     )

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import msgspec
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from hp_expert import MoE, Routing
 from hp_platform import shutdown
@@ -16,7 +15,7 @@ from hp_platform.testing import CHOICES, SCORES, Part, Recorder
 from hp_train.config import Config
 from hp_train.launch.task import Worker
 from hp_train.model import Microbatch
-from hp_train.optimizer import Parameter
+from hp_train.parameters import Parameter
 from hp_train.train import start
 from hp_train.verify.job import Build, Job
 
@@ -103,13 +102,13 @@ class TrainerJob(Job):
 
     def _parts(
         self, of: Literal["gradient", "weight"], *, reverse: bool = False
-    ) -> Mapping[str, Tensor | Part]:
+    ) -> Mapping[str, Part]:
         parameters = self.trainer.parameters
-        found: dict[str, Tensor | Part] = {}
+        found = {}
         for parameter in reversed(parameters) if reverse else parameters:
-            tensor = parameter.tensor.grad if of == "gradient" else parameter.tensor.detach()
+            tensor = parameter.local.grad if of == "gradient" else parameter.local.detach()
             assert tensor is not None, f"{parameter.name} has no gradient"
-            found[parameter.name] = _part(parameter, tensor, self.config.model.num_experts)
+            found[parameter.name] = _part(parameter, tensor)
         return found
 
     def _listen(self) -> None:
@@ -149,12 +148,9 @@ class TrainerJob(Job):
                 self._record.add(quantity, {name: Part(row[None], whole, offset)})
 
 
-def _part(parameter: Parameter, tensor: Tensor, num_experts: int) -> Tensor | Part:
-    """What this rank holds of a parameter, as a part of the whole."""
-    if parameter.experts is None or isinstance(tensor, DTensor):
-        return tensor
-    shape = (num_experts, *tensor.shape[1:])
-    return Part(tensor, shape, (parameter.experts.start, *(0 for _ in tensor.shape[1:])))
+def _part(parameter: Parameter, local: Tensor) -> Part:
+    """What this rank holds of a tensor that is cut as a parameter is."""
+    return Part(local, parameter.shape, tuple(start for start, _ in parameter.span))
 
 
 def request_run(run_dir: Path, request: Request) -> None:

@@ -60,6 +60,8 @@ class Runs:
 
     Args:
         scratch: An empty folder for them.
+        base: What layouts are told apart by: they are named by how they differ from its run in
+            one process.
         steps: To train.
         tensor_steps: Steps whose tensors are compared; empty: all.
         job: ``module:callable``, see `Build`.
@@ -69,11 +71,12 @@ class Runs:
         self,
         scratch: Path,
         *,
+        base: Config,
         steps: int,
         tensor_steps: tuple[int, ...] = (),
         job: str = TRAINER,
     ) -> None:
-        self._scratch = scratch
+        self._scratch, self.base = scratch, base
         self._request = Request(job=job, steps=steps, tensor_steps=tensor_steps)
         self._runs: dict[bytes, Path] = {}
 
@@ -93,7 +96,7 @@ class Runs:
             request_run(run_dir, self._request)
             status = run_entry(config, run_dir, entry=ENTRY)
             if status:
-                name = described(config, config)
+                name = described(config, self.base)
                 raise RunFailedError(f"{name} ended with status {status}", status=status)
             self._runs[key] = run_dir / RECORDING
         return self._runs[key]
@@ -131,8 +134,8 @@ class Runs:
                 raise
             problem = str(error)
         seconds = time.monotonic() - began
-        names = (described(config, config), described(other, config))
-        return Verdict(*names, comparison, seconds, problem)
+        names = [described(either, self.base) for either in (config, other)]
+        return Verdict(names[0], names[1], comparison, seconds, problem)
 
 
 def judge_all(runs: Runs, layouts: Sequence[Config]) -> Iterator[Verdict]:
@@ -142,7 +145,7 @@ def judge_all(runs: Runs, layouts: Sequence[Config]) -> Iterator[Verdict]:
         runs: Takes the recordings.
         layouts: Of one model, data and batch.
     """
-    reference = one_process(layouts[0])
+    reference = one_process(runs.base)
     families: dict[bytes, list[Config]] = defaultdict(list)
     for layout in layouts:
         yield runs.judge(layout, reference)
