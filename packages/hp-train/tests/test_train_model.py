@@ -8,7 +8,7 @@ from hp_train.config import ModelConfig, TrainConfig
 from hp_train.model import DropoutKey, Microbatch, TransformerStage, add_loss, initialize_parameters
 from hp_train.model.layers import Attention, RMSNorm, dropout, rotary_angles, rotate
 from hp_train.optimizer import learning_rate
-from hp_train.parallelize import split_layers
+from hp_train.schedules import split_layers
 from hp_train.parameters import named_parameters
 
 CONFIG = ModelConfig(dim=16, num_layers=4, expert_hidden=8, num_experts=4, init_std=0.2)

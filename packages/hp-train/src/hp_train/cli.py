@@ -11,6 +11,7 @@ from hp_train.errors import ConfigError, HpError
 from hp_train.launch.signals import ignore_stops
 from hp_train.layout import Layout
 from hp_train.options import Resolved, resolve, shipped, split_overrides
+from hp_train.plan import command as plan
 from hp_train.render import to_json, to_lines, to_toml
 from hp_train.schema import did_you_mean, fields
 from hp_train.verify import command as verify
@@ -20,6 +21,7 @@ _FLAGS = {
     "config": ("--data", "--resume", "--origins", "--json"),
     "doctor": ("--json",),
     "verify": ("--data", "--resume", *verify.FLAGS),
+    "plan": ("--data", "--resume", *plan.FLAGS),
 }
 _OVERRIDES = "--section.key value, --section.key=value or section.key=value sets any key."
 
@@ -77,6 +79,8 @@ def _main(argv: Sequence[str]) -> int:
         return _print_config(resolved, options)
     if options.command == "verify":
         return verify.run(resolved, options, given)
+    if options.command == "plan":
+        return plan.run(resolved, options)
     if options.dry_run:
         return _dry_run(resolved)
     from hp_train.launch.launcher import run  # noqa: PLC0415 - only what trains needs it
@@ -111,6 +115,14 @@ def _parser() -> _Parser:
     )
     _add_config(check)
     verify.add_arguments(check)
+    price = commands.add_parser(
+        "plan",
+        help="compare layouts by memory and time, without running them",
+        epilog=_OVERRIDES,
+        allow_abbrev=False,
+    )
+    _add_config(price)
+    plan.add_arguments(price)
     doctor = commands.add_parser(
         "doctor", help="tell what this machine can run", allow_abbrev=False
     )

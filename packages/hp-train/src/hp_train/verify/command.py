@@ -111,7 +111,14 @@ def run(resolved: Resolved, options: argparse.Namespace, given: Sequence[tuple[s
 
     sys.path.insert(0, str(Path.cwd()))  # a job may be next to the config
     scratch = _scratch(options.keep)
-    runs = Runs(scratch, base=config, steps=options.steps, job=options.job or TRAINER)
+    runs = Runs(
+        scratch,
+        base=config,
+        steps=options.steps,
+        # Of many layouts the curves of all steps, and tensors where they start and where they end.
+        tensor_steps=() if other is not None else tuple({1, options.steps}),
+        job=options.job or TRAINER,
+    )
     if other is None:
         _verify_all(runs, layouts)
     else:
