@@ -98,9 +98,10 @@ class Plan:
             expert_transfer(config, [stage], self.layout, machine, tokens=self.tokens).seconds
             for stage in self.stages
         ]
+        self.cores, slowed = _cores(machine, self.layout)
         plain = [
-            stage.flops * self.tokens / machine.flops + len(layers) * machine.layer_seconds
-            for stage, layers in zip(self.stages, self.layers, strict=True)
+            slowed * (stage.flops * self.tokens / machine.flops + len(part) * machine.layer_seconds)
+            for stage, part in zip(self.stages, self.layers, strict=True)
         ]
         self.expert_seconds = experts
         # Half of what experts exchange belongs to each direction; weights wait for nobody.
@@ -143,7 +144,7 @@ class Plan:
     def estimate(self) -> Estimate:
         """Simulate the schedule."""
         schedule = self.schedule()
-        simulation = simulate(schedule, self.costs(schedule), cores=self._cores())
+        simulation = simulate(schedule, self.costs(schedule), cores=self.cores)
         ranks = range(self.layout.pp)
         memories = [self._memory(schedule, simulation, rank) for rank in ranks]
         ends = [self._ends(self.stages_of(schedule, rank)) for rank in ranks]
@@ -197,13 +198,6 @@ class Plan:
             seconds = max(late + size / bandwidth for bandwidth, late in links)
             found[source, destination] = found[destination, source] = seconds
         return found
-
-    def _cores(self) -> int | None:
-        """Cores for one pipeline, where ranks share them; its share of all."""
-        cores = self.machine.cores
-        if not cores or cores >= self.layout.world_size:
-            return None
-        return max(1, cores * self.layout.pp // self.layout.world_size)
 
     def _memory(self, schedule: Schedule, simulation: Simulation, rank: int) -> Memory:
         stages = self.stages_of(schedule, rank)
@@ -267,6 +261,19 @@ def estimate(config: Config, machine: Machine, *, vocab_size: int) -> Estimate:
         vocab_size: Of the tokenizer.
     """
     return Plan(config, machine, vocab_size=vocab_size).estimate()
+
+
+def _cores(machine: Machine, layout: Layout) -> tuple[int | None, float]:
+    """Cores for one pipeline where ranks share them, and how much slower ranks are besides.
+
+    Pipelines share cores evenly; where one has a fraction of a core left, all its steps take
+    longer.
+    """
+    if not machine.cores or machine.cores >= layout.world_size:
+        return None, 1.0
+    share = machine.cores * layout.pp / layout.world_size
+    whole = max(1, int(share))
+    return whole, whole / share
 
 
 def _neighbours(num_stages: int) -> list[tuple[int, int]]:

@@ -31,18 +31,19 @@ BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2}
 TIE = 1e-6
 """Scores of experts closer than this are a tie that rounding may break, in less than fp64."""
 
-_LONGEST_SECONDS = 60.0
+_START_SECONDS = 180.0
 
 
 def checked_config(config: Config, *, dtype: str) -> Config:
-    """The config as it is run for a check: in this dtype, with one thread and short time-outs."""
-    launch = config.launch
+    """The config as it is run for a check: in this dtype, with one thread.
+
+    Time-outs stay, but for that of the start: the first run waits for torch to be imported.
+    """
     launch = replace(
-        launch,
+        config.launch,
         num_processes=0,
         threads_per_process=1,
-        step_timeout_seconds=min(launch.step_timeout_seconds, _LONGEST_SECONDS),
-        hang_seconds=min(launch.hang_seconds, _LONGEST_SECONDS),
+        init_timeout_seconds=max(config.launch.init_timeout_seconds, _START_SECONDS),
     )
     run = replace(config.run, resume="", tensorboard=False)
     # The schema has checked the name.

@@ -14,7 +14,7 @@ _HEAD_DIM, _HIDDEN, _SEQ_LEN = 8, 8, 16
 def shrink(configs: Sequence[Config]) -> list[Config]:
     """Make configs of one model small enough to be run in a moment, each in its own layout.
 
-    Widths become the smallest multiple of every mesh axis. As many key and value heads share a
+    Widths become the smallest multiple of every mesh axis that splits something of the model. As many key and value heads share a
     query head as before, up to two; layers are dealt out over the stages with the same remainder;
     a pipeline has at least two microbatches per rank.
 
@@ -58,7 +58,7 @@ def shrink(configs: Sequence[Config]) -> list[Config]:
 
 def _mesh_sizes(config: Config) -> list[int]:
     mesh = config.mesh
-    return [int(getattr(mesh, name)) for name in mesh.__struct_fields__ if name != "pp"]
+    return [int(getattr(mesh, name)) for name in mesh.__struct_fields__ if name[:2] not in ("pp", "dp")]
 
 
 def _num_stages(config: Config) -> int:
