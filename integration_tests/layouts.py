@@ -2,9 +2,11 @@
 
 import itertools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
@@ -67,9 +69,16 @@ class Result:
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def config_of(**sections: dict[str, Any]) -> Config:
-    """BASE with some keys of some sections replaced."""
-    tables = {name: {**BASE.get(name, {}), **sections.get(name, {})} for name in BASE | sections}
+def config_of(
+    layout: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    /,
+    **sections: Mapping[str, Any],
+) -> Config:
+    """BASE with some keys of some sections replaced, first those of a layout."""
+    tables: dict[str, dict[str, Any]] = {}
+    for part in (BASE, layout, sections):
+        for name, table in part.items():
+            tables[name] = {**tables.get(name, {}), **table}
     return msgspec.convert(tables, Config)
 
 

@@ -33,7 +33,7 @@ LAYOUT = LAYOUTS["pp2-ep2-interleaved"]
 def test_a_layout_on_gpus_equals_one_process_on_the_cpu_in_fp64(tmp_path: Path) -> None:
     train = {"dtype": "float64", "steps": 3}
     expected = train_in(config_of(train=train), tmp_path / "cpu")
-    result = train_in(config_of(**LAYOUT, train=train), tmp_path / "gpu", device="cuda")
+    result = train_in(config_of(LAYOUT, train=train), tmp_path / "gpu", device="cuda")
     comparison = compare(result.first_gradients, expected.first_gradients, bound=1e-10)
     assert comparison.ok, comparison
     assert result.losses == pytest.approx(expected.losses, rel=1e-10)
@@ -43,7 +43,7 @@ def test_a_layout_on_gpus_equals_one_process_on_the_cpu_in_fp64(tmp_path: Path) 
 
 def test_a_layout_on_gpus_follows_the_loss_curve_of_the_cpu_in_fp32(tmp_path: Path) -> None:
     expected = train_in(config_of(), tmp_path / "cpu")
-    result = train_in(config_of(**LAYOUT), tmp_path / "gpu", device="cuda")
+    result = train_in(config_of(LAYOUT), tmp_path / "gpu", device="cuda")
     assert result.losses == pytest.approx(expected.losses, rel=1e-3)
     assert result.norms == pytest.approx(expected.norms, rel=1e-2)
     assert result.losses[-1] < result.losses[0]
@@ -52,7 +52,7 @@ def test_a_layout_on_gpus_follows_the_loss_curve_of_the_cpu_in_fp32(tmp_path: Pa
 @pytest.mark.parametrize("name", ["one process", "pp2-ep2-interleaved"])
 def test_bf16_on_gpus_stays_near_fp32_on_the_cpu(name: str, tmp_path: Path) -> None:
     expected = train_in(config_of(), tmp_path / "cpu")
-    config = config_of(**LAYOUTS.get(name, {}), train={"dtype": "bfloat16"})
+    config = config_of(LAYOUTS.get(name, {}), train={"dtype": "bfloat16"})
     result = train_in(config, tmp_path / "gpu", device="cuda")
     assert result.losses == pytest.approx(expected.losses, rel=2e-2)
     assert result.losses[-1] < result.losses[0]
@@ -61,10 +61,10 @@ def test_bf16_on_gpus_stays_near_fp32_on_the_cpu(name: str, tmp_path: Path) -> N
 def test_a_run_on_gpus_goes_on_from_its_checkpoint_on_one_cpu(tmp_path: Path) -> None:
     train = {"dtype": "float64", "steps": 4}
     expected = train_in(config_of(train=train), tmp_path / "cpu")
-    saved = train_in(config_of(**LAYOUT, train=train), tmp_path / "gpu", until=2, device="cuda")
+    saved = train_in(config_of(LAYOUT, train=train), tmp_path / "gpu", until=2, device="cuda")
     resumed = train_in(config_of(train=train), tmp_path / "gpu")
     assert saved.losses + resumed.losses == pytest.approx(expected.losses, rel=1e-10)
-    again = train_in(config_of(**LAYOUT, train=train), tmp_path / "gpu", until=4, device="cuda")
+    again = train_in(config_of(LAYOUT, train=train), tmp_path / "gpu", until=4, device="cuda")
     assert again.losses == pytest.approx(resumed.losses, rel=1e-10)
 
 

@@ -23,6 +23,25 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "pp2-fsdp2-ep2-zbv": {
         "mesh": {"pp": 2, "dp_shard": 2, "ep": 2},
         "pipeline": {"schedule": "zbv", "stages_per_rank": 2},
+        "train": {"recompute": "feed_forward"},
+    },
+    "tp2": {"mesh": {"tp": 2}},
+    "tp2-fsdp2-ep4": {"mesh": {"tp": 2, "dp_shard": 2, "ep": 4}},
+    "tp2-etp2-fsdp2-ep2": {"mesh": {"tp": 2, "dp_shard": 2, "ep": 2, "etp": 2}},
+    "cp2": {"mesh": {"cp": 2}},
+    "cp4-hybrid-ep2": {
+        "mesh": {"cp": 4, "cp_heads": 2, "ep": 2},
+        "train": {"recompute": "attention"},
+    },
+    "cp2-keys-tp2-ep2": {"mesh": {"cp": 2, "cp_heads": 1, "tp": 2, "ep": 2}},
+    "pp2-cp2-interleaved-zero-bubble": {
+        "mesh": {"pp": 2, "cp": 2, "ep": 2},
+        "pipeline": {"schedule": "interleaved_zero_bubble", "stages_per_rank": 2},
+    },
+    "pp2-tp2-v-half": {
+        "mesh": {"pp": 2, "tp": 2, "ep": 2},
+        "pipeline": {"schedule": "v_half", "stages_per_rank": 2},
+        "train": {"recompute": "full"},
     },
     "pp2-fsdp2-dualpipe": {
         "mesh": {"pp": 2, "dp_shard": 2},
@@ -45,7 +64,7 @@ def test_gradients_equal_one_process_in_fp64(
     name: str, one_process: dict[str, Result], tmp_path: Path
 ) -> None:
     layout = LAYOUTS[name]
-    result = train_in(config_of(**layout, train={"dtype": "float64", "steps": 2}), tmp_path)
+    result = train_in(config_of(layout, train={"dtype": "float64", "steps": 2}), tmp_path)
     expected = one_process["float64"]
     comparison = compare(result.first_gradients, expected.first_gradients, bound=1e-12)
     assert comparison.ok, comparison
@@ -58,7 +77,7 @@ def test_the_loss_curve_equals_one_process_in_fp32(
     name: str, one_process: dict[str, Result], tmp_path: Path
 ) -> None:
     layout = LAYOUTS[name]
-    result = train_in(config_of(**layout), tmp_path)
+    result = train_in(config_of(layout), tmp_path)
     expected = one_process["float32"]
     assert result.losses == pytest.approx(expected.losses, rel=1e-5)
     assert result.norms == pytest.approx(expected.norms, rel=1e-5)
@@ -67,7 +86,7 @@ def test_the_loss_curve_equals_one_process_in_fp32(
 
 
 def test_a_repeated_run_is_bitwise_the_same(tmp_path: Path) -> None:
-    config = config_of(**LAYOUTS["pp2-ep2-interleaved"])
+    config = config_of(LAYOUTS["pp2-ep2-interleaved"])
     first, second = (train_in(config, tmp_path / name) for name in ("a", "b"))
     assert first.losses == second.losses
     comparison = compare(first.parameters, second.parameters)
@@ -86,9 +105,9 @@ def test_a_repeated_run_is_bitwise_the_same(tmp_path: Path) -> None:
 def test_a_run_goes_on_under_another_layout(
     one: str, other: str, one_process: dict[str, Result], tmp_path: Path
 ) -> None:
-    first = config_of(**LAYOUTS[one], train={"dtype": "float64"})
+    first = config_of(LAYOUTS[one], train={"dtype": "float64"})
     before = train_in(first, tmp_path, until=2)
-    after = train_in(config_of(**LAYOUTS[other], train={"dtype": "float64"}), tmp_path)
+    after = train_in(config_of(LAYOUTS[other], train={"dtype": "float64"}), tmp_path)
     expected = one_process["float64"]
     assert [*before.losses, *after.losses] == pytest.approx(expected.losses, rel=1e-12)
     comparison = compare(after.parameters, expected.parameters, bound=1e-12)

@@ -5,8 +5,11 @@ import torch
 from torch import nn
 
 from hp_train.config import ModelConfig, TrainConfig
-from hp_train.model import DropoutKey, Microbatch, TransformerStage, add_loss, initialize_parameters
-from hp_train.model.layers import Attention, RMSNorm, dropout, rotary_angles, rotate
+from hp_train.initialization import initialize_parameters
+from hp_train.model import DropoutKey, Microbatch, TransformerStage, add_loss
+from hp_train.model.block import Block
+from hp_train.model.layers import RMSNorm, dropout
+from hp_train.model.recompute import Recompute
 from hp_train.optimizer import learning_rate
 from hp_train.schedules import split_layers
 from hp_train.parameters import named_parameters
@@ -17,7 +20,7 @@ CONFIG = ModelConfig(dim=16, num_layers=4, expert_hidden=8, num_experts=4, init_
 def _stage(config: ModelConfig, layers: range, *, seed: int = 0) -> TransformerStage:
     last = layers.stop == config.num_layers
     stage = TransformerStage(config, 32, layers=layers, first=layers.start == 0, last=last)
-    initialize_parameters(named_parameters([stage]), config, seed=seed)
+    initialize_parameters(named_parameters(stage), config, seed=seed)
     return stage
 
 
@@ -59,28 +62,6 @@ def test_no_position_sees_a_later_one() -> None:
     assert not torch.equal(a[0, 5], b[0, 5])
 
 
-def test_grouped_heads_equal_repeated_heads() -> None:
-    grouped = Attention(16, num_heads=4, num_kv_heads=2, head_dim=4, rope_theta=1e4).double()
-    full = Attention(16, num_heads=4, num_kv_heads=4, head_dim=4, rope_theta=1e4).double()
-    for p in grouped.parameters():
-        nn.init.normal_(p)
-    with torch.no_grad():
-        full.wq.weight.copy_(grouped.wq.weight)
-        full.wo.weight.copy_(grouped.wo.weight)
-        for mine, theirs in ((full.wk, grouped.wk), (full.wv, grouped.wv)):
-            mine.weight.copy_(theirs.weight.view(2, 4, 16).repeat_interleave(2, 0).view(16, 16))
-    x = torch.randn(2, 6, 16, dtype=torch.float64)
-    assert torch.allclose(grouped(x), full(x), rtol=0, atol=1e-12)
-
-
-def test_rotation_depends_on_the_distance_of_positions_alone() -> None:
-    cos, sin = rotary_angles(12, 8, theta=100.0, device=torch.device("cpu"))
-    q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
-    at = [rotate(t.expand(1, 12, 1, 8), cos, sin)[0, :, 0] for t in (q, k)]
-    scores = at[0] @ at[1].T
-    assert torch.allclose(scores.diagonal(3), scores[0, 3].expand(9), rtol=0, atol=1e-12)
-
-
 def test_rms_norm_gives_unit_mean_square() -> None:
     norm = RMSNorm(64, eps=1e-8)
     nn.init.ones_(norm.weight)
@@ -90,14 +71,18 @@ def test_rms_norm_gives_unit_mean_square() -> None:
 
 def test_dropout_is_a_function_of_seed_step_place_and_sequence() -> None:
     x = torch.ones(4, 8, 16)
-    key = DropoutKey(0, 3, torch.arange(4))
+    key = DropoutKey(0, 3, torch.arange(4), torch.arange(8))
     y = dropout(x, 0.25, key, "a")
     assert torch.equal(y, dropout(x, 0.25, key, "a"))
-    assert torch.equal(y[2:], dropout(x[2:], 0.25, DropoutKey(0, 3, torch.arange(2, 4)), "a"))
+    late = DropoutKey(0, 3, torch.arange(4), torch.arange(4, 8))
+    assert torch.equal(y[:, 4:], dropout(x[:, 4:], 0.25, late, "a"))
+    assert torch.equal(
+        y[2:], dropout(x[2:], 0.25, DropoutKey(0, 3, torch.arange(2, 4), key.positions), "a")
+    )
     for other in (
         dropout(x, 0.25, key, "b"),
-        dropout(x, 0.25, DropoutKey(0, 4, key.sequence_index), "a"),
-        dropout(x, 0.25, DropoutKey(1, 3, key.sequence_index), "a"),
+        dropout(x, 0.25, key._replace(step=4), "a"),
+        dropout(x, 0.25, key._replace(seed=1), "a"),
     ):
         assert not torch.equal(y, other)
     assert y.unique().tolist() == pytest.approx([0.0, 4 / 3])
@@ -122,12 +107,42 @@ def test_an_added_loss_acts_like_a_term_of_the_sum() -> None:
 def test_balance_losses_are_collected_in_training_only() -> None:
     stage = _stage(CONFIG, range(4))
     tokens = torch.zeros(2, 8, dtype=torch.int64)
-    microbatch = Microbatch(2, DropoutKey(0, 0, torch.arange(2)))
+    microbatch = Microbatch(2, DropoutKey(0, 0, torch.arange(2), torch.arange(8)))
     stage(tokens, microbatch=microbatch)
     assert len(microbatch.balance_losses) == CONFIG.num_layers
     idle = Microbatch(2)
     stage(tokens, microbatch=idle)
-    assert idle.balance_losses == []
+    assert idle.balance_losses == {}
+
+
+@pytest.mark.parametrize("part", ["attention", "feed_forward", "full"])
+def test_what_is_computed_again_gives_the_same_gradients_and_keeps_less(part: Recompute) -> None:
+    def run(part: Recompute) -> tuple[dict[str, torch.Tensor], int, list[torch.Tensor]]:
+        stage = _stage(CONFIG, range(4))
+        for block in stage.modules():
+            if isinstance(block, Block):
+                block.recompute = part
+        kept: dict[int, int] = {}
+
+        def keep(x: torch.Tensor) -> torch.Tensor:
+            storage = x.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return x
+
+        tokens = torch.randint(32, (2, 64), generator=torch.Generator().manual_seed(0))
+        microbatch = Microbatch(2, DropoutKey(0, 0, torch.arange(2), torch.arange(64)))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            loss = stage(tokens, microbatch=microbatch).square().sum()
+        num_bytes = sum(kept.values())
+        loss.backward()
+        grads = {name: p.grad for name, p in stage.named_parameters() if p.grad is not None}
+        return grads, num_bytes, list(microbatch.balance_losses.values())
+
+    (plain, all_bytes, losses), (again, fewer_bytes, same_losses) = run("none"), run(part)
+    assert plain.keys() == again.keys()
+    assert all(torch.equal(plain[name], again[name]) for name in plain)
+    assert fewer_bytes < 0.8 * all_bytes
+    assert all(map(torch.equal, losses, same_losses))
 
 
 def test_tied_embeddings_share_one_parameter() -> None:

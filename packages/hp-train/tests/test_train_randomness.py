@@ -21,13 +21,13 @@ def test_a_generator_is_a_function_of_its_purpose() -> None:
 
 def test_uniform_numbers_follow_the_sequence_wherever_it_is_batched() -> None:
     key = derive_seed(0, "dropout", 3)
-    whole = uniform(key, torch.arange(8), 16, 32)
-    parts = [uniform(key, torch.arange(i, i + 2), 16, 32) for i in range(0, 8, 2)]
+    whole = uniform(key, torch.arange(8), torch.arange(16), 32)
+    parts = [uniform(key, torch.arange(i, i + 2), torch.arange(16), 32) for i in range(0, 8, 2)]
     assert torch.equal(whole, torch.cat(parts))
 
 
 def test_uniform_numbers_are_uniform_and_uncorrelated() -> None:
-    x = uniform(derive_seed(0), torch.arange(64), 64, 64).double()
+    x = uniform(derive_seed(0), torch.arange(64), torch.arange(64), 64).double()
     assert abs(float(x.mean()) - 0.5) < 3e-3
     assert abs(float(x.var()) - 1 / 12) < 1e-3
     centred = x - 0.5
@@ -37,5 +37,5 @@ def test_uniform_numbers_are_uniform_and_uncorrelated() -> None:
 
 
 def test_sequence_indices_beyond_32_bits_are_told_apart() -> None:
-    a, b = uniform(1, torch.tensor([5, 5 + 2**32]), 4, 4)
+    a, b = uniform(1, torch.tensor([5, 5 + 2**32]), torch.arange(4), 4)
     assert not torch.equal(a, b)

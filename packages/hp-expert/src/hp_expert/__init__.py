@@ -37,8 +37,11 @@ from hp_expert.dispatch import (
     rows_per_pair,
 )
 from hp_expert.experts import (
+    Activation,
+    ClampedSwiGLU,
     GroupedExperts,
     GroupedProducts,
+    SwiGLU,
     routed_swiglu,
     routed_swiglu_fused,
 )
@@ -75,11 +78,13 @@ from hp_expert.styles import (
 )
 
 __all__ = [
+    "Activation",
     "AllToAllDispatcher",
     "BaseExpertParallel",
     "BoundedAllToAllDispatcher",
     "BoundedState",
     "BufferOverflowError",
+    "ClampedSwiGLU",
     "DispatchBytes",
     "DispatchState",
     "DispatchedParallel",
@@ -101,6 +106,7 @@ __all__ = [
     "SlicedState",
     "SlotExchange",
     "StackedPart",
+    "SwiGLU",
     "TensorParallel",
     "TensorSlicedDispatcher",
     "TensorSummedDispatcher",

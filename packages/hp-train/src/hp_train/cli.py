@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from hp_train import __version__
@@ -22,6 +23,8 @@ _FLAGS = {
     "doctor": ("--json",),
     "verify": ("--data", "--resume", *verify.FLAGS),
     "plan": ("--data", "--resume", *plan.FLAGS),
+    "import-hf": ("--out", "--step", "--dtype"),
+    "export-hf": ("--out", "--step", "--dtype"),
 }
 _OVERRIDES = "--section.key value, --section.key=value or section.key=value sets any key."
 
@@ -63,12 +66,14 @@ def _main(argv: Sequence[str]) -> int:
     parser = _parser()
     _refuse_bare_keys(rest)
     options = parser.parse_args(rest)
+    if options.command in ("doctor", "import-hf", "export-hf") and overrides:
+        raise ConfigError(f"hp {options.command} takes no --{overrides[0][0]}")
     if options.command == "doctor":
-        if overrides:
-            raise ConfigError(f"hp doctor takes no --{overrides[0][0]}")
         from hp_train.doctor import main as doctor  # noqa: PLC0415 - imports torch
 
         return doctor(as_json=options.json)
+    if options.command.endswith("-hf"):
+        return _hugging_face(options)
     given: list[tuple[str, object]] = [*overrides]
     if options.data:
         given.append(("data.paths", options.data))
@@ -127,7 +132,38 @@ def _parser() -> _Parser:
         "doctor", help="tell what this machine can run", allow_abbrev=False
     )
     doctor.add_argument("--json", action="store_true", help="as JSON")
+    _add_hugging_face(commands)
     return parser
+
+
+def _add_hugging_face(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    imports = commands.add_parser(
+        "import-hf",
+        help="print a config that starts from a Hugging Face model",
+        allow_abbrev=False,
+    )
+    imports.add_argument("folder", metavar="FOLDER", help="with config.json and safetensors files")
+    imports.add_argument("--out", metavar="FILE", help="write the config to a new .toml file")
+    exports = commands.add_parser(
+        "export-hf", help="write a checkpoint as a Hugging Face model", allow_abbrev=False
+    )
+    exports.add_argument("run", metavar="RUN", help="run directory")
+    exports.add_argument("folder", metavar="FOLDER", help="to be made")
+    exports.add_argument("--step", type=int, metavar="N", help="of the checkpoint (newest)")
+    exports.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32", "float64"),
+        help="of the files (what the run computes in)",
+    )
+
+
+def _hugging_face(options: argparse.Namespace) -> int:
+    from hp_train.hugging_face import command  # noqa: PLC0415 - imports torch
+
+    folder = Path(options.folder)
+    if options.command == "import-hf":
+        return command.import_hf(folder, Path(options.out) if options.out else None)
+    return command.export_hf(Path(options.run), folder, step=options.step, dtype=options.dtype)
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:

@@ -40,6 +40,9 @@ class RunConfig(Struct, frozen=True, kw_only=True):
         _help("Decides weights, dropout and the order of the data, whatever the layout."),
     ] = 0
     resume: Annotated[str, _help('Run directory to go on with. "": a new run.')] = ""
+    init_from: Annotated[
+        str, _help('Folder of a Hugging Face model whose weights to start from. "": none.')
+    ] = ""
     tensorboard: Annotated[
         bool, _help("Also write TensorBoard events; needs the extra hp-train[tensorboard].")
     ] = False
@@ -72,7 +75,7 @@ class LaunchConfig(Struct, frozen=True, kw_only=True):
 
 
 class MeshConfig(Struct, frozen=True, kw_only=True):
-    """How many ways each axis is split; pp * dp_replicate * dp_shard is the number of processes."""
+    """How many ways each axis is split; the first five fill the processes."""
 
     pp: Annotated[Count, _help("Pipeline ranks.")] = 1
     dp_replicate: Annotated[
@@ -81,9 +84,16 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
     dp_shard: Annotated[
         Count, _help("Data-parallel ranks that hold a shard of the parameters each (FSDP).")
     ] = 1
+    cp: Annotated[Count, _help("Context-parallel ranks, which share a sequence.")] = 1
+    tp: Annotated[Count, _help("Tensor-parallel ranks, which share matrices and positions.")] = 1
     ep: Annotated[
-        Count, _help("Ranks that share out the experts, taken out of the data-parallel ones.")
+        Count, _help("Ranks that share out the experts, taken out of those of a stage.")
     ] = 1
+    etp: Annotated[Count, _help("Ranks that share out the hidden width of each expert.")] = 1
+    cp_heads: Annotated[
+        CountOrZero,
+        _help("Context-parallel ranks that share out heads; the others gather keys. 0: all of cp."),
+    ] = 0
 
 
 class PipelineConfig(Struct, frozen=True, kw_only=True):
@@ -112,29 +122,151 @@ class PipelineConfig(Struct, frozen=True, kw_only=True):
 class ModelConfig(Struct, frozen=True, kw_only=True):
     """Shape of the decoder."""
 
+    vocab_size: Annotated[
+        CountOrZero, _help("Rows of the embedding. 0: as many as the tokenizer has tokens.")
+    ] = 0
+    max_positions: Annotated[
+        CountOrZero, _help("Longest sequence that the model is meant for. 0: data.seq_len.")
+    ] = 0
     dim: Annotated[Count, _help("Width of the residual stream.")] = 128
     num_layers: Annotated[Count, _help("Transformer layers.")] = 4
+    attention: Annotated[
+        Literal["gqa", "mla"], _help("Grouped-query attention, or multi-head latent attention.")
+    ] = "gqa"
     num_heads: Annotated[Count, _help("Query heads.")] = 4
-    num_kv_heads: Annotated[Count, _help("Key and value heads, a divisor of num_heads.")] = 2
-    head_dim: Annotated[CountOrZero, _help("Width of a head. 0: dim // num_heads.")] = 0
+    num_kv_heads: Annotated[
+        Count, _help("Key and value heads, a divisor of num_heads; gqa only.")
+    ] = 2
+    head_dim: Annotated[CountOrZero, _help("Width of a head, gqa only. 0: dim // num_heads.")] = 0
+    q_lora_rank: Annotated[
+        CountOrZero, _help("Width that mla compresses queries to. 0: not compressed.")
+    ] = 0
+    kv_lora_rank: Annotated[Count, _help("Width that mla compresses keys and values to.")] = 512
+    nope_head_dim: Annotated[
+        Count, _help("Part of mla's query and key heads that has no position.")
+    ] = 128
+    rope_head_dim: Annotated[
+        Count, _help("Part of mla's query and key heads that is rotated by its position.")
+    ] = 64
+    v_head_dim: Annotated[Count, _help("Width of mla's value heads.")] = 128
+    qk_norm: Annotated[bool, _help("Normalize every query and key head; gqa only.")] = False
+    attention_bias: Annotated[
+        bool, _help("Biases in the four projections of attention; gqa only.")
+    ] = False
+    attention_sinks: Annotated[
+        bool, _help("A learned score per head that takes its share of attention; gqa only.")
+    ] = False
+    sliding_window: Annotated[
+        CountOrZero, _help("Positions that a query sees, its own included. 0: all before it.")
+    ] = 0
+    full_attention_every: Annotated[
+        CountOrZero, _help("Every so many layers, one is without the window. 0: none is.")
+    ] = 0
     num_dense_layers: Annotated[
         CountOrZero, _help("First layers that have one feed-forward instead of experts.")
     ] = 0
     dense_hidden: Annotated[Count, _help("Hidden width of those feed-forwards.")] = 512
     expert_hidden: Annotated[Count, _help("Hidden width of an expert.")] = 128
-    num_experts: Annotated[Count, _help("Routed experts per layer.")] = 8
+    num_experts: Annotated[
+        CountOrZero, _help("Routed experts per layer. 0: none, every layer is dense.")
+    ] = 8
     top_k: Annotated[Count, _help("Experts that each token goes to.")] = 2
     num_shared_experts: Annotated[CountOrZero, _help("Experts that every token goes to.")] = 1
-    rope_theta: Annotated[Positive, _help("Base of the rotary position angles.")] = 10000.0
-    norm_eps: Annotated[Positive, _help("Added to the mean square in RMSNorm.")] = 1e-5
-    dropout: Annotated[BelowOne, _help("Share of activations dropped in training.")] = 0.0
+    expert_activation: Annotated[
+        Literal["swiglu", "clamped_swiglu"], _help("What experts put between their projections.")
+    ] = "swiglu"
+    swiglu_limit: Annotated[Positive, _help("Where clamped_swiglu clamps.")] = 7.0
+    swiglu_alpha: Annotated[Positive, _help("Steepness of the gate of clamped_swiglu.")] = 1.702
+    expert_bias: Annotated[bool, _help("Biases in the projections of experts.")] = False
+    router_score: Annotated[
+        Literal["softmax", "sigmoid"], _help("Scores over all experts, or of each by itself.")
+    ] = "softmax"
+    router_normalize: Annotated[
+        bool, _help("Divide the weights of a token's experts by their sum.")
+    ] = True
+    router_scale: Annotated[Positive, _help("What those weights are multiplied by at last.")] = 1.0
+    router_bias: Annotated[bool, _help("A bias on the logits of the router.")] = False
+    num_expert_groups: Annotated[
+        Count, _help("Runs of experts that a router chooses from, a divisor of num_experts.")
+    ] = 1
+    num_limited_groups: Annotated[Count, _help("Groups that a token's experts may come from.")] = 1
+    correction_bias: Annotated[
+        bool, _help("Balance experts by a bias on the choice alone, moved after every step.")
+    ] = False
+    correction_rate: Annotated[
+        NotNegative, _help("How far that bias moves in a step. 0: it stays.")
+    ] = 0.001
     balance_coefficient: Annotated[
         NotNegative, _help("Weight of the loss that spreads tokens over experts.")
     ] = 0.01
+    num_mtp_modules: Annotated[
+        CountOrZero, _help("Modules that each predict one token further ahead.")
+    ] = 0
+    mtp_weight: Annotated[NotNegative, _help("Weight of the mean of their losses.")] = 0.3
+    rope_theta: Annotated[Positive, _help("Base of the rotary position angles.")] = 10000.0
+    rope_pairs: Annotated[
+        Literal["halves", "neighbours"], _help("Which channels of a head are rotated together.")
+    ] = "halves"
+    rope_scaling: Annotated[
+        Literal["none", "llama3", "yarn"], _help("How the angles are stretched to long sequences.")
+    ] = "none"
+    rope_factor: Annotated[
+        Annotated[float, Meta(ge=1)], _help("How far llama3 and yarn stretch the slowest angles.")
+    ] = 1.0
+    rope_original_positions: Annotated[
+        Count, _help("Longest sequence before llama3 or yarn stretched the angles.")
+    ] = 8192
+    rope_low_factor: Annotated[
+        Positive, _help("llama3 stretches fully below this many turns in those positions.")
+    ] = 1.0
+    rope_high_factor: Annotated[
+        Positive, _help("llama3 leaves angles alone above this many turns in those positions.")
+    ] = 4.0
+    rope_beta_fast: Annotated[
+        Positive, _help("yarn leaves angles alone above this many turns in those positions.")
+    ] = 32.0
+    rope_beta_slow: Annotated[
+        Positive, _help("yarn stretches fully below this many turns in those positions.")
+    ] = 1.0
+    rope_truncate: Annotated[
+        bool, _help("yarn rounds the channels where it begins and ends to whole ones.")
+    ] = True
+    rope_mscale: Annotated[
+        NotNegative, _help("yarn's growth of queries and keys. 0: its default.")
+    ] = 0.0
+    rope_mscale_all_dim: Annotated[
+        NotNegative, _help("Of that, what mla applies to whole heads instead. 0: nothing.")
+    ] = 0.0
+    norm_eps: Annotated[Positive, _help("Added to the mean square in RMSNorm.")] = 1e-5
+    dropout: Annotated[BelowOne, _help("Share of activations dropped in training.")] = 0.0
     init_std: Annotated[Positive, _help("Standard deviation of the first weights.")] = 0.02
     tie_embeddings: Annotated[
         bool, _help("Share the embedding with the output layer; not yet with mesh.pp > 1.")
     ] = False
+
+    @property
+    def stage_width(self) -> int:
+        """Width of what travels between pipeline stages.
+
+        Multi-token prediction needs the embeddings at the end, so they travel along.
+        """
+        return self.dim * (2 if self.num_mtp_modules else 1)
+
+    @property
+    def rotated_head_dim(self) -> int:
+        """Width of the part of a head that is rotated by its position."""
+        if self.attention == "mla":
+            return self.rope_head_dim
+        return self.head_dim or self.dim // self.num_heads
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether a layer has one feed-forward instead of experts."""
+        return self.num_experts == 0 or layer < self.num_dense_layers
+
+    def has_window(self, layer: int) -> bool:
+        """Whether queries of a layer see :attr:`sliding_window` positions only."""
+        every = self.full_attention_every
+        return self.sliding_window > 0 and not (every and (layer + 1) % every == 0)
 
 
 class DataConfig(Struct, frozen=True, kw_only=True):
@@ -160,6 +292,10 @@ class TrainConfig(Struct, frozen=True, kw_only=True):
     dtype: Annotated[
         Literal["float32", "bfloat16", "float64"], _help("Type that the model computes in.")
     ] = "float32"
+    recompute: Annotated[
+        Literal["none", "attention", "feed_forward", "full"],
+        _help("What of each block is computed again in backward instead of being kept."),
+    ] = "none"
     learning_rate: Annotated[NotNegative, _help("Highest learning rate.")] = 3e-3
     min_learning_rate_ratio: Annotated[
         Share, _help("Last learning rate as a share of the highest.")
@@ -197,7 +333,8 @@ class Config(Struct, frozen=True, kw_only=True):
     @property
     def world_size(self) -> int:
         """Processes that the mesh has places for."""
-        return self.mesh.pp * self.mesh.dp_replicate * self.mesh.dp_shard
+        mesh = self.mesh
+        return mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.cp * mesh.tp
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:

@@ -53,20 +53,21 @@ def _next_token(
     window = ids[-seq_len:]
     tokens = torch.zeros(1, seq_len, dtype=torch.int64, device=pipeline.device)
     tokens[0, : len(window)] = torch.tensor(window, device=pipeline.device)
-    kwargs = {"microbatch": Microbatch(num_sequences=1)}
-    result = runner.evaluate_microbatches([(tokens,)], [kwargs])
-    chosen = torch.zeros(1, dtype=torch.int64, device=pipeline.device)
-    # Every replica computes the same logits; one of them speaks.
-    if pipeline.is_last and pipeline.mesh.is_first_of_stage:
-        logits = result.outputs[0][0, len(window) - 1]
-        chosen[0] = _sample(logits, pipeline.config.run.seed, index, temperature)
-    dist.all_reduce(chosen, group=pipeline.mesh.world)
-    return int(chosen)
+    sequence = pipeline.sequence
+    microbatch = Microbatch(num_sequences=1, positions=sequence.attended)
+    result = runner.evaluate_microbatches([(sequence.shard(tokens),)], [{"microbatch": microbatch}])
+    logits = torch.zeros(pipeline.vocab_size, dtype=torch.float64, device=pipeline.device)
+    # Every data-parallel rank computes the same; one of them speaks.
+    place = sequence.place(len(window) - 1)
+    if pipeline.is_last and pipeline.mesh.dp_index == 0 and place is not None:
+        here = pipeline.vocabulary
+        logits[here.start : here.stop] = result.outputs[0][0, place]
+    dist.all_reduce(logits, group=pipeline.mesh.world)
+    return _sample(logits.cpu(), pipeline.config.run.seed, index, temperature)
 
 
 def _sample(logits: torch.Tensor, seed: int, index: int, temperature: float) -> int:
-    wide = logits.to(device="cpu", dtype=torch.float64)
     if temperature == 0.0:
-        return int(wide.argmax())
-    probabilities = torch.softmax(wide / temperature, dim=-1)
+        return int(logits.argmax())
+    probabilities = torch.softmax(logits / temperature, dim=-1)
     return int(torch.multinomial(probabilities, 1, generator=generator(seed, "sample", index)))

@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from msgspec.structs import asdict
-
 from hp_train.config import MeshConfig
 
 DenseAxis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
@@ -49,7 +47,7 @@ class Layout:
     @classmethod
     def of(cls, config: MeshConfig) -> "Layout":
         """The layout a config asks for."""
-        return cls(**asdict(config))
+        return cls(**{name: getattr(config, name) for name in cls.__slots__})
 
     @property
     def dp(self) -> int:

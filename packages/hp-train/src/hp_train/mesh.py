@@ -23,6 +23,8 @@ GROUPS: Mapping[str, tuple[Axis, ...]] = {
     "expert_shard": ("expert_shard",),
     "ep": ("ep",),
     "etp": ("etp",),
+    "sequence": ("cp", "tp"),
+    "tokens": ("dp_replicate", "dp_shard", "cp", "tp"),
 }
 """Each group, and the axes along which its ranks differ."""
 

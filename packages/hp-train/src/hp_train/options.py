@@ -138,9 +138,10 @@ def for_saving(resolved: Resolved) -> Config:
     tokenizer = str(Path(data.tokenizer).absolute()) if data.tokenizer else ""
     paths = tuple(str(Path(path).absolute()) for path in data.paths)
     output_dir = str(Path(config.run.output_dir).absolute())
+    init_from = str(Path(config.run.init_from).absolute()) if config.run.init_from else ""
     return replace(
         config,
-        run=replace(config.run, output_dir=output_dir, resume=""),
+        run=replace(config.run, output_dir=output_dir, init_from=init_from, resume=""),
         launch=launch,
         data=replace(data, paths=paths, tokenizer=tokenizer),
     )
@@ -187,9 +188,8 @@ def _find(source: str | None, *, resume: object) -> Path:
     if source.endswith(".toml") or "/" in source:
         return Path(source)
     names = shipped()
-    known = ", ".join(names)
-    hint = did_you_mean(source, names)
-    raise ConfigError(f"config ({shown(source)}) must be a .toml file or one of {known}{hint}")
+    hint = did_you_mean(source, names) or "; hp train --help lists them"
+    raise ConfigError(f"config ({shown(source)}) must be a .toml file or come along{hint}")
 
 
 def _read(path: Path) -> str:

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from hp_expert import ExpertParallel, GroupedExperts, fully_shard_experts
+from hp_context import ContextParallel
+from hp_expert import (
+    ExpertParallel,
+    ExpertTensorParallel,
+    GroupedExperts,
+    fully_shard_experts,
+)
 from hp_platform import Runtime
 from hp_schedule import MetaStep
 from hp_schedule.runtime import (
@@ -26,10 +32,14 @@ from hp_schedule.runtime import (
     build_edge_groups,
 )
 from hp_train.config import Config
+from hp_train.initialization import initialize_parameters
 from hp_train.mesh import Mesh
-from hp_train.model import TransformerStage, initialize_parameters
-from hp_train.parameters import named_parameters
+from hp_train.model import TransformerStage
+from hp_train.model.block import Block
+from hp_train.parameters import Parameter, named_parameters
 from hp_train.schedules import split_layers, training_schedule
+from hp_train.sequence import SequenceShare
+from hp_train.tensor_parallel import cut_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -40,11 +50,17 @@ class Pipeline:
 
     Attributes:
         modules: Stage index -> module, for the stages of this rank.
+        parameters: Of these stages.
         num_stages: Of the whole pipeline.
+        vocab_size: Of the tokenizer.
+        sequence: Which positions this rank has.
     """
 
     modules: Mapping[int, TransformerStage]
+    parameters: Sequence[Parameter]
     num_stages: int
+    vocab_size: int
+    sequence: SequenceShare
     config: Config
     mesh: Mesh
     device: torch.device
@@ -55,6 +71,13 @@ class Pipeline:
     def is_last(self) -> bool:
         """Whether this rank holds the last stage, and so the logits and the loss."""
         return self.num_stages - 1 in self.modules
+
+    @property
+    def vocabulary(self) -> range:
+        """Tokens whose logits this rank computes, if it has the last stage."""
+        chunk = -(-self.vocab_size // self.mesh.size("tp"))
+        first = min(chunk * self.mesh.index("tp"), self.vocab_size)
+        return range(first, min(first + chunk, self.vocab_size))
 
     def training(self, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> PipelineScheduleRuntime:
         """What runs the configured schedule over the microbatches of one step."""
@@ -82,7 +105,8 @@ class Pipeline:
             num_microbatches=num_microbatches,
             sharded=sharded,
         )
-        shape = (microbatch_size, self.config.data.seq_len, self.config.model.dim)
+        length = len(self.sequence.between)
+        shape = (microbatch_size, length, self.config.model.stage_width)
         activations = TensorSpec(shape, DTYPES[self.config.train.dtype])
         stages = [
             PipelineStage(
@@ -132,43 +156,71 @@ def build_pipeline(
     edge_groups = build_edge_groups(
         mesh.layout.pipelines(), backend=runtime.backend, timeout=timeout
     )
-    modules = {
-        stage: _build_stage(
-            config, mesh, stage=stage, layers=layers, vocab_size=vocab_size, device=runtime.device
-        )
-        for stage in placement
-    }
-    return Pipeline(modules, num_stages, config, mesh, runtime.device, edge_groups, on_step)
+    degree = config.mesh.cp_heads or config.mesh.cp
+    sequence = SequenceShare.of(
+        mesh,
+        seq_len=config.data.seq_len,
+        gathers_keys=degree < config.mesh.cp,
+        device=runtime.device,
+    )
+    context = ContextParallel(degree, layout=sequence.layout)
+    modules, parameters = {}, []
+    for stage in placement:
+        with torch.device("meta"):
+            module = TransformerStage(
+                config.model,
+                vocab_size,
+                layers=layers[stage],
+                first=stage == 0,
+                last=stage == num_stages - 1,
+                compute_dtype=DTYPES[config.train.dtype],
+            )
+        # Parameters stay fp32 under bf16 compute: they are the masters that the optimizer updates.
+        module.to(torch.promote_types(module.compute_dtype, torch.float32))
+        shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+        _parallelize(module, mesh, context)
+        module.to_empty(device=runtime.device)
+        for block in module.modules():
+            if isinstance(block, Block):
+                block.recompute = config.train.recompute
+        for buffer in module.buffers():  # correction biases
+            buffer.zero_()
+        found = named_parameters(module, shapes, mesh)
+        initialize_parameters(found, config.model, seed=config.run.seed)
+        modules[stage] = module
+        parameters += found
+    return Pipeline(
+        modules,
+        parameters,
+        num_stages,
+        vocab_size,
+        sequence,
+        config,
+        mesh,
+        runtime.device,
+        edge_groups,
+        on_step,
+    )
 
 
-def _build_stage(
-    config: Config,
-    mesh: Mesh,
-    *,
-    stage: int,
-    layers: Sequence[range],
-    vocab_size: int,
-    device: torch.device,
-) -> TransformerStage:
-    compute_dtype = DTYPES[config.train.dtype]
-    with torch.device("meta"):
-        module = TransformerStage(
-            config.model,
-            vocab_size,
-            layers=layers[stage],
-            first=stage == 0,
-            last=stage == len(layers) - 1,
-            compute_dtype=compute_dtype,
-        )
-    # Parameters stay fp32 under bf16 compute: they are the masters that the optimizer updates.
-    module.to(torch.promote_types(compute_dtype, torch.float32))
+def _parallelize(module: TransformerStage, mesh: Mesh, context: ContextParallel) -> None:
+    """Cut a stage, on the meta device, over the ranks that share it; the order matters."""
+    if mesh.size("tp") > 1:
+        cut_tensors(module, mesh.groups["tp"])
+    for block in module.layers.values():
+        assert isinstance(block, Block)
+        if mesh.size("cp") > 1:
+            context.apply(block.attention.core, mesh.groups["cp"])
+        if mesh.size("sequence") > 1:
+            block.sequence_ranks = mesh.groups["sequence"]
     for part in module.modules():
-        if isinstance(part, GroupedExperts):
+        if isinstance(part, GroupedExperts) and mesh.size("etp") > 1:
+            # Ranks that share an expert's width have different positions.
+            style = ExpertTensorParallel(sliced=True)
+            style.apply(part, (mesh.groups["ep"], mesh.groups["etp"]))
+        elif isinstance(part, GroupedExperts):
             ExpertParallel().apply(part, mesh.groups["ep"])
     _shard(module, mesh)
-    module.to_empty(device=device)
-    initialize_parameters(named_parameters([module], mesh), config.model, seed=config.run.seed)
-    return module
 
 
 def is_sharded(mesh: Mesh) -> bool:

@@ -1,6 +1,6 @@
 """The parameters of the whole model, and which part of each is on this rank."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,10 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from hp_expert import GroupedExperts
+from hp_train.cuts import HIDDEN_DIM, cut_dim
 from hp_train.mesh import Mesh
-
-_HIDDEN_DIM = {"w1": 1, "w3": 1, "w2": 2, "b1": 1, "b3": 1}
-"""Which dim of an expert's parameter is its hidden width."""
 
 
 class Cut(NamedTuple):
@@ -92,19 +90,39 @@ class Parameter:
         )
 
 
-def named_parameters(stages: Iterable[nn.Module], mesh: Mesh | None = None) -> list[Parameter]:
-    """All parameters of this rank's stages, in stage order, after they have been sharded.
+def named_parameters(
+    stage: nn.Module,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    mesh: Mesh | None = None,
+) -> list[Parameter]:
+    """All parameters of a stage, after it has been cut and sharded.
 
     Args:
-        stages: Modules whose parameters carry their global names.
-        mesh: Of the run; None: nothing is cut.
+        stage: Its parameters carry their global names.
+        shapes: Of the whole parameters; None: nothing is cut.
+        mesh: Of the run, if something is cut.
     """
+    owners = {n for n, m in stage.named_modules() if isinstance(m, GroupedExperts)}
     found = []
-    for stage in stages:
-        owners = {n: m for n, m in stage.named_modules() if isinstance(m, GroupedExperts)}
-        for name, tensor in stage.named_parameters():
-            owner, _, last = name.rpartition(".")
-            found.append(_describe(name, tensor, last, mesh, is_expert=owner in owners))
+    for name, tensor in stage.named_parameters():
+        is_expert = name.rpartition(".")[0] in owners
+        cuts: tuple[Cut, ...] = ()
+        replicas: tuple[str, ...] = ()
+        if mesh is not None:
+            cuts, replicas = _placement(name, tensor, mesh, is_expert=is_expert)
+        shape = tuple(tensor.shape) if shapes is None else shapes[name]
+        found.append(
+            Parameter(
+                name=name,
+                tensor=tensor,
+                local=local_part(tensor),
+                shape=shape,
+                cuts=cuts,
+                replicas=replicas,
+                is_expert=is_expert,
+                span=_span(shape, cuts, mesh),
+            )
+        )
     return found
 
 
@@ -114,44 +132,34 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _describe(
-    name: str, tensor: nn.Parameter, last: str, mesh: Mesh | None, *, is_expert: bool
-) -> Parameter:
-    if mesh is None:
-        whole = tuple((0, size) for size in tensor.shape)
-        return Parameter(
-            name, tensor, local_part(tensor), tuple(tensor.shape), (), (), is_expert, whole
-        )
-    cuts, replicas = [], ["expert_replicate" if is_expert else "dp_replicate"]
+def _placement(
+    name: str, tensor: Tensor, mesh: Mesh, *, is_expert: bool
+) -> tuple[tuple[Cut, ...], tuple[str, ...]]:
+    """Over which groups a parameter is cut, and which have copies of what is left."""
+    cuts: list[Cut] = []
+    replicas = ["expert_replicate" if is_expert else "dp_replicate"]
+    dims = {"tp": cut_dim(name)}
     if is_expert:
-        cuts.append(Cut("ep", 0))
-        if last in _HIDDEN_DIM:
-            cuts.append(Cut("etp", _HIDDEN_DIM[last]))
+        dims = {"ep": 0, "etp": HIDDEN_DIM.get(name.rpartition(".")[2])}
+    for group, dim in dims.items():
+        if dim is None:
+            replicas.append(group)
         else:
-            replicas.append("etp")
+            cuts.append(Cut(group, dim))
     cuts = [cut for cut in cuts if mesh.size(cut.group) > 1]
-    shape = list(tensor.shape)
-    for cut in cuts:
-        shape[cut.dim] *= mesh.size(cut.group)
     if isinstance(tensor, DTensor):
         (placement,) = tensor.placements
         assert isinstance(placement, Shard)
         cuts.append(Cut("expert_shard" if is_expert else "fsdp", placement.dim))
-    return Parameter(
-        name=name,
-        tensor=tensor,
-        local=local_part(tensor),
-        shape=tuple(shape),
-        cuts=tuple(cuts),
-        replicas=tuple(group for group in replicas if mesh.size(group) > 1),
-        is_expert=is_expert,
-        span=_span(shape, cuts, mesh),
-    )
+    return tuple(cuts), tuple(group for group in replicas if mesh.size(group) > 1)
 
 
-def _span(shape: Iterable[int], cuts: Iterable[Cut], mesh: Mesh) -> tuple[tuple[int, int], ...]:
+def _span(
+    shape: Iterable[int], cuts: Iterable[Cut], mesh: Mesh | None
+) -> tuple[tuple[int, int], ...]:
     bounds = [(0, size) for size in shape]
     for group, dim in cuts:
+        assert mesh is not None
         start, stop = bounds[dim]
         chunk = -(-(stop - start) // mesh.size(group))
         first = min(start + chunk * mesh.index(group), stop)

@@ -45,13 +45,13 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def uniform(key: int, sequence_index: Tensor, num_positions: int, num_channels: int) -> Tensor:
+def uniform(key: int, sequence_index: Tensor, positions: Tensor, num_channels: int) -> Tensor:
     """Uniform numbers in [0, 1), one per activation, the same on every device and layout.
 
     Args:
         key: What the numbers are for; see :func:`derive_seed`.
         sequence_index: Global index of each sequence of the batch, int64 [B].
-        num_positions: S.
+        positions: Of the activations in their sequence, int64 [S].
         num_channels: D.
 
     Returns:
@@ -60,8 +60,7 @@ def uniform(key: int, sequence_index: Tensor, num_positions: int, num_channels: 
     device = sequence_index.device
     high, low = (key >> 32) & _MASK, key & _MASK
     sequence_B = _mix(_mix((sequence_index & _MASK) ^ low) ^ high ^ (sequence_index >> 32))
-    position_S = torch.arange(num_positions, device=device)
     channel_D = torch.arange(num_channels, device=device)
-    row_BS = _mix(sequence_B[:, None] ^ _mix(position_S + 1))
+    row_BS = _mix(sequence_B[:, None] ^ _mix(positions + 1))
     bits_BSD = _mix(row_BS[:, :, None] ^ _mix(channel_D + 0x9E3779B9 & _MASK))
     return (bits_BSD >> 8).to(torch.float32) * 2.0**-24

@@ -10,13 +10,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from hp_train.config import Config, MeshConfig
+from hp_train.config import Config, MeshConfig, ModelConfig
 from hp_train.environment import World
 from hp_train.errors import ConfigError
 from hp_train.schedules import KINDS
 from hp_train.schema import did_you_mean, shown
 
 _DATA_AXES = ("dp_replicate", "dp_shard")
+_STAGE_AXES = (*_DATA_AXES, "cp", "tp")
 
 
 def check(config: Config, world: World | None = None) -> None:
@@ -63,23 +64,78 @@ def _mesh(config: Config, world: World | None) -> Iterator[str]:
             yield f"{place} must equal {world}"
         num_processes, place = world.size, str(world)
     if num_processes not in (0, config.world_size):
-        product = _product(mesh, "pp", *_DATA_AXES)
+        product = _product(mesh, "pp", *_STAGE_AXES)
         yield f"{product} must equal {place}{_fit(config, num_processes)}"
-    data_ranks = mesh.dp_replicate * mesh.dp_shard
-    if data_ranks % mesh.ep:
+    yield from _expert_ranks(config)
+    yield from _tensor_ranks(config)
+    yield from _context_ranks(config)
+
+
+def _expert_ranks(config: Config) -> Iterator[str]:
+    mesh, model = config.mesh, config.model
+    ranks = mesh.ep * mesh.etp
+    experts = _product(mesh, "ep", "etp") if mesh.etp > 1 else f"mesh.ep ({mesh.ep})"
+    stage = mesh.dp_replicate * mesh.dp_shard * mesh.cp * mesh.tp
+    replica = stage // mesh.dp_replicate
+    if stage % ranks:
+        hint = _divisors(ranks, stage) if mesh.etp == 1 else ""
+        yield f"{experts} must divide {_product(mesh, *_STAGE_AXES)}{hint}"
+    elif replica % ranks and ranks % replica:
         yield (
-            f"mesh.ep ({mesh.ep}) must divide {_product(mesh, *_DATA_AXES)}"
-            f"{_divisors(mesh.ep, data_ranks)}"
+            f"{experts} must divide or be a multiple of {_product(mesh, 'dp_shard', 'cp', 'tp')}"
         )
-    elif mesh.dp_shard % mesh.ep and mesh.ep % mesh.dp_shard:
+    if model.num_experts % mesh.ep:
         yield (
-            f"mesh.ep ({mesh.ep}) must divide or be a multiple of mesh.dp_shard ({mesh.dp_shard})"
+            f"mesh.ep ({mesh.ep}) must divide model.num_experts ({model.num_experts})"
+            f"{_divisors(mesh.ep, model.num_experts)}"
         )
-    if config.model.num_experts % mesh.ep:
+    if model.expert_hidden % mesh.etp:
         yield (
-            f"mesh.ep ({mesh.ep}) must divide model.num_experts ({config.model.num_experts})"
-            f"{_divisors(mesh.ep, config.model.num_experts)}"
+            f"mesh.etp ({mesh.etp}) must divide model.expert_hidden ({model.expert_hidden})"
+            f"{_divisors(mesh.etp, model.expert_hidden)}"
         )
+
+
+def _tensor_ranks(config: Config) -> Iterator[str]:
+    tp, model = config.mesh.tp, config.model
+    cut = {"num_heads": model.num_heads}
+    if model.attention == "gqa":
+        cut["num_kv_heads"] = model.num_kv_heads
+    if model.num_dense_layers:
+        cut["dense_hidden"] = model.dense_hidden
+    for name, size in cut.items():
+        if size % tp:
+            yield f"mesh.tp ({tp}) must divide model.{name} ({size}){_divisors(tp, size)}"
+    if model.num_mtp_modules and tp > 1:
+        yield f"mesh.tp ({tp}) must be 1 with model.num_mtp_modules ({model.num_mtp_modules})"
+
+
+def _context_ranks(config: Config) -> Iterator[str]:
+    mesh, model, seq_len = config.mesh, config.model, config.data.seq_len
+    degree = mesh.cp_heads or mesh.cp
+    if mesh.cp % degree:
+        yield (
+            f"mesh.cp_heads ({degree}) must divide mesh.cp ({mesh.cp}){_divisors(degree, mesh.cp)}"
+        )
+    heads = model.num_heads // mesh.tp
+    if heads % degree:
+        key = f"mesh.cp_heads ({degree})" if mesh.cp_heads else f"mesh.cp ({mesh.cp})"
+        yield (
+            f"{key} must divide model.num_heads ({model.num_heads}) / mesh.tp ({mesh.tp}) = {heads}"
+            f"{_divisors(degree, heads, name='mesh.cp_heads = ')}"
+        )
+    halves = 2 if degree < mesh.cp else 1
+    if seq_len % (mesh.cp * halves) or seq_len // mesh.cp % mesh.tp:
+        unit = math.lcm(mesh.cp * halves, mesh.cp * mesh.tp)
+        twice = "2 x " if halves == 2 else ""
+        yield (
+            f"data.seq_len ({seq_len}) must be a multiple of "
+            f"{twice}{_factors(mesh, 'cp', 'tp')}{_multiples(seq_len, unit)}"
+        )
+    if mesh.cp > 1:
+        for key in ("num_mtp_modules", "attention_sinks"):
+            if value := getattr(model, key):
+                yield f"mesh.cp ({mesh.cp}) must be 1 with model.{key} ({shown(value)})"
 
 
 def _pipeline(config: Config) -> Iterator[str]:
@@ -105,25 +161,99 @@ def _pipeline(config: Config) -> Iterator[str]:
 
 def _model(config: Config) -> Iterator[str]:
     model = config.model
-    heads = f"model.num_heads ({model.num_heads})"
-    if model.num_heads % model.num_kv_heads:
-        yield (
-            f"model.num_kv_heads ({model.num_kv_heads}) must divide {heads}"
-            f"{_divisors(model.num_kv_heads, model.num_heads)}"
-        )
-    if model.head_dim % 2:
-        yield f"model.head_dim ({model.head_dim}) must be even"
-    if model.head_dim == 0 and model.dim % (2 * model.num_heads):
-        yield (
-            f"model.dim ({model.dim}) must be a multiple of 2 x {heads} where model.head_dim is 0"
-            f"{_multiples(model.dim, 2 * model.num_heads)}"
-        )
-    if model.top_k > model.num_experts:
-        yield f"model.top_k ({model.top_k}) must be at most model.num_experts ({model.num_experts})"
+    yield from _attention(model)
+    yield from _rotary(model)
+    yield from _experts(model)
     if model.num_dense_layers > model.num_layers:
         yield (
             f"model.num_dense_layers ({model.num_dense_layers}) must be at most "
             f"model.num_layers ({model.num_layers})"
+        )
+    if 0 < model.max_positions < config.data.seq_len:
+        yield (
+            f"data.seq_len ({config.data.seq_len}) must be at most "
+            f"model.max_positions ({model.max_positions})"
+        )
+    if model.num_mtp_modules >= config.data.seq_len:
+        yield (
+            f"model.num_mtp_modules ({model.num_mtp_modules}) must be less than "
+            f"data.seq_len ({config.data.seq_len})"
+        )
+
+
+_GQA_ONLY = ("qk_norm", "attention_bias", "attention_sinks")
+
+
+def _attention(model: ModelConfig) -> Iterator[str]:
+    heads = f"model.num_heads ({model.num_heads})"
+    if model.attention == "mla":
+        for key in _GQA_ONLY:
+            if getattr(model, key):
+                yield f"model.{key} (true) must be false with model.attention (mla)"
+        if model.rope_head_dim % 2:
+            yield f"model.rope_head_dim ({model.rope_head_dim}) must be even"
+    else:
+        if model.num_heads % model.num_kv_heads:
+            yield (
+                f"model.num_kv_heads ({model.num_kv_heads}) must divide {heads}"
+                f"{_divisors(model.num_kv_heads, model.num_heads)}"
+            )
+        if model.head_dim % 2:
+            yield f"model.head_dim ({model.head_dim}) must be even"
+        if model.head_dim == 0 and model.dim % (2 * model.num_heads):
+            yield (
+                f"model.dim ({model.dim}) must be a multiple of 2 x {heads} where model.head_dim "
+                f"is 0{_multiples(model.dim, 2 * model.num_heads)}"
+            )
+    if model.full_attention_every and not model.sliding_window:
+        yield (
+            f"model.full_attention_every ({model.full_attention_every}) must be 0 "
+            f"with model.sliding_window (0)"
+        )
+
+
+def _rotary(model: ModelConfig) -> Iterator[str]:
+    if model.rope_scaling == "llama3" and model.rope_low_factor >= model.rope_high_factor:
+        yield (
+            f"model.rope_low_factor ({model.rope_low_factor:g}) must be less than "
+            f"model.rope_high_factor ({model.rope_high_factor:g})"
+        )
+    if model.rope_scaling == "yarn" and model.rope_beta_slow >= model.rope_beta_fast:
+        yield (
+            f"model.rope_beta_slow ({model.rope_beta_slow:g}) must be less than "
+            f"model.rope_beta_fast ({model.rope_beta_fast:g})"
+        )
+    if model.rope_scaling == "none" and model.rope_factor != 1.0:
+        yield (
+            f"model.rope_factor ({model.rope_factor:g}) must be 1 with model.rope_scaling (none)"
+        )
+
+
+def _experts(model: ModelConfig) -> Iterator[str]:
+    experts, groups, limited = model.num_experts, model.num_expert_groups, model.num_limited_groups
+    if experts == 0:
+        return
+    if model.top_k > experts:
+        yield f"model.top_k ({model.top_k}) must be at most model.num_experts ({experts})"
+    if experts % groups:
+        yield (
+            f"model.num_expert_groups ({groups}) must divide model.num_experts ({experts})"
+            f"{_divisors(groups, experts)}"
+        )
+        return
+    if limited > groups:
+        yield (
+            f"model.num_limited_groups ({limited}) must be at most "
+            f"model.num_expert_groups ({groups})"
+        )
+    elif limited * (experts // groups) < model.top_k:
+        yield (
+            f"model.top_k ({model.top_k}) must be at most model.num_limited_groups ({limited}) x "
+            f"{experts // groups} experts of a group"
+        )
+    if limited < groups and experts // groups < 2:
+        yield (
+            f"model.num_expert_groups ({groups}) must be at most model.num_experts ({experts}) / 2"
         )
 
 
@@ -151,6 +281,11 @@ def _files(config: Config) -> Iterator[str]:
             yield f"data.paths ({_path(path)}) must exist{_neighbour(path)}"
     if data.tokenizer and not _is_file(data.tokenizer):
         yield f"data.tokenizer ({_path(data.tokenizer)}) must be a file{_neighbour(data.tokenizer)}"
+    if run.init_from and not _is_file(f"{run.init_from}/config.json"):
+        yield (
+            f"run.init_from ({_path(run.init_from)}) must be a folder with a config.json"
+            f"{_neighbour(run.init_from)}"
+        )
     if run.resume:
         require_run_directory(run.resume)
     target = run.resume or run.output_dir
@@ -214,7 +349,7 @@ def _neighbour(path: str) -> str:
 
 
 def _factors(mesh: MeshConfig, *axes: str) -> str:
-    """Axes and their sizes as a product; those of one rank are left out but for the first two."""
+    """Axes and their sizes as a product; those of one rank are left out but for pp."""
     sizes = {f"mesh.{axis}": getattr(mesh, axis) for axis in axes}
     shown_axes = [name for name, size in sizes.items() if size > 1 or name == "mesh.pp"]
     return " x ".join(f"{name} ({sizes[name]})" for name in shown_axes or list(sizes)[:1])
@@ -228,7 +363,7 @@ def _product(mesh: MeshConfig, *axes: str) -> str:
 
 def _fit(config: Config, num_processes: int) -> str:
     """Hint at a size of one axis with which the mesh fills the world."""
-    for axis in ("dp_replicate", "dp_shard", "pp"):
+    for axis in (*_STAGE_AXES, "pp"):
         size = getattr(config.mesh, axis)
         others = config.world_size // size
         if num_processes % others == 0:

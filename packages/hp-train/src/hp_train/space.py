@@ -45,10 +45,15 @@ AXES = (
     Axis("mesh.pp", _SIZES),
     Axis("mesh.dp_replicate", _SIZES),
     Axis("mesh.dp_shard", _SIZES),
+    Axis("mesh.cp", (1, 2, 4)),
+    Axis("mesh.cp_heads", (0, 1, 2)),
+    Axis("mesh.tp", (1, 2, 4)),
     Axis("mesh.ep", _SIZES),
+    Axis("mesh.etp", (1, 2, 4)),
     Axis("pipeline.schedule"),
     Axis("pipeline.stages_per_rank", (1, 2, 3)),
     Axis("train.microbatch_size", (1, 2, 3)),
+    Axis("train.recompute"),
 )
 
 Choice = tuple[object, ...]

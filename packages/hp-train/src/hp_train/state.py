@@ -4,10 +4,10 @@ What is cut over ranks is offered as DTensors, everything else as plain tensors,
 checkpoint says nothing of the layout it was saved under.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hp_train.mesh import Mesh
 from hp_train.parameters import Parameter
@@ -56,3 +56,8 @@ def checkpoint_tensors(
         for prefix, tensor in named.items():
             tensors[f"{prefix}.{parameter.name}"] = parameter.as_whole(tensor, mesh)
     return tensors
+
+
+def checkpoint_buffers(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """What stages keep besides parameters, under global names: correction biases of routers."""
+    return {f"model.{name}": buffer for stage in stages for name, buffer in stage.named_buffers()}

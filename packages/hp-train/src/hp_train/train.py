@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
+from hp_expert import update_correction_biases
 from hp_platform import Runtime, agree, initialize, new_group, shutdown
 from hp_schedule import MetaStep, Timeline
 from hp_train.banner import banner
@@ -26,6 +27,7 @@ from hp_train.data import Dataset, Tokenizer, load_tokenizer, prepare
 from hp_train.errors import PREEMPTED, CheckpointError, DataError, NumericsError
 from hp_train.generate import continue_text
 from hp_train.gradients import GradientNorm, clip_gradients, reduce_gradients
+from hp_train.hugging_face import load_weights
 from hp_train.launch.task import Worker
 from hp_train.layout import Layout
 from hp_train.mesh import build_mesh
@@ -33,9 +35,14 @@ from hp_train.metrics import Console, MetricsWriter, StepMetrics, peak_memory_by
 from hp_train.model import DropoutKey, Microbatch
 from hp_train.optimizer import build_optimizer, learning_rate
 from hp_train.parallelize import build_pipeline
-from hp_train.parameters import named_parameters
 from hp_train.report import planned_and_actual, write_report
-from hp_train.state import checkpoint_tensors, materialize_optimizer, set_optimizer_steps
+from hp_train.state import (
+    checkpoint_buffers,
+    checkpoint_tensors,
+    materialize_optimizer,
+    set_optimizer_steps,
+)
+from hp_train.tensor_parallel import cross_entropy
 
 
 def main(config: Config, *, worker: Worker) -> int:
@@ -113,6 +120,21 @@ def _prepare_data(config: Config, worker: Worker, runtime: Runtime) -> Tokenizer
     return tokenizer
 
 
+def _vocab_size(config: Config, tokenizer: Tokenizer) -> int:
+    """Rows of the embedding.
+
+    Raises:
+        DataError: When the tokenizer has more tokens.
+    """
+    rows = config.model.vocab_size or tokenizer.vocab_size
+    if rows < tokenizer.vocab_size:
+        raise DataError(
+            f"model.vocab_size ({rows}) must be at least the tokens of the tokenizer "
+            f"({tokenizer.vocab_size})"
+        )
+    return rows
+
+
 def require_same_data(digests: tuple[str, ...], *, control: dist.ProcessGroup) -> None:
     """Compare what the ranks read: nodes without shared storage each tokenise their own copy.
 
@@ -156,12 +178,12 @@ class Trainer:
             config,
             self.mesh,
             runtime,
-            vocab_size=tokenizer.vocab_size,
+            vocab_size=_vocab_size(config, tokenizer),
             timeout=timeout,
             on_step=self._on_pipeline_step,
         )
         self.runner = self.pipeline.training(self._loss)
-        self.parameters = named_parameters(self.pipeline.modules.values(), self.mesh)
+        self.parameters = self.pipeline.parameters
         self.optimizer = build_optimizer(self.parameters, config.train)
         materialize_optimizer(self.optimizer)
         self.norm = GradientNorm(self.parameters, self.mesh, control=runtime.control)
@@ -257,6 +279,7 @@ class Trainer:
             group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self._balance_experts()
         self.step += 1
         self.next_sequence += train.global_batch_size
         seconds = time.perf_counter() - began
@@ -289,9 +312,9 @@ class Trainer:
         seconds = time.perf_counter() - began
         self._beat("reduce gradients", waiting=True)
         reduce_gradients(self.parameters, self.mesh)
-        balances = [t for k in kwargs for t in k["microbatch"].balance_losses]
+        balances = [t for k in kwargs for t in k["microbatch"].balance_losses.values()]
         busy = sum(span.end - span.start for span in self.timeline if span.step.type.is_compute)
-        return float(sum(result.losses)), float(sum(balances)), busy / seconds
+        return self._once(result.losses), float(sum(balances)), busy / seconds
 
     def evaluate(self) -> float | None:
         """Mean cross-entropy on held-out text, in nats per token, the same number on all ranks.
@@ -307,7 +330,7 @@ class Trainer:
             args, kwargs, targets = self._microbatches(self.held_out, batch * size, train=False)
             losses = self.runner.evaluate_microbatches(args, kwargs, targets).losses
             self._beat("evaluate", waiting=True)
-            shares = [float(sum(losses)), self.worker.stop.requested]
+            shares = [self._once(losses), self.worker.stop.requested]
             total = torch.tensor(shares, dtype=torch.float64).to(self.device)
             dist.all_reduce(total, group=self.mesh.world)
             batch_loss, stops = total.tolist()
@@ -349,6 +372,8 @@ class Trainer:
         self._beat("load")
         directory = self.worker.run_dir / "checkpoints"
         loaded = load_latest(directory, tensors=self._tensors(), group=self.runtime.control)
+        if loaded is None and self.config.run.init_from:
+            return [self._start_from(Path(self.config.run.init_from))]
         if loaded is None:
             asked = bool(self.config.run.resume)
             return ["no checkpoint to resume from: starting at step 0"] if asked else []
@@ -361,6 +386,13 @@ class Trainer:
         self.next_sequence = loaded.extra["next_sequence"]
         set_optimizer_steps(self.optimizer, self.step)
         return [*notes, f"resumed from {loaded.path}"]
+
+    def _start_from(self, folder: Path) -> str:
+        """Take the weights of a Hugging Face model; every rank reads what it has."""
+        named = {k: v for k, v in self._tensors().items() if k.startswith("model.")}
+        tensors = {name.removeprefix("model."): tensor for name, tensor in named.items()}
+        load_weights(folder, tensors, group=self.runtime.control)
+        return f"started from the weights of {folder}"
 
     def _save_or_warn(self, console: Console) -> None:
         """A full disk in the middle of a run is no reason to lose the run."""
@@ -391,18 +423,29 @@ class Trainer:
         """This rank's share of the global batch that starts at sequence ``first``."""
         size, count = self.config.train.microbatch_size, self.runner.schedule.num_microbatches
         first += self.mesh.dp_index * size * count
+        sequence = self.pipeline.sequence
         args, kwargs, targets = [], [], []
         for start in range(first, first + size * count, size):
             indices = range(start, start + size)
-            tokens, target = data.batch(indices)
+            tokens, target = (sequence.shard(x) for x in data.batch(indices))
             key = None
             if train:
                 sequence_index = self._on_device(torch.tensor(indices))
-                key = DropoutKey(self.config.run.seed, self.step, sequence_index)
+                key = DropoutKey(self.config.run.seed, self.step, sequence_index, sequence.between)
             args.append((self._on_device(tokens),))
-            kwargs.append({"microbatch": Microbatch(self.config.train.global_batch_size, key)})
             targets.append(self._on_device(target))
+            microbatch = Microbatch(
+                self.config.train.global_batch_size,
+                key,
+                positions=sequence.attended,
+                targets=targets[-1] if train else None,
+            )
+            kwargs.append({"microbatch": microbatch})
         return args, kwargs, targets
+
+    def _once(self, losses: Sequence[Tensor]) -> float:
+        """This rank's part of a sum over all ranks of what tensor-parallel ranks all have."""
+        return float(sum(losses)) if self.mesh.index("tp") == 0 else 0.0
 
     def _on_device(self, x: Tensor) -> Tensor:
         """Copy from the CPU without waiting for what the device still computes."""
@@ -411,11 +454,15 @@ class Trainer:
         return x.to(self.device, non_blocking=True)
 
     def _loss(self, logits: Tensor, target: Tensor) -> Tensor:
-        """This microbatch's share of the step's mean loss: a sum over the global token count."""
+        """This microbatch's share of the step's mean loss: a sum over the global token count.
+
+        Tensor-parallel ranks have the same loss.
+        """
         num_tokens = self.config.train.global_batch_size * self.config.data.seq_len
         wide = torch.promote_types(logits.dtype, torch.float32)
         rows = logits.flatten(0, 1).to(wide)
-        return F.cross_entropy(rows, target.flatten(), reduction="sum") / num_tokens
+        tp, first = self.mesh.groups["tp"], self.pipeline.vocabulary.start
+        return cross_entropy(rows, target.flatten(), first=first, group=tp) / num_tokens
 
     def _sum_over_ranks(self, scalars: Sequence[float]) -> tuple[list[float], Tensor, int]:
         """Sum scalars and squared gradient norms over all ranks; see Note [one agreed step].
@@ -434,7 +481,16 @@ class Trainer:
         return values.tolist(), squares, int(memories.max())
 
     def _tensors(self) -> dict[str, Tensor]:
-        return checkpoint_tensors(self.parameters, self.optimizer, self.mesh)
+        tensors = checkpoint_tensors(self.parameters, self.optimizer, self.mesh)
+        return tensors | checkpoint_buffers(self.pipeline.modules.values())
+
+    def _balance_experts(self) -> None:
+        """Move the correction biases of routers by the load of the step; all ranks the same way."""
+        model = self.config.model
+        if model.correction_bias and model.correction_rate > 0:
+            group = self.mesh.groups["tokens"]
+            for stage in self.pipeline.modules.values():
+                update_correction_biases(stage, rate=model.correction_rate, group=group)
 
     def _open(self, split: str, *, seed: int | None) -> Dataset:
         directory = self.worker.run_dir / "data"

@@ -71,7 +71,10 @@ class Grouped:
         for piece, bias in zip(pre, experts.biases.gate_up, strict=True):
             _add_bias(piece, bias, ends)
         gate_PH, up_PH = gate_and_up(pre)
-        y_PD = multiply(F.silu(gate_PH).mul_(up_PH), experts.weights.down, ends)
+        activation = experts.activation
+        gated_PH = activation.gate(gate_PH)
+        h_PH = activation.product(gated_PH, up_PH, out=gated_PH)
+        y_PD = multiply(h_PH, experts.weights.down, ends)
         _add_bias(y_PD, experts.output_bias, ends)
         return sum_over_slots(y_PD, batch, batch.weights), pre
 
@@ -90,8 +93,8 @@ class Grouped:
         x_PD, dy_PD = at_positions(batch.rows, row_at), at_positions(grad_out, row_at)
         dh_PH = self.products.input_gradient(dy_PD, experts.weights.down, ends)
         gate_PH, up_PH = gate_and_up(kept)
-        silu_PH = F.silu(gate_PH)
-        h_PH = silu_PH * up_PH
+        gated_PH = experts.activation.gate(gate_PH)
+        h_PH = experts.activation.product(gated_PH, up_PH)
         grad_scale = None
         if scale_P is not None:
             grad_scale = _dot(dh_PH, h_PH, scale_P.dtype)
@@ -101,9 +104,7 @@ class Grouped:
             dh_PH.mul_(scale_P[:, None])
             h_PH.mul_(scale_P[:, None])
         dpre = tuple(torch.empty_like(piece) for piece in kept)
-        dgate_PH, dup_PH = gate_and_up(dpre)
-        torch.mul(silu_PH, dh_PH, out=dup_PH)
-        torch.ops.aten.silu_backward.grad_input(dh_PH.mul_(up_PH), gate_PH, grad_input=dgate_PH)
+        experts.activation.backward(dh_PH, gate_PH, up_PH, gated_PH, *gate_and_up(dpre))
         dx_PD, *others = [
             self.products.input_gradient(piece, weight, ends)
             for piece, weight in zip(dpre, experts.weights.gate_up, strict=True)

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hp_expert.batch import ExpertBatch
@@ -33,7 +32,7 @@ def forward(batch: ExpertBatch, experts: ExpertWeights) -> tuple[Tensor, tuple[T
     H, whole = experts.hidden, _whole(batch)
     weights = [w[:, part].mT.unbind(0) for w, part in experts.weights.pieces(H, whole=whole)]
     biases = [_rows_of(b, part) for b, part in experts.biases.pieces(H, whole=whole)]
-    down = experts.weights.down.mT.unbind(0)
+    down, activation = experts.weights.down.mT.unbind(0), experts.activation
     kept: list[Tensor] = []
     for positions, run in _chunks(batch):
         x_RD = at_positions(rows, row_at[positions])
@@ -41,7 +40,9 @@ def forward(batch: ExpertBatch, experts: ExpertWeights) -> tuple[Tensor, tuple[T
         for piece, bias in zip(pre, biases, strict=True):
             _add_bias(piece, bias, run)
         gate_RH, up_RH = gate_and_up(pre)
-        y_RD = _times(F.silu(gate_RH).mul_(up_RH), down, run, out=y_PD[positions])
+        gated_RH = activation.gate(gate_RH)
+        h_RH = activation.product(gated_RH, up_RH, out=gated_RH)
+        y_RD = _times(h_RH, down, run, out=y_PD[positions])
         _add_bias(y_RD, experts.output_bias, run)
         kept += pre
     return sum_over_slots(y_PD, batch, batch.weights), tuple(kept)
@@ -61,15 +62,15 @@ def backward(
     grad_scale = None if scale_P is None else torch.empty_like(scale_P)
     H, whole = experts.hidden, _whole(batch)
     weights = [w[:, part].unbind(0) for w, part in experts.weights.pieces(H, whole=whole)]
-    down = experts.weights.down.unbind(0)
+    down, activation = experts.weights.down.unbind(0), experts.activation
     for index, (positions, run) in enumerate(_chunks(batch)):
         row_R = row_at[positions]
         x_RD, dy_RD = at_positions(rows, row_R), at_positions(grad_out, row_R)
         dh_RH = _times(dy_RD, down, run)
         pre = kept[index * len(weights) : (index + 1) * len(weights)]
         gate_RH, up_RH = gate_and_up(pre)
-        silu_RH = F.silu(gate_RH)
-        h_RH = silu_RH * up_RH
+        gated_RH = activation.gate(gate_RH)
+        h_RH = activation.product(gated_RH, up_RH)
         one_R1 = dy_RD.new_ones(dy_RD.shape[0], 1)
         scale_R1 = one_R1
         if scale_P is not None and grad_scale is not None:
@@ -84,10 +85,8 @@ def backward(
             dh_RH.mul_(scale_R1)
             h_RH.mul_(scale_R1)
         # Where they are, if they need not be in one tensor: memory is used again while it is warm.
-        dpre = [dh_RH, silu_RH] if len(pre) > 1 else [torch.empty_like(pre[0])]
-        dgate_RH, dup_RH = gate_and_up(dpre)
-        torch.mul(silu_RH, dh_RH, out=dup_RH)
-        torch.ops.aten.silu_backward.grad_input(dh_RH.mul_(up_RH), gate_RH, grad_input=dgate_RH)
+        dpre = [dh_RH, gated_RH] if len(pre) > 1 else [torch.empty_like(pre[0])]
+        activation.backward(dh_RH, gate_RH, up_RH, gated_RH, *gate_and_up(dpre))
         dx_RD = _times(dpre[0], weights[0], run, out=dx_PD[positions])
         for dpiece, weight in zip(dpre[1:], weights[1:], strict=True):
             _add_times(dx_RD, dpiece, weight, run)

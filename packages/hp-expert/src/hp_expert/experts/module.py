@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch import Dispatcher, LocalDispatcher
+from hp_expert.experts.activation import SWIGLU, Activation
 from hp_expert.experts.grouped import Grouped, GroupedProducts
 from hp_expert.experts.swiglu import autocast, routed_swiglu_by
 from hp_expert.experts.types import ExpertWeights, Projections
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class GroupedExperts(nn.Module):
-    """SwiGLU experts whose weights are stacked along dim 0.
+    """Gated experts whose weights are stacked along dim 0.
 
     A module may hold a part of the experts; `hp_expert.ExpertParallel` makes it so. Nothing about
     a call is kept on it.
@@ -39,6 +40,7 @@ class GroupedExperts(nn.Module):
         ranks: The ranks that share the experts; None: nobody has spread them.
         adds_output_bias: Whether outputs contain b2; where the hidden dim is cut over ranks, and
             outputs are summed over them, those of one rank do.
+        activation: What is put between the projections.
         dispatcher: Brings rows to the experts' ranks and back.
         products: Products of one's own, for a lower precision; None: those of the fastest way.
 
@@ -47,6 +49,7 @@ class GroupedExperts(nn.Module):
         dim: Width of a row.
         hidden: Width between the projections.
         bias: Whether the projections have biases.
+        activation: What is put between the projections; `ClampedSwiGLU` for gpt-oss.
         device: Of the weights.
         dtype: Of the weights.
     """
@@ -62,6 +65,7 @@ class GroupedExperts(nn.Module):
         hidden: int,
         *,
         bias: bool = False,
+        activation: Activation = SWIGLU,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -69,6 +73,7 @@ class GroupedExperts(nn.Module):
         self.num_experts = self.num_local_experts = num_experts
         self.first_expert = 0
         self.adds_output_bias = True
+        self.activation = activation
         self.ranks: ExpertRanks | None = None
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden, dim, device=device, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden, device=device, dtype=dtype))
@@ -127,7 +132,7 @@ class GroupedExperts(nn.Module):
     def _compute(self, batch: ExpertBatch) -> Tensor:
         weights: Projections[Tensor] = Projections((self.w1, self.w3), self.w2)
         biases: Projections[Tensor | None] = Projections((self.b1, self.b3), self.b2)
-        experts = ExpertWeights(weights, biases, self.adds_output_bias)
+        experts = ExpertWeights(weights, biases, self.adds_output_bias, self.activation)
         backend = None if self.products is None else Grouped(self.products)
         return routed_swiglu_by(backend, batch, experts)
 

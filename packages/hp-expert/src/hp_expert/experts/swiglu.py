@@ -14,7 +14,7 @@ D width, H hidden width.
 """
 
 from collections.abc import Sequence
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch import Tensor
 from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch.counts import read_host
 from hp_expert.experts import loop
+from hp_expert.experts.activation import SWIGLU, Activation
 from hp_expert.experts.grouped import Grouped
 from hp_expert.experts.placement import local_part
 from hp_expert.experts.types import Backend, ExpertWeights, Projections, WeightGradients
@@ -31,6 +32,13 @@ from hp_platform import wait_tensor
 
 T = TypeVar("T")
 _GROUPED: Final = Grouped()
+
+
+class _Options(NamedTuple):
+    """What `ExpertWeights` has besides tensors."""
+
+    adds_output_bias: bool
+    activation: Activation
 
 
 def routed_swiglu(
@@ -43,6 +51,7 @@ def routed_swiglu(
     b3: Tensor | None = None,
     b2: Tensor | None = None,
     adds_output_bias: bool = True,
+    activation: Activation = SWIGLU,
 ) -> Tensor:
     """Apply the experts to a batch, in the way that is fastest for its device, dtype and size.
 
@@ -61,6 +70,7 @@ def routed_swiglu(
         b2: Biases of the down projections [L, D].
         adds_output_bias: Whether the output contains b2. Where ranks have parts of H and sum their
             outputs, one of them adds it; all of them compute its gradient, which is the same.
+        activation: What is put between the projections; `ClampedSwiGLU` for gpt-oss.
 
     Returns:
         [N, D], of the dtype of the rows.
@@ -70,7 +80,8 @@ def routed_swiglu(
             wider than that of a weight or that it does not contain.
     """
     weights, biases = Projections((w1, w3), w2), Projections((b1, b3), b2)
-    return routed_swiglu_by(None, batch, ExpertWeights(weights, biases, adds_output_bias))
+    experts = ExpertWeights(weights, biases, adds_output_bias, activation)
+    return routed_swiglu_by(None, batch, experts)
 
 
 def routed_swiglu_fused(
@@ -113,9 +124,10 @@ def routed_swiglu_by(backend: Backend | None, batch: ExpertBatch, experts: Exper
     if batch.counts is None and (backend.reads_counts or batch.num_slots == 0):
         batch = _without_padding(batch)
     parameters = (*experts.weights.stored, *experts.biases.stored)
+    options = _Options(experts.adds_output_bias, experts.activation)
     with torch.autocast(batch.rows.device.type, enabled=False):
         out: Tensor = _RoutedSwiGLU.apply(
-            batch.rows, batch.weights, batch, backend, experts.adds_output_bias, *parameters
+            batch.rows, batch.weights, batch, backend, options, *parameters
         )
     return out
 
@@ -136,17 +148,17 @@ class _RoutedSwiGLU(torch.autograd.Function):
         slot_weights: Tensor | None,
         batch: ExpertBatch,
         backend: Backend,
-        adds_output_bias: bool,
+        options: _Options,
         *parameters: Tensor | None,
     ) -> Tensor:
         batch = batch._replace(rows=rows, weights=slot_weights)
-        experts = _local(parameters, rows.dtype, adds_output_bias=adds_output_bias)
+        experts = _local(parameters, rows.dtype, options)
         out, kept = backend.forward(batch, experts)
         order = batch.order.to(_narrow_index(batch.num_slots))
         ctx.save_for_backward(rows, slot_weights, order, *parameters, *kept)
         nothing = rows.new_empty(0)
         ctx.batch = batch._replace(rows=nothing, weights=None, order=nothing)
-        ctx.backend, ctx.adds_output_bias = backend, adds_output_bias
+        ctx.backend, ctx.options = backend, options
         # The saved ones may be copies of the parameters; see Note [Now or later].
         ctx.parameters = parameters
         return out
@@ -159,7 +171,7 @@ class _RoutedSwiGLU(torch.autograd.Function):
         order = order.to(torch.int64)
         batch: ExpertBatch = ctx.batch._replace(rows=rows, weights=slot_weights, order=order)
         backend: Backend = ctx.backend
-        experts = _local(saved[:num_parameters], rows.dtype, adds_output_bias=ctx.adds_output_bias)
+        experts = _local(saved[:num_parameters], rows.dtype, ctx.options)
         # Sums over rows, which gradients of biases are, are cheap to compute more precisely.
         dtypes = rows.dtype, torch.promote_types(rows.dtype, torch.float32)
         wanted = [
@@ -211,12 +223,12 @@ def _by_projection(flat: Sequence[T]) -> tuple[Projections[T], Projections[T]]:
 
 
 def _local(
-    parameters: Sequence[Tensor | None], dtype: torch.dtype, *, adds_output_bias: bool
+    parameters: Sequence[Tensor | None], dtype: torch.dtype, options: _Options
 ) -> ExpertWeights:
     """The parts of the parameters that are here, in `dtype`."""
     parts = [None if p is None else local_part(p).to(dtype) for p in parameters]
     weights, biases = _by_projection(parts)
-    return ExpertWeights(cast("Projections[Tensor]", weights), biases, adds_output_bias)
+    return ExpertWeights(cast("Projections[Tensor]", weights), biases, *options)
 
 
 def _without_padding(batch: ExpertBatch) -> ExpertBatch:

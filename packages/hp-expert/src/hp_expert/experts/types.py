@@ -17,6 +17,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from hp_expert.batch import ExpertBatch
+from hp_expert.experts.activation import SWIGLU, Activation
 from hp_expert.experts.weight_gradient import WeightGradient
 
 T = TypeVar("T")
@@ -64,11 +65,13 @@ class ExpertWeights(NamedTuple):
         biases: gate_up [L, 2H], or gate [L, H] and up [L, H]; down [L, D]. Each may be None.
         adds_output_bias: Whether the bias of down counts in the output; its gradient is computed
             in either case.
+        activation: What is put between the projections.
     """
 
     weights: Projections[Tensor]
     biases: Projections[Tensor | None]
     adds_output_bias: bool = True
+    activation: Activation = SWIGLU
 
     @property
     def hidden(self) -> int:

@@ -86,6 +86,18 @@ class ManifestReader(StorageReader):
         future.set_result(None)
         return future
 
+    def chunk(self, tensor: str, offsets: tuple[int, ...]) -> Tensor:
+        """One saved chunk, in new memory, outside of any plan.
+
+        Raises:
+            CheckpointError: When it cannot be read or is not what was saved.
+        """
+        try:
+            with opened_directory(self._path) as directory:
+                return self._read(directory, MetadataIndex(tensor, torch.Size(offsets))).clone()
+        except OSError as error:
+            raise failed("read", self._path, error) from None
+
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Never chosen by its path alone."""

@@ -1,13 +1,12 @@
-"""The reference model: a decoder-only mixture-of-experts transformer."""
+"""The models: decoder-only transformers, dense or with experts, built from one block."""
 
-from hp_train.model.initialization import initialize_parameters
+from hp_train.model.block import Microbatch, add_loss
 from hp_train.model.layers import DropoutKey
-from hp_train.model.transformer import Microbatch, TransformerStage, add_loss
+from hp_train.model.transformer import TransformerStage
 
 __all__ = [
     "DropoutKey",
     "Microbatch",
     "TransformerStage",
     "add_loss",
-    "initialize_parameters",
 ]

@@ -1,124 +1,22 @@
-"""A decoder-only mixture-of-experts transformer, cut into pipeline stages.
+"""A decoder-only transformer, dense or with experts, cut into pipeline stages.
 
-A stage holds a run of layers; the first also holds the embedding, the last the final norm and the
-output matrix. Parameters keep the names they have in the whole model (``layers.5.attention.wq``
-is that on every stage of every layout), so that names identify them in initialisation, gradient
-norm and checkpoints.
+A stage holds a run of layers; the first also holds the embedding, the last the final norm, the
+output matrix and the modules of multi-token prediction. Parameters keep the names they have in the
+whole model (``layers.5.attention.wq`` is that on every stage of every layout), so that names
+identify them in initialisation, gradient norm and checkpoints.
 
 Shape symbols: B sequences, S positions, D model width, V vocabulary.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from hp_expert import GroupedExperts, MoE, Routing, TopKRouter, sequence_balance_loss
 from hp_platform import linear
 from hp_train.config import ModelConfig
-from hp_train.model.layers import Attention, DropoutKey, Linear, RMSNorm, SwiGLU, dropout
-
-
-@dataclass(frozen=True, slots=True)
-class Microbatch:
-    """What every stage needs to know of the microbatch it works on. It travels with the call.
-
-    Attributes:
-        num_sequences: Sequences of the whole step over all ranks: what sums are divided by.
-        key: Which activations to drop; None outside training.
-        balance_losses: Each MoE layer appends its detached share of the balancing loss here.
-    """
-
-    num_sequences: int
-    key: DropoutKey | None = None
-    balance_losses: list[Tensor] = field(default_factory=list)
-
-
-class _AddLoss(torch.autograd.Function):
-    """Identity on ``x`` that lets ``loss`` take part in the backward as if it had been added."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        ctx.save_for_backward(loss)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
-        (loss,) = ctx.saved_tensors
-        return grads[0], torch.ones_like(loss)
-
-
-def add_loss(x: Tensor, loss: Tensor) -> Tensor:
-    """Add a term to the training loss from inside the model, whatever stage this is.
-
-    The step's loss is a sum over ranks of terms already divided by global counts, so every term
-    enters backward with gradient one.
-
-    Args:
-        x: Activations the term must outlive, any shape.
-        loss: The term, a scalar.
-    """
-    y: Tensor = _AddLoss.apply(x, loss)
-    return y
-
-
-class Block(nn.Module):
-    """Attention and feed-forward, each behind a norm and a residual connection."""
-
-    def __init__(self, config: ModelConfig, index: int) -> None:
-        super().__init__()
-        self.name = f"layers.{index}"
-        self.dropout = config.dropout
-        self.balance_coefficient = config.balance_coefficient
-        self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.attention = Attention(
-            config.dim,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim or config.dim // config.num_heads,
-            rope_theta=config.rope_theta,
-        )
-        self.feed_forward_norm = RMSNorm(config.dim, eps=config.norm_eps)
-        dense = index < config.num_dense_layers
-        self.moe = None if dense else _moe(config)
-        self.feed_forward = SwiGLU(config.dim, config.dense_hidden) if dense else None
-
-    def forward(self, x: Tensor, *, microbatch: Microbatch) -> Tensor:
-        """[B, S, D] to [B, S, D]."""
-        key = microbatch.key
-        y = self.attention(self.attention_norm(x))
-        x = x + dropout(y, self.dropout, key, f"{self.name}.attention")
-        y = self._feed_forward(self.feed_forward_norm(x), microbatch)
-        return x + dropout(y, self.dropout, key, f"{self.name}.feed_forward")
-
-    def _feed_forward(self, x: Tensor, microbatch: Microbatch) -> Tensor:
-        if self.feed_forward is not None:
-            dense: Tensor = self.feed_forward(x)
-            return dense
-        assert self.moe is not None
-        result: tuple[Tensor, Routing] = self.moe(x)
-        y, routing = result
-        if self.balance_coefficient == 0.0 or microbatch.key is None:
-            return y
-        B, S, _ = x.shape
-        loss_B = sequence_balance_loss(
-            routing.scores.view(B, S, -1),
-            routing.experts.view(B, S, -1),
-            num_experts=self.moe.experts.num_experts,
-        )
-        loss = loss_B.sum() * (self.balance_coefficient / microbatch.num_sequences)
-        microbatch.balance_losses.append(loss.detach())
-        return add_loss(y, loss)
-
-
-def _moe(config: ModelConfig) -> MoE:
-    shared_hidden = config.num_shared_experts * config.expert_hidden
-    return MoE(
-        TopKRouter(config.dim, config.num_experts, config.top_k),
-        GroupedExperts(config.num_experts, config.dim, config.expert_hidden),
-        shared=SwiGLU(config.dim, shared_hidden) if shared_hidden else None,
-    )
+from hp_train.model.block import Block, Microbatch, add_loss
+from hp_train.model.layers import Linear, RMSNorm, dropout
+from hp_train.model.prediction import PredictionModule, prediction_loss
+from hp_train.model.rotary import Rotation, rotation
 
 
 class TransformerStage(nn.Module):
@@ -129,7 +27,7 @@ class TransformerStage(nn.Module):
         vocab_size: V.
         layers: Global indices of the layers this stage holds.
         first: Whether it holds the embedding.
-        last: Whether it holds the final norm and the output matrix.
+        last: Whether it holds the final norm, the output matrix and what predicts further ahead.
         compute_dtype: Dtype of activations; parameters may be wider.
     """
 
@@ -144,30 +42,58 @@ class TransformerStage(nn.Module):
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        self.config = config
         self.compute_dtype = compute_dtype
-        self.dropout = config.dropout
         self.embedding = nn.Embedding(vocab_size, config.dim) if first else None
-        self.layers = nn.ModuleDict({str(i): Block(config, i) for i in layers})
+        self.layers = nn.ModuleDict({str(i): Block(config, i, f"layers.{i}") for i in layers})
         self.norm = RMSNorm(config.dim, eps=config.norm_eps) if last else None
         tied = config.tie_embeddings and first
         self.output = Linear(config.dim, vocab_size) if last and not tied else None
+        depths = range(1, config.num_mtp_modules + 1) if last else range(0)
+        self.mtp = nn.ModuleList(PredictionModule(config, depth) for depth in depths)
 
     def forward(self, x: Tensor, *, microbatch: Microbatch) -> Tensor:
         """Run the stage.
 
         Args:
-            x: Token ids int64 [B, S] on the first stage, activations [B, S, D] on others.
+            x: Token ids int64 [B, S] on the first stage, what the stage before returned on others.
             microbatch: What travels with the call.
 
         Returns:
-            Logits [B, S, V] on the last stage, activations [B, S, D] on others.
+            Logits [B, S, V] on the last stage. Activations [B, S, D] on others; with multi-token
+            prediction [B, S, 2D], beside them the embeddings, which it needs at the end.
         """
+        embedded: Tensor | None = None
         if self.embedding is not None:
-            x = self.embedding(x).to(self.compute_dtype)
-            x = dropout(x, self.dropout, microbatch.key, "embedding")
+            embedded = self.embedding(x).to(self.compute_dtype)
+            x = dropout(embedded, self.config.dropout, microbatch.key, "embedding")
+        elif self.config.num_mtp_modules:
+            x, embedded = x.chunk(2, dim=-1)
+        turn = rotation(self.config, _positions(x, microbatch))
         for block in self.layers.values():
-            x = block(x, microbatch=microbatch)
-        return x if self.norm is None else self._logits(self.norm(x))
+            x = block(x, rotation=turn, microbatch=microbatch, documents=microbatch.documents)
+        if self.norm is not None:
+            return self._logits(self._look_ahead(self.norm(x), embedded, turn, microbatch))
+        if self.config.num_mtp_modules and embedded is not None:
+            return torch.cat((x, embedded), dim=-1)
+        return x
+
+    def _look_ahead(
+        self, hidden: Tensor, embedded: Tensor | None, turn: Rotation, microbatch: Microbatch
+    ) -> Tensor:
+        """Let the losses of multi-token prediction, if there are any, hang on the hidden states."""
+        if len(self.mtp) == 0 or microbatch.targets is None or embedded is None:
+            return hidden
+        loss = prediction_loss(
+            self.mtp,
+            hidden,
+            embedded,
+            weight=self.config.mtp_weight,
+            rotation=turn,
+            microbatch=microbatch,
+            logits_of=self._logits,
+        )
+        return add_loss(hidden, loss)
 
     def _logits(self, x: Tensor) -> Tensor:
         if self.output is not None:
@@ -175,3 +101,9 @@ class TransformerStage(nn.Module):
             return logits
         assert self.embedding is not None
         return linear(x, self.embedding.weight.to(x.dtype))
+
+
+def _positions(x: Tensor, microbatch: Microbatch) -> Tensor:
+    if microbatch.positions is not None:
+        return microbatch.positions
+    return torch.arange(x.shape[1], device=x.device)

@@ -1,6 +1,7 @@
 """One rank of a run that is recorded, and the training job of hp-train as such a job."""
 
 import importlib
+import itertools
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -118,13 +119,15 @@ class TrainerJob(Job):
         def enter(_block: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
             microbatch: Microbatch = kwargs["microbatch"]
             key = microbatch.key
-            current.sequences = None if key is None else key.sequence_index.tolist()
+            current.places = None
+            if key is not None:
+                current.places = key.sequence_index.tolist(), key.positions.tolist()
 
         def leave(name: str) -> Any:
             def hook(moe: MoE, _args: Any, result: tuple[Tensor, Routing]) -> None:
-                sequences = getattr(current, "sequences", None)
-                if sequences is not None:
-                    self._add_choices(name, moe, result[1], sequences)
+                places = getattr(current, "places", None)
+                if places is not None:
+                    self._add_choices(name, moe, result[1], *places)
 
             return hook
 
@@ -135,17 +138,26 @@ class TrainerJob(Job):
                 if isinstance(module, MoE):
                     module.register_forward_hook(leave(name))
 
-    def _add_choices(self, name: str, moe: MoE, routing: Routing, sequences: list[int]) -> None:
-        length = self.config.data.seq_len
-        if routing.chosen.shape[0] != len(sequences) * length:
-            return  # positions are spread over ranks: nothing is excused then
+    def _add_choices(
+        self, name: str, moe: MoE, routing: Routing, sequences: list[int], positions: list[int]
+    ) -> None:
         bias = moe.router.correction_bias
         scores = routing.scores.detach() if bias is None else routing.scores.detach() + bias
+        batch, length = self.config.train.global_batch_size, self.config.data.seq_len
         for quantity, rows in ((CHOICES, routing.chosen), (SCORES, scores)):
-            whole = (self.config.train.global_batch_size, length, rows.shape[-1])
-            for index, row in zip(sequences, rows.view(-1, length, rows.shape[-1]), strict=True):
-                offset = (index - self.trainer.next_sequence, 0, 0)
-                self._record.add(quantity, {name: Part(row[None], whole, offset)})
+            width = rows.shape[-1]
+            by_sequence = rows.view(len(sequences), len(positions), width)
+            for index, row in zip(sequences, by_sequence, strict=True):
+                for first, last in _runs(positions):
+                    part = row[None, first:last]
+                    offset = (index - self.trainer.next_sequence, positions[first], 0)
+                    self._record.add(quantity, {name: Part(part, (batch, length, width), offset)})
+
+
+def _runs(positions: list[int]) -> list[tuple[int, int]]:
+    """First and last + 1 index of every run of positions that follow each other."""
+    breaks = [i for i in range(1, len(positions)) if positions[i] != positions[i - 1] + 1]
+    return list(itertools.pairwise([0, *breaks, len(positions)]))
 
 
 def _part(parameter: Parameter, local: Tensor) -> Part:

@@ -1,0 +1,101 @@
+"""What experts put between their projections, and its gradient.
+
+Note [Gate, then product]. Every activation here is gate(g) times a function of u. Backward needs
+gate(g) twice, for the product and for the gradient of u, so it is computed once and handed on; all
+gradients may be written into memory that their inputs came in.
+
+Shape symbols: R rows, H hidden width.
+"""
+
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Activation(Protocol):
+    """A gated activation; see Note [Gate, then product]."""
+
+    def gate(self, gate: Tensor) -> Tensor:
+        """Return the gating factor [R, H] in new memory."""
+
+    def product(self, gated: Tensor, up: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Return the factor times what is made of `up` [R, H]; `out` may be `gated`."""
+
+    def backward(  # noqa: PLR0917  # five factors and where two results go
+        self, dh: Tensor, gate: Tensor, up: Tensor, gated: Tensor, dgate: Tensor, dup: Tensor
+    ) -> None:
+        """Write the gradients of `gate` and `up`.
+
+        Args:
+            dh: Gradient of the product; is overwritten.
+            gate: As in the method `gate`.
+            up: As in `product`.
+            gated: What `gate` returned.
+            dgate: Where the gradient of `gate` goes; may be `dh`.
+            dup: Where that of `up` goes; may be `gated`.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class SwiGLU:
+    """silu(gate) * up (Shazeer 2020, arXiv:2002.05202)."""
+
+    def gate(self, gate: Tensor) -> Tensor:
+        """See `Activation.gate`."""
+        return F.silu(gate)
+
+    def product(self, gated: Tensor, up: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """See `Activation.product`."""
+        return torch.mul(gated, up, out=out)
+
+    def backward(  # noqa: PLR0917  # as the protocol has it
+        self, dh: Tensor, gate: Tensor, up: Tensor, gated: Tensor, dgate: Tensor, dup: Tensor
+    ) -> None:
+        """See `Activation.backward`."""
+        torch.mul(gated, dh, out=dup)
+        torch.ops.aten.silu_backward.grad_input(dh.mul_(up), gate, grad_input=dgate)
+
+
+SWIGLU: Final = SwiGLU()
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedSwiGLU:
+    """g * sigmoid(alpha * g) * (u + 1), with g at most `limit` and u between both limits (gpt-oss).
+
+    Attributes:
+        limit: Gradients of what lies beyond it are zero.
+        alpha: Steepness of the gate.
+    """
+
+    limit: float = 7.0
+    alpha: float = 1.702
+
+    def gate(self, gate: Tensor) -> Tensor:
+        """See `Activation.gate`."""
+        clamped = gate.clamp(max=self.limit)
+        return (clamped * self.alpha).sigmoid_().mul_(clamped)
+
+    def product(self, gated: Tensor, up: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """See `Activation.product`."""
+        return torch.mul(gated, self._plus_one(up), out=out)
+
+    def backward(  # noqa: PLR0917  # as the protocol has it
+        self, dh: Tensor, gate: Tensor, up: Tensor, gated: Tensor, dgate: Tensor, dup: Tensor
+    ) -> None:
+        """See `Activation.backward`."""
+        torch.mul(gated, dh, out=dup)
+        dup.masked_fill_(up.abs() > self.limit, 0.0)
+        dh.mul_(self._plus_one(up))
+        clamped = gate.clamp(max=self.limit)
+        s = (clamped * self.alpha).sigmoid_()
+        # d(g * s(alpha g))/dg = s + alpha * g * s * (1 - s)
+        slope = torch.addcmul(s, clamped.mul_(self.alpha).mul_(s), 1 - s)
+        torch.mul(dh, slope, out=dgate)
+        dgate.masked_fill_(gate > self.limit, 0.0)
+
+    def _plus_one(self, up: Tensor) -> Tensor:
+        return up.clamp(-self.limit, self.limit).add_(1.0)

@@ -1,0 +1,18 @@
+"""Models of Hugging Face: their settings and weights, in and out.
+
+Reading and writing is sharded: a rank reads the slices of its own tensors, and writes them to their
+places in files that all ranks write together. No rank ever holds a whole model.
+"""
+
+from hp_train.hugging_face.config import hf_config, model_config, read_config
+from hp_train.hugging_face.load import check_weights, load_weights
+from hp_train.hugging_face.save import save_weights
+
+__all__ = [
+    "check_weights",
+    "hf_config",
+    "load_weights",
+    "model_config",
+    "read_config",
+    "save_weights",
+]

@@ -1,0 +1,143 @@
+"""`hp import-hf` and `hp export-hf`."""
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from hp_train import rules
+from hp_train.checkpoint.directory import complete_checkpoints, parse_step_name
+from hp_train.checkpoint.extra import decode_extra
+from hp_train.checkpoint.manifest import DamageError, Manifest
+from hp_train.checkpoint.reader import ManifestReader
+from hp_train.checkpoint.verify import read_manifest
+from hp_train.config import Config, ModelConfig
+from hp_train.errors import CheckpointError, ConfigError
+from hp_train.hugging_face.config import model_config, read_config, train_dtype
+from hp_train.hugging_face.load import check_weights
+from hp_train.hugging_face.plan import Box
+from hp_train.hugging_face.save import write_model
+from hp_train.options import build
+from hp_train.render import to_toml
+from hp_train.schema import fields
+
+_PREFIX = "model."
+_SEQ_LEN = 4096  # of the config that is printed, unless the model is made for less
+
+
+def import_hf(folder: Path, out: Path | None) -> int:
+    """Print or write a config that starts from the weights of a folder.
+
+    Nothing is copied: when the run starts, every rank reads the slices that it needs.
+
+    Args:
+        folder: With `config.json` and safetensors files.
+        out: A new TOML file; None: standard output.
+
+    Returns:
+        Exit status.
+
+    Raises:
+        ConfigError: When the folder has no model that can be read, or `out` is there.
+    """
+    values = read_config(folder)
+    model = model_config(values)
+    check_weights(folder)
+    given: dict[str, Any] = {
+        f"model.{name}": value for name, value in msgspec.structs.asdict(model).items()
+    }
+    given["run.init_from"] = str(folder.absolute())
+    given["train.dtype"] = train_dtype(values)
+    given["train.sample_tokens"] = 0
+    given["data.seq_len"] = min(model.max_positions or _SEQ_LEN, _SEQ_LEN)
+    if (folder / "tokenizer.json").is_file():
+        given["data.tokenizer"] = str((folder / "tokenizer.json").absolute())
+    config = build(given)
+    rules.check(config)
+    source = f"{folder.name}/config.json"
+    text = to_toml(config, {key: source if key in given else "default" for key in fields()})
+    if out is None:
+        sys.stdout.write(text)
+        return 0
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f'--out ("{out}") must be a new file: {error.strerror}') from None
+    sys.stdout.write(f"wrote {out}; to train: hp train {out}\n")
+    return 0
+
+
+def export_hf(run: Path, folder: Path, *, step: int | None, dtype: str | None) -> int:
+    """Write the weights of a checkpoint as a folder that transformers loads.
+
+    One chunk of the checkpoint is in memory at a time, and is compared with its hash.
+
+    Args:
+        run: Run directory.
+        folder: To be made.
+        step: Of the checkpoint; None: the newest.
+        dtype: Of the files; None: what the run computed in.
+
+    Returns:
+        Exit status.
+
+    Raises:
+        ConfigError: When there is no such run, no family has its model, or `folder` is in use.
+        CheckpointError: When the checkpoint is missing or damaged, or a file cannot be written.
+    """
+    rules.require_run_directory(str(run))
+    path = _checkpoint(run, step)
+    try:
+        manifest = read_manifest(path)
+        extra = decode_extra(bytes(manifest.extra))
+        config = msgspec.convert(extra["config"], Config)
+    except (DamageError, KeyError, msgspec.ValidationError) as damage:
+        raise CheckpointError(f"{path}: {damage}") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    model = _whole_config(config, manifest)
+    boxes: dict[str, list[Box]] = {
+        name.removeprefix(_PREFIX): [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]
+        for name, tensor in manifest.tensors.items()
+        if name.startswith(_PREFIX)
+    }
+    reader = ManifestReader(path, manifest)
+
+    def read(name: str, box: Box) -> Tensor:
+        return reader.chunk(_PREFIX + name, box[0])
+
+    name = dtype or config.train.dtype
+    write_model(folder, boxes, read, model, dtype=getattr(torch, name))
+    if config.data.tokenizer and Path(config.data.tokenizer).is_file():
+        shutil.copyfile(config.data.tokenizer, folder / "tokenizer.json")
+    sys.stdout.write(f"wrote {folder} from {path}, {name}\n")
+    return 0
+
+
+def _checkpoint(run: Path, step: int | None) -> Path:
+    found = complete_checkpoints(run / "checkpoints")
+    if step is not None:
+        found = [path for path in found if (parse_step_name(path.name) or (None,))[0] == step]
+    if not found:
+        which = "a checkpoint" if step is None else f"a checkpoint of step {step}"
+        raise CheckpointError(f"{run}/checkpoints must have {which}")
+    return found[0]
+
+
+def _whole_config(config: Config, manifest: Manifest) -> ModelConfig:
+    """The model with what a run takes from elsewhere: its vocabulary and longest sequence."""
+    embedding = manifest.tensors.get(f"{_PREFIX}embedding.weight")
+    if embedding is None:
+        raise CheckpointError("the checkpoint must have an embedding")
+    model = config.model
+    return replace(
+        model,
+        vocab_size=embedding.shape[0],
+        max_positions=model.max_positions or config.data.seq_len,
+    )

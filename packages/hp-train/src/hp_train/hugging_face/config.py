@@ -1,0 +1,153 @@
+"""`config.json` of Hugging Face and the `[model]` section of a run, one from the other."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import asdict, replace
+
+from hp_train.config import ModelConfig
+from hp_train.errors import ConfigError
+from hp_train.hugging_face import deepseek_v3, gpt_oss, llama, mixtral, qwen3
+from hp_train.hugging_face.family import Family, Json, common_keys
+from hp_train.options import build
+from hp_train.schema import convert, fields, shown
+
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        llama.FAMILY,
+        qwen3.DENSE,
+        qwen3.MOE,
+        mixtral.FAMILY,
+        deepseek_v3.FAMILY,
+        gpt_oss.FAMILY,
+    )
+}
+"""By the `model_type` of `config.json`."""
+
+_DTYPES = {"bfloat16": "bfloat16", "float32": "float32", "float64": "float64"}
+# What training decides, and the weights do not: may differ from what a family reads back.
+_FREE = {"dropout", "balance_coefficient", "correction_rate", "init_std", "mtp_weight"}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Parse the `config.json` of a folder.
+
+    Raises:
+        ConfigError: When it cannot be read.
+    """
+    path = folder / "config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())[:120]
+        raise ConfigError(f'"{path}" must be readable JSON: {reason}') from None
+    if not isinstance(values, dict):
+        raise ConfigError(f'"{path}" must be a JSON object')
+    return values
+
+
+def family_of(values: Json) -> Family:
+    """Find the family of a `config.json`.
+
+    Raises:
+        ConfigError: When there is none of that name, or its weights are quantised.
+    """
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise ConfigError(f"config.json: model_type ({shown(model_type)}) must be one of {known}")
+    quantised = values.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise ConfigError(
+            f"config.json: quantization_config ({shown(method)}) must be absent: quantised "
+            "weights are not read, take a copy in bfloat16"
+        )
+    return FAMILIES[model_type]
+
+
+def model_config(values: Json) -> ModelConfig:
+    """The `[model]` section for a `config.json`.
+
+    Raises:
+        ConfigError: About the first setting that the models here do not have.
+    """
+    found = family_of(values).read(values)
+    checked = {
+        f"model.{key}": convert(fields()[f"model.{key}"], value, strict=True)
+        for key, value in found.items()
+    }
+    return build(checked).model
+
+
+def train_dtype(values: Json) -> str:
+    """What `train.dtype` keeps the dtype of the weights: that of `config.json`."""
+    given = str(values.get("dtype") or values.get("torch_dtype") or "float32")
+    return _DTYPES.get(given, "float32")
+
+
+def hf_config(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
+    """The `config.json` for a model.
+
+    Args:
+        model: With its vocabulary.
+        dtype: Of the weights, such as `bfloat16`.
+
+    Raises:
+        ConfigError: When no family of Hugging Face has such a model.
+    """
+    family = _matching(model)
+    head = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "torch_dtype": dtype,
+    }
+    return head | common_keys(model) | family.write(model)
+
+
+def _matching(model: ModelConfig) -> Family:
+    """The family whose files can say all of a model: the one that reads back what it writes."""
+    width = model.head_dim or model.dim // model.num_heads
+    ours = asdict(replace(model, head_dim=width if model.attention == "gqa" else 0))
+    nearest: list[tuple[int, str, str]] = []
+    for family in FAMILIES.values():
+        values = common_keys(model) | family.write(model)
+        theirs = asdict(model_config({"model_type": family.model_type} | values))
+        compared = ours.keys() - _unused(model)
+        wrong = sorted(key for key in compared if theirs[key] != ours[key])
+        if not wrong:
+            return family
+        nearest.append((len(wrong), family.model_type, wrong[0]))
+    count, name, key = min(nearest)
+    raise ConfigError(
+        f"model.{key} ({shown(ours[key])}) must be what a family of Hugging Face has; {name} is "
+        f"nearest, with {count} keys that differ"
+    )
+
+
+def _unused(model: ModelConfig) -> set[str]:
+    """Keys that say nothing about this model, and those that training alone decides."""
+    unused = set(_FREE)
+    if model.num_experts == 0:
+        unused |= {key for key in asdict(model) if key.startswith(("router_", "expert_", "num_"))}
+        unused |= {"top_k", "correction_bias"}
+        unused -= {"num_layers", "num_heads", "num_kv_heads", "num_experts", "num_mtp_modules"}
+    elif model.num_dense_layers == 0:
+        unused |= {"dense_hidden"}
+    if model.attention == "gqa":
+        unused |= {"q_lora_rank", "kv_lora_rank", "nope_head_dim", "rope_head_dim", "v_head_dim"}
+    else:
+        unused |= {"num_kv_heads"}
+    if model.expert_activation == "swiglu":
+        unused |= {"swiglu_limit", "swiglu_alpha"}
+    if model.num_expert_groups == 1:
+        unused |= {"num_limited_groups"}
+    unused |= set() if model.rope_scaling == "llama3" else {"rope_low_factor", "rope_high_factor"}
+    if model.rope_scaling != "yarn":
+        unused |= {"rope_beta_fast", "rope_beta_slow", "rope_truncate"}
+        unused |= {"rope_mscale", "rope_mscale_all_dim"}
+    if model.rope_scaling == "none":
+        unused |= {"rope_original_positions"}
+    return unused

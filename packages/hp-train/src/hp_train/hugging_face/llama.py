@@ -1,0 +1,37 @@
+"""Llama 2 and 3, dense."""
+
+from typing import Any
+
+from hp_train.config import ModelConfig
+from hp_train.hugging_face.family import Family, Json, Settings, common, head_dim
+from hp_train.hugging_face.rope import read_rope, write_rope
+
+
+def _read(values: Json) -> dict[str, Any]:
+    settings = Settings(values)
+    settings.require("mlp_bias", False)
+    return {
+        **common(settings),
+        **read_rope(settings),
+        "head_dim": head_dim(settings),
+        "dense_hidden": settings.need("intermediate_size"),
+        "attention_bias": bool(settings.get("attention_bias", False)),
+    }
+
+
+def _write(model: ModelConfig) -> dict[str, Any]:
+    return {
+        **write_rope(model),
+        "head_dim": model.head_dim or model.dim // model.num_heads,
+        "intermediate_size": model.dense_hidden,
+        "attention_bias": model.attention_bias,
+        "mlp_bias": False,
+    }
+
+
+FAMILY = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    read=_read,
+    write=_write,
+)

@@ -1,0 +1,155 @@
+"""Weights of a Hugging Face model into the tensors that a rank has, and nothing else.
+
+Every rank reads the slices of its own tensors straight from the files.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hp_expert import StackedPart
+from hp_train.config import ModelConfig
+from hp_train.errors import ConfigError
+from hp_train.hugging_face.arrange import to_ours
+from hp_train.hugging_face.config import family_of, model_config, read_config
+from hp_train.hugging_face.files import FileTensor, opened_files
+from hp_train.hugging_face.plan import Box, Stored, stacking_of, stored_tensors, theirs_of
+from hp_train.hugging_face.shapes import model_shapes
+from hp_train.hugging_face.together import together
+
+_FLOATS = ("BF16", "F16", "F32", "F64")
+_SHOWN = 3
+# Ends of names that mixed-precision formats give to what they keep beside or instead of weights.
+_QUANTISED = ("_blocks", "_scales", "weight_scale_inv", "weight_scale", "qweight", "qzeros")
+
+
+class _Read(NamedTuple):
+    """A view of a tensor of ours, and the box of a stored one that goes there."""
+
+    target: Tensor
+    stored: Stored
+    part: int
+    box: Box
+
+
+def load_weights(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    group: ProcessGroup | None = None,
+) -> None:
+    """Fill tensors in place from the files of a folder.
+
+    Values are cast to the dtype of the tensors. A DTensor takes its part, however it is sharded.
+
+    Args:
+        folder: With `config.json` and safetensors files.
+        tensors: What this rank has, by global name: parameters, and buffers of routers.
+        group: CPU group of the ranks that call together; None: this rank is alone.
+
+    Raises:
+        ConfigError: On every rank and before any tensor is touched: the folder has no model that
+            can be read, or not the one that the tensors are of.
+        hp_platform.PeerError: When another rank failed for another reason.
+    """
+    with ExitStack() as stack:
+        files: dict[str, FileTensor] = {}
+        reads: list[_Read] = []
+
+        def prepare() -> None:
+            files.update(stack.enter_context(opened_files(folder)))
+            reads.extend(_reads(tensors, files, folder))
+
+        def read() -> None:
+            for target, stored, part, box in reads:
+                values = files[stored.name].read(box)
+                target.copy_(to_ours(stored, part, values).view(target.shape))
+
+        together(prepare, group=group, where="find the weights to load")
+        with torch.no_grad():
+            together(read, group=group, where="load weights")
+
+
+def check_weights(folder: Path) -> int:
+    """Check, without reading a weight, that a folder has all of a model and no more.
+
+    Returns:
+        Number of parameters.
+
+    Raises:
+        ConfigError: About the first thing that is wrong.
+    """
+    values = read_config(folder)
+    model, family = model_config(values), family_of(values)
+    shapes = model_shapes(model)
+    with opened_files(folder) as files:
+        listed = stored_tensors(shapes, model, family, stacking=stacking_of(files, family))
+        _check(files, listed, model)
+    return sum(torch.Size(shape).numel() for shape in shapes.values())
+
+
+def _reads(
+    tensors: Mapping[str, Tensor], files: Mapping[str, FileTensor], folder: Path
+) -> Iterator[_Read]:
+    values = read_config(folder)
+    model, family = model_config(values), family_of(values)
+    shapes = model_shapes(model)
+    listed = stored_tensors(shapes, model, family, stacking=stacking_of(files, family))
+    _check(files, listed, model)
+    of_part: dict[str, list[tuple[Stored, int]]] = {}
+    for stored in listed:
+        if not stored.is_copy:
+            for number, part in enumerate(stored.parts):
+                of_part.setdefault(part, []).append((stored, number))
+    for name, tensor in tensors.items():
+        if name not in shapes or tuple(tensor.shape) != tuple(shapes[name]):
+            has = f"must have shape {list(shapes[name])}" if name in shapes else "must be absent"
+            raise ConfigError(
+                f"tensor {name} ({list(tensor.shape)}) {has}: [model] must be what hp import-hf "
+                f'prints for "{folder}"'
+            )
+        here = StackedPart.of(tensor)
+        offsets, sizes = tuple(here.offset), tuple(here.local.shape)
+        for stored, number in of_part[name]:
+            if stored.expert is None:
+                box = theirs_of(stored, number, (offsets, sizes))
+                yield _Read(here.local, stored, number, box)
+            elif offsets[0] <= stored.expert < offsets[0] + sizes[0]:
+                row = here.local[stored.expert - offsets[0]]
+                yield _Read(row, stored, number, (offsets[1:], sizes[1:]))
+
+
+def _check(files: Mapping[str, FileTensor], listed: list[Stored], model: ModelConfig) -> None:
+    """Refuse files that lack a tensor, have one too many, or have one that cannot be read."""
+    for name, entry in files.items():
+        if name.endswith(_QUANTISED) or entry.dtype not in _FLOATS:
+            raise ConfigError(
+                f"tensor {name} ({entry.dtype}) must be one of {', '.join(_FLOATS)}: quantised "
+                "weights are not read"
+            )
+    wanted = {stored.name: stored for stored in listed}
+    if missing := [s.name for s in listed if not s.is_copy and s.name not in files]:
+        raise ConfigError(f"files of the model must have {_listed(missing)}")
+    if others := [n for n in files if n not in wanted and not _is_ignored(n, model)]:
+        raise ConfigError(f"files of the model must not have {_listed(others)}")
+    for name, stored in wanted.items():
+        if name in files and files[name].shape != tuple(stored.shape):
+            raise ConfigError(
+                f"tensor {name} ({list(files[name].shape)}) must be of shape {list(stored.shape)}"
+            )
+
+
+def _is_ignored(name: str, model: ModelConfig) -> bool:
+    """What old files have besides weights, and the output matrix that is the embedding as well."""
+    is_tied = model.tie_embeddings and name == "lm_head.weight"
+    return is_tied or name.endswith("rotary_emb.inv_freq")
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

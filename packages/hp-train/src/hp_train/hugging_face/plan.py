@@ -1,0 +1,175 @@
+"""Which tensors the files of a model have, and what of ours each one is made of.
+
+Names and shapes alone: no tensor is read or made here.
+
+Shape symbols: E experts, D model width, F hidden width of an expert.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from hp_train.config import ModelConfig
+from hp_train.hugging_face.family import LAYER_NAMES, Family, Stacking
+
+Shape = tuple[int, ...]
+Box = tuple[Shape, Shape]
+"""Offsets and sizes, one of each per dimension."""
+
+Arrangement = Literal["same", "transposed", "interleaved", "concatenated"]
+"""How a stored tensor follows from its parts: as they are; each expert transposed; the columns of
+both, transposed, in turns; the rows of one after those of the other."""
+
+_TOP = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_AHEAD = {
+    "embedding_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "projection": "eh_proj",
+    "norm": "shared_head.norm",
+}
+_EXPERTS = re.compile(r"(.*moe\.experts)\.[wb][123]")
+_PROJECTION = {"1": 0, "3": 1, "2": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor of a file.
+
+    Attributes:
+        name: Theirs.
+        shape: Of the whole.
+        parts: Our names of what it is made of: one, or gate and up.
+        expert: Which expert of a stacked part it is; None: all of the part.
+        arrangement: How it follows from the parts.
+        is_copy: Whether it repeats another tensor: it is written, and need not be there to read.
+    """
+
+    name: str
+    shape: Shape
+    parts: tuple[str, ...]
+    expert: int | None = None
+    arrangement: Arrangement = "same"
+    is_copy: bool = False
+
+
+def stored_tensors(
+    shapes: Mapping[str, Shape],
+    model: ModelConfig,
+    family: Family,
+    *,
+    stacking: Stacking | None = None,
+) -> list[Stored]:
+    """List all tensors of a model's files, in the order of `shapes`.
+
+    Args:
+        shapes: Of all our parameters and buffers, by global name.
+        model: Of them.
+        family: Whose names to use.
+        stacking: How experts are kept; None: as the family publishes them.
+    """
+    stacking = stacking or family.stacking
+    found: list[Stored] = []
+    for name, shape in shapes.items():
+        matched = _EXPERTS.fullmatch(name)
+        if matched is None:
+            found.append(Stored(their_name(name, model, family), shape, (name,)))
+        else:
+            path = f"{_layer_path(matched[1], model)}.{family.experts}"
+            if stacking == "none":
+                found += _single(path, name, shape, family)
+            else:
+                found += _stacked(path, name, shape, is_interleaved=stacking == "interleaved")
+    return [*found, *_copies(shapes, model)]
+
+
+def their_name(name: str, model: ModelConfig, family: Family) -> str:
+    """What files call one of our tensors that is no stack of experts."""
+    if name in _TOP:
+        return _TOP[name]
+    path = _layer_path(name, model)
+    rest = name.split(".", 2)[2]
+    if name.startswith("mtp."):
+        module, _, leaf = rest.rpartition(".")
+        if module in _AHEAD:
+            return f"{path}.{_AHEAD[module]}.{leaf}"
+        rest = rest.removeprefix("block.")
+    names = {**LAYER_NAMES, **family.layer_names}
+    if rest in names:
+        return f"{path}.{names[rest]}"
+    module, _, leaf = rest.rpartition(".")
+    return f"{path}.{names[module]}.{leaf}"
+
+
+def stacking_of(names: Collection[str], family: Family) -> Stacking:
+    """How the files that have these names keep experts."""
+    if family.stacking == "none" and any(n.endswith(".experts.gate_up_proj") for n in names):
+        return "concatenated"
+    return family.stacking
+
+
+def theirs_of(stored: Stored, part: int, box: Box) -> Box:
+    """Where a box of one of our tensors lies in a stored one.
+
+    Args:
+        stored: Not one expert of a stack, whose box has a dimension less.
+        part: Which of its parts the box is of.
+        box: In that part.
+    """
+    offsets, sizes = box
+    if stored.arrangement == "same":
+        return box
+    if stored.arrangement == "concatenated":
+        half = stored.shape[1] // 2
+        return (offsets[0], offsets[1] + part * half, *offsets[2:]), sizes
+    (e, f, *d), (ne, nf, *nd) = offsets, sizes
+    if stored.arrangement == "transposed":
+        return (e, *d, f), (ne, *nd, nf)
+    return (e, *d, 2 * f), (ne, *nd, 2 * nf)
+
+
+def _layer_path(name: str, model: ModelConfig) -> str:
+    kind, index, *_ = name.split(".")
+    return f"model.layers.{int(index) + (model.num_layers if kind == 'mtp' else 0)}"
+
+
+def _single(path: str, name: str, shape: Shape, family: Family) -> Iterator[Stored]:
+    """One tensor per expert for one of our stacks."""
+    projection = family.projections[_PROJECTION[name[-1]]]
+    ending = "weight" if name[-2] == "w" else "bias"
+    for expert in range(shape[0]):
+        yield Stored(f"{path}.{expert}.{projection}.{ending}", shape[1:], (name,), expert)
+
+
+def _stacked(path: str, name: str, shape: Shape, *, is_interleaved: bool) -> Iterator[Stored]:
+    """One tensor for one of our stacks; gate and up are one, which comes with w1."""
+    kind, number = name[-2:-1], name[-1:]
+    ending = "" if kind == "w" else "_bias"
+    E, F, *D = shape
+    if number == "2":
+        turned = is_interleaved and kind == "w"
+        theirs = (E, *D, F) if turned else shape
+        arrangement: Arrangement = "transposed" if turned else "same"
+        yield Stored(f"{path}.down_proj{ending}", theirs, (name,), None, arrangement)
+    elif number == "1":
+        both = (name, f"{name[:-1]}3")
+        theirs = (E, *D, 2 * F) if is_interleaved else (E, 2 * F, *D)
+        arrangement = "interleaved" if is_interleaved else "concatenated"
+        yield Stored(f"{path}.gate_up_proj{ending}", theirs, both, None, arrangement)
+
+
+def _copies(shapes: Mapping[str, Shape], model: ModelConfig) -> Iterator[Stored]:
+    """Embedding and output matrix, which published files repeat in each module of prediction."""
+    head = "output.weight" if "output.weight" in shapes else "embedding.weight"
+    for depth in range(model.num_mtp_modules):
+        path = f"model.layers.{model.num_layers + depth}"
+        for name, part in (
+            ("embed_tokens", "embedding.weight"),
+            ("shared_head.head", head),
+        ):
+            if part in shapes:
+                yield Stored(f"{path}.{name}.weight", shapes[part], (part,), is_copy=True)

@@ -1,0 +1,29 @@
+"""Steps that all ranks take together, or none does."""
+
+from collections.abc import Callable
+
+from torch.distributed import ProcessGroup
+
+from hp_platform import agree
+from hp_train.errors import CheckpointError
+
+
+def together(action: Callable[[], None], *, group: ProcessGroup | None, where: str) -> None:
+    """Do something on every rank, and raise on all of them if it fails on one.
+
+    Args:
+        action: This rank's part; no collective that another rank may miss.
+        group: CPU group of the ranks; None: this rank is alone.
+        where: What is done, for the message.
+    """
+    error: Exception | None = None
+    try:
+        action()
+    except OSError as failure:
+        error = CheckpointError(f"cannot {where}: {failure.filename}: {failure.strerror}")
+    except Exception as failure:  # noqa: BLE001 - every rank must hear of it
+        error = failure
+    if group is not None:
+        agree(error, group=group, where=where)
+    elif error is not None:
+        raise error

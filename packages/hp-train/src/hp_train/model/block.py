@@ -1,0 +1,194 @@
+"""One block of the transformer: attention and feed-forward, whatever the model family.
+
+Shape symbols: B sequences, S positions, D model width.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from hp_context import Mask
+from hp_expert import (
+    ClampedSwiGLU,
+    GroupedExperts,
+    MoE,
+    Routing,
+    SwiGLU,
+    TopKRouter,
+    sequence_balance_loss,
+)
+from hp_train.config import ModelConfig
+from hp_train.model.attention import make_attention
+from hp_train.model.layers import DropoutKey, FeedForward, RMSNorm, dropout
+from hp_train.model.recompute import Recompute, recomputed
+from hp_train.model.rotary import Rotation
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """What every stage needs to know of the microbatch it works on. It travels with the call.
+
+    Attributes:
+        num_sequences: Sequences of the whole step over all ranks: what sums are divided by.
+        key: Which activations to drop; None outside training.
+        positions: Of the tokens that attention sees on this rank, in their sequence, int64 [S];
+            None: 0 .. S - 1.
+        documents: What limits attention besides the model's own mask.
+        targets: The token after each token, int64 [B, S], negative where none is to be learned;
+            wanted for multi-token prediction only, and None outside training.
+        balance_losses: Each MoE layer puts its detached share of the balancing loss here, under
+            its name, so that a part that runs again does not count twice.
+        prediction_losses: Each multi-token prediction module appends its detached share here.
+    """
+
+    num_sequences: int
+    key: DropoutKey | None = None
+    positions: Tensor | None = None
+    documents: Mask | None = None
+    targets: Tensor | None = None
+    balance_losses: dict[str, Tensor] = field(default_factory=dict)
+    prediction_losses: list[Tensor] = field(default_factory=list)
+
+
+class _AddLoss(torch.autograd.Function):
+    """Identity on ``x`` that lets ``loss`` take part in the backward as if it had been added."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
+        (loss,) = ctx.saved_tensors
+        return grads[0], torch.ones_like(loss)
+
+
+def add_loss(x: Tensor, loss: Tensor) -> Tensor:
+    """Add a term to the training loss from inside the model, whatever stage this is.
+
+    The step's loss is a sum over ranks of terms already divided by global counts, so every term
+    enters backward with gradient one.
+
+    Args:
+        x: Activations the term must outlive, any shape.
+        loss: The term, a scalar.
+    """
+    y: Tensor = _AddLoss.apply(x, loss)
+    return y
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each behind a norm and a residual connection.
+
+    Attributes:
+        sequence_ranks: Ranks with other positions of the same sequences; None: there are none.
+        recompute: What runs again in backward.
+
+    Args:
+        config: Of the model.
+        layer: Global index, which decides whether it is dense and has a window.
+        name: Global name; part of the key of dropout.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.sequence_ranks: ProcessGroup | None = None
+        self.recompute: Recompute = "none"
+        self.dropout = config.dropout
+        self.balance_coefficient = config.balance_coefficient
+        self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = make_attention(config, layer)
+        self.feed_forward_norm = RMSNorm(config.dim, eps=config.norm_eps)
+        dense = config.is_dense(layer)
+        self.moe = None if dense else make_moe(config)
+        self.feed_forward = FeedForward(config.dim, config.dense_hidden) if dense else None
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        rotation: Rotation,
+        microbatch: Microbatch,
+        documents: Mask | None = None,
+    ) -> Tensor:
+        """[B, S, D] to [B, S, D].
+
+        Args:
+            x: [B, S, D].
+            rotation: Of the positions.
+            microbatch: What travels with the call.
+            documents: What limits attention besides the layer's own mask.
+        """
+        if self.recompute == "full":
+            return recomputed(self._run, x, rotation, microbatch, documents)
+        return self._run(x, rotation, microbatch, documents)
+
+    def _run(
+        self, x: Tensor, rotation: Rotation, microbatch: Microbatch, documents: Mask | None
+    ) -> Tensor:
+        def attend(x: Tensor) -> Tensor:
+            y: Tensor = self.attention(
+                self.attention_norm(x), rotation=rotation, documents=documents
+            )
+            return y
+
+        def feed_forward(x: Tensor) -> Tensor:
+            return self._feed_forward(self.feed_forward_norm(x), microbatch)
+
+        key = microbatch.key
+        y = recomputed(attend, x) if self.recompute == "attention" else attend(x)
+        x = x + dropout(y, self.dropout, key, f"{self.name}.attention")
+        y = recomputed(feed_forward, x) if self.recompute == "feed_forward" else feed_forward(x)
+        return x + dropout(y, self.dropout, key, f"{self.name}.feed_forward")
+
+    def _feed_forward(self, x: Tensor, microbatch: Microbatch) -> Tensor:
+        if self.feed_forward is not None:
+            dense: Tensor = self.feed_forward(x)
+            return dense
+        assert self.moe is not None
+        result: tuple[Tensor, Routing] = self.moe(x)
+        y, routing = result
+        if self.balance_coefficient == 0.0 or microbatch.key is None:
+            return y
+        B, S, _ = x.shape
+        loss_B = sequence_balance_loss(
+            routing.scores.view(B, S, -1),
+            routing.experts.view(B, S, -1),
+            num_experts=self.moe.experts.num_experts,
+            group=self.sequence_ranks,
+        )
+        loss = loss_B.sum() * (self.balance_coefficient / microbatch.num_sequences)
+        microbatch.balance_losses[self.name] = loss.detach()
+        return add_loss(y, loss)
+
+
+def make_moe(config: ModelConfig) -> MoE:
+    """Build the mixture of experts of one layer."""
+    router = TopKRouter(
+        config.dim,
+        config.num_experts,
+        config.top_k,
+        score_function=config.router_score,
+        normalize=config.router_normalize,
+        scaling_factor=config.router_scale,
+        bias=config.router_bias,
+        correction_bias=config.correction_bias,
+        num_groups=config.num_expert_groups,
+        num_limited_groups=config.num_limited_groups,
+    )
+    clamped = ClampedSwiGLU(limit=config.swiglu_limit, alpha=config.swiglu_alpha)
+    experts = GroupedExperts(
+        config.num_experts,
+        config.dim,
+        config.expert_hidden,
+        bias=config.expert_bias,
+        activation=SwiGLU() if config.expert_activation == "swiglu" else clamped,
+    )
+    shared_hidden = config.num_shared_experts * config.expert_hidden
+    shared = FeedForward(config.dim, shared_hidden) if shared_hidden else None
+    return MoE(router, experts, shared=shared)

@@ -1,0 +1,201 @@
+"""What the families of models have in common: stages, packing, multi-token prediction."""
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from msgspec.structs import replace
+from torch import Tensor, nn
+
+from hp_context import Documents
+from hp_platform.testing import compare
+from hp_train.config import ModelConfig
+from hp_train.model import DropoutKey, Microbatch, TransformerStage, initialize_parameters
+from hp_train.model.attention import SinkAttention
+from hp_train.model.rotary import rotation
+from hp_train.options import resolve
+
+FAMILIES = [
+    f"debug-{name}"
+    for name in ("llama3", "qwen3", "qwen3-moe", "mixtral", "deepseek-v3", "gpt-oss")
+]
+VOCABULARY, LENGTH = 32, 24
+
+
+def _model(name: str, **settings: object) -> ModelConfig:
+    """A debug preset with weights large enough that everything matters, and one layer more."""
+    model = resolve(name, env={}).config.model
+    given = {"num_layers": model.num_layers + 1, "init_std": 0.2, "tie_embeddings": False}
+    return replace(model, **(given | settings))
+
+
+def _stage(model: ModelConfig, layers: range) -> TransformerStage:
+    last = layers.stop == model.num_layers
+    stage = TransformerStage(
+        model,
+        VOCABULARY,
+        layers=layers,
+        first=layers.start == 0,
+        last=last,
+        compute_dtype=torch.float64,
+    ).double()
+    initialize_parameters(stage, model, seed=0)
+    for name, parameter in stage.named_parameters():  # biases and sinks begin with zero
+        if parameter.ndim == 1 or ".b" in name:
+            values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+            parameter.data.add_(values, alpha=0.1)
+    return stage
+
+
+def _batch(num_sequences: int = 2) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(VOCABULARY, (num_sequences, LENGTH + 1), generator=generator)
+    return ids[:, :-1], ids[:, 1:]
+
+
+def _gradients(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
+    named = (item for stage in stages for item in stage.named_parameters())
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
+
+
+def _run(model: ModelConfig, cuts: list[range]) -> dict[str, Tensor]:
+    """Loss, losses inside and gradients of a model that is cut into stages."""
+    tokens, targets = _batch()
+    microbatch = Microbatch(2, DropoutKey(0, 0, torch.arange(2)), targets=targets)
+    stages = [_stage(model, layers) for layers in cuts]
+    x = tokens
+    for stage in stages:
+        x = stage(x, microbatch=microbatch)
+    loss = F.cross_entropy(x.flatten(0, 1), targets.flatten(), reduction="sum") / targets.numel()
+    loss.backward()
+    inner = [*microbatch.balance_losses, *microbatch.prediction_losses]
+    found = {"loss": loss.detach(), "inner": torch.stack(inner) if inner else torch.zeros(1)}
+    return found | _gradients(stages)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_loss_and_gradients_do_not_depend_on_the_cut_into_stages(name: str) -> None:
+    model = _model(name)
+    whole = _run(model, [range(model.num_layers)])
+    cut = _run(model, [range(1), range(1, 2), range(2, model.num_layers)])
+    comparison = compare(cut, whole)
+    assert comparison.ok, comparison
+    assert all(bool(value.isfinite().all()) for value in whole.values())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_parameter_has_a_gradient(name: str) -> None:
+    model = _model(name)
+    found = _run(model, [range(model.num_layers)])
+    assert [n for n, grad in found.items() if n != "inner" and not grad.any()] == []
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_packed_documents_are_what_they_are_alone(name: str) -> None:
+    model = _model(name, num_mtp_modules=0)
+    stage = _stage(model, range(model.num_layers))
+    tokens, _ = _batch(1)
+    packed = stage(tokens, microbatch=Microbatch(1, documents=Documents((9, LENGTH - 9))))
+    alone = [stage(part, microbatch=Microbatch(1)) for part in (tokens[:, :9], tokens[:, 9:])]
+    comparison = compare({"y": packed}, {"y": torch.cat(alone, dim=1)}, bound=1e-12)
+    assert comparison.ok, comparison
+    assert not torch.allclose(packed, stage(tokens, microbatch=Microbatch(1)))
+
+
+def test_a_window_hides_what_is_too_far_back() -> None:
+    model = _model("debug-mixtral", sliding_window=4, num_layers=1)
+    stage = _stage(model, range(1))
+    tokens, _ = _batch(1)
+    other = tokens.clone()
+    other[0, 8] = (other[0, 8] + 1) % VOCABULARY
+    a, b = (stage(t, microbatch=Microbatch(1))[0] for t in (tokens, other))
+    changed = [i for i in range(LENGTH) if not torch.equal(a[i], b[i])]
+    assert changed == [8, 9, 10, 11]
+
+
+def test_every_other_layer_may_see_all() -> None:
+    model = resolve("gpt-oss-20b", env={}).config.model
+    assert [model.has_window(i) for i in range(4)] == [True, False, True, False]
+    assert not any(replace(model, sliding_window=0).has_window(i) for i in range(4))
+
+
+def test_grouped_heads_and_a_sink_are_a_softmax_with_one_key_more() -> None:
+    from hp_context import Causal  # noqa: PLC0415
+
+    q = torch.randn(1, 5, 4, 6, dtype=torch.float64)
+    k, v = torch.randn(2, 1, 5, 2, 6, dtype=torch.float64)
+    sinks = torch.randn(4, dtype=torch.float64)
+    y = SinkAttention(Causal(), scale=0.3)(q, k, v, sinks=sinks)
+    for head in range(4):
+        for i in range(5):
+            scores = torch.stack([q[0, i, head] @ k[0, j, head // 2] * 0.3 for j in range(i + 1)])
+            shares = torch.cat((scores, sinks[head, None])).softmax(0)[:-1]
+            expected = shares @ v[0, : i + 1, head // 2]
+            assert torch.allclose(y[0, i, head], expected, rtol=0, atol=1e-14)
+
+
+def _plain_prediction(stage: TransformerStage, tokens: Tensor, targets: Tensor) -> list[Tensor]:
+    """The mean loss of each module by the paper's formula, token by token where it matters."""
+    assert stage.embedding is not None
+    assert stage.norm is not None
+    assert stage.output is not None
+    embedded = stage.embedding(tokens)
+    turn = rotation(stage.config, torch.arange(LENGTH))
+    h = embedded
+    idle = Microbatch(1)
+    for block in stage.layers.values():
+        h = block(h, rotation=turn, microbatch=idle)
+    h = stage.norm(h)
+    losses = []
+    for depth, module in enumerate(stage.mtp, start=1):
+        span = LENGTH - depth
+        later = torch.stack([embedded[:, i + depth] for i in range(span)], dim=1)
+        pair = torch.cat((module.embedding_norm(later), module.hidden_norm(h[:, :span])), dim=-1)
+        x = module.projection(pair)
+        h = module.norm(module.block(x, rotation=turn.first(span), microbatch=idle))
+        chances = stage.output(h).log_softmax(-1)
+        picked = [chances[:, i].gather(1, targets[:, i + depth, None]) for i in range(span)]
+        losses.append(-torch.stack(picked).mean())
+    return losses
+
+
+def test_the_loss_of_prediction_modules_is_that_of_the_paper() -> None:
+    model = _model("debug-deepseek-v3", num_mtp_modules=2, mtp_weight=0.3, balance_coefficient=0.0)
+    stage = _stage(model, range(model.num_layers))
+    tokens, targets = _batch()
+    microbatch = Microbatch(2, targets=targets)
+    logits = stage(tokens, microbatch=microbatch)
+    expected = _plain_prediction(stage, tokens, targets)
+    assert torch.stack(microbatch.prediction_losses).tolist() == pytest.approx(
+        [float(loss) * 0.15 for loss in expected], rel=1e-12
+    )
+    logits.mul(0).sum().backward()
+    actual = _gradients([stage])
+    stage.zero_grad()
+    (sum(expected, torch.zeros(())) * 0.15).backward()
+    comparison = compare(actual, _gradients([stage]), bound=1e-11)
+    assert comparison.ok, comparison
+
+
+def test_nothing_is_predicted_across_the_end_of_a_document() -> None:
+    model = _model("debug-deepseek-v3", num_mtp_modules=2, balance_coefficient=0.0)
+    stage = _stage(model, range(model.num_layers))
+    tokens, targets = _batch(1)
+    losses = []
+    for first in (0, 1):  # tokens of the second document, which must not matter to the first
+        tokens[:, 9:] = first
+        targets[:, 9:] = -1
+        targets[:, 8] = -1
+        microbatch = Microbatch(1, targets=targets, documents=Documents((9, LENGTH - 9)))
+        stage(tokens, microbatch=microbatch)
+        losses.append(torch.stack(microbatch.prediction_losses))
+    assert torch.equal(losses[0], losses[1])
+    assert bool((losses[0] > 0).all())
+
+
+def test_nothing_is_predicted_ahead_outside_training() -> None:
+    stage = _stage(_model("debug-deepseek-v3"), range(4))
+    microbatch = Microbatch(2)
+    stage(_batch()[0], microbatch=microbatch)
+    assert microbatch.prediction_losses == []
