@@ -15,12 +15,13 @@ from msgspec.structs import replace
 
 from hp_train import rules
 from hp_train.config import Config
-from hp_train.errors import ConfigError
 from hp_train.schema import fields
 
 _SIZES = (1, 2, 3, 4, 6, 8)
 _LOOKED_AT = 40
 """Layouts compared for each that is taken."""
+_POOL_SIZE, _PER_MESH = 20_000, 24
+"""From how many layouts on only some of each mesh are looked at, and how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,8 @@ AXES = (
 
 Choice = tuple[object, ...]
 """One value per axis, in the order of the axes."""
+Pair = tuple[int, object, int, object]
+"""Two axes, each with one of its values."""
 
 
 def with_keys(config: Config, values: Mapping[str, Any]) -> Config:
@@ -70,49 +73,53 @@ def with_keys(config: Config, values: Mapping[str, Any]) -> Config:
     return replace(config, **changed)
 
 
-def is_allowed(config: Config) -> bool:
-    """Whether no rule is broken."""
-    try:
-        rules.check(config)
-    except ConfigError:
-        return False
-    return True
-
-
 def enumerate_layouts(
     config: Config, *, num_processes: range, axes: Sequence[Axis] = AXES
 ) -> Iterator[tuple[Choice, Config]]:
     """Yield every layout that the rules allow, in the order of the axes' values.
 
     Args:
-        config: Everything else comes from it.
+        config: Everything else comes from it; allowed itself.
         num_processes: How many there may be.
-        axes: To vary.
+        axes: To vary, those of the mesh first.
     """
-    keys = [axis.key for axis in axes]
+    rest = [axis for axis in axes if not axis.key.startswith("mesh.")]
+    for sizes, placed in _meshes(config, num_processes, axes):
+        for others in itertools.product(*(axis.choices for axis in rest)):
+            found = _chosen(placed, rest, others)
+            if rules.allows_layout(found):
+                yield (*sizes, *others), found
+
+
+def _meshes(
+    config: Config, num_processes: range, axes: Sequence[Axis]
+) -> list[tuple[Choice, Config]]:
+    """Meshes that some choice of one other axis allows; most are refused whatever the rest is."""
     mesh = [axis for axis in axes if axis.key.startswith("mesh.")]
     rest = [axis for axis in axes if not axis.key.startswith("mesh.")]
-    neutral = {axis.key: axis.choices[0] for axis in rest}
+    if list(axes) != [*mesh, *rest]:
+        raise ValueError("axes of the mesh must come before the others")
+    found = []
     for sizes in itertools.product(*(axis.choices for axis in mesh)):
-        placed = with_keys(config, dict(zip([a.key for a in mesh], sizes, strict=True)))
-        if placed.world_size not in num_processes:
-            continue
-        # Most meshes are refused whatever the rest is; this looks at them once.
-        if not any(is_allowed(with_keys(placed, change)) for change in _each(neutral, rest)):
-            continue
-        for others in itertools.product(*(axis.choices for axis in rest)):
-            found = with_keys(placed, dict(zip([a.key for a in rest], others, strict=True)))
-            if is_allowed(found):
-                values = dict(zip([a.key for a in (*mesh, *rest)], (*sizes, *others), strict=True))
-                yield tuple(values[key] for key in keys), found
+        placed = _chosen(config, mesh, sizes)
+        if placed.world_size in num_processes and any(
+            rules.allows_layout(_chosen(placed, rest, others)) for others in _nearly_neutral(rest)
+        ):
+            found.append((sizes, placed))
+    return found
 
 
-def _each(neutral: Mapping[str, object], axes: Sequence[Axis]) -> Iterator[dict[str, object]]:
-    """The neutral values, then those that differ from them in one axis."""
-    yield dict(neutral)
-    for axis in axes:
+def _chosen(config: Config, axes: Sequence[Axis], choice: Choice) -> Config:
+    return with_keys(config, {axis.key: v for axis, v in zip(axes, choice, strict=True)})
+
+
+def _nearly_neutral(axes: Sequence[Axis]) -> Iterator[Choice]:
+    """The first value of every axis, then what differs from that in one axis."""
+    neutral = tuple(axis.choices[0] for axis in axes)
+    yield neutral
+    for index, axis in enumerate(axes):
         for value in axis.choices[1:]:
-            yield {**neutral, axis.key: value}
+            yield (*neutral[:index], value, *neutral[index + 1 :])
 
 
 @dataclass(frozen=True)
@@ -121,13 +128,13 @@ class Sample:
 
     Attributes:
         layouts: In the order of drawing: any first part of it covers as much as it can.
-        num_allowed: Layouts to draw from.
-        num_pairs: Pairs of values of two axes that some allowed layout has.
+        num_meshes: Different meshes that are allowed.
+        num_pairs: Pairs of values of two axes that were found in allowed layouts.
         num_covered: Those of them that some drawn layout has.
     """
 
     layouts: tuple[Config, ...]
-    num_allowed: int
+    num_meshes: int
     num_pairs: int
     num_covered: int
 
@@ -143,22 +150,20 @@ def sample_layouts(
     """Draw layouts so that every pair of values of two axes comes up as soon as it can.
 
     The rarest pair so far decides: of the layouts that have it, the one with the most pairs as rare
-    is taken, and among equals one of few processes. The number of processes counts as an axis. The same arguments give the same layouts, and a larger count the same ones first.
+    is taken, and among equals one of few processes. The number of processes counts as an axis. The
+    same arguments give the same layouts, and a larger count the same ones first.
 
     Args:
-        config: Everything else comes from it.
+        config: Everything else comes from it; allowed itself.
         count: How many; fewer if there are no more.
-        seed: Of the ties.
+        seed: Of the ties, and of the layouts that are looked at where there are very many.
         num_processes: How many each may have.
-        axes: To vary.
+        axes: To vary, those of the mesh first.
     """
-    pool = [
-        ((*choice, found.world_size), found)
-        for choice, found in enumerate_layouts(config, num_processes=num_processes, axes=axes)
-    ]
     random = Random(seed)  # noqa: S311 - nothing is secret
-    random.shuffle(pool)
-    having: dict[tuple[int, object, int, object], list[int]] = {}
+    meshes = _meshes(config, num_processes, axes)
+    pool = _pool(meshes, [axis for axis in axes if not axis.key.startswith("mesh.")], random)
+    having: dict[Pair, list[int]] = {}
     for index, (choice, _) in enumerate(pool):
         for pair in _pairs(choice):
             having.setdefault(pair, []).append(index)
@@ -172,18 +177,37 @@ def sample_layouts(
             open_pairs.remove(rarest)
             continue
         some = random.sample(left, min(len(left), _LOOKED_AT))
-        least = seen[rarest]
-        best = _best(some, pool, seen, least)
+        best = _best(some, pool, seen, seen[rarest])
         seen.update(_pairs(pool[best][0]))
         taken[best] = pool[best][1]
     covered = sum(number > 0 for number in seen.values())
-    return Sample(tuple(taken.values()), len(pool), len(having), covered)
+    return Sample(tuple(taken.values()), len(meshes), len(having), covered)
+
+
+def _pool(
+    meshes: Sequence[tuple[Choice, Config]], rest: Sequence[Axis], random: Random
+) -> list[tuple[Choice, Config]]:
+    """Layouts of every mesh: all of them, or as many for each mesh as keep the pool small."""
+    everything = list(itertools.product(*(axis.choices for axis in rest)))
+    pool = []
+    for sizes, placed in meshes:
+        others = everything
+        if len(meshes) * len(everything) > _POOL_SIZE:
+            # With one axis at a time, so that every value comes up, and at random.
+            few = random.sample(everything, min(len(everything), _PER_MESH))
+            others = list(dict.fromkeys([*_nearly_neutral(rest), *few]))
+        for choice in others:
+            found = _chosen(placed, rest, choice)
+            if rules.allows_layout(found):
+                pool.append(((*sizes, *choice, found.world_size), found))
+    random.shuffle(pool)
+    return pool
 
 
 def _best(
     indices: Sequence[int],
     pool: Sequence[tuple[Choice, Config]],
-    seen: Mapping[tuple[int, object, int, object], int],
+    seen: Mapping[Pair, int],
     least: int,
 ) -> int:
     """The layout with the most pairs that were seen no more often than that, then the smallest."""
@@ -195,5 +219,5 @@ def _best(
     return max(indices, key=key)
 
 
-def _pairs(choice: Choice) -> list[tuple[int, object, int, object]]:
+def _pairs(choice: Choice) -> list[Pair]:
     return [(i, a, j, b) for (i, a), (j, b) in itertools.combinations(enumerate(choice), 2)]

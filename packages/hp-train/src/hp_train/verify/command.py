@@ -155,8 +155,8 @@ def _generated(config: Config, options: argparse.Namespace) -> list[Config]:
         raise ConfigError(f"no layout of {low} to {high} processes is allowed for this config")
     sizes = Counter(layout.world_size for layout in sample.layouts)
     _say(
-        f"{len(sample.layouts)} of {sample.num_allowed} layouts that the config allows, with "
-        f"{sample.num_covered} of {sample.num_pairs} pairs of settings; processes: "
+        f"{len(sample.layouts)} layouts drawn from {sample.num_meshes} meshes that the config "
+        f"allows, with {sample.num_covered} of {sample.num_pairs} pairs of settings; processes: "
         + ", ".join(f"{sizes[size]} x {size}" for size in sorted(sizes))
     )
     return list(sample.layouts)
