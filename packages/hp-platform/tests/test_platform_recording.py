@@ -64,9 +64,12 @@ def test_values_that_no_rank_has_are_a_flaw(tmp_path: Path) -> None:
 def test_replicas_that_differ_in_one_bit_are_a_flaw(tmp_path: Path) -> None:
     one = torch.ones(2, dtype=torch.float64)
     other = torch.tensor([1.0, 1.0 + 2**-52], dtype=torch.float64)
-    runs = [record(tmp_path / n, gradients(w=one), gradients(w=v)) for n, v in zip("ab", (one, other))]
-    assert compare_runs(runs[0], runs[0]).ok
-    comparison = compare_runs(runs[1], runs[0], bound=1.0)
+    same, differing = (
+        record(tmp_path / name, gradients(w=one), gradients(w=value))
+        for name, value in (("a", one), ("b", other))
+    )
+    assert compare_runs(same, same).ok
+    comparison = compare_runs(differing, same, bound=1.0)
     assert not comparison.ok
     assert "rank-00001 differs from a rank before it" in comparison.flaws[0]
 
@@ -148,9 +151,7 @@ def test_a_missing_parameter_and_nan_are_not_equal(tmp_path: Path) -> None:
     assert not compare_runs(nan, expected, bound=1.0).ok
 
 
-@pytest.mark.parametrize(
-    ("gap", "excused"), [(1e-7, True), (1e-3, False)], ids=["a tie", "no tie"]
-)
+@pytest.mark.parametrize(("gap", "excused"), [(1e-7, True), (1e-3, False)], ids=["a tie", "no tie"])
 def test_an_excess_is_excused_only_by_a_choice_among_equal_scores(
     gap: float, excused: bool, tmp_path: Path
 ) -> None:

@@ -43,7 +43,9 @@ def _stage(model: ModelConfig, layers: range) -> TransformerStage:
     initialize_parameters(stage, model, seed=0)
     for name, parameter in stage.named_parameters():  # biases and sinks begin with zero
         if parameter.ndim == 1 or ".b" in name:
-            values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+            values = torch.randn(
+                parameter.shape, generator=torch.Generator().manual_seed(len(name))
+            )
             parameter.data.add_(values, alpha=0.1)
     return stage
 

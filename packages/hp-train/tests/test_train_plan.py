@@ -1,5 +1,6 @@
-"""The model of memory, time and traffic against the modules themselves, and the choice of layouts."""
+"""The model of memory, time and traffic against the modules, and the choice of layouts."""
 
+import itertools
 import json
 import math
 from typing import Any
@@ -43,6 +44,28 @@ MODELS = {
         num_shared_experts=0,
     ),
     "tied": ModelConfig(tie_embeddings=True, num_dense_layers=1),
+    "qk_norm": ModelConfig(qk_norm=True, num_experts=0),
+    "latent": ModelConfig(
+        attention="mla",
+        q_lora_rank=48,
+        kv_lora_rank=32,
+        nope_head_dim=16,
+        rope_head_dim=8,
+        v_head_dim=24,
+        router_score="sigmoid",
+        correction_bias=True,
+        num_mtp_modules=1,
+    ),
+    "sinks": ModelConfig(
+        attention_bias=True,
+        attention_sinks=True,
+        sliding_window=16,
+        full_attention_every=2,
+        expert_bias=True,
+        router_bias=True,
+        expert_activation="clamped_swiglu",
+        num_shared_experts=0,
+    ),
 }
 
 
@@ -74,7 +97,7 @@ def test_parameters_are_those_of_the_modules(
     assert experts == {name for name in expected if ".experts." in name}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_kept_for_backward_is_within_five_percent(name: str, dtype: torch.dtype) -> None:
     model = MODELS[name]
@@ -103,9 +126,10 @@ def kept_bytes(module: TransformerStage, sequences: int, length: int) -> int:
         return tensor
 
     tokens = torch.randint(VOCAB, (sequences, length))
-    key = DropoutKey(0, 0, torch.arange(sequences))
+    key = DropoutKey(0, 0, torch.arange(sequences), torch.arange(length))
+    microbatch = Microbatch(sequences, key, targets=tokens)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        logits = module(tokens, microbatch=Microbatch(sequences, key))
+        logits = module(tokens, microbatch=microbatch)
         wide = torch.promote_types(logits.dtype, torch.float32)
         F.cross_entropy(logits.flatten(0, 1).to(wide), tokens.flatten(), reduction="sum")
     return sum(storage.nbytes() for storage in kept.values())
@@ -192,9 +216,8 @@ def test_a_pipeline_without_messages_is_priced_as_the_simulator_does() -> None:
 
 def test_no_layout_is_faster_than_its_bound() -> None:
     config = config_of()
-    for _, layout in enumerate_layouts(
-        config, num_processes=range(4, 5), axes=plan_axes(config, 4)
-    ):
+    layouts = enumerate_layouts(config, num_processes=range(4, 5), axes=plan_axes(config, 4))
+    for _, layout in itertools.islice(layouts, 0, None, 37):
         plan = Plan(layout, H100, vocab_size=VOCAB)
         schedule = KINDS[layout.pipeline.schedule].build(
             plan.layout.pp, 1, layout.pipeline.stages_per_rank
@@ -204,18 +227,18 @@ def test_no_layout_is_faster_than_its_bound() -> None:
 
 def test_the_best_layout_is_the_best_of_all() -> None:
     config = config_of()
-    choice = choose(config, 4, H100, vocab_size=VOCAB, count=3)
+    choice = choose(config, 2, H100, vocab_size=VOCAB, count=3)
     everything = [
         estimate(layout, H100, vocab_size=VOCAB).seconds
         for _, layout in enumerate_layouts(
-            config, num_processes=range(4, 5), axes=plan_axes(config, 4)
+            config, num_processes=range(2, 3), axes=plan_axes(config, 2)
         )
     ]
     assert choice.best[0].seconds == pytest.approx(min(everything))
     assert choice.num_simulated < choice.num_allowed
     for found in choice.best:
         rules.check(found.config)
-        assert found.config.world_size == 4
+        assert found.config.world_size == 2
 
 
 def test_layouts_that_do_not_fit_are_told_apart() -> None:
@@ -227,7 +250,7 @@ def test_layouts_that_do_not_fit_are_told_apart() -> None:
     assert tight.best[0].seconds >= free.best[0].seconds
     assert tight.too_large is not None
     assert "does not fit, by" in "\n".join(reasons(tight, H100.with_values(memory=least)))
-    with pytest.raises(ConfigError, match="no layout of 4 processes fits: .* must be at most"):
+    with pytest.raises(ConfigError, match=r"no layout of 4 processes fits: .* must be at most"):
         choose(config, 4, H100.with_values(memory=1e5), vocab_size=VOCAB)
 
 
@@ -271,7 +294,7 @@ def test_the_command_compares_with_the_configured_layout(
     ("arguments", "message"),
     [
         ("plan --gpus 0", "--top and --gpus must be at least 1"),
-        ("plan --gpus 7 --train.global_batch_size 9", "no layout of 7 processes is allowed"),
+        ("plan --gpus 7", "no layout of 7 processes is allowed"),
         ("plan --flops -1", "--flops (-1.0) must be >= 1"),
         ("plan --machine h10", "invalid choice: 'h10'"),
     ],

@@ -80,12 +80,12 @@ def _main(argv: Sequence[str]) -> int:
     if options.resume:
         given.append(("run.resume", options.resume))
     resolved = resolve(options.config, given)
-    if options.command == "config":
-        return _print_config(resolved, options)
     if options.command == "verify":
         return verify.run(resolved, options, given)
-    if options.command == "plan":
-        return plan.run(resolved, options)
+    return _COMMANDS[options.command](resolved, options)
+
+
+def _train(resolved: Resolved, options: argparse.Namespace) -> int:
     if options.dry_run:
         return _dry_run(resolved)
     from hp_train.launch.launcher import run  # noqa: PLC0415 - only what trains needs it
@@ -233,3 +233,7 @@ def _dry_run(resolved: Resolved) -> int:
         f"{train.global_batch_size} sequences x {config.data.seq_len} tokens\n"
     )
     return 0
+
+
+_COMMANDS = {"train": _train, "config": _print_config, "plan": plan.run}
+"""What takes nothing but a config and its own flags."""

@@ -1,7 +1,7 @@
 """The layouts that a config allows: enumerated, or a covering sample of them. No torch.
 
-A layout is a choice for each axis of `AXES`; the rules of :mod:`hp_train.rules` say which choices go
-together, so that what they come to allow is found here without being told. A new axis is a line.
+A layout is a choice for each axis of `AXES`; the rules of :mod:`hp_train.rules` say which choices
+go together, so that what they come to allow is found here without being told. A new axis is a line.
 """
 
 import itertools
@@ -20,8 +20,8 @@ from hp_train.schema import fields
 _SIZES = (1, 2, 3, 4, 6, 8)
 _LOOKED_AT = 40
 """Layouts compared for each that is taken."""
-_POOL_SIZE, _PER_MESH = 20_000, 24
-"""From how many layouts on only some of each mesh are looked at, and how many."""
+_POOL_SIZE = 20_000
+"""Layouts that are looked at, about: where there are more, as many of each mesh as of any other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ def _pool(
         others = everything
         if len(meshes) * len(everything) > _POOL_SIZE:
             # With one axis at a time, so that every value comes up, and at random.
-            few = random.sample(everything, min(len(everything), _PER_MESH))
+            few = random.sample(everything, min(len(everything), _POOL_SIZE // len(meshes)))
             others = list(dict.fromkeys([*_nearly_neutral(rest), *few]))
         for choice in others:
             found = _chosen(placed, rest, choice)

@@ -25,6 +25,7 @@ from hp_train.cuts import cut_dim
 from hp_train.model import TransformerStage
 from hp_train.model.block import Block
 
+
 def cut_tensors(stage: TransformerStage, group: ProcessGroup) -> None:
     """Keep this rank's part of every parameter, and put the exchanges where they belong.
 

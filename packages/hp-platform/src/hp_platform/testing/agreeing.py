@@ -15,7 +15,7 @@ from hp_platform.testing.comparing import Difference, compare
 from hp_platform.testing.recording import RecordedStep, read_steps
 
 CHOICES, SCORES = "expert choice", "expert score"
-"""Quantities that explain other differences: experts of each token, and what they were chosen by."""
+"""Quantities that explain other differences: experts of each token, and their scores."""
 _EXPLANATIONS = (CHOICES, SCORES)
 _NORM = " norm"
 

@@ -38,7 +38,7 @@ class Part:
         """Refuse a box that is not inside the whole."""
         sizes = tuple(self.local.shape)
         fits = len(sizes) == len(self.shape) == len(self.offset) and all(
-            0 <= o and o + n <= whole
+            o >= 0 and o + n <= whole
             for o, n, whole in zip(self.offset, sizes, self.shape, strict=True)
         )
         if not fits:

@@ -35,7 +35,8 @@ class Choice:
 def plan_axes(config: Config, num_devices: int) -> tuple[Axis, ...]:
     """What layouts are made of: every divisor of the number of devices for every mesh axis."""
     divisors = tuple(n for n in range(1, num_devices + 1) if num_devices % n == 0)
-    mesh = tuple(Axis(f"mesh.{name}", divisors) for name in config.mesh.__struct_fields__)
+    names = [name for name in config.mesh.__struct_fields__ if name != "cp_heads"]
+    mesh = tuple(Axis(f"mesh.{name}", divisors) for name in names)
     batch = config.train.global_batch_size
     sizes = tuple(size for size in (1, 2, 4, 8, 16) if size <= batch)
     return (
@@ -43,6 +44,7 @@ def plan_axes(config: Config, num_devices: int) -> tuple[Axis, ...]:
         Axis("pipeline.schedule"),
         Axis("pipeline.stages_per_rank", (1, 2, 3, 4)),
         Axis("train.microbatch_size", tuple(sorted({*sizes, config.train.microbatch_size}))),
+        Axis("train.recompute", tuple(dict.fromkeys(("none", "full", config.train.recompute)))),
     )
 
 

@@ -80,7 +80,7 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
     config = resolved.config
     vocab_size = options.vocab_size or _vocab_size(config)
     machine = _machine(config, options)
-    num_devices = options.gpus or config.world_size
+    num_devices = config.world_size if options.gpus is None else options.gpus
     if options.top < 1 or num_devices < 1:
         raise ConfigError("--top and --gpus must be at least 1")
     choice = choose(config, num_devices, machine, vocab_size=vocab_size, count=options.top)
@@ -107,12 +107,14 @@ def _lines(
         lines += ["", "as configured:", *table([configured])[1:], *details(configured)]
     if found is not None:
         plain = choice.best[0].parts
-        before = plain["compute"] + plain["idle"] + plain["experts"]
+        before = plain["compute"] + plain["idle"] + plain["exchanges"]
         lines += [
             "",
-            f"searched schedule, {found.num_stages_per_rank} stages per rank, from {found.origin}: "
-            f"{found.makespan / before - 1:+.1%} of the pipeline's time; "
-            f"no schedule of these stages takes less than {found.lower_bound / before - 1:+.1%}",
+            (
+                f"searched schedule, {found.num_stages_per_rank} stages per rank, from "
+                f"{found.origin}: {found.makespan / before - 1:+.1%} of the pipeline's time; no "
+                f"schedule of these stages takes less than {found.lower_bound / before - 1:+.1%}"
+            ),
         ]
     return lines
 
@@ -153,6 +155,8 @@ def _machine(config: Config, options: argparse.Namespace) -> Machine:
 
 
 def _vocab_size(config: Config) -> int:
+    if config.model.vocab_size:
+        return config.model.vocab_size
     if not config.data.tokenizer:
         return _BYTE_VOCABULARY
     from hp_train.data import load_tokenizer  # noqa: PLC0415 - imports torch

@@ -27,6 +27,7 @@ from hp_train.plan.memory import (
 from hp_train.plan.modules import Work
 from hp_train.plan.traffic import (
     Transfer,
+    activation_transfers,
     expert_transfer,
     gradient_transfers,
     pipeline_transfer,
@@ -45,7 +46,8 @@ class Estimate:
     Attributes:
         config: Of the layout.
         seconds: Of the step.
-        parts: "compute", "idle" (in the pipeline, waits for messages included), "experts",
+        parts: "compute", "idle" (in the pipeline, waits for messages included), "exchanges" inside
+            layers (of experts, tensor- and context-parallel ranks, none of them hidden),
             "gradients" and "optimizer".
         exposed: For which the rank that does so longest waits for messages and parameters that
             somebody has computed already.
@@ -84,7 +86,8 @@ class Plan:
         self.config, self.machine = config, machine
         self.layout = Layout.of(config.mesh)
         train = config.train
-        self.tokens = train.microbatch_size * config.data.seq_len
+        # That attention sees on a rank; between layers tensor-parallel ranks share them.
+        self.tokens = train.microbatch_size * config.data.seq_len // self.layout.cp
         self.num_microbatches = train.global_batch_size // (self.layout.dp * train.microbatch_size)
         num_stages = self.layout.pp * config.pipeline.stages_per_rank
         self.layers = split_layers(config.model.num_layers, num_stages)
@@ -94,19 +97,31 @@ class Plan:
             )
             for index, layers in enumerate(self.layers)
         ]
-        experts = [
-            expert_transfer(config, [stage], self.layout, machine, tokens=self.tokens).seconds
+        share = self.tokens / self.layout.tp
+        self.exchange_seconds = [
+            sum(transfer.seconds for transfer in self._exchanges([stage], tokens=self.tokens))
             for stage in self.stages
         ]
         self.cores, slowed = _cores(machine, self.layout)
-        plain = [
-            slowed * (stage.flops * self.tokens / machine.flops + len(part) * machine.layer_seconds)
-            for stage, part in zip(self.stages, self.layers, strict=True)
-        ]
-        self.expert_seconds = experts
-        # Half of what experts exchange belongs to each direction; weights wait for nobody.
-        self.forward = [p + e / 2 for p, e in zip(plain, experts, strict=True)]
-        self.weight_grad = plain
+        plain, again = (
+            [slowed * share * getattr(stage, what) / machine.flops for stage in self.stages]
+            for what in ("flops", "again")
+        )
+        fixed = [slowed * len(layers) * machine.layer_seconds for layers in self.layers]
+        # Half of what ranks exchange belongs to each direction; weights wait for nobody.
+        waits = [seconds / 2 for seconds in self.exchange_seconds]
+        self.forward = [p + f + w for p, f, w in zip(plain, fixed, waits, strict=True)]
+        self.input_grad = [f + a for f, a in zip(self.forward, again, strict=True)]
+        self.weight_grad = [p + f for p, f in zip(plain, fixed, strict=True)]
+
+    def _exchanges(self, stages: Sequence[Work], *, tokens: int) -> list[Transfer]:
+        """What ranks of a stage exchange inside its layers for some tokens of a rank."""
+        config, layout, machine = self.config, self.layout, self.machine
+        found = activation_transfers(config, stages, layout, machine, tokens=tokens)
+        if layout.ep > 1:
+            dealt = tokens // layout.tp
+            found.append(expert_transfer(config, stages, layout, machine, tokens=dealt))
+        return found
 
     def schedule(self) -> Schedule:
         """Compute steps, and those of sharded parameters; messages are priced by their edges."""
@@ -131,7 +146,8 @@ class Plan:
 
     def least_seconds(self, schedule: Schedule) -> float:
         """No order of the steps takes less: each rank computes its own, after its first input."""
-        full = [2 * f + w for f, w in zip(self.forward, self.weight_grad, strict=True)]
+        kinds = (self.forward, self.input_grad, self.weight_grad)
+        full = [sum(seconds) for seconds in zip(*kinds, strict=True)]
         longest = 0.0
         for rank in range(self.layout.pp):
             mine = schedule.stages_of(rank)
@@ -148,16 +164,16 @@ class Plan:
         ranks = range(self.layout.pp)
         memories = [self._memory(schedule, simulation, rank) for rank in ranks]
         ends = [self._ends(self.stages_of(schedule, rank)) for rank in ranks]
-        experts = [
-            self.num_microbatches * sum(self.expert_seconds[s] for s in schedule.stages_of(rank))
+        exchanges = [
+            self.num_microbatches * sum(self.exchange_seconds[s] for s in schedule.stages_of(rank))
             for rank in ranks
         ]
         idle = fmean(simulation.bubble) * simulation.makespan
         last = {name: max(end[name] for end in ends) for name in ends[0]}
         parts = {
-            "compute": simulation.makespan - idle - fmean(experts),
+            "compute": simulation.makespan - idle - fmean(exchanges),
             "idle": idle,
-            "experts": fmean(experts),
+            "exchanges": fmean(exchanges),
             **last,
         }
         return Estimate(
@@ -178,9 +194,11 @@ class Plan:
         ]
         return Costs(
             forward=self.forward,
-            input_grad=self.forward,
+            input_grad=self.input_grad,
             weight_grad=self.weight_grad,
-            activation=[stage.kept_bytes(self.tokens, size=size) for stage in self.stages],
+            activation=[
+                stage.kept_bytes(self.tokens, size=size, tp=self.layout.tp) for stage in self.stages
+            ],
             latency=self._latencies(schedule),
             unshard=sharded,
             reduce_grad=sharded,
@@ -244,9 +262,7 @@ class Plan:
         gradients = gradient_transfers(config, stages, layout, machine)
         return [
             pipeline_transfer(config, layout, machine, messages=edges * self.num_microbatches),
-            expert_transfer(
-                config, stages, layout, machine, tokens=self.tokens * self.num_microbatches
-            ),
+            *self._exchanges(stages, tokens=self.tokens * self.num_microbatches),
             _sum("parameters", sharded, times),
             _sum("gradients", gradients, 1.0),
         ]

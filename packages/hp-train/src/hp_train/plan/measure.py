@@ -22,10 +22,10 @@ from hp_train.config import Config
 from hp_train.errors import HpError
 from hp_train.launch.launcher import run_entry
 from hp_train.launch.task import Worker
+from hp_train.layout import Layout
 from hp_train.plan.machine import Machine
 from hp_train.plan.memory import static_memory
 from hp_train.plan.modules import whole_model
-from hp_train.layout import Layout
 from hp_train.space import with_keys
 from hp_train.train import start
 from hp_train.verify.pairs import checked_config, one_process

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hp_train.config import Config
+from hp_train.cuts import HIDDEN_DIM, cut_dim
 from hp_train.layout import Layout
-from hp_train.plan.modules import Weight, Work
+from hp_train.plan.modules import Weight, Work, layer
+from hp_train.space import with_keys
 
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 _STEP_BYTES = 4
@@ -37,26 +39,34 @@ class Memory:
     @property
     def total(self) -> int:
         """All of it."""
-        return (
-            self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
-        )
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
 
 def local_elements(weight: Weight, layout: Layout, *, first: bool = True) -> int:
-    """Elements of a parameter on a rank: rows are dealt out in chunks, the first ranks get most.
+    """Elements of a parameter on a rank: what is cut comes in chunks, the first ranks get most.
 
     Args:
         weight: The whole parameter.
         layout: Cuts it.
-        first: Whether the rank is the first of every group.
+        first: Whether the rank is the first of every group, or the last.
     """
-    rows, rest = weight.shape[0], math.prod(weight.shape[1:])
+    sizes = list(weight.shape)
+
+    def cut(dim: int | None, ranks: int) -> None:
+        if dim is not None and ranks > 1:
+            chunk = -(-sizes[dim] // ranks)
+            sizes[dim] = chunk if first else max(0, sizes[dim] - chunk * (ranks - 1))
+
     if weight.is_expert:
-        rows //= layout.ep
-        rest //= layout.etp
-    shards = layout.expert_shard if weight.is_expert else layout.fsdp
-    chunk = -(-rows // shards)
-    return (chunk if first else max(0, rows - chunk * (shards - 1))) * rest
+        cut(0, layout.ep)
+        cut(HIDDEN_DIM.get(weight.name.rpartition(".")[2]), layout.etp)
+        # Along the experts, or inside them where there are fewer of them than shards.
+        inside = sizes[0] < layout.expert_shard and sizes[1] % layout.expert_shard == 0
+        cut(int(inside), layout.expert_shard)
+    else:
+        cut(cut_dim(weight.name), layout.tp)
+        cut(0, layout.fsdp)
+    return math.prod(sizes)
 
 
 def parameter_bytes(config: Config) -> int:
@@ -91,10 +101,7 @@ def buffer_bytes(
     """
     per_element = parameter_bytes(config)
     dense, routed = (
-        [
-            [weight for weight in stage.weights if weight.is_expert is is_expert]
-            for stage in stages
-        ]
+        [[weight for weight in stage.weights if weight.is_expert is is_expert] for stage in stages]
         for is_expert in (False, True)
     )
     gathered = 0
@@ -115,10 +122,22 @@ def buffer_bytes(
         default=0,
     )
     messages = 4 * message_bytes(config) if layout.pp > 1 else 0
-    return (gathered + flat) * per_element + messages
+    return (gathered + flat) * per_element + messages + _recomputed(config, layout)
+
+
+def _recomputed(config: Config, layout: Layout) -> int:
+    """What one layer keeps while backward computes it again."""
+    if config.train.recompute == "none":
+        return 0
+    plain = with_keys(config, {"train.recompute": "none"})
+    layers = (layer(plain, index) for index in range(config.model.num_layers))
+    tokens = config.train.microbatch_size * config.data.seq_len // layout.cp
+    size = BYTES[config.train.dtype]
+    return round(max(work.kept_bytes(tokens, size=size, tp=layout.tp) for work in layers))
 
 
 def message_bytes(config: Config) -> int:
     """What a microbatch sends from a stage to the next, and its gradient back."""
-    tokens = config.train.microbatch_size * config.data.seq_len
-    return tokens * config.model.dim * BYTES[config.train.dtype]
+    share = config.mesh.cp * config.mesh.tp
+    tokens = config.train.microbatch_size * config.data.seq_len // share
+    return tokens * config.model.stage_width * BYTES[config.train.dtype]

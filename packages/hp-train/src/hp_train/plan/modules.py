@@ -3,12 +3,13 @@
 This is the one place that states it; tests compare it with the modules themselves.
 
 Shape symbols: S positions of a sequence, D model width, N query heads, K key/value heads, H head
-width, F hidden width of a feed-forward, E experts, k experts per token, V vocabulary.
+width, U width of value heads, F hidden width of a feed-forward, E experts, k experts per token,
+V vocabulary.
 """
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 from functools import reduce
 
 from hp_train.config import Config, ModelConfig
@@ -47,35 +48,42 @@ class Work:
         kept: Elements per token that autograd keeps from forward to backward, in the dtype of
             activations.
         wide: Likewise, in float32 or wider.
+        gathered: Elements per token that tensor-parallel ranks put together at the entry of what
+            they cut, and sum at its end.
+        heads: Elements per token that context-parallel ranks exchange for attention.
         rows: Rows of width D per token that travel to experts and back, in one direction.
+        again: Operations that backward repeats of the forward.
     """
 
     weights: tuple[Weight, ...] = ()
     flops: float = 0.0
     kept: float = 0.0
     wide: float = 0.0
+    gathered: float = 0.0
+    heads: float = 0.0
     rows: int = 0
+    again: float = 0.0
 
-    def kept_bytes(self, tokens: int, *, size: int) -> float:
-        """Bytes that a microbatch keeps from forward to backward.
+    def kept_bytes(self, tokens: int, *, size: int, tp: int = 1) -> float:
+        """Bytes that a microbatch keeps from forward to backward on a rank.
 
         Args:
-            tokens: Of the microbatch.
+            tokens: Of the microbatch that attention sees on the rank.
             size: Bytes of an element of activations. Where that is less than 4, every microbatch
                 keeps its own copy of the dense weights in that dtype as well.
+            tp: Ranks that share them.
         """
         dense = sum(weight.size for weight in self.weights if not weight.is_expert)
-        copies = dense if size < WIDE_BYTES else 0
-        return (self.kept * size + self.wide * max(size, WIDE_BYTES)) * tokens + copies * size
+        copies = dense / tp if size < WIDE_BYTES else 0
+        each = (self.kept * size + self.wide * max(size, WIDE_BYTES)) / tp
+        return (each + (self.gathered * size if tp > 1 else 0)) * tokens + copies * size
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(
-            self.weights + other.weights,
-            self.flops + other.flops,
-            self.kept + other.kept,
-            self.wide + other.wide,
-            self.rows + other.rows,
-        )
+        sums = {
+            field.name: getattr(self, field.name) + getattr(other, field.name)
+            for field in fields(self)
+        }
+        return Work(**sums)
 
     def under(self, prefix: str) -> "Work":
         """The same with a prefix before the names."""
@@ -83,9 +91,11 @@ class Work:
         return replace(self, weights=named)
 
 
-def matrix(name: str, rows: int, columns: int) -> Work:
+def matrix(name: str, rows: int, columns: int, *, bias: bool = False) -> Work:
     """A projection of `columns` to `rows` channels; what it keeps is counted where it is made."""
-    return Work((Weight(f"{name}.weight", (rows, columns)),), flops=2.0 * rows * columns)
+    weights = [Weight(f"{name}.weight", (rows, columns))]
+    weights += [Weight(f"{name}.bias", (rows,))] if bias else []
+    return Work(tuple(weights), flops=2.0 * rows * columns)
 
 
 def norm(name: str, dim: int) -> Work:
@@ -93,21 +103,59 @@ def norm(name: str, dim: int) -> Work:
     return Work((Weight(f"{name}.weight", (dim,)),), kept=dim, wide=2 * dim + 1)
 
 
-def attention(model: ModelConfig, seq_len: int) -> Work:
-    """Grouped-query attention: keeps q, k, v, and the output with its log-sum-exp."""
+def attention(model: ModelConfig, layer: int, seq_len: int) -> Work:
+    """Attention of one layer; a query sees half of the positions on average, or its window."""
+    seen = min(model.sliding_window, seq_len) if model.has_window(layer) else seq_len / 2
+    make = latent_attention if model.attention == "mla" else grouped_query_attention
+    return make(model, seq_len, seen)
+
+
+def grouped_query_attention(model: ModelConfig, seq_len: int, seen: float) -> Work:
+    """Keeps q, k, v, and the output with its log-sum-exp."""
     D, N, K = model.dim, model.num_heads, model.num_kv_heads
-    H = model.head_dim or D // N
-    projections = _sum(
-        (
-            matrix("wq", N * H, D),
-            matrix("wk", K * H, D),
-            matrix("wv", K * H, D),
-            matrix("wo", D, N * H),
-        )
+    H, bias = model.head_dim or D // N, model.attention_bias
+    parts = [matrix("wq", N * H, D, bias=bias), matrix("wo", D, N * H, bias=bias)]
+    parts += [matrix(name, K * H, D, bias=bias) for name in ("wk", "wv")]
+    for name, heads in (("q_norm", N), ("k_norm", K)) if model.qk_norm else ():
+        # Of every head; its output is rotated at once, which keeps nothing.
+        parts.append(Work((Weight(f"{name}.weight", (H,)),), wide=heads * (2 * H + 1)))
+    if model.attention_sinks:  # the shares of all positions, before and after their sum
+        sinks = (Weight("sinks", (N,)),)
+        parts.append(Work(sinks, kept=seq_len * N, wide=seq_len * N))
+    core = Work(
+        flops=4.0 * seen * N * H,
+        kept=2 * N * H + 2 * K * H,
+        wide=N,
+        gathered=D,
+        heads=2 * N * H + 2 * K * H,
     )
-    # Scores and weighted sums over S / 2 positions on average.
-    scores = Work(flops=2.0 * seq_len * N * H, kept=2 * N * H + 2 * K * H, wide=N)
-    return projections + scores
+    return _sum(parts) + core
+
+
+def latent_attention(model: ModelConfig, seq_len: int, seen: float) -> Work:
+    """Keeps the latents around their norms, q, k, v, and the output with its log-sum-exp."""
+    del seq_len
+    D, N, U = model.dim, model.num_heads, model.v_head_dim
+    H = model.nope_head_dim + model.rope_head_dim
+    if model.q_lora_rank:
+        parts = [matrix("wq_a", model.q_lora_rank, D), norm("q_norm", model.q_lora_rank)]
+        parts.append(matrix("wq_b", N * H, model.q_lora_rank))
+    else:
+        parts = [matrix("wq", N * H, D)]
+    parts += [
+        matrix("wkv_a", model.kv_lora_rank + model.rope_head_dim, D),
+        norm("kv_norm", model.kv_lora_rank),
+        matrix("wkv_b", N * (model.nope_head_dim + U), model.kv_lora_rank),
+        matrix("wo", D, N * U),
+    ]
+    core = Work(
+        flops=2.0 * seen * N * (H + U),
+        kept=2 * N * H + 2 * N * U,
+        wide=N,
+        gathered=D,
+        heads=2 * N * H + 2 * N * U,
+    )
+    return _sum(parts) + core
 
 
 def swiglu(dim: int, hidden: int) -> Work:
@@ -120,10 +168,12 @@ def experts(model: ModelConfig) -> Work:
     """Router, routed experts and shared expert; routed ones keep two of their hidden rows."""
     D, F, E, k = model.dim, model.expert_hidden, model.num_experts, model.top_k
     router = Work((Weight("router.weight", (E, D)),), flops=2.0 * E * D, wide=E + 6 * k)
-    stacked = tuple(
-        Weight(f"experts.{name}", shape, is_expert=True)
-        for name, shape in (("w1", (E, F, D)), ("w3", (E, F, D)), ("w2", (E, D, F)))
-    )
+    if model.router_bias:
+        router += Work((Weight("router.bias", (E,)),))
+    shapes: dict[str, tuple[int, ...]] = {"w1": (E, F, D), "w3": (E, F, D), "w2": (E, D, F)}
+    if model.expert_bias:
+        shapes |= {"b1": (E, F), "b3": (E, F), "b2": (E, D)}
+    stacked = tuple(Weight(f"experts.{n}", shape, is_expert=True) for n, shape in shapes.items())
     routed = Work(stacked, flops=6.0 * k * D * F, kept=2 * k * F, rows=k)
     work = router + routed
     if model.num_shared_experts:
@@ -131,17 +181,31 @@ def experts(model: ModelConfig) -> Work:
     return work
 
 
-def layer(model: ModelConfig, index: int, seq_len: int) -> Work:
-    """One transformer layer with its norms and dropout."""
-    work = norm("attention_norm", model.dim)
-    work += attention(model, seq_len).under("attention.")
-    work += norm("feed_forward_norm", model.dim)
-    if index < model.num_dense_layers:
-        work += swiglu(model.dim, model.dense_hidden).under("feed_forward.")
+def layer(config: Config, index: int) -> Work:
+    """One transformer layer with its norms and dropout, less what backward computes again."""
+    model, recompute = config.model, config.train.recompute
+    attending = norm("attention_norm", model.dim)
+    attending += attention(model, index, config.data.seq_len).under("attention.")
+    feeding = norm("feed_forward_norm", model.dim)
+    if model.is_dense(index):
+        dense = swiglu(model.dim, model.dense_hidden).under("feed_forward.")
+        feeding += dense + Work(gathered=model.dim)
     else:
-        work += experts(model).under("moe.")
+        feeding += experts(model).under("moe.")
     # Each dropout keeps its mask.
-    return work + Work(kept=2 * model.dim if model.dropout else 0)
+    masks = Work(kept=2 * model.dim if model.dropout else 0)
+    if recompute == "full":
+        return repeated(attending + feeding + masks, model.dim)
+    if recompute == "attention":
+        attending = repeated(attending, model.dim)
+    elif recompute == "feed_forward":
+        feeding = repeated(feeding, model.dim)
+    return attending + feeding + masks
+
+
+def repeated(work: Work, dim: int) -> Work:
+    """A part that runs again in backward: it keeps its input of width `dim` and nothing else."""
+    return replace(work, kept=float(dim), wide=0.0, gathered=work.gathered, again=work.flops)
 
 
 def embedding(model: ModelConfig, vocab_size: int) -> Work:
@@ -151,19 +215,32 @@ def embedding(model: ModelConfig, vocab_size: int) -> Work:
 
 def head(model: ModelConfig, vocab_size: int) -> Work:
     """Final norm, logits and their cross-entropy, which keeps their logarithms."""
-    work = norm("norm", model.dim)
     projection = matrix("output", vocab_size, model.dim)
     if model.tie_embeddings:
         projection = Work(flops=projection.flops)
-    return work + projection + Work(wide=vocab_size)
+    logits = Work(wide=vocab_size, gathered=model.dim)
+    return norm("norm", model.dim) + projection + logits
+
+
+def prediction(config: Config, depth: int, vocab_size: int) -> Work:
+    """One module of multi-token prediction, with logits of its own by the model's matrix."""
+    model = config.model
+    names = ("embedding_norm", "hidden_norm", "norm")
+    parts = [norm(name, model.dim) for name in names]
+    parts.append(matrix("projection", model.dim, 2 * model.dim))
+    parts.append(layer(config, model.num_layers + depth - 1).under("block."))
+    parts.append(Work(flops=2.0 * vocab_size * model.dim, wide=vocab_size))
+    return _sum(parts)
 
 
 def stage(config: Config, vocab_size: int, *, layers: range, first: bool, last: bool) -> Work:
     """A pipeline stage; names of parameters are those of the whole model."""
-    model, seq_len = config.model, config.data.seq_len
+    model = config.model
     parts = [embedding(model, vocab_size).under("embedding.")] if first else []
-    parts += [layer(model, index, seq_len).under(f"layers.{index}.") for index in layers]
+    parts += [layer(config, index).under(f"layers.{index}.") for index in layers]
     parts += [head(model, vocab_size)] if last else []
+    for depth in range(1, model.num_mtp_modules + 1) if last else ():
+        parts.append(prediction(config, depth, vocab_size).under(f"mtp.{depth - 1}."))
     return _sum(parts)
 
 
@@ -175,8 +252,3 @@ def whole_model(config: Config, vocab_size: int) -> Work:
 
 def _sum(parts: Iterable[Work]) -> Work:
     return reduce(Work.__add__, parts, Work())
-
-
-def named_weights(work: Work) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes."""
-    return ((weight.name, weight.shape) for weight in work.weights)

@@ -85,7 +85,8 @@ def _rivals(choice: Choice) -> list[tuple[str, Estimate]]:
 
 def _difference(best: Estimate, other: Estimate) -> str:
     """What the other one spends more on, and less."""
-    more, less = [], []
+    more: list[str] = []
+    less: list[str] = []
     for part, seconds in other.parts.items():
         extra = seconds - best.parts[part]
         if abs(extra) > _NEGLIGIBLE * best.seconds:
@@ -100,7 +101,9 @@ def name(estimate: Estimate) -> str:
     pipeline = config.pipeline
     stages = f" x {pipeline.stages_per_rank}" if pipeline.stages_per_rank > 1 else ""
     schedule = f", {pipeline.schedule}{stages}" if config.mesh.pp > 1 else ""
-    return f"{Layout.of(config.mesh)}{schedule}, microbatches of {config.train.microbatch_size}"
+    size, recompute = config.train.microbatch_size, config.train.recompute
+    again = f", recompute {recompute}" if recompute != "none" else ""
+    return f"{Layout.of(config.mesh)}{schedule}, microbatches of {size}{again}"
 
 
 def as_dict(estimate: Estimate) -> Mapping[str, Any]:
@@ -113,6 +116,7 @@ def as_dict(estimate: Estimate) -> Mapping[str, Any]:
             "pipeline.schedule": config.pipeline.schedule,
             "pipeline.stages_per_rank": config.pipeline.stages_per_rank,
             "train.microbatch_size": config.train.microbatch_size,
+            "train.recompute": config.train.recompute,
         },
         "seconds": estimate.seconds,
         "parts": dict(estimate.parts),

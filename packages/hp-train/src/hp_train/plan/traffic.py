@@ -18,7 +18,7 @@ class Transfer:
     """What a rank sends in a step for one purpose.
 
     Attributes:
-        purpose: "pipeline", "experts", "gradients" or "parameters".
+        purpose: "pipeline", "experts", "tensor", "context", "gradients" or "parameters".
         bytes: Sent.
         seconds: For which its link is busy.
         between_nodes: Whether it leaves the node.
@@ -60,11 +60,46 @@ def expert_transfer(
     config: Config, stages: Sequence[Work], layout: Layout, machine: Machine, *, tokens: int
 ) -> Transfer:
     """Dispatch and combine of some tokens through the layers of some stages, both directions."""
-    layers = sum(stage.rows for stage in stages) / config.model.top_k
+    layers = sum(stage.rows for stage in stages) / max(1, config.model.top_k)
     size = layers * tokens * expert_bytes(config, layout)
     bandwidth, latency, far = group_link(layout, machine, "ep")
     messages = 4 * layers * (layout.ep - 1)
     return Transfer("experts", size, size / bandwidth + messages * latency, far)
+
+
+def activation_transfers(
+    config: Config, stages: Sequence[Work], layout: Layout, machine: Machine, *, tokens: int
+) -> list[Transfer]:
+    """What tensor- and context-parallel ranks exchange for some tokens, both directions.
+
+    Tensor-parallel ranks put positions together before what they cut and sum after it, and the
+    reverse in backward. Context-parallel ranks send q, k, v and the output to the ranks that have
+    their heads; where groups of them gather keys and values instead, that is taken for the same.
+
+    Args:
+        config: Of the run.
+        stages: Of one rank.
+        layout: Of the run.
+        machine: Of the links.
+        tokens: That attention sees on the rank.
+    """
+    size = BYTES[config.train.dtype]
+    gathered, heads = sum(s.gathered for s in stages), sum(s.heads for s in stages)
+    kinds: tuple[tuple[str, Axis, int, float], ...] = (
+        ("tensor", "tp", layout.tp, 4 * gathered),
+        ("context", "cp", layout.cp, 2 * heads / layout.tp),
+    )
+    found = []
+    for purpose, axis, ranks, elements in kinds:
+        if ranks == 1:
+            continue
+        sent = (ranks - 1) / ranks * elements * size * tokens
+        bandwidth, latency, far = group_link(layout, machine, axis)
+        # Per layer four exchanges forward and four backward, of a message per other rank.
+        layers = sum(1 for s in stages for w in s.weights if w.name.endswith("attention.wo.weight"))
+        seconds = sent / bandwidth + 8 * layers * (ranks - 1) * latency
+        found.append(Transfer(purpose, sent, seconds, far))
+    return found
 
 
 def gradient_transfers(

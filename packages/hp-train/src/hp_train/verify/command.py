@@ -70,10 +70,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--processes", metavar="A:B", default="2:8", help="of those layouts (default: 2:8)"
     )
-    parser.add_argument("--keep", metavar="DIR", help="keep what the ranks recorded, in a new folder")
+    parser.add_argument(
+        "--keep", metavar="DIR", help="keep what the ranks recorded, in a new folder"
+    )
 
 
-def run(resolved: Resolved, options: argparse.Namespace, given: Sequence[tuple[str, object]]) -> int:
+def run(
+    resolved: Resolved, options: argparse.Namespace, given: Sequence[tuple[str, object]]
+) -> int:
     """Verify a config.
 
     Args:
@@ -211,8 +215,10 @@ def summary(verdicts: Sequence["Verdict"]) -> str:
     errors = ", ".join(f"{quantity} {error:.1e}" for quantity, error in largest.items())
     return "\n".join(
         [
-            f"{sum(c.ok for c in bounded)} of {len(bounded)} layouts equal one process, "
-            f"{sum(c.bitwise for c in bounded)} of them bitwise; largest errors: {errors}",
+            (
+                f"{sum(c.ok for c in bounded)} of {len(bounded)} layouts equal one process, "
+                f"{sum(c.bitwise for c in bounded)} of them bitwise; largest errors: {errors}"
+            ),
             f"{sum(c.ok for c in exact)} of {len(exact)} pairs that must be bitwise equal are",
             f"{len(verdicts) - len(compared)} could not be run",
         ]

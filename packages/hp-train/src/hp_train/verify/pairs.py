@@ -46,8 +46,7 @@ def checked_config(config: Config, *, dtype: str) -> Config:
         init_timeout_seconds=max(config.launch.init_timeout_seconds, _START_SECONDS),
     )
     run = replace(config.run, resume="", tensorboard=False)
-    # The schema has checked the name.
-    train = replace(config.train, dtype=dtype)  # type: ignore[arg-type]
+    train = replace(config.train, dtype=dtype)
     return replace(config, run=run, launch=launch, train=train)
 
 
@@ -88,7 +87,9 @@ def must_be_exact(config: Config, other: Config) -> bool:
 def described(config: Config, base: Config) -> str:
     """How a layout differs from one process, as overrides that can be pasted into a command."""
     tables = to_dict(config)
-    keys = [key for key in differing_keys(config, one_process(base)) if _is(key, (*_LAYOUT, *EXACT))]
+    keys = [
+        key for key in differing_keys(config, one_process(base)) if _is(key, (*_LAYOUT, *EXACT))
+    ]
     parts = [f"{key}={tables[key.partition('.')[0]][key.partition('.')[2]]}" for key in keys]
     return " ".join(parts) or "one process"
 

@@ -168,4 +168,3 @@ def _part(parameter: Parameter, local: Tensor) -> Part:
 def request_run(run_dir: Path, request: Request) -> None:
     """Leave a request where the ranks find it."""
     (run_dir / REQUEST).write_bytes(msgspec.json.encode(request))
-

@@ -101,7 +101,9 @@ class Runs:
             self._runs[key] = run_dir / RECORDING
         return self._runs[key]
 
-    def compare(self, config: Config, other: Config, *, bound: float | None = None) -> RunComparison:
+    def compare(
+        self, config: Config, other: Config, *, bound: float | None = None
+    ) -> RunComparison:
         """Run two configs and compare them.
 
         Args:

@@ -14,9 +14,10 @@ _HEAD_DIM, _HIDDEN, _SEQ_LEN = 8, 8, 16
 def shrink(configs: Sequence[Config]) -> list[Config]:
     """Make configs of one model small enough to be run in a moment, each in its own layout.
 
-    Widths become the smallest multiple of every mesh axis that splits something of the model. As many key and value heads share a
-    query head as before, up to two; layers are dealt out over the stages with the same remainder;
-    a pipeline has at least two microbatches per rank.
+    Widths become the smallest multiple of the mesh axes that split them. As many query heads share
+    key and value heads as before, up to two; layers are dealt out over the stages with the same
+    remainder; a pipeline has at least two microbatches per rank; there are as many tokens as the
+    tokenizer has.
 
     Args:
         configs: With the same model and batch.
@@ -24,13 +25,15 @@ def shrink(configs: Sequence[Config]) -> list[Config]:
     Raises:
         ConfigError: When the small config breaks a rule that the large one does not.
     """
-    mesh = math.lcm(*(size for config in configs for size in _mesh_sizes(config)))
+    splits = math.lcm(*(getattr(c.mesh, name) for c in configs for name in ("tp", "cp", "etp")))
+    dealt = math.lcm(*(config.mesh.ep for config in configs))
     stages = math.lcm(*(_num_stages(config) for config in configs))
-    unit = math.lcm(*(c.world_size // c.mesh.pp * c.train.microbatch_size for c in configs))
+    unit = math.lcm(*(_batch_unit(config) for config in configs))
     model, data, train = configs[0].model, configs[0].data, configs[0].train
-    kv_heads = mesh * (2 if mesh == 1 and model.num_kv_heads > 1 else 1)
+    kv_heads = splits * (2 if splits == 1 and model.num_kv_heads > 1 else 1)
     heads = kv_heads * min(2, model.num_heads // model.num_kv_heads)
     top_k = min(model.top_k, 2)
+    num_experts = dealt * math.ceil(max(top_k + 1, 4) / dealt) if model.num_experts else 0
     layers = stages + model.num_layers % stages
     rounds = max(2 * config.mesh.pp for config in configs)
     small = {
@@ -38,13 +41,22 @@ def shrink(configs: Sequence[Config]) -> list[Config]:
         "model.num_kv_heads": kv_heads,
         "model.head_dim": _HEAD_DIM,
         "model.dim": _HEAD_DIM * max(heads, 2),
-        "model.dense_hidden": _HIDDEN * mesh,
-        "model.expert_hidden": _HIDDEN * mesh,
-        "model.num_experts": mesh * math.ceil(max(top_k + 1, 4) / mesh),
+        "model.dense_hidden": _HIDDEN * splits,
+        "model.expert_hidden": _HIDDEN * splits,
+        "model.num_experts": num_experts,
         "model.top_k": top_k,
+        "model.num_expert_groups": min(model.num_expert_groups, 2),
+        "model.num_limited_groups": min(model.num_limited_groups, 1),
+        "model.q_lora_rank": min(model.q_lora_rank, _HIDDEN),
+        "model.kv_lora_rank": min(model.kv_lora_rank, _HIDDEN),
+        "model.nope_head_dim": min(model.nope_head_dim, _HEAD_DIM),
+        "model.rope_head_dim": min(model.rope_head_dim, _HEAD_DIM),
+        "model.v_head_dim": min(model.v_head_dim, _HEAD_DIM),
+        "model.sliding_window": min(model.sliding_window, _HEAD_DIM),
+        "model.vocab_size": 0,
         "model.num_layers": max(2, layers),
         "model.num_dense_layers": min(model.num_dense_layers, 1),
-        "data.seq_len": min(data.seq_len, math.lcm(_SEQ_LEN, mesh)),
+        "data.seq_len": min(data.seq_len, math.lcm(_SEQ_LEN, 2 * splits**2)),
         "train.global_batch_size": min(train.global_batch_size, unit * rounds),
     }
     found = [with_keys(config, small) for config in configs]
@@ -56,9 +68,8 @@ def shrink(configs: Sequence[Config]) -> list[Config]:
     return found
 
 
-def _mesh_sizes(config: Config) -> list[int]:
-    mesh = config.mesh
-    return [int(getattr(mesh, name)) for name in mesh.__struct_fields__ if name[:2] not in ("pp", "dp")]
+def _batch_unit(config: Config) -> int:
+    return config.mesh.dp_replicate * config.mesh.dp_shard * config.train.microbatch_size
 
 
 def _num_stages(config: Config) -> int:
