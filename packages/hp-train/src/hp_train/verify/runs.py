@@ -14,7 +14,7 @@ from hp_train.errors import HpError
 from hp_train.launch.launcher import run_entry
 from hp_train.schema import fields
 from hp_train.space import with_keys
-from hp_train.verify.pairs import BOUNDS, EXACT, TIE, described, must_be_exact, one_process
+from hp_train.verify.pairs import BOUNDS, EXACT, SLACK, TIE, described, must_be_exact, one_process
 from hp_train.verify.rank import ENTRY, RECORDING, TRAINER, Request, request_run
 
 
@@ -123,6 +123,7 @@ class Runs:
             self.recording(other),
             bound=bound,
             tie=0.0 if dtype == "float64" else TIE,
+            slack={} if dtype == "float64" else SLACK,
         )
 
     def judge(self, config: Config, other: Config) -> Verdict:
