@@ -217,8 +217,7 @@ def verify(session: nox.Session) -> None:
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Run every benchmark, or those named: `nox -s bench -- benchmarks/bench_ranks.py`."""
-    scripts = "benchmarks/bench_*.py"
-    found = sorted(str(f) for f in [*Path().glob(scripts), *Path("packages").glob(f"*/{scripts}")])
+    found = sorted(str(f) for f in Path("benchmarks").glob("bench_*.py"))
     _install(session, "hp-train", group="test-transformers")
     for script in session.posargs or found:
         session.run("python", script)
@@ -244,7 +243,7 @@ def kernels(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def transformers(session: nox.Session) -> None:
-    """Test hp-schedule and hp-expert on real models of Hugging Face's transformers."""
+    """Test hp-schedule, hp-expert and hp-train on models of Hugging Face's transformers."""
     _install(session, *map(_with_extras, TRANSFORMERS_TESTS), group="test-transformers")
     session.run("python", "-m", "pytest", *_transformers_tests(), *session.posargs)
 
@@ -253,6 +252,7 @@ def transformers(session: nox.Session) -> None:
 TRANSFORMERS_TESTS = {
     "hp-expert": "test_expert_transformers*.py",
     "hp-schedule": "test_schedule_runtime_split_model.py",
+    "hp-train": "test_train_transformers.py",
 }
 
 

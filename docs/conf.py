@@ -8,7 +8,7 @@ from typing import Any
 project = "hp packages"
 author = "the contributors"
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser"]
-exclude_patterns = ["_build", "hp-schedule/search_table.md"]
+exclude_patterns = ["_build", "hp-schedule/search_table.md", "hp-vtp/u_shape_table.md"]
 html_theme = "furo"
 html_title = project
 html_show_copyright = False

@@ -43,6 +43,27 @@ PipelineStage: - forward_one_chunk backward_one_chunk init is_last_stage exec_fw
 HSDPModule: -
 platform: micro_batch get_cells_and_names
 """
+# The same of hyper_parallel.core.context_parallel.async_context_parallel, with its arguments and
+# the functions and hooks that programs have subclassed or called.
+CONTEXT = """
+ContextParallel: - apply
+AsyncContextParallel: - apply seq_dim head_dim ulysses_degree qkv_indices qkv_kwarg_names
+    load_balance _register_proj_hooks _proj_post_hook _wait_a2a _attn_pre_hook_ulysses
+    _attn_pre_hook_hybrid _attn_post_hook_ata _proj_bwd_pre_hook
+_launch_async_a2a_seq_to_head: -
+_a2a_reconstruct: -
+_build_2d_mesh: -
+_ensure_1d: -
+_gather_seq: -
+_gather_head_to_seq: -
+platform: Module Tensor all_to_all_single differentiable_async_a2a_wait
+    register_full_backward_pre_hook
+get_platform: -
+DeviceMesh: -
+DTensor: -
+Shard: -
+Replicate: -
+"""
 # The same of hyper_parallel.core.expert_parallel.expert_parallel, and what its subclasses override.
 EXPERTS = """
 BaseExpertParallel: - apply _partition_fn _token_dispatch _token_combine
@@ -57,6 +78,31 @@ platform: all_to_all_single differentiable_all_to_all_single arange Module
 distribute_module: -
 distribute_tensor: -
 ParallelStyle: -
+"""
+# The same of the point-to-point communication of MindSpeed-MM's VTP, and what it imports.
+VTP = """
+Shape: -
+ModelParallelConfig: -
+recv_forward_with_reqs: -
+recv_backward_with_reqs: -
+send_forward: -
+send_backward: -
+vtp_recv_forward: -
+vtp_recv_backward: -
+vtp_send_forward: -
+vtp_send_backward: -
+_VTPRecvWork: - wait
+_communicate_impl: -
+_batched_p2p_ops: -
+_p2p_ops: -
+get_tensor_model_parallel_group: -
+get_pipeline_model_parallel_group: -
+get_pipeline_model_parallel_next_rank: -
+get_pipeline_model_parallel_prev_rank: -
+is_vtp_stage_rank0: -
+get_vtp_size_list: -
+get_vtp_stage_ranks: -
+get_vtp_my_stage_idx: -
 """
 STATUSES = ("here", "planned: hp-", "none: ")
 
@@ -105,7 +151,9 @@ def public_names(listed: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize(("listed", "least"), [(SCHEDULER, 80), (EXPERTS, 16)])
+@pytest.mark.parametrize(
+    ("listed", "least"), [(SCHEDULER, 80), (CONTEXT, 30), (EXPERTS, 16), (VTP, 20)]
+)
 def test_every_public_name_has_a_row(listed: str, least: int) -> None:
     there = {cell.strip("`") for cell, _, _ in rows()}
     assert len(public_names(listed)) > least

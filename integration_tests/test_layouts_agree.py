@@ -33,6 +33,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
         "mesh": {"cp": 4, "cp_heads": 2, "ep": 2},
         "train": {"recompute": "attention"},
     },
+    "cp4-ring": {"mesh": {"cp": 4, "cp_ring": True}},
     "cp2-keys-tp2-ep2": {"mesh": {"cp": 2, "cp_heads": 1, "tp": 2, "ep": 2}},
     "pp2-cp2-interleaved-zero-bubble": {
         "mesh": {"pp": 2, "cp": 2, "ep": 2},

@@ -28,7 +28,7 @@ from hp_context import (
     shard_sequence,
     unshard_sequence,
 )
-from hp_platform.testing import run_distributed, watch_operators
+from hp_platform.testing import record_exchanges, run_distributed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -330,52 +330,60 @@ def counted(case: Case) -> list[tuple[Counter[str], int]]:
     leaves = [x.requires_grad_() for x in (q, k, v)]
     attend = core(case)
     attend(*leaves)  # compares notes between ranks
-
-    results: list[tuple[Counter[str], int]] = []
-    calls: list[tuple[str, int]] = []
-
-    def see(name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        del kwargs
-        namespace, operator = name.split("::")
-        if "c10d" in namespace and operator != "wait_tensor":
-            sent = args[0 if namespace == "_c10d_functional" else 1]
-            assert isinstance(sent, Tensor)
-            calls.append((operator, sent.nbytes))
-
-    with watch_operators(see):
+    with record_exchanges() as forward:
         out = attend(*leaves)
-        results.append(tally(calls))
-        calls.clear()
+    with record_exchanges() as back:
         torch.autograd.grad(out, leaves, grad)
-        results.append(tally(calls))
-    return results
+    return [
+        (Counter(e.kind for e in way), sum(e.num_bytes for e in way)) for way in (forward, back)
+    ]
 
 
-def tally(calls: list[tuple[str, int]]) -> tuple[Counter[str], int]:
-    others = world().size() - 1
-    sent = 0
-    for name, size in calls:
-        sent += size * others if "allgather" in name else size * others // world().size()
-    return Counter(name for name, _ in calls), sent
+PART = 2 * 2 * (24 // 4) * (8 + 8)  # batch, key/value heads, positions, k and v: numbers of a rank
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize(("foreign", "again"), [(False, 1), (True, 0)])
-def test_keys_travel_once_each_way(layout: SequenceLayout, foreign: bool, again: int) -> None:
-    case = Case(Causal(), layout, (4, 2), dtype=torch.bfloat16, foreign=foreign)
-    part = 2 * 2 * (24 // 4) * (8 + 8)  # batch, key/value heads, positions, k and v: 2 bytes each
+def test_keys_travel_once_each_way_for_a_strange_module() -> None:
+    for layout in LAYOUTS:
+        case = Case(Causal(), layout, (4, 2), dtype=torch.bfloat16, foreign=True)
+        for forward, back in run_distributed(counted, case, world_size=4):
+            assert forward == ({"all_gather": 1}, 3 * PART * 2)
+            assert back == ({"all_to_all": 1}, 3 * PART * 4)
+
+
+def test_all_keys_are_gathered_again_in_backward_and_their_gradients_go_home() -> None:
+    case = Case(Full(), HeadTail(), (4, 2), dtype=torch.bfloat16)
     for forward, back in run_distributed(counted, case, world_size=4):
-        assert forward == ({"_allgather_base_": 1}, 3 * part * 2)
-        expected = {"_allgather_base_": 1, "alltoall_base_": 1} if again else {"alltoall_base_": 1}
-        assert back == (expected, 3 * part * 2 * again + 3 * part * 4)
+        assert forward == ({"all_gather": 1}, 3 * PART * 2)
+        assert back == ({"all_gather": 1, "all_to_all": 1}, 3 * PART * 2 + 3 * PART * 4)
 
 
-def test_the_hybrid_mode_adds_the_exchanges_of_ulysses() -> None:
-    case = Case(Causal(), HeadTail(), (4, 2), degree=2)
-    for forward, back in run_distributed(counted, case, world_size=4):
-        assert forward[0] == {"all_to_all_single": 4, "_allgather_base_": 1}
-        gradients_home = {"alltoall_base_": 1}
-        assert back[0] == {**forward[0], **gradients_home}
+def test_gradients_of_keys_that_nobody_sees_stay_away() -> None:
+    """Of each rank before it a rank sees the head only; three quarters of all is sent densely."""
+    case = Case(Causal(), HeadTail(), (4, 2), dtype=torch.bfloat16)
+    for rank, (forward, back) in enumerate(run_distributed(counted, case, world_size=4)):
+        seen = rank * PART // 2 + (3 - rank) * PART
+        assert forward == ({"all_gather": 1}, 3 * PART * 2)
+        gathered_and_home = {"all_gather": 1, "all_to_all": 1}
+        assert back == (gathered_and_home, 3 * PART * 2 + seen * 4)
+
+
+def test_contiguous_causal_keys_go_to_later_ranks_alone() -> None:
+    case = Case(Causal(), Contiguous(), (4, 2), dtype=torch.bfloat16)
+    for rank, (forward, back) in enumerate(run_distributed(counted, case, world_size=4)):
+        later, earlier = (3 - rank) * PART, rank * PART
+        assert forward == ({"all_to_all": 1}, later * 2)
+        assert back == ({"all_to_all": 2}, later * 2 + earlier * 4)
+
+
+def test_a_window_sends_what_it_reaches() -> None:
+    """Two keys before a query, one behind: two to the next rank, one to the rank before."""
+    case = Case(SlidingWindow(2, 1), Contiguous(), (4, 2), dtype=torch.bfloat16)
+    row = PART // 6
+    for rank, (forward, back) in enumerate(run_distributed(counted, case, world_size=4)):
+        keys = 2 * row * (rank < 3) + row * (rank > 0)
+        home = 2 * row * (rank > 0) + row * (rank < 3)
+        assert forward == ({"all_to_all": 1}, keys * 2)
+        assert back == ({"all_to_all": 2}, keys * 2 + home * 4)
 
 
 def under_autocast() -> list[Tensor]:

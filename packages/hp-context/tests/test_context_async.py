@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -317,12 +317,12 @@ class _Substitute(torch.autograd.Function):
         pending, slots.forward[letter] = slots.forward[letter], None
         if pending is None:
             raise TypeError("the slot is empty")
-        return slots.exchange.arrived(pending.wait())
+        return slots.exchange.arrived(pending.wait(), x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         letter, slots = ctx.call
-        slots.back[letter].append(slots.exchange.launch_back(grad))
+        slots.back[letter].append(slots.exchange.launch_back(grad, ctx.shape))
         return grad.new_zeros(ctx.shape), None, None
 
 
@@ -776,7 +776,8 @@ def test_a_tensor_launched_for_another_attention_is_exchanged_for_this_one() -> 
         generator = torch.Generator().manual_seed(group.rank())
         qkv = [torch.randn(1, 4, 4, SIZE, generator=generator) for _ in "qkv"]
         expected = core(*qkv)
-        turned._head_index.update(parallel._head_index)
+        for key, exchange in parallel._known.items():
+            turned._known[key] = replace(exchange, dims=turned.dims)
         for x in qkv:
             turned.launch(x, group)
         before = parallel.counts

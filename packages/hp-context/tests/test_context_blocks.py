@@ -126,3 +126,18 @@ def test_a_window_costs_about_twice_its_width_for_each_query() -> None:
 def test_queries_that_see_nothing_have_no_blocks() -> None:
     (run,) = plan(Causal(), [range(4)], [range(4, 8)])
     assert (run.query, run.blocks) == (range(4), ())
+
+
+def test_whole_blocks_side_by_side_are_one_call() -> None:
+    """The tail of rank 0 sees both parts of rank 2 of four whole, as a ring brings them."""
+    (run,) = plan(Causal(), [range(28, 32)], [range(8, 12), range(20, 24)])
+    assert len(run.blocks) == 2
+    ((columns, block),) = run.calls
+    assert (columns, block.kind) == (slice(0, 8), BlockKind.FULL)
+    (apart,) = plan(Causal(), [range(20, 24)], [range(8, 12), range(20, 24), range(4)])
+    kinds = [(columns, block.kind) for columns, block in apart.calls]
+    assert kinds == [
+        (slice(0, 4), BlockKind.FULL),
+        (slice(4, 8), BlockKind.CAUSAL),
+        (slice(8, 12), BlockKind.FULL),
+    ]

@@ -49,9 +49,9 @@ def attend(qkv: list[Tensor], parallel: ContextParallel | None = None) -> Run:
     return call
 
 
-def test_heads_that_the_degree_does_not_divide_name_the_legal_degrees() -> None:
-    message = r"ulysses_degree \(4\) must divide heads of q \(6\); legal degrees: \[1, 2, 3, 6\]"
-    refused(ValueError, message, attend(heads(6)), ranks=4)
+def test_fewer_heads_than_ranks_are_refused_with_the_alternative() -> None:
+    message = r"ulysses_degree \(4\) must be <= heads of q \(3\); ranks may gather keys instead"
+    refused(ValueError, message, attend(heads(3)), ranks=4)
 
 
 @pytest.mark.parametrize(
@@ -343,6 +343,28 @@ def test_what_the_all_gather_mode_cannot_do_is_refused_by_name(call: Run, messag
     refused(ValueError, message, call)
 
 
+@pytest.mark.parametrize(
+    ("module", "mask", "message"),
+    [
+        (
+            Sdpa(),
+            Full(),
+            r"module \(Sdpa\) must be an Attention of hp_context in {}, where no rank",
+        ),
+        (Attention(dropout=0.5), None, r"dropout \(0.5\) must be 0 in {}"),
+        (OwnWay(), None, "must pass its attn_mask to masked_attention in {}"),
+    ],
+)
+def test_what_a_ring_cannot_do_is_refused_by_name(
+    module: nn.Module, mask: Mask | None, message: str
+) -> None:
+    def call(group: ProcessGroup) -> None:
+        parallel = ContextParallel(ring=True, mask=mask)
+        parallel.apply(deepcopy(module), group)(*heads(8))
+
+    refused(ValueError, message.format(r"the ring mode \(ring=True\)"), call)
+
+
 def test_an_attention_takes_no_mask_tensor() -> None:
     mask = torch.ones(8, 8, dtype=torch.bool)
     refused(TypeError, r"attn_mask \(Tensor\) must be a Mask", gathering(Attention(), mask))
@@ -382,6 +404,15 @@ def test_the_peers_of_a_rank_that_cannot_gather_do_not_hang() -> None:
     run_in_threads(rank, world_size=2, timeout=20)
 
 
+@pytest.mark.parametrize("ring", [False, True])
+def test_masks_of_parts_of_the_sequence_are_noticed(ring: bool) -> None:
+    def call(group: ProcessGroup) -> None:
+        core = ContextParallel(1, ring=ring).apply(Attention(), group)
+        core(*heads(8), attn_mask=Documents((3, 5) if group.rank() else (4, 4)))
+
+    refused(ValueError, r"masks of the ranks \(fingerprints \[.*\]\) must be equal", call)
+
+
 def test_a_copy_of_a_strange_module_is_guarded_with_its_own_state() -> None:
     def rank(group: ProcessGroup) -> None:
         core = ContextParallel(1, mask=Causal()).apply(Sdpa(), group)
@@ -406,3 +437,90 @@ def test_the_guard_sees_is_causal_of_other_functions_too() -> None:
 
 def test_alone_the_all_gather_mode_has_nothing_to_do() -> None:
     run_in_threads(gathering(Sdpa(is_causal=True)), world_size=1)
+
+
+@pytest.mark.parametrize("degree", [None, 1])
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (
+            Attention(sinks=torch.zeros(4)),
+            r"sinks \(\(4,\)\) must have one number for each head of q \(8\)",
+        ),
+        (
+            Attention(sinks=torch.zeros(8, 1)),
+            r"sinks \(\(8, 1\)\) must have one number for each head of q \(8\)",
+        ),
+        (Attention(softcap=0.0), r"softcap \(0.0\) must be > 0, or None"),
+    ],
+    ids=["sinks of some heads", "sinks of two dims", "softcap"],
+)
+def test_terms_out_of_their_range_are_refused(
+    degree: int | None, module: Attention, message: str
+) -> None:
+    def call(group: ProcessGroup) -> None:
+        ContextParallel(degree).apply(deepcopy(module), group)(*heads(8))
+
+    refused(ValueError, message, call)
+
+
+@pytest.mark.parametrize("dropout", [-0.1, 1.0])
+def test_dropout_is_a_probability(dropout: float) -> None:
+    with pytest.raises(ValueError, match=rf"dropout \({dropout}\) must be >= 0 and < 1"):
+        Attention(dropout=dropout)(*heads(8))
+
+
+def test_terms_need_four_dims() -> None:
+    qkv = [x[:, None] for x in heads(8)]
+    with pytest.raises(ValueError, match="must have 4 dims with softcap, sinks or dropout"):
+        Attention(seq_dim=2, head_dim=3, softcap=1.0)(*qkv)
+
+
+def test_sinks_and_dropout_under_ulysses_need_the_mask_of_the_call() -> None:
+    def unused(group: ProcessGroup) -> None:
+        core = OwnWay(sinks=torch.zeros(8))
+        ContextParallel().apply(core, group)(*heads(8))
+
+    def renamed(group: ProcessGroup) -> None:
+        ContextParallel().apply(Renamed(dropout=0.5), group)(*heads(8))
+
+    def lost(group: ProcessGroup) -> None:
+        ContextParallel().apply(OwnWay(dropout=0.5), group)(*heads(8))
+
+    refused(ValueError, r"sinks \(\(8,\)\) must have one number for each head of q \(4\)", unused)
+    refused(ValueError, r"must name a parameter of Renamed.forward in the Ulysses mode", renamed)
+    refused(ValueError, "must pass its attn_mask to masked_attention in the Ulysses mode", lost)
+
+
+def test_a_hook_that_replaces_q_behind_the_exchange_is_refused() -> None:
+    def call(group: ProcessGroup) -> None:
+        core = ContextParallel().apply(Attention(), group)
+        core.register_forward_pre_hook(lambda _, qkv: tuple(x * 1 for x in qkv))
+        core(*heads(8))
+
+    refused(ValueError, "q of the core attention must be the one that the exchange made", call)
+
+
+def test_a_hook_before_the_exchange_may_change_q() -> None:
+    def rank(group: ProcessGroup) -> None:
+        core = Attention()
+        core.register_forward_pre_hook(lambda _, qkv: tuple(x * 1 for x in qkv))
+        ContextParallel().apply(core, group)(*heads(8))
+
+    run_in_threads(rank, world_size=2)
+
+
+@pytest.mark.parametrize("degree", [None, 1])
+def test_v_may_differ_in_its_head_size_alone(degree: int | None) -> None:
+    q, k, _ = heads(8)
+
+    def wrong_keys(group: ProcessGroup) -> None:
+        attend([q, torch.randn(2, 4, 8, 6), k], ContextParallel(degree))(group)
+
+    def other_values(group: ProcessGroup) -> None:
+        core = ContextParallel(degree).apply(Attention(), group)
+        qkv = [torch.randn(2, 4, 8, n) for n in (8, 8, 6)]
+        assert core(*qkv).shape == (2, 4, 8, 6)
+
+    refused(ValueError, r"head size of k \(6\) must equal that of q \(8\)", wrong_keys)
+    run_in_threads(other_values, world_size=2)

@@ -1,16 +1,28 @@
 """One block of attention, its gradients from the whole, and blocks put together again."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hp_context import BlockKind, Causal, Full, Mask, PositionMask, SlidingWindow
+from hp_context import (
+    BlockKind,
+    Causal,
+    Full,
+    Mask,
+    PositionMask,
+    SlidingWindow,
+    cuda_kernels,
+    reference_kernel,
+)
 from hp_context import kernels as k_module
-from hp_context.kernels import block_backward, block_forward
+from hp_context.dropout import Dropout
+from hp_context.kernels import Kernel, block_backward, block_forward
 from hp_context.masks import block_tensor
 from hp_context.merge import Merge, for_backward
+from hp_platform.testing import watch_operators
 
 SCALE = 0.3
 
@@ -157,8 +169,9 @@ def test_torch_s_kernel_and_plain_torch_agree(
     q, k, v, grad = tensors()
     mask = block_tensor(MASKS[-1], range(12), range(12)) if kind is BlockKind.PARTIAL else None
     results = []
-    for applies in (True, False):
-        monkeypatch.setattr(k_module, "_cpu_flash_applies", lambda *_, applies=applies: applies)
+    assert k_module.choose_kernel(q, v, mask=mask) is Kernel.CPU_FLASH
+    for kernel in (Kernel.CPU_FLASH, Kernel.REFERENCE):
+        monkeypatch.setattr(k_module, "choose_kernel", lambda *_, kernel=kernel, **__: kernel)
         out, lse = block_forward(q, k, v, kind=kind, mask=mask, scale=SCALE)
         grads = block_backward(
             q,
@@ -192,3 +205,81 @@ def test_an_expanded_gradient_is_taken() -> None:
 def test_an_empty_merge_has_no_result() -> None:
     with pytest.raises(RuntimeError, match="must follow at least one"):
         Merge().result()
+
+
+def test_efficient_attention_gets_what_its_backward_takes_for_granted() -> None:
+    """On tensors without storage: the operators of CUDA run nowhere else, but can be traced."""
+    q, k, v, grad = (x.to("meta", torch.bfloat16) for x in tensors(queries=40, keys=24))
+    mask = torch.ones(40, 24, dtype=torch.bool, device="meta")
+    seen = []
+
+    def see(name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        del kwargs
+        if name == "aten::_scaled_dot_product_efficient_attention_backward":
+            seen.append([x for x in args if isinstance(x, Tensor)])
+
+    with watch_operators(see):
+        out, lse = cuda_kernels.efficient_forward(q, k, v, mask=mask, causal=False, scale=SCALE)
+        assert (out.shape, lse.shape) == ((2, 4, 40, 8), (2, 4, 40))
+        dq, dk, dv = cuda_kernels.efficient_backward(
+            q, k, v, grad_out=grad, out=out, lse=lse, mask=mask, causal=False, scale=SCALE
+        )
+    assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
+    assert (dk.dtype, dv.dtype) == (torch.float32, torch.float32)
+    assert len(seen) == 2  # query heads that share a key head
+    for _, q_m, _, _, bias, out_m, lse_m, *_ in seen:
+        assert q_m.shape == (2, 2, 40, 8)
+        assert out_m.transpose(1, 2).is_contiguous()
+        assert lse_m.shape == (2, 2, 64)
+        assert lse_m.is_contiguous()
+        assert bias.shape == (2, 2, 40, 24)
+        assert bias.stride(2) % 16 == 0
+
+
+def test_flash_attention_of_cuda_takes_the_arguments_it_is_given() -> None:
+    q, k, v, grad = (x.to("meta", torch.bfloat16) for x in tensors())
+    out, lse = cuda_kernels.flash_forward(q, k, v, causal=True, scale=SCALE)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:-1], torch.float32)
+    grads = cuda_kernels.flash_backward(
+        q, k, v, grad_out=grad, out=out, lse=lse, causal=True, scale=SCALE
+    )
+    assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+
+
+def test_what_is_not_known_to_be_right_goes_to_plain_torch() -> None:
+    q, k, v, _ = tensors()
+    dropout = Dropout(0.1, 3).of_block(range(12), range(12))
+    choices = [
+        k_module.choose_kernel(q, v, mask=None),
+        k_module.choose_kernel(q, v, mask=None, softcap=2.0),
+        k_module.choose_kernel(q, v, mask=None, dropout=dropout),
+        k_module.choose_kernel(q, v[..., :5], mask=None),
+        k_module.choose_kernel(q.to("meta"), v.to("meta"), mask=None),
+    ]
+    assert choices == [Kernel.CPU_FLASH, *[Kernel.REFERENCE] * 4]
+    del k
+
+
+@pytest.mark.parametrize("kind", [BlockKind.FULL, BlockKind.CAUSAL, BlockKind.PARTIAL])
+@pytest.mark.parametrize("tile", [1, 100, 1000])
+def test_plain_torch_goes_by_tiles_of_queries(
+    kind: BlockKind, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v, grad = tensors()
+    mask = block_tensor(MASKS[-1], range(12), range(12)) if kind is BlockKind.PARTIAL else None
+    dropout = Dropout(0.3, 3).of_block(range(12), range(12))
+    results = []
+    for size in (1 << 24, tile):
+        monkeypatch.setattr(reference_kernel, "TILE", size)
+        terms: dict[str, Any] = {
+            "kind": kind,
+            "mask": mask,
+            "scale": SCALE,
+            "softcap": 0.9,
+            "dropout": dropout,
+        }
+        out, lse = block_forward(q, k, v, **terms)
+        grads = block_backward(q, k, v, grad_out=grad, out=out, lse=for_backward(lse), **terms)
+        results.append([out, lse.exp(), *grads])
+    for a, b in zip(*results, strict=True):
+        assert error(a, b) <= 1e-13

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
 
 from hp_context import (
     Contiguous,
@@ -16,7 +18,7 @@ from hp_context import (
     unshard_sequence,
 )
 from hp_context.layout import to_positions, to_ranks
-from hp_platform.testing import run_in_threads
+from hp_platform.testing import run_distributed, run_in_threads
 
 LAYOUTS = [Contiguous(), HeadTail()]
 
@@ -62,6 +64,34 @@ def test_the_sequence_may_be_any_dim(seq_dim: int) -> None:
         assert torch.equal(whole, tokens)
 
     run_in_threads(rank, world_size=3)
+
+
+def over_two_axes(shape: tuple[int, int]) -> None:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("gather", "heads"))
+    tokens = torch.arange(48).view(2, 24)
+    group = dist.group.WORLD
+    assert group is not None
+    for layout in LAYOUTS:
+        expected = shard_sequence(tokens, group, layout=layout)
+        part = shard_sequence(tokens, mesh, layout=layout, ulysses_degree=shape[1])
+        assert torch.equal(part, expected)
+        positions = local_positions(24, mesh, layout=layout, ulysses_degree=shape[1])
+        assert torch.equal(part, tokens[:, positions])
+        leaf = part.double().requires_grad_()
+        whole = unshard_sequence(leaf, mesh, layout=layout, ulysses_degree=shape[1])
+        assert torch.equal(whole, tokens.double())
+        (whole.sum() * (dist.get_rank() + 1)).backward()
+        assert leaf.grad is not None
+        assert leaf.grad.unique().tolist() == [10.0]  # 1 + 2 + 3 + 4
+    with pytest.raises(ValueError, match=r"mesh.ndim \(2\) must equal 1"):
+        shard_sequence(tokens, mesh)
+    with pytest.raises(ValueError, match=r"must equal the size of the inner axis heads"):
+        local_positions(24, mesh, ulysses_degree=shape[1] + 1)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)])
+def test_a_mesh_of_two_axes_stands_for_all_its_ranks(shape: tuple[int, int]) -> None:
+    run_distributed(over_two_axes, shape, world_size=4)
 
 
 def test_head_tail_needs_an_even_part() -> None:

@@ -76,6 +76,23 @@ def test_an_unknown_mask_never_makes_a_block_more_than_it_is(
         assert told is BlockKind.EMPTY
 
 
+@settings(deadline=None)
+@given(known, runs)
+def test_the_keys_that_a_run_of_queries_sees_are_told_exactly(mask: Mask, query: range) -> None:
+    keys = range(query.stop + 16)
+    columns = block_tensor(mask, query, keys).any(0).nonzero().flatten().tolist()
+    assert [key for key in keys if key in mask.seen(query)] == columns
+
+
+@given(known, runs)
+def test_an_unknown_mask_may_see_everything_that_its_companion_allows(
+    mask: Mask, query: range
+) -> None:
+    unknown = PositionMask(parity)
+    assert unknown.seen(query) == Full().seen(query)
+    assert (mask & unknown).seen(query) == mask.seen(query)
+
+
 @given(known, runs)
 def test_cuts_of_queries_are_inside_the_run(mask: Mask, run: range) -> None:
     assert mask.query_cuts(run) <= set(run[1:])

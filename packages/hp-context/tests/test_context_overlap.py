@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.fx import GraphModule
 
-from hp_context import AsyncContextParallel, Attention, Causal, ContextParallel
+from hp_context import AsyncContextParallel, Attention, Causal, ContextParallel, PositionMask
 from hp_platform.testing import run_distributed, run_in_threads, slow_group
 
 HEADS, SIZE, LOCAL = 2, 4, 4
@@ -68,6 +68,58 @@ def test_nine_tenths_of_what_can_be_hidden_are_hidden() -> None:
         return (plain - overlapped) / (4 * LATENCY)
 
     assert min(run_in_threads(rank, world_size=2)) >= 0.9
+
+
+BLOCK = 0.07  # seconds, for two messages
+FAST, SLOW = 0.0, LATENCY
+
+
+def slow_block(query: Tensor, key: Tensor) -> Tensor:
+    """Stands for a block that keeps the device, not the host, busy; one call for each."""
+    time.sleep(BLOCK)
+    return (query >= 0) & (key >= 0)
+
+
+def exposed(parallel: ContextParallel, group: ProcessGroup, kv_heads: int) -> list[float]:
+    """Seconds by which a slow link makes forward and backward of attention longer."""
+    times = {}
+    local = torch.Generator().manual_seed(group.rank())
+    q, k, v = (torch.randn(1, LOCAL, n, SIZE, generator=local) for n in (4, kv_heads, kv_heads))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    for latency in (FAST, SLOW):
+        core = Attention(PositionMask(slow_block))
+        parallel.apply(core, slow_group(group, latency=latency))
+        taken = []
+        for _ in range(3):  # in the first one ranks compare shapes
+            start = time.perf_counter()
+            out = core(*leaves)
+            middle = time.perf_counter()
+            torch.autograd.grad(out.sum(), leaves)
+            taken.append((middle - start, time.perf_counter() - middle))
+        times[latency] = [min(x) for x in zip(*taken[1:], strict=True)]
+    return [slow - fast for slow, fast in zip(times[SLOW], times[FAST], strict=True)]
+
+
+def test_a_ring_hides_all_but_the_last_way_home() -> None:
+    """Of three ranks: two sends in forward; in backward two again, and two of sums."""
+
+    def rank(group: ProcessGroup) -> list[float]:
+        return exposed(ContextParallel(ring=True), group, 4)
+
+    for forward, backward in run_in_threads(rank, world_size=3):
+        assert forward <= 0.1 * 2 * LATENCY
+        assert backward <= LATENCY + 0.1 * 3 * LATENCY
+
+
+def test_strides_hide_all_but_the_first_gathers_and_the_last_way_home() -> None:
+    """Of four: in forward four gathers; in backward four again, and four ways home."""
+
+    def rank(group: ProcessGroup) -> list[float]:
+        return exposed(AsyncContextParallel(1, overlap=True), group, 4)
+
+    for forward, backward in run_in_threads(rank, world_size=2):
+        assert forward <= LATENCY + 0.1 * 3 * LATENCY
+        assert backward <= 2 * LATENCY + 0.1 * 6 * LATENCY
 
 
 def unchanged(x: Tensor) -> Tensor:

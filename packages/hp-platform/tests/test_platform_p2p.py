@@ -12,7 +12,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_platform import Pending, irecv, isend, launch_all_to_all, new_group, p2p, shutdown
+from hp_platform import (
+    Pending,
+    irecv,
+    isend,
+    isend_irecv,
+    launch_all_gather,
+    launch_all_to_all,
+    new_group,
+    p2p,
+    shutdown,
+)
 from hp_platform.pending import release_completed
 from hp_platform.testing import run_distributed, run_in_threads, slow_group
 
@@ -48,6 +58,58 @@ def test_tensors_that_the_backend_cannot_send_go_through_the_host(
         return before, buffer.tolist()
 
     assert run_in_threads(rank_main, world_size=2)[1] == ([-1.0] * 3, [0.0, 1.0, 2.0])
+
+
+@pytest.mark.parametrize("through_host", [False, True])
+def test_several_messages_are_one_operation(
+    through_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(p2p, "_needs_host", lambda *_: through_host)
+
+    def rank_main(group: ProcessGroup) -> list[list[float]]:
+        rank, size = group.rank(), group.size()
+        to_next, to_all = torch.full((2,), float(rank)), torch.full((1,), 10.0 + rank)
+        others = [other for other in range(size) if other != rank]
+        sends = [(to_next, (rank + 1) % size), *((to_all, other) for other in others)]
+        receives = [(torch.empty(2), (rank - 1) % size), *((torch.empty(1), o) for o in others)]
+        pending = isend_irecv(sends, receives, group=group)
+        return [x.tolist() for x in pending.wait()]
+
+    first, second, third = run_in_threads(rank_main, world_size=3)
+    assert first == [[2, 2], [11], [12]]
+    assert second == [[0, 0], [10], [12]]
+    assert third == [[1, 1], [10], [11]]
+
+
+def test_no_messages_are_an_operation_too() -> None:
+    assert run_in_threads(_nothing, world_size=1) == [[]]
+
+
+def _nothing(group: ProcessGroup) -> list[Tensor]:
+    return isend_irecv([], [], group=group).wait()
+
+
+def test_nothing_is_posted_where_one_of_several_peers_is_wrong() -> None:
+    def rank_main(group: ProcessGroup) -> float:
+        other = 1 - group.rank()
+        with pytest.raises(ValueError, match=r"dst \(7\) must be another rank of the group"):
+            isend_irecv([(torch.ones(1), 7)], [(torch.empty(1), other)], group=group)
+        right = isend_irecv([(torch.ones(1), other)], [(torch.empty(1), other)], group=group)
+        return right.wait()[0].item()
+
+    assert run_in_threads(rank_main, world_size=2) == [1.0, 1.0]
+
+
+def test_a_gather_is_under_way_until_it_is_waited_for() -> None:
+    def rank_main(group: ProcessGroup) -> tuple[bool, list[float]]:
+        x = torch.full((1, 2), float(group.rank()))
+        pending = launch_all_gather(x, group=slow_group(group, latency=0.1))
+        before = pending.done()
+        with pytest.raises(ValueError, match=r"x.ndim \(0\) must be at least 1"):
+            launch_all_gather(torch.ones(()), group=group)
+        return before, pending.wait()[:, 0].tolist()
+
+    assert run_in_threads(rank_main, world_size=3) == [(False, [0.0, 1.0, 2.0])] * 3
 
 
 def test_tags_tell_messages_apart() -> None:

@@ -206,6 +206,73 @@ def test_a_bad_value_is_named_with_the_relation_it_breaks(override: str, message
     assert refusal((key, value)) == message
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            "model.attention=mla model.qk_norm=true",
+            'model.qk_norm (true) must be false with model.attention ("mla")',
+        ),
+        (
+            "model.attention=mla model.rope_head_dim=7",
+            "model.rope_head_dim (7) must be even",
+        ),
+        (
+            "model.full_attention_every=2",
+            "model.full_attention_every (2) must be 0 with model.sliding_window (0)",
+        ),
+        (
+            "model.rope_scaling=llama3 model.rope_low_factor=4",
+            "model.rope_low_factor (4) must be less than model.rope_high_factor (4)",
+        ),
+        (
+            "model.rope_scaling=yarn model.rope_beta_slow=40",
+            "model.rope_beta_slow (40) must be less than model.rope_beta_fast (32)",
+        ),
+        (
+            "model.rope_factor=8",
+            'model.rope_factor (8) must be 1 with model.rope_scaling ("none")',
+        ),
+        (
+            "model.num_expert_groups=3",
+            "model.num_expert_groups (3) must divide model.num_experts (8); nearest: 2 or 4",
+        ),
+        (
+            "model.num_limited_groups=2",
+            "model.num_limited_groups (2) must be at most model.num_expert_groups (1)",
+        ),
+        (
+            "model.num_expert_groups=4 model.top_k=3",
+            "model.top_k (3) must be at most model.num_limited_groups (1) x 2 experts of a group",
+        ),
+        (
+            "model.num_expert_groups=8 model.top_k=1",
+            "model.num_expert_groups (8) must be at most model.num_experts (8) / 2",
+        ),
+        (
+            "model.max_positions=100",
+            "data.seq_len (128) must be at most model.max_positions (100)",
+        ),
+        (
+            "model.num_mtp_modules=128",
+            "model.num_mtp_modules (128) must be less than data.seq_len (128)",
+        ),
+        (
+            "run.init_from=/nowhere",
+            'run.init_from ("/nowhere") must be a folder with a config.json',
+        ),
+    ],
+)
+def test_settings_of_a_model_must_fit_each_other(overrides: str, message: str) -> None:
+    pairs = [tuple(override.split("=")) for override in overrides.split()]
+    assert refusal(*pairs) == message  # type: ignore[arg-type]
+
+
+def test_a_dense_model_needs_no_experts() -> None:
+    config = resolve(None, [("model.num_experts", "0"), ("model.top_k", "9")], env={}).config
+    assert [config.model.is_dense(i) for i in range(2)] == [True, True]
+
+
 def test_files_must_exist_and_near_names_are_offered(tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").touch()
     wrong = tmp_path / "korpus.txt"

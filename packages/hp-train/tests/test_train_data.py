@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -80,12 +81,24 @@ def test_prepared_data_survives_a_change_of_its_sources(tmp_path: Path) -> None:
 
 
 def test_targets_are_the_inputs_shifted_by_one(tmp_path: Path) -> None:
-    data = Dataset.open(_prepare(tmp_path), "train", seq_len=16, seed=None)
-    inputs, targets = data.batch(range(3))
+    data = Dataset.open(_prepare(tmp_path), "train", seq_len=16, seed=None, separate=False)
+    inputs, targets, documents = data.batch(range(3))
+    assert documents == ((16,),) * 3
+    assert data.num_targets(range(3)) == 48
     assert inputs.shape == targets.shape == (3, 16)
     stream = torch.from_numpy(data.tokens[:49].astype("int64"))
     assert torch.equal(inputs.flatten(), stream[:48])
     assert torch.equal(targets.flatten(), stream[1:49])
+
+
+def test_documents_are_kept_apart() -> None:
+    stream = np.frombuffer(b"abc\0de\0\0fghijklmnopq\0", dtype=np.uint8)
+    data = Dataset(stream, seq_len=8, seed=None, digest="", separator=0)
+    tokens, targets, documents = data.batch(range(2))
+    assert documents == ((4, 3, 1), (8,))
+    assert targets[0].tolist() == [ord("b"), ord("c"), 0, -1, ord("e"), 0, -1, -1]
+    assert torch.equal(targets[1, :7], tokens[1, 1:])
+    assert data.num_targets(range(2)) == int((targets >= 0).sum()) == 13
 
 
 def test_a_pass_reads_every_sequence_once_in_an_order_fixed_by_the_seed(tmp_path: Path) -> None:

@@ -80,9 +80,11 @@ def test_no_rank_is_busy_for_longer_than_its_pipeline_runs() -> None:
     trainer: Any = SimpleNamespace(
         _microbatches=lambda *_, **__: ([], [], []),
         _beat=lambda *_, **__: None,
-        runner=SimpleNamespace(run_microbatches=lambda *_: _Behind()),
-        data=None,
+        runner=SimpleNamespace(run_microbatches=lambda *_: _Behind(), loss_scale=1.0),
+        data=SimpleNamespace(num_targets=len),
         next_sequence=0,
+        config=CONFIG,
+        _once=lambda losses: float(sum(losses)),
         parameters=[],
         mesh=None,
     )

@@ -10,7 +10,7 @@ from hp_train.config import ModelConfig
 from hp_train.model.rotary import inverse_frequencies, rotation, softmax_growth
 
 THETA, WIDTH, ORIGINAL, FACTOR = 1000.0, 16, 64, 4.0
-PLAIN = [THETA ** (-2 * i / WIDTH) for i in range(WIDTH // 2)]
+PLAIN: list[float] = [THETA ** (-2 * i / WIDTH) for i in range(WIDTH // 2)]
 
 
 def _config(**settings: object) -> ModelConfig:
@@ -65,7 +65,8 @@ def test_frequencies_are_those_of_the_formula(
     found = inverse_frequencies(_config(**settings)).tolist()
     assert found == pytest.approx(expected, rel=1e-14)
     # What is stretched at all is stretched between not and fully.
-    assert all(p / FACTOR * (1 - 1e-12) <= f <= p * (1 + 1e-12) for f, p in zip(found, PLAIN))
+    for share, plain in zip(found, PLAIN, strict=True):
+        assert plain / FACTOR * (1 - 1e-12) <= share <= plain * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("pairs", ["halves", "neighbours"])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -163,6 +164,14 @@ def _gradients_in_files(model: Any, folder: Path, ours: TransformerStage) -> dic
     return {n: found[n] for n, p in ours.named_parameters()}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("case", MODELS)
 def test_logits_and_gradients_equal_transformers(
@@ -228,4 +237,85 @@ def test_the_stacks_of_a_live_model_are_read(tmp_path: Path) -> None:
         load_weights(tmp_path / form, _tensors(stage))
         found.append(_tensors(stage))
     comparison = compare(found[0], found[1])
+    assert comparison.ok, comparison
+
+
+def _their_prediction(
+    theirs: Any, tokens: Tensor, targets: Tensor, num_modules: int
+) -> tuple[nn.Module, Tensor]:
+    """The modules of transformers, driven as its training would, and the mean of their losses."""
+    modeling_layers = pytest.importorskip("transformers.modeling_layers")
+    with _only(torch.float64):
+        mtp = modeling_layers.MtpModel(theirs, num_modules).to(torch.float64)
+        with torch.no_grad():
+            for name, parameter in mtp.named_parameters():
+                if name.startswith("layers."):
+                    parameter.normal_(0, 0.2)
+            for name, buffer in mtp.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.normal_(0, 0.2)
+        hidden = theirs.model(tokens, use_cache=False).last_hidden_state
+        embedded = theirs.model.embed_tokens(tokens)
+        total = hidden.new_zeros(())
+        for depth, layer in enumerate(mtp.layers, start=1):
+            span = LENGTH - depth
+            positions = torch.arange(span)[None]
+            triangle = torch.full((span, span), -torch.inf).triu(1)
+            hidden = layer(
+                inputs_embeds=embedded[:, depth:],
+                previous_hidden_state=hidden[:, :span],
+                position_embeddings=theirs.model.rotary_emb(hidden, positions),
+                attention_mask=triangle[None, None],
+                position_ids=positions,
+                past_key_values=None,
+            )
+            logits = theirs.lm_head(hidden).flatten(0, 1)
+            total = total + nn.functional.cross_entropy(logits, targets[:, depth:].flatten())
+    return mtp, total / num_modules
+
+
+def _with_modules(theirs: Any, mtp: nn.Module) -> dict[str, Tensor]:
+    """Weights of both under published names, experts stacked as live models have them."""
+    found = dict(theirs.state_dict())
+    first = theirs.config.num_hidden_layers
+    for name, tensor in mtp.state_dict().items():
+        if name.startswith("layers."):
+            _, index, rest = name.split(".", 2)
+            rest = rest.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
+            found[f"model.layers.{first + int(index)}.{rest}"] = tensor
+    return {name: tensor.clone() for name, tensor in found.items()}
+
+
+@pytest.mark.parametrize("num_modules", [1, 2])
+def test_multi_token_prediction_equals_transformers(num_modules: int, tmp_path: Path) -> None:
+    theirs: Any = _theirs("deepseek-v3", torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, 48, (2, LENGTH + 1), generator=generator)
+    tokens, targets = ids[:, :-1], ids[:, 1:]
+    mtp, expected = _their_prediction(theirs, tokens, targets, num_modules)
+    expected.backward()
+    settings = theirs.config.to_dict() | {"num_nextn_predict_layers": num_modules}
+    settings["num_mtp_layers"] = num_modules
+    for folder in (tmp_path / "weights", tmp_path / "gradients"):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(settings, default=str))
+    save_file(_with_modules(theirs, mtp), tmp_path / "weights" / "model.safetensors")
+    ours = _ours(model_config(read_config(tmp_path / "weights")), torch.float64)
+    load_weights(tmp_path / "weights", _tensors(ours))
+    microbatch = Microbatch(2, targets=targets)
+    ours(tokens, microbatch=microbatch).mul(0).sum().backward()
+    total = float(torch.stack(microbatch.prediction_losses).sum())
+    assert total == pytest.approx(0.3 * expected.item(), rel=1e-12)
+    with torch.no_grad():
+        for parameter in (*theirs.parameters(), *mtp.parameters()):
+            if parameter.grad is not None:
+                parameter.copy_(parameter.grad * 0.3)
+                parameter.grad = None
+            elif not parameter.requires_grad:
+                parameter.zero_()
+    save_file(_with_modules(theirs, mtp), tmp_path / "gradients" / "model.safetensors")
+    wanted = {n: torch.empty_like(t) for n, t in _tensors(ours).items()}
+    load_weights(tmp_path / "gradients", wanted)
+    grads = {n: p.grad for n, p in ours.named_parameters() if p.grad is not None}
+    comparison = compare(grads, {n: wanted[n] for n in grads}, bound=1e-11)
     assert comparison.ok, comparison

@@ -45,12 +45,19 @@ def test_message_order_completes_with_blocking_sends(algorithm: Algorithm) -> No
                     queues[rank].pop(0)
 
 
-def test_every_rank_of_an_edge_exchanges_a_header() -> None:
+def test_headers_connect_all_ranks_of_an_edge() -> None:
     for a, b in permutations(range(1, 8), 2):
         edge = PipelineLayout.straight([a, b]).edge(0, 1)
         peers = {rank: header_peers(edge, rank) for rank in edge.ranks}
         assert all(peers.values())
         assert all(rank in peers[peer] for rank in peers for peer in peers[rank])
+        assert sum(map(len, peers.values())) == 2 * (a + b - 1)
+        reached: set[int] = set()
+        grown = {edge.ranks[0]}
+        while grown - reached:
+            reached |= grown
+            grown = {peer for rank in reached for peer in peers[rank]}
+        assert reached == set(edge.ranks)
 
 
 def test_long_headers_still_differ() -> None:

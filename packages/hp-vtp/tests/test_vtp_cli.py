@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,10 +32,49 @@ def test_explain_takes_placements_lanes_and_speeds(capsys: pytest.CaptureFixture
     assert "bound 1.00 ms" in out
 
 
+def test_plan_prints_stages_groups_and_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--tp", "1,4,4", "--u-shape", "--shape", "1024,1024"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("9 ranks, 3 stages, chain 0 -> 1 -> 2 -> 0, 1 data-parallel pipeline(s)")
+    assert "stage 0: TP 1, ranks 0, logical stage(s) 0 3, boundary replicated" in out
+    assert "one activation: 1024 x 1024 of 2 B = 2.00 MiB" in out
+    rows = [line.split() for line in out.splitlines() if " -> " in line[:8]]
+    assert [row[:3] for row in rows] == [
+        *(["0", "->", "1"], ["1", "->", "0"], ["1", "->", "2"], ["2", "->", "1"]),
+        *(["2", "->", "3"], ["3", "->", "2"]),
+    ]
+    assert ("512.00", "KiB") in {tuple(row[-8:-6]) for row in rows}  # 2 MiB over four links
+
+
+def test_plan_reads_a_layout_from_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "layout.toml"
+    file.write_text('tp_sizes = [1, 2]\nshape = "u"\ndp = [1, 2]')
+    assert main(["plan", "--layout", str(file), "--shape", "64", "--dtype", "float32"]) == 0
+    out = capsys.readouterr().out
+    assert "2 data-parallel pipeline(s)" in out
+    assert "stage 1: TP 2, ranks 1 2; 3 4" in out
+
+
+def test_plan_lists_every_problem_of_a_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--tp", "1,0", "--dp", "1,2,3"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 3
+
+
+def test_plan_takes_sharded_boundaries_and_lanes(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--boundary", "sharded:0", "--lanes", "2", "--dp", "1"]
+    assert main(["plan", "--tp", "2,3", "--shape", "600,8", *options]) == 0
+    assert "boundary sharded(0), 2 lane(s)" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "the following arguments are required: COMMAND"),
+        (["plan"], "one of the arguments --tp --layout is required"),
+        (["plan", "--tp", "1,x"], "(1,x) must be integers separated by commas"),
+        (["plan", "--layout", "/none.toml"], "No such file or directory"),
         (EXPLAIN, "the following arguments are required: --shape"),
         ([*EXPLAIN, "--shape", "4,x"], "shape (4,x) must be integers separated by commas"),
         ([*EXPLAIN, "--shape", "4,-1"], "shape ((4, -1)) must not be negative"),

@@ -8,12 +8,16 @@ from hypothesis import strategies as st
 
 from hp_vtp import (
     Algorithm,
+    Links,
     Placement,
     Replicated,
     Sharded,
     StepKind,
     TransferPlan,
+    bound_seconds,
+    explain,
     plan_transfer,
+    predicted_seconds,
 )
 from hp_vtp.cost import cut_traffic, link_of
 from hp_vtp.placement import cut, cut_by_lane
@@ -70,6 +74,41 @@ def test_every_element_arrives_once_for_all_sizes(
                 algorithm=algorithm,
             )
             check_delivery(plan)
+
+
+@settings(deadline=None, max_examples=100)
+@given(a=sizes, b=sizes, n=st.integers(0, 300), chunks=sizes, source=st.sampled_from(PLACEMENTS))
+def test_chunks_bring_the_same_over_the_same_links(
+    a: int, b: int, n: int, chunks: int, source: Placement
+) -> None:
+    whole, cut_up = (
+        plan_transfer(
+            (n,),
+            num_sources=a,
+            num_destinations=b,
+            source=source,
+            algorithm="interval",
+            chunks=number,
+        )
+        for number in (1, chunks)
+    )
+    check_delivery(cut_up)
+    assert cut_traffic(cut_up) == cut_traffic(whole)
+    assert cut_up.num_messages <= chunks * (a + b)
+
+
+def test_large_tensors_are_spread_under_the_hop_of_later_chunks() -> None:
+    links = Links(cross_bandwidth=1e9, cross_latency=1e-5, local_bandwidth=2e9, local_latency=1e-5)
+    plan = plan_transfer((64 * 2**20,), num_sources=2, num_destinations=4, links=links)
+    whole = plan_transfer(
+        (64 * 2**20,), num_sources=2, num_destinations=4, algorithm="interval", links=links
+    )
+    assert plan.chunks > 4
+    assert predicted_seconds(plan, links) < 1.1 * bound_seconds(plan, links)
+    assert predicted_seconds(whole, links) > 1.5 * bound_seconds(plan, links)
+    assert f"interval in {plan.chunks} chunks" in explain(plan, links)
+    small = plan_transfer((2**16,), num_sources=2, num_destinations=4, links=links)
+    assert small.chunks == 1
 
 
 @settings(deadline=None, max_examples=150)
@@ -205,6 +244,8 @@ def test_impossible_arguments_are_refused() -> None:
     for message, arguments in (
         (r"num_sources \(0\) must be at least 1", {"num_sources": 0}),
         (r"itemsize \(0\) must be at least 1", {"itemsize": 0}),
+        (r"chunks \(0\) must be at least 1", {"chunks": 0}),
+        (r"chunks \(2\) must be 1 for algorithm \(leader\)", {"algorithm": "leader", "chunks": 2}),
         (r"source_lanes \(3\) must be within 1\.\.number of ranks \(2\)", {"source_lanes": 3}),
         (r"destination_lanes \(0\) must be within 1\.\.", {"destination_lanes": 0}),
         (r"source\.dim \(2\) must be within the dimensions", {"source": Sharded(2)}),

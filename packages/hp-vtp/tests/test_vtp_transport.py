@@ -1,13 +1,14 @@
 """Transfers over real ranks, against slices of the same tensor in one process."""
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from hp_platform.testing import run_distributed
-from hp_vtp import Algorithm, PipelineLayout, Placement, Replicated, Sharded, StageLayout
+from hp_vtp import Algorithm, Links, PipelineLayout, Placement, Replicated, Sharded, StageLayout
 from hp_vtp.transport import TensorMeta, Transport
 
 SHORT = timedelta(seconds=3)
@@ -39,7 +40,7 @@ def check_boundary(
         whole(meta.shape, meta.dtype, seed) for meta, seed in zip(metas, seeds, strict=False)
     ]
     rank = transport.rank
-    ends = {"source": source, "destination": destination, "domain": domain}
+    ends: Any = {"source": source, "destination": destination, "domain": domain}
     if rank in edge.source_ranks:
         a, index = len(edge.source_ranks), edge.source_ranks.index(rank)
         local = [
@@ -49,11 +50,12 @@ def check_boundary(
         transport.send(local, metas=metas, **ends)
     if rank in edge.destination_ranks:
         b, index = len(edge.destination_ranks), edge.destination_ranks.index(rank)
-        received = transport.receive(metas, **ends)
+        received = transport.receive(metas, **ends).wait()
         for x, y, meta in zip(tensors, received, metas, strict=True):
             placement = Replicated() if meta.replicated else edge.destination_boundary
             assert y.is_contiguous()
-            assert not y.requires_grad
+            assert y.requires_grad == (edge.is_forward and y.is_floating_point())
+            assert y.is_leaf
             torch.testing.assert_close(y, part(x, placement, index, b), rtol=0, atol=0)
 
 
@@ -92,6 +94,22 @@ def test_direct_transfers_equal_the_slice_of_one_process() -> None:
     run_distributed(check_placements, (2, 3), ("direct",), world_size=5)
 
 
+def check_chunks() -> tuple[int, ...]:
+    """Slow links between stages and fast ones within make chunks worth while."""
+    links = Links(cross_bandwidth=1e8, cross_latency=0, local_bandwidth=1e8, local_latency=0)
+    stages = (StageLayout(((0, 1),), Sharded(1)), StageLayout(((2, 3, 4),)))
+    metas = (TensorMeta((3, 150, 300), torch.float32), TensorMeta((5,), torch.int64, True))
+    with Transport(PipelineLayout(stages, (0, 1)), links=links) as transport:
+        check_boundary(transport, 0, 1, metas, 0)
+        check_boundary(transport, 1, 0, metas, 0)
+        edge = transport.layout.edge(0, 1)
+        return tuple(plan.chunks for plan in transport.plan(edge, metas))
+
+
+def test_chunks_arrive_whole() -> None:
+    assert run_distributed(check_chunks, world_size=5)[0] == (8, 1)
+
+
 MIXED = (
     TensorMeta((6, 5, 4), torch.bfloat16),
     TensorMeta((7,), torch.bool, replicated=True),
@@ -128,7 +146,8 @@ def check_inputs_untouched() -> None:
             transport.send([y], source=0, destination=1)
             assert y.grad_fn is not None
         else:
-            (y,) = transport.receive([TensorMeta((4, 3), torch.float32)], source=0, destination=1)
+            metas = [TensorMeta((4, 3), torch.float32)]
+            (y,) = transport.receive(metas, source=0, destination=1).wait()
             assert torch.equal(y, torch.arange(12.0).view(3, 4).t())
 
 

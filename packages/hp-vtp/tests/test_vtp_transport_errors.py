@@ -19,9 +19,9 @@ def transfer(transport: Transport, sent: TensorMeta, expected: TensorMeta) -> No
     """Stage 0 sends, stage 1 receives."""
     if transport.layout.stage_of(transport.rank) == 0:
         x = torch.zeros(sent.shape, dtype=sent.dtype)
-        transport.send([x], source=0, destination=1, metas=[sent])
+        transport.send([x], source=0, destination=1, metas=[sent]).wait()
     else:
-        transport.receive([expected], source=0, destination=1)
+        transport.receive([expected], source=0, destination=1).wait()
 
 
 def disagree(sent: TensorMeta, expected: TensorMeta) -> str:
@@ -80,7 +80,7 @@ def wait_for_absent_sender() -> str:
             return ""
         start = time.monotonic()
         with pytest.raises(TransferError) as caught:
-            transport.receive([TensorMeta((4,), torch.float32)], source=0, destination=1)
+            transport.receive([TensorMeta((4,), torch.float32)], source=0, destination=1).wait()
         assert time.monotonic() - start < 3
         assert caught.value.peers == (0,)
         return str(caught.value)
@@ -97,7 +97,7 @@ def die_before_sending() -> None:
     transport = Transport(PipelineLayout.straight([1, 2]), timeout=timedelta(seconds=20))
     if transport.rank == 0:
         os._exit(7)
-    transport.receive([TensorMeta((4,), torch.float32)], source=0, destination=1)
+    transport.receive([TensorMeta((4,), torch.float32)], source=0, destination=1).wait()
 
 
 def test_a_dead_sender_fails_the_receivers_before_their_timeout() -> None:
@@ -139,7 +139,7 @@ def misuse() -> None:
         mine = torch.full((2 + transport.rank, 2), float(transport.rank))
         transport.send([mine], source=0, destination=1, metas=[meta])
     else:
-        (got,) = transport.receive([meta], source=0, destination=1)
+        (got,) = transport.receive([meta], source=0, destination=1).wait()
         assert got[:, 0].tolist() == [0.0, 0.0, 1.0, 1.0, 1.0]
     transport.close()
     transport.close()

@@ -2,7 +2,10 @@
 
 from hp_context.api import ContextParallel
 from hp_context.async_ import AsyncContextParallel
-from hp_context.kernels import Attention, masked_attention
+from hp_context.attention import Attention, masked_attention
+from hp_context.batch import shard_batch
+from hp_context.cost import ExchangedBytes, exchanged_bytes
+from hp_context.hugging_face import register_attention
 from hp_context.layout import (
     Contiguous,
     HeadTail,
@@ -11,6 +14,7 @@ from hp_context.layout import (
     shard_sequence,
     unshard_sequence,
 )
+from hp_context.loss import count_tokens, shift_labels, sum_gradients, token_loss
 from hp_context.masks import (
     BlockKind,
     Causal,
@@ -22,6 +26,7 @@ from hp_context.masks import (
     mask_tensor,
 )
 from hp_context.overlap import Fallback, OverlapCounts, OverlapRates
+from hp_context.positions import documents_of
 from hp_context.ulysses import head_to_seq, seq_to_head
 
 __all__ = [
@@ -32,6 +37,7 @@ __all__ = [
     "ContextParallel",
     "Contiguous",
     "Documents",
+    "ExchangedBytes",
     "Fallback",
     "Full",
     "HeadTail",
@@ -42,12 +48,20 @@ __all__ = [
     "SequenceLayout",
     "SlidingWindow",
     "__version__",
+    "count_tokens",
+    "documents_of",
+    "exchanged_bytes",
     "head_to_seq",
     "local_positions",
     "mask_tensor",
     "masked_attention",
+    "register_attention",
     "seq_to_head",
+    "shard_batch",
     "shard_sequence",
+    "shift_labels",
+    "sum_gradients",
+    "token_loss",
     "unshard_sequence",
 ]
 __version__ = "0.1.0"

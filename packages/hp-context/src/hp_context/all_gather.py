@@ -1,7 +1,7 @@
 """Attention of a part of the queries over all keys, gathered from the ranks that share a sequence.
 
 Known from Llama 3 (Dubey et al. 2024, arXiv:2407.21783, section 3.3.2). Forward gathers keys and
-values once, packed into one tensor, and computes the blocks of its queries. Backward gathers them
+values, packed into one tensor, and computes the blocks of its queries. Backward gathers them
 again instead of keeping them, walks the same blocks, and sends the gradients of keys and values to
 the ranks that they belong to.
 
@@ -9,102 +9,149 @@ Note [Gradients go home by all-to-all]
     Each rank has gradients for the keys of all ranks. A reduce-scatter would sum them in the
     order of the backend, and Gloo runs it as an all-reduce of the whole. An all-to-all followed by
     a sum over ranks, in rank order, moves the same bytes as a good reduce-scatter and gives the
-    same bits on every run. It is done in float32 or wider.
+    same bits on every run. It is done in float32 or wider. Keys that a rank's queries do not see
+    have no gradient there, and none is sent.
+
+Note [Strides of heads]
+    Key/value heads do not know of each other, so they may be gathered in several strides: attention
+    over one stride runs while the next ones are on their way, and in backward the gradients of a
+    stride go home while the next is computed. Every head is computed as without strides, to the
+    same bits (on a CPU, where the queries of a run fill its vectors: torch rounds what is left over
+    in another way). The first gather of each direction and the last way home hide behind nothing.
 
 Shape symbols: B batch, S whole sequence, N ranks, s = S / N, H query heads, G key/value heads, D
 head size of queries and keys, E head size of values. Queries and keys are [B, H, s, D] and
-[B, G, s, D]; gathered keys and values [S, B, G, D + E], in the order of positions.
+[B, G, s, D]; gathered keys and values [K, B, G, D + E], K <= S of them in the order of positions.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
 
-from hp_context.blocks import KeyBlock, QueryRun, plan
-from hp_context.kernels import SpreadMask, block_backward, block_forward
-from hp_context.masks import BlockKind, Mask, block_tensor
-from hp_context.merge import Merge, for_backward
-from hp_platform import launch_all_to_all
+from hp_context.blocks import QueryRun, joined, plan
+from hp_context.heads import HeadShare
+from hp_context.masks import Mask
+from hp_context.merge import sinks_gradient, with_sinks
+from hp_context.overlap import OverlapRates
+from hp_context.parts import Backward, Forward, PartsMask, Scores, new_results, packed, unpacked
+from hp_context.spread import Needs, Rows, Spread, add_to, in_order, length, take
+from hp_platform import Pending, launch_all_gather, launch_all_to_all
 
-# Renamed in 2.13, where the old name warns.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+MAX_STRIDES = 4  # a fifth hides a twentieth of the exchange more and makes every kernel smaller
+AHEAD = 2  # strides in flight behind the one that computes: the link has work, memory is bounded
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Which positions the ranks of a group hold; together all of a sequence.
+class GatheredMask(PartsMask):
+    """A mask whose attention gathers keys and values.
 
-    Attributes:
-        group: The ranks.
-        runs: Positions of each rank, as runs in the order it holds them.
+    Args:
+        mask: Which keys a query may see.
+        spread: Whose positions are which.
+        mode: Name of the mode, for messages.
+        share: The query heads of this rank; None for all.
+        rates: What the number of strides is decided by, the same on all ranks; None for one.
     """
 
-    group: ProcessGroup
-    runs: tuple[tuple[range, ...], ...]
+    def __init__(
+        self,
+        mask: Mask,
+        spread: Spread,
+        mode: str,
+        share: HeadShare | None = None,
+        rates: OverlapRates | None = None,
+    ) -> None:
+        super().__init__(mask, spread, mode, share)
+        self.rates = rates
 
-    @property
-    def mine(self) -> tuple[range, ...]:
-        """The positions of this rank."""
-        return self.runs[self.group.rank()]
-
-    @property
-    def whole(self) -> range:
-        """All positions."""
-        return range(sum(len(run) for runs in self.runs for run in runs))
-
-
-class GatheredMask(SpreadMask):
-    """A mask whose attention gathers keys and values over the ranks of a `Spread`.
-
-    It belongs to one call. `used` tells afterwards whether the core attention has handed its work
-    over; one that has not would have attended to its own part of the sequence alone.
-    """
-
-    def __init__(self, mask: Mask, spread: Spread, mode: str) -> None:
-        self.mask, self.spread, self.mode = mask, spread, mode
-        self.used = False
-
-    def allowed(self, query: Tensor, key: Tensor) -> Tensor:
-        """See `Mask.allowed`."""
-        return self.mask.allowed(query, key)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float) -> Tensor:
-        """See `SpreadMask.attend`.
-
-        Raises:
-            ValueError: `dropout` is not 0.
-        """
-        if dropout:
-            raise ValueError(f"dropout ({dropout}) must be 0 in {self.mode}")
-        self.used = True
-        device = q.device.type
-        if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
-            q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
-        runs = plan(self.mask, self.spread.mine, [self.spread.whole])
-        out: Tensor = _Attention.apply(q, k, v, _Call(self.mask, self.spread, runs, scale))
+    def attend_to_parts(
+        self, qkv: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, scores: Scores
+    ) -> Tensor:
+        """See `PartsMask.attend_to_parts`."""
+        q, k, v = qkv
+        routes = Routes(self.spread, self.mask)
+        runs = plan(self.mask, self.spread.mine, routes.held)
+        strides = _strides(q.size(1), k.size(1), self._num_strides(q, k, v, routes))
+        out: Tensor = _Attention.apply(_Call(scores, routes, runs, strides), q, k, v, sinks)
         return out
 
+    def _num_strides(self, q: Tensor, k: Tensor, v: Tensor, routes: "Routes") -> int:
+        """Return the same number on all ranks: of means over them, not of this rank's work."""
+        most = min(MAX_STRIDES, k.size(1))
+        if self.rates is None or most == 1:
+            return 1
+        row = (k.nbytes + v.nbytes) / k.size(2)
+        sizes = k.size(-1) + v.size(-1)
+        flops = 2.0 * q.size(0) * q.size(1) * q.size(2) * sizes * routes.mean_seen
+        return self.rates.strides(row * routes.mean_fetched, flops, most)
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """What one call of attention needs beside tensors, in forward and in backward."""
 
-    mask: Mask
-    spread: Spread
-    runs: list[QueryRun]
-    scale: float
+class Routes:
+    """Which rows of keys a rank sends to and gets from each rank, and the exchanges of them.
 
-    def tensor(self, run: QueryRun, block: KeyBlock, device: torch.device) -> Tensor | None:
-        """Return the mask tensor of a block that needs one."""
-        if block.kind is not BlockKind.PARTIAL:
-            return None
-        return block_tensor(self.mask, run.query, block.key, device=device)
+    Args:
+        spread: Whose positions are which.
+        mask: Which keys a query may see; None: all ranks get everything.
+
+    Attributes:
+        held: Positions of the gathered keys, in order.
+        mean_seen: Keys that the queries of a rank may see, on the mean over ranks.
+        mean_fetched: Of these, those of other ranks.
+    """
+
+    def __init__(self, spread: Spread, mask: Mask | None) -> None:
+        needs = Needs(spread.runs, mask)
+        self._group, self._mine = spread.group, spread.mine
+        rank, ranks = spread.group.rank(), range(spread.group.size())
+        self._sent = [needs.of(other, rank) for other in ranks]
+        self._got = [needs.of(rank, other) for other in ranks]
+        fetched = needs.num_fetched
+        self._dense = needs.dense
+        arriving = spread.runs if self._dense else self._got
+        self._arriving: Rows = tuple(chain.from_iterable(arriving))
+        self.held = in_order(self._arriving)
+        self.mean_fetched = fetched / len(ranks)
+        self.mean_seen = self.mean_fetched + length(self._mine)
+
+    def launch_gather(self, x: Tensor) -> Pending[Tensor]:
+        """Start to gather [s, ...] of each rank; `gathered` makes sense of the result."""
+        if self._dense:
+            return launch_all_gather(x, group=self._group)
+        rows = [take(x, rows, self._mine) for rows in self._sent]
+        return launch_all_to_all(
+            torch.cat(rows),
+            output_splits=list(map(length, self._got)),
+            input_splits=list(map(length, self._sent)),
+            group=self._group,
+        )
+
+    def gathered(self, received: Tensor) -> Tensor:
+        """Return [K, ...], the positions `held`."""
+        return take(received, self.held, self._arriving)
+
+    def launch_home(self, grads: Tensor) -> Pending[Tensor]:
+        """Start to send [K, ...] to the ranks that the rows belong to."""
+        rows = joined(list(chain.from_iterable(self._got)))
+        return launch_all_to_all(
+            take(grads, tuple(rows), tuple(joined(self.held))),
+            output_splits=list(map(length, self._sent)),
+            input_splits=list(map(length, self._got)),
+            group=self._group,
+        )
+
+    def summed(self, received: Tensor) -> Tensor:
+        """Sum what all ranks sent home: [s, ...]; Note [Gradients go home by all-to-all]."""
+        total = received.new_zeros((length(self._mine), *received.shape[1:]))
+        parts = received.split(list(map(length, self._sent)))
+        for rows, part in zip(self._sent, parts, strict=True):
+            add_to(total, part, rows, self._mine)
+        return total
 
 
 def gather_keys(k: Tensor, v: Tensor, spread: Spread, *, seq_dim: int) -> tuple[Tensor, Tensor]:
@@ -116,143 +163,115 @@ def gather_keys(k: Tensor, v: Tensor, spread: Spread, *, seq_dim: int) -> tuple[
         spread: Whose positions are which.
         seq_dim: Dimension of the sequence.
     """
-    whole: tuple[Tensor, Tensor] = _Gather.apply(k, v, spread, seq_dim)
+    whole: tuple[Tensor, Tensor] = _Gather.apply(k, v, Routes(spread, None), seq_dim)
     return whole
+
+
+@dataclass(frozen=True, slots=True)
+class _Stride:
+    """Key/value heads that are gathered together, and the query heads that use them."""
+
+    keys: slice
+    queries: slice
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What one call of attention needs beside tensors, in forward and in backward."""
+
+    scores: Scores
+    routes: Routes
+    runs: list[QueryRun]
+    strides: list[_Stride]
+
+    def parts(self, k: Tensor, v: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the query heads and the gathered keys and values of one stride after the other."""
+        mine = packed(k, v)
+        launches = [
+            partial(self.routes.launch_gather, mine[:, :, stride.keys]) for stride in self.strides
+        ]
+        for stride, received in zip(self.strides, _in_turn(launches), strict=True):
+            yield stride.queries, self.routes.gathered(received)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
-        out = torch.empty_like(q) if v.size(-1) == q.size(-1) else q.new_empty(_out_shape(q, v))
-        wide = torch.promote_types(q.dtype, torch.float32)
-        lse = torch.empty(q.shape[:-1], dtype=wide, device=q.device)
+    def forward(ctx: Any, call: _Call, *inputs: Tensor) -> Tensor:
+        q, k, v, sinks = inputs
+        out, lse = new_results(q, v.size(-1))
         with torch.autocast(q.device.type, enabled=False):
-            keys, values = _heads_first(_gather(_packed(k, v), call.spread), k.size(-1))
-            for run in call.runs:
-                rows = slice(run.start, run.start + len(run.query))
-                out[:, :, rows], lse[:, :, rows] = _attend(q[:, :, rows], keys, values, run, call)
-        ctx.save_for_backward(q, k, v, out, lse)
+            for heads, part in call.parts(k, v):
+                attention = Forward(q[:, heads], call.scores)
+                attention.add(part, call.runs)
+                attention.write(out[:, heads], lse[:, heads])
+            if sinks is not None:
+                out, lse = with_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.call = call
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         call: _Call = ctx.call
-        wide = lse.dtype
-        lse = for_backward(lse)
+        dq = torch.empty_like(q)
+        homeward = []
         with torch.autocast(q.device.type, enabled=False):
-            gathered = _gather(_packed(k, v), call.spread)
-            keys, values = _heads_first(gathered, k.size(-1))
-            dq = torch.zeros_like(q, dtype=wide)
-            grads = torch.zeros_like(gathered, dtype=wide)
-            dkeys, dvalues = _heads_first(grads, k.size(-1))
-            for run in call.runs:
-                rows = slice(run.start, run.start + len(run.query))
-                for block in run.blocks:
-                    columns = slice(block.start, block.start + len(block.key))
-                    dq_block, dk_block, dv_block = block_backward(
-                        q[:, :, rows],
-                        keys[:, :, columns],
-                        values[:, :, columns],
-                        grad_out=grad_out[:, :, rows],
-                        out=out[:, :, rows],
-                        lse=lse[:, :, rows],
-                        kind=block.kind,
-                        mask=call.tensor(run, block, q.device),
-                        scale=call.scale,
-                    )
-                    dq[:, :, rows] += dq_block
-                    dkeys[:, :, columns] += dk_block
-                    dvalues[:, :, columns] += dv_block
-            dk, dv = _heads_first(_send_home(grads, call.spread), k.size(-1))
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+            for heads, part in call.parts(k, v):
+                gradients = Backward(
+                    q[:, heads],
+                    out=out[:, heads],
+                    lse=lse[:, heads],
+                    grad_out=grad_out[:, heads],
+                    scores=call.scores,
+                )
+                grads = gradients.add(part, call.runs)
+                homeward.append(call.routes.launch_home(grads))
+                dq[:, heads] = gradients.dq
+            home = torch.cat([call.routes.summed(pending.wait()) for pending in homeward], 2)
+            dsinks = None
+            if sinks is not None and ctx.needs_input_grad[4]:
+                dsinks = sinks_gradient(sinks, grad_out=grad_out, out=out, lse=lse)
+        dk, dv = unpacked(home, k.size(-1))
+        return None, dq, dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, k: Tensor, v: Tensor, spread: Spread, seq_dim: int
+        ctx: Any, k: Tensor, v: Tensor, routes: Routes, seq_dim: int
     ) -> tuple[Tensor, Tensor]:
-        ctx.call = (k.size(-1), spread, seq_dim)
-        whole = _gather(torch.cat([k, v], -1).movedim(seq_dim, 0), spread)
-        keys, values = whole.movedim(0, seq_dim).tensor_split([k.size(-1)], -1)
+        ctx.call = (k.size(-1), routes, seq_dim)
+        received = routes.launch_gather(torch.cat([k, v], -1).movedim(seq_dim, 0)).wait()
+        whole = routes.gathered(received).movedim(0, seq_dim)
+        keys, values = whole.tensor_split([k.size(-1)], -1)
         return keys.contiguous(), values.contiguous()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dkeys: Tensor, dvalues: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        head_size, spread, seq_dim = ctx.call
+        head_size, routes, seq_dim = ctx.call
         wide = torch.promote_types(dkeys.dtype, torch.float32)
         grads = torch.cat([dkeys, dvalues], -1).movedim(seq_dim, 0).to(wide)
-        home = _send_home(grads, spread).movedim(0, seq_dim).to(dkeys.dtype)
-        dk, dv = home.tensor_split([head_size], -1)
+        home = routes.summed(routes.launch_home(grads).wait())
+        dk, dv = home.movedim(0, seq_dim).to(dkeys.dtype).tensor_split([head_size], -1)
         return dk, dv, None, None
 
 
-def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, run: QueryRun, call: _Call
-) -> tuple[Tensor, Tensor]:
-    """Return output [B, H, Q, E] and log-sum-exp [B, H, Q] of one run of queries."""
-    if not run.blocks:
-        lse = q.new_full(
-            q.shape[:-1], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32)
-        )
-        return q.new_zeros(_out_shape(q, values)), lse
-    merge = Merge()
-    for block in run.blocks:
-        columns = slice(block.start, block.start + len(block.key))
-        out, lse = block_forward(
-            q,
-            keys[:, :, columns],
-            values[:, :, columns],
-            kind=block.kind,
-            mask=call.tensor(run, block, q.device),
-            scale=call.scale,
-        )
-        merge.add(out, lse)
-    return merge.result()
+def _in_turn(launches: Iterable[Callable[[], Pending[Tensor]]]) -> Iterator[Tensor]:
+    """Wait for one operation after the other while the next `AHEAD` are in flight."""
+    flying: deque[Pending[Tensor]] = deque()
+    for launch in launches:
+        flying.append(launch())
+        if len(flying) > AHEAD:
+            yield flying.popleft().wait()
+    while flying:
+        yield flying.popleft().wait()
 
 
-def _out_shape(q: Tensor, v: Tensor) -> tuple[int, ...]:
-    return (*q.shape[:-1], v.size(-1))
-
-
-def _packed(k: Tensor, v: Tensor) -> Tensor:
-    """[B, G, s, D] and [B, G, s, E] -> [s, B, G, D + E]."""
-    return torch.cat([k.movedim(2, 0), v.movedim(2, 0)], -1)
-
-
-def _heads_first(packed: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
-    """[S, B, G, D + E] -> views [B, G, S, D] and [B, G, S, E]."""
-    k, v = packed.movedim(0, 2).tensor_split([head_size], -1)
-    return k, v
-
-
-def _gather(x: Tensor, spread: Spread) -> Tensor:
-    """[s, ...] of each rank -> [S, ...] in the order of positions."""
-    gathered = x.new_empty((len(spread.whole), *x.shape[1:]))
-    _all_gather(gathered, x.contiguous(), group=spread.group)
-    held = _in_tensor_order(spread)
-    if held == sorted(held, key=lambda run: run.start):
-        return gathered
-    parts = dict(zip(held, gathered.split([len(run) for run in held]), strict=True))
-    return torch.cat([parts[run] for run in sorted(held, key=lambda run: run.start)])
-
-
-def _send_home(grads: Tensor, spread: Spread) -> Tensor:
-    """Sum [S, ...] over the ranks, each of which gets its own [s, ...].
-
-    See Note [Gradients go home by all-to-all].
-    """
-    held = _in_tensor_order(spread)
-    if held != sorted(held, key=lambda run: run.start):
-        grads = torch.cat([grads[run.start : run.stop] for run in held])
-    received = launch_all_to_all(grads, group=spread.group).wait()
-    total: Tensor = received.unflatten(0, (spread.group.size(), -1)).sum(0)
-    return total
-
-
-def _in_tensor_order(spread: Spread) -> Sequence[range]:
-    return [run for runs in spread.runs for run in runs]
+def _strides(num_heads: int, num_kv_heads: int, count: int) -> list[_Stride]:
+    """Split the key/value heads into `count` strides whose sizes differ by one at most."""
+    shared = num_heads // num_kv_heads
+    ends = [i * num_kv_heads // count for i in range(count + 1)]
+    return [_Stride(slice(a, b), slice(a * shared, b * shared)) for a, b in pairwise(ends)]

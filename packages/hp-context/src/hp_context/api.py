@@ -5,7 +5,8 @@ Note [What the modes do around the core attention]
     All-gather K/V: an `hp_context.Attention` gets its mask as a `GatheredMask`, which computes the
     blocks of this rank; any other core gets all keys and values, gathered by the hook before it,
     and the rows of the mask that belong to its queries.
-    Hybrid: the exchange of Ulysses over the inner ranks, then all-gather K/V over the outer ones.
+    Ring: an `hp_context.Attention` gets a `RingMask`, which computes the same blocks as keys come.
+    Hybrid: the exchange of Ulysses over the inner ranks, then one of the two over the outer ones.
     Whatever belongs to a call travels in its arguments, so that microbatches, threads and
     recomputation do not meet.
 
@@ -22,17 +23,22 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from hp_context.all_gather import GatheredMask, Spread, gather_keys
+from hp_context.all_gather import GatheredMask, gather_keys
+from hp_context.attention import Attention
+from hp_context.call import Call, parts_of_rank, recall, remember
 from hp_context.checks import Dims, check_between_ranks, check_local
 from hp_context.core_mask import CoreMask, check_core, check_used
 from hp_context.guard import PositionsOnly, guard
-from hp_context.heads import kv_head_index
+from hp_context.heads import HeadSplit, split_heads
 from hp_context.hybrid import Axes, axes_of_mesh, plain_axes, split_group
-from hp_context.kernels import Attention
 from hp_context.layout import CONTIGUOUS, HeadTail, SequenceLayout, to_positions, to_ranks
 from hp_context.masks import Full, Mask
+from hp_context.overlap import OverlapRates
+from hp_context.parts import PartsMask
+from hp_context.ring import RingMask
+from hp_context.spread import Spread
 from hp_context.ulysses import head_to_seq, seq_to_head
-from hp_platform import resolve_group
+from hp_platform import outside_graph, resolve_group
 
 M = TypeVar("M", bound=nn.Module)
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -55,9 +61,16 @@ class ContextParallel:
     in these rows gather keys and values: the hybrid mode. It asks of the core attention what the
     all-gather K/V mode does.
 
+    In the ring mode, `ring=True`, keys and values are not gathered: they pass from rank to rank,
+    the next ones on their way while those that are there are computed. A rank has its own and
+    those of one other rank at a time. It is for an `hp_context.Attention` alone, and goes with any
+    `ulysses_degree`. Under a causal mask use it with `load_balance=True`.
+
     Args:
         ulysses_degree: Ranks that share the heads. The size of the group is the Ulysses mode, 1
-            the all-gather K/V mode, what divides the size is the hybrid mode. None: all ranks.
+            the all-gather K/V mode, what divides the size is the hybrid mode. None: all ranks, or
+            1 in the ring mode.
+        ring: Send keys and values round a ring of the ranks that do not share heads.
         seq_dim: Dimension of the sequence in q, k, v and the output.
         head_dim: Dimension of the heads; the last dimension is the head size.
         qkv_indices: Positions of q, k, v among the arguments of the core attention.
@@ -85,6 +98,7 @@ class ContextParallel:
         self,
         ulysses_degree: int | None = None,
         *,
+        ring: bool = False,
         seq_dim: int = 1,
         head_dim: int = 2,
         qkv_indices: Sequence[int] = (0, 1, 2),
@@ -102,7 +116,8 @@ class ContextParallel:
             raise ValueError(f"qkv_kwarg_names ({tuple(qkv_kwarg_names)}) must be three names")
         if load_balance and layout not in (CONTIGUOUS, HeadTail()):
             raise ValueError(f"load_balance=True means HeadTail(), but layout ({layout}) is given")
-        self.ulysses_degree = ulysses_degree
+        self.ulysses_degree = 1 if ring and ulysses_degree is None else ulysses_degree
+        self.ring = ring
         self.dims = Dims(seq_dim, head_dim)
         self.qkv_indices = tuple(qkv_indices)
         self.qkv_kwarg_names = tuple(qkv_kwarg_names)
@@ -138,7 +153,7 @@ class ContextParallel:
         position = self._mask_position(module)
         if axes.outer is not None:
             takes, name = position is not None, self.mask_kwarg_name
-            check_core(module, self.mask, takes=takes, name=name, mode=axes.mode)
+            check_core(module, self.mask, takes=takes, name=name, mode=axes.mode, ring=axes.ring)
             if not isinstance(module, Attention):
                 guard(module, PositionsOnly(axes.mode, self.mask_kwarg_name))
         _applied.add(module)
@@ -153,6 +168,7 @@ class ContextParallel:
         module.register_forward_hook(after, with_kwargs=True)
         return module
 
+    @outside_graph
     def _exchange_inputs(
         self,
         module: nn.Module,
@@ -171,64 +187,116 @@ class ContextParallel:
         error: Exception | None = None
         mask: Mask | Tensor | None = None
         spread: Spread | None = None
+        split: HeadSplit | None = None
+        placed, fingerprint = None, 0
         try:
+            (q, k, v), placed = parts_of_rank([q, k, v], self.dims)
             check_local(q, k, v, dims=self.dims, num_ranks=axes.degree)
             seq_len = q.size(self.dims.seq) * group.size()
             runs = axes.runs(self.layout, seq_len)
             spread = None if axes.outer is None else Spread(axes.outer, runs)
-            core = CoreMask(self.mask_kwarg_name, axes.mode, seq_len, spread)
+            if axes.inner is not None:
+                split = self._split(q, k, axes.inner)
+            share = None if split is None or axes.inner is None else split.share(axes.inner.rank())
+            core = CoreMask(self.mask_kwarg_name, axes.mode, seq_len, spread, share)
             given = values.get(mask_slot)
             given = self.mask if given is None else given
             if isinstance(module, Attention):
-                mask = core.of_attention(module, given, q)
+                mask = core.of_attention(module, given, q, takes=mask_position is not None)
+                mask = self._over_parts(mask, core, axes, q.device.type)
+                fingerprint = mask.fingerprint if isinstance(mask, PartsMask) else 0
             else:
                 mask = core.of_other(given, q.device)
         except (TypeError, ValueError) as caught:
             error = caught
-        self._agree(error, q, k, v, group)
+        self._agree(error, (q, k, v), group, fingerprint)
         if mask is not None:
             values[mask_slot] = mask
         if axes.inner is not None:
             q, k, v = self._exchange(q, k, v, axes.inner)
             if axes.outer is None:
                 q, k, v = (self._reordered(to_positions, x, axes.inner) for x in (q, k, v))
-        if spread is not None and not isinstance(mask, GatheredMask):
+        if spread is not None and not isinstance(mask, PartsMask):
             k, v = gather_keys(k, v, spread, seq_dim=self.dims.seq)
+        if split is not None or placed is not None:
+            remember(q, Call(None if split is None else split.query_counts, placed))
         values |= zip(slots, (q, k, v), strict=True)
         return (
             tuple(values[i] for i in range(len(args))),
             {name: value for name, value in values.items() if isinstance(name, str)},
         )
 
+    def _over_parts(
+        self, mask: Mask | None, core: CoreMask, axes: Axes, device_type: str
+    ) -> Mask | None:
+        """Return the mask that gets keys from other ranks, where these have them."""
+        if mask is None or core.spread is None:
+            return mask
+        if axes.ring:
+            return RingMask(mask, core.spread, core.mode, core.share)
+        rates = self._rates_of_strides(device_type)
+        return GatheredMask(mask, core.spread, core.mode, core.share, rates)
+
+    def _rates_of_strides(self, device_type: str) -> OverlapRates | None:
+        """Return what decides in how many strides keys are gathered; None for one."""
+        del device_type
+        return None
+
+    def _split(self, q: Tensor, k: Tensor, group: ProcessGroup) -> HeadSplit:
+        """Return which heads each rank of `group` gets."""
+        return split_heads(q.size(self.dims.head), k.size(self.dims.head), group.size())
+
     def _exchange(self, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> list[Tensor]:
         """Return q, k, v of the whole sequence, parts in rank order, with this rank's heads."""
-        index = kv_head_index(q.size(self.dims.head), k.size(self.dims.head), group.size())
+        split = self._split(q, k, group)
+        of_keys = split.kv_index, split.kv_counts
         return [
             seq_to_head(
-                x, group=group, seq_dim=self.dims.seq, head_dim=self.dims.head, head_index=heads
+                x,
+                group=group,
+                seq_dim=self.dims.seq,
+                head_dim=self.dims.head,
+                head_index=index,
+                head_counts=counts,
             )
-            for x, heads in ((q, None), (k, index), (v, index))
+            for x, (index, counts) in ((q, (None, split.query_counts)), (k, of_keys), (v, of_keys))
         ]
 
+    @outside_graph
     def _exchange_output(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, group: ProcessGroup
     ) -> Any:
         axes = self._axes(group)
         for argument in (*args, *kwargs.values()):
             check_used(argument)
-        if axes.inner is None:
-            return output
-        first = output[0] if isinstance(output, tuple) else output
         slot = self._slots(args, kwargs)[0]
         q = kwargs[slot] if isinstance(slot, str) else args[slot]
-        _check_output(first, q, self.dims)
-        if axes.outer is None:
-            first = self._reordered(to_ranks, first, axes.inner)
-        mine = head_to_seq(first, group=axes.inner, seq_dim=self.dims.seq, head_dim=self.dims.head)
+        call = recall(q)
+        if call is None and axes.inner is not None:
+            raise ValueError(
+                "q of the core attention must be the one that the exchange made, but a hook that "
+                "was registered after apply has put another in its place: register it before"
+            )
+        if call is None:
+            return output
+        first = output[0] if isinstance(output, tuple) else output
+        if axes.inner is not None:
+            _check_output(first, q, self.dims)
+            if axes.outer is None:
+                first = self._reordered(to_ranks, first, axes.inner)
+            first = head_to_seq(
+                first,
+                group=axes.inner,
+                seq_dim=self.dims.seq,
+                head_dim=self.dims.head,
+                head_counts=call.head_counts,
+            )
+        if call.placed is not None:
+            first = call.placed.restored(first)
         if not isinstance(output, tuple):
-            return mine
+            return first
         make = getattr(type(output), "_make", type(output))
-        return make((mine, *output[1:]))
+        return make((first, *output[1:]))
 
     def _reordered(self, reorder: Callable[..., Tensor], x: Tensor, group: ProcessGroup) -> Tensor:
         return reorder(x, self.layout, num_ranks=group.size(), seq_dim=self.dims.seq)
@@ -248,16 +316,20 @@ class ContextParallel:
         return slots
 
     def _agree(
-        self, error: Exception | None, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup
+        self,
+        error: Exception | None,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        group: ProcessGroup,
+        fingerprint: int,
     ) -> None:
         """Raise on all ranks or on none, once per shape.
 
         A rank that comes with another shape later cannot be told apart from one that is late,
         short of one more collective in every call.
         """
-        shapes = (group.group_name, q.shape, k.shape, v.shape, q.dtype)
+        shapes = (group.group_name, *(x.shape for x in qkv), qkv[0].dtype)
         if shapes not in self._agreed:
-            check_between_ranks(error, q, dims=self.dims, group=group)
+            check_between_ranks(error, qkv[0], dims=self.dims, group=group, fingerprint=fingerprint)
             self._agreed.add(shapes)
         if error is not None:
             raise error
@@ -268,7 +340,7 @@ class ContextParallel:
         # Without a degree two axes may as well be data parallel and context parallel ones.
         if isinstance(mesh_or_group, DeviceMesh) and mesh_or_group.ndim > 1 and degree is not None:
             if mesh_or_group not in self._meshes:
-                group, axes = axes_of_mesh(mesh_or_group, degree)
+                group, axes = axes_of_mesh(mesh_or_group, degree, ring=self.ring)
                 self._meshes[mesh_or_group], self._hybrid[group.group_name] = group, axes
             return self._meshes[mesh_or_group]
         group = resolve_group(mesh_or_group)
@@ -278,11 +350,12 @@ class ContextParallel:
             raise ValueError(
                 f"ulysses_degree ({degree}) must divide the number of ranks ({group.size()})"
             )
-        self._hybrid[group.group_name] = split_group(group, degree)
+        self._hybrid[group.group_name] = split_group(group, degree, ring=self.ring)
         return group
 
     def _axes(self, group: ProcessGroup) -> Axes:
-        return self._hybrid.get(group.group_name) or plain_axes(group, self.ulysses_degree)
+        plain = plain_axes(group, self.ulysses_degree, ring=self.ring)
+        return self._hybrid.get(group.group_name, plain)
 
     def _mask_position(self, module: nn.Module) -> int | None:
         """Return the position of the mask among the parameters, after checking that it fits."""

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from hp_context.api import Arguments, ContextParallel
-from hp_context.heads import kv_head_index
+from hp_context.api import ContextParallel
 from hp_context.in_flight import Exchange, InFlight, arrive, decline, launch, take
 from hp_context.layout import CONTIGUOUS, SequenceLayout
 from hp_context.masks import Mask
-from hp_context.overlap import Fallback, OverlapCounts, OverlapRates, Tally, default_rates
+from hp_context.overlap import FREE, Fallback, OverlapCounts, OverlapRates, Tally, default_rates
 from hp_platform import outside_graph
 
 M = TypeVar("M", bound=nn.Module)
@@ -38,8 +37,15 @@ class AsyncContextParallel(ContextParallel):
     call with a shape is synchronous too: ranks compare shapes before they exchange data. `counts`
     tells what happened.
 
+    What hides behind the projections is the exchange of heads. In the all-gather K/V and hybrid
+    modes an `hp_context.Attention` also gathers its keys in strides of heads, each behind the
+    attention of the one before, and sends their gradients home likewise. The ring mode overlaps by
+    itself, here and in `ContextParallel`. In the all-gather K/V mode and in a ring without shared
+    heads, projections launch nothing.
+
     Args:
         ulysses_degree: This and all others but the last two: see `ContextParallel`.
+        ring: Send keys and values round a ring.
         seq_dim: Dimension of the sequence.
         head_dim: Dimension of the heads.
         qkv_indices: Positions of q, k, v.
@@ -48,8 +54,9 @@ class AsyncContextParallel(ContextParallel):
         mask_kwarg_name: Parameter of the core attention for a mask.
         layout: Which positions each rank holds.
         load_balance: Short for `layout=HeadTail()`.
-        overlap: True: launch always. False: never, as `ContextParallel`. "auto": where `rates` say
-            that it pays.
+        overlap: True: launch always, and gather keys in four strides or as many as there are
+            key/value heads. False: never, as `ContextParallel`. "auto": where, and in as many
+            strides as, `rates` say that it pays.
         rates: Of link and compute, the same on every rank. None: of the kind of device.
 
     Raises:
@@ -64,6 +71,7 @@ class AsyncContextParallel(ContextParallel):
         self,
         ulysses_degree: int | None = None,
         *,
+        ring: bool = False,
         seq_dim: int = 1,
         head_dim: int = 2,
         qkv_indices: Sequence[int] = (0, 1, 2),
@@ -77,6 +85,7 @@ class AsyncContextParallel(ContextParallel):
     ) -> None:
         super().__init__(
             ulysses_degree,
+            ring=ring,
             seq_dim=seq_dim,
             head_dim=head_dim,
             qkv_indices=qkv_indices,
@@ -91,8 +100,8 @@ class AsyncContextParallel(ContextParallel):
         self.overlap = overlap
         self.rates = rates
         self._tally = Tally()
-        # The heads to send of a tensor of a group, shape and dtype, once ranks have agreed on it.
-        self._head_index: dict[tuple[object, ...], tuple[int, ...] | None] = {}
+        # Of a tensor of a group, shape and dtype, once ranks have agreed on it.
+        self._known: dict[tuple[object, ...], Exchange] = {}
 
     @property
     def counts(self) -> OverlapCounts:
@@ -165,10 +174,9 @@ class AsyncContextParallel(ContextParallel):
         """Launch `x`, or return why not; alike on all ranks, which have agreed on its shape."""
         if x.is_inference():
             return Fallback.INFERENCE
-        key = _key(x, group)
-        if key not in self._head_index:
+        exchange = self._known.get(_key(x, group))
+        if exchange is None:
             return Fallback.FIRST_CALL
-        exchange = Exchange(group, self.dims, self._head_index[key])
         if self.overlap == "auto":
             rates = self.rates or default_rates(x.device.type)
             if not rates.pays(exchange.num_bytes(x), flops):
@@ -182,7 +190,7 @@ class AsyncContextParallel(ContextParallel):
             return super()._exchange(q, k, v, group)
         pairs = list(zip((q, k, v), self._exchanges(q, k, group), strict=True))
         for x, exchange in pairs:
-            self._head_index[_key(x, group)] = exchange.head_index
+            self._known[_key(x, group)] = exchange
         records = [take(x, exchange) for x, exchange in pairs]
         for record in records:
             self._tally.arrived(None if isinstance(record, InFlight) else record)
@@ -197,27 +205,16 @@ class AsyncContextParallel(ContextParallel):
             for record, result in zip(records, results, strict=True)
         ]
 
+    def _rates_of_strides(self, device_type: str) -> OverlapRates | None:
+        if self.overlap is False:
+            return None
+        return FREE if self.overlap is True else self.rates or default_rates(device_type)
+
     def _exchanges(self, q: Tensor, k: Tensor, group: ProcessGroup) -> list[Exchange]:
         """Return what has to be done with q, k, v."""
-        index = kv_head_index(q.size(self.dims.head), k.size(self.dims.head), group.size())
-        return [Exchange(group, self.dims, heads) for heads in (None, index, index)]
-
-    @outside_graph
-    def _exchange_inputs(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        group: ProcessGroup,
-        mask_position: int | None,
-    ) -> Arguments:
-        return super()._exchange_inputs(module, args, kwargs, group, mask_position)
-
-    @outside_graph
-    def _exchange_output(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, group: ProcessGroup
-    ) -> Any:
-        return super()._exchange_output(args, kwargs, output, group)
+        split = self._split(q, k, group)
+        of_keys = Exchange(group, self.dims, split.kv_index, split.kv_counts)
+        return [Exchange(group, self.dims, None, split.query_counts), of_keys, of_keys]
 
 
 def _key(x: Tensor, group: ProcessGroup) -> tuple[torch.Size, object, object]:

@@ -44,6 +44,24 @@ class QueryRun:
     blocks: tuple[KeyBlock, ...]
 
     @property
+    def calls(self) -> list[tuple[slice, KeyBlock]]:
+        """The blocks as kernels take them, each with where its keys are in their tensor.
+
+        FULL blocks side by side are one: where they are in the sequence makes no difference to
+        them. (Of the key block that stands for them only its kind has a meaning.)
+        """
+        calls: list[tuple[slice, KeyBlock]] = []
+        for block in self.blocks:
+            at = slice(block.start, block.start + len(block.key))
+            if calls and block.kind is BlockKind.FULL:
+                before, other = calls[-1]
+                if other.kind is BlockKind.FULL and before.stop == at.start:
+                    calls[-1] = slice(before.start, at.stop), other
+                    continue
+            calls.append((at, block))
+        return calls
+
+    @property
     def cost(self) -> int:
         """Number of scores to compute; a causal square counts up to its diagonal."""
         return sum(_cost(len(self.query), block) for block in self.blocks)
@@ -60,10 +78,10 @@ def plan(
         keys: Positions of the keys likewise.
         min_run: Runs are not cut any shorter than this.
     """
-    keys = _joined(keys)
+    keys = joined(keys)
     planned = []
     start = 0
-    for run in _joined(queries):
+    for run in joined(queries):
         for query in _cut(run, mask.query_cuts(run), min_run):
             planned.append(QueryRun(query, start, tuple(_key_blocks(mask, query, keys, min_run))))
             start += len(query)
@@ -107,15 +125,15 @@ def _merged(
     return merged
 
 
-def _joined(runs: Sequence[range]) -> list[range]:
+def joined(runs: Sequence[range]) -> list[range]:
     """Join runs that follow each other both in the tensor and in the sequence."""
-    joined: list[range] = []
+    longer: list[range] = []
     for run in runs:
-        if joined and joined[-1].stop == run.start:
-            joined[-1] = range(joined[-1].start, run.stop)
+        if longer and longer[-1].stop == run.start:
+            longer[-1] = range(longer[-1].start, run.stop)
         else:
-            joined.append(run)
-    return joined
+            longer.append(run)
+    return longer
 
 
 def _cut(run: range, cuts: Iterable[int], min_run: int) -> list[range]:

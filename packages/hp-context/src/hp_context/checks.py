@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-from hp_context.heads import legal_degrees
 from hp_platform import PeerError
 
 
@@ -28,12 +28,27 @@ class Dims:
             raise ValueError(f"seq_dim ({self.seq}) must differ from head_dim ({self.head})")
 
 
+def check_two_axes(mesh: DeviceMesh, degree: int) -> None:
+    """Raise `ValueError` unless `mesh` has two named axes, outer and inner, the inner of `degree`.
+
+    Without a degree two axes may as well be data parallel and context parallel ones.
+    """
+    if mesh.ndim != 2 or mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"mesh ({mesh.mesh_dim_names}, {mesh.ndim} axes) must have one named axis, or two: "
+            f"the outer one gathers keys, the inner one shares heads"
+        )
+    if mesh.size(1) != degree:
+        raise ValueError(
+            f"ulysses_degree ({degree}) must equal the size of the inner axis "
+            f"{mesh.mesh_dim_names[1]} ({mesh.size(1)})"
+        )
+
+
 def check_local(q: Tensor, k: Tensor, v: Tensor, *, dims: Dims, num_ranks: int) -> None:
     """Raise `ValueError` if q, k, v of this rank cannot be exchanged over `num_ranks` ranks."""
     named = {"q": q, "k": k, "v": v}
     for name, x in named.items():
-        if hasattr(x, "placements"):
-            raise ValueError(f"{name} (DTensor) must be a plain tensor: pass {name}.to_local()")
         if x.ndim != q.ndim or x.ndim <= max(dims.seq, dims.head) + 1:
             raise ValueError(
                 f"{_shapes(named)}: dims must agree and end with the head size, after "
@@ -58,15 +73,15 @@ def _check_heads(num_heads: int, num_kv_heads: int, num_v_heads: int, num_ranks:
         raise ValueError(f"heads of k ({num_kv_heads}) must equal heads of v ({num_v_heads})")
     if num_heads % num_kv_heads:
         raise ValueError(f"heads of k ({num_kv_heads}) must divide heads of q ({num_heads})")
-    if num_heads % num_ranks:
+    if num_heads < num_ranks:
         raise ValueError(
-            f"ulysses_degree ({num_ranks}) must divide heads of q ({num_heads}); legal degrees: "
-            f"{legal_degrees(num_heads)}"
+            f"ulysses_degree ({num_ranks}) must be <= heads of q ({num_heads}); ranks may gather "
+            f"keys instead: ulysses_degree=1, or what divides the number of ranks"
         )
 
 
 def check_between_ranks(
-    error: Exception | None, q: Tensor, *, dims: Dims, group: ProcessGroup
+    error: Exception | None, q: Tensor, *, dims: Dims, group: ProcessGroup, fingerprint: int = 0
 ) -> None:
     """Compare q over the ranks of `group`; every rank calls, and all of them raise or none.
 
@@ -77,14 +92,15 @@ def check_between_ranks(
         q: [s, H, D] and more dims, as `dims` says.
         dims: Where the sequence is.
         group: The ranks that share the sequence.
+        fingerprint: Of the mask, where it decides what is sent.
 
     Raises:
         Exception: `error`.
         ValueError: Ranks hold different numbers of positions; or all of them hold
-            the same ones, that is a full sequence instead of a part.
+            the same ones, that is a full sequence instead of a part; or their masks differ.
         PeerError: Another rank has an error.
     """
-    mine = _summary(error, q, dims)
+    mine = _summary(error, q, dims, fingerprint)
     gathered = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(gathered, mine, group=group)
     rows = torch.stack(gathered).tolist()
@@ -96,6 +112,12 @@ def check_between_ranks(
     lengths = [int(row[1]) for row in rows]
     if len(set(lengths)) > 1:
         raise ValueError(f"local sequence lengths ({lengths}) must be equal on all ranks")
+    if len({row[4] for row in rows}) > 1:
+        masks = [int(row[4]) for row in rows]
+        raise ValueError(
+            f"masks of the ranks (fingerprints {masks}) must be equal: each rank describes the "
+            f"whole sequence, not its part of it"
+        )
     varies, content = all(row[2] for row in rows), {row[3] for row in rows}
     if varies and len(content) == 1 and group.size() > 1:
         raise ValueError(
@@ -104,15 +126,16 @@ def check_between_ranks(
         )
 
 
-def _summary(error: Exception | None, q: Tensor, dims: Dims) -> Tensor:
-    """Return float64 [4]: failed, s, whether values vary along s, their sum."""
+def _summary(error: Exception | None, q: Tensor, dims: Dims, fingerprint: int) -> Tensor:
+    """Return float64 [5]: failed, s, whether values vary along s, their sum, the fingerprint."""
     if error is not None:
-        return torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64, device=q.device)
+        return torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64, device=q.device)
     values = q.detach()
     # Equal positions, such as padding, say nothing about how a sequence was split.
     varies = (values != values.narrow(dims.seq, 0, 1)).any()
     failed, length = torch.zeros_like(varies), torch.full_like(varies, True) * q.size(dims.seq)
-    parts = [failed, length, varies, values.sum(dtype=torch.float64)]
+    mask = torch.full_like(varies, fingerprint, dtype=torch.float64)
+    parts = [failed, length, varies, values.sum(dtype=torch.float64), mask]
     return torch.stack([part.to(torch.float64) for part in parts])
 
 

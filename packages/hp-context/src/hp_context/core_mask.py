@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hp_context.all_gather import GatheredMask, Spread
-from hp_context.kernels import Attention
+from hp_context.attention import Attention, HeadsMask, SpreadMask
+from hp_context.heads import HeadShare
 from hp_context.masks import Mask, block_tensor, mask_tensor
+from hp_context.spread import Spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +25,17 @@ class CoreMask:
         mode: Name of the mode of `ContextParallel`, for messages.
         seq_len: S.
         spread: Which queries each rank has; None in the Ulysses mode, where each has all.
+        share: Which query heads this rank has; None: all.
     """
 
     name: str
     mode: str
     seq_len: int
     spread: Spread | None
+    share: HeadShare | None = None
 
-    def of_attention(self, module: Attention, given: Any, q: Tensor) -> Mask | None:
-        """Return the mask for an `Attention`: a description.
+    def of_attention(self, module: Attention, given: Any, q: Tensor, *, takes: bool) -> Mask | None:
+        """Return the mask for an `Attention`: a description, always where the sequence is spread.
 
         Raises:
             TypeError: `given` is no description.
@@ -43,11 +46,14 @@ class CoreMask:
         mask = module.mask if given is None else given
         mask.check(self.seq_len)
         if self.spread is None:
-            return given
+            if not module.needs_share:
+                return given
+            check_takes(module, takes=takes, name=self.name, mode=self.mode)
+            return HeadsMask(mask, self.mode, self.share)
         check_dropout(module, self.mode)
         if q.ndim != 4:
             raise ValueError(f"q ({tuple(q.shape)}) must have 4 dims in {self.mode}")
-        return GatheredMask(mask, self.spread, self.mode)
+        return mask
 
     def of_other(self, given: Any, device: torch.device) -> Tensor | None:
         """Return the mask for any other module: a tensor [..., t, S].
@@ -90,15 +96,28 @@ def check_dropout(module: Attention, mode: str) -> None:
         raise ValueError(f"dropout ({module.dropout}) must be 0 in {mode}: use ulysses_degree=None")
 
 
-def check_core(module: nn.Module, mask: Mask | None, *, takes: bool, name: str, mode: str) -> None:
+def check_takes(module: Attention, *, takes: bool, name: str, mode: str) -> None:
+    """Raise `ValueError` unless an `Attention` can be told what its call needs."""
+    if not takes:
+        raise ValueError(
+            f"mask_kwarg_name ({name}) must name a parameter of {type(module).__name__}.forward "
+            f"in {mode}"
+        )
+
+
+def check_core(
+    module: nn.Module, mask: Mask | None, *, takes: bool, name: str, mode: str, ring: bool
+) -> None:
     """Raise `ValueError` unless the mask of a core attention that sees some queries is known."""
     kind = type(module).__name__
     if isinstance(module, Attention):
         check_dropout(module, mode)
-        if not takes:
-            raise ValueError(
-                f"mask_kwarg_name ({name}) must name a parameter of {kind}.forward in {mode}"
-            )
+        check_takes(module, takes=takes, name=name, mode=mode)
+    elif ring:
+        raise ValueError(
+            f"module ({kind}) must be an Attention of hp_context in {mode}, where no rank ever has "
+            f"all keys: use ring=False with the same ulysses_degree"
+        )
     elif mask is None:
         raise ValueError(
             f"mask (None) must be given for {kind} in {mode}, where it sees a part of the "
@@ -108,7 +127,7 @@ def check_core(module: nn.Module, mask: Mask | None, *, takes: bool, name: str, 
 
 def check_used(mask: Any) -> None:
     """Raise `ValueError` if an `Attention` has not handed its call to the mask it was given."""
-    if isinstance(mask, GatheredMask) and not mask.used:
+    if isinstance(mask, SpreadMask) and not mask.used:
         raise ValueError(
             f"the core attention must pass its attn_mask to masked_attention in {mask.mode}; "
             f"it computed something else from its part of the sequence"

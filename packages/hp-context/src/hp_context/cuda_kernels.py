@@ -5,6 +5,13 @@ Flash attention takes bfloat16 and float16 without a mask tensor and shares key/
 itself. Efficient attention takes the rest but needs as many key/value heads as query heads: it
 runs once per member of the groups that share them, on views, so that nothing is repeated.
 
+Note [What the operators take for granted]
+    Read in aten/src/ATen/native/transformers/cuda of torch; none of it is checked there. Backward
+    of efficient attention reads the output as if it were contiguous in [B, Q, H, E], whatever its
+    strides, and the log-sum-exp in steps of 32 queries. Backward of both reads the random state
+    with dropout only. A build for AMD has other operators under these names: nothing here applies
+    to it.
+
 Shape symbols: B batch, H query heads, G key/value heads, Q queries, K keys, D head size of queries
 and keys, E head size of values.
 """
@@ -15,25 +22,42 @@ from torch import Tensor
 _LSE_MULTIPLE = 32  # efficient attention pads the rows of its log-sum-exp to this
 _BIAS_MULTIPLE = 16  # and wants rows of a bias that begin at such multiples
 _FLASH_MAX_HEAD_SIZE = 256
+_FLASH_MAX_HEAD_SIZE_SMALL = 192
 
 
 def flash_applies(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """Tell whether flash attention takes such a block."""
-    head_size = q.size(-1)
+    """Tell whether flash attention takes such a block, in forward and in backward."""
+    head_size, capability = q.size(-1), _capability(q.device)
+    # Backward of large heads needs more shared memory than these have.
+    small = capability[0] == 12 or (capability[0] == 8 and capability[1] in (6, 7, 9))
     return (
         mask is None
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.backends.cuda.flash_sdp_enabled()
+        and capability >= (8, 0)
         and q.dtype in (torch.bfloat16, torch.float16)
         and v.size(-1) == head_size
         and head_size % 8 == 0
-        and head_size <= _FLASH_MAX_HEAD_SIZE
+        and head_size <= (_FLASH_MAX_HEAD_SIZE_SMALL if small else _FLASH_MAX_HEAD_SIZE)
     )
 
 
 def efficient_applies(q: Tensor, v: Tensor) -> bool:
-    """Tell whether efficient attention takes such a block."""
+    """Tell whether efficient attention takes such a block, in forward and in backward."""
     multiple = 4 if q.dtype == torch.float32 else 8
     sizes_fit = q.size(-1) % multiple == 0 and v.size(-1) % multiple == 0
-    return q.dtype in (torch.float32, torch.bfloat16, torch.float16) and sizes_fit
+    dtypes = [torch.float32, torch.float16]
+    if _capability(q.device) >= (8, 0):
+        dtypes.append(torch.bfloat16)
+    built = torch.version.hip is None and torch.backends.cuda.mem_efficient_sdp_enabled()
+    return built and q.dtype in dtypes and sizes_fit
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability; (0, 0) for what is not from NVIDIA."""
+    if torch.version.hip is not None or device.type != "cuda":
+        return (0, 0)
+    return torch.cuda.get_device_capability(device)
 
 
 def flash_forward(
@@ -105,7 +129,10 @@ def efficient_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv; the last two summed in float32."""
+    """Return dq, dk, dv; the last two summed in float32.
+
+    See Note [What the operators take for granted].
+    """
     padding = -q.size(2) % _LSE_MULTIPLE
     padded = torch.nn.functional.pad(lse, (0, padding), value=torch.inf)
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the random state of dropout
@@ -121,7 +148,7 @@ def efficient_backward(
             k,
             v,
             bias,
-            out_m,
+            out_m.transpose(1, 2).contiguous().transpose(1, 2),
             lse_m.contiguous(),
             unused,
             unused,

@@ -2,36 +2,102 @@
 
 Shape symbols: H query heads, G key/value heads (G divides H), N ranks, h = H / N.
 
-Rank r computes query heads r*h ... (r+1)*h - 1 and needs the key/value head of each: the one of
-query head i is i * G // H. Runs of t = gcd(h, H/G) query heads of a rank share one key/value
-head, so the rank receives h / t of them and its attention is a grouped-query one again. With
-G divisible by N that is the plain split; otherwise heads that several ranks need are sent to
+Where N divides H, rank r computes query heads r*h ... (r+1)*h - 1 and needs the key/value head of
+each: the one of query head i is i * G // H. Runs of t = gcd(h, H/G) query heads of a rank share one
+key/value head, so the rank receives h / t of them and its attention is a grouped-query one again.
+With G divisible by N that is the plain split; otherwise heads that several ranks need are sent to
 each of them, once per run.
+
+Where N does not divide H, ranks get whole groups (a key/value head with its H/G query heads), some
+ranks one more than others. With fewer groups than ranks they get query heads, some one more than
+others, and the key/value heads of these as above.
 """
 
+from dataclasses import dataclass
+from itertools import chain, pairwise
 from math import gcd
 
 
-def legal_degrees(num_heads: int) -> list[int]:
-    """Return the Ulysses degrees that `num_heads` query heads allow."""
-    return [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+@dataclass(frozen=True, slots=True)
+class HeadShare:
+    """The query heads of one rank.
+
+    Attributes:
+        own: Their numbers.
+        total: How many heads all ranks have together.
+    """
+
+    own: range
+    total: int
 
 
-def kv_heads_per_rank(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
-    """Return how many key/value heads a rank computes with, replicas counted."""
-    local = num_heads // num_ranks
-    return local // gcd(local, num_heads // num_kv_heads)
+@dataclass(frozen=True, slots=True)
+class HeadSplit:
+    """The heads of each rank.
+
+    Attributes:
+        query: Query heads by rank.
+        kv: Key/value heads by rank, as often as their attention needs them.
+    """
+
+    query: tuple[range, ...]
+    kv: tuple[tuple[int, ...], ...]
+
+    @property
+    def query_counts(self) -> tuple[int, ...] | None:
+        """How many query heads each rank gets; None: all the same."""
+        return _unless_equal([len(heads) for heads in self.query])
+
+    @property
+    def kv_counts(self) -> tuple[int, ...] | None:
+        """How many key/value heads each rank gets; None: all the same."""
+        return _unless_equal([len(heads) for heads in self.kv])
+
+    @property
+    def kv_index(self) -> tuple[int, ...] | None:
+        """The key/value heads to send, rank by rank; None for all in order."""
+        index = tuple(chain.from_iterable(self.kv))
+        return None if index == tuple(range(index[-1] + 1)) else index
+
+    def share(self, rank: int) -> HeadShare:
+        """Return the query heads of a rank."""
+        return HeadShare(self.query[rank], self.query[-1].stop)
 
 
-def kv_head_index(num_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[int, ...] | None:
-    """Return the key/value heads to send, rank by rank, not decreasing; None for all in order.
+def split_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> HeadSplit:
+    """Return the heads of each rank; there must be as many query heads as ranks.
 
     Example:
-        >>> kv_head_index(8, 2, 4)
-        (0, 0, 1, 1)
-        >>> kv_head_index(8, 4, 4) is None
-        True
+        >>> split_heads(8, 2, 4).kv
+        ((0,), (0,), (1,), (1,))
+        >>> split_heads(6, 3, 2).query
+        (range(0, 2), range(2, 6))
     """
-    slots = num_ranks * kv_heads_per_rank(num_heads, num_kv_heads, num_ranks)
-    index = tuple(slot * num_kv_heads // slots for slot in range(slots))
-    return None if index == tuple(range(num_kv_heads)) else index
+    group = num_heads // num_kv_heads
+    if num_heads % num_ranks == 0:
+        query = _cut(num_heads, num_ranks)
+        run = gcd(num_heads // num_ranks, group)
+        kv = (tuple(head // group for head in heads[::run]) for heads in query)
+        return HeadSplit(query, tuple(kv))
+    if num_kv_heads >= num_ranks:
+        groups = _cut(num_kv_heads, num_ranks)
+        query = tuple(range(g.start * group, g.stop * group) for g in groups)
+        return HeadSplit(query, tuple(tuple(g) for g in groups))
+    query = _cut(num_heads, num_ranks)
+    return HeadSplit(query, tuple(_kv_heads(heads, group) for heads in query))
+
+
+def _cut(count: int, num_ranks: int) -> tuple[range, ...]:
+    ends = [rank * count // num_ranks for rank in range(num_ranks + 1)]
+    return tuple(range(a, b) for a, b in pairwise(ends))
+
+
+def _kv_heads(heads: range, group: int) -> tuple[int, ...]:
+    """Return the key/value head of each run of query heads that are alike in all groups."""
+    cuts = [heads.start, *(i for i in heads[1:] if i % group == 0), heads.stop]
+    run = gcd(*(b - a for a, b in pairwise(cuts)))
+    return tuple(head // group for head in heads[::run])
+
+
+def _unless_equal(counts: list[int]) -> tuple[int, ...] | None:
+    return None if len(set(counts)) == 1 else tuple(counts)

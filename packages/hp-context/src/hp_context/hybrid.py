@@ -2,9 +2,9 @@
 
 With N ranks and degree d, ranks i*d ... (i+1)*d - 1 exchange heads (Ulysses), so that each has the
 positions of all d of them with H/d heads. Ranks of the same place in these rows then hold the
-whole sequence between them and gather keys and values of those heads. Adjacent ranks are the
-inner ones because their links are usually the faster ones. Also known as USP (Fang and Zhao 2024,
-arXiv:2405.07719), there with a ring outside.
+whole sequence between them and gather keys and values of those heads, or send them round a ring.
+Adjacent ranks are the inner ones because their links are usually the faster ones. With a ring
+outside it is known as USP (Fang and Zhao 2024, arXiv:2405.07719).
 
 Shape symbols: N ranks, d degree, H query heads.
 """
@@ -12,10 +12,12 @@ Shape symbols: N ranks, d degree, H query heads.
 from dataclasses import dataclass
 from itertools import chain
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from hp_context.checks import check_two_axes
 from hp_context.layout import SequenceLayout
 
 
@@ -26,10 +28,12 @@ class Axes:
     Attributes:
         inner: Ranks that share heads, by Ulysses; None if there is no other.
         outer: Ranks that gather keys and values; None if there is no other.
+        ring: Whether keys and values travel round the outer ranks instead.
     """
 
     inner: ProcessGroup | None
     outer: ProcessGroup | None
+    ring: bool = False
 
     @property
     def degree(self) -> int:
@@ -41,6 +45,9 @@ class Axes:
         """The name of the mode, for messages."""
         if self.outer is None:
             return "the Ulysses mode"
+        if self.ring:
+            degree = "" if self.inner is None else f"ulysses_degree={self.degree}, "
+            return f"the ring mode ({degree}ring=True)"
         if self.inner is None:
             return "the all-gather K/V mode (ulysses_degree=1)"
         return f"the hybrid mode (ulysses_degree={self.degree})"
@@ -48,19 +55,29 @@ class Axes:
     def runs(self, layout: SequenceLayout, seq_len: int) -> tuple[tuple[range, ...], ...]:
         """Return the positions of each rank of `outer` after the inner exchange, as runs."""
         num_rows = 1 if self.outer is None else self.outer.size()
-        by_rank = layout.runs(seq_len, num_rows * self.degree)
-        starts = range(0, len(by_rank), self.degree)
-        return tuple(tuple(chain.from_iterable(by_rank[i : i + self.degree])) for i in starts)
+        return outer_runs(layout, seq_len, num_rows * self.degree, self.degree)
 
 
-def plain_axes(group: ProcessGroup, degree: int | None) -> Axes:
-    """Return the axes where one of them has all ranks: Ulysses, or all-gather K/V for degree 1."""
+def outer_runs(
+    layout: SequenceLayout, seq_len: int, num_ranks: int, degree: int
+) -> tuple[tuple[range, ...], ...]:
+    """Return the positions of each row of `degree` ranks, as runs."""
+    by_rank = layout.runs(seq_len, num_ranks)
+    starts = range(0, num_ranks, degree)
+    return tuple(tuple(chain.from_iterable(by_rank[i : i + degree])) for i in starts)
+
+
+def plain_axes(group: ProcessGroup, degree: int | None, *, ring: bool = False) -> Axes:
+    """Return the axes where one has all ranks: all-gather K/V or a ring for degree 1, or Ulysses.
+
+    No group is made for a ring: what it sends is traffic of `group` like the gathers of keys.
+    """
     if group.size() == 1:
         return Axes(None, None)
-    return Axes(None, group) if degree == 1 else Axes(group, None)
+    return Axes(None, group, ring) if degree == 1 else Axes(group, None)
 
 
-def split_group(group: ProcessGroup, degree: int) -> Axes:
+def split_group(group: ProcessGroup, degree: int, *, ring: bool = False) -> Axes:
     """Make groups for both axes; every rank of `group` calls.
 
     Raises:
@@ -75,28 +92,24 @@ def split_group(group: ProcessGroup, degree: int) -> Axes:
     row = ranks[mine - mine % degree :][:degree]
     # All inner groups come before any outer one, on every rank: none waits for another in a circle.
     inner, outer = (_new_group(members, group) for members in (row, ranks[mine % degree :: degree]))
-    return Axes(inner, outer)
+    if ring:
+        _connect(outer)
+    return Axes(inner, outer, ring)
 
 
-def axes_of_mesh(mesh: DeviceMesh, degree: int) -> tuple[ProcessGroup, Axes]:
+def axes_of_mesh(mesh: DeviceMesh, degree: int, *, ring: bool = False) -> tuple[ProcessGroup, Axes]:
     """Return a group of all ranks of a mesh (outer, inner), and its axes; every rank of it calls.
 
     Raises:
         ValueError: The mesh has other than two axes, no names, or another inner size than `degree`.
     """
-    if mesh.ndim != 2 or mesh.mesh_dim_names is None:
-        raise ValueError(
-            f"mesh ({mesh.mesh_dim_names}, {mesh.ndim} axes) must have one named axis, or two: "
-            f"the outer one gathers keys, the inner one shares heads"
-        )
-    if mesh.size(1) != degree:
-        raise ValueError(
-            f"ulysses_degree ({degree}) must equal the size of the inner axis "
-            f"{mesh.mesh_dim_names[1]} ({mesh.size(1)})"
-        )
+    check_two_axes(mesh, degree)
     outer, inner = mesh.get_group(0), mesh.get_group(1)
     whole = _new_group(mesh.mesh.flatten().tolist(), outer)
-    return whole, Axes(*(axis if axis.size() > 1 else None for axis in (inner, outer)))
+    if ring:
+        _connect(outer)
+    inner_axis, outer_axis = (axis if axis.size() > 1 else None for axis in (inner, outer))
+    return whole, Axes(inner_axis, outer_axis, ring)
 
 
 def _new_group(ranks: list[int], like: ProcessGroup) -> ProcessGroup:
@@ -104,3 +117,13 @@ def _new_group(ranks: list[int], like: ProcessGroup) -> ProcessGroup:
         sorted(ranks), backend=dist.get_backend(like), use_local_synchronization=True
     )
     return group
+
+
+def _connect(group: ProcessGroup) -> None:
+    """Let all ranks take part in the first operation of a group, as NCCL demands.
+
+    In a ring the first message may be between some of them only.
+    """
+    if "nccl" in str(dist.get_backend(group)):
+        device = torch.device("cuda", torch.cuda.current_device())
+        dist.all_reduce(torch.zeros(1, device=device), group=group)

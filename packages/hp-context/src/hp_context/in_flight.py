@@ -35,7 +35,7 @@ from torch.distributed import ProcessGroup
 
 from hp_context.checks import Dims
 from hp_context.overlap import Fallback
-from hp_context.ulysses import pack_heads, seq_to_head, sum_packed
+from hp_context.ulysses import Packing, seq_to_head
 from hp_platform import Pending, launch_all_to_all
 
 _RECORD = "_hp_context_record"
@@ -48,6 +48,7 @@ class Exchange:
     group: ProcessGroup
     dims: Dims
     head_index: tuple[int, ...] | None
+    head_counts: tuple[int, ...] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Exchange synchronously. Differentiable."""
@@ -57,10 +58,11 @@ class Exchange:
             seq_dim=self.dims.seq,
             head_dim=self.dims.head,
             head_index=self.head_index,
+            head_counts=self.head_counts,
         )
 
     def num_bytes(self, x: Tensor) -> float:
-        """Return how much of `x` this rank sends to others."""
+        """Return how much of `x` a rank sends to others; the same on all ranks."""
         heads = x.size(self.dims.head)
         sent = heads if self.head_index is None else len(self.head_index)
         others = (self.group.size() - 1) / self.group.size()
@@ -68,39 +70,43 @@ class Exchange:
 
     def launch(self, x: Tensor) -> Pending[Tensor]:
         """Start the exchange outside autograd; `arrived` makes sense of the result."""
-        head_dim, num_ranks = self.dims.head, self.group.size()
-        if self.head_index is None:
-            packed = x.unflatten(head_dim, (num_ranks, -1)).movedim(head_dim, 0)
-        else:
-            packed = pack_heads(x, head_dim, self.head_index, num_ranks)
-        return launch_all_to_all(packed, group=self.group)
+        sent, received = self._packing.splits(x.shape, self.group.rank())
+        packed = self._packing.pack(x)
+        return launch_all_to_all(
+            packed, input_splits=sent, output_splits=received, group=self.group
+        )
 
-    def arrived(self, received: Tensor) -> Tensor:
-        """Return all positions with this rank's heads."""
-        return received.movedim(0, self.dims.seq).flatten(self.dims.seq, self.dims.seq + 1)
+    def arrived(self, received: Tensor, shape: torch.Size) -> Tensor:
+        """Return all positions with this rank's heads of what was [s, H, ...] (`shape`)."""
+        return self._packing.arrived(received, shape, self.group.rank(), self.dims.seq)
 
-    def launch_back(self, grad: Tensor) -> Pending[Tensor]:
+    def launch_back(self, grad: Tensor, shape: torch.Size) -> Pending[Tensor]:
         """Start sending the gradient of what `arrived` returned back."""
         parts = grad.unflatten(self.dims.seq, (self.group.size(), -1)).movedim(self.dims.seq, 0)
-        return launch_all_to_all(parts, group=self.group)
+        received, sent = self._packing.splits(shape, self.group.rank())
+        if sent is not None:
+            parts = parts.reshape(-1)
+        return launch_all_to_all(parts, input_splits=sent, output_splits=received, group=self.group)
 
     def arrived_back(self, received: Tensor, shape: torch.Size) -> Tensor:
-        """Return the gradient of what `launch` was given."""
-        head_dim = self.dims.head
-        if self.head_index is not None:
-            return sum_packed(received, head_dim, self.head_index, shape)
-        return received.movedim(0, head_dim).flatten(head_dim, head_dim + 1)
+        """Return the gradient of what `launch` was given, [s, H, ...] (`shape`)."""
+        return self._packing.summed(received, shape)
+
+    @property
+    def _packing(self) -> Packing:
+        size = self.group.size()
+        return Packing(size, self.dims.head, self.head_index, self.head_counts)
 
 
 class InFlight:
     """A launched exchange that no attention has taken yet."""
 
-    __slots__ = ("back", "edge", "exchange", "pending", "requires_grad", "version")
+    __slots__ = ("back", "edge", "exchange", "pending", "requires_grad", "shape", "version")
 
     def __init__(self, x: Tensor, exchange: Exchange) -> None:
         self.exchange = exchange
         self.version = x._version  # noqa: SLF001  # torch has no public spelling
-        self.requires_grad = x.requires_grad
+        self.requires_grad, self.shape = x.requires_grad, x.shape
         self.back = _Back()
         self.pending: Pending[Tensor] = exchange.launch(x.detach())
         self.edge: Tensor = _Launch.apply(x, exchange, self.back)
@@ -181,17 +187,19 @@ class _Launch(torch.autograd.Function):
 class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, records: list[InFlight], *_: Tensor) -> tuple[Tensor, ...]:
-        ctx.ways = [(record.exchange, record.back) for record in records]
+        ctx.ways = [(record.exchange, record.back, record.shape) for record in records]
         ctx.set_materialize_grads(False)
-        return tuple(record.exchange.arrived(record.pending.wait()) for record in records)
+        return tuple(
+            record.exchange.arrived(record.pending.wait(), record.shape) for record in records
+        )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         tokens: list[Tensor | None] = [None] * len(grads)
-        for i, (exchange, back) in reversed(list(enumerate(ctx.ways))):
+        for i, (exchange, back, shape) in reversed(list(enumerate(ctx.ways))):
             grad = grads[i]
             if grad is not None and ctx.needs_input_grad[1 + i]:
-                back.pending = exchange.launch_back(grad)
+                back.pending = exchange.launch_back(grad, shape)
                 tokens[i] = grad.new_empty(0)
         return None, *tokens

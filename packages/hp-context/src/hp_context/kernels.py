@@ -1,126 +1,47 @@
 # ruff: noqa: SLF001  # no public function of torch returns the log-sum-exp
-"""Attention of a whole sequence under a mask, and of one block of it with its log-sum-exp.
+"""Attention of one block of queries and keys with its log-sum-exp, by the kernel that takes it.
 
 Note [Backward by blocks]
     A block knows its part of the scores only, but its gradients need the softmax over all of the
     keys. They follow from the final output and the final log-sum-exp of each query: the weights
     are exp(score - lse), so every block is given these two and none needs another block.
 
-Shape symbols: B batch, S sequence, Q queries of a block, K keys of a block, H query heads, G
-key/value heads (G divides H), D head size of queries and keys, E head size of values.
+Shape symbols: B batch, Q queries of a block, K keys of a block, H query heads, G key/value heads (G
+divides H), D head size of queries and keys, E head size of values.
 """
 
-from abc import abstractmethod
+from enum import Enum
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from hp_context import cuda_kernels, reference_kernel
-from hp_context.masks import BlockKind, Causal, Full, Mask, mask_tensor
+from hp_context.dropout import BlockDropout
+from hp_context.masks import BlockKind
+from hp_context.reference_kernel import Scoring
+
+_CPU_FLASH_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-class SpreadMask(Mask):
-    """A mask that comes with the ranks that the sequence is spread over.
+class Kernel(Enum):
+    """What computes a block."""
 
-    `masked_attention` leaves the work to it: q, k and v are parts of the sequence then.
-    """
-
-    @abstractmethod
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float) -> Tensor:
-        """Return [B, H, s, E] for this rank's q [B, H, s, D], k [B, G, s, D], v [B, G, s, E]."""
+    CPU_FLASH = "flash attention of the CPU"
+    CUDA_FLASH = "flash attention of CUDA"
+    CUDA_EFFICIENT = "efficient attention of CUDA"
+    REFERENCE = "plain torch"
 
 
-def masked_attention(
+def block_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    mask: Mask,
-    seq_dim: int = 1,
-    head_dim: int = 2,
-    scale: float | None = None,
-    dropout: float = 0.0,
-) -> Tensor:
-    """Attend over the whole sequence.
-
-    Args:
-        q: [B, S, H, D], or [B, H, S, D] with seq_dim=2 and head_dim=1.
-        k: Like `q` with G heads.
-        v: Like `k` with head size E.
-        mask: Which keys a query may see, by global positions.
-        seq_dim: Dimension of S.
-        head_dim: Dimension of the heads.
-        scale: Factor of the scores; 1/sqrt(D) when None.
-        dropout: Probability of dropping an attention weight.
-
-    Returns:
-        Like `q` with head size E.
-
-    Raises:
-        ValueError: The mask does not fit S.
-    """
-    to_heads_first = (seq_dim, head_dim), (2, 1)
-    q, k, v = (x.movedim(*to_heads_first) for x in (q, k, v))
-    if isinstance(mask, SpreadMask):
-        scale = q.size(-1) ** -0.5 if scale is None else scale
-        return mask.attend(q, k, v, scale=scale, dropout=dropout).movedim(*reversed(to_heads_first))
-    mask.check(q.size(2))
-    plain = isinstance(mask, Full | Causal)
-    out = F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=None if plain else mask_tensor(mask, q.size(2), device=q.device),
-        is_causal=isinstance(mask, Causal),
-        dropout_p=dropout,
-        scale=scale,
-        enable_gqa=q.size(1) != k.size(1),
-    )
-    return out.movedim(*reversed(to_heads_first))
-
-
-class Attention(nn.Module):
-    """A core attention whose mask is a `Mask`; runs alone or under `ContextParallel`.
-
-    Args:
-        mask: Which keys a query may see; a call may pass another one as `attn_mask`.
-        seq_dim: Dimension of the sequence in q, k, v and the output.
-        head_dim: Dimension of the heads.
-        scale: Factor of the scores; 1/sqrt(D) when None.
-        dropout: Probability of dropping an attention weight in training.
-    """
-
-    def __init__(
-        self,
-        mask: Mask | None = None,
-        *,
-        seq_dim: int = 1,
-        head_dim: int = 2,
-        scale: float | None = None,
-        dropout: float = 0.0,
-    ) -> None:
-        super().__init__()
-        self.mask: Mask = Full() if mask is None else mask
-        self.seq_dim, self.head_dim = seq_dim, head_dim
-        self.scale, self.dropout = scale, dropout
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Mask | None = None) -> Tensor:
-        """Attend; shapes as in `masked_attention`."""
-        return masked_attention(
-            q,
-            k,
-            v,
-            mask=self.mask if attn_mask is None else attn_mask,
-            seq_dim=self.seq_dim,
-            head_dim=self.head_dim,
-            scale=self.scale,
-            dropout=self.dropout if self.training else 0.0,
-        )
-
-
-def block_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, kind: BlockKind, mask: Tensor | None, scale: float
+    kind: BlockKind,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+    dropout: BlockDropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend over the keys of one block.
 
@@ -131,24 +52,28 @@ def block_forward(
         kind: FULL, CAUSAL (Q = K) or PARTIAL.
         mask: bool [Q, K], true where attention is allowed; None unless `kind` is PARTIAL.
         scale: Factor of the scores.
+        softcap: Bound of the scores, by tanh; in plain torch.
+        dropout: Which weights are dropped; in plain torch.
 
     Returns:
         Output [B, H, Q, E] in the dtype of `q`; log-sum-exp of the scores [B, H, Q] in float32 or
         wider. A query that sees no key of the block has output 0 and log-sum-exp -inf.
     """
     causal = kind is BlockKind.CAUSAL
-    if _cpu_flash_applies(q, v):
+    kernel = choose_kernel(q, v, mask=mask, softcap=softcap, dropout=dropout)
+    if kernel is Kernel.CPU_FLASH:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *_rows(q, k, v), 0.0, causal, attn_mask=_bias(mask, q.dtype), scale=scale
         )
-    elif q.is_cuda and cuda_kernels.flash_applies(q, v, mask):
+    elif kernel is Kernel.CUDA_FLASH:
         out, lse = cuda_kernels.flash_forward(*_rows(q, k, v), causal=causal, scale=scale)
-    elif q.is_cuda and cuda_kernels.efficient_applies(q, v):
+    elif kernel is Kernel.CUDA_EFFICIENT:
         out, lse = cuda_kernels.efficient_forward(
             *_rows(q, k, v), mask=mask, causal=causal, scale=scale
         )
     else:
-        return reference_kernel.forward(q, k, v, mask=_triangle(q) if causal else mask, scale=scale)
+        scoring = Scoring(scale, softcap, dropout)
+        return reference_kernel.forward(q, k, v, mask=mask, causal=causal, scoring=scoring)
     if mask is not None:
         unseen = ~mask.any(-1)  # the kernels call their log-sum-exp 0
         out.masked_fill_(unseen[:, None], 0.0)
@@ -167,6 +92,8 @@ def block_backward(
     kind: BlockKind,
     mask: Tensor | None,
     scale: float,
+    softcap: float | None = None,
+    dropout: BlockDropout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the share of one block in the gradients; see Note [Backward by blocks].
 
@@ -180,22 +107,25 @@ def block_backward(
         kind: As in `block_forward`.
         mask: As in `block_forward`.
         scale: As in `block_forward`.
+        softcap: As in `block_forward`.
+        dropout: As in `block_forward`.
 
     Returns:
         dq, dk, dv like q, k, v, in their dtype or wider.
     """
     causal = kind is BlockKind.CAUSAL
+    kernel = choose_kernel(q, v, mask=mask, softcap=softcap, dropout=dropout)
     grad_out, q, k, v, out = _rows(grad_out, q, k, v, out)
-    if _cpu_flash_applies(q, v):
+    if kernel is Kernel.CPU_FLASH:
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, q, k, v, out, lse, 0.0, causal, attn_mask=_bias(mask, q.dtype), scale=scale
         )
         return dq, dk, dv
-    if q.is_cuda and cuda_kernels.flash_applies(q, v, mask):
+    if kernel is Kernel.CUDA_FLASH:
         return cuda_kernels.flash_backward(
             q, k, v, grad_out=grad_out, out=out, lse=lse, causal=causal, scale=scale
         )
-    if q.is_cuda and cuda_kernels.efficient_applies(q, v):
+    if kernel is Kernel.CUDA_EFFICIENT:
         return cuda_kernels.efficient_backward(
             q, k, v, grad_out=grad_out, out=out, lse=lse, mask=mask, causal=causal, scale=scale
         )
@@ -206,13 +136,31 @@ def block_backward(
         grad_out=grad_out,
         out=out,
         lse=lse,
-        mask=_triangle(q) if causal else mask,
-        scale=scale,
+        mask=mask,
+        causal=causal,
+        scoring=Scoring(scale, softcap, dropout),
     )
 
 
-def _cpu_flash_applies(q: Tensor, v: Tensor) -> bool:
-    return q.device.type == "cpu" and v.size(-1) == q.size(-1)
+def choose_kernel(
+    q: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None,
+    softcap: float | None = None,
+    dropout: BlockDropout | None = None,
+) -> Kernel:
+    """Return what computes such a block: REFERENCE whenever no other is known to be right."""
+    if softcap is not None or dropout is not None:
+        return Kernel.REFERENCE
+    if q.device.type == "cpu":
+        fits = v.size(-1) == q.size(-1) and q.dtype in _CPU_FLASH_DTYPES
+        return Kernel.CPU_FLASH if fits else Kernel.REFERENCE
+    if q.device.type == "cuda" and cuda_kernels.flash_applies(q, v, mask):
+        return Kernel.CUDA_FLASH
+    if q.device.type == "cuda" and cuda_kernels.efficient_applies(q, v):
+        return Kernel.CUDA_EFFICIENT
+    return Kernel.REFERENCE
 
 
 def _rows(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -225,7 +173,3 @@ def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if mask is None:
         return None
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-
-
-def _triangle(q: Tensor) -> Tensor:
-    return torch.ones(q.size(2), q.size(2), dtype=torch.bool, device=q.device).tril_()

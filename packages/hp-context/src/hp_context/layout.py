@@ -8,14 +8,16 @@ Shape symbols: S length of the whole sequence, N ranks of the group, s = S / N.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import reduce
 from itertools import chain
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from hp_context.checks import check_two_axes
 from hp_platform import all_gather_uneven, resolve_group
 
 
@@ -90,15 +92,23 @@ def local_positions(
     mesh_or_group: DeviceMesh | dist.ProcessGroup,
     *,
     layout: SequenceLayout = CONTIGUOUS,
+    ulysses_degree: int | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
     """Return the global positions this rank holds: int64 [s], the input of rotary embeddings.
 
+    Args:
+        seq_len: S.
+        mesh_or_group: As in `shard_sequence`.
+        layout: As in `shard_sequence`.
+        ulysses_degree: As in `shard_sequence`.
+        device: Of the result.
+
     Raises:
-        ValueError: The layout cannot split `seq_len` (S) evenly.
+        ValueError: The layout cannot split S evenly, or the mesh does not fit.
     """
-    group = resolve_group(mesh_or_group)
-    runs = layout.runs(seq_len, group.size())[group.rank()]
+    place = _place(mesh_or_group, ulysses_degree)
+    runs = layout.runs(seq_len, place.num_ranks)[place.rank]
     return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])
 
 
@@ -108,23 +118,27 @@ def shard_sequence(
     *,
     seq_dim: int = 1,
     layout: SequenceLayout = CONTIGUOUS,
+    ulysses_degree: int | None = None,
 ) -> Tensor:
     """Return this rank's part of `x`, which every rank holds whole.
 
     Args:
         x: S at `seq_dim`, any other dimensions, any dtype.
-        mesh_or_group: The ranks that share the sequence: a 1-D mesh or a group.
+        mesh_or_group: The ranks that share the sequence: a group, a mesh of one axis, or that of
+            two axes, outer and inner, that `ContextParallel` was applied to.
         seq_dim: Dimension of the sequence.
         layout: Which positions are whose.
+        ulysses_degree: Of `ContextParallel`. Needed for a mesh of two axes alone, which otherwise
+            may as well mean data parallelism times context parallelism.
 
     Returns:
         A contiguous copy with s at `seq_dim`.
 
     Raises:
-        ValueError: The layout cannot split S evenly.
+        ValueError: The layout cannot split S evenly, or the mesh does not fit.
     """
-    group = resolve_group(mesh_or_group)
-    runs = layout.runs(x.size(seq_dim), group.size())[group.rank()]
+    place = _place(mesh_or_group, ulysses_degree)
+    runs = layout.runs(x.size(seq_dim), place.num_ranks)[place.rank]
     parts = [x.narrow(seq_dim, run.start, len(run)) for run in runs]
     if len(parts) > 1:
         return torch.cat(parts, seq_dim).contiguous()
@@ -137,6 +151,7 @@ def unshard_sequence(
     *,
     seq_dim: int = 1,
     layout: SequenceLayout = CONTIGUOUS,
+    ulysses_degree: int | None = None,
 ) -> Tensor:
     """Return the whole of what `shard_sequence` split, on every rank.
 
@@ -145,21 +160,44 @@ def unshard_sequence(
 
     Args:
         x: s at `seq_dim`, the same shape on every rank.
-        mesh_or_group: The ranks that share the sequence.
+        mesh_or_group: What it was split over.
         seq_dim: Dimension of the sequence.
         layout: The layout it was split by.
+        ulysses_degree: As in `shard_sequence`.
 
     Returns:
         Like `x` with S at `seq_dim`, in the order of positions.
 
     Raises:
-        ValueError: The layout cannot have made a part of s positions.
+        ValueError: The layout cannot have made a part of s positions, or the mesh does not fit.
     """
+    place = _place(mesh_or_group, ulysses_degree)
+    layout.runs(x.size(seq_dim) * place.num_ranks, place.num_ranks)
+    whole = x.contiguous()
+    for group in place.groups:
+        sizes = [whole.size(seq_dim)] * group.size()
+        whole = all_gather_uneven(whole, sizes=sizes, dim=seq_dim, group=group)
+    return to_positions(whole, layout, num_ranks=place.num_ranks, seq_dim=seq_dim)
+
+
+class _Place(NamedTuple):
+    """One rank among those that share a sequence; `groups` are its axes, the innermost first."""
+
+    rank: int
+    groups: tuple[dist.ProcessGroup, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return reduce(lambda product, group: product * group.size(), self.groups, 1)
+
+
+def _place(mesh_or_group: DeviceMesh | dist.ProcessGroup, degree: int | None) -> _Place:
+    if isinstance(mesh_or_group, DeviceMesh) and mesh_or_group.ndim > 1 and degree is not None:
+        check_two_axes(mesh_or_group, degree)
+        outer, inner = mesh_or_group.get_group(0), mesh_or_group.get_group(1)
+        return _Place(outer.rank() * inner.size() + inner.rank(), (inner, outer))
     group = resolve_group(mesh_or_group)
-    layout.runs(x.size(seq_dim) * group.size(), group.size())
-    sizes = [x.size(seq_dim)] * group.size()
-    whole: Tensor = all_gather_uneven(x.contiguous(), sizes=sizes, dim=seq_dim, group=group)
-    return to_positions(whole, layout, num_ranks=group.size(), seq_dim=seq_dim)
+    return _Place(group.rank(), (group,))
 
 
 def to_positions(x: Tensor, layout: SequenceLayout, *, num_ranks: int, seq_dim: int) -> Tensor:

@@ -59,6 +59,18 @@ class Mask(ABC):
         del query
         return None
 
+    def seen(self, query: range) -> range:
+        """Return a run of keys outside of which no query of a run sees any.
+
+        Keys that a rank does not see in this sense are not sent to it. Exact where `visible` tells
+        the keys; everything where it does not.
+
+        Args:
+            query: Run of positions, at least one.
+        """
+        first, last = self.visible(query[0]), self.visible(query[-1])
+        return range(_FAR) if first is None or last is None else range(first.start, last.stop)
+
     @property
     def causal(self) -> bool:
         """Whether it is known that no query sees a key behind its own position."""
@@ -236,6 +248,11 @@ class Both(Mask):
         one, other = self.first.visible(query), self.second.visible(query)
         if one is None or other is None:
             return None
+        return range(max(one.start, other.start), min(one.stop, other.stop))
+
+    def seen(self, query: range) -> range:
+        """What both see; see `Mask.seen`."""
+        one, other = self.first.seen(query), self.second.seen(query)
         return range(max(one.start, other.start), min(one.stop, other.stop))
 
     @property

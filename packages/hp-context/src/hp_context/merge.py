@@ -45,3 +45,34 @@ class Merge:
 def for_backward(lse: Tensor) -> Tensor:
     """Return `lse` without -inf, so that exp(-inf - lse) is 0 for queries that see no key."""
     return lse.masked_fill(lse == -torch.inf, 0.0)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Add one more term to the softmax of each query, with no value: attention that goes nowhere.
+
+    Backward by blocks (Note [Backward by blocks]) is right with what this returns.
+
+    Args:
+        out: [B, H, Q, E] over all keys. May be overwritten.
+        lse: [B, H, Q] likewise.
+        sinks: [H], the score of the term.
+
+    Returns:
+        Output and log-sum-exp with the term in it.
+    """
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    return out.mul_((lse - total).exp().to(out.dtype).unsqueeze(-1)), total
+
+
+def sinks_gradient(sinks: Tensor, *, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """Return the gradient of the scores of `with_sinks`, [H], summed over batch and queries.
+
+    Args:
+        sinks: [H].
+        grad_out: [B, H, Q, E].
+        out: What `with_sinks` returned.
+        lse: What `with_sinks` returned.
+    """
+    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    weights = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    return (weights * delta).sum((0, 2)).neg().to(sinks.dtype)

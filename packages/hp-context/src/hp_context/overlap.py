@@ -32,7 +32,7 @@ class OverlapRates:
 
     Attributes:
         link: Bytes per second that a rank sends to the others.
-        compute: Floating-point operations per second of the projections.
+        compute: Floating-point operations per second of the projections and of attention.
         overhead: Seconds.
     """
 
@@ -56,12 +56,34 @@ class OverlapRates:
         """
         return min(num_bytes / self.link, flops / self.compute) > self.overhead
 
+    def strides(self, num_bytes: float, flops: float, most: int) -> int:
+        """Return in how many strides keys had better be gathered behind attention; 1 to `most`.
+
+        Of n strides each but the first is gathered while the one before it is computed, and each
+        costs `overhead`.
+
+        Args:
+            num_bytes: What a rank sends to others, all strides together.
+            flops: Of its attention.
+            most: Strides at most.
+        """
+        transfer, compute = num_bytes / self.link, flops / self.compute
+
+        def seconds(n: int) -> float:
+            return (transfer + compute + (n - 1) * max(transfer, compute)) / n + n * self.overhead
+
+        return min(range(1, most + 1), key=seconds)
+
 
 # Orders of magnitude of one machine of its kind; measure and pass your own.
 _DEFAULT_RATES = {
     "cpu": OverlapRates(link=1e9, compute=5e10, overhead=3e-4),
     "cuda": OverlapRates(link=5e10, compute=4e14, overhead=5e-5),
 }
+
+
+# Where overlap is asked for whatever it costs.
+FREE = OverlapRates(link=1.0, compute=1.0, overhead=0.0)
 
 
 def default_rates(device_type: str) -> OverlapRates:

@@ -1,26 +1,70 @@
 """Attention of one block in plain torch, forward and backward: for what no kernel of torch takes.
 
-All of the scores of the block exist at once. Query heads that share a key/value head are folded
-into rows, [B, G, (H/G)*Q, D], so that keys and values are not repeated.
+Query heads that share a key/value head are folded into rows, [B, G, (H/G)*Q, D], so that keys and
+values are not repeated. Queries are taken a few at a time, so that no more scores exist at once
+than `TILE` says, or those of one query.
+
+Note [Soft caps, dropout and blocks]
+    A soft cap acts on single scores: c * tanh(score / c). Dropout acts on single weights, after
+    the softmax, whose log-sum-exp is of all scores. Neither asks what other blocks hold, so both
+    go with the merge of blocks and with backward by blocks: a dropped weight gives nothing to the
+    output and takes nothing of its gradient.
 
 Shape symbols: B batch, Q queries, K keys, H query heads, G key/value heads, D head size of
 queries and keys, E head size of values, R = H / G * Q rows.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from hp_context.dropout import BlockDropout
+
+TILE = 1 << 24  # scores
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How weights follow from queries and keys, but for which keys may be seen.
+
+    Attributes:
+        scale: Factor of the scores.
+        softcap: Bound of the scores, by tanh; None: no bound.
+        dropout: Which weights of this block are dropped.
+    """
+
+    scale: float
+    softcap: float | None = None
+    dropout: BlockDropout | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Some queries of a block, the keys that they may see and the mask of both."""
+
+    rows: slice
+    columns: slice
+    mask: Tensor | None
+
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
     """Return the output [B, H, Q, E] and its log-sum-exp [B, H, Q]; see `kernels.block_forward`."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = _scores(q, k, mask=mask, scale=scale)  # [B, G, R, K]
-    lse = scores.logsumexp(-1, keepdim=True)
-    weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)).exp_()
-    out = (weights @ v.to(wide)).unflatten(2, (-1, q.size(2))).flatten(1, 2)
-    return out.to(q.dtype), lse.squeeze(-1).view(q.shape[:-1])
+    outs, lses = [], []
+    for tile in _tiles(q, k, mask, causal):
+        q_tile, k_tile, v_tile = q[:, :, tile.rows], k[:, :, tile.columns], v[:, :, tile.columns]
+        scores, _ = _scores(q_tile, k_tile, tile, scoring)  # [B, G, R, K]
+        lse = scores.logsumexp(-1, keepdim=True)
+        weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)).exp_()
+        weights *= _kept(weights, q_tile, tile, scoring)
+        out = (weights @ v_tile.to(wide)).unflatten(2, (-1, q_tile.size(2))).flatten(1, 2)
+        outs.append(out.to(q.dtype))
+        lses.append(lse.squeeze(-1).view(q_tile.shape[:-1]))
+    return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
 def backward(
@@ -32,29 +76,70 @@ def backward(
     out: Tensor,
     lse: Tensor,
     mask: Tensor | None,
-    scale: float,
+    causal: bool,
+    scoring: Scoring,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in float32 or wider; see `kernels.block_backward`."""
     wide, num_kv_heads = torch.promote_types(q.dtype, torch.float32), k.size(1)
-    grad_rows, q_rows, out_rows = (
-        _fold(x.to(wide), num_kv_heads) for x in (grad_out, q, out)
-    )  # [B, G, R, D or E]
-    lse_rows = lse.reshape(*grad_rows.shape[:-1], 1)
-    weights = (_scores(q, k, mask=mask, scale=scale) - lse_rows).exp_()
-    dv = weights.mT @ grad_rows
-    delta = (grad_rows * out_rows).sum(-1, keepdim=True)
-    dscores = weights.mul_(grad_rows @ v.to(wide).mT - delta).mul_(scale)
-    dq = (dscores @ k.to(wide)).unflatten(2, (-1, q.size(2))).flatten(1, 2)
-    return dq, dscores.mT @ q_rows, dv
+    dqs = []
+    dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
+    for tile in _tiles(q, k, mask, causal):
+        rows, columns = tile.rows, tile.columns
+        grad_rows, q_rows, out_rows = (
+            _fold(x[:, :, rows].to(wide), num_kv_heads) for x in (grad_out, q, out)
+        )  # [B, G, R, D or E]
+        lse_rows = lse[:, :, rows].reshape(*grad_rows.shape[:-1], 1)
+        scores, slope = _scores(q[:, :, rows], k[:, :, columns], tile, scoring)
+        weights = (scores - lse_rows).exp_()
+        kept = _kept(weights, q[:, :, rows], tile, scoring)
+        delta = (grad_rows * out_rows).sum(-1, keepdim=True)
+        dweights = grad_rows @ v[:, :, columns].to(wide).mT * kept
+        dv[:, :, columns] += (weights * kept).mT @ grad_rows
+        dscores = weights.mul_(dweights - delta).mul_(scoring.scale).mul_(slope)
+        dq = dscores @ k[:, :, columns].to(wide)
+        dqs.append(dq.unflatten(2, (-1, rows.stop - rows.start)).flatten(1, 2))
+        dk[:, :, columns] += dscores.mT @ q_rows
+    return torch.cat(dqs, 2), dk, dv
 
 
-def _scores(q: Tensor, k: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
-    """Return the scores [B, G, R, K], -inf where a query must not see a key."""
+def _tiles(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Iterator[_Tile]:
+    num_queries, num_keys = q.size(2), k.size(2)
+    step = max(1, TILE // max(1, q.size(0) * q.size(1) * num_keys))
+    for start in range(0, num_queries, step):
+        stop = min(start + step, num_queries)
+        if causal:
+            # Keys behind the last of these queries are seen by none of them.
+            triangle = torch.ones(stop - start, stop, dtype=torch.bool, device=q.device)
+            yield _Tile(slice(start, stop), slice(stop), triangle.tril_(start))
+        else:
+            part = None if mask is None else mask[start:stop]
+            yield _Tile(slice(start, stop), slice(num_keys), part)
+
+
+def _scores(q: Tensor, k: Tensor, tile: _Tile, scoring: Scoring) -> tuple[Tensor, Tensor | float]:
+    """Return the scores [B, G, R, K], -inf where a query must not see a key.
+
+    And their derivative by the scores without a soft cap.
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = (_fold(q.to(wide), k.size(1)) @ k.to(wide).mT).mul_(scale)
-    if mask is not None:
-        scores.unflatten(2, (-1, q.size(2))).masked_fill_(~mask, -torch.inf)
-    return scores
+    scores = (_fold(q.to(wide), k.size(1)) @ k.to(wide).mT).mul_(scoring.scale)
+    slope: Tensor | float = 1.0
+    if scoring.softcap is not None:
+        bounded = scores.div_(scoring.softcap).tanh_()
+        slope = 1 - bounded.square()
+        scores = bounded.mul_(scoring.softcap)
+    if tile.mask is not None:
+        scores.unflatten(2, (-1, q.size(2))).masked_fill_(~tile.mask, -torch.inf)
+    return scores, slope
+
+
+def _kept(weights: Tensor, q: Tensor, tile: _Tile, scoring: Scoring) -> Tensor | float:
+    """Return what dropout multiplies the weights [B, G, R, K] by."""
+    if scoring.dropout is None:
+        return 1.0
+    batch, heads = q.shape[:2]
+    factors = scoring.dropout.factors(batch, heads, tile.rows, tile.columns, weights)
+    return factors.view_as(weights)
 
 
 def _fold(x: Tensor, num_kv_heads: int) -> Tensor:

@@ -7,7 +7,7 @@ Shape symbols: N ranks, S whole sequence, s = S / N, H heads, h = H / N, `...` a
 In the docstrings the sequence comes first; any two dims below the last will do.
 """
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -26,6 +26,7 @@ def seq_to_head(
     seq_dim: int = 1,
     head_dim: int = 2,
     head_index: tuple[int, ...] | None = None,
+    head_counts: tuple[int, ...] | None = None,
 ) -> Tensor:
     """Exchange [s, H, ...] for [S, h, ...]. Differentiable.
 
@@ -34,22 +35,28 @@ def seq_to_head(
         group: The ranks that share the sequence.
         seq_dim: Dimension of the sequence.
         head_dim: Dimension of the heads.
-        head_index: The heads to send, rank by rank, each as often as it is needed; h is then
-            its length over N, and the gradients of replicas are summed.
+        head_index: The heads to send, rank by rank, each as often as it is needed; the gradients
+            of replicas are summed. None: each once, in order.
+        head_counts: How many of them go to each rank. None: as many to each.
 
     Returns:
         All positions in rank order with this rank's heads.
     """
-    num_ranks = group.size()
-    if head_index is None:
-        packed = x.unflatten(head_dim, (num_ranks, -1)).movedim(head_dim, 0).contiguous()
-    else:
-        packed = _PackHeads.apply(x, head_dim, head_index, num_ranks)
-    received: Tensor = all_to_all(packed, group=group)
-    return received.movedim(0, seq_dim).flatten(seq_dim, seq_dim + 1)
+    packing = Packing(group.size(), head_dim, head_index, head_counts)
+    packed = packing.pack(x) if head_index is None else _Pack.apply(x, packing)
+    sent, received = packing.splits(x.shape, group.rank())
+    y: Tensor = all_to_all(packed, input_splits=sent, output_splits=received, group=group)
+    return packing.arrived(y, x.shape, group.rank(), seq_dim)
 
 
-def head_to_seq(x: Tensor, *, group: ProcessGroup, seq_dim: int = 1, head_dim: int = 2) -> Tensor:
+def head_to_seq(
+    x: Tensor,
+    *,
+    group: ProcessGroup,
+    seq_dim: int = 1,
+    head_dim: int = 2,
+    head_counts: tuple[int, ...] | None = None,
+) -> Tensor:
     """Exchange [S, h, ...] for [s, H, ...]. Differentiable; the inverse of `seq_to_head`.
 
     Args:
@@ -58,52 +65,124 @@ def head_to_seq(x: Tensor, *, group: ProcessGroup, seq_dim: int = 1, head_dim: i
         group: The ranks that share the sequence.
         seq_dim: Dimension of the sequence.
         head_dim: Dimension of the heads.
+        head_counts: How many heads each rank has. None: as many each.
 
     Returns:
         This rank's positions with all heads in rank order.
     """
-    packed = x.unflatten(seq_dim, (group.size(), -1)).movedim(seq_dim, 0).contiguous()
-    received: Tensor = all_to_all(packed, group=group)
-    return received.movedim(0, head_dim).flatten(head_dim, head_dim + 1)
+    packed = x.unflatten(seq_dim, (group.size(), -1)).movedim(seq_dim, 0)
+    packing = Packing(group.size(), head_dim, None, head_counts)
+    if head_counts is None:
+        y: Tensor = all_to_all(packed.contiguous(), group=group)
+        return packing.unpacked(y, packed.shape[1:])
+    merged = x.size(head_dim) // head_counts[group.rank()]
+    shape = list(packed.shape[1:])
+    shape[head_dim] = merged * sum(head_counts)
+    received, sent = packing.splits(torch.Size(shape), group.rank())
+    y = all_to_all(packed.reshape(-1), input_splits=sent, output_splits=received, group=group)
+    return packing.unpacked(y, torch.Size(shape))
 
 
-class _PackHeads(torch.autograd.Function):
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How the heads of a tensor lie in what is sent.
+
+    Equal numbers of heads: [N, s, h, ...]. Others: the [s, h_r, ...] of each rank r, flat, one
+    after the other.
+
+    Attributes:
+        num_ranks: N.
+        head_dim: Dimension of the heads.
+        index: The heads that are sent, rank by rank; None: all, in order.
+        counts: How many of them each rank gets; None: as many each.
+    """
+
+    num_ranks: int
+    head_dim: int
+    index: tuple[int, ...] | None
+    counts: tuple[int, ...] | None
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Return what is sent of `x` [s, H, ...]; differentiable unless heads are indexed."""
+        if self.counts is None:
+            if self.index is not None:
+                return self._pack_equal(x, self.index)
+            parts: Tensor = x.unflatten(self.head_dim, (self.num_ranks, -1))
+            return parts.movedim(self.head_dim, 0).contiguous()
+        if self.index is None:
+            blocks = x.split(list(self.counts), self.head_dim)
+            return torch.cat([block.reshape(-1) for block in blocks])
+        wanted = _on_device(self.index, x.device).split(list(self.counts))
+        return torch.cat([x.index_select(self.head_dim, part).reshape(-1) for part in wanted])
+
+    def splits(
+        self, shape: torch.Size, rank: int
+    ) -> tuple[list[int], list[int]] | tuple[None, None]:
+        """Return how much is sent to each rank of [s, H, ...] (`shape`) and received from each."""
+        if self.counts is None:
+            return None, None
+        size = self._slot(shape, 1).numel()
+        mine = self.counts[rank] * size
+        return [n * size for n in self.counts], [mine] * self.num_ranks
+
+    def arrived(self, received: Tensor, shape: torch.Size, rank: int, seq_dim: int) -> Tensor:
+        """Return [S, h, ...] of what came for [s, H, ...] (`shape`)."""
+        if self.counts is not None:
+            received = received.view(self.num_ranks, *self._slot(shape, self.counts[rank]))
+        return received.movedim(0, seq_dim).flatten(seq_dim, seq_dim + 1)
+
+    def unpacked(self, packed: Tensor, shape: torch.Size) -> Tensor:
+        """Return [s, slots, ...] of what lies as in `pack`, in the order of ranks."""
+        dim = self.head_dim
+        if self.counts is None:
+            slots: Tensor = packed.movedim(0, dim).flatten(dim, dim + 1)
+            return slots
+        shapes = [self._slot(shape, n) for n in self.counts]
+        parts = packed.split([s.numel() for s in shapes])
+        return torch.cat([part.view(s) for part, s in zip(parts, shapes, strict=True)], dim)
+
+    def summed(self, packed: Tensor, shape: torch.Size) -> Tensor:
+        """Return the gradient [s, H, ...] (`shape`) of what `pack` was given; outside autograd."""
+        slots = self.unpacked(packed, shape)
+        if self.index is None:
+            return slots
+        wide = torch.promote_types(packed.dtype, torch.float32)
+        total = packed.new_zeros(shape, dtype=wide)
+        for heads, taken in _rounds(self.index):
+            # A round names a head at most once: the sum has one order, on every device.
+            part = slots.index_select(self.head_dim, _on_device(taken, packed.device)).to(wide)
+            total.index_add_(self.head_dim, _on_device(heads, packed.device), part)
+        return total.to(packed.dtype)
+
+    def _pack_equal(self, x: Tensor, index: tuple[int, ...]) -> Tensor:
+        shape = self._slot(x.shape, len(index) // self.num_ranks)
+        packed = x.new_empty((self.num_ranks, *shape))
+        heads = _on_device(index, x.device).view(self.num_ranks, -1)
+        for part, wanted in zip(packed, heads, strict=True):
+            torch.index_select(x, self.head_dim, wanted, out=part)
+        return packed
+
+    def _slot(self, shape: torch.Size, count: int) -> torch.Size:
+        """Return the shape of `count` heads of [s, H, ...] (`shape`), merged with D or not."""
+        merged = 1
+        if self.index is None and self.counts is not None:
+            merged = shape[self.head_dim] // sum(self.counts)
+        dim = self.head_dim
+        return torch.Size((*shape[:dim], count * merged, *shape[dim + 1 :]))
+
+
+class _Pack(torch.autograd.Function):
     """Copy the indexed heads into the send buffer; no repeated tensor is made beside it."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, head_dim: int, index: tuple[int, ...], num_ranks: int
-    ) -> Tensor:
-        ctx.head_dim, ctx.index, ctx.shape = head_dim, index, x.shape
-        return pack_heads(x, head_dim, index, num_ranks)
+    def forward(ctx: Any, x: Tensor, packing: Packing) -> Tensor:
+        ctx.packing, ctx.shape = packing, x.shape
+        return packing.pack(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return sum_packed(grad, ctx.head_dim, ctx.index, ctx.shape), None, None, None
-
-
-def pack_heads(x: Tensor, head_dim: int, index: tuple[int, ...], num_ranks: int) -> Tensor:
-    """Return [N, s, h, ...], the heads `index` names of `x` [s, H, ...]; outside autograd."""
-    per_rank = len(index) // num_ranks
-    shape = (*x.shape[:head_dim], per_rank, *x.shape[head_dim + 1 :])
-    packed = x.new_empty((num_ranks, *shape))
-    heads = _on_device(index, x.device).view(num_ranks, per_rank)
-    for part, wanted in zip(packed, heads, strict=True):
-        torch.index_select(x, head_dim, wanted, out=part)
-    return packed
-
-
-def sum_packed(grad: Tensor, head_dim: int, index: tuple[int, ...], shape: Sequence[int]) -> Tensor:
-    """Return the gradient [s, H, ...] (`shape`) of what `pack_heads` was given."""
-    slots = grad.movedim(0, head_dim).flatten(head_dim, head_dim + 1)
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    total = grad.new_zeros(shape, dtype=wide)
-    for heads, taken in _rounds(index):
-        # A round names a head at most once: the sum has one order, on every device.
-        part = slots.index_select(head_dim, _on_device(taken, grad.device)).to(wide)
-        total.index_add_(head_dim, _on_device(heads, grad.device), part)
-    return total.to(grad.dtype)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.packing.summed(grad, ctx.shape), None
 
 
 @lru_cache(maxsize=256)

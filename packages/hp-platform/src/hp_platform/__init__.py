@@ -8,6 +8,7 @@ from hp_platform.collectives import (
     all_to_all_lazy,
     all_to_all_wait,
     is_waited,
+    launch_all_gather,
     launch_all_to_all,
     reduce_scatter_uneven,
     start_all_to_all,
@@ -18,7 +19,7 @@ from hp_platform.device import backend_for, local_device
 from hp_platform.fsdp import set_fsdp_frees_parameters
 from hp_platform.groups import mesh_of, new_group, resolve_group
 from hp_platform.launch import RankInfo, Runtime, initialize, shutdown
-from hp_platform.p2p import irecv, isend
+from hp_platform.p2p import irecv, isend, isend_irecv
 from hp_platform.pending import Pending
 from hp_platform.streams import Event, current_stream, use_stream
 from hp_platform.sync_hooks import sync_hook
@@ -46,6 +47,8 @@ __all__ = [
     "irecv",
     "is_waited",
     "isend",
+    "isend_irecv",
+    "launch_all_gather",
     "launch_all_to_all",
     "linear",
     "local_device",

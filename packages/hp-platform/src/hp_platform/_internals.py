@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import (
     Store,
     TCPStore,
     _register_process_group,
+    _resolve_process_group,
     _unregister_process_group,
 )
 from torch._compile import _disable_dynamo
@@ -43,6 +44,12 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 def all_gather(output: Tensor, x: Tensor, group: ProcessGroup) -> None:
     """Write the `[N, ...]` of every rank into `output` `[ranks * N, ...]`."""
     _all_gather(output, x, group=group)
+
+
+def start_all_gather(output: Tensor, x: Tensor, group: ProcessGroup) -> dist.Work | None:
+    """`all_gather` that returns at once; None where it is done already."""
+    work: dist.Work | None = _all_gather(output, x, group=group, async_op=True)
+    return work
 
 
 def reduce_scatter(output: Tensor, x: Tensor, group: ProcessGroup) -> None:
@@ -122,6 +129,15 @@ def backend_name(group: ProcessGroup | None, device: torch.device) -> str | None
     return name
 
 
+def coalesces(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether the backend that serves `device` in `group` can start several operations as one."""
+    try:
+        backend: Any = group._get_backend(device)
+    except RuntimeError:
+        return False
+    return bool(backend.supports_coalescing)
+
+
 def group_timeout(group: ProcessGroup | None, device: torch.device) -> timedelta | None:
     """The time-out `group` was created with; None where its backend does not tell."""
     if group is None:
@@ -154,6 +170,11 @@ def unregister_group(name: str, group: ProcessGroup) -> None:
     """Undo `register_group`."""
     _unregister_process_group(cast("Any", name))
     distributed_c10d._world.pg_group_ranks.pop(group, None)
+
+
+def group_of_name(name: str) -> ProcessGroup:
+    """The group that a functional collective is given by its name."""
+    return _resolve_process_group(cast("Any", name))
 
 
 def gloo_group(

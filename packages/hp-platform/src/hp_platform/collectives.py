@@ -7,7 +7,7 @@ Shape symbols: N rows of this rank before, M rows after, `...` any further dims.
 | `all_to_all` | yes | before it returns | before it returns |
 | `all_to_all_lazy` | yes | at the first use of the result | at the first use of the gradient |
 | `start_all_to_all`, `all_to_all_wait` | yes | in the second | in backward of the first |
-| `launch_all_to_all` | no | in `Pending.wait` | |
+| `launch_all_to_all`, `launch_all_gather` | no | in `Pending.wait` | |
 """
 
 from __future__ import annotations
@@ -100,6 +100,24 @@ def launch_all_to_all(
     pg = resolve_group(group)
     outputs, inputs = _splits(x, output_splits, input_splits, pg)
     return _launch(x, outputs, inputs, pg)
+
+
+def launch_all_gather(x: Tensor, *, group: ProcessGroup | DeviceMesh) -> Pending[Tensor]:
+    """Start to gather the `[N, ...]` of every rank, all of one shape, outside autograd.
+
+    Returns:
+        `[ranks * N, ...]` once waited for, in rank order.
+
+    Raises:
+        ValueError: If `x` has no dim.
+    """
+    pg = resolve_group(group)
+    if x.ndim == 0:
+        raise ValueError(f"rank {pg.rank()} of {pg.size()}: x.ndim (0) must be at least 1")
+    x = wait_tensor(x.detach()).contiguous()
+    y = x.new_empty((pg.size() * x.shape[0], *x.shape[1:]))
+    work = _internals.start_all_gather(y, x, pg)
+    return Pending(y, works=[] if work is None else [work], buffers=[x, y])
 
 
 class StartedAllToAll:

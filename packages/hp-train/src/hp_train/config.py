@@ -92,8 +92,11 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
     etp: Annotated[Count, _help("Ranks that share out the hidden width of each expert.")] = 1
     cp_heads: Annotated[
         CountOrZero,
-        _help("Context-parallel ranks that share out heads; the others gather keys. 0: all of cp."),
+        _help("Context-parallel ranks that share out heads; keys go to the others. 0: all, or 1."),
     ] = 0
+    cp_ring: Annotated[
+        bool, _help("Send keys round a ring of these others instead of gathering them.")
+    ] = False
 
 
 class PipelineConfig(Struct, frozen=True, kw_only=True):
@@ -278,6 +281,10 @@ class DataConfig(Struct, frozen=True, kw_only=True):
     ] = ()
     tokenizer: Annotated[str, _help('A tokenizer.json of Hugging Face tokenizers. "": bytes.')] = ""
     seq_len: Annotated[Count, _help("Tokens per sequence.")] = 128
+    documents: Annotated[
+        Literal["separate", "joined"],
+        _help("Whether attention and loss stop at the end of a document."),
+    ] = "separate"
     eval_fraction: Annotated[
         Annotated[float, Meta(gt=0, lt=1)], _help("Share of the text held out for evaluation.")
     ] = 0.02

@@ -7,7 +7,7 @@ _CUTS = {
     "embedding.weight": 0,
     "output.weight": 0,
     **{f"attention.{w}.{p}": 0 for w in ("wq", "wk", "wv") for p in ("weight", "bias")},
-    "attention.sinks": 0,
+    "attention.core.sinks": 0,
     "attention.wq_b.weight": 0,
     "attention.wkv_b.weight": 0,
     "attention.wo.weight": 1,

@@ -156,14 +156,14 @@ def build_pipeline(
     edge_groups = build_edge_groups(
         mesh.layout.pipelines(), backend=runtime.backend, timeout=timeout
     )
-    degree = config.mesh.cp_heads or config.mesh.cp
+    degree = config.mesh.cp_heads or (1 if config.mesh.cp_ring else config.mesh.cp)
     sequence = SequenceShare.of(
         mesh,
         seq_len=config.data.seq_len,
         gathers_keys=degree < config.mesh.cp,
         device=runtime.device,
     )
-    context = ContextParallel(degree, layout=sequence.layout)
+    context = ContextParallel(degree, ring=config.mesh.cp_ring, layout=sequence.layout)
     modules, parameters = {}, []
     for stage in placement:
         with torch.device("meta"):

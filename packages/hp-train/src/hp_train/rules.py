@@ -118,13 +118,15 @@ def _tensor_ranks(config: Config) -> Iterator[str]:
     for name, size in cut.items():
         if size % tp:
             yield f"mesh.tp ({tp}) must divide model.{name} ({size}){_divisors(tp, size)}"
-    if model.num_mtp_modules and tp > 1:
-        yield f"mesh.tp ({tp}) must be 1 with model.num_mtp_modules ({model.num_mtp_modules})"
+    for axis in ("tp", "cp") if model.num_mtp_modules else ():
+        if (size := getattr(config.mesh, axis)) > 1:
+            ahead = f"model.num_mtp_modules ({model.num_mtp_modules})"
+            yield f"mesh.{axis} ({size}) must be 1 with {ahead}"
 
 
 def _context_ranks(config: Config) -> Iterator[str]:
     mesh, model, seq_len = config.mesh, config.model, config.data.seq_len
-    degree = mesh.cp_heads or mesh.cp
+    degree = mesh.cp_heads or (1 if mesh.cp_ring else mesh.cp)
     if mesh.cp % degree:
         yield (
             f"mesh.cp_heads ({degree}) must divide mesh.cp ({mesh.cp}){_divisors(degree, mesh.cp)}"
@@ -144,10 +146,6 @@ def _context_ranks(config: Config) -> Iterator[str]:
             f"data.seq_len ({seq_len}) must be a multiple of "
             f"{twice}{_factors(mesh, 'cp', 'tp')}{_multiples(seq_len, unit)}"
         )
-    if mesh.cp > 1:
-        for key in ("num_mtp_modules", "attention_sinks"):
-            if value := getattr(model, key):
-                yield f"mesh.cp ({mesh.cp}) must be 1 with model.{key} ({shown(value)})"
 
 
 def _pipeline(config: Config) -> Iterator[str]:
@@ -201,7 +199,7 @@ def _attention(model: ModelConfig) -> Iterator[str]:
     if model.attention == "mla":
         for key in _GQA_ONLY:
             if getattr(model, key):
-                yield f"model.{key} (true) must be false with model.attention (mla)"
+                yield f'model.{key} (true) must be false with model.attention ("mla")'
         if model.rope_head_dim % 2:
             yield f"model.rope_head_dim ({model.rope_head_dim}) must be even"
     else:
@@ -237,7 +235,7 @@ def _rotary(model: ModelConfig) -> Iterator[str]:
         )
     if model.rope_scaling == "none" and model.rope_factor != 1.0:
         yield (
-            f"model.rope_factor ({model.rope_factor:g}) must be 1 with model.rope_scaling (none)"
+            f'model.rope_factor ({model.rope_factor:g}) must be 1 with model.rope_scaling ("none")'
         )
 
 

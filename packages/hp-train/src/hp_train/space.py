@@ -48,6 +48,7 @@ AXES = (
     Axis("mesh.dp_shard", _SIZES),
     Axis("mesh.cp", (1, 2, 4)),
     Axis("mesh.cp_heads", (0, 1, 2)),
+    Axis("mesh.cp_ring", (False, True)),
     Axis("mesh.tp", (1, 2, 4)),
     Axis("mesh.ep", _SIZES),
     Axis("mesh.etp", (1, 2, 4)),

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hp_context import Documents
 from hp_expert import update_correction_biases
 from hp_platform import Runtime, agree, initialize, new_group, shutdown
 from hp_schedule import MetaStep, Timeline
@@ -306,6 +307,9 @@ class Trainer:
             pipeline's wall time that this rank spent computing.
         """
         args, kwargs, targets = self._microbatches(self.data, self.next_sequence, train=True)
+        batch = range(self.next_sequence, self.next_sequence + self.config.train.global_batch_size)
+        # Known before forward, and the same in every layout.
+        self.runner.loss_scale = 1.0 / max(1, self.data.num_targets(batch))
         began = time.perf_counter()
         result = self.runner.run_microbatches(args, kwargs, targets)
         self.timeline = result.timeline  # a GPU is behind until this was read
@@ -314,7 +318,8 @@ class Trainer:
         reduce_gradients(self.parameters, self.mesh)
         balances = [t for k in kwargs for t in k["microbatch"].balance_losses.values()]
         busy = sum(span.end - span.start for span in self.timeline if span.step.type.is_compute)
-        return self._once(result.losses), float(sum(balances)), busy / seconds
+        loss = self._once(result.losses) * self.runner.loss_scale
+        return loss, float(sum(balances)), busy / seconds
 
     def evaluate(self) -> float | None:
         """Mean cross-entropy on held-out text, in nats per token, the same number on all ranks.
@@ -325,7 +330,7 @@ class Trainer:
         size = self.config.train.global_batch_size
         available = max(1, self.held_out.num_sequences // size)
         num_batches = min(self.config.train.eval_batches, available)
-        loss = 0.0
+        loss, num_targets = 0.0, self.held_out.num_targets(range(num_batches * size))
         for batch in range(num_batches):
             args, kwargs, targets = self._microbatches(self.held_out, batch * size, train=False)
             losses = self.runner.evaluate_microbatches(args, kwargs, targets).losses
@@ -337,7 +342,7 @@ class Trainer:
             if stops:
                 return None
             loss += batch_loss
-        return loss / num_batches
+        return loss / max(1, num_targets)
 
     def save(self) -> str:
         """Write a checkpoint of the state after :attr:`step`.
@@ -427,7 +432,9 @@ class Trainer:
         args, kwargs, targets = [], [], []
         for start in range(first, first + size * count, size):
             indices = range(start, start + size)
-            tokens, target = (sequence.shard(x) for x in data.batch(indices))
+            tokens, target, lengths = data.batch(indices)
+            limits = tuple(map(Documents, lengths)) if any(len(n) > 1 for n in lengths) else None
+            tokens, target = sequence.shard(tokens), sequence.shard(target)
             key = None
             if train:
                 sequence_index = self._on_device(torch.tensor(indices))
@@ -438,6 +445,7 @@ class Trainer:
                 self.config.train.global_batch_size,
                 key,
                 positions=sequence.attended,
+                documents=limits,
                 targets=targets[-1] if train else None,
             )
             kwargs.append({"microbatch": microbatch})
@@ -454,15 +462,11 @@ class Trainer:
         return x.to(self.device, non_blocking=True)
 
     def _loss(self, logits: Tensor, target: Tensor) -> Tensor:
-        """This microbatch's share of the step's mean loss: a sum over the global token count.
-
-        Tensor-parallel ranks have the same loss.
-        """
-        num_tokens = self.config.train.global_batch_size * self.config.data.seq_len
+        """Sum of the cross-entropy of this rank's targets; tensor-parallel ranks have the same."""
         wide = torch.promote_types(logits.dtype, torch.float32)
         rows = logits.flatten(0, 1).to(wide)
         tp, first = self.mesh.groups["tp"], self.pipeline.vocabulary.start
-        return cross_entropy(rows, target.flatten(), first=first, group=tp) / num_tokens
+        return cross_entropy(rows, target.flatten(), first=first, group=tp)
 
     def _sum_over_ranks(self, scalars: Sequence[float]) -> tuple[list[float], Tensor, int]:
         """Sum scalars and squared gradient norms over all ranks; see Note [one agreed step].
@@ -494,7 +498,9 @@ class Trainer:
 
     def _open(self, split: str, *, seed: int | None) -> Dataset:
         directory = self.worker.run_dir / "data"
-        return Dataset.open(directory, split, seq_len=self.config.data.seq_len, seed=seed)
+        data = self.config.data
+        separate = data.documents == "separate"
+        return Dataset.open(directory, split, seq_len=data.seq_len, seed=seed, separate=separate)
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0

@@ -62,14 +62,15 @@ def bundle(plans: Sequence[TransferPlan], edge: Edge) -> tuple[MessageStep, ...]
     """Merge the plans of several tensors that cross an edge together.
 
     Returns:
-        Steps in order, COLLECT before HOP before SPREAD. Tensors may differ in algorithm.
+        Steps in order of round, then COLLECT before HOP before SPREAD, which is the order of every
+        plan. Tensors may differ in algorithm and number of chunks.
     """
-    merged: dict[tuple[StepKind, int], dict[tuple[int, int], list[Piece]]] = {}
+    merged: dict[tuple[int, StepKind], dict[tuple[int, int], list[Piece]]] = {}
     for tensor, plan in enumerate(plans):
         for step in plan.steps:
             senders, receivers = _ends(step.kind, edge)
-            pairs = merged.setdefault((step.kind, step.round), {})
-            for move in step.moves:
+            pairs = merged.setdefault((step.round, step.kind), {})
+            for move in step.moves if plan.unit_bytes else ():
                 pieces = pairs.setdefault((senders[move.sender], receivers[move.receiver]), [])
                 end = pieces[-1].offset + pieces[-1].size if pieces else 0
                 offset = -(-end // ALIGNMENT) * ALIGNMENT
@@ -81,7 +82,8 @@ def bundle(plans: Sequence[TransferPlan], edge: Edge) -> tuple[MessageStep, ...]
             number,
             tuple(Message(*pair, tuple(pieces)) for pair, pieces in sorted(pairs.items())),
         )
-        for (kind, number), pairs in sorted(merged.items())
+        for (number, kind), pairs in sorted(merged.items())
+        if pairs
     )
 
 

@@ -1,16 +1,23 @@
-"""The command `hp-vtp`: look at transfer plans without a cluster. Needs no torch."""
+"""The command `hp-vtp`: look at layouts and transfer plans without a cluster. Needs no torch."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tomllib
 from collections.abc import Sequence
-from typing import NoReturn
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn, TypeAlias
 
 from hp_vtp.cost import Links
 from hp_vtp.explain import explain
+from hp_vtp.layout_text import describe_layout
 from hp_vtp.placement import Placement, Replicated, Sharded
 from hp_vtp.plan import ALGORITHMS, plan_transfer
+from hp_vtp.topology import PipelineLayout
+
+_Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"  # noqa: SLF001 (it has no other name)
 
 ITEMSIZE = {
     "bfloat16": 2,
@@ -39,21 +46,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _make_parser()
     args = parser.parse_args(argv)
     try:
-        text = _explain(args)
-    except ValueError as error:
+        text: str = args.text(args)
+    except (OSError, ValueError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
     print(text)
     return 0
 
 
-def _explain(args: argparse.Namespace) -> str:
-    links = Links(
-        cross_bandwidth=args.cross_gbit * 1e9 / 8,
-        cross_latency=args.cross_us * 1e-6,
-        local_bandwidth=args.local_gbit * 1e9 / 8,
-        local_latency=args.local_us * 1e-6,
+def _plan(args: argparse.Namespace) -> str:
+    if args.layout is not None:
+        layout = PipelineLayout.from_dict(tomllib.loads(args.layout.read_text()))
+    else:
+        build = PipelineLayout.u_shaped if args.u_shape else PipelineLayout.straight
+        layout = build(args.tp, dp=args.dp[0] if len(args.dp) == 1 else args.dp)
+        stages = tuple(
+            replace(stage, boundary=args.boundary, lanes=_lanes(args.lanes, stage.tp_size))
+            for stage in layout.stages
+        )
+        layout = replace(layout, stages=stages)
+    return describe_layout(
+        layout,
+        args.shape,
+        itemsize=ITEMSIZE[args.dtype],
+        algorithm=args.algorithm,
+        links=_links(args),
     )
+
+
+def _explain(args: argparse.Namespace) -> str:
+    links = _links(args)
     plan = plan_transfer(
         args.shape,
         num_sources=args.num_sources,
@@ -64,25 +86,67 @@ def _explain(args: argparse.Namespace) -> str:
         source_lanes=_lanes(args.lanes, args.num_sources),
         destination_lanes=_lanes(args.lanes, args.num_destinations),
         algorithm=args.algorithm,
+        chunks=args.chunks,
         links=links,
     )
     return explain(plan, links)
 
 
+def _links(args: argparse.Namespace) -> Links:
+    return Links(
+        cross_bandwidth=args.cross_gbit * 1e9 / 8,
+        cross_latency=args.cross_us * 1e-6,
+        local_bandwidth=args.local_gbit * 1e9 / 8,
+        local_latency=args.local_us * 1e-6,
+    )
+
+
 def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="hp-vtp", description=__doc__.split(":")[0], allow_abbrev=False)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_plan(commands)
+    _add_explain(commands)
+    return parser
+
+
+def _add_plan(commands: _Commands) -> None:
+    sub = commands.add_parser(
+        "plan",
+        help="print the stages of a layout, its groups, and what each edge costs",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    sub.set_defaults(text=_plan)
+    add = sub.add_argument
+    given = sub.add_mutually_exclusive_group(required=True)
+    given.add_argument("--tp", type=_numbers, metavar="SIZES", help="TP sizes, such as 1,4,4")
+    given.add_argument("--layout", type=Path, metavar="FILE", help="a layout in TOML instead")
+    add("--u-shape", action="store_true", help="the last layers are on the first stage again")
+    add("--dp", type=_numbers, default=[1], metavar="N", help="replicas: one number, or 1,2,2")
+    add(
+        "--boundary",
+        type=_placement,
+        default="replicated",
+        metavar="PLACEMENT",
+        help="replicated or sharded:DIM, how activations leave and enter the stages",
+    )
+    add("--shape", type=_shape, default="1,4096,4096", help="global shape of one activation")
+    _add_common(sub)
+
+
+def _add_explain(commands: _Commands) -> None:
     sub = commands.add_parser(
         "explain",
         help="print a transfer plan, its cost and the bound",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
+    sub.set_defaults(text=_explain)
     add = sub.add_argument
     add("--from", dest="num_sources", type=int, required=True, metavar="A", help="source ranks")
     add("--to", dest="num_destinations", type=int, required=True, metavar="B", help="receivers")
     add("--shape", type=_shape, required=True, help="global shape, such as 4096,1024")
-    add("--dtype", choices=ITEMSIZE, default="bfloat16", metavar="DTYPE", help="element type")
+    add("--chunks", type=int, metavar="N", help="chunks of an interval plan; by cost if not given")
     for end in ("source", "destination"):
         add(
             f"--{end}",
@@ -91,6 +155,12 @@ def _make_parser() -> argparse.ArgumentParser:
             metavar="PLACEMENT",
             help=f"replicated or sharded:DIM over the {end} stage",
         )
+    _add_common(sub)
+
+
+def _add_common(sub: argparse.ArgumentParser) -> None:
+    add = sub.add_argument
+    add("--dtype", choices=ITEMSIZE, default="bfloat16", metavar="DTYPE", help="element type")
     add("--lanes", type=int, metavar="N", help="independent links of a stage; all ranks if more")
     add("--algorithm", choices=("auto", *ALGORITHMS), default="auto", help="which plan to make")
     default = Links()
@@ -112,7 +182,6 @@ def _make_parser() -> argparse.ArgumentParser:
             metavar="US",
             help=f"microseconds per message {where} stages",
         )
-    return parser
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -122,6 +191,13 @@ def _shape(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(
             f"shape ({text}) must be integers separated by commas"
         ) from None
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"({text}) must be integers separated by commas") from None
 
 
 def _placement(text: str) -> Placement:

@@ -1,8 +1,8 @@
 """What a transfer plan costs on given links. Needs no torch.
 
 A step takes as long as its busiest rank: the latency of every message that the rank sends or
-receives, and the bytes on its link at the link's speed. Links are full duplex. Steps follow one
-another.
+receives, and the bytes on its link at the link's speed. Links are full duplex. Hops follow one
+another; what is spread within the destination stage runs under later hops.
 """
 
 from __future__ import annotations
@@ -110,8 +110,15 @@ def step_seconds(plan: TransferPlan, step: Step, links: Links) -> float:
 
 
 def predicted_seconds(plan: TransferPlan, links: Links) -> float:
-    """Predicted time of all steps, one after the other."""
-    return sum(step_seconds(plan, step, links) for step in plan.steps)
+    """Predicted time of all steps: each spread begins when its hop and the spread before it end."""
+    crossed = spread = 0.0
+    for step in plan.steps:
+        seconds = step_seconds(plan, step, links)
+        if step.kind == StepKind.SPREAD:
+            spread = max(spread, crossed) + seconds
+        else:
+            crossed += seconds
+    return max(crossed, spread)
 
 
 def bound_seconds(plan: TransferPlan, links: Links) -> float:

@@ -44,14 +44,20 @@ def format_seconds(seconds: float) -> str:
 
 def _title(plan: TransferPlan) -> str:
     shape = "x".join(map(str, plan.shape)) or "scalar"
+    chunks = f" in {plan.chunks} chunks" if plan.chunks > 1 else ""
     return (
         f"{plan.num_sources} -> {plan.num_destinations} ranks, {shape} of {plan.itemsize} B = "
-        f"{format_bytes(plan.total_bytes)}, {plan.source} -> {plan.destination}: {plan.algorithm}"
+        f"{format_bytes(plan.total_bytes)}, {plan.source} -> {plan.destination}: "
+        f"{plan.algorithm}{chunks}"
     )
 
 
 def _messages(plan: TransferPlan) -> list[str]:
-    return [line for step in plan.steps for line in _step_lines(plan, step)]
+    shown = [step for step in plan.steps if step.round == 0 or plan.chunks == 1]
+    lines = [line for step in shown for line in _step_lines(plan, step)]
+    if plan.chunks > 1:
+        lines.append(f"and so on for {plan.chunks} chunks, each spread under the hop of the next")
+    return lines
 
 
 def _step_lines(plan: TransferPlan, step: Step) -> list[str]:
@@ -79,18 +85,24 @@ def _links(plan: TransferPlan) -> list[str]:
 
 def _costs(plan: TransferPlan, links: Links) -> list[str]:
     parts = [
-        f"{_name(step)} {format_seconds(step_seconds(plan, step, links))}" for step in plan.steps
+        f"{_name(step)} {format_seconds(step_seconds(plan, step, links))}"
+        for step in plan.steps
+        if step.round == 0 or plan.chunks == 1
     ]
     steps = ", ".join(parts) or "nothing to send"
     total = format_seconds(predicted_seconds(plan, links))
     others = ", ".join(
-        f"{other.algorithm} {format_seconds(predicted_seconds(other, links))}"
+        f"{_algorithm(other)} {format_seconds(predicted_seconds(other, links))}"
         for other in _alternatives(plan)
     )
     return [
         f"predicted: {total} ({steps}), bound {format_seconds(bound_seconds(plan, links))}",
         f"alternatives: {others}",
     ]
+
+
+def _algorithm(plan: TransferPlan) -> str:
+    return f"{plan.algorithm} in {plan.chunks}" if plan.chunks > 1 else plan.algorithm
 
 
 def _name(step: Step) -> str:
@@ -111,5 +123,5 @@ def _alternatives(plan: TransferPlan) -> list[TransferPlan]:
             algorithm=name,
         )
         for name in ALGORITHMS
-        if name != plan.algorithm
+        if name != plan.algorithm or plan.chunks > 1
     ]

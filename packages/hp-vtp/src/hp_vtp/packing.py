@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hp_vtp.bundle import Message, Piece
+from hp_vtp.stages import Edge
 from hp_vtp.transfer import TransferPlan
 
 
@@ -21,11 +22,20 @@ class TensorMeta:
         dtype: Element type.
         replicated: The tensor is replicated at both ends, whatever the stages' boundaries say,
             for example a mask that travels with sequence-parallel activations.
+        requires_grad: Whether the received tensor is a leaf that requires grad. None: an activation
+            of a floating-point type is, a gradient is not. Never where gradients are switched off.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     replicated: bool = False
+    requires_grad: bool | None = None
+
+    def is_leaf_on(self, edge: Edge) -> bool:
+        """Whether the tensor is delivered as a leaf that requires grad."""
+        if self.requires_grad is None:
+            return edge.is_forward and self.dtype.is_floating_point
+        return self.requires_grad
 
 
 class Workspace:
@@ -52,10 +62,18 @@ class Workspace:
 
     @classmethod
     def of_destination(
-        cls, plan: TransferPlan, index: int, *, dtype: torch.dtype, device: torch.device
+        cls,
+        plan: TransferPlan,
+        index: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        into: Tensor | None = None,
     ) -> Workspace:
-        """Empty room for what destination rank `index` receives."""
+        """Empty room for what destination rank `index` receives; `into` if it is large enough."""
         start, stop = plan.workspace_range(index, at_destination=True)
+        if into is not None and (start, stop) == plan.destination_range(index):
+            return cls(plan, start, into)
         shape = plan.range_shape(start, stop)
         return cls(plan, start, torch.empty(shape, dtype=dtype, device=device))
 
@@ -65,6 +83,10 @@ class Workspace:
         if self._plan.dim is None:
             return self._tensor.view(-1)[first : first + stop - start]
         return self._tensor.narrow(self._plan.dim, first, stop - start)
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory until what `stream` was given so far has been done."""
+        self._tensor.record_stream(stream)
 
     def result(self, index: int) -> Tensor:
         """What destination rank `index` keeps."""

@@ -5,10 +5,10 @@ Legend: a source ranks, b destination ranks, N elements.
 - `interval`: every source rank sends its a-th part, cut where the b-th parts of the destination
   end; a replicated destination then exchanges its b-th parts locally. The cut carries N elements
   in a + b - gcd(a, b) messages and no rank sends or receives more than N / min(a, b), which is the
-  lower bound.
+  lower bound. In chunks, the exchange of one runs under the hop of the next.
 - `leader`: first rank to first rank, then a broadcast tree. One message over the cut.
 - `direct`: every destination rank gets all it needs across the cut, and nothing is spread.
-- `auto`: the cheapest of the three by `hp_vtp.cost`.
+- `auto`: the cheapest of the three by `hp_vtp.cost`, and of several numbers of chunks.
 
 Needs no torch.
 """
@@ -18,11 +18,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 
 from hp_vtp.cost import Links, choose
 from hp_vtp.placement import Placement, Replicated, Sharded, cut, cut_by_lane
 from hp_vtp.stages import Edge
 from hp_vtp.transfer import Algorithm, Move, Step, StepKind, TransferPlan
+
+_CHUNKS = (2, 4, 8, 16, 32)
+_LEAST_CHUNK_BYTES = 64 * 1024  # below, what a message costs is not known well enough to decide
 
 
 @lru_cache(maxsize=1024)
@@ -37,6 +41,7 @@ def plan_transfer(
     source_lanes: int | None = None,
     destination_lanes: int | None = None,
     algorithm: Algorithm = "auto",
+    chunks: int | None = None,
     links: Links = Links(),  # noqa: B008 (frozen)
 ) -> TransferPlan:
     """Plan the transfer of one tensor between two stages.
@@ -55,12 +60,14 @@ def plan_transfer(
             one per rank.
         destination_lanes: The same for the destination stage.
         algorithm: See the module's docstring.
+        chunks: Parts of `"interval"` that cross one after the other. None: by cost under `"auto"`,
+            otherwise one.
         links: Speeds by which `"auto"` decides; every rank must pass the same.
 
     Raises:
         ValueError: If an argument is out of range or the placements do not fit the shape.
     """
-    _check(shape, num_sources, num_destinations, itemsize)
+    _check(shape, num_sources, num_destinations, itemsize, 1 if chunks is None else chunks)
     _check_placements(shape, source, destination)
     plan = TransferPlan(
         shape=tuple(shape),
@@ -74,10 +81,12 @@ def plan_transfer(
         algorithm=algorithm,
     )
     if algorithm == "auto":
-        return choose([_with_steps(plan, name) for name in _BUILDERS], links)
+        return choose(list(_candidates(plan, chunks)), links)
     if algorithm not in _BUILDERS:
         raise ValueError(f"algorithm ({algorithm}) must be auto, {', '.join(_BUILDERS)}")
-    return _with_steps(plan, algorithm)
+    if algorithm != "interval" and chunks not in (None, 1):
+        raise ValueError(f"chunks ({chunks}) must be 1 for algorithm ({algorithm})")
+    return _with_steps(replace(plan, chunks=chunks or 1), algorithm)
 
 
 def plan_edge(
@@ -116,6 +125,18 @@ def plan_edge(
     )
 
 
+def _candidates(plan: TransferPlan, chunks: int | None) -> Iterator[TransferPlan]:
+    """What "auto" chooses from; chunks pay where an exchange follows that they can hide."""
+    yield _with_steps(replace(plan, chunks=chunks or 1), "interval")
+    if chunks is None and isinstance(plan.destination, Replicated) and plan.num_destinations > 1:
+        for number in _CHUNKS:
+            if plan.total_bytes >= number * _LEAST_CHUNK_BYTES:
+                yield _with_steps(replace(plan, chunks=number), "interval")
+    for name in _BUILDERS:
+        if name != "interval":
+            yield _with_steps(plan, name)
+
+
 def _with_steps(plan: TransferPlan, algorithm: Algorithm) -> TransferPlan:
     rounds: dict[StepKind, int] = {}
     steps = []
@@ -124,6 +145,7 @@ def _with_steps(plan: TransferPlan, algorithm: Algorithm) -> TransferPlan:
         if kept:
             steps.append(Step(kind, rounds.setdefault(kind, 0), kept))
             rounds[kind] += 1
+    steps.sort(key=lambda step: (step.round, step.kind))
     return replace(plan, algorithm=algorithm, steps=tuple(steps))
 
 
@@ -134,15 +156,18 @@ def _interval(plan: TransferPlan) -> _Moves:
     b = plan.num_destinations
     outgoing = _cut_for(plan.source, plan.num_sources, plan.source_lanes, plan.extent)
     incoming = _cut_for(plan.destination, b, plan.destination_lanes, plan.extent)
-    yield StepKind.HOP, list(_intersect(outgoing, incoming))
-    if isinstance(plan.destination, Replicated):
-        exchange = [
-            Move(j, other, incoming[j], incoming[j + 1])
-            for j in range(b)
-            for other in range(b)
-            if other != j
-        ]
-        yield StepKind.SPREAD, exchange
+    ends = [
+        [start + end for end in cut(stop - start, plan.chunks)]
+        for start, stop in pairwise(incoming)
+    ]
+    for chunk in range(plan.chunks):
+        parts = [(end[chunk], end[chunk + 1]) for end in ends]
+        yield StepKind.HOP, list(_intersect(outgoing, parts))
+        if isinstance(plan.destination, Replicated):
+            exchange = [
+                Move(j, other, *parts[j]) for j in range(b) for other in range(b) if other != j
+            ]
+            yield StepKind.SPREAD, exchange
 
 
 def _leader(plan: TransferPlan) -> _Moves:
@@ -184,11 +209,10 @@ _BUILDERS: Mapping[Algorithm, Callable[[TransferPlan], _Moves]] = {
 ALGORITHMS = tuple(_BUILDERS)
 
 
-def _intersect(outgoing: Sequence[int], incoming: Sequence[int]) -> Iterator[Move]:
-    for i in range(len(outgoing) - 1):
-        for j in range(len(incoming) - 1):
-            start, stop = max(outgoing[i], incoming[j]), min(outgoing[i + 1], incoming[j + 1])
-            yield Move(i, j, start, stop)
+def _intersect(outgoing: Sequence[int], parts: Sequence[tuple[int, int]]) -> Iterator[Move]:
+    for i, (first, last) in enumerate(pairwise(outgoing)):
+        for j, (start, stop) in enumerate(parts):
+            yield Move(i, j, max(first, start), min(last, stop))
 
 
 def _cut_for(placement: Placement, parts: int, lanes: int, extent: int) -> tuple[int, ...]:
@@ -206,11 +230,14 @@ def _lanes(name: str, lanes: int | None, ranks: int) -> int:
     return lanes
 
 
-def _check(shape: Sequence[int], num_sources: int, num_destinations: int, itemsize: int) -> None:
+def _check(
+    shape: Sequence[int], num_sources: int, num_destinations: int, itemsize: int, chunks: int
+) -> None:
     for name, value in (
         ("num_sources", num_sources),
         ("num_destinations", num_destinations),
         ("itemsize", itemsize),
+        ("chunks", chunks),
     ):
         if value < 1:
             raise ValueError(f"{name} ({value}) must be at least 1")

@@ -10,6 +10,9 @@ A plan has up to three kinds of steps, each a list of messages between two ranks
 - HOP, across the cut between the stages;
 - SPREAD, within the destination stage: complete the replicas.
 
+A plan in chunks has one HOP and one SPREAD per chunk: while one chunk is spread, the next one
+crosses.
+
 Needs no torch.
 """
 
@@ -70,7 +73,9 @@ class TransferPlan:
         source_lanes: Independent links of the source stage.
         destination_lanes: Independent links of the destination stage.
         algorithm: The one that was chosen; never `"auto"`.
-        steps: What runs, in order.
+        chunks: Parts that cross one after the other, each spread while the next one crosses.
+        steps: What runs, in order of round, then kind. A step needs what earlier ones brought to
+            its senders, and nothing else.
     """
 
     shape: tuple[int, ...]
@@ -82,6 +87,7 @@ class TransferPlan:
     source_lanes: int
     destination_lanes: int
     algorithm: Algorithm
+    chunks: int = 1
     steps: tuple[Step, ...] = ()
 
     @property

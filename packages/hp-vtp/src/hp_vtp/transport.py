@@ -1,6 +1,9 @@
-"""Execute transfer plans over torch.distributed, each edge on process groups of its own.
+"""Move tensors between the stages of a layout, asynchronously, each edge on groups of its own.
 
-The calls here return when the transfer is done on this rank.
+Note [One thread per edge]. Whatever a transfer does, the hop over the cut and the exchange within
+the destination stage, is issued by the thread of its edge, in the order of the calls. Nothing of it
+happens in `wait`, so ranks may wait in any order and from several threads, and nothing of it runs
+on a group that anybody else uses.
 """
 
 from __future__ import annotations
@@ -8,23 +11,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hp_platform import new_group
 from hp_vtp.bundle import bundle
-from hp_vtp.channel import Channel, TransferError
 from hp_vtp.cost import Links
+from hp_vtp.edge_groups import build_edge_groups
+from hp_vtp.engine import EdgeEnd
+from hp_vtp.failure import Failure, TransferError, TransferTimeoutError, break_group
+from hp_vtp.handles import Handle
 from hp_vtp.packing import TensorMeta, Workspace
 from hp_vtp.placement import Replicated, Sharded
 from hp_vtp.plan import plan_edge
+from hp_vtp.policy import EdgePolicy, Payload
 from hp_vtp.topology import Edge, PipelineLayout
 from hp_vtp.transfer import Algorithm, TransferPlan
 
-__all__ = ["TensorMeta", "TransferError", "Transport"]
+__all__ = ["Handle", "TensorMeta", "TransferError", "TransferTimeoutError", "Transport"]
 
 
 class Transport:
@@ -33,9 +39,13 @@ class Transport:
     All ranks of the default process group construct it at the same point with the same arguments,
     which creates the groups of every edge in one order. Every rank of the source stage then calls
     `send`, every rank of the destination stage `receive`; the transfers of one edge match in the
-    order of these calls. Gradients go the same way over the edge in the other direction.
+    order of these calls, which may come from any thread. Gradients go the same way over the edge in
+    the other direction. All ranks call `close`, or use it as a context manager.
 
-    Use it from one thread per edge.
+    Attributes:
+        layout: Of the stages.
+        rank: Global rank of this process.
+        timeout: Of each operation on a group, None if that of the default group.
     """
 
     def __init__(
@@ -47,8 +57,9 @@ class Transport:
         timeout: timedelta | None = None,
         algorithm: Algorithm = "auto",
         links: Links = Links(),  # noqa: B008 (frozen)
-        check: bool = True,
+        check: Literal["each", "once"] = "each",
         device: torch.device | None = None,
+        policy: EdgePolicy | None = None,
     ) -> None:
         """Create and connect the groups of all edges.
 
@@ -56,14 +67,16 @@ class Transport:
             layout: Its ranks are those of the default process group.
             name: Begins the names of the groups.
             backend: Of the groups; by default that of the default process group.
-            timeout: Of each send or receive; by default that of the default process group.
+            timeout: Of each operation of a transfer; by default that of the default process group.
             algorithm: Of every plan.
             links: Speeds by which `"auto"` decides.
             check: Both ends show each other what they are about to transfer (shapes, dtypes,
-                placements, plan, running number) before any of it moves, at the cost of one
-                latency. Without it a mistake may become wrong data.
+                placements, plan, microbatch, running number) before any of it moves: before
+                `"each"` transfer, which costs a latency, or `"once"`: the first transfer of an edge
+                then fixes what all later ones carry, and microbatches are not compared.
             device: Where received tensors are made; by default the current CUDA device with NCCL
                 and the CPU otherwise.
+            policy: What may pass between trusted stages and others; by default everything.
 
         Raises:
             ValueError: If the layout does not have as many ranks as the default process group.
@@ -73,23 +86,32 @@ class Transport:
                 f"layout.world_size ({layout.world_size}) must equal the size of the default "
                 f"process group ({dist.get_world_size()})"
             )
+        if check not in ("each", "once"):
+            raise ValueError(f"check ({check}) must be each or once")
         self.layout = layout
         self.rank = dist.get_rank()
-        self._algorithm = algorithm
+        self.timeout = timeout
+        self._algorithm: Algorithm = algorithm
         self._links = links
+        self._policy = policy
         backend = backend or str(dist.get_backend())
         self._device = device or _default_device(backend)
-        self._channels: dict[Edge, Channel] = {}
-        for edge in layout.edges:
-            label = f"{name}/{edge.source}-{edge.destination}/{edge.domain}"
-            group = new_group([edge.ranks], name=label, backend=backend, timeout=timeout)
-            control = group
-            if backend != "gloo" and check:
-                control = new_group(
-                    [edge.ranks], name=f"{label}/control", backend="gloo", timeout=timeout
-                )
-            if group is not None and control is not None:
-                self._channels[edge] = Channel(edge, group, control, rank=self.rank, check=check)
+        self._failure = Failure(name)
+        groups = build_edge_groups(layout, name=name, backend=backend, timeout=timeout)
+        self._ends = {
+            edge: EdgeEnd(
+                edge,
+                parts,
+                rank=self.rank,
+                device=self._device,
+                failure=self._failure,
+                check_each=check == "each",
+            )
+            for edge, parts in groups.items()
+        }
+        for parts in groups.values():
+            for group in parts.distinct:
+                self._failure.on_failure(lambda group=group: break_group(group))  # type: ignore[misc]
 
     def __enter__(self) -> Self:
         return self
@@ -100,6 +122,9 @@ class Transport:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if kind is not None:
+            self.abort(f"rank {self.rank}: {kind.__name__}: {error}")
+            self._failure.is_known = True
         self.close()
 
     def send(
@@ -110,62 +135,110 @@ class Transport:
         destination: int,
         domain: int = 0,
         metas: Sequence[TensorMeta] | None = None,
-    ) -> None:
-        """Send this rank's parts of some tensors to the neighbouring stage.
+        microbatch: int | None = None,
+        payload: Payload | None = None,
+    ) -> Handle[None]:
+        """Start to send this rank's parts of some tensors to the neighbouring stage.
+
+        The tensors must not be changed in place before the transfer is done; on a CPU that is found
+        out and is an error. Whoever does not care when that is need not keep the handle.
 
         Args:
             tensors: What this rank holds of each: all of it if the stage's boundary is replicated,
-                its slice if it is sharded. Not changed; need not be contiguous.
+                its slice if it is sharded. Need not be contiguous.
             source: Logical stage of this rank.
             destination: Logical stage that receives.
             domain: Data-parallel pipeline.
             metas: Global shape and dtype of each tensor. By default those of the tensors, which
                 works where the boundary of this stage is replicated.
+            microbatch: For errors, and compared with what the other end says.
+            payload: For the policy; by default activations go forward and gradients back.
 
         Raises:
             ValueError: If this rank is not of the source stage, or a tensor is not what its meta
                 says.
-            TransferError: If the transfer fails.
+            PolicyError: If the tensors may not cross.
+            TransferError: If the transport has failed.
         """
         edge = self.layout.edge(source, destination, domain=domain)
-        index = self._position(edge.source_ranks, edge, "source")
+        end, index = self._find(edge, edge.source_ranks, "source")
         metas = self._own_metas(edge, tensors) if metas is None else tuple(metas)
         plans = self.plan(edge, metas)
         self._require_parts(tensors, metas, plans, edge, index)
-        workspaces = [
-            Workspace.of_source(plan, index, tensor.detach().contiguous())
-            for plan, tensor in zip(plans, tensors, strict=True)
-        ]
-        self._channels[edge].run(bundle(plans, edge), workspaces, _describe(plans, metas))
+        if self._policy is not None:
+            payload = payload or (Payload.ACTIVATION if edge.is_forward else Payload.GRADIENT)
+            tensors = self._policy.apply(
+                tensors,
+                edge=edge,
+                chain=self.layout.chain,
+                payload=payload,
+                microbatch=microbatch,
+                metas=metas,
+                where=end.where(microbatch),
+            )
+        return end.send(
+            bundle(plans, edge),
+            tensors,
+            [
+                Workspace.of_source(plan, index, tensor.detach().contiguous())
+                for plan, tensor in zip(plans, tensors, strict=True)
+            ],
+            description=_describe(plans, metas),
+            microbatch=microbatch,
+        )
 
     def receive(
-        self, metas: Sequence[TensorMeta], *, source: int, destination: int, domain: int = 0
-    ) -> tuple[Tensor, ...]:
-        """Receive this rank's parts of some tensors from the neighbouring stage.
+        self,
+        metas: Sequence[TensorMeta],
+        *,
+        source: int,
+        destination: int,
+        domain: int = 0,
+        microbatch: int | None = None,
+        into: Sequence[Tensor] | None = None,
+    ) -> Handle[tuple[Tensor, ...]]:
+        """Start to receive this rank's parts of some tensors from the neighbouring stage.
 
         Args:
             metas: Global shape and dtype of each tensor.
             source: Logical stage that sends.
             destination: Logical stage of this rank.
             domain: Data-parallel pipeline.
+            microbatch: For errors, and compared with what the other end says.
+            into: Where to receive, one contiguous tensor per meta; by default new ones. A plan by a
+                leader may need others.
 
         Returns:
-            For each tensor all of it if this stage's boundary is replicated, this rank's slice if
-            it is sharded. New tensors that do not require grad.
+            A handle whose `wait` returns for each tensor all of it if this stage's boundary is
+            replicated, this rank's slice if it is sharded. Activations are leaves that require grad
+            from then on, see `TensorMeta.requires_grad`; before, there is no tensor to misuse.
 
         Raises:
             ValueError: If this rank is not of the destination stage.
-            TransferError: If the transfer fails.
+            TransferError: If the transport has failed.
         """
         edge = self.layout.edge(source, destination, domain=domain)
-        index = self._position(edge.destination_ranks, edge, "destination")
+        end, index = self._find(edge, edge.destination_ranks, "destination")
+        metas = tuple(metas)
         plans = self.plan(edge, metas)
-        workspaces = [
-            Workspace.of_destination(plan, index, dtype=meta.dtype, device=self._device)
-            for plan, meta in zip(plans, metas, strict=True)
-        ]
-        self._channels[edge].run(bundle(plans, edge), workspaces, _describe(plans, metas))
-        return tuple(workspace.result(index) for workspace in workspaces)
+        given = [None] * len(metas) if into is None else list(into)
+
+        def make_room() -> list[Workspace]:
+            return [
+                Workspace.of_destination(
+                    plan, index, dtype=meta.dtype, device=self._device, into=buffer
+                )
+                for plan, meta, buffer in zip(plans, metas, given, strict=True)
+            ]
+
+        return end.receive(
+            bundle(plans, edge),
+            make_room,
+            index=index,
+            leaves=[meta.is_leaf_on(edge) for meta in metas],
+            description=_describe(plans, metas),
+            microbatch=microbatch,
+        )
 
     def plan(self, edge: Edge, metas: Sequence[TensorMeta]) -> tuple[TransferPlan, ...]:
         """The plans by which these tensors cross an edge, for example to `explain` them."""
@@ -181,17 +254,58 @@ class Transport:
             for meta in metas
         )
 
-    def close(self) -> None:
-        """Destroy the groups of the edges. Every rank calls it; a second call does nothing."""
-        while self._channels:
-            self._channels.popitem()[1].close()
+    def finish(self) -> None:
+        """Wait until everything that this rank sent has arrived.
 
-    def _position(self, ranks: tuple[int, ...], edge: Edge, end: str) -> int:
-        if edge not in self._channels and self.rank in ranks:
-            raise ValueError(f"rank {self.rank}, {edge}: the transport is closed")
+        Raises:
+            TransferError: If a transfer failed.
+        """
+        for end in self._ends.values():
+            end.finish()
+
+    def abort(self, reason: str) -> str:
+        """Give up, so that all ranks fail within seconds instead of waiting.
+
+        Args:
+            reason: Of this rank, for the others; to begin with where.
+
+        Returns:
+            The reason of the rank that gave up first.
+        """
+        return self._failure.report(reason)
+
+    def close(self) -> None:
+        """Finish all transfers, end the threads and destroy the groups of the edges.
+
+        Every rank calls it; a second call does nothing.
+
+        Raises:
+            TransferError: If a transfer failed and no call has raised yet because of it.
+        """
+        ends, self._ends = self._ends, {}
+        alive = dist.is_initialized()  # or destroy_process_group has destroyed all groups already
+        known = self._failure.is_known
+        try:
+            for end in ends.values() if alive else ():
+                end.say_goodbye()
+            for end in ends.values() if alive else ():
+                end.finish()
+        except TransferError:
+            if not known:
+                raise
+        finally:
+            for end in ends.values():
+                end.end_thread()
+            self._failure.disarm()
+            for end in ends.values() if alive else ():
+                end.destroy_groups()
+
+    def _find(self, edge: Edge, ranks: tuple[int, ...], end: str) -> tuple[EdgeEnd, int]:
         if self.rank not in ranks:
             raise ValueError(f"rank ({self.rank}) must be one of the {end} ranks {ranks} of {edge}")
-        return ranks.index(self.rank)
+        if edge not in self._ends:
+            raise ValueError(f"rank {self.rank}, {edge}: the transport is closed")
+        return self._ends[edge], ranks.index(self.rank)
 
     def _own_metas(self, edge: Edge, tensors: Sequence[Tensor]) -> tuple[TensorMeta, ...]:
         if isinstance(edge.source_boundary, Sharded):
@@ -240,5 +354,6 @@ def _describe(plans: Sequence[TransferPlan], metas: Sequence[TensorMeta]) -> str
     return "; ".join(
         f"{str(meta.dtype).removeprefix('torch.')}{list(plan.shape)} "
         f"{plan.source} -> {plan.destination} by {plan.algorithm}"
+        + (f" in {plan.chunks}" if plan.chunks > 1 else "")
         for plan, meta in zip(plans, metas, strict=True)
     )

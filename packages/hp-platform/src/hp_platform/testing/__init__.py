@@ -1,4 +1,4 @@
-"""Run ranks in tests: processes or threads, a slow link, comparisons of tensors, all operators.
+"""Run ranks in tests: processes or threads, a slow link, comparisons, operators, exchanges.
 
 Needs no test framework; pytest, if there is one, is imported ahead for the ranks.
 """
@@ -12,6 +12,7 @@ from hp_platform.testing.agreeing import (
     compare_runs,
 )
 from hp_platform.testing.comparing import Comparison, Difference, compare
+from hp_platform.testing.exchanges import Exchange, record_exchanges
 from hp_platform.testing.operators import watch_operators
 from hp_platform.testing.processes import RankError, run_distributed
 from hp_platform.testing.recording import Part, RecordedStep, Recorder, parts_of, read_steps
@@ -23,6 +24,7 @@ __all__ = [
     "SCORES",
     "Comparison",
     "Difference",
+    "Exchange",
     "Flip",
     "Part",
     "Place",
@@ -34,6 +36,7 @@ __all__ = [
     "compare_runs",
     "parts_of",
     "read_steps",
+    "record_exchanges",
     "run_distributed",
     "run_in_threads",
     "slow_group",

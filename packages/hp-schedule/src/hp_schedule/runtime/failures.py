@@ -19,6 +19,14 @@ class Store(Protocol):
         """Set a key that is not set if expected_value is empty; return its value."""
         ...
 
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are set."""
+        ...
+
+    def get(self, key: str, /) -> bytes:
+        """Return the value of a key, waiting until it is set."""
+        ...
+
 
 class FailureNote:
     """The reason of the rank that gave up first.
@@ -42,6 +50,16 @@ class FailureNote:
             # The rank that holds the store is gone; what this rank knows must do.
             return reason
         return found.decode(errors="replace")
+
+    def read(self) -> str | None:
+        """Return the reason of the rank that gave up first, None if none has."""
+        if self._store is None:
+            return None
+        try:
+            found = self._store.get(self._key) if self._store.check([self._key]) else None
+        except RuntimeError:
+            return None  # the rank that holds the store is gone
+        return None if found is None else found.decode(errors="replace")
 
 
 def default_note(key: str) -> FailureNote:

@@ -33,6 +33,8 @@ from hp_train.checkpoint.planners import DTYPES, metadata_of
 from hp_train.checkpoint.verify import failed
 from hp_train.errors import CheckpointError
 
+_CHANGED = "changed after it was verified; the state is loaded in part and must not be used"
+
 
 class ManifestReader(StorageReader):
     """Reads a verified checkpoint; every chunk is hashed once more before it is copied."""
@@ -94,7 +96,11 @@ class ManifestReader(StorageReader):
         """
         try:
             with opened_directory(self._path) as directory:
-                return self._read(directory, MetadataIndex(tensor, torch.Size(offsets))).clone()
+                return self._read(
+                    directory,
+                    MetadataIndex(tensor, torch.Size(offsets)),
+                    problem="is not what was saved",
+                ).clone()
         except OSError as error:
             raise failed("read", self._path, error) from None
 
@@ -104,7 +110,7 @@ class ManifestReader(StorageReader):
         del checkpoint_id
         return False
 
-    def _read(self, directory: int, index: MetadataIndex) -> Tensor:
+    def _read(self, directory: int, index: MetadataIndex, *, problem: str = _CHANGED) -> Tensor:
         """A saved chunk; valid until the next call."""
         part = self._part[index.fqn, tuple(index.offset or ())]
         name = self._manifest.files[part.chunk.file].name
@@ -115,10 +121,7 @@ class ManifestReader(StorageReader):
             os.lseek(descriptor, self._header_bytes[part.chunk.file] + part.chunk.begin, 0)
             found = read_and_hash(descriptor, data.numpy().data)
         if found != part.chunk.sha256:
-            raise CheckpointError(
-                f"{self._path}/{name}: tensor {part.key} changed after it was verified; the state "
-                "is loaded in part and must not be used"
-            )
+            raise CheckpointError(f"{self._path}/{name}: tensor {part.key} {problem}")
         return data.view(DTYPES[part.dtype]).reshape(part.chunk.sizes)
 
 

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import numpy as np
@@ -57,7 +57,10 @@ def prepare(
     directory.mkdir(parents=True, exist_ok=True)
     documents = read_documents(paths) if paths else standard_library()
     streams = _tokenize(documents, tokenizer, eval_fraction, on_document)
-    about: dict[str, Any] = {"vocab_size": tokenizer.vocab_size}
+    about: dict[str, Any] = {
+        "vocab_size": tokenizer.vocab_size,
+        "separator": tokenizer.separator,
+    }
     for split, stream in zip(_SPLITS, streams, strict=True):
         if not stream.size:
             held = " (raise data.eval_fraction)" if split == "eval" else ""
@@ -98,6 +101,20 @@ def _is_held_out(name: str, fraction: float) -> bool:
     return int.from_bytes(digest, "little") / 2.0**64 < fraction
 
 
+class Batch(NamedTuple):
+    """Some sequences, on the CPU.
+
+    Attributes:
+        tokens: int64 [B, S].
+        targets: The token after each, int64 [B, S]; -1 where that is one of another document.
+        documents: Of each sequence, the lengths of the documents in it, in order.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    documents: tuple[tuple[int, ...], ...]
+
+
 @dataclass(frozen=True)
 class Dataset:
     """Sequences of one split, addressed by global index.
@@ -107,21 +124,39 @@ class Dataset:
         seq_len: S.
         seed: Of the order; None keeps the order of the file.
         digest: Of all tokens: two runs read the same data exactly if these agree.
+        separator: Ends a document; None: sequences are taken for one document each.
     """
 
     tokens: NDArray[Any]
     seq_len: int
     seed: int | None
     digest: str
+    separator: int | None
 
     @classmethod
-    def open(cls, directory: Path, split: str, *, seq_len: int, seed: int | None) -> "Dataset":
+    def open(
+        cls,
+        directory: Path,
+        split: str,
+        *,
+        seq_len: int,
+        seed: int | None,
+        separate: bool = True,
+    ) -> "Dataset":
         """Map a split written by :func:`prepare`.
+
+        Args:
+            directory: Of the files.
+            split: ``"train"`` or ``"eval"``.
+            seq_len: S.
+            seed: Of the order; None keeps that of the file.
+            separate: Whether documents are to be kept apart.
 
         Raises:
             DataError: When the file does not fit its index or holds not even one sequence.
         """
-        about = json.loads((directory / "index.json").read_text())[split]
+        index = json.loads((directory / "index.json").read_text())
+        about = index[split]
         path = directory / f"{split}.bin"
         tokens = np.memmap(path, dtype=np.dtype(about["dtype"]), mode="r")
         if tokens.size != about["tokens"]:
@@ -130,7 +165,8 @@ class Dataset:
             )
         if tokens.size <= seq_len:
             raise DataError(f"{path}: {tokens.size} tokens must exceed data.seq_len ({seq_len})")
-        return cls(tokens, seq_len, seed, about["digest"])
+        separator = index["separator"] if separate else None
+        return cls(tokens, seq_len, seed, about["digest"], separator)
 
     @property
     def num_sequences(self) -> int:
@@ -147,16 +183,43 @@ class Dataset:
     def __hash__(self) -> int:
         return id(self)
 
-    def batch(self, sequence_index: range) -> tuple[Tensor, Tensor]:
-        """Inputs and next-token targets of some sequences, int64 [B, S] each, on the CPU.
+    def batch(self, sequence_index: range) -> Batch:
+        """Read some sequences.
 
         Args:
             sequence_index: Global indices; past the end a new pass begins, in another order.
         """
         rows = np.empty((len(sequence_index), self.seq_len + 1), dtype=np.int64)
         for row, index in zip(rows, sequence_index, strict=True):
-            epoch, offset = divmod(index, self.num_sequences)
-            start = int(self._order(epoch)[offset]) * self.seq_len
-            row[:] = self.tokens[start : start + self.seq_len + 1]
+            row[:] = self._tokens(index)
         block = torch.from_numpy(rows)
-        return block[:, :-1].contiguous(), block[:, 1:].contiguous()
+        tokens, targets = block[:, :-1].contiguous(), block[:, 1:].contiguous()
+        whole = ((self.seq_len,),) * len(rows)
+        if self.separator is None:
+            return Batch(tokens, targets, whole)
+        # What follows a separator is the beginning of another document, and nothing tells which.
+        targets.masked_fill_(tokens == self.separator, -1)
+        return Batch(tokens, targets, tuple(map(self._lengths, rows[:, :-1])))
+
+    def num_targets(self, sequence_index: range) -> int:
+        """How many targets of some sequences are to be learned."""
+        total = len(sequence_index) * self.seq_len
+        if self.separator is None:
+            return total
+        return total - sum(
+            int(np.count_nonzero(self._tokens(index)[:-1] == self.separator))
+            for index in sequence_index
+        )
+
+    def _tokens(self, index: int) -> NDArray[Any]:
+        """The tokens of a sequence and the one after it, as they are stored."""
+        epoch, offset = divmod(index, self.num_sequences)
+        start = int(self._order(epoch)[offset]) * self.seq_len
+        tokens: NDArray[Any] = self.tokens[start : start + self.seq_len + 1]
+        return tokens
+
+    def _lengths(self, row: NDArray[np.int64]) -> tuple[int, ...]:
+        """Lengths of the documents of one sequence, separators included."""
+        ends = np.flatnonzero(row == self.separator) + 1
+        bounds = np.unique(np.concatenate(([0], ends, [self.seq_len])))
+        return tuple(np.diff(bounds).tolist())

@@ -1,7 +1,7 @@
 """What a family of Hugging Face models is: names and settings, as data.
 
 A family says how its `config.json` reads as a `ModelConfig` and what its files call our tensors.
-Nothing here reads a tensor or imports torch, so that a config is judged before torch is loaded.
+Nothing here reads a tensor.
 """
 
 from collections.abc import Callable, Mapping

@@ -65,6 +65,6 @@ FAMILY = Family(
     architecture="GptOssForCausalLM",
     read=_read,
     write=_write,
-    layer_names={"moe.router": "mlp.router", "attention.sinks": "self_attn.sinks"},
+    layer_names={"moe.router": "mlp.router", "attention.core.sinks": "self_attn.sinks"},
     stacking="interleaved",
 )

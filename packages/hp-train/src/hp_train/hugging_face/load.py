@@ -19,8 +19,8 @@ from hp_train.hugging_face.arrange import to_ours
 from hp_train.hugging_face.config import family_of, model_config, read_config
 from hp_train.hugging_face.files import FileTensor, opened_files
 from hp_train.hugging_face.plan import Box, Stored, stacking_of, stored_tensors, theirs_of
-from hp_train.hugging_face.shapes import model_shapes
 from hp_train.hugging_face.together import together
+from hp_train.model.shapes import model_shapes
 
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _SHOWN = 3

@@ -26,8 +26,8 @@ from hp_train.hugging_face.arrange import to_theirs
 from hp_train.hugging_face.config import FAMILIES, hf_config
 from hp_train.hugging_face.files import INDEX, FileTensor, file_header
 from hp_train.hugging_face.plan import Box, Stored, stored_tensors, theirs_of
-from hp_train.hugging_face.shapes import model_shapes
 from hp_train.hugging_face.together import together
+from hp_train.model.shapes import model_shapes
 
 _SHARD_BYTES = 5 * 10**9  # of a file, as transformers cuts them
 

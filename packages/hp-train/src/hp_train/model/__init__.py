@@ -2,6 +2,7 @@
 
 from hp_train.model.block import Microbatch, add_loss
 from hp_train.model.layers import DropoutKey
+from hp_train.model.shapes import count_parameters, model_shapes
 from hp_train.model.transformer import TransformerStage
 
 __all__ = [
@@ -9,4 +10,6 @@ __all__ = [
     "Microbatch",
     "TransformerStage",
     "add_loss",
+    "count_parameters",
+    "model_shapes",
 ]

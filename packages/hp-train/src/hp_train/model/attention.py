@@ -7,58 +7,19 @@ Shape symbols: B sequences, S positions, D model width, N query heads, K key/val
 of query and key heads, V width of value heads.
 """
 
-import math
-
 import torch
 from torch import Tensor, nn
 
-from hp_context import Attention, Causal, Mask, SlidingWindow, mask_tensor
+from hp_context import Attention, Causal, Mask, SlidingWindow
 from hp_train.config import ModelConfig
 from hp_train.model.layers import Linear, RMSNorm
 from hp_train.model.rotary import Rotation, softmax_growth
 
+Limits = tuple[Mask, ...] | None
+"""What limits the keys of a query besides the layer's own mask: a mask for each sequence."""
+
 _LATENT_EPS = 1e-6
 """Of the norms inside latent attention: DeepSeek's code has it whatever the model's eps."""
-
-
-class SinkAttention(nn.Module):
-    """A core attention in which a learned score per head takes a share of the softmax (gpt-oss).
-
-    It stands in until `hp_context.Attention` takes sinks: it keeps all scores, [B, N, S, S], and
-    cannot be made context parallel.
-
-    Args:
-        mask: Which keys a query may see; a call may pass another one.
-        scale: Factor of the scores.
-    """
-
-    def __init__(self, mask: Mask, *, scale: float) -> None:
-        super().__init__()
-        self.mask, self.scale = mask, scale
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Mask | None = None, *, sinks: Tensor
-    ) -> Tensor:
-        """Attend.
-
-        Args:
-            q: [B, S, N, H].
-            k: [B, S, K, H].
-            v: [B, S, K, V].
-            attn_mask: Instead of the mask of the module.
-            sinks: [N].
-
-        Returns:
-            [B, S, N, V].
-        """
-        wide = torch.promote_types(q.dtype, torch.float32)
-        mask = mask_tensor(attn_mask or self.mask, q.shape[1], device=q.device)
-        grouped = q.unflatten(2, (k.shape[2], -1))
-        scores = torch.einsum("bqkgh,bskh->bkgqs", grouped, k).to(wide) * self.scale
-        scores = scores.masked_fill(~mask, -math.inf)
-        sink = sinks.to(wide).view(1, k.shape[2], -1, 1, 1).expand(*scores.shape[:-1], 1)
-        shares = torch.cat((scores, sink), dim=-1).softmax(dim=-1)[..., :-1]
-        return torch.einsum("bkgqs,bskv->bqkgv", shares.to(v.dtype), v).flatten(2, 3)
 
 
 class GroupedQueryAttention(nn.Module):
@@ -79,26 +40,23 @@ class GroupedQueryAttention(nn.Module):
         self.wo = Linear(config.num_heads * width, config.dim, bias=bias)
         self.q_norm = RMSNorm(width, eps=config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(width, eps=config.norm_eps) if config.qk_norm else None
-        sinks = nn.Parameter(torch.empty(config.num_heads)) if config.attention_sinks else None
-        self.register_parameter("sinks", sinks)
-        make = Attention if sinks is None else SinkAttention
-        self.core = make(mask, scale=width**-0.5)
+        sinks = torch.empty(config.num_heads) if config.attention_sinks else None
+        self.core = Attention(mask, scale=width**-0.5, sinks=sinks)
 
-    def forward(self, x: Tensor, *, rotation: Rotation, documents: Mask | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, rotation: Rotation, documents: Limits = None) -> Tensor:
         """[B, S, D] to [B, S, D].
 
         Args:
             x: [B, S, D].
             rotation: Of the positions.
-            documents: What else limits the keys of a query, in this call.
+            documents: What else limits the keys of a query, in this call, for each sequence.
         """
         # Heads are counted by what the projections give: under tensor parallelism a part of them.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotation.apply(q), rotation.apply(k)
-        sinks = {} if self.sinks is None else {"sinks": self.sinks}
-        y = self.core(q, k, v, attn_mask=_limited(self.core.mask, documents), **sinks)
+        y = _attend(self.core, (q, k, v), documents)
         out: Tensor = self.wo(y.flatten(2))
         return out
 
@@ -132,7 +90,7 @@ class LatentAttention(nn.Module):
         self.wo = Linear(heads * self.value, config.dim)
         self.core = Attention(mask, scale=width**-0.5 * softmax_growth(config))
 
-    def forward(self, x: Tensor, *, rotation: Rotation, documents: Mask | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, rotation: Rotation, documents: Limits = None) -> Tensor:
         """See :meth:`GroupedQueryAttention.forward`."""
         q = self.wq_b(self.q_norm(self.wq_a(x))) if self.is_compressed else self.wq(x)
         q_nope, q_rope = q.unflatten(-1, (-1, self.nope + self.rope)).split(
@@ -147,7 +105,7 @@ class LatentAttention(nn.Module):
         k_rope = rotation.apply(k_rope.unsqueeze(2)).expand(*k_nope.shape[:-1], -1)
         q = torch.cat((q_nope, rotation.apply(q_rope)), dim=-1)
         k = torch.cat((k_nope, k_rope), dim=-1)
-        y = self.core(q, k, v, attn_mask=_limited(self.core.mask, documents))
+        y = _attend(self.core, (q, k, v), documents)
         out: Tensor = self.wo(y.flatten(2))
         return out
 
@@ -166,5 +124,10 @@ def make_attention(config: ModelConfig, layer: int) -> GroupedQueryAttention | L
     return ATTENTION[config.attention](config, mask)
 
 
-def _limited(mask: Mask, documents: Mask | None) -> Mask | None:
-    return None if documents is None else mask & documents
+def _attend(core: Attention, qkv: tuple[Tensor, Tensor, Tensor], documents: Limits) -> Tensor:
+    """Attend, sequence by sequence where they have limits of their own."""
+    if documents is None:
+        y: Tensor = core(*qkv)
+        return y
+    rows = zip(*(x.split(1) for x in qkv), documents, strict=True)
+    return torch.cat([core(q, k, v, attn_mask=core.mask & row) for q, k, v, row in rows])

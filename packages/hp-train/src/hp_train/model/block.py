@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hp_context import Mask
 from hp_expert import (
     ClampedSwiGLU,
     GroupedExperts,
@@ -21,7 +20,7 @@ from hp_expert import (
     sequence_balance_loss,
 )
 from hp_train.config import ModelConfig
-from hp_train.model.attention import make_attention
+from hp_train.model.attention import Limits, make_attention
 from hp_train.model.layers import DropoutKey, FeedForward, RMSNorm, dropout
 from hp_train.model.recompute import Recompute, recomputed
 from hp_train.model.rotary import Rotation
@@ -36,7 +35,7 @@ class Microbatch:
         key: Which activations to drop; None outside training.
         positions: Of the tokens that attention sees on this rank, in their sequence, int64 [S];
             None: 0 .. S - 1.
-        documents: What limits attention besides the model's own mask.
+        documents: What limits attention besides the model's own mask, for each sequence.
         targets: The token after each token, int64 [B, S], negative where none is to be learned;
             wanted for multi-token prediction only, and None outside training.
         balance_losses: Each MoE layer puts its detached share of the balancing loss here, under
@@ -47,7 +46,7 @@ class Microbatch:
     num_sequences: int
     key: DropoutKey | None = None
     positions: Tensor | None = None
-    documents: Mask | None = None
+    documents: Limits = None
     targets: Tensor | None = None
     balance_losses: dict[str, Tensor] = field(default_factory=dict)
     prediction_losses: list[Tensor] = field(default_factory=list)
@@ -114,7 +113,7 @@ class Block(nn.Module):
         *,
         rotation: Rotation,
         microbatch: Microbatch,
-        documents: Mask | None = None,
+        documents: Limits = None,
     ) -> Tensor:
         """[B, S, D] to [B, S, D].
 
@@ -129,7 +128,7 @@ class Block(nn.Module):
         return self._run(x, rotation, microbatch, documents)
 
     def _run(
-        self, x: Tensor, rotation: Rotation, microbatch: Microbatch, documents: Mask | None
+        self, x: Tensor, rotation: Rotation, microbatch: Microbatch, documents: Limits
     ) -> Tensor:
         def attend(x: Tensor) -> Tensor:
             y: Tensor = self.attention(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hp_context import Documents, Mask
 from hp_train.config import ModelConfig
+from hp_train.model.attention import Limits
 from hp_train.model.block import Block, Microbatch
 from hp_train.model.layers import Linear, RMSNorm
 from hp_train.model.rotary import Rotation
@@ -45,7 +46,7 @@ class PredictionModule(nn.Module):
         *,
         rotation: Rotation,
         microbatch: Microbatch,
-        documents: Mask | None = None,
+        documents: Limits = None,
     ) -> Tensor:
         """Return the hidden states that the output matrix takes, [B, P, D].
 
@@ -99,7 +100,7 @@ def prediction_loss(
             embedded[:, depth:],
             rotation=rotation.first(span),
             microbatch=microbatch,
-            documents=_shortened(microbatch.documents, length - span),
+            documents=_shortened(microbatch.documents, depth),
         )
         learned = learned[:, :span] & (targets[:, depth:] >= 0)
         aims = targets[:, depth:].masked_fill(~learned, -1)
@@ -111,8 +112,13 @@ def prediction_loss(
     return total
 
 
-def _shortened(mask: Mask | None, num_missing: int) -> Mask | None:
-    """Documents whose last positions are not there; other masks do not know the length."""
+def _shortened(documents: Limits, num_missing: int) -> Limits:
+    """What limits attention to sequences whose last positions are not there."""
+    return documents and tuple(_cut_short(mask, num_missing) for mask in documents)
+
+
+def _cut_short(mask: Mask, num_missing: int) -> Mask:
+    """Documents without the last positions; other masks do not know the length."""
     if not isinstance(mask, Documents):
         return mask
     lengths = list(mask.lengths)

@@ -1,12 +1,13 @@
 """Compare all layouts of a number of devices and say why the best is best. No torch."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from msgspec.structs import replace
 
 from hp_train.config import Config
 from hp_train.errors import ConfigError
+from hp_train.layout import Layout
 from hp_train.plan.estimate import Estimate, Plan
 from hp_train.plan.machine import Machine
 from hp_train.schedules import KINDS
@@ -35,8 +36,7 @@ class Choice:
 def plan_axes(config: Config, num_devices: int) -> tuple[Axis, ...]:
     """What layouts are made of: every divisor of the number of devices for every mesh axis."""
     divisors = tuple(n for n in range(1, num_devices + 1) if num_devices % n == 0)
-    names = [name for name in config.mesh.__struct_fields__ if name != "cp_heads"]
-    mesh = tuple(Axis(f"mesh.{name}", divisors) for name in names)
+    mesh = tuple(Axis(f"mesh.{field.name}", divisors) for field in fields(Layout))
     batch = config.train.global_batch_size
     sizes = tuple(size for size in (1, 2, 4, 8, 16) if size <= batch)
     return (

@@ -107,10 +107,10 @@ def attention(model: ModelConfig, layer: int, seq_len: int) -> Work:
     """Attention of one layer; a query sees half of the positions on average, or its window."""
     seen = min(model.sliding_window, seq_len) if model.has_window(layer) else seq_len / 2
     make = latent_attention if model.attention == "mla" else grouped_query_attention
-    return make(model, seq_len, seen)
+    return make(model, seen)
 
 
-def grouped_query_attention(model: ModelConfig, seq_len: int, seen: float) -> Work:
+def grouped_query_attention(model: ModelConfig, seen: float) -> Work:
     """Keeps q, k, v, and the output with its log-sum-exp."""
     D, N, K = model.dim, model.num_heads, model.num_kv_heads
     H, bias = model.head_dim or D // N, model.attention_bias
@@ -119,9 +119,8 @@ def grouped_query_attention(model: ModelConfig, seq_len: int, seen: float) -> Wo
     for name, heads in (("q_norm", N), ("k_norm", K)) if model.qk_norm else ():
         # Of every head; its output is rotated at once, which keeps nothing.
         parts.append(Work((Weight(f"{name}.weight", (H,)),), wide=heads * (2 * H + 1)))
-    if model.attention_sinks:  # the shares of all positions, before and after their sum
-        sinks = (Weight("sinks", (N,)),)
-        parts.append(Work(sinks, kept=seq_len * N, wide=seq_len * N))
+    if model.attention_sinks:
+        parts.append(Work((Weight("core.sinks", (N,)),)))
     core = Work(
         flops=4.0 * seen * N * H,
         kept=2 * N * H + 2 * K * H,
@@ -132,9 +131,8 @@ def grouped_query_attention(model: ModelConfig, seq_len: int, seen: float) -> Wo
     return _sum(parts) + core
 
 
-def latent_attention(model: ModelConfig, seq_len: int, seen: float) -> Work:
+def latent_attention(model: ModelConfig, seen: float) -> Work:
     """Keeps the latents around their norms, q, k, v, and the output with its log-sum-exp."""
-    del seq_len
     D, N, U = model.dim, model.num_heads, model.v_head_dim
     H = model.nope_head_dim + model.rope_head_dim
     if model.q_lora_rank:

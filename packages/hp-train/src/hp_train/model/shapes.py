@@ -3,8 +3,7 @@
 import torch
 
 from hp_train.config import ModelConfig
-from hp_train.hugging_face.plan import Shape
-from hp_train.model import TransformerStage
+from hp_train.model.transformer import TransformerStage
 
 
 def whole_model(model: ModelConfig) -> TransformerStage:
@@ -14,7 +13,7 @@ def whole_model(model: ModelConfig) -> TransformerStage:
         return TransformerStage(model, model.vocab_size, layers=layers, first=True, last=True)
 
 
-def model_shapes(model: ModelConfig) -> dict[str, Shape]:
+def model_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of all parameters and buffers, by global name."""
     stage = whole_model(model)
     named = [*stage.named_parameters(), *stage.named_buffers()]

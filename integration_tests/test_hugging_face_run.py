@@ -1,0 +1,143 @@
+"""A run over experts and stages ends as files that another layout starts from."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+import pytest
+import torch
+
+from hp_platform import RankInfo, initialize, shutdown
+from hp_platform.testing import compare, run_distributed
+from hp_train.cli import main
+from hp_train.config import Config
+from hp_train.data import load_tokenizer
+from hp_train.hugging_face import check_weights
+from hp_train.options import resolve
+from hp_train.render import to_toml
+from hp_train.train import Trainer
+from integration_tests.layouts import _whole, config_of, train_in, worker_of
+
+DEEPSEEK: dict[str, Any] = msgspec.structs.asdict(resolve("debug-deepseek-v3", env={}).config.model)
+MODEL = DEEPSEEK | {"dropout": 0.0, "correction_rate": 0.05}
+
+
+def _weights_at_start(encoded: bytes, directory: str, address: str) -> dict[str, torch.Tensor]:
+    config = msgspec.json.decode(encoded, type=Config)
+    info = RankInfo.from_env()
+    assert info is not None
+    runtime = initialize(info, device_type="cpu", init_method=address)
+    trainer = Trainer(config, worker_of(info, Path(directory)), runtime, load_tokenizer(""))
+    trainer.resume()
+    whole = _whole(trainer, gradients=False)
+    for stage in trainer.pipeline.modules.values():
+        whole |= {name: buffer.clone() for name, buffer in stage.named_buffers()}
+    shutdown()
+    return whole
+
+
+def _all_weights(config: Config, directory: Path) -> dict[str, torch.Tensor]:
+    """Weights, and biases of every rank's routers, when the training would begin."""
+    address = f"file://{directory}/rendezvous-{uuid4().hex}"
+    run = partial(_weights_at_start, msgspec.json.encode(config), str(directory), address)
+    found: dict[str, torch.Tensor] = {}
+    for of_rank in run_distributed(run, world_size=config.world_size, timeout=120):
+        found |= of_rank
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Config]:
+    """A run of two steps over experts."""
+    directory = tmp_path_factory.mktemp("trained")
+    mesh = {"dp_replicate": 2, "ep": 2}
+    config = config_of(mesh=mesh, model=MODEL, train={"steps": 2, "dtype": "bfloat16"})
+    train_in(config, directory, until=2)
+    (directory / "config.toml").write_text(to_toml(config))
+    return directory, config
+
+
+def test_exported_weights_start_another_layout_bit_for_bit(
+    trained: tuple[Path, Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory, config = trained
+    folder = tmp_path / "exported"
+    assert main(["export-hf", str(directory), str(folder), "--dtype", "float32"]) == 0
+    assert "step-00000002, float32" in capsys.readouterr().out
+    assert check_weights(folder) > 0
+    assert main(["import-hf", str(folder), "--out", str(tmp_path / "imported.toml")]) == 0
+    imported = resolve(str(tmp_path / "imported.toml"), env={}).config
+    assert imported.run.init_from == str(folder)
+    assert imported.model.vocab_size == load_tokenizer("").vocab_size
+    base = config_of(
+        mesh={"pp": 2},
+        model=msgspec.structs.asdict(imported.model),
+        run={"init_from": str(folder)},
+        train={"dtype": "float32"},
+    )
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "data").symlink_to(directory / "data")
+    started = _all_weights(base, tmp_path / "run")
+    resumed = _all_weights(config, directory)
+    comparison = compare(started, resumed)
+    assert comparison.ok, comparison
+    biases = [value for name, value in resumed.items() if name.endswith("correction_bias")]
+    assert biases
+    assert all(bool(value.any()) for value in biases), "two steps must have moved the biases"
+
+
+def test_a_run_exports_in_the_dtype_it_computes_in(
+    trained: tuple[Path, Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory, _ = trained
+    assert main(["export-hf", str(directory), str(tmp_path / "out"), "--step", "2"]) == 0
+    assert capsys.readouterr().out.endswith("step-00000002, bfloat16\n")
+    assert main(["export-hf", str(directory), str(tmp_path / "out")]) == 2
+    assert "must have no safetensors files" in capsys.readouterr().err
+    assert main(["export-hf", str(directory), str(tmp_path / "new"), "--step", "9"]) == 4
+    assert "must have a checkpoint of step 9" in capsys.readouterr().err
+    assert main(["export-hf", str(tmp_path), str(tmp_path / "new")]) == 2
+    assert main(["import-hf", str(tmp_path)]) == 2
+    assert "config.json" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_not_exported(
+    trained: tuple[Path, Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory, config = trained
+    copy = tmp_path / "run"
+    source = directory / "checkpoints" / "step-00000002"
+    target = copy / "checkpoints" / source.name
+    target.mkdir(parents=True)
+    (copy / "config.toml").write_text(to_toml(config))
+    for path in source.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    path = target / "rank-00000.safetensors"
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        entry = json.loads(file.read(length))["model.norm.weight"]
+        file.seek(8 + length + entry["data_offsets"][0])
+        file.write(b"\x7f")
+    assert main(["export-hf", str(copy), str(tmp_path / "out")]) == 4
+    error = capsys.readouterr().err
+    assert "model.norm.weight is not what was saved" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
+
+
+@pytest.mark.parametrize("name", ["debug-deepseek-v3", "debug-gpt-oss"])
+def test_a_family_trains_alike_over_stages_and_experts(name: str, tmp_path: Path) -> None:
+    model = msgspec.structs.asdict(resolve(name, env={}).config.model) | {"init_std": 0.1}
+    train = {"dtype": "float64", "steps": 3}
+    alone = train_in(config_of(model=model, train=train), tmp_path / "alone")
+    mesh = {"pp": 2, "dp_replicate": 2, "ep": 2}
+    pipeline = {"schedule": "1f1b"}
+    config = config_of(mesh=mesh, pipeline=pipeline, model=model, train=train)
+    spread = train_in(config, tmp_path / "spread")
+    comparison = compare(spread.first_gradients, alone.first_gradients, bound=1e-12)
+    assert comparison.ok, comparison
+    assert spread.losses == pytest.approx(alone.losses, rel=1e-12)
+    assert spread.norms == pytest.approx(alone.norms, rel=1e-12)

@@ -1,0 +1,250 @@
+"""Attention of a whole sequence under a mask, alone or under `ContextParallel`.
+
+Shape symbols: B batch, S sequence, H query heads, h query heads of a rank, G key/value heads (G
+divides H), D head size of queries and keys, E head size of values.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hp_context.dropout import Dropout, draw_seed
+from hp_context.heads import HeadShare
+from hp_context.masks import Causal, Full, Mask, mask_tensor
+from hp_context.walk import Walk, attend_by_blocks, blocks_pay, whole_plan
+from hp_platform import outside_graph
+
+_HEADS_FIRST = (2, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a call of attention is told beside q, k, v and its mask.
+
+    Attributes:
+        scale: Factor of the scores.
+        softcap: Bound of the scores; None: no bound.
+        sinks: [h], of the query heads of this rank.
+        dropout: Probability of dropping an attention weight.
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    dropout: float = 0.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether torch's attention takes all of them."""
+        return self.softcap is None and self.sinks is None and not self.dropout
+
+
+class SpreadMask(Mask):
+    """A mask that comes with what the ranks share: a sequence, its heads, or both.
+
+    `masked_attention` leaves the work to it: q, k and v are parts then. It belongs to one call.
+    `used` tells afterwards whether the core attention has handed its work over; one that has not
+    would have attended to its own part as if it were all.
+
+    Args:
+        mask: Which keys a query may see.
+        mode: Name of the mode of `ContextParallel`, for messages.
+        share: The query heads of this rank among all; None: it has all of them.
+    """
+
+    def __init__(self, mask: Mask, mode: str, share: HeadShare | None = None) -> None:
+        self.mask, self.mode, self.share = mask, mode, share
+        self.used = False
+
+    def allowed(self, query: Tensor, key: Tensor) -> Tensor:
+        """See `Mask.allowed`."""
+        return self.mask.allowed(query, key)
+
+    @abstractmethod
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
+        """Return [B, h, s, E] for this rank's q [B, h, s, D], k [B, g, s, D], v [B, g, s, E]."""
+
+
+class HeadsMask(SpreadMask):
+    """Of an attention that has the whole sequence and a part of the heads."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
+        """See `SpreadMask.attend`."""
+        self.used = True
+        first_head = 0 if self.share is None else self.share.own.start
+        return _attend(q, k, v, self.mask, terms, first_head=first_head)
+
+
+def masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask,
+    seq_dim: int = 1,
+    head_dim: int = 2,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend over the whole sequence.
+
+    Full and causal masks go to torch's attention as they are. Other masks are computed by blocks
+    where that is less work than all pairs of positions: packed documents and windows. Soft caps,
+    sinks and dropout are always computed by blocks.
+
+    Args:
+        q: [B, S, H, D], or [B, H, S, D] with seq_dim=2 and head_dim=1.
+        k: Like `q` with G heads.
+        v: Like `k` with head size E.
+        mask: Which keys a query may see, by global positions.
+        seq_dim: Dimension of S.
+        head_dim: Dimension of the heads.
+        scale: Factor of the scores; 1/sqrt(D) when None.
+        dropout: Probability of dropping an attention weight. Which are dropped follows from a
+            seed that is drawn from torch's generator of the CPU, the head and the positions.
+        softcap: Bound c of the scores: c * tanh(score / c).
+        sinks: [H], one more score for every query of a head, whose weight goes nowhere. Of all
+            heads, also where ranks share them.
+
+    Returns:
+        Like `q` with head size E.
+
+    Raises:
+        ValueError: The mask does not fit S, or a number is out of its range.
+    """
+    scale = q.size(-1) ** -0.5 if scale is None else scale
+    terms = Terms(scale, softcap, sinks, dropout)
+    dims = seq_dim, head_dim
+    if isinstance(mask, Full | Causal) and terms.plain:
+        return _plain(q, k, v, mask, terms, dims=dims)
+    return _special(q, k, v, mask, terms, dims=dims)
+
+
+class Attention(nn.Module):
+    """A core attention whose mask is a `Mask`; runs alone or under `ContextParallel`.
+
+    Args:
+        mask: Which keys a query may see; a call may pass another one as `attn_mask`.
+        seq_dim: Dimension of the sequence in q, k, v and the output.
+        head_dim: Dimension of the heads.
+        scale: Factor of the scores; 1/sqrt(D) when None.
+        dropout: Probability of dropping an attention weight in training.
+        softcap: Bound of the scores; see `masked_attention`.
+        sinks: [H], their initial values; a parameter of the module. It is a replicated parameter
+            as any other: its gradient on a rank is of the positions, or of the heads, that the
+            rank computed, and the sum over ranks is the whole.
+    """
+
+    def __init__(
+        self,
+        mask: Mask | None = None,
+        *,
+        seq_dim: int = 1,
+        head_dim: int = 2,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.mask: Mask = Full() if mask is None else mask
+        self.seq_dim, self.head_dim = seq_dim, head_dim
+        self.scale, self.dropout, self.softcap = scale, dropout, softcap
+        self.sinks = None if sinks is None else nn.Parameter(sinks)
+
+    @property
+    def needs_share(self) -> bool:
+        """Whether a call must know which of all heads a rank has."""
+        return self.sinks is not None or (self.dropout > 0 and self.training)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Mask | None = None) -> Tensor:
+        """Attend; shapes as in `masked_attention`."""
+        return masked_attention(
+            q,
+            k,
+            v,
+            mask=self.mask if attn_mask is None else attn_mask,
+            seq_dim=self.seq_dim,
+            head_dim=self.head_dim,
+            scale=self.scale,
+            dropout=self.dropout if self.training else 0.0,
+            softcap=self.softcap,
+            sinks=self.sinks,
+        )
+
+
+def _plain(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, *, dims: tuple[int, int]
+) -> Tensor:
+    q, k, v = (x.movedim(dims, _HEADS_FIRST) for x in (q, k, v))
+    return _by_torch(q, k, v, mask, terms).movedim(_HEADS_FIRST, dims)
+
+
+@outside_graph
+def _special(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, *, dims: tuple[int, int]
+) -> Tensor:
+    """What torch's attention does not do, or not as well: one break of a compiled graph."""
+    _check(q, terms)
+    q, k, v = (x.movedim(dims, _HEADS_FIRST) for x in (q, k, v))
+    share = mask.share if isinstance(mask, SpreadMask) else None
+    if terms.sinks is not None:
+        terms = replace(terms, sinks=_own_sinks(terms.sinks, share, q.size(1)))
+    if isinstance(mask, SpreadMask):
+        out = mask.attend(q, k, v, terms)
+    else:
+        out = _attend(q, k, v, mask, terms)
+    return out.movedim(_HEADS_FIRST, dims)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, *, first_head: int = 0
+) -> Tensor:
+    """[B, H, S, D], [B, G, S, D], [B, G, S, E] -> [B, H, S, E], by blocks where they pay."""
+    seq_len = q.size(2)
+    mask.check(seq_len)
+    plain = isinstance(mask, Full | Causal) or q.ndim != 4
+    if terms.plain and (plain or not blocks_pay(mask, seq_len, q.device.type)):
+        return _by_torch(q, k, v, mask, terms)
+    dropped = Dropout(terms.dropout, draw_seed(), first_head) if terms.dropout else None
+    walk = Walk(mask, whole_plan(mask, seq_len), terms.scale, terms.softcap, dropped)
+    return attend_by_blocks((q, k, v), terms.sinks, walk)
+
+
+def _by_torch(q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms) -> Tensor:
+    plain = isinstance(mask, Full | Causal)
+    return F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=None if plain else mask_tensor(mask, q.size(2), device=q.device),
+        is_causal=isinstance(mask, Causal),
+        scale=terms.scale,
+        enable_gqa=q.size(1) != k.size(1),
+    )
+
+
+def _check(q: Tensor, terms: Terms) -> None:
+    if not 0 <= terms.dropout < 1:
+        raise ValueError(f"dropout ({terms.dropout}) must be >= 0 and < 1")
+    if terms.softcap is not None and terms.softcap <= 0:
+        raise ValueError(f"softcap ({terms.softcap}) must be > 0, or None")
+    if q.ndim != 4 and not terms.plain:
+        raise ValueError(f"q ({tuple(q.shape)}) must have 4 dims with softcap, sinks or dropout")
+
+
+def _own_sinks(sinks: Tensor, share: HeadShare | None, num_heads: int) -> Tensor:
+    """Return the sinks of this rank's heads, [h]."""
+    to_local: Callable[[], Tensor] | None = getattr(sinks, "to_local", None)  # a DTensor's
+    sinks = sinks if to_local is None else to_local()
+    share = HeadShare(range(num_heads), num_heads) if share is None else share
+    if sinks.shape != (share.total,) or len(share.own) != num_heads:
+        raise ValueError(
+            f"sinks ({tuple(sinks.shape)}) must have one number for each head of q ({share.total})"
+        )
+    return sinks[share.own.start : share.own.stop]

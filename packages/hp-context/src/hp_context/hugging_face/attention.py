@@ -1,0 +1,278 @@
+"""Attention by the calling convention of transformers, over a sequence that is split across ranks.
+
+Note [Masks come from position ids]
+    A rank has its part of the position ids. Once in a forward, in its first layer, the ranks gather
+    them: the whole of them tells where documents begin, and that they are positions of the whole
+    sequence in the layout that attention computes with. The same exchange tells all ranks if one
+    of them cannot go on. No other layer, and no recompute, exchanges or reads anything.
+
+Shape symbols: B sequences of a batch, S whole sequence, N ranks, s = S / N, H query heads, G
+key/value heads, D head size of queries and keys, E head size of values.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from hp_context.api import ContextParallel
+from hp_context.attention import Attention, masked_attention
+from hp_context.hugging_face.call import CallMask, Rows
+from hp_context.layout import SequenceLayout, to_positions
+from hp_context.masks import BlockKind, Documents, Mask
+from hp_context.positions import documents_of_rows, gather_position_ids
+
+# What a layer may pass, and why it cannot be computed if it does.
+_REFUSED = {
+    "position_bias": "scores have no bias",
+    "cu_seq_lens_q": "documents are told by position_ids",
+    "cu_seq_lens_k": "documents are told by position_ids",
+    "cache": "there is no cache",
+}
+
+
+class SpreadAttention:
+    """An attention function of transformers.
+
+    Args:
+        mesh_or_group: The ranks that share the sequence.
+        ulysses_degree: See `ContextParallel`.
+        ring: See `ContextParallel`.
+        layout: See `ContextParallel`.
+    """
+
+    def __init__(
+        self,
+        mesh_or_group: DeviceMesh | ProcessGroup,
+        *,
+        ulysses_degree: int | None,
+        ring: bool,
+        layout: SequenceLayout,
+    ) -> None:
+        parallel = _Parallel(ulysses_degree, ring=ring, seq_dim=2, head_dim=1, layout=layout)
+        self._group, self._layout = parallel.group_of(mesh_or_group), layout
+        self._core = parallel.apply(_Core(), mesh_or_group)
+
+    def __call__(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        *,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        context_mask: Mask | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend.
+
+        Args:
+            module: The layer.
+            query: [B, H, s, D].
+            key: [B, G, s, D].
+            value: [B, G, s, E].
+            attention_mask: What the registered mask function has returned.
+            dropout: Probability of dropping an attention weight.
+            scaling: Factor of the scores; 1/sqrt(D) when None.
+            softcap: Bound of the scores.
+            s_aux: Sinks [H], of all heads.
+            position_ids: int [B, s] or [1, s], positions in each document.
+            context_mask: What to compute instead of what `position_ids` say, by global positions.
+            **others: What else a layer passes.
+
+        Returns:
+            [B, s, H, E], and no weights.
+
+        Raises:
+            ValueError: On all ranks, if something cannot be computed; the message says what.
+            hp_platform.PeerError: Another rank has an error.
+        """
+        del module
+        error: Exception | None = None
+        try:
+            _check_layer(others)
+            _check_mask(attention_mask, context_mask, others)
+            _check_positions(query, key, position_ids, needed=context_mask is None)
+        except ValueError as caught:
+            error = caught
+        call = attention_mask if isinstance(attention_mask, CallMask) else None
+        if call is None or call.masks is None:
+            call = self._filled_in(call, error, query, position_ids, context_mask)
+        elif error is not None:
+            raise error
+        assert call.masks is not None
+        outs = []
+        for mask, rows in call.masks:
+            q, k, v = (x if rows is None else x[rows] for x in (query, key, value))
+            outs.append(
+                self._core(
+                    q, k, v, mask, scale=scaling, dropout=dropout, softcap=softcap, sinks=s_aux
+                )
+            )
+        if len(outs) == 1:
+            return outs[0].transpose(1, 2), None
+        computed = [row for _, rows in call.masks for row in rows or ()]
+        order = [computed.index(row) for row in range(len(computed))]
+        return torch.cat(outs)[order].transpose(1, 2), None
+
+    def _filled_in(
+        self,
+        call: CallMask | None,
+        error: Exception | None,
+        query: Tensor,
+        position_ids: Tensor | None,
+        context_mask: Mask | None,
+    ) -> CallMask:
+        """Exchange position ids and errors; see Note [Masks come from position ids]."""
+        known = call is not None and call.has_attention_mask, context_mask is not None
+        whole = gather_position_ids(
+            position_ids,
+            error=error,
+            same=(query.size(0), query.size(2), *known),
+            device=query.device,
+            layout=self._layout,
+            group=self._group,
+        )
+        assert call is not None  # it is an error otherwise
+        if whole is not None:
+            self._check_counted(whole, context_mask)
+        if context_mask is not None:
+            mask = context_mask if call.window is None else context_mask & call.order
+            mask.check(query.size(2) * self._group.size())
+            call.masks = [(mask, None)]
+        elif whole is not None:
+            order = f", in the order of {self._layout}" if self._group.size() > 1 else ""
+            call.masks = _masks(call, documents_of_rows(whole, order=order))
+        return call
+
+    def _check_counted(self, whole: Tensor, context_mask: Mask | None) -> None:
+        """Raise if every rank counts its positions from 0, as a model does that is given none."""
+        num_ranks, seq_len = self._group.size(), whole.size(1)
+        size = seq_len // num_ranks
+        counted = torch.arange(size, device=whole.device).repeat(num_ranks)
+        counted = to_positions(counted, self._layout, num_ranks=num_ranks, seq_dim=0)
+        if num_ranks == 1 or not bool((whole == counted).all()):
+            return
+        if context_mask is not None and _cuts(context_mask, size):
+            return
+        raise ValueError(
+            f"position_ids must be positions of the whole sequence ({seq_len}), but all "
+            f"{num_ranks} ranks count from 0 to {size - 1}, as the model does that is given none: "
+            f"split the batch with shard_batch (documents of exactly {size} tokens need "
+            f"context_mask as well); generate with another attn_implementation"
+        )
+
+
+class _Parallel(ContextParallel):
+    def group_of(self, mesh_or_group: DeviceMesh | ProcessGroup) -> ProcessGroup:
+        """Return the group of all ranks."""
+        return self._resolve(mesh_or_group)
+
+
+class _Core(Attention):
+    """`Attention` whose calls tell all there is to tell."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Mask | None = None,
+        *,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attend; shapes as in `masked_attention`."""
+        return masked_attention(
+            q,
+            k,
+            v,
+            mask=self.mask if attn_mask is None else attn_mask,
+            seq_dim=2,
+            head_dim=1,
+            scale=scale,
+            dropout=dropout,
+            softcap=softcap,
+            sinks=sinks,
+        )
+
+    @property
+    def needs_share(self) -> bool:
+        """A call may have sinks or dropout."""
+        return True
+
+
+def _check_layer(others: dict[str, Any]) -> None:
+    for name, why in _REFUSED.items():
+        if others.get(name) is not None:
+            raise ValueError(f"{name} must be None with hp_context: {why}")
+    if others.get("output_attentions"):
+        raise ValueError("output_attentions must be False with hp_context: no weights are kept")
+
+
+def _check_mask(attention_mask: Any, context_mask: Any, others: dict[str, Any]) -> None:
+    if context_mask is not None and not isinstance(context_mask, Mask):
+        raise ValueError(f"context_mask ({type(context_mask).__name__}) must be a hp_context.Mask")
+    if not isinstance(attention_mask, CallMask):
+        what = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else "None"
+        raise ValueError(  # noqa: TRY004  # of what the model was given, not of a type
+            f"attention_mask ({what}) must be left to the model with hp_context, which makes it "
+            f"from position_ids: pass a mask of your own as context_mask, a hp_context.Mask"
+        )
+    if attention_mask.error is not None:
+        raise attention_mask.error
+    window = others.get("sliding_window", attention_mask.window)
+    if window != attention_mask.window:
+        raise ValueError(
+            f"sliding_window of the layer ({window}) must equal that of the mask that the model "
+            f"made ({attention_mask.window})"
+        )
+
+
+def _check_positions(
+    query: Tensor, key: Tensor, position_ids: Tensor | None, *, needed: bool
+) -> None:
+    batch, size = query.size(0), query.size(2)
+    if key.size(2) != size:
+        raise ValueError(
+            f"keys ({key.size(2)}) must be of the same positions as queries ({size}) with "
+            f"hp_context: it has no cache and no cross-attention"
+        )
+    if position_ids is None and needed:
+        raise ValueError(
+            "position_ids must reach attention with hp_context, and this model keeps them from "
+            "it: pass the whole mask as context_mask, a hp_context.Mask"
+        )
+    if position_ids is not None and position_ids.shape not in ((1, size), (batch, size)):
+        raise ValueError(
+            f"position_ids ({tuple(position_ids.shape)}) must be [{batch}, {size}] or [1, {size}]"
+        )
+
+
+def _masks(call: CallMask, documents: list[Documents]) -> list[tuple[Mask, Rows]]:
+    """Return a mask for each way that sequences of the batch are packed."""
+    rows: dict[Documents, list[int]] = {}
+    for row, of_row in enumerate(documents):
+        rows.setdefault(of_row, []).append(row)
+    if call.has_attention_mask and any(len(of_row.lengths) > 1 for of_row in rows):
+        raise ValueError(
+            "attention_mask must be None where position_ids pack documents: with it, "
+            "transformers lets documents see each other"
+        )
+    masks = [call.order & of_row if len(of_row.lengths) > 1 else call.order for of_row in rows]
+    return list(zip(masks, [None] if len(rows) == 1 else rows.values(), strict=True))
+
+
+def _cuts(mask: Mask, position: int) -> bool:
+    """Whether what is at a position does not see what is before it."""
+    here, before = range(position, position + 1), range(position - 1, position)
+    return mask.block(here, before) is BlockKind.EMPTY

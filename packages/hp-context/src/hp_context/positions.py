@@ -1,0 +1,115 @@
+"""Position ids that count anew in each document: what they say of a sequence, and of its parts.
+
+Shape symbols: B sequences of a batch, S whole sequence, N ranks, s = S / N.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hp_context.layout import SequenceLayout, to_positions
+from hp_context.masks import Documents
+from hp_platform import PeerError
+
+
+def documents_of(position_ids: Tensor) -> Documents:
+    """Return the documents of one packed sequence.
+
+    Args:
+        position_ids: int [S] or [1, S]: 0, 1, 2, ... in each document.
+
+    Raises:
+        ValueError: They count otherwise, or are of several sequences.
+
+    Example:
+        >>> documents_of(torch.tensor([0, 1, 2, 0, 1])).lengths
+        (3, 2)
+    """
+    rows = position_ids.unsqueeze(0) if position_ids.ndim == 1 else position_ids
+    if rows.ndim != 2 or len(rows) != 1:
+        raise ValueError(f"position_ids ({tuple(position_ids.shape)}) must be [S] or [1, S]")
+    return documents_of_rows(rows)[0]
+
+
+def documents_of_rows(position_ids: Tensor, *, order: str = "") -> list[Documents]:
+    """Return the documents of each sequence; see `documents_of`.
+
+    Args:
+        position_ids: int [B, S].
+        order: What put them into this order, for the message.
+
+    Raises:
+        ValueError: They do not count up by one from 0 in each document.
+    """
+    rows = position_ids.cpu()
+    begins = torch.ones_like(rows, dtype=torch.bool)
+    begins[:, 1:] = rows[:, 1:] != rows[:, :-1] + 1
+    wrong = (begins & (rows != 0)).nonzero()
+    if len(wrong):
+        row, place = wrong[0].tolist()
+        before = f"after {int(rows[row, place - 1])} " if place else ""
+        raise ValueError(
+            f"position_ids ({int(rows[row, place])} {before}at global position {place}) must count "
+            f"up by 1 from 0 in each document{order}"
+        )
+    end = torch.tensor([rows.size(1)])
+    return [
+        Documents(tuple(torch.diff(row.nonzero().flatten(), append=end).tolist())) for row in begins
+    ]
+
+
+def gather_position_ids(
+    position_ids: Tensor | None,
+    *,
+    error: Exception | None,
+    same: Sequence[int],
+    device: torch.device,
+    layout: SequenceLayout,
+    group: ProcessGroup,
+) -> Tensor | None:
+    """Return the position ids of the whole sequence, or raise on all ranks.
+
+    Costs an all-gather of a few numbers, which is read on the host, and one of the positions.
+
+    Args:
+        position_ids: int [B, s] of this rank; None if it has none.
+        error: What is wrong on this rank.
+        same: What else must be equal on all ranks; as many numbers on each.
+        device: Where the ranks communicate.
+        layout: Which positions are whose.
+        group: The ranks that share the sequence; all of them call.
+
+    Returns:
+        int64 [B, S] in the order of positions; None if the ranks have none.
+
+    Raises:
+        Exception: `error`.
+        ValueError: Ranks differ in what must be equal, or in the shape of their positions.
+        PeerError: Another rank has an error.
+    """
+    shape = (0, 0) if error is not None or position_ids is None else position_ids.shape
+    numbers = [error is not None, *same, *shape]
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+    headers = torch.stack(_all_gather(mine, group)).tolist()
+    if error is not None:
+        raise error
+    for rank, (failed, *_) in enumerate(headers):
+        if failed:
+            raise PeerError(f"rank {rank} of the context group cannot run attention", rank=rank)
+    calls = [tuple(header[1:]) for header in headers]
+    if len(set(calls)) > 1:
+        raise ValueError(f"shapes and masks that the ranks pass to attention ({calls}) must agree")
+    if position_ids is None:
+        return None
+    parts = _all_gather(position_ids.to(device, torch.int64), group)
+    return to_positions(torch.cat(parts, 1), layout, num_ranks=group.size(), seq_dim=1)
+
+
+def _all_gather(x: Tensor, group: ProcessGroup) -> list[Tensor]:
+    x = x.contiguous()
+    gathered = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(gathered, x, group=group)
+    return gathered

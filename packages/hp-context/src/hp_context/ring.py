@@ -1,0 +1,268 @@
+"""Attention over keys that travel round a ring of ranks, the next ones on their way meanwhile.
+
+From "Ring Attention with Blockwise Transformers" (Liu, Zaharia and Abbeel 2023, arXiv:2310.01889),
+balanced by the head-tail layout ("zigzag"). A rank holds its own keys and values and those of one
+other rank at a time, where the all-gather K/V mode holds all of them.
+
+Note [Journeys]
+    In step t rank r has the keys of rank r - t. It computes the blocks that its queries see of
+    them, and passes them on to rank r + 1 unless no rank from there on sees any. What sets out at
+    all is what any other rank sees. Both follow from the mask, so every rank knows of all journeys
+    beforehand: under a sliding window keys go as far as the window reaches, under a contiguous
+    causal layout to the last rank and not round.
+
+Note [Gradients travel behind the keys]
+    Backward sends the keys on their journeys again. Each rank on the way adds its share of the
+    gradients to what it got from the rank before, in float32 or wider, and passes the sum on; the
+    last one sends it home, where the share of the owner is added. The sum has one order on every
+    run. It is sent while the next step computes; the last way home has nothing to hide behind.
+
+Note [A step is one operation]
+    What a rank sends and receives in a step is posted as one (`hp_platform.isend_irecv`), in the
+    same order of steps on all ranks. Nothing is left in flight: a step is waited for even where
+    an exception ends the walk, since the next call would take its message for its own.
+
+Shape symbols: B batch, s queries of this rank, K keys of a rank that travel, N ranks, H query
+heads, G key/value heads, D head size of queries and keys, E head size of values.
+"""
+
+from collections.abc import Generator
+from contextlib import closing, suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hp_context.blocks import QueryRun, plan
+from hp_context.masks import Mask
+from hp_context.merge import sinks_gradient, with_sinks
+from hp_context.parts import Backward, Forward, PartsMask, Scores, new_results, packed, unpacked
+from hp_context.spread import Needs, Rows, Spread, add_to, length, take
+from hp_platform import Pending, isend_irecv
+from hp_platform.groups import global_ranks
+
+_KEYS, _GRADIENTS = 1, 2  # tags: both kinds are in flight between the same ranks
+
+
+class RingMask(PartsMask):
+    """A mask whose attention sends keys and values round a ring."""
+
+    def attend_to_parts(
+        self, qkv: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, scores: Scores
+    ) -> Tensor:
+        """See `PartsMask.attend_to_parts`."""
+        out: Tensor = _Attention.apply(Ring(self.spread, scores), *qkv, sinks)
+        return out
+
+
+class Journey(NamedTuple):
+    """Which keys of a rank travel, and to how many ranks after it."""
+
+    rows: Rows
+    hops: int
+
+
+def journeys(runs: tuple[Rows, ...], mask: Mask) -> tuple[Journey, ...]:
+    """Return the journey of the keys of each rank; Note [Journeys].
+
+    Args:
+        runs: Positions of each rank.
+        mask: Which keys a query may see.
+    """
+    needs = Needs(runs, mask)
+    num_ranks = len(runs)
+    result = []
+    for source in range(num_ranks):
+        far = range(num_ranks - 1, 0, -1)
+        hops = next((t for t in far if needs.of((source + t) % num_ranks, source)), 0)
+        result.append(Journey(needs.of_others(source), hops))
+    return tuple(result)
+
+
+class Step(NamedTuple):
+    """What is at this rank in one step of the walk.
+
+    Attributes:
+        number: 0 for this rank's own keys.
+        rows: Positions of the keys.
+        part: Keys and values [K, B, G, D + E], overwritten two steps later; None if none came by.
+    """
+
+    number: int
+    rows: Rows
+    part: Tensor | None
+
+
+class Ring:
+    """The walk of one call, forward and once more backward.
+
+    Args:
+        spread: Whose positions are which.
+        scores: How queries and keys make scores.
+    """
+
+    def __init__(self, spread: Spread, scores: Scores) -> None:
+        self.spread, self.scores = spread, scores
+        self.group, self.rank = spread.group, spread.group.rank()
+        self.journeys = journeys(spread.runs, scores.mask)
+        self.num_steps = 1 + max(journey.hops for journey in self.journeys)
+
+    def at(self, step: int) -> Journey:
+        """Return the journey whose keys may be at this rank in a step."""
+        return self.journeys[(self.rank - step) % len(self.journeys)]
+
+    def peer(self, offset: int) -> int:
+        """Return the global rank of another rank of the ring."""
+        return global_ranks(self.group)[(self.rank + offset) % len(self.journeys)]
+
+    def blocks(self, step: Step) -> list[QueryRun]:
+        """Return what this rank's queries see of the keys of a step."""
+        return plan(self.scores.mask, self.spread.mine, step.rows)
+
+    def steps(self, mine: Tensor) -> Generator[Step, None, None]:
+        """Yield each step of the walk while the keys of the next one are in flight.
+
+        Args:
+            mine: Keys and values of this rank, [s, B, G, D + E].
+        """
+        first = Step(0, self.spread.mine, mine)
+        held: Tensor | None = take(mine, self.at(0).rows, self.spread.mine)
+        buffers = self._buffers(mine)
+        for number in range(self.num_steps):
+            flight = self._pass_on(number, held, buffers[number % 2])
+            try:
+                yield first if number == 0 else Step(number, self.at(number).rows, held)
+            except BaseException:
+                drain(flight)
+                raise
+            held = next(iter(flight.wait()), None)
+
+    def _pass_on(self, number: int, held: Tensor | None, buffer: Tensor) -> Pending[list[Tensor]]:
+        """Start to send the keys of a step on and to receive those of the next one."""
+        goes_on, comes = (self.at(n).hops > number for n in (number, number + 1))
+        sends = [(held, self.peer(1))] if held is not None and goes_on else []
+        receives = [(buffer[: length(self.at(number + 1).rows)], self.peer(-1))] if comes else []
+        return isend_irecv(sends, receives, group=self.group, tag=_KEYS)
+
+    def _buffers(self, mine: Tensor) -> list[Tensor]:
+        """Return two buffers for keys that arrive, used by turns; fresh memory is slow."""
+        arriving = [length(self.at(n).rows) for n in range(1, self.num_steps)]
+        sizes = [max(arriving[first::2], default=0) for first in range(2)]
+        return [mine.new_empty((size, *mine.shape[1:])) for size in sizes]
+
+
+class Sums:
+    """The gradients of the keys that travel, added up on their way: see the Note above.
+
+    Args:
+        ring: The walk.
+    """
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+        self._flight: Pending[list[Tensor]] | None = None
+        self._passed: Tensor | None = None
+        self._home: Tensor | None = None
+        self._comes = self._comes_home = False
+
+    def add(self, step: Step, grads: Tensor | None, like: Tensor) -> None:
+        """Add this rank's share to the sum for the keys of a step and send it on, or home.
+
+        Args:
+            step: Any but the first; each in its turn, also where no keys came by.
+            grads: This rank's share, [K, B, G, D + E]; None where no keys came by. Overwritten.
+            like: Of its dtype and device, and of its shape but for K.
+        """
+        ring, number = self._ring, step.number
+        self._land()
+        sends, receives = [], []
+        if grads is not None:
+            if self._passed is not None:
+                grads += self._passed
+            goes_on = ring.at(number).hops > number
+            sends.append((grads, ring.peer(1 if goes_on else -number)))
+        self._comes = ring.at(number + 1).hops > number
+        self._comes_home = ring.at(0).hops == number
+        if self._comes:
+            receives.append((_rows_like(like, ring.at(number + 1).rows), ring.peer(-1)))
+        if self._comes_home:
+            receives.append((_rows_like(like, ring.at(0).rows), ring.peer(number)))
+        self._flight = isend_irecv(sends, receives, group=ring.group, tag=_GRADIENTS)
+
+    def add_home_to(self, mine: Tensor) -> None:
+        """Add the sum that came home to the gradients [s, ...] of this rank's own keys."""
+        self._land()
+        if self._home is not None:
+            add_to(mine, self._home, self._ring.at(0).rows, self._ring.spread.mine)
+
+    def close(self) -> None:
+        """Wait for what is in flight, whatever happened."""
+        if self._flight is not None:
+            drain(self._flight)
+
+    def _land(self) -> None:
+        """Wait for what the step before has sent and received."""
+        flight, self._flight = self._flight, None
+        self._passed = None
+        if flight is None:
+            return
+        received = iter(flight.wait())
+        if self._comes:
+            self._passed = next(received)
+        if self._comes_home:
+            self._home = next(received)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ring: Ring, *inputs: Tensor) -> Tensor:
+        q, k, v, sinks = inputs
+        out, lse = new_results(q, v.size(-1))
+        with torch.autocast(q.device.type, enabled=False):
+            attention = Forward(q, ring.scores)
+            with closing(ring.steps(packed(k, v))) as steps:
+                for step in steps:
+                    if step.part is not None:
+                        attention.add(step.part, ring.blocks(step))
+            attention.write(out, lse)
+            if sinks is not None:
+                out, lse = with_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.ring = ring
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        ring: Ring = ctx.ring
+        with torch.autocast(q.device.type, enabled=False):
+            gradients = Backward(q, out=out, lse=lse, grad_out=grad_out, scores=ring.scores)
+            mine = packed(k, v)
+            home = torch.empty(0)
+            with closing(Sums(ring)) as sums, closing(ring.steps(mine)) as steps:
+                for step in steps:
+                    share = None
+                    if step.part is not None:
+                        share = gradients.add(step.part, ring.blocks(step))
+                    if step.number == 0 and share is not None:
+                        home = share
+                    else:
+                        sums.add(step, share, home)
+                sums.add_home_to(home)
+            dk, dv = unpacked(home, k.size(-1))
+            dsinks = None
+            if sinks is not None and ctx.needs_input_grad[4]:
+                dsinks = sinks_gradient(sinks, grad_out=grad_out, out=out, lse=lse)
+        return None, gradients.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
+
+
+def drain(flight: Pending[list[Tensor]]) -> None:
+    """Wait for an operation on the way out of an exception."""
+    with suppress(RuntimeError):
+        flight.wait()
+
+
+def _rows_like(x: Tensor, rows: Rows) -> Tensor:
+    return x.new_empty((length(rows), *x.shape[1:]))

@@ -1,0 +1,200 @@
+"""`torch.compile` of the block around attention: where graphs are cut, recompilations, numbers."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hp_context import (
+    AsyncContextParallel,
+    Attention,
+    Causal,
+    ContextParallel,
+    Documents,
+    HeadTail,
+    Mask,
+    SlidingWindow,
+)
+from hp_platform.testing import run_distributed
+
+HEADS, KV_HEADS, SIZE = 4, 2, 8
+WIDTH = HEADS * SIZE
+# Every graph is compiled twice: for the first length, and once the second one shows that it varies.
+WARM_UP = (6, 8)
+LENGTHS = (10, 14, 30)
+Backend = str | Callable[..., Any]
+
+pytestmark = [
+    # Of torch itself, where it cuts a graph and where it imports inductor.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Block(nn.Module):
+    """A norm, projections, rotation by position, attention, a residual."""
+
+    def __init__(self, mask: Mask, *, sinks: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.RMSNorm(WIDTH)
+        self.q, self.k, self.v, self.out = (
+            nn.Linear(WIDTH, heads * SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+        )
+        self.core = Attention(mask, sinks=torch.linspace(-1, 1, HEADS) if sinks else None)
+        self.launch: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        q, k, v = (p(h).unflatten(-1, (-1, SIZE)) for p in (self.q, self.k, self.v))
+        q, k = q * torch.cos(q), k * torch.cos(k)
+        if self.launch is not None:
+            q, k, v = self.launch(q), self.launch(k), self.launch(v)
+        y: Tensor = self.out(self.core(q, k, v).flatten(-2))
+        return x + y.tanh()
+
+
+class Counting:
+    """A backend that runs autograd ahead of time and counts the graphs it is given."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+        self.backend: Any = torch._dynamo.lookup_backend("aot_eager")
+
+    def __call__(self, graph: torch.fx.GraphModule, example: list[Tensor]) -> Callable[..., Any]:
+        self.graphs += 1
+        compiled: Callable[..., Any] = self.backend(graph, example)
+        return compiled
+
+
+def step(model: Callable[..., Tensor], block: nn.Module, length: int) -> list[Tensor]:
+    """Forward and backward: output and all gradients."""
+    block.zero_grad()
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    generator = torch.Generator().manual_seed(100 * rank + length)
+    x = torch.randn(1, length, WIDTH, generator=generator).requires_grad_()
+    out = model(x)
+    out.square().sum().backward()
+    assert x.grad is not None
+    return [out.detach(), x.grad, *(p.grad for p in block.parameters() if p.grad is not None)]
+
+
+class Outcome(NamedTuple):
+    graphs: int
+    worst: float
+
+
+def run_all(block: Block, backend: Backend) -> float:
+    """Compile, warm up, and run every length; any recompilation is an error by then.
+
+    Returns the largest error of an output or gradient.
+    """
+    torch.compiler.reset()
+    compiled = torch.compile(block, backend=backend)
+    worst = 0.0
+    for length in WARM_UP:
+        step(block, block, length)  # ranks compare shapes, so that the next one may be launched
+        step(compiled, block, length)
+    for length in LENGTHS:
+        expected = step(block, block, length)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            actual = step(compiled, block, length)
+        for a, b in zip(actual, expected, strict=True):
+            worst = max(worst, float((a - b).abs().max() / b.abs().max()))
+    return worst
+
+
+class Way(NamedTuple):
+    """A mode, whether exchanges overlap, sinks, and the graphs of a block.
+
+    They are what precedes attention, attention itself where torch computes it, and what follows.
+    """
+
+    degree: int | None
+    overlap: bool
+    sinks: bool
+    graphs: int
+
+
+WAYS = [Way(None, False, False, 3), Way(None, True, True, 2), Way(1, False, False, 2)]
+HYBRID = [Way(2, True, False, 2)]
+
+
+def compiled_ranks(ways: list[Way]) -> list[tuple[int, float, int]]:
+    """For each way: graphs, error, overlapped exchanges."""
+    group = dist.group.WORLD
+    assert group is not None
+    results = []
+    for way in ways:
+        block, counting, overlapped = Block(Causal(), sinks=way.sinks), Counting(), 0
+        if way.overlap:
+            parallel = AsyncContextParallel(way.degree, overlap=True, layout=HeadTail())
+            parallel.apply(block.core, group)
+            block.launch = partial(parallel.launch, mesh_or_group=group)
+            error = run_all(block, counting)
+            overlapped = parallel.counts.overlapped
+        else:
+            ContextParallel(way.degree, layout=HeadTail()).apply(block.core, group)
+            error = run_all(block, counting)
+        results.append((counting.graphs, error, overlapped))
+    return results
+
+
+@pytest.mark.parametrize(("ways", "ranks"), [(WAYS, 2), (HYBRID, 4)], ids=["plain", "hybrid"])
+def test_graphs_are_cut_around_attention_only(ways: list[Way], ranks: int) -> None:
+    """Between launches there is nothing to compute, hence no graph."""
+    for results in run_distributed(compiled_ranks, ways, world_size=ranks, timeout=300):
+        for way, (graphs, error, overlapped) in zip(ways, results, strict=True):
+            assert graphs == way.graphs * len(WARM_UP), way
+            assert error <= 1e-5, way
+            assert (overlapped > 0) is way.overlap, way
+
+
+@pytest.mark.parametrize(
+    ("mask", "sinks", "graphs"), [(Causal(), False, 1), (SlidingWindow(3), True, 2)], ids=str
+)
+def test_attention_alone_cuts_a_graph_only_where_torch_s_does_not_do(
+    mask: Mask, graphs: int, *, sinks: bool
+) -> None:
+    counting = Counting()
+    assert run_all(Block(mask, sinks=sinks), counting) <= 1e-5
+    assert counting.graphs == graphs * len(WARM_UP)
+
+
+def test_documents_of_each_call_recompile_nothing() -> None:
+    torch.compiler.reset()
+    block, counting = Block(Causal()), Counting()
+
+    def attend(q: Tensor, mask: Mask) -> Tensor:
+        out: Tensor = block.core(q.sin(), q, q, mask)
+        return out.cos()
+
+    compiled = torch.compile(attend, backend=counting)
+    q = torch.randn(1, 12, HEADS, SIZE)
+    for lengths in ((5, 7), (12,)):
+        compiled(q, Causal() & Documents(lengths))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for lengths in ((4, 4, 4), (1, 11), (2,) * 6):
+            mask = Causal() & Documents(lengths)
+            assert torch.equal(compiled(q, mask), attend(q, mask))
+    assert counting.graphs == 2
+
+
+@pytest.mark.skipif(os.environ.get("HP_INDUCTOR") != "1", reason="half a minute: nox -s kernels")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_computes_the_same_to_rounding() -> None:
+    assert run_all(Block(Causal(), sinks=True), "inductor") <= 1e-5

@@ -1,0 +1,313 @@
+"""Run hp-schedule's schedules over stages of unequal sizes.
+
+A schedule knows *units*: one replica of one stage, all of whose ranks run the same row. Only the
+transport here knows that a unit has ranks, how many, and which part of a tensor each of them holds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from hp_schedule import Message, MessageKind, MetaStep, Schedule
+from hp_schedule.runtime import TensorSpec
+from hp_schedule.runtime.specs import describe, from_header, to_header
+from hp_vtp.handles import Handle
+from hp_vtp.packing import TensorMeta
+from hp_vtp.placement import Sharded
+from hp_vtp.policy import Payload
+from hp_vtp.stages import Edge
+from hp_vtp.topology import PipelineLayout
+from hp_vtp.transport import Transport
+
+__all__ = [
+    "StageTransport",
+    "multiplex",
+    "pipeline_rank",
+    "units_of",
+]
+
+
+Values = tuple[Tensor, ...]
+
+
+def units_of(layout: PipelineLayout) -> tuple[tuple[int, int], ...]:
+    """The ranks of a schedule over a layout: (physical stage, replica), stage by stage."""
+    return tuple(
+        (stage, replica)
+        for stage, part in enumerate(layout.stages)
+        for replica in range(len(part.replicas))
+    )
+
+
+def pipeline_rank(layout: PipelineLayout, rank: int) -> int:
+    """The row of a schedule that a global rank runs.
+
+    Raises:
+        ValueError: If no stage has the rank.
+    """
+    return units_of(layout).index((layout.stage_of(rank), layout.replica_of(rank)))
+
+
+def multiplex(schedule: Schedule, layout: PipelineLayout) -> Schedule:
+    """Spread the microbatches of a schedule over the domains of a layout, in turn.
+
+    Microbatch i becomes microbatch i // D of domain i % D. A stage with fewer replicas than there
+    are domains runs what the schedule says for all of its domains, the others their part of it. As
+    every row becomes a part of what it was, what was free of deadlock stays so.
+
+    Args:
+        schedule: One chain, a row for each physical stage; with its messages or without.
+        layout: Whose chain is that of the schedule.
+
+    Returns:
+        A schedule with a chain of stages per domain: logical stage l of domain d is stage
+        d * num_stages + l. The same schedule if there is one domain.
+
+    Raises:
+        ValueError: If the schedule has another chain, or its microbatches do not divide by the
+            domains.
+    """
+    if schedule.stage_to_rank != layout.chain:
+        raise ValueError(
+            f"stage_to_rank ({schedule.stage_to_rank}) of the schedule must equal the chain "
+            f"({layout.chain})"
+        )
+    domains, stages = layout.num_domains, layout.num_stages
+    if domains == 1:
+        return schedule
+    if schedule.num_microbatches % domains:
+        raise ValueError(
+            f"num_domains ({domains}) must divide num_microbatches ({schedule.num_microbatches})"
+        )
+    units = units_of(layout)
+    rows = []
+    for stage, replica in units:
+        replicas = len(layout.stages[stage].replicas)
+        served = set(range(replica, domains, replicas))
+        rows.append(_served(schedule.steps[stage], served, domains, stages))
+    return Schedule.from_steps(
+        rows,
+        stage_to_rank=[
+            units.index((stage, d % len(layout.stages[stage].replicas)))
+            for d in range(domains)
+            for stage in layout.chain
+        ],
+        num_microbatches=schedule.num_microbatches // domains,
+        chains=[range(d * stages, (d + 1) * stages) for d in range(domains)],
+    )
+
+
+def _served(
+    row: Iterable[MetaStep | None], domains: set[int], num_domains: int, num_stages: int
+) -> list[MetaStep]:
+    """The steps of a row that belong to some domains."""
+    kept: list[MetaStep] = []
+    for step in row:
+        parts = []
+        for leaf in step.leaves() if step else ():
+            domain = (leaf.microbatch_index or 0) % num_domains
+            if domain in domains:
+                stage = domain * num_stages + (leaf.stage_index or 0)
+                index = (leaf.microbatch_index or 0) // num_domains
+                parts.append(replace(leaf, stage_index=stage, microbatch_index=index))
+        if step is not None and len(parts) == 2:
+            kept.append(replace(step, sub_steps=tuple(parts)))
+        else:
+            kept += parts
+    return kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a stage of a schedule is in the layout."""
+
+    domain: int
+    position: int
+
+
+class StageTransport:
+    """A `hp_schedule.Transport` for stages with different numbers of ranks.
+
+    Every rank of a unit runs a `PipelineScheduleRuntime` with `pipeline_rank` of this layout and
+    this transport. Where boundaries are replicated nothing else is needed: a stage's `input_spec`
+    is the whole tensor, or None for shapes that travel with it. Where one is sharded, `metas` says
+    what crosses, and `input_spec` returns what this rank's part looks like.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        schedule: Schedule,
+        *,
+        metas: Mapping[int, Sequence[TensorMeta]] | None = None,
+    ) -> None:
+        """Join a transport and a schedule.
+
+        Args:
+            transport: Of the layout.
+            schedule: With a chain per domain of the layout, see `multiplex`.
+            metas: By logical stage, from 1: global shapes of what it receives, if a boundary is
+                sharded or to have them checked.
+
+        Raises:
+            ValueError: If the schedule is not one over this layout, or metas are missing.
+        """
+        self._transport = transport
+        self._metas = {stage: tuple(given) for stage, given in (metas or {}).items()}
+        self._places: dict[int, _Place] = {}
+        self._received: dict[Message, Handle[Values]] = {}
+        self._lock = threading.Lock()
+        layout, units = transport.layout, units_of(transport.layout)
+        if len(schedule.chains) != layout.num_domains:
+            raise ValueError(
+                f"number of chains ({len(schedule.chains)}) of the schedule must equal num_domains "
+                f"({layout.num_domains}); see multiplex"
+            )
+        for domain, chain in enumerate(schedule.chains):
+            found = tuple(units[schedule.stage_to_rank[stage]][0] for stage in chain)
+            if found != layout.chain:
+                raise ValueError(
+                    f"chain ({found}) of the schedule must equal the layout's ({layout.chain})"
+                )
+            self._places |= {stage: _Place(domain, i) for i, stage in enumerate(chain)}
+        self._require_metas()
+
+    def input_spec(self, stage_index: int) -> tuple[TensorSpec, ...]:
+        """What this rank's part of a stage's input looks like, from `metas`.
+
+        Raises:
+            ValueError: If there are no metas of the stage.
+        """
+        place = self._places[stage_index]
+        if place.position not in self._metas:
+            raise ValueError(f"metas of logical stage {place.position} must be given")
+        return self._specs(place, at_destination=True)
+
+    def send(self, message: Message, value: Values) -> None:
+        """Start to send; see `hp_schedule.Transport`."""
+        place = self._places[message.stage_index]
+        if message.kind is MessageKind.REQUEST and place.position in self._metas:
+            self._check_request(message, value[0], place)
+            return
+        edge = self._edge(message)
+        self._transport.send(
+            value,
+            source=edge.source,
+            destination=edge.destination,
+            domain=edge.domain,
+            metas=self._metas_of(message, value),
+            microbatch=message.microbatch_index,
+            payload=_PAYLOADS[message.kind],
+        )
+
+    def post_receive(self, message: Message, buffer: Values) -> None:
+        """Start to receive; see `hp_schedule.Transport`."""
+        if message.kind is MessageKind.REQUEST and self._places[message.stage_index].position in (
+            self._metas
+        ):
+            return
+        edge = self._edge(message)
+        handle = self._transport.receive(
+            # The runtime decides what is a leaf.
+            [replace(meta, requires_grad=False) for meta in self._metas_of(message, buffer)],
+            source=edge.source,
+            destination=edge.destination,
+            domain=edge.domain,
+            microbatch=message.microbatch_index,
+            into=buffer,
+        )
+        with self._lock:
+            self._received[message] = handle
+
+    def wait_receive(self, message: Message) -> Values:
+        """Return what was received; see `hp_schedule.Transport`."""
+        place = self._places[message.stage_index]
+        if message.kind is MessageKind.REQUEST and place.position in self._metas:
+            return (to_header(self._specs(place, at_destination=False)),)
+        with self._lock:
+            handle = self._received.pop(message)
+        return handle.wait()
+
+    def release_send(self, message: Message) -> None:
+        """Do nothing: the engine lets go of what has been sent."""
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has arrived."""
+        self._transport.finish()
+
+    def abort(self, reason: str) -> str:
+        """Fail all ranks within seconds; return the reason of the first one."""
+        return self._transport.abort(reason)
+
+    def _edge(self, message: Message) -> Edge:
+        """The logical edge of a message."""
+        place = self._places[message.stage_index]
+        here = place.position
+        source, destination = {
+            MessageKind.INPUT: (here - 1, here),
+            MessageKind.HEADER: (here - 1, here),
+            MessageKind.OUTPUT_GRADIENT: (here + 1, here),
+            MessageKind.REQUEST: (here, here - 1),
+        }[message.kind]
+        return self._transport.layout.edge(source, destination, domain=place.domain)
+
+    def _metas_of(self, message: Message, values: Values) -> list[TensorMeta]:
+        """Global shapes of a message's tensors; without metas they are the same everywhere."""
+        here = self._places[message.stage_index].position
+        if message.kind is MessageKind.INPUT and here in self._metas:
+            return list(self._metas[here])
+        if message.kind is MessageKind.OUTPUT_GRADIENT and here + 1 in self._metas:
+            return [meta for meta in self._metas[here + 1] if _spec(meta, ()).has_grad]
+        return [TensorMeta(tuple(x.shape), x.dtype, replicated=True) for x in values]
+
+    def _specs(self, place: _Place, *, at_destination: bool) -> tuple[TensorSpec, ...]:
+        """What one rank's part of a stage's input looks like, here or where it comes from."""
+        layout, metas = self._transport.layout, self._metas[place.position]
+        edge = layout.edge(place.position - 1, place.position, domain=place.domain)
+        index = layout.tp_rank_of(self._transport.rank)
+        return tuple(
+            _spec(
+                meta,
+                plan.destination_shape(index) if at_destination else plan.source_shape(index),
+            )
+            for meta, plan in zip(metas, self._transport.plan(edge, metas), strict=True)
+        )
+
+    def _check_request(self, message: Message, header: Tensor, place: _Place) -> None:
+        asked = from_header(header.cpu())
+        expected = self._specs(place, at_destination=True)
+        if asked is None or [(s.shape, s.dtype) for s in asked] != [
+            (s.shape, s.dtype) for s in expected
+        ]:
+            shown = "None" if asked is None else describe(asked)
+            raise ValueError(
+                f"input_spec ({shown}) of stage {message.stage_index} must be what metas make of "
+                f"it on this rank ({describe(expected)}); see StageTransport.input_spec"
+            )
+
+    def _require_metas(self) -> None:
+        layout = self._transport.layout
+        for position in range(1, layout.num_stages):
+            ends = {layout.stages[layout.chain[at]].boundary for at in (position - 1, position)}
+            sharded = any(isinstance(boundary, Sharded) for boundary in ends)
+            if sharded and position not in self._metas:
+                raise ValueError(
+                    f"metas of logical stage {position} must be given, since a boundary on the way "
+                    "to it is sharded"
+                )
+
+
+_PAYLOADS = {
+    MessageKind.INPUT: Payload.ACTIVATION,
+    MessageKind.OUTPUT_GRADIENT: Payload.GRADIENT,
+    MessageKind.HEADER: Payload.SHAPES,
+    MessageKind.REQUEST: Payload.SHAPES,
+}
+
+
+def _spec(meta: TensorMeta, shape: tuple[int, ...]) -> TensorSpec:
+    return TensorSpec(shape, meta.dtype, meta.requires_grad)
