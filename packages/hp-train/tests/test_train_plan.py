@@ -99,7 +99,7 @@ def test_parameters_are_those_of_the_modules(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_kept_for_backward_is_within_five_percent(name: str, dtype: torch.dtype) -> None:
+def test_what_is_kept_for_backward_is_within_ten_percent(name: str, dtype: torch.dtype) -> None:
     model = MODELS[name]
     sequences, length = 4, 64
     module = TransformerStage(
@@ -111,7 +111,7 @@ def test_what_is_kept_for_backward_is_within_five_percent(name: str, dtype: torc
     config = with_keys(Config(model=model), {"data.seq_len": length})
     work = stage(config, VOCAB, layers=range(2), first=True, last=True)
     predicted = work.kept_bytes(sequences * length, size=dtype.itemsize)
-    assert predicted == pytest.approx(measured, rel=0.05)
+    assert predicted == pytest.approx(measured, rel=0.1)
 
 
 def kept_bytes(module: TransformerStage, sequences: int, length: int) -> int:
