@@ -243,13 +243,14 @@ def kernels(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def transformers(session: nox.Session) -> None:
-    """Test hp-schedule, hp-expert and hp-train on models of Hugging Face's transformers."""
+    """Test packages on real models of Hugging Face's transformers, and in accelerate's loop."""
     _install(session, *map(_with_extras, TRANSFORMERS_TESTS), group="test-transformers")
     session.run("python", "-m", "pytest", *_transformers_tests(), *session.posargs)
 
 
 # Of each package, the tests that need transformers; elsewhere they are skipped.
 TRANSFORMERS_TESTS = {
+    "hp-context": "test_context_transformers*.py",
     "hp-expert": "test_expert_transformers*.py",
     "hp-schedule": "test_schedule_runtime_split_model.py",
     "hp-train": "test_train_transformers.py",

@@ -20,7 +20,7 @@ computing, all together. `link` is the delay of all operations of a pass one aft
 `hidden` the share of it by which the pass does not become longer than on a link without delay. Of
 four strides a quarter of the bytes has nothing to hide behind, of a ring the last way home.
 
-    python packages/hp-context/benchmarks/bench_context_overlap.py --latency 0.001 --bandwidth 1e7
+    python benchmarks/bench_context_overlap.py --latency 0.001 --bandwidth 1e7
 """
 
 from __future__ import annotations
@@ -248,7 +248,8 @@ def measure_keys(settings: Settings, latency: float) -> list[KeyRow]:
             name,
             operations,
             operations * latency + units * part / settings.bandwidth,
-            *(statistics.median(times[name, i]) for i in range(2)),
+            statistics.median(times[name, 0]),
+            statistics.median(times[name, 1]),
             equal=_same(results[name, 1], results["one gather", 0]),
         )
         for name, (_, _, operations, units) in ways.items()

@@ -185,10 +185,12 @@ def test_documents_of_each_call_recompile_nothing() -> None:
 
     compiled = torch.compile(attend, backend=counting)
     q = torch.randn(1, 12, HEADS, SIZE)
-    for lengths in ((5, 7), (12,)):
+    first: list[tuple[int, ...]] = [(5, 7), (12,)]
+    later: list[tuple[int, ...]] = [(4, 4, 4), (1, 11), (2,) * 6]
+    for lengths in first:
         compiled(q, Causal() & Documents(lengths))
     with torch.compiler.set_stance("fail_on_recompile"):
-        for lengths in ((4, 4, 4), (1, 11), (2,) * 6):
+        for lengths in later:
             mask = Causal() & Documents(lengths)
             assert torch.equal(compiled(q, mask), attend(q, mask))
     assert counting.graphs == 2

@@ -161,11 +161,11 @@ def modes(address: str) -> list[float]:
     )
     worst = []
     for mask in (Causal(), Causal() & Documents((100, 412)), SlidingWindow(100)):
-        for degree in (None, 1):
+        for degree, ring in ((None, False), (1, False), (None, True)):
             wholes = []
             for dtype in (torch.bfloat16, torch.float64):
                 sinks = torch.linspace(-1, 1, 4, dtype=dtype, device=runtime.device)
-                core = ContextParallel(degree, layout=HeadTail())
+                core = ContextParallel(degree, ring=ring, layout=HeadTail())
                 attention = core.apply(Attention(mask, sinks=sinks), group)
                 leaves = [
                     shard_sequence(x.to(dtype), group, layout=HeadTail()).requires_grad_()

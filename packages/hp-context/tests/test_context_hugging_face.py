@@ -28,6 +28,7 @@ from hp_context import (
     SlidingWindow,
     local_positions,
     mask_tensor,
+    masked_attention,
     register_attention,
     shard_batch,
     shard_sequence,
@@ -391,6 +392,58 @@ def test_what_cannot_be_computed_is_refused_by_name_on_all_ranks() -> None:
         others = [kind for kind, _ in errors if kind != "ValueError"]
         one_rank_knows = case in ("padding on one rank", "a bias on one rank")
         assert others == ["PeerError"] * one_rank_knows, f"{case}: {errors}"
+
+
+def plainly_dropped(
+    _: nn.Module, q: Tensor, k: Tensor, v: Tensor, *__: Any, **kw: Any
+) -> tuple[Tensor, None]:
+    out = masked_attention(
+        q,
+        k,
+        v,
+        mask=Causal(),
+        seq_dim=2,
+        head_dim=1,
+        scale=kw["scaling"],
+        dropout=kw["dropout"],
+    )
+    return out.transpose(1, 2), None
+
+
+def dropped(degree: int | None) -> Tensors | str:
+    attend = SpreadAttention(world(), ulysses_degree=degree, ring=False, layout=ZIGZAG)
+    inputs = shard_batch({"input_ids": tokens(), "weights": WEIGHTS}, world(), layout=ZIGZAG)
+    model = Decoder(attend)
+    torch.manual_seed(5)
+    try:
+        found = step(model, **inputs, dropout=0.3)
+    except ValueError as error:
+        return str(error)
+    for name, gradient in found.items():
+        if name != "out":
+            dist.all_reduce(gradient)
+    return found | {"out": unshard_sequence(found["out"], world(), layout=ZIGZAG)}
+
+
+def test_dropout_under_ulysses_drops_what_one_process_drops() -> None:
+    model = Decoder(plainly_dropped)
+    torch.manual_seed(5)
+    positions = torch.arange(SEQ)[None]
+    wanted = step(model, WEIGHTS, input_ids=tokens(), position_ids=positions, dropout=0.3)
+    for found in run_distributed(dropped, None, world_size=2):
+        assert isinstance(found, dict)
+        comparison = compare(found, wanted, bound=1e-12)
+        assert comparison.ok, str(comparison)
+
+
+def test_dropout_elsewhere_is_refused_with_the_way_out() -> None:
+    for message in run_distributed(dropped, 1, world_size=2):
+        assert isinstance(message, str)
+        assert re.search(
+            r"dropout \(0.3\) must be 0 in the all-gather K/V mode \(ulysses_degree=1\): "
+            r"use ulysses_degree=None",
+            message,
+        )
 
 
 def test_without_transformers_the_registration_says_what_to_install(

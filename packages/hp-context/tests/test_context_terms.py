@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -106,7 +107,8 @@ def by_definition(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | N
         dropped = Dropout(case.dropout, draw_seed()).of_block(range(case.seq), range(case.seq))
         batch, heads = weights.shape[:2]
         weights = weights * dropped.factors(batch, heads, slice(None), slice(None), weights)
-    return (weights @ v).movedim((2, 1), case.dims)
+    out: Tensor = (weights @ v).movedim((2, 1), case.dims)
+    return out
 
 
 def gradients(out: Tensor, grad: Tensor, leaves: list[Tensor]) -> list[Tensor]:
@@ -134,9 +136,10 @@ def world() -> dist.ProcessGroup:
 
 def parallel_core(case: Case) -> tuple[Attention, ContextParallel]:
     seq_dim, head_dim = case.dims
-    kind = AsyncContextParallel if case.overlap else ContextParallel
-    settings: dict[str, object] = {"overlap": True} if case.overlap else {}
-    parallel = kind(case.degree, seq_dim=seq_dim, head_dim=head_dim, layout=case.layout, **settings)
+    dims: Any = {"seq_dim": seq_dim, "head_dim": head_dim, "layout": case.layout}
+    parallel = ContextParallel(case.degree, **dims)
+    if case.overlap:
+        parallel = AsyncContextParallel(case.degree, overlap=True, **dims)
     return parallel.apply(attention(case), world()), parallel
 
 

@@ -22,9 +22,13 @@ from torch.utils.data import DataLoader
 from hp_context import (
     Causal,
     Contiguous,
+    Documents,
     HeadTail,
+    Mask,
     SequenceLayout,
+    SlidingWindow,
     count_tokens,
+    mask_tensor,
     register_attention,
     shard_batch,
     shift_labels,
@@ -72,7 +76,8 @@ IN_ORDER, ZIGZAG = Contiguous(), HeadTail()
 Mode = tuple[int | None, bool, SequenceLayout]
 FOUR: list[Mode] = [(None, False, IN_ORDER), (1, False, ZIGZAG), (2, False, ZIGZAG)]
 TWO: list[Mode] = [(None, False, ZIGZAG), (1, False, IN_ORDER), (1, True, ZIGZAG)]
-PACKED = torch.cat([torch.arange(length) for length in (7, 12, 5)])[None].expand(BATCH, -1)
+DOCUMENTS = Documents((7, 12, 5))
+PACKED = torch.cat([torch.arange(n) for n in DOCUMENTS.lengths])[None].expand(BATCH, -1)
 Tensors = dict[str, Tensor]
 
 
@@ -93,8 +98,8 @@ def build(name: str, attention: str, *, dtype: torch.dtype = torch.float64) -> A
     model = getattr(transformers, f"{kind}ForCausalLM")(configuration)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
+        for path, parameter in model.named_parameters():
+            if "norm" not in path:
                 drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                 parameter.copy_(drawn / 4)
     return model.to(dtype).train()
@@ -120,12 +125,24 @@ def gradients(model: nn.Module) -> Tensors:
 def alone(name: str, *, packed: bool, dtype: torch.dtype = torch.float64) -> Tensors:
     # Only the eager attention of transformers has sinks and soft caps.
     model = build(name, "eager" if name in ("gpt_oss", "gemma2") else "sdpa", dtype=dtype)
-    inputs = batch(packed=packed)
+    inputs: dict[str, Any] = batch(packed=packed)
     targets = shift_labels(inputs.pop("labels"))
+    if packed and name == "gpt_oss":
+        # Its own code keeps documents apart in flash attention only.
+        inputs["attention_mask"] = {
+            "full_attention": added(Causal() & DOCUMENTS, dtype),
+            "sliding_attention": added(SlidingWindow(4) & DOCUMENTS, dtype),
+        }
     logits = model(**inputs).logits
     loss = token_loss(logits, targets, num_tokens=count_tokens(targets))
     loss.backward()
     return {"logits": logits.detach(), "loss": loss.detach()} | gradients(model)
+
+
+def added(mask: Mask, dtype: torch.dtype) -> Tensor:
+    """What eager attention of transformers adds to scores [1, 1, S, S]."""
+    allowed = mask_tensor(mask, SEQ)[None, None]
+    return torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
 def on_parts(model: Any, mesh: DeviceMesh, layout: SequenceLayout, *, packed: bool) -> Tensors:

@@ -59,9 +59,9 @@ def by_blocks(mask: Mask, *, dtype: torch.dtype = torch.float64, seq: int = 512)
 def by_mask_tensor(mask: Mask) -> list[Tensor]:
     *qkv, grad = inputs(512)
     leaves = [x.requires_grad_() for x in qkv]
-    heads_first = (x.transpose(1, 2) for x in leaves)
+    q, k, v = (x.transpose(1, 2) for x in leaves)
     out = F.scaled_dot_product_attention(
-        *heads_first, attn_mask=mask_tensor(mask, 512), enable_gqa=True
+        q, k, v, attn_mask=mask_tensor(mask, 512), enable_gqa=True
     ).transpose(1, 2)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
@@ -142,15 +142,29 @@ def test_a_gpu_wants_larger_blocks() -> None:
     assert blocks_pay(SlidingWindow(1024), 16384, "cuda")
 
 
-def test_plans_of_masks_that_cannot_be_hashed_are_made_anew() -> None:
-    class Unhashable(Mask):
-        __hash__ = None  # type: ignore[assignment]
+class Growing(Mask):
+    """A window whose width somebody changes between calls."""
 
-        def __eq__(self, other: object) -> bool:
-            return self is other
+    width = 10
 
-        def allowed(self, query: Tensor, key: Tensor) -> Tensor:
-            return key <= query
+    def allowed(self, query: Tensor, key: Tensor) -> Tensor:
+        return (query - key).abs() <= self.width
 
-    assert whole_plan(Unhashable(), 64)[0].query == range(64)
-    assert whole_plan(Causal(), 64) is whole_plan(Causal(), 64)
+    def visible(self, query: int) -> range:
+        return range(max(0, query - self.width), query + self.width + 1)
+
+    def query_cuts(self, run: range) -> set[int]:
+        return set(run[64::64])
+
+
+def test_a_mask_that_changes_is_planned_anew() -> None:
+    mask = Growing()
+    for mask.width in (10, 60, 30):
+        assert blocks_pay(mask, 512, "cpu")
+        for a, b in zip(by_blocks(mask), by_mask_tensor(mask), strict=True):
+            assert error(a, b) <= 1e-13
+
+
+def test_plans_of_masks_that_cannot_change_are_remembered() -> None:
+    mask = Causal() & Documents((32, 32))
+    assert whole_plan(mask, 64) is whole_plan(Causal() & Documents((32, 32)), 64)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hp_context.dropout import Dropout, draw_seed
 from hp_context.heads import HeadShare
 from hp_context.masks import Causal, Full, Mask, mask_tensor
-from hp_context.walk import Walk, attend_by_blocks, blocks_pay, whole_plan
+from hp_context.walk import Scores, attend_by_blocks, blocks_pay
 from hp_platform import outside_graph
 
 _HEADS_FIRST = (2, 1)
@@ -212,8 +212,8 @@ def _attend(
     if terms.plain and (plain or not blocks_pay(mask, seq_len, q.device.type)):
         return _by_torch(q, k, v, mask, terms)
     dropped = Dropout(terms.dropout, draw_seed(), first_head) if terms.dropout else None
-    walk = Walk(mask, whole_plan(mask, seq_len), terms.scale, terms.softcap, dropped)
-    return attend_by_blocks((q, k, v), terms.sinks, walk)
+    scores = Scores(mask, terms.scale, terms.softcap, dropped)
+    return attend_by_blocks((q, k, v), terms.sinks, scores)
 
 
 def _by_torch(q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms) -> Tensor:

@@ -11,18 +11,17 @@ D + E].
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hp_context import walk
 from hp_context.attention import SpreadMask, Terms
-from hp_context.blocks import KeyBlock, QueryRun
+from hp_context.blocks import QueryRun
 from hp_context.heads import HeadShare
-from hp_context.kernels import block_backward, block_forward
-from hp_context.masks import BlockKind, Mask, block_tensor
-from hp_context.merge import Merge, for_backward
+from hp_context.masks import Mask
 from hp_context.spread import Needs, Spread
+from hp_context.walk import Scores
 
 WORTH_A_COPY = 1024  # queries that use a key/value head
 
@@ -55,7 +54,9 @@ class PartsMask(SpreadMask):
             ValueError: There is dropout.
         """
         if terms.dropout:
-            raise ValueError(f"dropout ({terms.dropout}) must be 0 in {self.mode}")
+            raise ValueError(
+                f"dropout ({terms.dropout}) must be 0 in {self.mode}: use ulysses_degree=None"
+            )
         self.used = True
         device = q.device.type
         if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
@@ -65,110 +66,27 @@ class PartsMask(SpreadMask):
 
     @abstractmethod
     def attend_to_parts(
-        self, qkv: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, scores: "Scores"
+        self, qkv: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, scores: Scores
     ) -> Tensor:
         """Return [B, H, s, E]; differentiable. `sinks` are [H], see `merge.with_sinks`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """What makes scores of queries and keys: the mask, the factor and the bound, if any."""
-
-    mask: Mask
-    scale: float
-    softcap: float | None = None
-
-    def tensor(self, run: QueryRun, block: KeyBlock, device: torch.device) -> Tensor | None:
-        """Return the mask tensor of a block that needs one."""
-        if block.kind is not BlockKind.PARTIAL:
-            return None
-        return block_tensor(self.mask, run.query, block.key, device=device)
-
-
-class Forward:
-    """Attention over the parts that have been added so far.
-
-    Args:
-        q: [B, H, s, D].
-        scores: How queries and keys make scores.
-    """
-
-    def __init__(self, q: Tensor, scores: Scores) -> None:
-        self._q, self._scores = q, scores
-        self._merges: dict[range, Merge] = {}  # by where a run of queries is in q
+class Forward(walk.Forward):
+    """Attention over the parts that have been added so far; see `walk.Forward`."""
 
     def add(self, part: Tensor, runs: Sequence[QueryRun]) -> None:
         """Take in a part, keys and values packed, and its blocks."""
-        keys, values = _rows_of_heads(part, self._q)
-        for run in runs:
-            at = range(run.start, run.start + len(run.query))
-            for columns, block in run.calls:
-                out, lse = block_forward(
-                    self._q[:, :, at.start : at.stop],
-                    keys[:, :, columns],
-                    values[:, :, columns],
-                    kind=block.kind,
-                    mask=self._scores.tensor(run, block, keys.device),
-                    scale=self._scores.scale,
-                    softcap=self._scores.softcap,
-                )
-                self._merges.setdefault(at, Merge()).add(out, lse)
-
-    def write(self, out: Tensor, lse: Tensor) -> None:
-        """Write the result: output [B, H, s, E], log-sum-exp [B, H, s].
-
-        Queries that see no key at all have output 0 and log-sum-exp -inf.
-        """
-        if sum(map(len, self._merges)) < out.size(2):
-            out.zero_()
-            lse.fill_(-torch.inf)
-        for at, merge in self._merges.items():
-            rows = slice(at.start, at.stop)
-            out[:, :, rows], lse[:, :, rows] = merge.result()
+        self.add_keys(*_rows_of_heads(part, self.q), runs)
 
 
-class Backward:
-    """Gradients over the parts that have been added so far; see Note [Backward by blocks].
-
-    Args:
-        q: [B, H, s, D].
-        out: [B, H, s, E], over all keys.
-        lse: [B, H, s], over all keys.
-        grad_out: [B, H, s, E].
-        scores: How queries and keys make scores.
-    """
-
-    def __init__(
-        self, q: Tensor, *, out: Tensor, lse: Tensor, grad_out: Tensor, scores: Scores
-    ) -> None:
-        self._q, self._out, self._grad_out, self._scores = q, out, grad_out, scores
-        self._lse = for_backward(lse)
-        self.dq = torch.zeros_like(q, dtype=lse.dtype)
+class Backward(walk.Backward):
+    """Gradients over the parts that have been added so far; see `walk.Backward`."""
 
     def add(self, part: Tensor, runs: Sequence[QueryRun]) -> Tensor:
         """Take in a part and its blocks; return its gradients, packed, in float32 or wider."""
-        head_size = self._q.size(-1)
-        keys, values = _rows_of_heads(part, self._q)
+        head_size = self.q.size(-1)
         grads = torch.zeros_like(part, dtype=self.dq.dtype)
-        dkeys, dvalues = unpacked(grads, head_size)
-        for run in runs:
-            rows = slice(run.start, run.start + len(run.query))
-            for columns, block in run.calls:
-                dq, dk, dv = block_backward(
-                    self._q[:, :, rows],
-                    keys[:, :, columns],
-                    values[:, :, columns],
-                    grad_out=self._grad_out[:, :, rows],
-                    out=self._out[:, :, rows],
-                    lse=self._lse[:, :, rows],
-                    kind=block.kind,
-                    mask=self._scores.tensor(run, block, part.device),
-                    scale=self._scores.scale,
-                    softcap=self._scores.softcap,
-                )
-                self.dq[:, :, rows] += dq
-                dkeys[:, :, columns] += dk
-                dvalues[:, :, columns] += dv
+        self.add_keys(*_rows_of_heads(part, self.q), runs, unpacked(grads, head_size))
         return grads
 
 

@@ -44,7 +44,7 @@ def documents_of_rows(position_ids: Tensor, *, order: str = "") -> list[Document
     Raises:
         ValueError: They do not count up by one from 0 in each document.
     """
-    rows = position_ids.cpu()
+    rows = position_ids.cpu()  # one copy, instead of a wait for each question
     begins = torch.ones_like(rows, dtype=torch.bool)
     begins[:, 1:] = rows[:, 1:] != rows[:, :-1] + 1
     wrong = (begins & (rows != 0)).nonzero()
@@ -72,7 +72,7 @@ def gather_position_ids(
 ) -> Tensor | None:
     """Return the position ids of the whole sequence, or raise on all ranks.
 
-    Costs an all-gather of a few numbers, which is read on the host, and one of the positions.
+    Costs an all-gather of a few numbers and one of the positions, both read on the host.
 
     Args:
         position_ids: int [B, s] of this rank; None if it has none.
@@ -83,7 +83,7 @@ def gather_position_ids(
         group: The ranks that share the sequence; all of them call.
 
     Returns:
-        int64 [B, S] in the order of positions; None if the ranks have none.
+        int64 [B, S] on the CPU, in the order of positions; None if the ranks have none.
 
     Raises:
         Exception: `error`.
@@ -104,8 +104,8 @@ def gather_position_ids(
         raise ValueError(f"shapes and masks that the ranks pass to attention ({calls}) must agree")
     if position_ids is None:
         return None
-    parts = _all_gather(position_ids.to(device, torch.int64), group)
-    return to_positions(torch.cat(parts, 1), layout, num_ranks=group.size(), seq_dim=1)
+    parts = torch.cat(_all_gather(position_ids.to(device, torch.int64), group), 1).cpu()
+    return to_positions(parts, layout, num_ranks=group.size(), seq_dim=1)
 
 
 def _all_gather(x: Tensor, group: ProcessGroup) -> list[Tensor]:

@@ -19,8 +19,9 @@ Note [Gradients travel behind the keys]
 
 Note [A step is one operation]
     What a rank sends and receives in a step is posted as one (`hp_platform.isend_irecv`), in the
-    same order of steps on all ranks. Nothing is left in flight: a step is waited for even where
-    an exception ends the walk, since the next call would take its message for its own.
+    same order of steps on all ranks; two threads that share a group must keep to one order of
+    calls, as with any collective. Nothing is left in flight: a step is waited for even where an
+    exception ends the walk, since the next call would take its message for its own.
 
 Shape symbols: B batch, s queries of this rank, K keys of a rank that travel, N ranks, H query
 heads, G key/value heads, D head size of queries and keys, E head size of values.
@@ -37,8 +38,9 @@ from torch.autograd.function import once_differentiable
 from hp_context.blocks import QueryRun, plan
 from hp_context.masks import Mask
 from hp_context.merge import sinks_gradient, with_sinks
-from hp_context.parts import Backward, Forward, PartsMask, Scores, new_results, packed, unpacked
+from hp_context.parts import Backward, Forward, PartsMask, new_results, packed, unpacked
 from hp_context.spread import Needs, Rows, Spread, add_to, length, take
+from hp_context.walk import Scores
 from hp_platform import Pending, isend_irecv
 from hp_platform.groups import global_ranks
 

@@ -1,10 +1,14 @@
-"""Attention by blocks where a rank has all keys and values that its queries see.
+"""Attention by blocks, forward and backward, and that of a whole sequence under one mask.
 
-Shape symbols: B batch, S sequence, H query heads, G key/value heads (G divides H), D head size of
-queries and keys, E head size of values.
+What is computed of keys that are there is the same in all modes: the blocks of a plan
+(`blocks.plan`), each with the kernels of `kernels.py`, put together by their log-sum-exp
+(`merge.py`).
+
+Shape symbols: B batch, S sequence, K keys, H query heads, G key/value heads (G divides H), D head
+size of queries and keys, E head size of values.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -14,9 +18,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hp_context.blocks import KeyBlock, QueryRun, plan
-from hp_context.dropout import BlockDropout, Dropout
+from hp_context.dropout import Dropout
 from hp_context.kernels import block_backward, block_forward
-from hp_context.masks import BlockKind, Mask, block_tensor
+from hp_context.masks import (
+    BlockKind,
+    Both,
+    Causal,
+    Documents,
+    Full,
+    Mask,
+    SlidingWindow,
+    block_tensor,
+)
 from hp_context.merge import Merge, for_backward, sinks_gradient, with_sinks
 
 # Pairs of positions whose scores could be computed in the time that a block takes beside its own:
@@ -26,120 +39,151 @@ _CALL_COST = {"cpu": 1 << 13, "cuda": 1 << 20}
 
 
 @dataclass(frozen=True, slots=True)
-class Walk:
-    """The blocks of one call and how their weights are made, for forward and for backward.
+class Scores:
+    """What makes weights of queries and keys.
 
     Attributes:
         mask: Which keys a query may see.
-        runs: The blocks, of all queries.
         scale: Factor of the scores.
         softcap: Bound of the scores; None: no bound.
-        dropout: Which weights are dropped.
+        dropout: Which weights are dropped; for keys that lie in the order of their positions.
     """
 
     mask: Mask
-    runs: tuple[QueryRun, ...]
     scale: float
     softcap: float | None = None
     dropout: Dropout | None = None
 
-    def forward(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output [B, H, S, E] and its log-sum-exp [B, H, S], -inf for no key.
+    def of_block(
+        self, run: QueryRun, block: KeyBlock, columns: slice, device: torch.device
+    ) -> dict[str, Any]:
+        """Return what the kernels of a block are told beside tensors of queries and keys."""
+        mask = dropped = None
+        if block.kind is BlockKind.PARTIAL:
+            mask = block_tensor(self.mask, run.query, block.key, device=device)
+        if self.dropout is not None:
+            dropped = self.dropout.of_block(run.query, range(columns.start, columns.stop))
+        return {
+            "kind": block.kind,
+            "mask": mask,
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "dropout": dropped,
+        }
 
-        Args:
-            q: [B, H, S, D].
-            keys: [B, G, S, D].
-            values: [B, G, S, E].
-        """
-        out = q.new_empty((*q.shape[:-1], values.size(-1)))
-        wide = torch.promote_types(q.dtype, torch.float32)
-        lse = torch.empty(q.shape[:-1], dtype=wide, device=q.device)
-        for run in self.runs:
-            rows = slice(run.start, run.start + len(run.query))
-            if not run.blocks:
-                out[:, :, rows], lse[:, :, rows] = 0.0, -torch.inf
-                continue
-            merge = Merge()
-            for block in run.blocks:
-                columns = slice(block.start, block.start + len(block.key))
+
+class Forward:
+    """Attention over the keys that have been added so far.
+
+    Args:
+        q: [B, H, S, D].
+        scores: How queries and keys make weights.
+    """
+
+    def __init__(self, q: Tensor, scores: Scores) -> None:
+        self.q, self._scores = q, scores
+        self._merges: dict[range, Merge] = {}  # by where a run of queries is in q
+
+    def add_keys(self, keys: Tensor, values: Tensor, runs: Sequence[QueryRun]) -> None:
+        """Take in keys [B, G, K, D] and values [B, G, K, E] and their blocks."""
+        for run in runs:
+            at = range(run.start, run.start + len(run.query))
+            for columns, block in run.calls:
                 part = block_forward(
-                    q[:, :, rows],
+                    self.q[:, :, at.start : at.stop],
                     keys[:, :, columns],
                     values[:, :, columns],
-                    kind=block.kind,
-                    mask=self._tensor(run, block, q.device),
-                    scale=self.scale,
-                    softcap=self.softcap,
-                    dropout=self._dropped(run, block),
+                    **self._scores.of_block(run, block, columns, keys.device),
                 )
-                merge.add(*part)
-            out[:, :, rows], lse[:, :, rows] = merge.result()
-        return out, lse
+                self._merges.setdefault(at, Merge()).add(*part)
 
-    def backward(
+    def write(self, out: Tensor, lse: Tensor, sinks: Tensor | None = None) -> None:
+        """Write the result: output [B, H, S, E], log-sum-exp [B, H, S].
+
+        Queries that see nothing at all have output 0 and log-sum-exp -inf.
+
+        Args:
+            out: Is overwritten.
+            lse: Is overwritten.
+            sinks: [H], see `merge.with_sinks`.
+        """
+        if sum(map(len, self._merges)) < out.size(2):
+            out.zero_()
+            lse.copy_(torch.full_like(lse, -torch.inf) if sinks is None else sinks[:, None])
+        for at, merge in self._merges.items():
+            rows = slice(at.start, at.stop)
+            merged = merge.result()
+            if sinks is not None:
+                merged = with_sinks(*merged, sinks)
+            out[:, :, rows], lse[:, :, rows] = merged
+
+
+class Backward:
+    """Gradients over the keys that have been added so far; see Note [Backward by blocks].
+
+    Args:
+        q: [B, H, S, D].
+        out: [B, H, S, E], over all keys, with sinks if there are any.
+        lse: [B, H, S], likewise.
+        grad_out: [B, H, S, E].
+        scores: How queries and keys make weights.
+    """
+
+    def __init__(
+        self, q: Tensor, *, out: Tensor, lse: Tensor, grad_out: Tensor, scores: Scores
+    ) -> None:
+        self.q, self._out, self._grad_out, self._scores = q, out, grad_out, scores
+        self._lse = for_backward(lse)
+        self.dq = torch.zeros_like(q, dtype=lse.dtype)
+
+    def add_keys(
         self,
-        q: Tensor,
         keys: Tensor,
         values: Tensor,
-        *,
-        grad_out: Tensor,
-        out: Tensor,
-        lse: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, keys and values in float32 or wider.
+        runs: Sequence[QueryRun],
+        grads: tuple[Tensor, Tensor],
+    ) -> None:
+        """Take in keys [B, G, K, D] and values [B, G, K, E], their blocks, and where to add to.
 
-        Args:
-            q: As in `forward`.
-            keys: As in `forward`.
-            values: As in `forward`.
-            grad_out: [B, H, S, E].
-            out: The output, with sinks if there are any.
-            lse: The log-sum-exp likewise.
+        `grads` are like keys and values, in float32 or wider.
         """
-        dq, dkeys, dvalues = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, keys, values))
-        lse = for_backward(lse)
-        for run in self.runs:
+        dkeys, dvalues = grads
+        for run in runs:
             rows = slice(run.start, run.start + len(run.query))
-            for block in run.blocks:
-                columns = slice(block.start, block.start + len(block.key))
-                dq_block, dk_block, dv_block = block_backward(
-                    q[:, :, rows],
+            for columns, block in run.calls:
+                dq, dk, dv = block_backward(
+                    self.q[:, :, rows],
                     keys[:, :, columns],
                     values[:, :, columns],
-                    grad_out=grad_out[:, :, rows],
-                    out=out[:, :, rows],
-                    lse=lse[:, :, rows],
-                    kind=block.kind,
-                    mask=self._tensor(run, block, q.device),
-                    scale=self.scale,
-                    softcap=self.softcap,
-                    dropout=self._dropped(run, block),
+                    grad_out=self._grad_out[:, :, rows],
+                    out=self._out[:, :, rows],
+                    lse=self._lse[:, :, rows],
+                    **self._scores.of_block(run, block, columns, keys.device),
                 )
-                dq[:, :, rows] += dq_block
-                dkeys[:, :, columns] += dk_block
-                dvalues[:, :, columns] += dv_block
-        return dq, dkeys, dvalues
-
-    def _tensor(self, run: QueryRun, block: KeyBlock, device: torch.device) -> Tensor | None:
-        if block.kind is not BlockKind.PARTIAL:
-            return None
-        return block_tensor(self.mask, run.query, block.key, device=device)
-
-    def _dropped(self, run: QueryRun, block: KeyBlock) -> BlockDropout | None:
-        return None if self.dropout is None else self.dropout.of_block(run.query, block.key)
+                self.dq[:, :, rows] += dq
+                dkeys[:, :, columns] += dk
+                dvalues[:, :, columns] += dv
 
 
 def whole_plan(mask: Mask, seq_len: int) -> tuple[QueryRun, ...]:
-    """Return the blocks of a whole sequence; remembered for masks that can be hashed."""
-    try:
+    """Return the blocks of a whole sequence; remembered for masks that cannot change."""
+    if _cannot_change(mask):
         return _remembered_plan(mask, seq_len)
-    except TypeError:  # a mask of the user's that compares but does not hash
-        return tuple(plan(mask, [range(seq_len)], [range(seq_len)]))
+    return tuple(plan(mask, [range(seq_len)], [range(seq_len)]))
 
 
 @lru_cache(maxsize=64)
 def _remembered_plan(mask: Mask, seq_len: int) -> tuple[QueryRun, ...]:
     return tuple(plan(mask, [range(seq_len)], [range(seq_len)]))
+
+
+def _cannot_change(mask: Mask) -> bool:
+    """Tell whether a mask equals another if and only if it allows the same, now and later."""
+    if isinstance(mask, Both):
+        return _cannot_change(mask.first) and _cannot_change(mask.second)
+    if type(mask) is Documents:
+        return isinstance(mask.lengths, tuple)
+    return type(mask) in (Full, Causal, SlidingWindow)
 
 
 def blocks_pay(mask: Mask, seq_len: int, device_type: str) -> bool:
@@ -155,33 +199,36 @@ def blocks_pay(mask: Mask, seq_len: int, device_type: str) -> bool:
 
 
 def attend_by_blocks(
-    qkv: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, walk: Walk
+    qkv: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, scores: Scores
 ) -> Tensor:
     """Return attention of a whole sequence, [B, H, S, E]; differentiable once.
 
     Args:
         qkv: [B, H, S, D], [B, G, S, D] and [B, G, S, E].
         sinks: [H], see `merge.with_sinks`.
-        walk: Blocks of this sequence.
+        scores: How queries and keys make weights.
     """
     device = qkv[0].device.type
     narrow: Iterable[Tensor] = qkv
     if torch.is_autocast_enabled(device) and qkv[0].dtype != torch.float64:
         narrow = (x.to(torch.get_autocast_dtype(device)) for x in qkv)
-    out: Tensor = _ByBlocks.apply(walk, *narrow, sinks)
+    out: Tensor = _ByBlocks.apply(scores, *narrow, sinks)
     return out
 
 
 class _ByBlocks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, walk: Walk, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, scores: Scores, *inputs: Tensor) -> Tensor:
         q, k, v, sinks = inputs
+        out = q.new_empty((*q.shape[:-1], v.size(-1)))
+        wide = torch.promote_types(q.dtype, torch.float32)
+        lse = torch.empty(q.shape[:-1], dtype=wide, device=q.device)
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = walk.forward(q, k, v)
-            if sinks is not None:
-                out, lse = with_sinks(out, lse, sinks)
+            walk, runs = Forward(q, scores), whole_plan(scores.mask, q.size(2))
+            walk.add_keys(k, v, runs)
+            walk.write(out, lse, sinks)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.walk = walk
+        ctx.scores, ctx.runs = scores, runs
         return out
 
     @staticmethod
@@ -189,9 +236,10 @@ class _ByBlocks(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         with torch.autocast(q.device.type, enabled=False):
-            grads = ctx.walk.backward(q, k, v, grad_out=grad_out, out=out, lse=lse)
-            dq, dk, dv = (g.to(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
+            walk = Backward(q, out=out, lse=lse, grad_out=grad_out, scores=ctx.scores)
+            dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
+            walk.add_keys(k, v, ctx.runs, (dk, dv))
             dsinks = None
             if sinks is not None and ctx.needs_input_grad[4]:
                 dsinks = sinks_gradient(sinks, grad_out=grad_out, out=out, lse=lse)
-        return None, dq, dk, dv, dsinks
+        return None, walk.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks

@@ -100,6 +100,8 @@ class SpreadAttention:
             _check_layer(others)
             _check_mask(attention_mask, context_mask, others)
             _check_positions(query, key, position_ids, needed=context_mask is None)
+            num_ranks = self._group.size()
+            self._layout.runs(query.size(2) * num_ranks, num_ranks)
         except ValueError as caught:
             error = caught
         call = attention_mask if isinstance(attention_mask, CallMask) else None
@@ -156,7 +158,7 @@ class SpreadAttention:
         """Raise if every rank counts its positions from 0, as a model does that is given none."""
         num_ranks, seq_len = self._group.size(), whole.size(1)
         size = seq_len // num_ranks
-        counted = torch.arange(size, device=whole.device).repeat(num_ranks)
+        counted = torch.arange(size).repeat(num_ranks)
         counted = to_positions(counted, self._layout, num_ranks=num_ranks, seq_dim=0)
         if num_ranks == 1 or not bool((whole == counted).all()):
             return
