@@ -58,7 +58,7 @@ def test_a_part_must_be_inside_the_whole() -> None:
 
 def test_values_that_no_rank_has_are_a_flaw(tmp_path: Path) -> None:
     [step] = read_steps(record(tmp_path, [{"weight": {"w": Part(torch.ones(1), (3,), (1,))}}]))
-    assert step.flaws == ["weight w: 2 of 3 values are on no rank"]
+    assert step.flaws == ("weight w: 2 of 3 values are on no rank",)
 
 
 def test_replicas_that_differ_in_one_bit_are_a_flaw(tmp_path: Path) -> None:

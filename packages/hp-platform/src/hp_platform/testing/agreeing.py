@@ -102,7 +102,7 @@ class RunComparison:
         )
 
     @property
-    def errors(self) -> dict[str, float]:
+    def errors(self) -> Mapping[str, float]:
         """The largest error of each quantity."""
         return {
             quantity: max((place.difference.error for place in names.values()), default=0.0)
@@ -140,9 +140,10 @@ def compare_runs(
 ) -> RunComparison:
     """Compare two recordings.
 
-    An error is max|a - b| / max|b| of a tensor. Where that is above the bound although |a - b| is
-    less than one unit in the last place of the largest value of that quantity in that step, it is
-    taken relative to the latter: a gradient that is zero but for rounding has no digits to compare.
+    An error is ``max|a - b| / max|b|`` of a tensor. Where that is above the bound although the
+    distance is less than one unit in the last place of the largest value of that quantity in that
+    step, it is taken relative to the latter: a gradient that is zero but for rounding has no digits
+    to compare.
 
     Args:
         actual: Directory of the recorders of the run to judge.

@@ -141,8 +141,8 @@ class RecordedStep:
     """
 
     index: int
-    tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    flaws: list[str] = field(default_factory=list)
+    tensors: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    flaws: Sequence[str] = ()
 
 
 def read_steps(directory: Path) -> Iterator[RecordedStep]:
@@ -162,7 +162,8 @@ def read_steps(directory: Path) -> Iterator[RecordedStep]:
 
 
 def _join(index: int, files: Sequence[Path]) -> RecordedStep:
-    step = RecordedStep(index)
+    tensors: dict[str, dict[str, Tensor]] = {}
+    flaws: list[str] = []
     ranks: list[tuple[str, _Saved]] = [
         (file.stem, torch.load(file, map_location="cpu", weights_only=True)) for file in files
     ]
@@ -174,10 +175,10 @@ def _join(index: int, files: Sequence[Path]) -> RecordedStep:
                 for local, shape, offset in parts:
                     whole = wholes.setdefault(name, _Whole(shape, local.dtype))
                     whole.fill(rank, local, shape, offset)
-        step.tensors[quantity] = {name: whole.values for name, whole in wholes.items()}
+        tensors[quantity] = {name: whole.values for name, whole in wholes.items()}
         for name, whole in wholes.items():
-            step.flaws.extend(f"{quantity} {name}: {flaw}" for flaw in whole.flaws())
-    return step
+            flaws += [f"{quantity} {name}: {flaw}" for flaw in whole.flaws()]
+    return RecordedStep(index, tensors, tuple(flaws))
 
 
 class _Whole:
