@@ -206,6 +206,15 @@ def train(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def verify(session: nox.Session) -> None:
+    """Compare 150 generated layouts with one process over 20 steps; `-- --steps 2` is quicker."""
+    _install(session, "hp-train", group="")
+    defaults = ("--generate", "150", "--steps", "20", "--data", "packages/hp-train/src")
+    model = "integration_tests/verify.toml"
+    session.run("hp", "verify", model, *defaults, *session.posargs)
+
+
+@nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Run every benchmark, or those named: `nox -s bench -- benchmarks/bench_ranks.py`."""
     found = sorted(str(f) for f in Path("benchmarks").glob("bench_*.py"))

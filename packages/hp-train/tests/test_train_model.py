@@ -11,8 +11,8 @@ from hp_train.model.block import Block
 from hp_train.model.layers import RMSNorm, dropout
 from hp_train.model.recompute import Recompute
 from hp_train.optimizer import learning_rate
-from hp_train.parallelize import split_layers
 from hp_train.parameters import named_parameters
+from hp_train.schedules import split_layers
 
 CONFIG = ModelConfig(dim=16, num_layers=4, expert_hidden=8, num_experts=4, init_std=0.2)
 

@@ -12,9 +12,20 @@ from hp_train.errors import ConfigError, HpError
 from hp_train.launch.signals import ignore_stops
 from hp_train.layout import Layout
 from hp_train.options import Resolved, resolve, shipped, split_overrides
+from hp_train.plan import command as plan
 from hp_train.render import to_json, to_lines, to_toml
 from hp_train.schema import did_you_mean, fields
+from hp_train.verify import command as verify
 
+_FLAGS = {
+    "train": ("--data", "--resume", "--dry-run"),
+    "config": ("--data", "--resume", "--origins", "--json"),
+    "doctor": ("--json",),
+    "verify": ("--data", "--resume", *verify.FLAGS),
+    "plan": ("--data", "--resume", *plan.FLAGS),
+    "import-hf": ("--out", "--step", "--dtype"),
+    "export-hf": ("--out", "--step", "--dtype"),
+}
 _OVERRIDES = "--section.key value, --section.key=value or section.key=value sets any key."
 
 
@@ -51,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    overrides, rest = split_overrides(argv)
+    overrides, rest = split_overrides(_joined(argv))
     parser = _parser()
     _refuse_bare_keys(rest)
     options = parser.parse_args(rest)
@@ -69,8 +80,12 @@ def _main(argv: Sequence[str]) -> int:
     if options.resume:
         given.append(("run.resume", options.resume))
     resolved = resolve(options.config, given)
-    if options.command == "config":
-        return _print_config(resolved, options)
+    if options.command == "verify":
+        return verify.run(resolved, options, given)
+    return _COMMANDS[options.command](resolved, options)
+
+
+def _train(resolved: Resolved, options: argparse.Namespace) -> int:
     if options.dry_run:
         return _dry_run(resolved)
     from hp_train.launch.launcher import run  # noqa: PLC0415 - only what trains needs it
@@ -97,6 +112,22 @@ def _parser() -> _Parser:
     form = config.add_mutually_exclusive_group()
     form.add_argument("--origins", action="store_true", help="one line per key, no help")
     form.add_argument("--json", action="store_true", help="as JSON, with origins")
+    check = commands.add_parser(
+        "verify",
+        help="run two layouts on the same batches and compare all they compute",
+        epilog=_OVERRIDES,
+        allow_abbrev=False,
+    )
+    _add_config(check)
+    verify.add_arguments(check)
+    price = commands.add_parser(
+        "plan",
+        help="compare layouts by memory and time, without running them",
+        epilog=_OVERRIDES,
+        allow_abbrev=False,
+    )
+    _add_config(price)
+    plan.add_arguments(price)
     doctor = commands.add_parser(
         "doctor", help="tell what this machine can run", allow_abbrev=False
     )
@@ -155,8 +186,8 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 def _refuse_bare_keys(arguments: Sequence[str]) -> None:
     """Point ``--steps`` to ``--train.steps``; argparse would take its value for the config."""
-    flags = ["--data", "--resume", "--dry-run", "--origins", "--json", "--help", "--version"]
-    flags += ["--out", "--step", "--dtype"]
+    command = next((argument for argument in arguments if argument in _FLAGS), "train")
+    flags = (*_FLAGS[command], "--help", "--version")
     for argument in arguments:
         flag = argument.partition("=")[0]
         if flag == "--":
@@ -170,6 +201,15 @@ def _refuse_bare_keys(arguments: Sequence[str]) -> None:
             flag, [*flags, *(f"--{field.name}" for field in fields().values())]
         )
         raise ConfigError(f"{flag} is not a known option{hint}")
+
+
+def _joined(argv: Sequence[str]) -> list[str]:
+    """Join ``--against`` and its value, which may look like an override."""
+    joined = list(argv)
+    if "--against" in joined[:-1]:
+        index = joined.index("--against")
+        joined[index : index + 2] = [f"--against={joined[index + 1]}"]
+    return joined
 
 
 def _print_config(resolved: Resolved, options: argparse.Namespace) -> int:
@@ -193,3 +233,7 @@ def _dry_run(resolved: Resolved) -> int:
         f"{train.global_batch_size} sequences x {config.data.seq_len} tokens\n"
     )
     return 0
+
+
+_COMMANDS = {"train": _train, "config": _print_config, "plan": plan.run}
+"""What takes nothing but a config and its own flags."""

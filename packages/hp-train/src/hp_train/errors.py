@@ -8,7 +8,8 @@
     |-- CheckpointError  4   a checkpoint cannot be written or read
     |-- HangError        5   no rank made progress for launch.hang_seconds
     |-- NumericsError    6   a loss or a gradient is not finite
-    `-- RankLostError    7   a process of the run is gone
+    |-- RankLostError    7   a process of the run is gone
+    `-- DifferenceError  8   two layouts do not compute the same (hp verify)
 
 Any other exception ends with 1. A run that was asked to stop and can be resumed ends with
 :data:`PREEMPTED`; one that was stopped at once with 128 + the signal's number, as shells do.
@@ -58,3 +59,9 @@ class RankLostError(HpError):
     """A process of the run is gone."""
 
     exit_code = 7
+
+
+class DifferenceError(HpError):
+    """Two layouts do not compute the same."""
+
+    exit_code = 8

@@ -5,7 +5,6 @@ them with the weights that the seed and the global names decide, and hands them 
 runtime of hp-schedule.
 """
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,24 +39,11 @@ from hp_train.model import TransformerStage
 from hp_train.model.block import Block
 from hp_train.overlap import overlap_experts, overlap_pairs
 from hp_train.parameters import Parameter, named_parameters
-from hp_train.schedules import training_schedule
+from hp_train.schedules import split_layers, training_schedule
 from hp_train.sequence import SequenceShare
 from hp_train.tensor_parallel import cut_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-
-
-def split_layers(num_layers: int, num_stages: int) -> list[range]:
-    """Layers of each stage: as even as can be, the longer runs first.
-
-    Raises:
-        ValueError: When there are fewer layers than stages.
-    """
-    if num_layers < num_stages:
-        raise ValueError(f"num_layers ({num_layers}) must be at least num_stages ({num_stages})")
-    short, longer = divmod(num_layers, num_stages)
-    bounds = [stage * short + min(stage, longer) for stage in range(num_stages + 1)]
-    return [range(low, high) for low, high in itertools.pairwise(bounds)]
 
 
 @dataclass(frozen=True)

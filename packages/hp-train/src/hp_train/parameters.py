@@ -9,11 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from hp_expert import GroupedExperts
+from hp_train.cuts import HIDDEN_DIM, cut_dim
 from hp_train.mesh import Mesh
-from hp_train.tensor_parallel import cut_dim
-
-_HIDDEN_DIM = {"w1": 1, "w3": 1, "w2": 2, "b1": 1, "b3": 1}
-"""Which dim of an expert's parameter is its hidden width."""
 
 
 class Cut(NamedTuple):
@@ -143,7 +140,7 @@ def _placement(
     replicas = ["expert_replicate" if is_expert else "dp_replicate"]
     dims = {"tp": cut_dim(name)}
     if is_expert:
-        dims = {"ep": 0, "etp": _HIDDEN_DIM.get(name.rpartition(".")[2])}
+        dims = {"ep": 0, "etp": HIDDEN_DIM.get(name.rpartition(".")[2])}
     for group, dim in dims.items():
         if dim is None:
             replicas.append(group)

@@ -34,6 +34,14 @@ def check(config: Config, world: World | None = None) -> None:
         raise ConfigError(problem)
 
 
+def allows_layout(config: Config) -> bool:
+    """Whether mesh, pipeline and batch of a config go together with its model.
+
+    What has nothing to do with them, files above all, is not looked at: this is for trying many.
+    """
+    return next(_layout_problems(config, None), None) is None
+
+
 def require_run_directory(path: str) -> None:
     """Refuse to go on with something that is no run directory.
 
@@ -48,13 +56,17 @@ def require_run_directory(path: str) -> None:
 
 
 def _problems(config: Config, world: World | None) -> Iterator[str]:
-    yield from _mesh(config, world)
-    yield from _pipeline(config)
+    yield from _layout_problems(config, world)
     yield from _model(config)
-    yield from _batches(config)
-    yield from _overlap(config)
     yield from _files(config)
     yield from _extras(config)
+
+
+def _layout_problems(config: Config, world: World | None) -> Iterator[str]:
+    yield from _mesh(config, world)
+    yield from _pipeline(config)
+    yield from _overlap(config)
+    yield from _batches(config)
 
 
 def _mesh(config: Config, world: World | None) -> Iterator[str]:

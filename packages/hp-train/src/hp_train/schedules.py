@@ -1,9 +1,10 @@
-"""The pipeline schedules that a config can name, proven before they are used; no torch.
+"""The stages of a pipeline and the schedules that a config can name, proven before use; no torch.
 
 Schedules with a fixed number of stages per rank lay them out there and back: rank 0 has the first
 stage and the last.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -71,6 +72,19 @@ KINDS: dict[str, Kind] = {
     ),
 }
 """By the name that `pipeline.schedule` gives."""
+
+
+def split_layers(num_layers: int, num_stages: int) -> list[range]:
+    """Layers of each stage: as even as can be, the longer runs first.
+
+    Raises:
+        ValueError: When there are fewer layers than stages.
+    """
+    if num_layers < num_stages:
+        raise ValueError(f"num_layers ({num_layers}) must be at least num_stages ({num_stages})")
+    short, longer = divmod(num_layers, num_stages)
+    bounds = [stage * short + min(stage, longer) for stage in range(num_stages + 1)]
+    return [range(low, high) for low, high in itertools.pairwise(bounds)]
 
 
 def training_schedule(

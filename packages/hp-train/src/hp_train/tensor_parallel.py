@@ -21,31 +21,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from hp_platform import all_gather_uneven, reduce_scatter_uneven
+from hp_train.cuts import cut_dim
 from hp_train.model import TransformerStage
 from hp_train.model.block import Block
-
-_CUTS = {
-    "embedding.weight": 0,
-    "output.weight": 0,
-    **{f"attention.{w}.{p}": 0 for w in ("wq", "wk", "wv") for p in ("weight", "bias")},
-    "attention.core.sinks": 0,
-    "attention.wq_b.weight": 0,
-    "attention.wkv_b.weight": 0,
-    "attention.wo.weight": 1,
-    "feed_forward.w1.weight": 0,
-    "feed_forward.w3.weight": 0,
-    "feed_forward.w2.weight": 1,
-}
-
-
-def cut_dim(name: str) -> int | None:
-    """The dim along which tensor-parallel ranks share out a parameter, None if each has all of it.
-
-    Args:
-        name: Global name of the parameter.
-    """
-    parts = name.split(".")
-    return _CUTS.get(".".join(parts[2:] if parts[0] == "layers" else parts))
 
 
 def cut_tensors(stage: TransformerStage, group: ProcessGroup) -> None:

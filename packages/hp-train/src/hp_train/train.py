@@ -7,7 +7,7 @@ act on it at the same step. No rank ever decides alone.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -58,12 +58,22 @@ def main(config: Config, *, worker: Worker) -> int:
         are left as they are: NCCL would wait for operations that other ranks never join, and
         nobody would learn of the error. The process is to be ended.
     """
+    status = start(config, worker).run()
+    shutdown()
+    return status
+
+
+def start(config: Config, worker: Worker) -> "Trainer":
+    """Connect to the other ranks, prepare the data and build the run. All ranks call it together.
+
+    Args:
+        config: Validated; the same on every rank.
+        worker: This process.
+    """
     worker.board.beat(step=0, phase="connect", waiting=True)
     runtime = _connect(config, worker)
     tokenizer = _prepare_data(config, worker, runtime)
-    status = Trainer(config, worker, runtime, tokenizer).run()
-    shutdown()
-    return status
+    return Trainer(config, worker, runtime, tokenizer)
 
 
 def _connect(config: Config, worker: Worker) -> Runtime:
@@ -232,8 +242,14 @@ class Trainer:
             metrics.close()
             console.close()
 
-    def train_step(self) -> tuple[StepMetrics, bool]:
+    def train_step(
+        self, *, before_update: Callable[[float, float, float], None] | None = None
+    ) -> tuple[StepMetrics, bool]:
         """One update of the weights.
+
+        Args:
+            before_update: Called with loss, balancing loss and gradient norm of the whole step,
+                while the gradients are summed and not yet clipped.
 
         Returns:
             What happened, and whether some rank was asked to stop.
@@ -255,6 +271,8 @@ class Trainer:
             what = self.norm.first_bad(squares)
             bad = f"the gradient of {what}" if what else f"the loss ({loss})"
             raise NumericsError(f"step {self.step + 1}: {bad} is not finite")
+        if before_update is not None:
+            before_update(loss, balance, grad_norm)
         self._beat("optimizer")
         clip_gradients(self.parameters, grad_norm, train.max_grad_norm)
         rate = learning_rate(self.step, train)

@@ -24,6 +24,11 @@ class Difference:
     error: float
     note: str = ""
 
+    @property
+    def is_same(self) -> bool:
+        """Whether every value is the same, in the same dtype."""
+        return self.error == 0.0 and not self.note
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:

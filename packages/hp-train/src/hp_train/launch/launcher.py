@@ -22,6 +22,7 @@ from hp_train.launch.supervise import Verdict, Watch, gone, kill_ranks, most_sus
 from hp_train.launch.task import Task, drop_empty, error_file, stack_file
 
 if TYPE_CHECKING:
+    from hp_train.config import Config
     from hp_train.launch.elastic import ElasticRanks
     from hp_train.options import Resolved
 
@@ -37,7 +38,6 @@ _PRELOADED = (
     "torch.distributed.elastic.multiprocessing",
 )
 _PRELOADED_FOR_TRAINING = (
-    "hp_train.train",
     "torch._dynamo",
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
@@ -65,11 +65,30 @@ def run(resolved: Resolved, *, _entry: str = _ENTRY) -> int:
         run_dir = make_run_directory(resolved)
         with locked(run_dir):
             write_config(run_dir, resolved)
-            return _run_ranks(resolved, run_dir, trap, _entry)
+            return _run_ranks(resolved.config, run_dir, trap, _entry, resumable=True)
 
 
-def _run_ranks(resolved: Resolved, run_dir: Path, trap: StopTrap, entry: str) -> int:
-    config = resolved.config
+def run_entry(config: Config, run_dir: Path, *, entry: str) -> int:
+    """Run a function on the ranks of a config, each a process of its own.
+
+    The first call of a process starts the server that ranks are forked from; later ones, of any
+    number of ranks, take half a second. Nothing is printed unless a rank fails.
+
+    Args:
+        config: Checked; every rank gets it.
+        run_dir: Exists; for heartbeats, errors and whatever the ranks keep.
+        entry: ``module:function`` that each rank calls with the config and ``worker=``.
+
+    Returns:
+        Exit status, see `hp_train.errors`.
+    """
+    with StopTrap() as trap:
+        return _run_ranks(config, run_dir, trap, entry, resumable=False)
+
+
+def _run_ranks(
+    config: Config, run_dir: Path, trap: StopTrap, entry: str, *, resumable: bool
+) -> int:
     _start_server(entry)
     # Imported while the server does the same.
     import torch  # noqa: PLC0415
@@ -83,7 +102,7 @@ def _run_ranks(resolved: Resolved, run_dir: Path, trap: StopTrap, entry: str) ->
     trap.is_watched = True
     try:
         if trap.first:
-            return _stopped(run_dir, "before any process was started, nothing to save")
+            return _stopped(run_dir, "before any process was started, nothing to save", resumable)
         task = Task(config, run_dir, heartbeat, os.getpid(), entry)
         ranks = ElasticRanks(task, num_processes=config.world_size)
         watch = Watch(
@@ -92,7 +111,10 @@ def _run_ranks(resolved: Resolved, run_dir: Path, trap: StopTrap, entry: str) ->
             start_seconds=config.launch.init_timeout_seconds,
         )
         grace = config.launch.stop_grace_seconds
-        return _Run(run_dir, trap, board, ranks, watch, stop_grace_seconds=grace).finish()
+        started = _Run(
+            run_dir, trap, board, ranks, watch, stop_grace_seconds=grace, resumable=resumable
+        )
+        return started.finish()
     except BaseException:
         kill_ranks(board.slots())
         raise
@@ -109,8 +131,9 @@ def _start_server(entry: str) -> None:
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a wall of text from peers of the dead
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
-    needed = _PRELOADED_FOR_TRAINING if entry == _ENTRY else (entry.partition(":")[0],)
-    multiprocessing.set_forkserver_preload([*_PRELOADED, *needed])
+    module = entry.partition(":")[0]
+    needed = _PRELOADED_FOR_TRAINING if module.startswith("hp_train.") else ()
+    multiprocessing.set_forkserver_preload([*_PRELOADED, module, *needed])
     # What is started here inherits blocked signals: the tracker keeps them blocked, the server
     # unblocks them when it is ready to ignore them.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -135,9 +158,11 @@ class _Run:
         watch: Watch,
         *,
         stop_grace_seconds: float,
+        resumable: bool,
     ) -> None:
         self.run_dir, self.trap, self.board, self.ranks = run_dir, trap, board, ranks
         self.watch, self.stop_grace_seconds = watch, stop_grace_seconds
+        self.resumable = resumable
 
     def finish(self) -> int:
         """Watch the ranks to their end, whatever it is, and say what it was.
@@ -170,8 +195,8 @@ class _Run:
 
     def _returned(self, status: int) -> int:
         if status == PREEMPTED:
-            return _stopped(self.run_dir)
-        if status == 0:
+            return _stopped(self.run_dir, resumable=self.resumable)
+        if status == 0 and self.resumable:
             sys.stdout.write(f"{self.run_dir}\n")
             sys.stdout.flush()
         return status
@@ -184,10 +209,9 @@ class _Run:
             how = "at once"
         else:
             how = f"by force, not done saving after {self.stop_grace_seconds:g} s"
-        _say(
-            f"stopped {how}, rank {slot.rank} was at {slot.place}; "
-            f"from the last checkpoint: hp train --resume {self.run_dir}"
-        )
+        resume = f"; from the last checkpoint: hp train --resume {self.run_dir}"
+        hint = resume if self.resumable else ""
+        _say(f"stopped {how}, rank {slot.rank} was at {slot.place}{hint}")
         return 128 + (self.trap.second or self.trap.first)
 
     def _fail(self, verdict: Verdict) -> int:
@@ -199,7 +223,8 @@ class _Run:
         elif not verdict.is_hang:
             code = self.ranks.exit_codes.get(verdict.rank)
             if self.trap.first and code == -self.trap.first:
-                return _stopped(self.run_dir, "before the first step, nothing to save")
+                when = "before the first step, nothing to save"
+                return _stopped(self.run_dir, when, self.resumable)
             reason = _describe_exit(code)
         _say(f"error: {verdict.message}" + (f": {reason}" if reason else ""))
         if verdict.state is State.FAILED:
@@ -235,9 +260,10 @@ class _Run:
         return [f"its Python stack, from {path}:", *shown] if shown else []
 
 
-def _stopped(run_dir: Path, when: str = "") -> int:
+def _stopped(run_dir: Path, when: str = "", resumable: bool = True) -> int:
     when = f" {when}" if when else ""
-    _say(f"stopped on request{when}; go on with: hp train --resume {run_dir}")
+    hint = f"; go on with: hp train --resume {run_dir}" if resumable else ""
+    _say(f"stopped on request{when}{hint}")
     return PREEMPTED
 
 

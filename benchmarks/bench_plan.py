@@ -1,0 +1,63 @@
+"""Steps as `hp plan` predicts them at measured rates, beside steps that were trained.
+
+Both are of this machine in this run, on the CPU with one thread per process. Where other programs
+share the machine, the ratio between layouts says more than any of the times.
+"""
+
+import json
+import shutil
+import statistics
+import tempfile
+from pathlib import Path
+
+from hp_train.launch.launcher import run_entry
+from hp_train.options import resolve
+from hp_train.plan import estimate
+from hp_train.plan.measure import measure
+from hp_train.space import with_keys
+from hp_train.verify.pairs import checked_config
+
+LAYOUTS = {
+    "dp 2": {"mesh.dp_replicate": 2},
+    "dp_shard 2": {"mesh.dp_shard": 2},
+    "pp 2, 1f1b": {"mesh.pp": 2, "pipeline.schedule": "1f1b"},
+    "pp 2, zbv": {"mesh.pp": 2, "pipeline.schedule": "zbv", "pipeline.stages_per_rank": 2},
+    "ep 2": {"mesh.dp_replicate": 2, "mesh.ep": 2},
+    "tp 2": {"mesh.tp": 2},
+}
+STEPS = 6
+PLAIN = {
+    "mesh.pp": 1,
+    "mesh.dp_replicate": 1,
+    "mesh.ep": 1,
+    "pipeline.stages_per_rank": 1,
+    "train.steps": STEPS,
+    "train.eval_every": 0,
+    "train.save_every": 0,
+    "train.sample_tokens": 0,
+}
+
+
+def main() -> None:
+    """Measure rates, then train every layout."""
+    config = checked_config(resolve("quickstart", PLAIN.items()).config, dtype="float32")
+    machine, flags = measure(config)
+    print(f"rates: {flags}")
+    scratch = Path(tempfile.mkdtemp(prefix="bench-plan-"))
+    print(f"{'layout':<12} {'predicted':>10} {'measured':>10} {'ratio':>6}")
+    for name, keys in LAYOUTS.items():
+        layout = with_keys(config, keys)
+        run_dir = scratch / name.replace(" ", "-")
+        run_dir.mkdir()
+        if run_entry(layout, run_dir, entry="hp_train.train:main"):
+            raise SystemExit(f"{name} failed")
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        measured = statistics.median(json.loads(line)["step_seconds"] for line in lines[1:])
+        predicted = estimate(layout, machine, vocab_size=256).seconds
+        row = f"{predicted * 1e3:>7.0f} ms {measured * 1e3:>7.0f} ms {predicted / measured:>6.2f}"
+        print(f"{name:<12} {row}")
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""`hp plan` against training: bytes to the last one, activations and step times within bounds."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from hp_platform import RankInfo, initialize, shutdown
+from hp_platform.testing import run_distributed
+from hp_train.config import Config
+from hp_train.data import load_tokenizer, prepare
+from hp_train.plan import MACHINES
+from hp_train.plan.estimate import Plan
+from hp_train.train import Trainer
+from integration_tests.layouts import config_of, worker_of, write_corpus
+
+VOCAB = 256
+SLOWER, FASTER = 3.0, 1 / 3.0
+"""How far a step may be from what the plan says at the rate that the run itself shows."""
+
+LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
+    "pp2-fsdp2-ep2": {
+        "mesh": {"pp": 2, "dp_shard": 2, "ep": 2},
+        "pipeline": {"schedule": "zbv", "stages_per_rank": 2},
+    },
+    "dp2-tp2-ep2": {"mesh": {"dp_replicate": 2, "tp": 2, "ep": 2}},
+    "cp2-fsdp2-etp2": {"mesh": {"cp": 2, "dp_shard": 2, "ep": 2, "etp": 2}},
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_bytes_are_exact_and_times_are_near(name: str, tmp_path: Path) -> None:
+    config = config_of(**LAYOUTS[name], train={"microbatch_size": 4})
+    prepare(
+        tmp_path / "data",
+        paths=[str(write_corpus(tmp_path))],
+        tokenizer=load_tokenizer(""),
+        eval_fraction=config.data.eval_fraction,
+    )
+    address = f"file://{tmp_path}/rendezvous-{uuid4().hex}"
+    run = partial(_train, msgspec.json.encode(config), str(tmp_path), address)
+    ranks = run_distributed(run, world_size=config.world_size, timeout=120)
+    # The rate of this machine, from the very steps that are predicted.
+    found = Plan(config, MACHINES["cpu"].with_values(cores=0), vocab_size=VOCAB)
+    tokens = found.tokens / config.mesh.tp * found.num_microbatches
+    operations = 3 * tokens * sum(stage.flops for stage in found.stages) / config.mesh.pp
+    busy = sum(rank["busy"] for rank in ranks) / len(ranks)
+    machine = MACHINES["cpu"].with_values(flops=operations / busy, layer_seconds=0.0, cores=0)
+    predicted = Plan(config, machine, vocab_size=VOCAB).estimate()
+    most = max(ranks, key=lambda rank: rank["parameters"])
+    memory = predicted.memory
+    assert memory.parameters == most["parameters"]
+    assert memory.gradients == most["gradients"]
+    assert memory.optimizer == most["optimizer"]
+    kept = max(rank["kept"] for rank in ranks)
+    assert 0.5 < memory.activations / kept < 2
+    measured = max(rank["seconds"] for rank in ranks)
+    pipeline = predicted.parts["compute"] + predicted.parts["idle"] + predicted.parts["exchanges"]
+    assert FASTER < pipeline / measured < SLOWER
+
+
+def _train(encoded: bytes, directory: str, address: str) -> dict[str, float]:
+    config = msgspec.json.decode(encoded, type=Config)
+    info = RankInfo.from_env()
+    assert info is not None
+    runtime = initialize(info, init_method=address)
+    trainer = Trainer(config, worker_of(info, Path(directory)), runtime, load_tokenizer(""))
+    trainer.train_step()
+    kept = _PeakOfKept(trainer)
+    with kept:
+        trainer.compute_gradients()
+    spans = [span for span in trainer.timeline if span.step.type.is_compute]
+    result = {
+        "parameters": _bytes(p.local for p in trainer.parameters),
+        "gradients": _bytes(p.local.grad for p in trainer.parameters),
+        "optimizer": _bytes(
+            value
+            for state in trainer.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ),
+        "kept": kept.peak,
+        "busy": sum(span.end - span.start for span in spans),
+        "seconds": trainer.timeline.makespan,
+    }
+    shutdown()
+    return result
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+class _Kept:
+    """A tensor that autograd keeps; tells when it lets go."""
+
+    def __init__(self, tensor: Tensor, owner: "_PeakOfKept") -> None:
+        self.tensor, self.owner = tensor, owner
+
+    def __del__(self) -> None:
+        self.owner.let_go(self.tensor)
+
+
+class _PeakOfKept(torch.autograd.graph.saved_tensors_hooks):
+    """The most bytes that autograd kept at once, each storage once, parameters apart."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(self._pack, lambda kept: kept.tensor)
+        self._apart = {p.local.untyped_storage().data_ptr() for p in trainer.parameters}
+        self._count: dict[int, int] = {}
+        self._now = self.peak = 0
+
+    def _pack(self, tensor: Tensor) -> _Kept:
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr()
+        self._count[key] = self._count.get(key, 0) + 1
+        if self._count[key] == 1 and key not in self._apart:
+            self._now += storage.nbytes()
+            self.peak = max(self.peak, self._now)
+        return _Kept(tensor.detach(), self)
+
+    def let_go(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr()
+        self._count[key] -= 1
+        if self._count[key] == 0 and key not in self._apart:
+            self._now -= storage.nbytes()

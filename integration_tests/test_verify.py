@@ -1,0 +1,112 @@
+"""`hp verify`: layouts equal one process, wrong ones are found, jobs of one's own work."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hp_train.errors import DifferenceError, HangError
+from integration_tests.layouts import write_corpus
+from integration_tests.verify_jobs import WRONG
+
+ROOT = Path(__file__).parent
+MODEL = str(ROOT / "verify.toml")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_corpus(tmp_path_factory.mktemp("corpus")))
+
+
+def verify(*arguments: str, timeout: float = 280) -> tuple[int, str]:
+    """Run the command as a person does; everything it prints."""
+    paths = [str(ROOT.parent), os.environ.get("PYTHONPATH", "")]
+    end = subprocess.run(
+        [sys.executable, "-m", "hp_train", "verify", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+    )
+    return end.returncode, end.stdout
+
+
+def test_generated_layouts_equal_one_process(corpus: str) -> None:
+    """A bounded sample; `nox -s verify` runs 150 of them for 20 steps."""
+    status, text = verify(
+        MODEL, "--data", corpus, "--generate", "12", "--steps", "2", "--processes", "2:6"
+    )
+    assert status == 0, text
+    assert "12 of 12 layouts equal one process" in text
+    assert "0 could not be run" in text
+
+
+@pytest.mark.parametrize(
+    "other",
+    ["pipeline.schedule=interleaved_zero_bubble,train.recompute=full"],
+)
+def test_schedule_and_recompute_do_not_change_a_bit(other: str, corpus: str) -> None:
+    layout = ["mesh.pp=2", "mesh.dp_shard=2", "mesh.ep=2", "pipeline.stages_per_rank=2"]
+    status, text = verify(MODEL, "--data", corpus, *layout, f"--against={other}", "--steps", "2")
+    assert status == 0, text
+    assert "they differ in nothing that may change a bit" in text
+    assert text.rstrip().endswith("bitwise equal over 2 steps")
+
+
+def test_the_first_difference_is_named_by_step_quantity_and_parameter(corpus: str) -> None:
+    status, text = verify(
+        MODEL,
+        "--data",
+        corpus,
+        "mesh.dp_replicate=2",
+        "--job",
+        "integration_tests.verify_jobs:WrongAtStepTwo",
+    )
+    assert status == DifferenceError.exit_code, text
+    assert f"first difference: step 2, gradient {WRONG}: 1.0" in text
+    assert f"error: the layouts differ, first at step 2, gradient {WRONG}" in text
+    assert "NOT EQUAL within 1e-12 over 3 steps" in text
+
+
+def test_fp32_is_compared_with_a_wider_bound_and_the_choices_of_experts(corpus: str) -> None:
+    keys = ["mesh.pp=2", "mesh.cp=2", "mesh.tp=2", "mesh.ep=2"]
+    status, text = verify(MODEL, "--data", corpus, *keys, "--dtype", "float32", "--shrink")
+    assert status == 0, text
+    assert "equal within 1e-05 over 3 steps" in text
+
+
+@pytest.mark.parametrize(("job", "expected"), [("OwnModel", 0), ("OwnModelUnsummed", 8)])
+def test_a_job_of_ones_own_goes_through_the_same_hook(job: str, expected: int, corpus: str) -> None:
+    status, text = verify(
+        MODEL,
+        "--data",
+        corpus,
+        "mesh.dp_replicate=4",
+        "--job",
+        f"integration_tests.verify_jobs:{job}",
+    )
+    assert status == expected, text
+    assert ("first difference: step 1, loss" in text) is (expected != 0)
+
+
+def test_a_layout_that_hangs_is_ended_and_named(corpus: str) -> None:
+    began = time.monotonic()
+    status, text = verify(
+        MODEL,
+        "--data",
+        corpus,
+        "mesh.dp_replicate=2",
+        "--launch.hang_seconds=5",
+        "--job",
+        "integration_tests.verify_jobs:Hanging",
+    )
+    assert status == HangError.exit_code, text
+    assert "error: rank 1 hangs at step" in text
+    assert "time.sleep(3600)" in text or "verify_jobs.py" in text
+    assert "ended with status 5" in text
+    assert time.monotonic() - began < 240

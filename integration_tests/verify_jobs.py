@@ -1,0 +1,97 @@
+"""Training jobs for the tests of hp verify: right ones, wrong ones, and one that hangs."""
+
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hp_platform import initialize, shutdown
+from hp_platform.testing import Part, Recorder
+from hp_train.config import Config
+from hp_train.launch.task import Worker
+from hp_train.randomness import generator
+from hp_train.verify import Job
+from hp_train.verify.rank import TrainerJob
+
+WRONG = "layers.2.attention.wk.weight"
+
+
+class WrongAtStepTwo(TrainerJob):
+    """With more than one rank, one gradient is off by one part in a thousand million."""
+
+    def train_step(self, record: Recorder) -> None:
+        original = self.trainer.compute_gradients
+
+        def wrong() -> tuple[float, float, float]:
+            result = original()
+            if self.trainer.step == 1 and self.trainer.mesh.layout.world_size > 1:
+                for parameter in self.trainer.parameters:
+                    if parameter.name == WRONG and parameter.local.grad is not None:
+                        parameter.local.grad.mul_(1 + 1e-9)
+            return result
+
+        self.trainer.compute_gradients = wrong  # type: ignore[method-assign]
+        super().train_step(record)
+        self.trainer.compute_gradients = original  # type: ignore[method-assign]
+
+
+class Hanging(TrainerJob):
+    """Rank 1 never comes to its second step."""
+
+    def train_step(self, record: Recorder) -> None:
+        if self.trainer.step == 1 and self.trainer.mesh.rank == 1:
+            time.sleep(3600)
+        super().train_step(record)
+
+
+class OwnModel(Job):
+    """Data-parallel training of somebody's own model: two matrices, the second one sharded."""
+
+    def __init__(self, config: Config, worker: Worker) -> None:
+        self.runtime = initialize(worker.info, device_type=config.launch.device)
+        self.rank, self.size = worker.info.rank, worker.info.world_size
+        self.batch, self.step = config.train.global_batch_size, 0
+        first, second = (
+            torch.randn(8, 8, generator=generator(0, name), dtype=torch.float64)
+            for name in ("first", "second")
+        )
+        rows = 8 // self.size
+        self.rows = slice(rows * self.rank, rows * (self.rank + 1))
+        self.first = nn.Parameter(first)
+        self.second = nn.Parameter(second[self.rows].clone())
+        self.optimizer = torch.optim.SGD([self.first, self.second], lr=0.1)
+
+    def train_step(self, record: Recorder) -> None:
+        x = torch.randn(self.batch, 8, generator=generator(self.step, "x"), dtype=torch.float64)
+        hidden = torch.tanh(x @ self.first)
+        # Every rank computes some columns for the whole batch.
+        loss = (hidden @ self.second.T).square().sum() / self.batch
+        loss.backward()
+        total = loss.detach().clone()
+        assert self.first.grad is not None
+        assert self.second.grad is not None
+        for tensor in (total, self.first.grad):
+            self.sum_over_ranks(tensor)
+        record.add_scalar("loss", float(total))
+        record.add("gradient", self._parts(self.first.grad, self.second.grad))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        record.add("weight", self._parts(self.first, self.second))
+        self.step += 1
+
+    def sum_over_ranks(self, tensor: torch.Tensor) -> None:
+        dist.all_reduce(tensor)
+
+    def close(self) -> None:
+        shutdown()
+
+    def _parts(self, first: torch.Tensor, second: torch.Tensor) -> dict[str, torch.Tensor | Part]:
+        return {"first": first, "second": Part(second.detach(), (8, 8), (self.rows.start, 0))}
+
+
+class OwnModelUnsummed(OwnModel):
+    """The same, but the ranks keep their own gradients of what they share."""
+
+    def sum_over_ranks(self, tensor: torch.Tensor) -> None:
+        del tensor

@@ -1,0 +1,13 @@
+"""What layouts would cost, without running them: memory, time and traffic of every rank.
+
+`modules` says what each module of the model has and does, and is the only place that knows;
+`machine` what the hardware does; `memory` and `traffic` what a layout makes of them on one rank;
+`estimate` lays the pipeline schedule over it; `choose` compares layouts. `measure` alone imports
+torch, and hp-expert where experts are shared out.
+"""
+
+from hp_train.plan.choose import Choice, choose
+from hp_train.plan.estimate import Estimate, estimate
+from hp_train.plan.machine import MACHINES, Machine
+
+__all__ = ["MACHINES", "Choice", "Estimate", "Machine", "choose", "estimate"]

@@ -1,0 +1,184 @@
+"""The command ``hp plan``."""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from hp_schedule import SearchResult, search
+from hp_train.config import Config
+from hp_train.environment import external_world
+from hp_train.errors import ConfigError
+from hp_train.options import Resolved
+from hp_train.plan.choose import Choice, choose
+from hp_train.plan.estimate import Estimate, Plan
+from hp_train.plan.machine import MACHINES, Machine
+from hp_train.plan.report import as_dict, details, reasons, table
+
+_RATES = {
+    "flops": "operations per second of a matrix product",
+    "memory": "bytes of a device",
+    "memory-bandwidth": "bytes per second of that memory",
+    "layer-seconds": "seconds of a layer however small its input",
+    "bandwidth": "bytes per second within a node",
+    "latency": "seconds of a message within a node",
+    "node-size": "devices of a node",
+    "node-bandwidth": "bytes per second of a device to other nodes",
+    "node-latency": "seconds of a message to another node",
+    "cores": "devices that compute at the same time; 0: all",
+}
+FLAGS = (
+    "--gpus",
+    "--json",
+    "--machine",
+    "--measure",
+    "--search",
+    "--top",
+    "--vocab-size",
+    *(f"--{rate}" for rate in _RATES),
+)
+_BYTE_VOCABULARY = 256
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="devices to use (default: those of the mesh)"
+    )
+    parser.add_argument(
+        "--machine", choices=list(MACHINES), default="h100", help="its rates (default: h100)"
+    )
+    for rate, meaning in _RATES.items():
+        parser.add_argument(f"--{rate}", type=float, metavar="X", help=meaning)
+    parser.add_argument(
+        "--measure", action="store_true", help="measure the rates with this model on this machine"
+    )
+    parser.add_argument("--top", type=int, default=5, help="layouts to show (default: 5)")
+    parser.add_argument(
+        "--search",
+        type=float,
+        metavar="SECONDS",
+        help="look for a schedule that is faster than the best one that has a name",
+    )
+    parser.add_argument("--vocab-size", type=int, help="tokens (default: of the tokenizer)")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def run(resolved: Resolved, options: argparse.Namespace) -> int:
+    """Plan a config.
+
+    Args:
+        resolved: The config.
+        options: Of `add_arguments`.
+
+    Returns:
+        0.
+
+    Raises:
+        ConfigError: When no layout is allowed or fits.
+    """
+    config = resolved.config
+    vocab_size = options.vocab_size or _vocab_size(config)
+    machine = _machine(config, options)
+    num_devices = config.world_size if options.gpus is None else options.gpus
+    if options.top < 1 or num_devices < 1:
+        raise ConfigError("--top and --gpus must be at least 1")
+    choice = choose(config, num_devices, machine, vocab_size=vocab_size, count=options.top)
+    configured = None
+    if config.world_size == num_devices:
+        configured = Plan(config, machine, vocab_size=vocab_size).estimate()
+    found = None
+    if options.search is not None:
+        found = _search(choice.best[0], machine, vocab_size, seconds=options.search)
+    if options.json:
+        sys.stdout.write(json.dumps(_as_dict(choice, configured, found)) + "\n")
+    else:
+        lines = _lines(choice, configured, found, machine)
+        sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()
+    return 0
+
+
+def _lines(
+    choice: Choice, configured: Estimate | None, found: SearchResult | None, machine: Machine
+) -> list[str]:
+    lines = [*table(choice.best), "", *details(choice.best[0]), "", *reasons(choice, machine)]
+    if configured is not None:
+        lines += ["", "as configured:", *table([configured])[1:], *details(configured)]
+    if found is not None:
+        plain = choice.best[0].parts
+        before = plain["compute"] + plain["idle"] + plain["exchanges"]
+        lines += [
+            "",
+            (
+                f"searched schedule, {found.num_stages_per_rank} stages per rank, from "
+                f"{found.origin}: {found.makespan / before - 1:+.1%} of the pipeline's time; no "
+                f"schedule of these stages takes less than {found.lower_bound / before - 1:+.1%}"
+            ),
+        ]
+    return lines
+
+
+def _as_dict(
+    choice: Choice, configured: Estimate | None, found: SearchResult | None
+) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "best": [as_dict(estimate) for estimate in choice.best],
+        "layouts": choice.num_allowed,
+        "laid_out": choice.num_simulated,
+    }
+    if configured is not None:
+        result["configured"] = as_dict(configured)
+    if found is not None:
+        result["search"] = {
+            "seconds": found.makespan,
+            "lower_bound_seconds": found.lower_bound,
+            "origin": found.origin,
+        }
+    return result
+
+
+def _machine(config: Config, options: argparse.Namespace) -> Machine:
+    machine = MACHINES[options.machine]
+    if options.measure:
+        if external_world() is not None:
+            raise ConfigError("--measure starts processes of its own: not under torchrun or srun")
+        from hp_train.plan.measure import measure  # noqa: PLC0415 - imports torch
+
+        machine, flags = measure(config)
+        sys.stderr.write(f"measured: {flags}\n")
+    given = {rate.replace("-", "_"): getattr(options, rate.replace("-", "_")) for rate in _RATES}
+    try:
+        return machine.with_values(**given)
+    except ValueError as error:
+        raise ConfigError(f"--{str(error).replace('_', '-', 1)}") from None
+
+
+def _vocab_size(config: Config) -> int:
+    if config.model.vocab_size:
+        return config.model.vocab_size
+    if not config.data.tokenizer:
+        return _BYTE_VOCABULARY
+    from hp_train.data import load_tokenizer  # noqa: PLC0415 - imports torch
+
+    return load_tokenizer(config.data.tokenizer).vocab_size
+
+
+def _search(
+    best: Estimate, machine: Machine, vocab_size: int, *, seconds: float
+) -> SearchResult | None:
+    """A schedule for the stages of a layout that need not have a name."""
+    config = best.config
+    if config.mesh.pp == 1:
+        return None
+    plan = Plan(config, machine, vocab_size=vocab_size)
+    costs = plan.costs(plan.schedule())
+    spare = machine.memory - (best.memory.total - best.memory.activations)
+    return search(
+        costs,
+        num_ranks=config.mesh.pp,
+        num_microbatches=plan.num_microbatches,
+        virtual=(config.pipeline.stages_per_rank,),
+        memory_limit=spare,
+        time_budget=seconds,
+    )

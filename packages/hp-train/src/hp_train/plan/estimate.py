@@ -1,0 +1,311 @@
+"""Lay a pipeline schedule over the costs of its stages: memory and time of a layout. No torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from hp_schedule import (
+    Costs,
+    MetaStep,
+    Schedule,
+    Simulation,
+    add_fsdp_reduce_grad,
+    add_fsdp_unshard_reshard,
+    simulate,
+)
+from hp_train.config import Config
+from hp_train.layout import Layout
+from hp_train.plan import modules
+from hp_train.plan.machine import Machine
+from hp_train.plan.memory import (
+    BYTES,
+    Memory,
+    buffer_bytes,
+    message_bytes,
+    static_memory,
+)
+from hp_train.plan.modules import Work
+from hp_train.plan.traffic import (
+    Transfer,
+    activation_transfers,
+    expert_transfer,
+    gradient_transfers,
+    pipeline_transfer,
+    shard_transfer,
+)
+from hp_train.schedules import KINDS, split_layers
+
+ACTIVE_STAGES = 3
+"""Stages whose parameters are gathered at once: the default of hp-schedule's pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a layout costs per step. Times are in seconds, of the mean rank; they add up.
+
+    Attributes:
+        config: Of the layout.
+        seconds: Of the step.
+        parts: "compute", "idle" (in the pipeline, waits for messages included), "exchanges" inside
+            layers (of experts, tensor- and context-parallel ranks, none of them hidden),
+            "gradients" and "optimizer".
+        exposed: For which the rank that does so longest waits for messages and parameters that
+            somebody has computed already.
+        memory: Of the rank that needs most.
+        transfers: By purpose, of the rank that sends most for it.
+    """
+
+    config: Config
+    seconds: float
+    parts: Mapping[str, float]
+    exposed: float
+    memory: Memory
+    transfers: tuple[Transfer, ...]
+
+    @property
+    def bubble(self) -> float:
+        """Share of the step that the mean rank is idle in the pipeline."""
+        return self.parts["idle"] / self.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks together."""
+        return self.config.train.global_batch_size * self.config.data.seq_len / self.seconds
+
+
+class Plan:
+    """The stages of a layout and what they cost on a machine.
+
+    Args:
+        config: Of the layout; checked.
+        machine: With as many devices as the layout has ranks.
+        vocab_size: Of the tokenizer.
+    """
+
+    def __init__(self, config: Config, machine: Machine, *, vocab_size: int) -> None:
+        self.config, self.machine = config, machine
+        self.layout = Layout.of(config.mesh)
+        train = config.train
+        # That attention sees on a rank; between layers tensor-parallel ranks share them.
+        self.tokens = train.microbatch_size * config.data.seq_len // self.layout.cp
+        self.num_microbatches = train.global_batch_size // (self.layout.dp * train.microbatch_size)
+        num_stages = self.layout.pp * config.pipeline.stages_per_rank
+        self.layers = split_layers(config.model.num_layers, num_stages)
+        self.stages = [
+            modules.stage(
+                config, vocab_size, layers=layers, first=index == 0, last=index == num_stages - 1
+            )
+            for index, layers in enumerate(self.layers)
+        ]
+        share = self.tokens / self.layout.tp
+        self.exchange_seconds = [
+            sum(transfer.seconds for transfer in self._exchanges([stage], tokens=self.tokens))
+            for stage in self.stages
+        ]
+        self.cores, slowed = _cores(machine, self.layout)
+        plain, again = (
+            [slowed * share * getattr(stage, what) / machine.flops for stage in self.stages]
+            for what in ("flops", "again")
+        )
+        fixed = [slowed * len(layers) * machine.layer_seconds for layers in self.layers]
+        # Half of what ranks exchange belongs to each direction; weights wait for nobody.
+        waits = [seconds / 2 for seconds in self.exchange_seconds]
+        self.forward = [p + f + w for p, f, w in zip(plain, fixed, waits, strict=True)]
+        self.input_grad = [f + a for f, a in zip(self.forward, again, strict=True)]
+        self.weight_grad = [p + f for p, f in zip(plain, fixed, strict=True)]
+
+    def _exchanges(self, stages: Sequence[Work], *, tokens: int) -> list[Transfer]:
+        """What ranks of a stage exchange inside its layers for some tokens of a rank."""
+        config, layout, machine = self.config, self.layout, self.machine
+        found = activation_transfers(config, stages, layout, machine, tokens=tokens)
+        if layout.ep > 1:
+            dealt = tokens // layout.tp
+            found.append(expert_transfer(config, stages, layout, machine, tokens=dealt))
+        return found
+
+    def schedule(self) -> Schedule:
+        """Compute steps, and those of sharded parameters; messages are priced by their edges."""
+        pipeline = self.config.pipeline
+        schedule = KINDS[pipeline.schedule].build(
+            self.layout.pp, self.num_microbatches, pipeline.stages_per_rank
+        )
+        if self.layout.fsdp > 1 or self.layout.expert_shard > 1:
+            schedule = add_fsdp_unshard_reshard(add_fsdp_reduce_grad(schedule))
+        return schedule
+
+    def stages_of(self, schedule: Schedule, rank: int) -> list[Work]:
+        """The stages of a pipeline rank."""
+        return [self.stages[index] for index in schedule.stages_of(rank)]
+
+    def static_bytes(self, schedule: Schedule) -> int:
+        """Bytes of parameters, gradients and optimizer of the rank with the most of them."""
+        return max(
+            sum(static_memory(self.config, self.stages_of(schedule, rank), self.layout))
+            for rank in range(self.layout.pp)
+        )
+
+    def least_seconds(self, schedule: Schedule) -> float:
+        """No order of the steps takes less: each rank computes its own, after its first input."""
+        kinds = (self.forward, self.input_grad, self.weight_grad)
+        full = [sum(seconds) for seconds in zip(*kinds, strict=True)]
+        longest = 0.0
+        for rank in range(self.layout.pp):
+            mine = schedule.stages_of(rank)
+            before = sum(self.forward[: min(mine)])
+            busy = self.num_microbatches * sum(full[stage] for stage in mine)
+            ends = self._ends(self.stages_of(schedule, rank))
+            longest = max(longest, before + busy + sum(ends.values()))
+        return longest
+
+    def estimate(self) -> Estimate:
+        """Simulate the schedule."""
+        schedule = self.schedule()
+        simulation = simulate(schedule, self.costs(schedule), cores=self.cores)
+        ranks = range(self.layout.pp)
+        memories = [self._memory(schedule, simulation, rank) for rank in ranks]
+        ends = [self._ends(self.stages_of(schedule, rank)) for rank in ranks]
+        exchanges = [
+            self.num_microbatches * sum(self.exchange_seconds[s] for s in schedule.stages_of(rank))
+            for rank in ranks
+        ]
+        idle = fmean(simulation.bubble) * simulation.makespan
+        last = {name: max(end[name] for end in ends) for name in ends[0]}
+        parts = {
+            "compute": simulation.makespan - idle - fmean(exchanges),
+            "idle": idle,
+            "exchanges": fmean(exchanges),
+            **last,
+        }
+        return Estimate(
+            config=self.config,
+            seconds=simulation.makespan + sum(last.values()),
+            parts=parts,
+            exposed=max(simulation.exposed_communication),
+            memory=max(memories, key=lambda memory: memory.total),
+            transfers=self._transfers(schedule),
+        )
+
+    def costs(self, schedule: Schedule) -> Costs:
+        """What the steps of a schedule cost."""
+        size = BYTES[self.config.train.dtype]
+        sharded = [
+            shard_transfer(self.config, stage, self.layout, self.machine).seconds
+            for stage in self.stages
+        ]
+        return Costs(
+            forward=self.forward,
+            input_grad=self.input_grad,
+            weight_grad=self.weight_grad,
+            activation=[
+                stage.kept_bytes(self.tokens, size=size, tp=self.layout.tp) for stage in self.stages
+            ],
+            latency=self._latencies(schedule),
+            unshard=sharded,
+            reduce_grad=sharded,
+        )
+
+    def _latencies(self, schedule: Schedule) -> dict[tuple[int, int], float]:
+        """Of every edge: of all pipelines the slowest, with the time that the bytes take."""
+        size = message_bytes(self.config)
+        found = {}
+        for source, destination in schedule.edges:
+            links = [
+                self.machine.link([ranks[source], ranks[destination]])
+                for ranks in self.layout.pipelines()
+            ]
+            seconds = max(late + size / bandwidth for bandwidth, late in links)
+            found[source, destination] = found[destination, source] = seconds
+        return found
+
+    def _memory(self, schedule: Schedule, simulation: Simulation, rank: int) -> Memory:
+        stages = self.stages_of(schedule, rank)
+        parameters, gradients, optimizer = static_memory(self.config, stages, self.layout)
+        return Memory(
+            parameters=parameters,
+            gradients=gradients,
+            optimizer=optimizer,
+            activations=round(simulation.peak_activations[rank]),
+            buffers=buffer_bytes(self.config, stages, self.layout, active_stages=ACTIVE_STAGES),
+        )
+
+    def _ends(self, stages: Sequence[Work]) -> dict[str, float]:
+        """Seconds after the pipeline: sums over replicas, and the update of the weights."""
+        transfers = gradient_transfers(self.config, stages, self.layout, self.machine)
+        parameters, gradients, optimizer = static_memory(self.config, stages, self.layout)
+        # Parameters and moments are read and written, gradients read.
+        touched = 2 * parameters + gradients + 2 * optimizer
+        return {
+            "gradients": sum(transfer.seconds for transfer in transfers),
+            "optimizer": touched / self.machine.memory_bandwidth,
+        }
+
+    def _transfers(self, schedule: Schedule) -> tuple[Transfer, ...]:
+        found: dict[str, Transfer] = {}
+        for rank in range(self.layout.pp):
+            for transfer in self._transfers_of(schedule, rank):
+                known = found.get(transfer.purpose)
+                if known is None or transfer.bytes > known.bytes:
+                    found[transfer.purpose] = transfer
+        return tuple(transfer for transfer in found.values() if transfer.bytes)
+
+    def _transfers_of(self, schedule: Schedule, rank: int) -> list[Transfer]:
+        config, layout, machine = self.config, self.layout, self.machine
+        stages = self.stages_of(schedule, rank)
+        edges = sum(
+            schedule.stage_to_rank[stage] != rank and schedule.stage_to_rank[neighbour] == rank
+            for stage, neighbour in _neighbours(len(self.stages))
+        )
+        rounds = sum(step.type.name == "FSDP_UNSHARD" for step in _steps(schedule, rank))
+        sharded = [shard_transfer(config, stage, layout, machine) for stage in stages]
+        # Gathered as often as the schedule says, reduced once.
+        times = (rounds / max(1, len(stages))) + 1
+        gradients = gradient_transfers(config, stages, layout, machine)
+        return [
+            pipeline_transfer(config, layout, machine, messages=edges * self.num_microbatches),
+            *self._exchanges(stages, tokens=self.tokens * self.num_microbatches),
+            _sum("parameters", sharded, times),
+            _sum("gradients", gradients, 1.0),
+        ]
+
+
+def estimate(config: Config, machine: Machine, *, vocab_size: int) -> Estimate:
+    """What a layout costs on a machine.
+
+    Args:
+        config: Of the layout; checked.
+        machine: What its devices do.
+        vocab_size: Of the tokenizer.
+    """
+    return Plan(config, machine, vocab_size=vocab_size).estimate()
+
+
+def _cores(machine: Machine, layout: Layout) -> tuple[int | None, float]:
+    """Cores for one pipeline where ranks share them, and how much slower ranks are besides.
+
+    Pipelines share cores evenly; where one has a fraction of a core left, all its steps take
+    longer.
+    """
+    if not machine.cores or machine.cores >= layout.world_size:
+        return None, 1.0
+    share = machine.cores * layout.pp / layout.world_size
+    whole = max(1, int(share))
+    return whole, whole / share
+
+
+def _neighbours(num_stages: int) -> list[tuple[int, int]]:
+    """(receiving stage, sending stage), in both directions."""
+    forward = [(stage + 1, stage) for stage in range(num_stages - 1)]
+    return forward + [(first, second) for second, first in forward]
+
+
+def _steps(schedule: Schedule, rank: int) -> list[MetaStep]:
+    return [step for step in schedule.steps[rank] if step is not None]
+
+
+def _sum(purpose: str, transfers: Sequence[Transfer], times: float) -> Transfer:
+    return Transfer(
+        purpose,
+        times * sum(transfer.bytes for transfer in transfers),
+        times * sum(transfer.seconds for transfer in transfers),
+        any(transfer.between_nodes for transfer in transfers),
+    )

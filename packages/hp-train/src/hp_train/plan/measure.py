@@ -1,0 +1,204 @@
+"""Measure the rates of this machine with the model that is to be trained.
+
+One process trains a few steps with microbatches of two sizes, which tells what a product and what a
+layer by itself takes; two processes send each other messages of two sizes.
+"""
+
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hp_platform import initialize, shutdown
+from hp_schedule import MetaStepType
+from hp_train.config import Config
+from hp_train.errors import HpError
+from hp_train.launch.launcher import run_entry
+from hp_train.launch.task import Worker
+from hp_train.layout import Layout
+from hp_train.plan.machine import Machine
+from hp_train.plan.memory import static_memory
+from hp_train.plan.modules import whole_model
+from hp_train.space import with_keys
+from hp_train.train import start
+from hp_train.verify.pairs import checked_config, one_process
+
+_STEPS, _MICROBATCHES, _ROUNDS = 4, 4, 20
+_SMALL, _LARGE = 1 << 10, 1 << 22
+_RESULT = "measured.json"
+
+
+def measure(config: Config) -> tuple[Machine, str]:
+    """Measure what a device of this machine does.
+
+    Args:
+        config: Gives the model, the dtype and the microbatch size.
+
+    Returns:
+        The machine, all devices in one node, and the flags that say the same without measuring.
+
+    Raises:
+        HpError: When a process failed; the launcher has said why.
+    """
+    scratch = Path(tempfile.mkdtemp(prefix="hp-plan-"))
+    (scratch / "data").mkdir()
+    size = config.train.microbatch_size
+    small, large = (_timed(config, scratch, size=times * size) for times in (1, 2))
+    link = _run(scratch, with_keys(_plain(config), {"mesh.dp_replicate": 2}), "time_link")
+    shutil.rmtree(scratch, ignore_errors=True)
+    machine = machine_of(config, small, large, link)
+    flags = {
+        "flops": machine.flops,
+        "memory": machine.memory,
+        "memory-bandwidth": machine.memory_bandwidth,
+        "layer-seconds": machine.layer_seconds,
+        "bandwidth": machine.bandwidth,
+        "latency": machine.latency,
+        "cores": machine.cores,
+    }
+    return machine, " ".join(f"--{name} {value:.3g}" for name, value in flags.items())
+
+
+def machine_of(
+    config: Config,
+    small: dict[str, float],
+    large: dict[str, float],
+    link: dict[str, float],
+) -> Machine:
+    """Solve for rates: time is tokens times the time of a token, plus that of the layers.
+
+    Args:
+        config: That was timed.
+        small: What `time_model` found with the config's microbatches.
+        large: With microbatches twice as large.
+        link: What `time_link` found.
+    """
+    tokens = config.train.microbatch_size * config.data.seq_len
+    work = whole_model(config, int(small["vocab_size"]))
+    # Forward, and backward as two forwards.
+    first, second = small["microbatch"] / 3, large["microbatch"] / 3
+    per_token = (second - first) / tokens
+    fixed = first - per_token * tokens
+    if per_token <= 0 or fixed < 0:  # too small a difference for this machine's noise
+        per_token, fixed = second / (2 * tokens), 0.0
+    one = Layout()
+    parameters, gradients, optimizer = static_memory(config, [work], one)
+    touched = 2 * parameters + gradients + 2 * optimizer
+    bandwidth = (_LARGE - _SMALL) / max(link["large"] - link["small"], 1e-9)
+    return Machine(
+        flops=work.flops / per_token,
+        memory=small["memory"],
+        memory_bandwidth=touched / small["optimizer"],
+        layer_seconds=fixed / config.model.num_layers,
+        bandwidth=bandwidth,
+        latency=link["small"],
+        node_size=1 << 20,
+        node_bandwidth=bandwidth,
+        node_latency=link["small"],
+        cores=int(small["cores"]),
+    )
+
+
+def _timed(config: Config, scratch: Path, *, size: int) -> dict[str, float]:
+    batch = {"train.microbatch_size": size, "train.global_batch_size": _MICROBATCHES * size}
+    return _run(scratch, with_keys(_plain(config), batch), "time_model")
+
+
+def _plain(config: Config) -> Config:
+    return one_process(checked_config(config, dtype=config.train.dtype))
+
+
+def _run(scratch: Path, config: Config, function: str) -> dict[str, float]:
+    run_dir = scratch / f"{function}-{len(list(scratch.iterdir()))}"
+    run_dir.mkdir()
+    (run_dir / "data").symlink_to(Path("..", "data"))
+    status = run_entry(config, run_dir, entry=f"{__name__}:{function}")
+    if status:
+        raise HpError(f"a process that measures ended with status {status}")
+    found: dict[str, float] = json.loads((run_dir / _RESULT).read_text())
+    return found
+
+
+def time_model(config: Config, *, worker: Worker) -> int:
+    """Train a few steps as the only rank, and leave the median times of its parts."""
+    trainer = start(config, worker)
+    microbatches, updates = [], []
+    for _ in range(_STEPS):
+        trainer.train_step()
+        spans = [span for span in trainer.timeline if span.step.type in _COMPUTE]
+        microbatches.append(sum(span.end - span.start for span in spans) / _MICROBATCHES)
+        for parameter in trainer.parameters:
+            parameter.local.grad = torch.zeros_like(parameter.local)
+        _synchronize(trainer.device)
+        began = time.perf_counter()
+        trainer.optimizer.step()
+        _synchronize(trainer.device)
+        updates.append(time.perf_counter() - began)
+        trainer.optimizer.zero_grad()
+    on_cpu = trainer.device.type == "cpu"
+    cores = len(os.sched_getaffinity(0))
+    if on_cpu:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cores
+    else:
+        memory = torch.cuda.get_device_properties(trainer.device).total_memory
+    result = {
+        # The first step allocates what the others find.
+        "microbatch": statistics.median(microbatches[1:]),
+        "optimizer": statistics.median(updates[1:]),
+        "vocab_size": trainer.tokenizer.vocab_size,
+        "memory": memory,
+        "cores": cores if on_cpu else 0,
+    }
+    (worker.run_dir / _RESULT).write_text(json.dumps(result))
+    shutdown()
+    return 0
+
+
+_COMPUTE = (MetaStepType.FWD, MetaStepType.BWD)
+
+
+def time_link(config: Config, *, worker: Worker) -> int:
+    """Send messages back and forth between two ranks, and leave the median times of one."""
+    launch = config.launch
+    runtime = initialize(
+        worker.info,
+        device_type=launch.device,
+        timeout=timedelta(seconds=launch.step_timeout_seconds),
+    )
+    result = {
+        name: _ping_pong(size, runtime.info.rank, runtime.device, worker)
+        for name, size in (("small", _SMALL), ("large", _LARGE))
+    }
+    if runtime.info.rank == 0:
+        (worker.run_dir / _RESULT).write_text(json.dumps(result))
+    shutdown()
+    return 0
+
+
+def _ping_pong(size: int, rank: int, device: torch.device, worker: Worker) -> float:
+    message = torch.zeros(size, dtype=torch.uint8, device=device)
+    times = []
+    for index in range(_ROUNDS):
+        worker.board.beat(step=index, phase="ping", waiting=True)
+        _synchronize(device)
+        began = time.perf_counter()
+        for sender in (0, 1):
+            if rank == sender:
+                dist.send(message, 1 - rank)
+            else:
+                dist.recv(message, 1 - rank)
+        _synchronize(device)
+        times.append((time.perf_counter() - began) / 2)
+    return statistics.median(times[2:])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

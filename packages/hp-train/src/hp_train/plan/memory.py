@@ -1,0 +1,143 @@
+"""Bytes of one rank: parameters, gradients, optimizer and buffers. No torch.
+
+Activations depend on the schedule: :mod:`hp_train.plan.estimate` counts them.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hp_train.config import Config
+from hp_train.cuts import HIDDEN_DIM, cut_dim
+from hp_train.layout import Layout
+from hp_train.plan.modules import Weight, Work, layer
+from hp_train.space import with_keys
+
+BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+_STEP_BYTES = 4
+"""AdamW counts its steps in one fp32 number per parameter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes of one rank.
+
+    Attributes:
+        parameters: What the optimizer updates.
+        gradients: Of the same dtype and cut.
+        optimizer: Both moments and the count of steps.
+        activations: At their peak.
+        buffers: Gathered parameters, gradients laid side by side to be summed, messages.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
+
+
+def local_elements(weight: Weight, layout: Layout, *, first: bool = True) -> int:
+    """Elements of a parameter on a rank: what is cut comes in chunks, the first ranks get most.
+
+    Args:
+        weight: The whole parameter.
+        layout: Cuts it.
+        first: Whether the rank is the first of every group, or the last.
+    """
+    sizes = list(weight.shape)
+
+    def cut(dim: int | None, ranks: int) -> None:
+        if dim is not None and ranks > 1:
+            chunk = -(-sizes[dim] // ranks)
+            sizes[dim] = chunk if first else max(0, sizes[dim] - chunk * (ranks - 1))
+
+    if weight.is_expert:
+        cut(0, layout.ep)
+        cut(HIDDEN_DIM.get(weight.name.rpartition(".")[2]), layout.etp)
+        # Along the experts, or inside them where there are fewer of them than shards.
+        inside = sizes[0] < layout.expert_shard and sizes[1] % layout.expert_shard == 0
+        cut(int(inside), layout.expert_shard)
+    else:
+        cut(cut_dim(weight.name), layout.tp)
+        cut(0, layout.fsdp)
+    return math.prod(sizes)
+
+
+def parameter_bytes(config: Config) -> int:
+    """Of one element: bf16 is trained on fp32 masters."""
+    return max(BYTES[config.train.dtype], 4)
+
+
+def static_memory(config: Config, stages: Sequence[Work], layout: Layout) -> tuple[int, int, int]:
+    """Bytes of parameters, gradients and optimizer of the rank that holds the most of some stages.
+
+    Args:
+        config: Of the run.
+        stages: Of that rank.
+        layout: Cuts them.
+    """
+    weights = [weight for stage in stages for weight in stage.weights]
+    elements = sum(local_elements(weight, layout) for weight in weights)
+    parameters = elements * parameter_bytes(config)
+    return parameters, parameters, 2 * parameters + _STEP_BYTES * len(weights)
+
+
+def buffer_bytes(
+    config: Config, stages: Sequence[Work], layout: Layout, *, active_stages: int
+) -> int:
+    """Bytes that come and go within a step.
+
+    Args:
+        config: Of the run.
+        stages: Of one rank.
+        layout: Cuts them.
+        active_stages: Stages whose parameters are gathered at once.
+    """
+    per_element = parameter_bytes(config)
+    dense, routed = (
+        [[weight for weight in stage.weights if weight.is_expert is is_expert] for stage in stages]
+        for is_expert in (False, True)
+    )
+    gathered = 0
+    for kind, shards in ((dense, layout.fsdp), (routed, layout.expert_shard)):
+        if shards > 1:
+            sizes = sorted(
+                (sum(local_elements(w, layout) * shards for w in weights) for weights in kind),
+                reverse=True,
+            )
+            # Parameters while they are used, and the gradients of the stage that is reduced.
+            gathered += sum(sizes[:active_stages]) + sizes[0]
+    flat = max(
+        (
+            sum(local_elements(w, layout) for weights in kind for w in weights)
+            for kind, copies in ((dense, layout.dp_replicate), (routed, layout.expert_replicate))
+            if copies > 1
+        ),
+        default=0,
+    )
+    messages = 4 * message_bytes(config) if layout.pp > 1 else 0
+    return (gathered + flat) * per_element + messages + _recomputed(config, layout)
+
+
+def _recomputed(config: Config, layout: Layout) -> int:
+    """What one layer keeps while backward computes it again."""
+    if config.train.recompute == "none":
+        return 0
+    plain = with_keys(config, {"train.recompute": "none"})
+    layers = (layer(plain, index) for index in range(config.model.num_layers))
+    tokens = config.train.microbatch_size * config.data.seq_len // layout.cp
+    size = BYTES[config.train.dtype]
+    return round(max(work.kept_bytes(tokens, size=size, tp=layout.tp) for work in layers))
+
+
+def message_bytes(config: Config) -> int:
+    """What a microbatch sends from a stage to the next, and its gradient back."""
+    share = config.mesh.cp * config.mesh.tp
+    tokens = config.train.microbatch_size * config.data.seq_len // share
+    return tokens * config.model.stage_width * BYTES[config.train.dtype]

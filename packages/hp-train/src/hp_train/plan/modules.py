@@ -1,0 +1,252 @@
+"""What each module of the model has, computes and keeps for backward. No torch.
+
+This is the one place that states it; tests compare it with the modules themselves.
+
+Shape symbols: S positions of a sequence, D model width, N query heads, K key/value heads, H head
+width, U width of value heads, F hidden width of a feed-forward, E experts, k experts per token,
+V vocabulary.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from functools import reduce
+
+from hp_train.config import Config, ModelConfig
+
+WIDE_BYTES = 4
+"""Of an element of what is never computed in less than float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter.
+
+    Attributes:
+        name: Within its module.
+        shape: Of the whole.
+        is_expert: Whether dim 0 is the experts of a layer.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    is_expert: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A module, or several of them one after the other.
+
+    Attributes:
+        weights: Its parameters, in the order of `torch.nn.Module.parameters`.
+        flops: Of the forward per token; a multiplication and its addition are two.
+        kept: Elements per token that autograd keeps from forward to backward, in the dtype of
+            activations.
+        wide: Likewise, in float32 or wider.
+        gathered: Elements per token that tensor-parallel ranks put together at the entry of what
+            they cut, and sum at its end.
+        heads: Elements per token that context-parallel ranks exchange for attention.
+        rows: Rows of width D per token that travel to experts and back, in one direction.
+        again: Operations that backward repeats of the forward.
+    """
+
+    weights: tuple[Weight, ...] = ()
+    flops: float = 0.0
+    kept: float = 0.0
+    wide: float = 0.0
+    gathered: float = 0.0
+    heads: float = 0.0
+    rows: int = 0
+    again: float = 0.0
+
+    def kept_bytes(self, tokens: int, *, size: int, tp: int = 1) -> float:
+        """Bytes that a microbatch keeps from forward to backward on a rank.
+
+        Args:
+            tokens: Of the microbatch that attention sees on the rank.
+            size: Bytes of an element of activations. Where that is less than 4, every microbatch
+                keeps its own copy of the dense weights in that dtype as well.
+            tp: Ranks that share them.
+        """
+        dense = sum(weight.size for weight in self.weights if not weight.is_expert)
+        copies = dense / tp if size < WIDE_BYTES else 0
+        each = (self.kept * size + self.wide * max(size, WIDE_BYTES)) / tp
+        return (each + (self.gathered * size if tp > 1 else 0)) * tokens + copies * size
+
+    def __add__(self, other: "Work") -> "Work":
+        sums = {
+            field.name: getattr(self, field.name) + getattr(other, field.name)
+            for field in fields(self)
+        }
+        return Work(**sums)
+
+    def under(self, prefix: str) -> "Work":
+        """The same with a prefix before the names."""
+        named = tuple(Weight(prefix + w.name, w.shape, w.is_expert) for w in self.weights)
+        return replace(self, weights=named)
+
+
+def matrix(name: str, rows: int, columns: int, *, bias: bool = False) -> Work:
+    """A projection of `columns` to `rows` channels; what it keeps is counted where it is made."""
+    weights = [Weight(f"{name}.weight", (rows, columns))]
+    weights += [Weight(f"{name}.bias", (rows,))] if bias else []
+    return Work(tuple(weights), flops=2.0 * rows * columns)
+
+
+def norm(name: str, dim: int) -> Work:
+    """RMSNorm: keeps its input, that normalized, and its output, which what follows reads."""
+    return Work((Weight(f"{name}.weight", (dim,)),), kept=dim, wide=2 * dim + 1)
+
+
+def attention(model: ModelConfig, layer: int, seq_len: int) -> Work:
+    """Attention of one layer; a query sees half of the positions on average, or its window."""
+    seen = min(model.sliding_window, seq_len) if model.has_window(layer) else seq_len / 2
+    make = latent_attention if model.attention == "mla" else grouped_query_attention
+    return make(model, seen)
+
+
+def grouped_query_attention(model: ModelConfig, seen: float) -> Work:
+    """Keeps q, k, v, and the output with its log-sum-exp."""
+    D, N, K = model.dim, model.num_heads, model.num_kv_heads
+    H, bias = model.head_dim or D // N, model.attention_bias
+    parts = [matrix("wq", N * H, D, bias=bias), matrix("wo", D, N * H, bias=bias)]
+    parts += [matrix(name, K * H, D, bias=bias) for name in ("wk", "wv")]
+    for name, heads in (("q_norm", N), ("k_norm", K)) if model.qk_norm else ():
+        # Of every head; its output is rotated at once, which keeps nothing.
+        parts.append(Work((Weight(f"{name}.weight", (H,)),), wide=heads * (2 * H + 1)))
+    if model.attention_sinks:
+        parts.append(Work((Weight("core.sinks", (N,)),)))
+    core = Work(
+        flops=4.0 * seen * N * H,
+        kept=2 * N * H + 2 * K * H,
+        wide=N,
+        gathered=D,
+        heads=2 * N * H + 2 * K * H,
+    )
+    return _sum(parts) + core
+
+
+def latent_attention(model: ModelConfig, seen: float) -> Work:
+    """Keeps the latents around their norms, q, k, v, and the output with its log-sum-exp."""
+    D, N, U = model.dim, model.num_heads, model.v_head_dim
+    H = model.nope_head_dim + model.rope_head_dim
+    if model.q_lora_rank:
+        parts = [matrix("wq_a", model.q_lora_rank, D), norm("q_norm", model.q_lora_rank)]
+        parts.append(matrix("wq_b", N * H, model.q_lora_rank))
+    else:
+        parts = [matrix("wq", N * H, D)]
+    parts += [
+        matrix("wkv_a", model.kv_lora_rank + model.rope_head_dim, D),
+        norm("kv_norm", model.kv_lora_rank),
+        matrix("wkv_b", N * (model.nope_head_dim + U), model.kv_lora_rank),
+        matrix("wo", D, N * U),
+    ]
+    core = Work(
+        flops=2.0 * seen * N * (H + U),
+        kept=2 * N * H + 2 * N * U,
+        wide=N,
+        gathered=D,
+        heads=2 * N * H + 2 * N * U,
+    )
+    return _sum(parts) + core
+
+
+def swiglu(dim: int, hidden: int) -> Work:
+    """w2(silu(w1 x) * w3 x): keeps both factors, the silu and the product."""
+    work = _sum((matrix("w1", hidden, dim), matrix("w3", hidden, dim), matrix("w2", dim, hidden)))
+    return work + Work(kept=4 * hidden)
+
+
+def experts(model: ModelConfig) -> Work:
+    """Router, routed experts and shared expert; routed ones keep two of their hidden rows."""
+    D, F, E, k = model.dim, model.expert_hidden, model.num_experts, model.top_k
+    router = Work((Weight("router.weight", (E, D)),), flops=2.0 * E * D, wide=E + 6 * k)
+    if model.router_bias:
+        router += Work((Weight("router.bias", (E,)),))
+    shapes: dict[str, tuple[int, ...]] = {"w1": (E, F, D), "w3": (E, F, D), "w2": (E, D, F)}
+    if model.expert_bias:
+        shapes |= {"b1": (E, F), "b3": (E, F), "b2": (E, D)}
+    stacked = tuple(Weight(f"experts.{n}", shape, is_expert=True) for n, shape in shapes.items())
+    routed = Work(stacked, flops=6.0 * k * D * F, kept=2 * k * F, rows=k)
+    work = router + routed
+    if model.num_shared_experts:
+        work += swiglu(D, model.num_shared_experts * F).under("shared.")
+    return work
+
+
+def layer(config: Config, index: int) -> Work:
+    """One transformer layer with its norms and dropout, less what backward computes again."""
+    model, recompute = config.model, config.train.recompute
+    attending = norm("attention_norm", model.dim)
+    attending += attention(model, index, config.data.seq_len).under("attention.")
+    feeding = norm("feed_forward_norm", model.dim)
+    if model.is_dense(index):
+        dense = swiglu(model.dim, model.dense_hidden).under("feed_forward.")
+        feeding += dense + Work(gathered=model.dim)
+    else:
+        feeding += experts(model).under("moe.")
+    # Each dropout keeps its mask.
+    masks = Work(kept=2 * model.dim if model.dropout else 0)
+    if recompute == "full":
+        return repeated(attending + feeding + masks, model.dim)
+    if recompute == "attention":
+        attending = repeated(attending, model.dim)
+    elif recompute == "feed_forward":
+        feeding = repeated(feeding, model.dim)
+    return attending + feeding + masks
+
+
+def repeated(work: Work, dim: int) -> Work:
+    """A part that runs again in backward: it keeps its input of width `dim` and nothing else."""
+    return replace(work, kept=float(dim), wide=0.0, gathered=work.gathered, again=work.flops)
+
+
+def embedding(model: ModelConfig, vocab_size: int) -> Work:
+    """A table that is looked up."""
+    return Work((Weight("weight", (vocab_size, model.dim)),), kept=1)
+
+
+def head(model: ModelConfig, vocab_size: int) -> Work:
+    """Final norm, logits and their cross-entropy, which keeps their logarithms."""
+    projection = matrix("output", vocab_size, model.dim)
+    if model.tie_embeddings:
+        projection = Work(flops=projection.flops)
+    logits = Work(wide=vocab_size, gathered=model.dim)
+    return norm("norm", model.dim) + projection + logits
+
+
+def prediction(config: Config, depth: int, vocab_size: int) -> Work:
+    """One module of multi-token prediction, with logits of its own by the model's matrix."""
+    model = config.model
+    names = ("embedding_norm", "hidden_norm", "norm")
+    parts = [norm(name, model.dim) for name in names]
+    parts.append(matrix("projection", model.dim, 2 * model.dim))
+    parts.append(layer(config, model.num_layers + depth - 1).under("block."))
+    parts.append(Work(flops=2.0 * vocab_size * model.dim, wide=vocab_size))
+    return _sum(parts)
+
+
+def stage(config: Config, vocab_size: int, *, layers: range, first: bool, last: bool) -> Work:
+    """A pipeline stage; names of parameters are those of the whole model."""
+    model = config.model
+    parts = [embedding(model, vocab_size).under("embedding.")] if first else []
+    parts += [layer(config, index).under(f"layers.{index}.") for index in layers]
+    parts += [head(model, vocab_size)] if last else []
+    for depth in range(1, model.num_mtp_modules + 1) if last else ():
+        parts.append(prediction(config, depth, vocab_size).under(f"mtp.{depth - 1}."))
+    return _sum(parts)
+
+
+def whole_model(config: Config, vocab_size: int) -> Work:
+    """All of it in one stage."""
+    layers = range(config.model.num_layers)
+    return stage(config, vocab_size, layers=layers, first=True, last=True)
+
+
+def _sum(parts: Iterable[Work]) -> Work:
+    return reduce(Work.__add__, parts, Work())

@@ -1,0 +1,144 @@
+"""Plans as text: a table, what the best one consists of, and why it is the best. No torch."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hp_train.layout import Layout
+from hp_train.plan.choose import Choice
+from hp_train.plan.estimate import Estimate
+from hp_train.plan.machine import Machine
+
+_NEGLIGIBLE = 0.005
+"""Share of a step below which a difference is not worth a word."""
+
+
+def table(estimates: Sequence[Estimate]) -> list[str]:
+    """One line per layout."""
+    lines = [
+        f"{'step':>9}  {'tokens/s':>9}  {'idle':>5}  {'exposed':>9}  {'memory':>9}  layout",
+    ]
+    lines += [
+        f"{_seconds(e.seconds):>9}  {e.tokens_per_second:>9,.0f}  {e.bubble:>5.0%}  "
+        f"{_seconds(e.exposed):>9}  {_bytes(e.memory.total):>9}  {name(e)}"
+        for e in estimates
+    ]
+    return lines
+
+
+def details(estimate: Estimate) -> list[str]:
+    """Where the time and the memory of a layout go, and what its ranks send."""
+    memory = estimate.memory
+    parts = ", ".join(
+        f"{part} {_seconds(seconds)}" for part, seconds in estimate.parts.items() if seconds
+    )
+    kinds = {
+        "parameters": memory.parameters,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "activations": memory.activations,
+        "buffers": memory.buffers,
+    }
+    lines = [
+        f"time    {parts}",
+        "memory  " + ", ".join(f"{kind} {_bytes(size)}" for kind, size in kinds.items()),
+    ]
+    for transfer in estimate.transfers:
+        link = "between nodes" if transfer.between_nodes else "within a node"
+        lines.append(
+            f"sends   {_bytes(transfer.bytes)} per rank and step for {transfer.purpose}, {link}, "
+            f"link busy {_seconds(transfer.seconds)}"
+        )
+    return lines
+
+
+def reasons(choice: Choice, machine: Machine) -> list[str]:
+    """Why the first layout is the best of a choice."""
+    best = choice.best[0]
+    lines = [f"best of {choice.num_allowed} layouts, {choice.num_simulated} of them laid out:"]
+    share = best.memory.total / machine.memory
+    lines.append(f"  it fits: {_bytes(best.memory.total)} are {share:.0%} of a device")
+    for title, other in _rivals(choice):
+        slower = other.seconds / best.seconds - 1
+        lines.append(f"  {title}, {name(other)}: {slower:.1%} slower{_difference(best, other)}")
+    if choice.too_large is not None:
+        large = choice.too_large
+        most = max(
+            ("parameters", "gradients", "optimizer", "activations", "buffers"),
+            key=lambda kind: getattr(large.memory, kind),
+        )
+        excess = _bytes(large.memory.total - machine.memory)
+        size = _bytes(getattr(large.memory, most))
+        lines.append(f"  does not fit, by {excess}: {name(large)}, most of it {most} ({size})")
+    return lines
+
+
+def _rivals(choice: Choice) -> list[tuple[str, Estimate]]:
+    """The best layout that differs in the mesh, and the best that differs in the schedule alone."""
+    best, *others = choice.best
+    found: dict[str, Estimate] = {}
+    for other in others:
+        same_mesh = other.config.mesh == best.config.mesh
+        title = "next schedule" if same_mesh else "next mesh"
+        found.setdefault(title, other)
+    return list(found.items())
+
+
+def _difference(best: Estimate, other: Estimate) -> str:
+    """What the other one spends more on, and less."""
+    more: list[str] = []
+    less: list[str] = []
+    for part, seconds in other.parts.items():
+        extra = seconds - best.parts[part]
+        if abs(extra) > _NEGLIGIBLE * best.seconds:
+            (more if extra > 0 else less).append(f"{_seconds(abs(extra))} {part}")
+    text = f"; {' and '.join(more)} more" if more else ""
+    return text + (f", {' and '.join(less)} less" if less else "")
+
+
+def name(estimate: Estimate) -> str:
+    """A layout in words."""
+    config = estimate.config
+    pipeline = config.pipeline
+    stages = f" x {pipeline.stages_per_rank}" if pipeline.stages_per_rank > 1 else ""
+    schedule = f", {pipeline.schedule}{stages}" if config.mesh.pp > 1 else ""
+    size, recompute = config.train.microbatch_size, config.train.recompute
+    again = f", recompute {recompute}" if recompute != "none" else ""
+    return f"{Layout.of(config.mesh)}{schedule}, microbatches of {size}{again}"
+
+
+def as_dict(estimate: Estimate) -> Mapping[str, Any]:
+    """A layout for programs: keys of the config, seconds and bytes."""
+    config, memory = estimate.config, estimate.memory
+    mesh = {f"mesh.{key}": getattr(config.mesh, key) for key in config.mesh.__struct_fields__}
+    return {
+        "config": {
+            **mesh,
+            "pipeline.schedule": config.pipeline.schedule,
+            "pipeline.stages_per_rank": config.pipeline.stages_per_rank,
+            "train.microbatch_size": config.train.microbatch_size,
+            "train.recompute": config.train.recompute,
+        },
+        "seconds": estimate.seconds,
+        "parts": dict(estimate.parts),
+        "exposed_seconds": estimate.exposed,
+        "bubble": estimate.bubble,
+        "tokens_per_second": estimate.tokens_per_second,
+        "memory": {
+            kind: getattr(memory, kind)
+            for kind in ("parameters", "gradients", "optimizer", "activations", "buffers")
+        },
+        "sent": {transfer.purpose: transfer.bytes for transfer in estimate.transfers},
+    }
+
+
+def _seconds(value: float) -> str:
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"
+
+
+def _bytes(value: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value:.0f} B"

@@ -1,0 +1,100 @@
+"""Which two configs can be compared, and how close they must come. No torch."""
+
+import fnmatch
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from hp_train.config import Config, MeshConfig, PipelineConfig, to_dict
+from hp_train.errors import ConfigError
+from hp_train.schema import shown
+
+EXACT = ("pipeline.schedule", "train.recompute")
+"""Keys that change when or how often something is computed, but no sum: bits must stay the same."""
+
+_LAYOUT = ("mesh.*", "pipeline.*", "train.microbatch_size")
+_WITHOUT_EFFECT = (
+    "launch.*",
+    "run.output_dir",
+    "run.name",
+    "run.resume",
+    "run.tensorboard",
+    "data.eval_fraction",
+    "train.*_every",
+    "train.eval_batches",
+    "train.keep_checkpoints",
+    "train.sample_*",
+)
+
+BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2}
+"""Largest relative error that counts as equal, by the dtype that is computed in."""
+SLACK = {"weight": 100.0}
+"""Factors of these bounds in less than fp64: AdamW divides tiny gradients by their own size."""
+TIE = 1e-6
+"""Scores of experts closer than this are a tie that rounding may break, in less than fp64."""
+
+_START_SECONDS = 180.0
+
+
+def checked_config(config: Config, *, dtype: str) -> Config:
+    """The config as it is run for a check: in this dtype, with one thread.
+
+    Time-outs stay, but for that of the start: the first run waits for torch to be imported.
+    """
+    launch = replace(
+        config.launch,
+        num_processes=0,
+        threads_per_process=1,
+        init_timeout_seconds=max(config.launch.init_timeout_seconds, _START_SECONDS),
+    )
+    run = replace(config.run, resume="", tensorboard=False)
+    train = replace(config.train, dtype=dtype)
+    return replace(config, run=run, launch=launch, train=train)
+
+
+def one_process(config: Config) -> Config:
+    """The same training in one process."""
+    return replace(config, mesh=MeshConfig(), pipeline=PipelineConfig(schedule="1f1b"))
+
+
+def differing_keys(config: Config, other: Config) -> list[str]:
+    """Keys in which two configs differ and that have an effect on the training."""
+    mine, theirs = to_dict(config), to_dict(other)
+    return [
+        key
+        for section, table in mine.items()
+        for name, value in table.items()
+        if theirs[section][name] != value and not _is(key := f"{section}.{name}", _WITHOUT_EFFECT)
+    ]
+
+
+def require_comparable(config: Config, other: Config) -> None:
+    """Refuse configs that do not train the same model on the same batches.
+
+    Raises:
+        ConfigError: Names the first key.
+    """
+    for key in differing_keys(config, other):
+        if not _is(key, (*_LAYOUT, *EXACT)):
+            section, _, name = key.partition(".")
+            mine, theirs = (shown(getattr(getattr(c, section), name)) for c in (config, other))
+            raise ConfigError(f"{key} ({mine}) must equal {key} ({theirs}) of the other config")
+
+
+def must_be_exact(config: Config, other: Config) -> bool:
+    """Whether two configs may not differ in a single bit of what they compute."""
+    return all(_is(key, EXACT) for key in differing_keys(config, other))
+
+
+def described(config: Config, base: Config) -> str:
+    """How a layout differs from one process, as overrides that can be pasted into a command."""
+    tables = to_dict(config)
+    keys = [
+        key for key in differing_keys(config, one_process(base)) if _is(key, (*_LAYOUT, *EXACT))
+    ]
+    parts = [f"{key}={tables[key.partition('.')[0]][key.partition('.')[2]]}" for key in keys]
+    return " ".join(parts) or "one process"
+
+
+def _is(key: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)

@@ -1,0 +1,76 @@
+"""Make a config small without changing what divides what. No torch."""
+
+import math
+from collections.abc import Sequence
+
+from hp_train import rules
+from hp_train.config import Config
+from hp_train.errors import ConfigError
+from hp_train.space import with_keys
+
+_HEAD_DIM, _HIDDEN, _SEQ_LEN = 8, 8, 16
+
+
+def shrink(configs: Sequence[Config]) -> list[Config]:
+    """Make configs of one model small enough to be run in a moment, each in its own layout.
+
+    Widths become the smallest multiple of the mesh axes that split them. As many query heads share
+    key and value heads as before, up to two; layers are dealt out over the stages with the same
+    remainder; a pipeline has at least two microbatches per rank; there are as many tokens as the
+    tokenizer has.
+
+    Args:
+        configs: With the same model and batch.
+
+    Raises:
+        ConfigError: When the small config breaks a rule that the large one does not.
+    """
+    splits = math.lcm(*(getattr(c.mesh, name) for c in configs for name in ("tp", "cp", "etp")))
+    dealt = math.lcm(*(config.mesh.ep for config in configs))
+    stages = math.lcm(*(_num_stages(config) for config in configs))
+    unit = math.lcm(*(_batch_unit(config) for config in configs))
+    model, data, train = configs[0].model, configs[0].data, configs[0].train
+    kv_heads = splits * (2 if splits == 1 and model.num_kv_heads > 1 else 1)
+    heads = kv_heads * min(2, model.num_heads // model.num_kv_heads)
+    top_k = min(model.top_k, 2)
+    num_experts = dealt * math.ceil(max(top_k + 1, 4) / dealt) if model.num_experts else 0
+    layers = stages + model.num_layers % stages
+    rounds = max(2 * config.mesh.pp for config in configs)
+    small = {
+        "model.num_heads": heads,
+        "model.num_kv_heads": kv_heads,
+        "model.head_dim": _HEAD_DIM,
+        "model.dim": _HEAD_DIM * max(heads, 2),
+        "model.dense_hidden": _HIDDEN * splits,
+        "model.expert_hidden": _HIDDEN * splits,
+        "model.num_experts": num_experts,
+        "model.top_k": top_k,
+        "model.num_expert_groups": min(model.num_expert_groups, 2),
+        "model.num_limited_groups": min(model.num_limited_groups, 1),
+        "model.q_lora_rank": min(model.q_lora_rank, _HIDDEN),
+        "model.kv_lora_rank": min(model.kv_lora_rank, _HIDDEN),
+        "model.nope_head_dim": min(model.nope_head_dim, _HEAD_DIM),
+        "model.rope_head_dim": min(model.rope_head_dim, _HEAD_DIM),
+        "model.v_head_dim": min(model.v_head_dim, _HEAD_DIM),
+        "model.sliding_window": min(model.sliding_window, _HEAD_DIM),
+        "model.vocab_size": 0,
+        "model.num_layers": max(2, layers),
+        "model.num_dense_layers": min(model.num_dense_layers, 1),
+        "data.seq_len": min(data.seq_len, math.lcm(_SEQ_LEN, 2 * splits**2)),
+        "train.global_batch_size": min(train.global_batch_size, unit * rounds),
+    }
+    found = [with_keys(config, small) for config in configs]
+    for config in found:
+        try:
+            rules.check(config)
+        except ConfigError as error:
+            raise ConfigError(f"the config cannot be shrunk: {error}") from None
+    return found
+
+
+def _batch_unit(config: Config) -> int:
+    return config.mesh.dp_replicate * config.mesh.dp_shard * config.train.microbatch_size
+
+
+def _num_stages(config: Config) -> int:
+    return config.mesh.pp * config.pipeline.stages_per_rank

@@ -1,0 +1,308 @@
+"""The model of memory, time and traffic against the modules, and the choice of layouts."""
+
+import itertools
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hp_schedule import simulate
+from hp_train import rules
+from hp_train.cli import main
+from hp_train.config import Config, ModelConfig
+from hp_train.errors import ConfigError
+from hp_train.layout import Layout
+from hp_train.model import DropoutKey, Microbatch, TransformerStage
+from hp_train.options import resolve
+from hp_train.plan import MACHINES, Machine, choose, estimate
+from hp_train.plan.choose import plan_axes
+from hp_train.plan.estimate import Plan
+from hp_train.plan.memory import local_elements, static_memory
+from hp_train.plan.modules import Weight, stage, whole_model
+from hp_train.plan.report import details, reasons
+from hp_train.plan.traffic import gradient_transfers, shard_transfer
+from hp_train.schedules import KINDS
+from hp_train.space import enumerate_layouts, with_keys
+
+VOCAB = 256
+H100 = MACHINES["h100"]
+MODELS = {
+    "experts": ModelConfig(),
+    "dropout": ModelConfig(dropout=0.1),
+    "dense": ModelConfig(num_dense_layers=4),
+    "wide": ModelConfig(
+        dim=256,
+        num_heads=8,
+        num_kv_heads=8,
+        expert_hidden=512,
+        num_experts=16,
+        top_k=4,
+        num_shared_experts=0,
+    ),
+    "tied": ModelConfig(tie_embeddings=True, num_dense_layers=1),
+    "qk_norm": ModelConfig(qk_norm=True, num_experts=0),
+    "latent": ModelConfig(
+        attention="mla",
+        q_lora_rank=48,
+        kv_lora_rank=32,
+        nope_head_dim=16,
+        rope_head_dim=8,
+        v_head_dim=24,
+        router_score="sigmoid",
+        correction_bias=True,
+        num_mtp_modules=1,
+    ),
+    "sinks": ModelConfig(
+        attention_bias=True,
+        attention_sinks=True,
+        sliding_window=16,
+        full_attention_every=2,
+        expert_bias=True,
+        router_bias=True,
+        expert_activation="clamped_swiglu",
+        num_shared_experts=0,
+    ),
+}
+
+
+def config_of(keys: dict[str, Any] | None = None) -> Config:
+    return resolve("quickstart", (keys or {}).items(), env={}).config
+
+
+def built(model: ModelConfig, layers: range, *, first: bool, last: bool) -> TransformerStage:
+    with torch.device("meta"):
+        return TransformerStage(model, VOCAB, layers=layers, first=first, last=last)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("layers", "first", "last"),
+    [(range(4), True, True), (range(2), True, False), (range(1, 3), False, False)],
+)
+def test_parameters_are_those_of_the_modules(
+    name: str, layers: range, first: bool, last: bool
+) -> None:
+    model = MODELS[name]
+    if model.tie_embeddings and not last:
+        pytest.skip("tied embeddings are of one stage")
+    work = stage(Config(model=model), VOCAB, layers=layers, first=first, last=last)
+    module = built(model, layers, first=first, last=last)
+    expected = {name: tuple(tensor.shape) for name, tensor in module.named_parameters()}
+    assert {weight.name: weight.shape for weight in work.weights} == expected
+    experts = {weight.name for weight in work.weights if weight.is_expert}
+    assert experts == {name for name in expected if ".experts." in name}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_kept_for_backward_is_within_ten_percent(name: str, dtype: torch.dtype) -> None:
+    model = MODELS[name]
+    sequences, length = 4, 64
+    module = TransformerStage(
+        model, VOCAB, layers=range(2), first=True, last=True, compute_dtype=dtype
+    ).to(torch.promote_types(dtype, torch.float32))
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    measured = kept_bytes(module, sequences, length)
+    config = with_keys(Config(model=model), {"data.seq_len": length})
+    work = stage(config, VOCAB, layers=range(2), first=True, last=True)
+    predicted = work.kept_bytes(sequences * length, size=dtype.itemsize)
+    assert predicted == pytest.approx(measured, rel=0.1)
+
+
+def kept_bytes(module: TransformerStage, sequences: int, length: int) -> int:
+    """Bytes that autograd keeps from a forward, parameters apart."""
+    parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage  # held, so that no other gets its address
+        return tensor
+
+    tokens = torch.randint(VOCAB, (sequences, length))
+    key = DropoutKey(0, 0, torch.arange(sequences), torch.arange(length))
+    microbatch = Microbatch(sequences, key, targets=tokens)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        logits = module(tokens, microbatch=microbatch)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        F.cross_entropy(logits.flatten(0, 1).to(wide), tokens.flatten(), reduction="sum")
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def test_operations_are_two_per_weight_that_a_token_meets() -> None:
+    model = MODELS["wide"]
+    work = whole_model(with_keys(Config(model=model), {"data.seq_len": 1}), VOCAB)
+    met = 0.0
+    for weight in work.weights:
+        if weight.name == "embedding.weight" or len(weight.shape) == 1:
+            continue
+        met += weight.size * (model.top_k / model.num_experts if weight.is_expert else 1)
+    assert work.flops == pytest.approx(2 * met, rel=0.01)
+
+
+@pytest.mark.parametrize(("rows", "shards"), [(8, 2), (7, 2), (5, 4), (3, 4), (1, 8)])
+def test_shards_of_a_parameter_are_as_torch_chunks_it(rows: int, shards: int) -> None:
+    chunks = torch.empty(rows, 3).chunk(shards)
+    layout = Layout(dp_shard=shards)
+    weight = Weight("w", (rows, 3))
+    assert local_elements(weight, layout) == chunks[0].numel()
+    last = chunks[-1].numel() if len(chunks) == shards else 0
+    assert local_elements(weight, layout, first=False) == last
+
+
+def test_bf16_is_trained_on_fp32_masters() -> None:
+    work = whole_model(config_of(), VOCAB)
+    bf16, fp32, fp64 = (
+        static_memory(config_of({"train.dtype": dtype}), [work], Layout())
+        for dtype in ("bfloat16", "float32", "float64")
+    )
+    elements = sum(weight.size for weight in work.weights)
+    assert bf16 == fp32 == (4 * elements, 4 * elements, 8 * elements + 4 * len(work.weights))
+    assert fp64[0] == 8 * elements
+
+
+def test_sums_over_replicas_send_each_byte_twice_but_for_ones_own_share() -> None:
+    config = config_of({"mesh.pp": 1, "pipeline.stages_per_rank": 1, "mesh.ep": 1})
+    config = with_keys(config, {"mesh.dp_replicate": 4})
+    work = whole_model(config, VOCAB)
+    transfers = gradient_transfers(config, [work], Layout.of(config.mesh), H100)
+    elements = sum(weight.size for weight in work.weights)
+    assert sum(t.bytes for t in transfers) == pytest.approx(2 * 3 / 4 * 4 * elements)
+    assert not any(t.between_nodes for t in transfers)
+
+
+def test_a_group_over_several_nodes_has_the_speed_of_the_link_between_them() -> None:
+    config = config_of({"mesh.pp": 1, "pipeline.stages_per_rank": 1, "mesh.ep": 1})
+    near, far = (
+        shard_transfer(config, whole_model(config, VOCAB), Layout(dp_shard=size), H100)
+        for size in (8, 16)
+    )
+    assert not near.between_nodes
+    assert far.between_nodes
+    assert far.seconds / near.seconds > H100.bandwidth / H100.node_bandwidth / 2
+
+
+LAYOUTS = [
+    {"pipeline.schedule": "interleaved_1f1b"},
+    {"pipeline.schedule": "zbv", "train.microbatch_size": 2},
+    {"mesh.dp_replicate": 1, "mesh.dp_shard": 4, "mesh.ep": 4, "train.microbatch_size": 1},
+]
+
+
+@pytest.mark.parametrize("keys", LAYOUTS)
+def test_the_parts_of_a_step_add_up_to_it(keys: dict[str, object]) -> None:
+    found = estimate(config_of(keys), H100, vocab_size=VOCAB)
+    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+    assert all(seconds >= 0 for seconds in found.parts.values())
+    assert 0 <= found.bubble < 1
+    assert found.memory.total > 0
+
+
+def test_a_pipeline_without_messages_is_priced_as_the_simulator_does() -> None:
+    config = config_of({"mesh.dp_replicate": 1, "mesh.ep": 1})
+    free = H100.with_values(bandwidth=1e30, latency=0.0, memory_bandwidth=1e30)
+    plan = Plan(config, free, vocab_size=VOCAB)
+    found = plan.estimate()
+    simulated = simulate(plan.schedule(), plan.costs(plan.schedule()))
+    assert found.seconds == pytest.approx(simulated.makespan)
+    assert found.memory.activations == round(max(simulated.peak_activations))
+
+
+def test_no_layout_is_faster_than_its_bound() -> None:
+    config = config_of()
+    layouts = enumerate_layouts(config, num_processes=range(4, 5), axes=plan_axes(config, 4))
+    for _, layout in itertools.islice(layouts, 0, None, 37):
+        plan = Plan(layout, H100, vocab_size=VOCAB)
+        schedule = KINDS[layout.pipeline.schedule].build(
+            plan.layout.pp, 1, layout.pipeline.stages_per_rank
+        )
+        assert plan.least_seconds(schedule) <= plan.estimate().seconds * (1 + 1e-9)
+
+
+def test_the_best_layout_is_the_best_of_all() -> None:
+    config = config_of()
+    choice = choose(config, 2, H100, vocab_size=VOCAB, count=3)
+    everything = [
+        estimate(layout, H100, vocab_size=VOCAB).seconds
+        for _, layout in enumerate_layouts(
+            config, num_processes=range(2, 3), axes=plan_axes(config, 2)
+        )
+    ]
+    assert choice.best[0].seconds == pytest.approx(min(everything))
+    assert choice.num_simulated < choice.num_allowed
+    for found in choice.best:
+        rules.check(found.config)
+        assert found.config.world_size == 2
+
+
+def test_layouts_that_do_not_fit_are_told_apart() -> None:
+    config = config_of()
+    free = choose(config, 4, H100, vocab_size=VOCAB)
+    least = 0.99 * free.best[0].memory.total
+    tight = choose(config, 4, H100.with_values(memory=least), vocab_size=VOCAB)
+    assert all(found.memory.total <= least for found in tight.best)
+    assert tight.best[0].seconds >= free.best[0].seconds
+    assert tight.too_large is not None
+    assert "does not fit, by" in "\n".join(reasons(tight, H100.with_values(memory=least)))
+    with pytest.raises(ConfigError, match=r"no layout of 4 processes fits: .* must be at most"):
+        choose(config, 4, H100.with_values(memory=1e5), vocab_size=VOCAB)
+
+
+def test_reasons_name_what_the_next_layout_spends_more_on() -> None:
+    choice = choose(config_of(), 8, H100, vocab_size=VOCAB, count=8)
+    text = "\n".join((*reasons(choice, H100), *details(choice.best[0])))
+    assert "next mesh" in text or "next schedule" in text
+    assert "slower" in text
+    assert "parameters" in text
+
+
+def test_shared_cores_make_ranks_slower() -> None:
+    config = config_of()
+    alone = estimate(config, H100, vocab_size=VOCAB)
+    halved = estimate(config, H100.with_values(cores=2), vocab_size=VOCAB)
+    quarter = estimate(config, H100.with_values(cores=1), vocab_size=VOCAB)
+    assert alone.seconds < halved.seconds < quarter.seconds
+    assert quarter.seconds >= 4 * alone.parts["compute"]
+
+
+def test_machines_refuse_what_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"flops \(0\) must be >= 1"):
+        H100.with_values(flops=0)
+    with pytest.raises(ValueError, match=r"latency \(nan\)"):
+        H100.with_values(latency=math.nan)
+    assert isinstance(H100, Machine)
+
+
+def test_the_command_compares_with_the_configured_layout(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "--json", "--top", "2", "--search", "0.1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["best"]) == 2
+    assert found["configured"]["seconds"] >= found["best"][0]["seconds"]
+    assert found["configured"]["config"]["mesh.pp"] == 2
+    assert found["configured"]["memory"]["parameters"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("plan --gpus 0", "--top and --gpus must be at least 1"),
+        ("plan --gpus 7", "no layout of 7 processes is allowed"),
+        ("plan --flops -1", "--flops (-1.0) must be >= 1"),
+        ("plan --machine h10", "invalid choice: 'h10'"),
+    ],
+)
+def test_a_wrong_command_line_is_answered_in_one_line(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments.split()) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1

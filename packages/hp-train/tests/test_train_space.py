@@ -1,0 +1,101 @@
+"""Layouts that a config allows, and samples that cover them."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+
+from hp_train import rules
+from hp_train.config import Config
+from hp_train.options import resolve
+from hp_train.space import AXES, Axis, enumerate_layouts, sample_layouts, with_keys
+
+# Sizes that many meshes divide.
+KEYS = {
+    "mesh.pp": 1,
+    "mesh.dp_replicate": 1,
+    "mesh.ep": 1,
+    "pipeline.stages_per_rank": 1,
+    "model.num_layers": 8,
+    "model.num_experts": 12,
+    "train.global_batch_size": 24,
+    "train.microbatch_size": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return resolve("quickstart", KEYS.items(), env={}).config
+
+
+def values(config: Config) -> tuple[object, ...]:
+    found: list[object] = []
+    for axis in AXES:
+        section, _, name = axis.key.partition(".")
+        found.append(getattr(getattr(config, section), name))
+    return tuple(found)
+
+
+def pairs(config: Config) -> set[object]:
+    return set(itertools.combinations(enumerate(values(config)), 2))
+
+
+def test_every_enumerated_layout_keeps_the_rules_and_is_its_choice(config: Config) -> None:
+    layouts = list(enumerate_layouts(config, num_processes=range(2, 4)))
+    assert len(layouts) > 1000
+    for choice, layout in layouts:
+        rules.check(layout)
+        assert 2 <= layout.world_size <= 3
+        assert values(layout) == choice
+    assert len({choice for choice, _ in layouts}) == len(layouts)
+
+
+def test_nothing_allowed_is_left_out(config: Config) -> None:
+    axes = (Axis("mesh.pp", (1, 2)), Axis("mesh.dp_replicate", (1, 2)), Axis("pipeline.schedule"))
+    found = {
+        choice for choice, _ in enumerate_layouts(config, num_processes=range(1, 5), axes=axes)
+    }
+    expected = set()
+    for choice in itertools.product(*(axis.choices for axis in axes)):
+        layout = with_keys(config, {a.key: v for a, v in zip(axes, choice, strict=True)})
+        try:
+            rules.check(layout)
+        except Exception:  # noqa: BLE001 - refused
+            continue
+        expected.add(choice)
+    assert found == expected
+    assert len(found) > 10
+
+
+def test_a_sample_has_every_pair_of_settings_that_any_layout_has(config: Config) -> None:
+    axes = [axis for axis in AXES if axis.key not in ("mesh.cp", "mesh.cp_heads", "mesh.etp")]
+    sample = sample_layouts(config, 150, axes=axes)
+    assert len(sample.layouts) == len(set(map(values, sample.layouts))) == 150
+    covered = set().union(*(pairs(layout) for layout in sample.layouts))
+    for _, layout in enumerate_layouts(config, num_processes=range(2, 9), axes=axes):
+        assert pairs(layout) <= covered, layout
+    assert sample.num_covered == sample.num_pairs
+    assert {layout.world_size for layout in sample.layouts} == {2, 3, 4, 6, 8}
+
+
+def test_a_sample_is_decided_by_its_seed_and_grows_at_its_end(config: Config) -> None:
+    few, many, others = (
+        sample_layouts(config, count, seed=seed, num_processes=range(2, 5))
+        for count, seed in ((10, 0), (30, 0), (10, 1))
+    )
+    assert few.layouts == many.layouts[:10]
+    assert few.layouts != others.layouts
+    assert few.num_covered < many.num_covered
+
+
+def test_a_sample_ends_where_layouts_do(config: Config) -> None:
+    axes = (Axis("mesh.dp_replicate", (1, 2, 4)),)
+    sample = sample_layouts(config, 100, axes=axes)
+    assert [layout.mesh.dp_replicate for layout in sample.layouts] in ([2, 4], [4, 2])
+    assert sample.num_meshes == 2
+
+
+def test_layouts_are_drawn_without_torch() -> None:
+    code = "import sys, hp_train.space; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,148 @@
+"""What hp verify compares with what, how close it must be, and how small it makes a config."""
+
+import itertools
+import math
+
+import pytest
+
+from hp_train import rules
+from hp_train.cli import main
+from hp_train.config import Config, to_dict
+from hp_train.errors import ConfigError
+from hp_train.options import resolve, shipped
+from hp_train.plan.modules import whole_model
+from hp_train.space import sample_layouts, with_keys
+from hp_train.verify.pairs import (
+    checked_config,
+    described,
+    differing_keys,
+    must_be_exact,
+    one_process,
+    require_comparable,
+)
+from hp_train.verify.shrinking import shrink
+
+
+def config_of(**keys: object) -> Config:
+    given = [(key.replace("__", "."), value) for key, value in keys.items()]
+    return resolve("quickstart", given, env={}).config
+
+
+def test_one_process_is_the_same_training_without_a_layout() -> None:
+    config = config_of()
+    alone = one_process(config)
+    assert alone.world_size == 1
+    assert {key.partition(".")[0] for key in differing_keys(config, alone)} <= {"mesh", "pipeline"}
+    rules.check(alone)
+
+
+def test_a_check_computes_in_fp64_with_one_thread() -> None:
+    config = checked_config(config_of(train__dtype="bfloat16"), dtype="float64")
+    assert config.train.dtype == "float64"
+    assert config.launch.threads_per_process == 1
+
+
+def test_layouts_of_another_model_are_not_compared() -> None:
+    message = r"model.dim \(128\) must equal model.dim \(64\) of the other config"
+    with pytest.raises(ConfigError, match=message):
+        require_comparable(config_of(), config_of(model__dim=64))
+    require_comparable(config_of(), config_of(mesh__pp=1, train__microbatch_size=2))
+    require_comparable(config_of(), config_of(train__log_every=1, launch__hang_seconds=9))
+
+
+@pytest.mark.parametrize(
+    ("keys", "exact"),
+    [
+        ({"pipeline__schedule": "looped_bfs"}, True),
+        ({"train__log_every": 3}, True),
+        ({"train__recompute": "full"}, True),
+        ({"train__microbatch_size": 2}, False),
+        ({"mesh__ep": 1}, False),
+        ({"pipeline__schedule": "1f1b", "pipeline__stages_per_rank": 1}, False),
+    ],
+)
+def test_bits_must_stay_where_only_the_order_of_steps_differs(
+    keys: dict[str, object], exact: bool
+) -> None:
+    assert must_be_exact(config_of(), config_of(**keys)) is exact
+
+
+def test_a_layout_is_described_by_overrides_that_make_it() -> None:
+    config = config_of(train__microbatch_size=2)
+    text = described(config, config_of())
+    assert text == (
+        "mesh.pp=2 mesh.dp_replicate=2 mesh.ep=2 pipeline.schedule=interleaved_1f1b "
+        "pipeline.stages_per_rank=2 train.microbatch_size=2"
+    )
+    assert described(one_process(config), config) == "one process"
+
+
+def test_a_shrunk_config_keeps_what_divides_what() -> None:
+    config = config_of(
+        model__dim=4096,
+        model__num_heads=64,
+        model__num_kv_heads=8,
+        model__num_layers=30,
+        model__expert_hidden=1536,
+        model__num_experts=128,
+        model__top_k=8,
+        data__seq_len=4096,
+        train__global_batch_size=1024,
+    )
+    [small] = shrink([config])
+    rules.check(small)
+    model = small.model
+    assert (model.dim, model.num_heads, model.num_kv_heads) == (32, 4, 2)
+    assert model.num_experts % small.mesh.ep == 0
+    assert model.num_experts > model.top_k > 1
+    assert model.num_layers % 4 == config.model.num_layers % 4
+    assert small.data.seq_len == 16
+    assert small.mesh == config.mesh
+    assert small.pipeline == config.pipeline
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_every_config_that_ships_can_be_shrunk(name: str) -> None:
+    config = resolve(name, [("data.tokenizer", ""), ("data.paths", [])], env={}).config
+    [small] = shrink([config])
+    rules.check(small)
+    work = whole_model(small, 256)
+    assert sum(weight.size for weight in work.weights) < 2_000_000
+
+
+def test_every_generated_layout_can_be_shrunk_together_with_another() -> None:
+    base = with_keys(
+        one_process(config_of()),
+        {"model.num_layers": 8, "model.num_experts": 12, "train.global_batch_size": 24}
+        | {"train.microbatch_size": 3},
+    )
+    layouts = sample_layouts(base, 24, num_processes=range(2, 7)).layouts
+    for one, other in itertools.pairwise(layouts):
+        small = shrink([one, other])
+        models = [to_dict(config)["model"] for config in small]
+        assert models[0] == models[1]
+        for config in small:
+            rules.check(config)
+            assert math.prod((config.model.dim, config.data.seq_len)) <= 8192
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("verify --against model.dim=64", "must equal model.dim (64) of the other config"),
+        ("verify --against mesh.pp", 'config ("mesh.pp") must be a .toml file'),
+        ("verify --steps 0", "--steps (0) must be at least 1"),
+        ("verify --generate 3 --against quickstart", "no --against"),
+        ("verify --generate 3 --processes 2-4", "--processes (2-4) must be like 2:8"),
+        ("verify --generate 3 --processes 5:5", "no layout of 5 to 5 processes is allowed"),
+        ("verify --train.stepz 3", "unknown key train.stepz"),
+        ("verify --step 3", "--step is not a known option; did you mean --steps?"),
+    ],
+)
+def test_a_wrong_command_line_is_answered_in_one_line(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments.split()) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
