@@ -160,8 +160,8 @@ def measure(settings: Settings) -> list[Row]:
         times: list[list[float]] = [[] for _ in ways]
         found: list[list[Tensor]] = [[] for _ in ways]
         for _ in range(settings.repeats):
-            for i, (exchange, overlapped) in enumerate(ways):
-                seconds, found[i] = pair(settings, group, exchange=exchange, overlapped=overlapped)
+            for i, (exchange, pairs) in enumerate(ways):
+                seconds, found[i] = pair(settings, group, exchange=exchange, overlapped=pairs)
                 times[i].append(seconds)
         hideable = 4 * settings.layers * min(latency, settings.compute)
         equal = all(all(map(torch.equal, found[0], other)) for other in found[1:])
