@@ -17,7 +17,7 @@ from hp_train.plan.measure import measure
 from hp_train.space import with_keys
 from hp_train.verify.pairs import checked_config
 
-LAYOUTS = {
+LAYOUTS: dict[str, dict[str, object]] = {
     "dp 2": {"mesh.dp_replicate": 2},
     "dp_shard 2": {"mesh.dp_shard": 2},
     "pp 2, 1f1b": {"mesh.pp": 2, "pipeline.schedule": "1f1b"},
