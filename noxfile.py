@@ -252,6 +252,7 @@ def transformers(session: nox.Session) -> None:
 TRANSFORMERS_TESTS = {
     "hp-context": "test_context_transformers*.py",
     "hp-expert": "test_expert_transformers*.py",
+    "hp-overlap": "test_overlap_transformers.py",
     "hp-schedule": "test_schedule_runtime_split_model.py",
     "hp-train": "test_train_transformers.py",
 }

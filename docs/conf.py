@@ -37,6 +37,8 @@ _ELSEWHERE = ["torch", "numpy", "tokenizers", "safetensors", *sorted(sys.stdlib_
 nitpick_ignore_regex = [
     ("py:.*", rf"({'|'.join(_ELSEWHERE)})(\..*)?"),
     ("py:.*", r"(.*\.)?([A-Z]|\w+T)(_co)?"),
+    # Pieces of signatures that Sphinx cuts at every comma: `<factory>` is no default it knows.
+    ("py:class", r"[^\]]*\[[^\]]*"),
     # Classes that only constructors of results take, and one that torch exports without a home.
     ("py:class", r"hp_\w+(\.\w+)*\.(_\w+|Store)"),
 ]

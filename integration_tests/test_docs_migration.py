@@ -64,6 +64,13 @@ DTensor: -
 Shard: -
 Replicate: -
 """
+# The same of hyper_parallel.core.pipeline_parallel.comm_compute_overlap and of what it uses.
+OVERLAP = """
+CommComputeOverlap: - coordinator wrap_dispatch wrap_combine run
+HookCoordinator: - enable disable is_enabled rendezvous notify_dispatched
+platform: differentiable_sync_hook
+get_platform: -
+"""
 # The same of hyper_parallel.core.expert_parallel.expert_parallel, and what its subclasses override.
 EXPERTS = """
 BaseExpertParallel: - apply _partition_fn _token_dispatch _token_combine
@@ -152,7 +159,7 @@ def public_names(listed: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("listed", "least"), [(SCHEDULER, 80), (CONTEXT, 30), (EXPERTS, 16), (VTP, 20)]
+    ("listed", "least"), [(SCHEDULER, 80), (CONTEXT, 30), (EXPERTS, 16), (OVERLAP, 12), (VTP, 20)]
 )
 def test_every_public_name_has_a_row(listed: str, least: int) -> None:
     there = {cell.strip("`") for cell, _, _ in rows()}

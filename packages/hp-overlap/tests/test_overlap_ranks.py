@@ -1,8 +1,10 @@
 """Overlapped chunks of a mixture of experts on two ranks: the same bits as one after the other."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,11 +12,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from hp_overlap import CommComputeOverlap, HookCoordinator, TraceEntry
-from hp_platform import all_to_all, all_to_all_lazy
-from hp_platform.testing import RankError, run_distributed, slow_group
+from hp_overlap.baton import Party
+from hp_platform import all_to_all, all_to_all_lazy, set_fsdp_frees_parameters
+from hp_platform.testing import RankError, run_distributed, slow_group, watch_operators
 
 DIM, HIDDEN, TOKENS = 16, 24, 20
 
@@ -28,6 +38,9 @@ class Case:
     same_module: bool = False
     recompute: str = ""
     dropout: float = 0.0
+    sharded: str = ""
+    autocast: bool = False
+    compiled: str = ""
 
 
 class Exchange:
@@ -51,6 +64,16 @@ class Exchange:
         return rows
 
 
+class Block(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, hidden), nn.Linear(hidden, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.gelu(self.up(x)))
+        return y
+
+
 class Layer(nn.Module):
     """An attention-like residual with dropout, then top-1 experts unless dense."""
 
@@ -58,22 +81,38 @@ class Layer(nn.Module):
         super().__init__()
         self.exchange, self.dense, self.dropout = exchange, dense, dropout
         num_ranks = exchange.group.size()
-        self.up, self.down = nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM)
+        self.attention = Block(HIDDEN)
         self.router = nn.Linear(DIM, num_ranks, bias=False)
-        self.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(num_ranks))
+        self.experts = nn.ModuleList(Block(DIM) for _ in range(num_ranks))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + F.dropout(self.down(F.gelu(self.up(x))), self.dropout)
+        x = x + F.dropout(self.attention(x), self.dropout)
         if self.dense:
             return x
         weight, expert = self.router(x).softmax(-1).max(-1)
         order = torch.argsort(expert, stable=True)
         counts = torch.bincount(expert, minlength=len(self.experts))
         rows, sent, received = self.exchange.dispatch(x[order], counts)
-        out = F.gelu(self.experts[self.exchange.group.rank()](rows))
-        back: Tensor = self.exchange.combine(out, sent, received)
-        y: Tensor = x + torch.empty_like(x).index_copy(0, order, back) * weight[:, None]
+        out = self.experts[self.exchange.group.rank()](rows)
+        back = self.exchange.combine(out, sent, received)
+        y: Tensor = x + torch.empty_like(back).index_copy(0, order, back) * weight[:, None]
         return y
+
+
+def save_exchanges(_: object, operator: object, *args: object, **kwargs: object) -> Any:
+    del args, kwargs
+    exchange = torch.ops._c10d_functional.all_to_all_single.default
+    return CheckpointPolicy.MUST_SAVE if operator == exchange else CheckpointPolicy.MUST_RECOMPUTE
+
+
+CHECKPOINT: dict[str, dict[str, Any]] = {
+    "reentrant": {"use_reentrant": True},
+    "non-reentrant": {"use_reentrant": False},
+    "selective": {
+        "use_reentrant": False,
+        "context_fn": partial(create_selective_checkpoint_contexts, save_exchanges),
+    },
+}
 
 
 class Chunk(nn.Module):
@@ -86,13 +125,17 @@ class Chunk(nn.Module):
         self.layers = nn.ModuleList(
             Layer(exchange, dense=i in dense, dropout=case.dropout) for i in range(num_layers)
         )
+        for layer in self.layers if case.compiled else ():
+            assert isinstance(layer, Layer)
+            inner: list[nn.Module] = [layer.attention, *layer.experts]
+            regions = [layer] if case.compiled == "layers" else inner
+            for region in regions:
+                region.compile(backend="aot_eager")
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            if self.recompute:
-                x = checkpoint(layer, x, use_reentrant=self.recompute == "reentrant")
-            else:
-                x = layer(x)
+            again = CHECKPOINT.get(self.recompute)
+            x = layer(x) if again is None else checkpoint(layer, x, **again)
         return x
 
 
@@ -102,37 +145,93 @@ def world() -> dist.ProcessGroup:
     return group
 
 
-def step(case: Case, *, overlapped: bool) -> tuple[list[Tensor], list[TraceEntry]]:
-    """Forward of one microbatch and backward of another; the output and all gradients."""
+def shard(chunk: Chunk, units: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (*chunk.layers, chunk) if units == "layers" else (chunk,):
+        fully_shard(module, mesh=mesh)
+
+
+@contextmanager
+def parameters_stay(chunk: Chunk) -> Iterator[None]:
+    """What the documentation says to do where a forward and a backward share FSDP's modules."""
+    sharded = [module for module in chunk.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.unshard()
+        module.set_reshard_after_forward(False, recurse=False)
+        module.set_reshard_after_backward(False, recurse=False)
+        set_fsdp_frees_parameters(module, False)
+    yield
+    for module in sharded:
+        set_fsdp_frees_parameters(module, True)
+        module.reshard()
+
+
+def step(case: Case, *, overlapped: bool) -> tuple[list[Tensor], list[TraceEntry], int]:
+    """Forward of one microbatch and backward of another.
+
+    Returns:
+        The output and all gradients, the trace, and the exchanges of tokens, launched by both.
+    """
     overlap = CommComputeOverlap(HookCoordinator(timeout=30), strict=True)
     exchange = Exchange(overlap, world())
     backward = Chunk(exchange, case.backward, case.dense_backward, case, seed=1)
     forward = backward
     if not case.same_module:
         forward = Chunk(exchange, case.forward, case.dense_forward, case, seed=2)
+    for chunk in {forward, backward} if case.sharded else ():
+        shard(chunk, case.sharded)
     torch.manual_seed(10 + dist.get_rank())
     x0, x1 = (torch.randn(TOKENS, DIM, requires_grad=True) for _ in range(2))
-    loss = backward(x0).square().sum()
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=case.autocast)
+    with autocast:
+        loss = backward(x0).float().square().sum()
     torch.manual_seed(20 + dist.get_rank())
     outs: list[Tensor] = []
+    launched: list[str] = []
+
+    def watched() -> AbstractContextManager[None]:
+        # A watch switches the compiler off.
+        if case.compiled:
+            return nullcontext()
+        return watch_operators(lambda name, args, kwargs: launched.append(name))  # noqa: ARG005
 
     def fwd_fn() -> None:
-        outs.append(forward(x1))
+        with autocast, watched():
+            outs.append(forward(x1))
 
-    if overlapped:
-        overlap.run(fwd_fn, loss.backward)
-    else:
-        loss.backward()
-        fwd_fn()
+    def bwd_fn() -> None:
+        with watched():
+            loss.backward()
+
+    keep = parameters_stay(forward) if case.sharded and case.same_module else nullcontext()
+    with keep:
+        if overlapped:
+            overlap.run(fwd_fn, bwd_fn)
+        else:
+            bwd_fn()
+            fwd_fn()
     grads = [p.grad for p in (x0, *backward.parameters()) if p.grad is not None]
-    return [outs[0].detach(), *grads], overlap.trace
+    grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    exchanges = sum("all_to_all" in name for name in launched)
+    return [outs[0].detach(), *grads], overlap.trace, exchanges
 
 
-def both_ways(case: Case) -> tuple[bool, int, list[TraceEntry]]:
-    expected, _ = step(case, overlapped=False)
-    actual, trace = step(case, overlapped=True)
-    same = len(actual) == len(expected) and all(map(torch.equal, actual, expected))
-    return same, len(actual), trace
+@dataclass(frozen=True)
+class Compared:
+    same: bool
+    num_tensors: int
+    trace: list[TraceEntry]
+    exchanges: tuple[int, int]
+
+
+def both_ways(cases: dict[str, Case]) -> dict[str, Compared]:
+    found = {}
+    for name, case in cases.items():
+        expected, _, before = step(case, overlapped=False)
+        actual, trace, after = step(case, overlapped=True)
+        same = len(actual) == len(expected) and all(map(torch.equal, actual, expected))
+        found[name] = Compared(same, len(actual), trace, (before, after))
+    return found
 
 
 CASES = {
@@ -145,21 +244,60 @@ CASES = {
     "dropout": Case(dropout=0.3),
     "recompute": Case(recompute="non-reentrant"),
     "recompute, dropout": Case(recompute="non-reentrant", dropout=0.3),
+    "recompute, dropout, same module": Case(
+        recompute="non-reentrant", dropout=0.3, same_module=True
+    ),
     "reentrant, dropout": Case(recompute="reentrant", dropout=0.3, forward=2),
+    "selective": Case(recompute="selective"),
+    "selective, dropout, dense": Case(recompute="selective", dropout=0.3, dense_forward=(1,)),
+    "autocast, recompute": Case(autocast=True, recompute="non-reentrant"),
+    "sharded": Case(sharded="layers"),
+    "sharded, same module": Case(sharded="layers", same_module=True),
+    # Backward ends, and FSDP would free the parameters, while forward has a layer to go.
+    "sharded as one, same module": Case(sharded="one", same_module=True, dense_backward=(2,)),
+    "sharded, recompute, dropout": Case(sharded="layers", recompute="non-reentrant", dropout=0.3),
+    "compiled regions": Case(compiled="regions", dropout=0.3),
+    "compiled layers": Case(compiled="layers"),
 }
+Found = list[dict[str, Compared]]
 
 
-@pytest.mark.parametrize("name", list(CASES))
-def test_bits_and_order_are_those_of_one_after_the_other(name: str) -> None:
-    results = run_distributed(both_ways, CASES[name], world_size=2)
-    traces = [trace for _, _, trace in results]
-    assert [same for same, _, _ in results] == [True, True]
-    assert traces[0] == traces[1]
-    assert all(count > 4 for _, count, _ in results)
+@pytest.fixture(scope="module")
+def found() -> Found:
+    """All cases by rank, in one start of the ranks."""
+    return run_distributed(both_ways, CASES, world_size=2, timeout=240)
 
 
-def test_recomputed_hooks_are_seen_and_keep_the_turn() -> None:
-    (_, _, trace), _ = run_distributed(both_ways, CASES["recompute"], world_size=2)
+@pytest.mark.parametrize("name", CASES)
+def test_bits_and_order_are_those_of_one_after_the_other(name: str, found: Found) -> None:
+    first, second = (rank[name] for rank in found)
+    assert (first.same, second.same) == (True, True)
+    assert first.trace == second.trace
+    assert first.num_tensors > 4
+    assert first.exchanges[0] == first.exchanges[1]
+
+
+def documented(forward: int, backward: int) -> list[tuple[Party, str]]:
+    """The table of the documentation: who launches what, for layers with experts alone."""
+    fwd = ["attention", "dispatch", "experts", "combine"] * forward + ["attention"]
+    bwd = ["combine", "experts", "dispatch", "attention"] * backward
+    table: list[tuple[Party, str]] = [("backward", section) for section in bwd[:1]]
+    del bwd[:1]
+    while fwd or bwd:
+        table += [("forward", section) for section in fwd[:2]]
+        table += [("backward", section) for section in bwd[:2]]
+        del fwd[:2], bwd[:2]
+    return table[:1] + table[2:]  # no hook announces the first attention
+
+
+@pytest.mark.parametrize("name", ["equal", "short forward", "short backward", "sharded"])
+def test_traces_are_the_documented_table(name: str, found: Found) -> None:
+    trace = [(entry.party, entry.section) for entry in found[0][name].trace]
+    assert trace == documented(CASES[name].forward, CASES[name].backward)
+
+
+def test_recomputed_hooks_are_seen_and_keep_the_turn(found: Found) -> None:
+    trace = found[0]["recompute"].trace
     recomputed = [i for i, entry in enumerate(trace) if entry.section == "recompute"]
     assert len(recomputed) == 4 * 3
     for i in range(0, len(recomputed), 4):
@@ -168,13 +306,10 @@ def test_recomputed_hooks_are_seen_and_keep_the_turn() -> None:
         assert [trace[j].hook for j in run] == ["A", "B", "C", "D"]
 
 
-def test_trace_alternates_as_documented() -> None:
-    (_, _, trace), _ = run_distributed(both_ways, CASES["equal"], world_size=2)
-    launched = [
-        f"{e.party[0].upper()}.{e.section}" for e in trace if e.section in ("dispatch", "combine")
-    ]
-    # The last layer's combine is launched by the hook D of backward, before any forward section.
-    assert launched == ["B.combine", "F.dispatch", "B.dispatch", "F.combine"] * 3
+def test_selective_checkpointing_recomputes_no_exchange(found: Found) -> None:
+    exchanges = {name: found[0][name].exchanges[1] for name in ("equal", "recompute", "selective")}
+    # Counts, dispatch and combine of 3 layers; backward has two of them, recomputation all three.
+    assert exchanges == {"equal": 9 + 6, "recompute": 9 + 6 + 9, "selective": 9 + 6}
 
 
 class Busy(torch.autograd.Function):

@@ -1,11 +1,15 @@
 """`CommComputeOverlap.run` with threads and no ranks: order, failures, time-outs, signals."""
 
+import contextlib
+import copy
+import gc
 import logging
 import os
 import random
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
@@ -20,7 +24,7 @@ from hp_overlap import (
     OverlapTimeoutError,
     TraceEntry,
 )
-from hp_overlap.coordinator import SECTIONS, Hook, Party
+from hp_overlap.baton import SECTIONS, Hook, Party
 from hp_platform import ThreadContext
 
 setting: ContextVar[str] = ContextVar("setting", default="unset")
@@ -102,7 +106,7 @@ def test_hooks_are_no_ops_while_disabled() -> None:
 
 
 def test_only_one_party_runs_at_a_time_and_random_failures_never_hang() -> None:
-    for seed in range(300):
+    for seed in range(3000):
         orders = {_random_pair(seed) for _ in range(2 if seed % 10 == 0 else 1)}
         assert len(orders) == 1
 
@@ -169,6 +173,44 @@ def test_a_pair_runs_again_after_a_failure() -> None:
         overlap.run(chunk(co, "forward", 2, visit=fail_at("C", ValueError("first"))), lambda: None)
     overlap.run(chunk(co, "forward", 2), chunk(co, "backward", 2))
     assert len(overlap.trace) == 16
+
+
+@pytest.mark.parametrize("failing", ["forward", "backward"])
+def test_an_error_that_was_handled_keeps_nothing_alive(failing: Party) -> None:
+    overlap = CommComputeOverlap()
+    kept: list[weakref.ref[Tensor]] = []
+
+    def fail() -> None:
+        held = torch.ones(3)
+        kept.append(weakref.ref(held))
+        raise ValueError("lost")
+
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError):
+            if failing == "forward":
+                overlap.run(fail, chunk(overlap.coordinator, "backward", 2))
+            else:
+                overlap.run(chunk(overlap.coordinator, "forward", 2), fail)
+        assert [ref() for ref in kept] == [None]
+    finally:
+        gc.enable()
+
+
+def test_a_long_pair_is_not_a_silent_one() -> None:
+    """The time-out is between hooks: a party that recomputes several layers keeps passing them."""
+    overlap = CommComputeOverlap(HookCoordinator(timeout=0.4))
+    co = overlap.coordinator
+
+    def backward() -> None:
+        for _ in range(6):
+            time.sleep(0.15)
+            co.hook("forward", "A")
+        chunk(co, "backward", 1)()
+
+    overlap.run(chunk(co, "forward", 1), backward)
+    assert [entry.section for entry in overlap.trace[:6]] == ["recompute"] * 6
 
 
 def test_an_error_after_the_other_side_s_end_has_no_note() -> None:
@@ -325,6 +367,36 @@ def test_a_hooked_graph_has_the_same_gradient() -> None:
     (hooked,) = torch.autograd.grad(combine(dispatch(x)).sum(), x)
     (plain,) = torch.autograd.grad(torch.cos(torch.sin(x)).sum(), x)
     assert torch.equal(hooked, plain)
+
+
+class Shift:
+    """Adds on the way there and subtracts on the way back."""
+
+    amount = 2.0
+
+    def launch_dispatch(self, x: Tensor, state: str) -> tuple[Tensor, str]:
+        return x + self.amount, state + " sent"
+
+    def launch_combine(self, y: Tensor, state: str) -> Tensor:
+        assert state.endswith("sent")
+        return y - self.amount
+
+
+def test_a_wrapped_dispatcher_passes_all_four_hooks_and_is_otherwise_the_same() -> None:
+    overlap = CommComputeOverlap()
+    shift = overlap.wrap_dispatcher(Shift())
+
+    def forward() -> None:
+        y, state = shift.launch_dispatch(torch.zeros(2), "a")
+        assert shift.launch_combine(y, state).tolist() == [0.0, 0.0]
+
+    overlap.run(forward, lambda: None)
+    assert [entry.hook for entry in overlap.trace] == ["A", "B", "C", "D"]
+    assert shift.amount == 2.0
+    assert copy.deepcopy(shift) is shift
+    assert copy.copy(shift).amount == 2.0
+    with pytest.raises(AttributeError, match="missing"):
+        shift.missing  # type: ignore[attr-defined]  # noqa: B018
 
 
 @pytest.mark.parametrize("bad", [lambda _: "text", lambda x: (1, x)])

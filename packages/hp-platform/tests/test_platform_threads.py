@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -21,9 +22,10 @@ from hp_platform import (
     use_stream,
 )
 from hp_platform._internals import is_multithreading_enabled
-from hp_platform.testing import run_in_threads
+from hp_platform.testing import run_distributed, run_in_threads
 
 T = TypeVar("T")
+TASKS = Path("/proc/self/task")  # the threads of this process
 
 
 def _in_thread(fn: Callable[[], T]) -> T:
@@ -42,6 +44,26 @@ def _state() -> tuple[bool, bool, bool, torch.dtype, bool]:
         torch.get_autocast_dtype("cpu"),
         is_multithreading_enabled(),
     )
+
+
+def _threads_of_a_product_in_a_helper() -> int:
+    """How many threads the system sees more after a helper's product than in it alone."""
+    context, x = ThreadContext.capture(), torch.ones(512, 512)
+    x @ x
+
+    def helper() -> int:
+        before = len(list(TASKS.iterdir()))
+        with context.apply():
+            x @ x
+        return len(list(TASKS.iterdir())) - before
+
+    return _in_thread(helper)
+
+
+@pytest.mark.skipif(not TASKS.exists(), reason="needs Linux")
+def test_a_helper_thread_computes_in_as_many_threads_as_its_starter() -> None:
+    # OpenMP would give a new thread as many as there are cores.
+    assert run_distributed(_threads_of_a_product_in_a_helper, world_size=1) == [0]
 
 
 def test_a_helper_thread_takes_over_the_state_of_its_starter() -> None:

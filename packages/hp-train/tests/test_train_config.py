@@ -273,6 +273,61 @@ def test_a_dense_model_needs_no_experts() -> None:
     assert [config.model.is_dense(i) for i in range(2)] == [True, True]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            "pipeline.schedule=1f1b pipeline.stages_per_rank=1",
+            (
+                'pipeline.overlap (true) must be false with pipeline.schedule ("1f1b"): only '
+                "interleaved_1f1b or dualpipe_v can have a forward and a backward as one step"
+            ),
+        ),
+        (
+            "mesh.ep=1",
+            (
+                "pipeline.overlap (true) must be false with mesh.ep (1): experts of one rank "
+                "exchange nothing to be hidden"
+            ),
+        ),
+        (
+            "mesh.etp=2 mesh.tp=2",
+            (
+                "pipeline.overlap (true) must be false with mesh.etp (2): parts of an expert's "
+                "output are summed before their exchange returns, which would be waited for"
+            ),
+        ),
+        (
+            "model.num_dense_layers=4",
+            (
+                "pipeline.overlap (true) must be false with model.num_experts (8) and "
+                "model.num_dense_layers (4): no layer has experts"
+            ),
+        ),
+        (
+            "train.global_batch_size=8",
+            (
+                "pipeline.overlap (true) must be false with train.global_batch_size (8) = "
+                "mesh.dp_replicate (2) x train.microbatch_size (4): one microbatch has no other "
+                "one to hide behind"
+            ),
+        ),
+    ],
+)
+def test_overlap_is_refused_with_the_reason_where_nothing_could_be_hidden(
+    overrides: str, message: str
+) -> None:
+    pairs = [override.split("=") for override in overrides.split()]
+    given = [(key, value) for key, value in pairs]
+    assert refusal(*given, ("pipeline.overlap", "true")) == message
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "dualpipe_v"])
+def test_overlap_fits_the_quickstart(schedule: str) -> None:
+    given = [("pipeline.overlap", "true"), ("pipeline.schedule", schedule)]
+    assert resolve(None, given, env={}).config.pipeline.overlap
+
+
 def test_files_must_exist_and_near_names_are_offered(tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").touch()
     wrong = tmp_path / "korpus.txt"

@@ -22,7 +22,7 @@ from hp_vtp.p2p import (
 from hp_vtp.transport import TensorMeta, Transport
 
 SHAPE = (3, 5)
-TIMEOUT = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=30)
 
 
 class CountingTimers:

@@ -267,3 +267,42 @@ def test_units_and_multiplexed_rows() -> None:
         multiplex(u_shape(2, num_microbatches=3), layout)
     with pytest.raises(ValueError, match="must equal the chain"):
         multiplex(one_f_one_b(2, num_microbatches=4), layout)
+
+
+def check_refusals() -> None:
+    u = add_send_recv(u_shape(2, num_microbatches=2))
+    with Transport(layout_of([1, 2], u_shape=True, sequence=True)) as transport:
+        with pytest.raises(ValueError, match=r"metas of logical stage 1 must be given"):
+            StageTransport(transport, u)
+        metas = {stage: [META] for stage in (1, 2)}
+        messages = StageTransport(transport, u, metas=metas)
+        me = transport.layout.tp_rank_of(transport.rank)
+        if transport.layout.stage_of(transport.rank) == 1:
+            ends = cut(S, 2)
+            (spec,) = messages.input_spec(1)
+            assert spec.shape == (B, ends[me + 1] - ends[me], H)
+            stage = PipelineStage(
+                torch.nn.Identity(),
+                stage_index=1,
+                num_stages=3,
+                device=torch.device("cpu"),
+                input_spec=TensorSpec((B, S, H), torch.float64),
+            )
+            runtime = PipelineScheduleRuntime([stage], u, pipeline_rank=1, transport=messages)
+            with pytest.raises(ValueError, match=r"input_spec .* of stage 1 must be what metas"):
+                runtime.run_microbatches([[], []])
+    with Transport(layout_of([1, 2], u_shape=False, sequence=False)) as transport:
+        with pytest.raises(ValueError, match=r"chain .* must equal the layout's \(\(0, 1\)\)"):
+            StageTransport(transport, u)
+        messages = StageTransport(transport, add_send_recv(one_f_one_b(2, num_microbatches=2)))
+        with pytest.raises(ValueError, match="metas of logical stage 1 must be given"):
+            messages.input_spec(1)
+    with (
+        Transport(layout_of([1, 1], u_shape=True, sequence=False, dp=[1, 2])) as transport,
+        pytest.raises(ValueError, match=r"number of chains \(1\) .* see multiplex"),
+    ):
+        StageTransport(transport, u)
+
+
+def test_schedules_and_layouts_that_do_not_fit_are_refused() -> None:
+    run_distributed(check_refusals, world_size=3)

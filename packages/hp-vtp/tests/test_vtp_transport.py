@@ -11,7 +11,7 @@ from hp_platform.testing import run_distributed
 from hp_vtp import Algorithm, Links, PipelineLayout, Placement, Replicated, Sharded, StageLayout
 from hp_vtp.transport import TensorMeta, Transport
 
-SHORT = timedelta(seconds=3)
+TIMEOUT = timedelta(seconds=30)
 
 
 def whole(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -63,7 +63,7 @@ def check_layout(
     layout: PipelineLayout, metas: tuple[TensorMeta, ...], algorithm: Algorithm
 ) -> int:
     """Activations through the whole chain, then gradients back, for every domain."""
-    with Transport(layout, algorithm=algorithm, timeout=timedelta(seconds=20)) as transport:
+    with Transport(layout, algorithm=algorithm, timeout=TIMEOUT) as transport:
         for domain in range(layout.num_domains):
             for stage in range(layout.num_stages - 1):
                 check_boundary(transport, stage, stage + 1, metas, domain)
@@ -139,7 +139,7 @@ def test_one_first_stage_serves_two_domains() -> None:
 
 
 def check_inputs_untouched() -> None:
-    with Transport(PipelineLayout.straight([1, 1]), timeout=SHORT) as transport:
+    with Transport(PipelineLayout.straight([1, 1]), timeout=TIMEOUT) as transport:
         if transport.rank == 0:
             x = torch.arange(12.0, requires_grad=True)
             y = (x * 1).view(3, 4).t()  # neither a leaf nor contiguous

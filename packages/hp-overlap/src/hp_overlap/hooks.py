@@ -4,7 +4,8 @@ from functools import partial
 
 from torch import Tensor
 
-from hp_overlap.coordinator import Hook, HookCoordinator, Party
+from hp_overlap.baton import Hook, Party
+from hp_overlap.coordinator import HookCoordinator
 from hp_platform import is_waited, sync_hook
 
 
@@ -16,7 +17,7 @@ def hook_tensor(x: Tensor, name: Hook, coordinator: HookCoordinator) -> Tensor:
 
     Args:
         x: Any shape and dtype; a lazy collective result stays unwaited.
-        name: Hook A, B, C or D of [Note: Baton] in `hp_overlap.coordinator`.
+        name: Hook A, B, C or D of [Note: Baton] in `hp_overlap.baton`.
         coordinator: Where the two parties meet.
     """
     return sync_hook(
@@ -35,7 +36,7 @@ def require_unwaited(x: Tensor, what: str, direction: Party, coordinator: HookCo
     Raises:
         ValueError: Its collective was waited for inside the wrapped function.
     """
-    relevant = coordinator.is_enabled() and not coordinator.recomputes(direction)
+    relevant = coordinator.is_enabled() and coordinator.party() == direction
     if relevant and is_waited(x):
         raise ValueError(
             f"{what} ({tuple(x.shape)}, {x.dtype}) must be unwaited for its transfer to be "

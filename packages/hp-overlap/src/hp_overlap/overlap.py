@@ -2,16 +2,38 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 from torch import Tensor
 
-from hp_overlap.coordinator import Hook, HookCoordinator, TraceEntry
+from hp_overlap.baton import Hook
+from hp_overlap.coordinator import HookCoordinator, TraceEntry
 from hp_overlap.hooks import hook_tensor, require_unwaited
 from hp_overlap.pair import run_pair
+from hp_platform import outside_graph
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class Launches(Protocol):
+    """What carries rows to experts and back and can be told to launch apart from finishing.
+
+    `hp_expert.Dispatcher` is one.
+
+    Attributes:
+        launch_dispatch: Of a tensor, its first argument; see `CommComputeOverlap.wrap_dispatch`.
+        launch_combine: See `CommComputeOverlap.wrap_combine`.
+    """
+
+    @property
+    def launch_dispatch(self) -> Callable[..., Any]: ...  # noqa: D102
+
+    @property
+    def launch_combine(self) -> Callable[..., Any]: ...  # noqa: D102
+
+
+LaunchesT = TypeVar("LaunchesT", bound=Launches)
 
 
 class CommComputeOverlap:
@@ -19,7 +41,7 @@ class CommComputeOverlap:
 
     The functions given to `wrap_dispatch` and `wrap_combine` launch a collective and return its
     result *unwaited* (`hp_platform.all_to_all_lazy`); permutations of the result belong after
-    the wrapped call. [Note: Baton] in `hp_overlap.coordinator` states the protocol.
+    the wrapped call. [Note: Baton] in `hp_overlap.baton` states the protocol.
 
     Args:
         coordinator: Where the two parties meet; its own one when None.
@@ -55,7 +77,7 @@ class CommComputeOverlap:
                 tensor or a tuple that begins with one, unwaited.
 
         Returns:
-            A callable with the same signature.
+            A callable with the same signature. `torch.compile` leaves it out of its graphs.
         """
         return self._wrap(fn, "A", "B")
 
@@ -70,6 +92,14 @@ class CommComputeOverlap:
         """
         del is_last_layer
         return self._wrap(fn, "C", "D")
+
+    def wrap_dispatcher(self, dispatcher: LaunchesT) -> LaunchesT:
+        """Return `dispatcher` with both of its launches wrapped.
+
+        Args:
+            dispatcher: Left as it is; of what is returned, all but the launches is its own.
+        """
+        return cast("LaunchesT", _WrappedLaunches(dispatcher, self))
 
     def run(self, fwd_fn: Callable[[], object], bwd_fn: Callable[[], object]) -> None:
         """Run both callables to their ends, `fwd_fn` in this thread, `bwd_fn` in a helper.
@@ -93,6 +123,7 @@ class CommComputeOverlap:
         def check_gradient(gradient: Tensor) -> None:
             require_unwaited(gradient, f"gradient of {name}", "backward", coordinator)
 
+        @outside_graph
         @wraps(fn)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
             if not args or not isinstance(args[0], Tensor):
@@ -116,3 +147,21 @@ class CommComputeOverlap:
             return cast("R", make(rest))
 
         return wrapped
+
+
+class _WrappedLaunches:
+    def __init__(self, dispatcher: Launches, overlap: CommComputeOverlap) -> None:
+        self._dispatcher = dispatcher
+        self.launch_dispatch = overlap.wrap_dispatch(dispatcher.launch_dispatch)
+        self.launch_combine = overlap.wrap_combine(dispatcher.launch_combine)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # what `copy` asks of an object that has nothing yet
+            raise AttributeError(name)
+        return getattr(self._dispatcher, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_WrappedLaunches":
+        return self  # as dispatchers do: copies of a module share the group and the coordinator
+
+    def __repr__(self) -> str:
+        return f"overlapped {self._dispatcher!r}"

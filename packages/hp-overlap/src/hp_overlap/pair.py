@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from hp_overlap.coordinator import OTHER, HookCoordinator, OverlapTimeoutError, Party
+from hp_overlap.baton import OTHER, Party
+from hp_overlap.coordinator import HookCoordinator, OverlapTimeoutError
 from hp_platform import ThreadContext
 
 _logger = logging.getLogger("hp_overlap")
@@ -16,31 +17,40 @@ _logger = logging.getLogger("hp_overlap")
 # A party that was silent for a whole time-out gets this long to end, not another time-out.
 _LAST_SECONDS = 1.0
 
+_Errors = dict[Party, BaseException]
+"""What the parties raised so far, the root cause first."""
+
 
 def run_pair(
     coordinator: HookCoordinator, fwd_fn: Callable[[], object], bwd_fn: Callable[[], object]
 ) -> None:
     """Run `fwd_fn` in this thread and `bwd_fn` in a helper; see `CommComputeOverlap.run`."""
+    errors: _Errors = {}
+    helper = _Helper(coordinator, bwd_fn, errors)
     coordinator.enable()
-    helper = _Helper(coordinator, bwd_fn)
     try:
         helper.start()
-        _run_party(coordinator, "forward", fwd_fn)
-        if not coordinator.errors:
+        _run_party(coordinator, "forward", fwd_fn, errors)
+        if not errors:
             helper.await_progress()
     except BaseException as error:  # noqa: BLE001 - no thread to be had, a time-out, a signal
-        coordinator.leave("forward", error)
+        errors.setdefault("forward", error)
+        coordinator.leave("forward", failed=True)
     if helper.settle():
         coordinator.disable()
-    errors, coordinator.errors = coordinator.errors, {}  # their tracebacks hold tensors
-    _raise_root(errors)
+    try:
+        _raise_root(errors)
+    finally:
+        errors.clear()  # this frame is in the traceback of the error: a cycle that holds tensors
 
 
 class _Helper:
     """The thread of the backward party."""
 
-    def __init__(self, coordinator: HookCoordinator, bwd_fn: Callable[[], object]) -> None:
-        self._coordinator, self._bwd_fn = coordinator, bwd_fn
+    def __init__(
+        self, coordinator: HookCoordinator, bwd_fn: Callable[[], object], errors: _Errors
+    ) -> None:
+        self._coordinator, self._bwd_fn, self._errors = coordinator, bwd_fn, errors
         self._context = ThreadContext.capture()
         # Not `join`: interrupted by a signal, it marks a running thread as ended (bpo-45274).
         self._ended = threading.Event()
@@ -68,21 +78,20 @@ class _Helper:
         """Wait for the end; False if the party is stuck and its thread has to be left behind."""
         if self._thread.ident is None:
             return True
-        errors = self._coordinator.errors
-        silent = any(isinstance(error, OverlapTimeoutError) for error in errors.values())
+        silent = any(isinstance(error, OverlapTimeoutError) for error in self._errors.values())
         if self._ended.wait(_LAST_SECONDS if silent else self._coordinator.timeout):
             self._thread.join()
             return True
         place = self._coordinator.places["backward"]
         note = f"backward party did not stop in time, its thread is left in {place}"
         _logger.error("%s", note)
-        for error in errors.values():
+        for error in self._errors.values():
             error.add_note(note)
         return False
 
     def _run(self) -> None:
         try:
-            _run_party(self._coordinator, "backward", self._run_in_context)
+            _run_party(self._coordinator, "backward", self._run_in_context, self._errors)
         finally:
             self._ended.set()
 
@@ -93,24 +102,30 @@ class _Helper:
             self._bwd_fn()
 
 
-def _run_party(coordinator: HookCoordinator, party: Party, fn: Callable[[], object]) -> None:
-    caught: BaseException | None = None
+def _run_party(
+    coordinator: HookCoordinator, party: Party, fn: Callable[[], object], errors: _Errors
+) -> None:
     try:
-        coordinator.start(party)
+        coordinator.await_turn(party)
         fn()
     except BaseException as error:  # noqa: BLE001 - run_pair raises it
-        caught = error
-    coordinator.leave(party, caught)
-    if isinstance(caught, OverlapTimeoutError):
-        # The other side may never come back to let `run_pair` raise: say it now.
-        _logger.error("%s", caught)
+        errors.setdefault(party, error)
+        coordinator.leave(party, failed=True)
+        if isinstance(error, OverlapTimeoutError):
+            # The other side may never come back to let `run_pair` raise: say it now.
+            _logger.error("%s", error)  # noqa: TRY400 - its traceback comes from `run`
+    else:
+        coordinator.leave(party, failed=False)
 
 
-def _raise_root(errors: dict[Party, BaseException]) -> None:
+def _raise_root(errors: _Errors) -> None:
     """Raise the first of `errors` with the other one as a note; return if there is none."""
     for party, root in errors.items():
         other = errors.get(OTHER[party])
         if other is not None:
             said = "".join(traceback.format_exception_only(other)).strip()
             root.add_note(f"{OTHER[party]} party of the overlapped pair ended with: {said}")
-        raise root
+        try:
+            raise root
+        finally:
+            del root, other  # for the same reason

@@ -53,6 +53,8 @@ class ThreadContext:
     @contextmanager
     def apply(self) -> Iterator[None]:
         """Put this thread into the captured state inside the context."""
+        # OpenMP gives a new thread all cores; asking for the number has torch tell it otherwise.
+        torch.get_num_threads()
         with ExitStack() as stack:
             if self.stream is not None:
                 stack.enter_context(torch.cuda.device(self.stream.device))

@@ -120,6 +120,9 @@ class PipelineConfig(Struct, frozen=True, kw_only=True):
     stages_per_rank: Annotated[
         Count, _help("Stages that each pipeline rank holds; what schedules allow is in the docs.")
     ] = 1
+    overlap: Annotated[
+        bool, _help("Run a backward and the next forward at once, to hide exchanges of experts.")
+    ] = False
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):

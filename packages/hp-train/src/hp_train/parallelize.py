@@ -20,6 +20,7 @@ from hp_expert import (
     GroupedExperts,
     fully_shard_experts,
 )
+from hp_overlap import CommComputeOverlap, HookCoordinator
 from hp_platform import Runtime
 from hp_schedule import MetaStep
 from hp_schedule.runtime import (
@@ -36,6 +37,7 @@ from hp_train.initialization import initialize_parameters
 from hp_train.mesh import Mesh
 from hp_train.model import TransformerStage
 from hp_train.model.block import Block
+from hp_train.overlap import overlap_experts, overlap_pairs
 from hp_train.parameters import Parameter, named_parameters
 from hp_train.schedules import split_layers, training_schedule
 from hp_train.sequence import SequenceShare
@@ -54,6 +56,7 @@ class Pipeline:
         num_stages: Of the whole pipeline.
         vocab_size: Of the tokenizer.
         sequence: Which positions this rank has.
+        overlap: Runs a forward and a backward at once; None one after the other.
     """
 
     modules: Mapping[int, TransformerStage]
@@ -66,6 +69,7 @@ class Pipeline:
     device: torch.device
     edge_groups: EdgeGroups
     on_step: Callable[[MetaStep], None] | None = None
+    overlap: CommComputeOverlap | None = None
 
     @property
     def is_last(self) -> bool:
@@ -118,7 +122,7 @@ class Pipeline:
             )
             for index, module in self.modules.items()
         ]
-        return PipelineScheduleRuntime(
+        runtime = PipelineScheduleRuntime(
             stages,
             schedule,
             pipeline_rank=self.mesh.pp_index,
@@ -127,6 +131,9 @@ class Pipeline:
             sharding=FullySharded(stages) if sharded else None,
             on_step=self.on_step,
         )
+        if self.overlap is not None:
+            overlap_pairs(runtime, self.overlap)
+        return runtime
 
 
 def build_pipeline(
@@ -164,6 +171,7 @@ def build_pipeline(
         device=runtime.device,
     )
     context = ContextParallel(degree, ring=config.mesh.cp_ring, layout=sequence.layout)
+    overlap = _overlap(timeout) if config.pipeline.overlap else None
     modules, parameters = {}, []
     for stage in placement:
         with torch.device("meta"):
@@ -179,6 +187,8 @@ def build_pipeline(
         module.to(torch.promote_types(module.compute_dtype, torch.float32))
         shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
         _parallelize(module, mesh, context)
+        if overlap is not None:
+            overlap_experts(module, overlap)
         module.to_empty(device=runtime.device)
         for block in module.modules():
             if isinstance(block, Block):
@@ -200,7 +210,13 @@ def build_pipeline(
         runtime.device,
         edge_groups,
         on_step,
+        overlap,
     )
+
+
+def _overlap(timeout: timedelta) -> CommComputeOverlap:
+    # A collective that fails says more than a turn that does not come: let it be the first.
+    return CommComputeOverlap(HookCoordinator(timeout=2 * timeout.total_seconds()), strict=True)
 
 
 def _parallelize(module: TransformerStage, mesh: Mesh, context: ContextParallel) -> None:

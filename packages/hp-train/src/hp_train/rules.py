@@ -65,6 +65,7 @@ def _problems(config: Config, world: World | None) -> Iterator[str]:
 def _layout_problems(config: Config, world: World | None) -> Iterator[str]:
     yield from _mesh(config, world)
     yield from _pipeline(config)
+    yield from _overlap(config)
     yield from _batches(config)
 
 
@@ -281,6 +282,38 @@ def _batches(config: Config) -> Iterator[str]:
         yield (
             'train.sample_prompt ("") must not be empty '
             f"with train.sample_tokens ({train.sample_tokens})"
+        )
+
+
+def _overlap(config: Config) -> Iterator[str]:
+    if not config.pipeline.overlap:
+        return
+    mesh, pipeline, model, train = config.mesh, config.pipeline, config.model, config.train
+    must_be_off = "pipeline.overlap (true) must be false with"
+    if KINDS[pipeline.schedule].pairs is None:
+        having = " or ".join(name for name, kind in KINDS.items() if kind.pairs)
+        yield (
+            f"{must_be_off} pipeline.schedule ({shown(pipeline.schedule)}): only {having} can have "
+            "a forward and a backward as one step"
+        )
+    if mesh.ep == 1:
+        yield f"{must_be_off} mesh.ep (1): experts of one rank exchange nothing to be hidden"
+    if mesh.etp > 1:
+        yield (
+            f"{must_be_off} mesh.etp ({mesh.etp}): parts of an expert's output are summed before "
+            "their exchange returns, which would be waited for"
+        )
+    if all(model.is_dense(layer) for layer in range(model.num_layers)):
+        yield (
+            f"{must_be_off} model.num_experts ({model.num_experts}) and model.num_dense_layers "
+            f"({model.num_dense_layers}): no layer has experts"
+        )
+    unit = mesh.dp_replicate * mesh.dp_shard * train.microbatch_size
+    if train.global_batch_size == unit:
+        yield (
+            f"{must_be_off} train.global_batch_size ({train.global_batch_size}) = "
+            f"{_factors(mesh, *_DATA_AXES)} x train.microbatch_size ({train.microbatch_size}): one "
+            "microbatch has no other one to hide behind"
         )
 
 

@@ -35,10 +35,13 @@ class Kind:
     Attributes:
         build: From pipeline ranks, microbatches and stages per rank to compute steps.
         stages_per_rank: The only number that it takes; 0: any.
+        pairs: As `build`, with a forward and a backward as one step wherever both are side by side;
+            None: it has no such places.
     """
 
     build: Callable[[int, int, int], Schedule]
     stages_per_rank: int = 0
+    pairs: Callable[[int, int, int], Schedule] | None = None
 
 
 KINDS: dict[str, Kind] = {
@@ -48,7 +51,10 @@ KINDS: dict[str, Kind] = {
         lambda ranks, m, v: looped_bfs(ranks, num_microbatches=m, num_stages_per_rank=v)
     ),
     "interleaved_1f1b": Kind(
-        lambda ranks, m, v: interleaved_1f1b(ranks, num_microbatches=m, num_stages_per_rank=v)
+        lambda ranks, m, v: interleaved_1f1b(ranks, num_microbatches=m, num_stages_per_rank=v),
+        pairs=lambda ranks, m, v: interleaved_1f1b(
+            ranks, num_microbatches=m, num_stages_per_rank=v, overlap_b_f=True
+        ),
     ),
     "zero_bubble": Kind(lambda ranks, m, _: zero_bubble(ranks, num_microbatches=m), 1),
     "interleaved_zero_bubble": Kind(
@@ -60,7 +66,9 @@ KINDS: dict[str, Kind] = {
     "v_half": Kind(lambda ranks, m, _: v_half(ranks, num_microbatches=m), 2),
     "v_min": Kind(lambda ranks, m, _: v_min(ranks, num_microbatches=m), 2),
     "dualpipe_v": Kind(
-        lambda ranks, m, _: dualpipe_v(ranks, num_microbatches=m, overlap_f_b=False), 2
+        lambda ranks, m, _: dualpipe_v(ranks, num_microbatches=m, overlap_f_b=False),
+        2,
+        pairs=lambda ranks, m, _: dualpipe_v(ranks, num_microbatches=m, overlap_f_b=True),
     ),
 }
 """By the name that `pipeline.schedule` gives."""
@@ -94,7 +102,8 @@ def training_schedule(
         hp_schedule.ScheduleError: When the schedule would not complete.
     """
     kind = KINDS[config.schedule]
-    schedule = add_send_recv(kind.build(num_ranks, num_microbatches, config.stages_per_rank))
+    build = kind.pairs if config.overlap and kind.pairs else kind.build
+    schedule = add_send_recv(build(num_ranks, num_microbatches, config.stages_per_rank))
     if sharded:
         schedule = add_fsdp_unshard_reshard(add_fsdp_reduce_grad(schedule))
     validate(schedule).raise_if_failed()

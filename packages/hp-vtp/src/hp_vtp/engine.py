@@ -15,7 +15,7 @@ from hp_platform import Event, current_stream, use_stream
 from hp_vtp.bundle import MessageStep
 from hp_vtp.channel import Channel, EdgeGroups
 from hp_vtp.failure import Failure, TransferError
-from hp_vtp.handles import Handle, T
+from hp_vtp.handles import EngineHandle, Handle, T
 from hp_vtp.header import Header
 from hp_vtp.packing import Workspace
 from hp_vtp.stages import Edge
@@ -74,6 +74,7 @@ class EdgeEnd:
     ) -> Handle[None]:
         """Queue a transfer whose sender this rank is."""
         # Of those that are read in place; of others the engine has a copy.
+        tensors = [x.detach() for x in tensors]  # their graphs are not ours to keep
         versions = [_version(x) for x in tensors]
         where = self.where(microbatch)
 
@@ -186,7 +187,7 @@ class EdgeEnd:
         if (reason := self._failure.reason) is not None:
             self._failure.is_known = True
             raise TransferError(f"{where}: failed before: {reason}", edge=self.edge)
-        handle: Handle[T] = Handle(
+        handle: EngineHandle[T] = EngineHandle(
             edge=self.edge,
             where=where,
             microbatch=microbatch,
@@ -202,7 +203,7 @@ class EdgeEnd:
         return handle
 
     def _run(
-        self, run: Callable[[], None], handle: Handle[T], ready: Event | None, where: str
+        self, run: Callable[[], None], handle: EngineHandle[T], ready: Event | None, where: str
     ) -> None:
         """Run a transfer in the thread of the edge."""
         if (reason := self._failure.reason) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -20,13 +21,44 @@ _LOOK_SECONDS = 0.25  # how often a rank that waits asks whether another one has
 _GRACE_SECONDS = 2.0  # for a transfer to tell its own error after another rank has failed
 
 
-class Handle(Generic[T]):
+class Handle(ABC, Generic[T]):
     """A transfer under way. The engine owns its buffers, so a handle may be dropped.
 
     Attributes:
         edge: Where it runs.
         microbatch: What the caller called it.
     """
+
+    edge: Edge
+    microbatch: int | None
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether `wait` would return at once; on CUDA, without making the stream wait."""
+
+    @property
+    @abstractmethod
+    def failed(self) -> bool:
+        """Whether the transfer is known to have failed; `wait` says why."""
+
+    @abstractmethod
+    def wait(self, timeout: float | None = None) -> T:
+        """Wait for the transfer and return what was received; any thread, as often as wanted.
+
+        Nothing is sent in here, so ranks may wait in any order. On CUDA the current stream waits
+        for the data, the host only until both ends have agreed on the transfer.
+
+        Args:
+            timeout: Seconds; None waits as long as the transport's own time-out lets it.
+
+        Raises:
+            TransferTimeoutError: If the time is over; the transfer goes on.
+            TransferError: If the transfer or the transport failed.
+        """
+
+
+class EngineHandle(Handle[T]):
+    """The handle that the engine gives out."""
 
     def __init__(
         self,
@@ -61,27 +93,16 @@ class Handle(Generic[T]):
         self._result: tuple[T] | None = None
 
     def done(self) -> bool:
-        """Whether `wait` would return at once; on CUDA, without making the stream wait."""
+        """See `Handle.done`."""
         return self._ended.is_set() and (self._event is None or self._event.query())
 
     @property
     def failed(self) -> bool:
-        """Whether the transfer is known to have failed; `wait` says why."""
+        """See `Handle.failed`."""
         return self._error is not None
 
     def wait(self, timeout: float | None = None) -> T:
-        """Wait for the transfer and return what was received; any thread, as often as wanted.
-
-        Nothing is sent in here, so ranks may wait in any order. On CUDA the current stream waits
-        for the data, the host only until both ends have agreed on the transfer.
-
-        Args:
-            timeout: Seconds; None waits as long as the transport's own time-out lets it.
-
-        Raises:
-            TransferTimeoutError: If the time is over; the transfer goes on.
-            TransferError: If the transfer or the transport failed.
-        """
+        """See `Handle.wait`."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._ended.wait(_pause(deadline)):
             if self._failure.look() is not None:

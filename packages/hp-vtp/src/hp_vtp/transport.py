@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Literal, Self
 
@@ -24,7 +25,7 @@ from hp_vtp.engine import EdgeEnd
 from hp_vtp.failure import Failure, TransferError, TransferTimeoutError, break_group
 from hp_vtp.handles import Handle
 from hp_vtp.packing import TensorMeta, Workspace
-from hp_vtp.placement import Replicated, Sharded
+from hp_vtp.parts import describe, own_metas, require_parts
 from hp_vtp.plan import plan_edge
 from hp_vtp.policy import EdgePolicy, Payload
 from hp_vtp.topology import Edge, PipelineLayout
@@ -111,7 +112,7 @@ class Transport:
         }
         for parts in groups.values():
             for group in parts.distinct:
-                self._failure.on_failure(lambda group=group: break_group(group))  # type: ignore[misc]
+                self._failure.on_failure(partial(break_group, group))
 
     def __enter__(self) -> Self:
         return self
@@ -162,9 +163,10 @@ class Transport:
         """
         edge = self.layout.edge(source, destination, domain=domain)
         end, index = self._find(edge, edge.source_ranks, "source")
-        metas = self._own_metas(edge, tensors) if metas is None else tuple(metas)
+        where = end.where(microbatch)
+        metas = own_metas(edge, tensors, where=where) if metas is None else tuple(metas)
         plans = self.plan(edge, metas)
-        self._require_parts(tensors, metas, plans, edge, index)
+        require_parts(tensors, metas, plans, index=index, where=where)
         if self._policy is not None:
             payload = payload or (Payload.ACTIVATION if edge.is_forward else Payload.GRADIENT)
             tensors = self._policy.apply(
@@ -174,7 +176,7 @@ class Transport:
                 payload=payload,
                 microbatch=microbatch,
                 metas=metas,
-                where=end.where(microbatch),
+                where=where,
             )
         return end.send(
             bundle(plans, edge),
@@ -183,7 +185,7 @@ class Transport:
                 Workspace.of_source(plan, index, tensor.detach().contiguous())
                 for plan, tensor in zip(plans, tensors, strict=True)
             ],
-            description=_describe(plans, metas),
+            description=describe(plans, metas),
             microbatch=microbatch,
         )
 
@@ -236,7 +238,7 @@ class Transport:
             make_room,
             index=index,
             leaves=[meta.is_leaf_on(edge) for meta in metas],
-            description=_describe(plans, metas),
+            description=describe(plans, metas),
             microbatch=microbatch,
         )
 
@@ -307,53 +309,8 @@ class Transport:
             raise ValueError(f"rank {self.rank}, {edge}: the transport is closed")
         return self._ends[edge], ranks.index(self.rank)
 
-    def _own_metas(self, edge: Edge, tensors: Sequence[Tensor]) -> tuple[TensorMeta, ...]:
-        if isinstance(edge.source_boundary, Sharded):
-            raise ValueError(  # noqa: TRY004 (an argument is missing, none is of a wrong type)
-                f"rank {self.rank}, {edge}: metas (None) must be given where the source boundary "
-                f"is {edge.source_boundary}, since a slice does not tell the global shape"
-            )
-        return tuple(TensorMeta(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-
-    def _require_parts(
-        self,
-        tensors: Sequence[Tensor],
-        metas: Sequence[TensorMeta],
-        plans: Sequence[TransferPlan],
-        edge: Edge,
-        index: int,
-    ) -> None:
-        where = f"rank {self.rank}, {edge}"
-        if len(tensors) != len(metas):
-            raise ValueError(
-                f"{where}: len(tensors) ({len(tensors)}) must equal len(metas) ({len(metas)})"
-            )
-        for i, (tensor, meta, plan) in enumerate(zip(tensors, metas, plans, strict=True)):
-            expected = plan.source_shape(index)
-            if tuple(tensor.shape) != expected:
-                kind = "whole" if isinstance(plan.source, Replicated) else f"slice {index}"
-                raise ValueError(
-                    f"{where}: tensors[{i}].shape ({tuple(tensor.shape)}) must equal that of the "
-                    f"{kind} ({expected})"
-                )
-            if tensor.dtype != meta.dtype:
-                raise ValueError(
-                    f"{where}: tensors[{i}].dtype ({tensor.dtype}) must equal metas[{i}].dtype "
-                    f"({meta.dtype})"
-                )
-
 
 def _default_device(backend: str) -> torch.device:
     if backend == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def _describe(plans: Sequence[TransferPlan], metas: Sequence[TensorMeta]) -> str:
-    """All that both ends must agree on, readable."""
-    return "; ".join(
-        f"{str(meta.dtype).removeprefix('torch.')}{list(plan.shape)} "
-        f"{plan.source} -> {plan.destination} by {plan.algorithm}"
-        + (f" in {plan.chunks}" if plan.chunks > 1 else "")
-        for plan, meta in zip(plans, metas, strict=True)
-    )

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup
 
 from hp_platform import _internals
@@ -67,8 +68,9 @@ def _delayed(name: str, *, sent: int) -> Callable[..., _SlowWork]:
         seconds = self.latency + (_num_bytes(args[sent]) if args else 0) / self.bandwidth
 
         def transfer() -> None:
-            time.sleep(seconds)
-            getattr(self.inner, name)(*args, **kwargs).wait()
+            with record_function(f"slow:{name}"):  # for a profiler that sees all threads
+                time.sleep(seconds)
+                getattr(self.inner, name)(*args, **kwargs).wait()
 
         return _SlowWork(self.link.submit(transfer), args)
 

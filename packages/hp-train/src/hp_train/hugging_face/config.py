@@ -35,7 +35,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Parse the `config.json` of a folder.
 
     Raises:
-        ConfigError: When it cannot be read.
+        hp_train.errors.ConfigError: When it cannot be read.
     """
     path = folder / "config.json"
     try:
@@ -52,7 +52,7 @@ def family_of(values: Json) -> Family:
     """Find the family of a `config.json`.
 
     Raises:
-        ConfigError: When there is none of that name, or its weights are quantised.
+        hp_train.errors.ConfigError: When there is none of that name, or its weights are quantised.
     """
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -72,7 +72,7 @@ def model_config(values: Json) -> ModelConfig:
     """The `[model]` section for a `config.json`.
 
     Raises:
-        ConfigError: About the first setting that the models here do not have.
+        hp_train.errors.ConfigError: About the first setting that the models here do not have.
     """
     found = family_of(values).read(values)
     checked = {
@@ -96,7 +96,7 @@ def hf_config(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
         dtype: Of the weights, such as `bfloat16`.
 
     Raises:
-        ConfigError: When no family of Hugging Face has such a model.
+        hp_train.errors.ConfigError: When no family of Hugging Face has such a model.
     """
     family = _matching(model)
     head = {

@@ -53,8 +53,8 @@ def load_weights(
         group: CPU group of the ranks that call together; None: this rank is alone.
 
     Raises:
-        ConfigError: On every rank and before any tensor is touched: the folder has no model that
-            can be read, or not the one that the tensors are of.
+        hp_train.errors.ConfigError: On every rank and before any tensor is touched: the folder has
+            no model that can be read, or not the one that the tensors are of.
         hp_platform.PeerError: When another rank failed for another reason.
     """
     with ExitStack() as stack:
@@ -82,7 +82,7 @@ def check_weights(folder: Path) -> int:
         Number of parameters.
 
     Raises:
-        ConfigError: About the first thing that is wrong.
+        hp_train.errors.ConfigError: About the first thing that is wrong.
     """
     values = read_config(folder)
     model, family = model_config(values), family_of(values)

@@ -66,9 +66,10 @@ def save_weights(
         shard_bytes: Of a file, about.
 
     Raises:
-        ConfigError: On every rank: no family has such a model, or the folder is in use.
-        CheckpointError: When the ranks together do not have every tensor once, or a file cannot be
-            written.
+        hp_train.errors.ConfigError: On every rank: no family has such a model, or the folder is in
+            use.
+        hp_train.errors.CheckpointError: When the ranks together do not have every tensor once, or a
+            file cannot be written.
         hp_platform.PeerError: When another rank failed for another reason.
     """
     parts = {name: StackedPart.of(tensor) for name, tensor in tensors.items()}

@@ -1,0 +1,50 @@
+"""Print how much of the communication in a trace of torch's profiler is hidden behind compute.
+
+The trace is what `torch.profiler.profile(...).export_chrome_trace` wrote, compressed or not. For
+every process, or GPU, the time of its transfers is printed, the share of it in which compute ran,
+and the transfers that are exposed the longest.
+"""
+
+import argparse
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hp_overlap.hidden import EXCHANGES, HiddenReport, hidden_communication
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the reports of a trace; the exit status is 1 if it has no transfers."""
+    parser = argparse.ArgumentParser(prog="python -m hp_overlap", description=__doc__)
+    parser.add_argument("trace", type=Path, help="file of Chrome's format, or that in .gz")
+    parser.add_argument("--match", default=EXCHANGES, help=f"transfers to count: {EXCHANGES}")
+    parser.add_argument("--worst", type=int, default=5, help="exposed transfers to list")
+    given = parser.parse_args(arguments)
+    reports = hidden_communication(_read(given.trace), match=given.match)
+    for report in reports:
+        _show(report, given.worst)
+    if not reports:
+        print(f"no transfer in {given.trace} matches {given.match!r}")
+    return 0 if reports else 1
+
+
+def _read(path: Path) -> dict[str, Any]:
+    data = path.read_bytes()
+    trace: dict[str, Any] = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    return trace
+
+
+def _show(report: HiddenReport, num_worst: int) -> None:
+    print(
+        f"process {report.process}: {len(report.transfers)} transfers, "
+        f"{report.total / 1e3:.2f} ms, {report.fraction:.1%} hidden, "
+        f"{(report.total - report.hidden) / 1e3:.2f} ms exposed"
+    )
+    origin = report.transfers[0].start
+    for transfer in sorted(report.transfers, key=lambda t: -t.exposed)[:num_worst]:
+        print(
+            f"  at {(transfer.start - origin) / 1e3:9.2f} ms: {transfer.exposed / 1e3:7.2f} of "
+            f"{(transfer.end - transfer.start) / 1e3:7.2f} ms exposed  {transfer.name}"
+        )

@@ -1,0 +1,45 @@
+"""Steps that are a forward and a backward at once: hp-schedule's pairs, run by hp-overlap.
+
+A pair's halves have received what they read before they start, and send what they made after both
+have ended, so between the two nothing is exchanged but tokens between experts. Those exchanges are
+launched in an order that only the two halves decide. Ranks that share experts run the same row of
+the schedule, hence the same pairs, and so launch the same exchanges in the same order.
+"""
+
+from torch import nn
+
+from hp_expert import GroupedExperts
+from hp_overlap import CommComputeOverlap
+from hp_schedule import MetaStep, MetaStepType
+from hp_schedule.runtime import PipelineContext, PipelineScheduleRuntime
+
+__all__ = ["overlap_experts", "overlap_pairs"]
+
+
+def overlap_experts(module: nn.Module, overlap: CommComputeOverlap) -> None:
+    """Let the exchanges of all experts in a module be overlapped.
+
+    Args:
+        module: Whose experts have been spread over ranks; changed in place.
+        overlap: Runs the pairs later.
+    """
+    for part in module.modules():
+        if isinstance(part, GroupedExperts):
+            part.dispatcher = overlap.wrap_dispatcher(part.dispatcher)
+
+
+def overlap_pairs(runtime: PipelineScheduleRuntime, overlap: CommComputeOverlap) -> None:
+    """Have the runtime run the halves of OVERLAP_B_F and OVERLAP_F_B steps at the same time.
+
+    Args:
+        runtime: Waits for the inputs of both halves before it has them run.
+        overlap: Whose hooks are in the modules of the runtime's stages.
+    """
+
+    def run(step: MetaStep, context: PipelineContext) -> None:
+        first, second = step.sub_steps
+        forward, backward = (first, second) if first.type is MetaStepType.FWD else (second, first)
+        overlap.run(lambda: context.run(forward), lambda: context.run(backward))
+
+    for kind in (MetaStepType.OVERLAP_B_F, MetaStepType.OVERLAP_F_B):
+        runtime.register_custom_function(kind, run)
