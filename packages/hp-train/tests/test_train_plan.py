@@ -243,19 +243,19 @@ def test_the_best_layout_is_the_best_of_all() -> None:
 
 def test_layouts_that_do_not_fit_are_told_apart() -> None:
     config = config_of()
-    free = choose(config, 4, H100, vocab_size=VOCAB)
+    free = choose(config, 2, H100, vocab_size=VOCAB)
     least = 0.99 * free.best[0].memory.total
-    tight = choose(config, 4, H100.with_values(memory=least), vocab_size=VOCAB)
+    tight = choose(config, 2, H100.with_values(memory=least), vocab_size=VOCAB)
     assert all(found.memory.total <= least for found in tight.best)
     assert tight.best[0].seconds >= free.best[0].seconds
     assert tight.too_large is not None
     assert "does not fit, by" in "\n".join(reasons(tight, H100.with_values(memory=least)))
-    with pytest.raises(ConfigError, match=r"no layout of 4 processes fits: .* must be at most"):
-        choose(config, 4, H100.with_values(memory=1e5), vocab_size=VOCAB)
+    with pytest.raises(ConfigError, match=r"no layout of 2 processes fits: .* must be at most"):
+        choose(config, 2, H100.with_values(memory=1e5), vocab_size=VOCAB)
 
 
 def test_reasons_name_what_the_next_layout_spends_more_on() -> None:
-    choice = choose(config_of(), 8, H100, vocab_size=VOCAB, count=8)
+    choice = choose(config_of(), 4, H100, vocab_size=VOCAB, count=8)
     text = "\n".join((*reasons(choice, H100), *details(choice.best[0])))
     assert "next mesh" in text or "next schedule" in text
     assert "slower" in text

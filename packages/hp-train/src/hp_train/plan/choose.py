@@ -116,9 +116,11 @@ def _bounds(
 
 
 def _is_repeated(config: Config) -> bool:
-    """Whether another layout runs the very same steps: one rank has nothing to interleave."""
-    pipeline = config.pipeline
-    if config.mesh.pp == 1:
-        return pipeline.schedule != "1f1b"
-    only = KINDS[pipeline.schedule].stages_per_rank
-    return only == 0 and pipeline.stages_per_rank == 1
+    """Whether another layout runs the very same steps in the very same order."""
+    layout, pipeline = Layout.of(config.mesh), config.pipeline
+    if layout.pp > 1:
+        names = ("interleaved_1f1b", "looped_bfs")
+        return pipeline.stages_per_rank == 1 and pipeline.schedule in names
+    # One rank waits for nobody; but the order decides how often it gathers parameters.
+    is_sharded = layout.fsdp > 1 or layout.expert_shard > 1
+    return not is_sharded and pipeline.schedule != "1f1b"
