@@ -72,22 +72,22 @@ def test_the_policy_refuses_transforms_and_records() -> None:
     run_distributed(check_policy, world_size=3)
 
 
-def check_agreement() -> None:
-    group = new_group([[0, 1, 2]], name="control", timeout=timedelta(seconds=20))
+def check_agreement() -> tuple[float, float]:
+    """Return when this rank came to the barrier and when it left it."""
+    group = new_group([[0, 1, 2]], name="control", timeout=timedelta(seconds=40))
     assert group is not None
     assert all_ok(True, group=group)
     assert not all_ok(dist.get_rank() != 1, group=group)
-    if dist.get_rank() == 2:
-        time.sleep(0.5)
-    start = time.monotonic()
+    came = time.time()
     barrier(group=group, where="the step")
-    if dist.get_rank() == 0:
-        assert time.monotonic() - start > 0.2
+    left = time.time()
     assert loss_scale(PipelineLayout.u_shaped([1, 1], dp=[1, 2]), 5) == 0.1
     transport = Transport(PipelineLayout.straight([1, 2]))
     transport.close()
-    assert transport.abort("rank 0: late") == "rank 0: late" or dist.get_rank() != 0
+    assert transport.abort("rank 0: late") == "rank 0: late"  # which touches nothing any more
+    return came, left
 
 
 def test_all_ranks_agree_and_wait_for_each_other() -> None:
-    run_distributed(check_agreement, world_size=3)
+    times = run_distributed(check_agreement, world_size=3)
+    assert max(came for came, _ in times) <= min(left for _, left in times)
