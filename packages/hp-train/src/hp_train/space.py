@@ -54,6 +54,7 @@ AXES = (
     Axis("mesh.etp", (1, 2, 4)),
     Axis("pipeline.schedule"),
     Axis("pipeline.stages_per_rank", (1, 2, 3)),
+    Axis("pipeline.overlap", (False, True)),
     Axis("train.microbatch_size", (1, 2, 3)),
     Axis("train.recompute"),
 )

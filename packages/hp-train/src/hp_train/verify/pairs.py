@@ -9,7 +9,7 @@ from hp_train.config import Config, MeshConfig, PipelineConfig, to_dict
 from hp_train.errors import ConfigError
 from hp_train.schema import shown
 
-EXACT = ("pipeline.schedule", "train.recompute")
+EXACT = ("pipeline.schedule", "pipeline.overlap", "train.recompute")
 """Keys that change when or how often something is computed, but no sum: bits must stay the same."""
 
 _LAYOUT = ("mesh.*", "pipeline.*", "train.microbatch_size")
