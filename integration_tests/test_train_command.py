@@ -82,7 +82,7 @@ def numbers_of(run: Path) -> list[tuple[float, ...]]:
 
 def test_a_run_says_what_it_is_and_where_it_is_kept(whole: tuple[Path, str]) -> None:
     run, output = whole
-    assert "pp 2 x dp 2 (ep 2)" in output
+    assert "pp 2 x dp_replicate 2 (ep 2)" in output
     assert "4 processes on" in output
     for step in range(1, 25):
         assert f"step {step:>5}  loss" in output

@@ -98,6 +98,9 @@ def test_documents_are_kept_apart() -> None:
     assert documents == ((4, 3, 1), (8,))
     assert targets[0].tolist() == [ord("b"), ord("c"), 0, -1, ord("e"), 0, -1, -1]
     assert torch.equal(targets[1, :7], tokens[1, 1:])
+    alone = data.batch(range(1))
+    assert torch.equal(alone.tokens, tokens[:1])
+    assert torch.equal(alone.targets, targets[:1])
     assert data.num_targets(range(2)) == int((targets >= 0).sum()) == 13
 
 

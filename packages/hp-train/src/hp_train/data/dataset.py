@@ -198,7 +198,8 @@ class Dataset:
         if self.separator is None:
             return Batch(tokens, targets, whole)
         # What follows a separator is the beginning of another document, and nothing tells which.
-        targets.masked_fill_(tokens == self.separator, -1)
+        # Not in place: of a single sequence, both are views of the same memory.
+        targets = targets.masked_fill(tokens == self.separator, -1)
         return Batch(tokens, targets, tuple(map(self._lengths, rows[:, :-1])))
 
     def num_targets(self, sequence_index: range) -> int:
