@@ -21,10 +21,10 @@ from hp_train.options import resolve
 from hp_train.plan import MACHINES, Machine, choose, estimate
 from hp_train.plan.choose import plan_axes
 from hp_train.plan.estimate import Plan
-from hp_train.plan.memory import local_elements, static_memory
+from hp_train.plan.memory import BYTES, local_elements, static_memory
 from hp_train.plan.modules import Weight, stage, whole_model
 from hp_train.plan.report import details, reasons
-from hp_train.plan.traffic import gradient_transfers, shard_transfer
+from hp_train.plan.traffic import expert_bytes, gradient_transfers, shard_transfer
 from hp_train.schedules import KINDS
 from hp_train.space import enumerate_layouts, with_keys
 
@@ -260,6 +260,16 @@ def test_reasons_name_what_the_next_layout_spends_more_on() -> None:
     assert "next mesh" in text or "next schedule" in text
     assert "slower" in text
     assert "parameters" in text
+
+
+def test_experts_cut_by_width_send_each_row_to_the_other_parts() -> None:
+    config = config_of()
+    row = 4 * config.model.dim * BYTES[config.train.dtype]
+    whole, halves = (expert_bytes(config, Layout(dp_shard=4, etp=etp)) for etp in (1, 2))
+    assert whole == 0
+    assert halves == row  # every token once, since some expert of every rank wants it
+    both, dealt = (expert_bytes(config, Layout(dp_shard=4, ep=2, etp=etp)) for etp in (2, 1))
+    assert dealt < both <= dealt + 2 * row
 
 
 def test_shared_cores_make_ranks_slower() -> None:

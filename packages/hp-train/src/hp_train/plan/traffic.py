@@ -33,11 +33,17 @@ class Transfer:
 def expert_bytes(config: Config, layout: Layout) -> float:
     """Bytes that a token of a layer sends to other ranks in forward and backward together.
 
-    The dispatcher chooses between a row per expert and a row per rank as hp-expert does.
+    The dispatcher chooses between a row per expert and a row per rank as hp-expert does. Where the
+    width of experts is cut, what arrives is gathered by the ranks that have the other parts, and
+    their outputs are summed on the way back.
     """
-    if layout.ep == 1:
+    if layout.ep * layout.etp == 1:
         return 0.0
-    from hp_expert import deduplication_pays, dispatch_bytes  # noqa: PLC0415 - imports torch
+    from hp_expert import (  # noqa: PLC0415 - imports torch
+        deduplication_pays,
+        dispatch_bytes,
+        expected_rows_per_token,
+    )
 
     model = config.model
     row_bytes = model.dim * BYTES[config.train.dtype]
@@ -46,7 +52,9 @@ def expert_bytes(config: Config, layout: Layout) -> float:
     cost = dispatch_bytes(*shape, row_bytes=row_bytes, weight_bytes=weight_bytes)
     pays = deduplication_pays(*shape, row_bytes=row_bytes, weight_bytes=weight_bytes)
     share_of_others = (layout.ep - 1) / layout.ep
-    return share_of_others * (cost.deduplicated if pays else cost.plain)
+    dispatched = share_of_others * (cost.deduplicated if pays else cost.plain)
+    rows = expected_rows_per_token(*shape) if pays else model.top_k
+    return dispatched + 4 * rows * row_bytes * (layout.etp - 1)
 
 
 def group_link(layout: Layout, machine: Machine, *axes: Axis) -> tuple[float, float, bool]:
@@ -62,8 +70,8 @@ def expert_transfer(
     """Dispatch and combine of some tokens through the layers of some stages, both directions."""
     layers = sum(stage.rows for stage in stages) / max(1, config.model.top_k)
     size = layers * tokens * expert_bytes(config, layout)
-    bandwidth, latency, far = group_link(layout, machine, "ep")
-    messages = 4 * layers * (layout.ep - 1)
+    bandwidth, latency, far = group_link(layout, machine, "ep", "etp")
+    messages = 4 * layers * (layout.ep - 1 + layout.etp - 1)
     return Transfer("experts", size, size / bandwidth + messages * latency, far)
 
 
