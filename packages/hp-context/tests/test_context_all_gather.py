@@ -1,7 +1,6 @@
 """The all-gather K/V mode equals attention in one process, and moves what it says it moves."""
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -47,14 +46,6 @@ class Case:
     value_size: int = 8
     degree: int | None = 1
     foreign: bool = False
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def lonely(query: Tensor, key: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import copy
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -39,15 +39,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 BATCH, LOCAL, HEADS, SIZE = 2, 6, 4, 8
 WIDTH = HEADS * SIZE
 BSHD, BNSD = (1, 2), (2, 1)
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Sums have one order on both sides."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Projection(nn.Linear):

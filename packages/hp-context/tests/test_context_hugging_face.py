@@ -6,7 +6,7 @@ The model here calls attention as models of transformers do; those themselves ar
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,14 +47,6 @@ TERMS = ("softcap", "sinks")
 IN_ORDER, ZIGZAG = Contiguous(), HeadTail()
 Tensors = dict[str, Tensor]
 Attend = Callable[..., tuple[Tensor, None]]
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def causal(_sequence: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """The loss and gradients of a step do not depend on who has which tokens."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,14 +23,6 @@ from hp_platform.testing import run_distributed
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCABULARY, WIDTH, SEQ = 16, 8, 24
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def batch() -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Attention over a split sequence equals attention in one process: outputs and gradients."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -42,15 +42,6 @@ class Case:
     dtype: torch.dtype = torch.float64
     batch: int = 2
     value_size: int = SIZE
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Sums have one order on both sides."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def inputs(case: Case, seed: int = 0) -> list[Tensor]:

@@ -3,7 +3,6 @@
 Many cases share one launch of ranks. They go through the kinds of recomputation in turn.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle, product
 from typing import Literal
@@ -52,14 +51,6 @@ class Case:
     value_size: int = 8
     dtype: torch.dtype = torch.float64
     terms: bool = False
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def lonely(query: Tensor, key: Tensor) -> Tensor:

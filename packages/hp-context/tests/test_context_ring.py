@@ -1,7 +1,7 @@
 """What travels round a ring, when, how often and how far; and what is left after a failure."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -46,14 +46,6 @@ known = st.one_of(
     st.sampled_from([Documents((32,)), Documents((5, 27)), Documents((20, 3, 9))]),
     st.builds(SlidingWindow, st.integers(0, 20), st.integers(0, 6)),
 )
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """q, k, v as DTensors whose heads are sharded over another axis of the mesh."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -31,16 +31,10 @@ from hp_context import (
 )
 from hp_platform.testing import run_distributed
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SEQ, HEADS, KV_HEADS, SIZE = 12, 8, 4, 4
 WIDTH = HEADS * SIZE
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Block(nn.Module):

@@ -1,6 +1,5 @@
 """Sinks, soft caps, dropout, uneven heads and other head sizes of v, in every mode."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,14 +50,6 @@ class Case:
     dtype: torch.dtype = torch.float64
     overlap: bool = False
     seq: int = SEQ
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def inputs(case: Case) -> list[Tensor]:

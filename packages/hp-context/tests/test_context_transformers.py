@@ -5,7 +5,6 @@ The tests need `transformers` and `accelerate`, which no session installs by its
 """
 
 import copy
-from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -79,14 +78,6 @@ TWO: list[Mode] = [(None, False, ZIGZAG), (1, False, IN_ORDER), (1, True, ZIGZAG
 DOCUMENTS = Documents((7, 12, 5))
 PACKED = torch.cat([torch.arange(n) for n in DOCUMENTS.lengths])[None].expand(BATCH, -1)
 Tensors = dict[str, Tensor]
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def build(name: str, attention: str, *, dtype: torch.dtype = torch.float64) -> Any:

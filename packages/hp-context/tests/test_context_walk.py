@@ -1,7 +1,5 @@
 """A whole sequence is attended by blocks where its mask leaves most pairs of positions out."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,13 +23,7 @@ from hp_context import (
 from hp_context.walk import blocks_pay, whole_plan
 from hp_platform.testing import run_distributed, watch_operators
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 LONG = [

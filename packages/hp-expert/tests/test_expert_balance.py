@@ -1,6 +1,5 @@
 """Losses of the routers, whole and in parts on several ranks."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,17 +18,10 @@ from hp_expert import (
 from hp_platform import new_group
 from hp_platform.testing import run_distributed, run_in_threads
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EXPERTS, CHOICES, SEQUENCES, POSITIONS, DIM = 5, 2, 3, 12, 6
 CUTS = {1: [12], 2: [5, 7], 3: [4, 0, 8]}  # uneven parts of a sequence, and an empty one
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums have one order, and small tensors are not spread over threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def draw() -> tuple[Tensor, Tensor]:

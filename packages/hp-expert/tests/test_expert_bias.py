@@ -1,6 +1,6 @@
 """Experts with biases, their projections stored separately or fused, against the plain formula."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -14,6 +14,8 @@ from hp_expert.experts.grouped import Grouped
 from hp_expert.experts.swiglu import routed_swiglu_by
 from hp_expert.experts.types import Backend, ExpertWeights, Projections
 from hp_platform import WeightGradQueue
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOKENS, DIM, HIDDEN, EXPERTS, TOP_K = 13, 8, 16, 6, 2
 BACKENDS = pytest.mark.parametrize("backend", [loop, Grouped()], ids=["loop", "grouped"])
@@ -47,15 +49,6 @@ class Leaves(NamedTuple):
             [leaf(b) for b in gate_up_bias],
             leaf(down_bias),
         )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums have one order on both sides."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def leaves(*, fused: bool, tokens: int = TOKENS) -> Leaves:

@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,16 +26,9 @@ from hp_expert.testing.problem import Batch, apply_experts, make_batch, make_mat
 from hp_platform import PeerError, RankInfo, initialize, shutdown
 from hp_platform.testing import run_distributed, run_in_threads
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CASE = Case(num_experts=8, top_k=2, num_tokens=10)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums have one order on both sides."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def bounded(group: dist.ProcessGroup, num_rows: int, **options: Any) -> BoundedAllToAllDispatcher:

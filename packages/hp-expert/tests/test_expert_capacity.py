@@ -1,7 +1,6 @@
 """What is dropped where an expert takes only so many slots of a sequence."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,16 +14,9 @@ from hp_expert import ExpertParallel, GroupedExperts, MoE, TopKRouter
 from hp_expert.routing.capacity import DropPolicy
 from hp_platform.testing import compare, run_in_threads
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EXPERTS, CHOICES = 4, 2
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums have one order, and small tensors are not spread over threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def router(**changes: object) -> TopKRouter:

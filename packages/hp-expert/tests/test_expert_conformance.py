@@ -1,7 +1,7 @@
 """The suite that proves a dispatcher: it passes those of this package and no wrong one."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -31,14 +31,7 @@ from hp_expert.testing import (
 from hp_platform import new_group
 from hp_platform.testing import RankError, run_distributed, run_in_threads
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums have one order on both sides."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def plain(group: dist.ProcessGroup, num_experts: int) -> AllToAllDispatcher:

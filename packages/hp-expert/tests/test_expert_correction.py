@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,16 +27,9 @@ from hp_expert import (
 from hp_platform import new_group
 from hp_platform.testing import run_distributed
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DIM, HIDDEN, EXPERTS, CHOICES = 6, 8, 4, 2
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums have one order, and small tensors are not spread over threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def layer(*, correction_bias: bool = True) -> MoE:

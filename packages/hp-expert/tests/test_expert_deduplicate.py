@@ -1,7 +1,6 @@
 """Tokens that cross to a rank once: when it pays, what arrives, and what it gives."""
 
 import math
-from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
@@ -24,14 +23,7 @@ from hp_expert.testing import Case, check_parity
 from hp_expert.testing.problem import Batch, apply_experts, make_batch, make_matrices
 from hp_platform.testing import run_in_threads
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums have one order on both sides."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize(("num_experts", "top_k", "num_ranks"), [(8, 3, 2), (12, 4, 4), (6, 6, 3)])

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -23,16 +23,9 @@ from hp_expert.dispatch.agreement import Header, raise_together
 from hp_platform import PeerError, is_waited, new_group
 from hp_platform.testing import run_distributed, run_in_threads
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EXPERTS, DIM, HIDDEN = 8, 4, 6
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums have one order on both sides."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def tokens(rank: int, *, count: int = 9, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -1,6 +1,6 @@
 """Weights as they are found: fused, tied, used twice, frozen, or parts of DTensors."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,17 +22,10 @@ from hp_expert.experts.types import Backend, ExpertWeights, Projections
 from hp_platform import WeightGradQueue
 from hp_platform.testing import run_distributed, watch_operators
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TOKENS, DIM, HIDDEN, EXPERTS, TOP_K = 12, 16, 32, 8, 2
 BACKENDS = pytest.mark.parametrize("backend", [loop, Grouped()], ids=["loop", "grouped"])
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums have one order on both sides."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -1,7 +1,6 @@
 """What decides which experts are chosen, and what they count then."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,14 +11,7 @@ from torch import Tensor
 from hp_expert import TopKRouter
 from hp_expert.routing.selection import GroupScore
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums have one order, and small tensors are not spread over threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def router(**changes: object) -> TopKRouter:

@@ -1,6 +1,5 @@
 """Batches whose counts are on the device alone: positions after the last valid one are padding."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -13,6 +12,8 @@ from hp_expert.experts.grouped import Grouped
 from hp_expert.experts.swiglu import routed_swiglu_by
 from hp_expert.experts.types import Backend, ExpertWeights, Projections
 from hp_expert.testing import host_reads
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOKENS, DIM, HIDDEN, EXPERTS, TOP_K, PADDING = 13, 8, 16, 6, 2, 9
 STORED = pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
@@ -48,15 +49,6 @@ class Problem(NamedTuple):
         y = routed_swiglu_by(backend, self.batch, self.experts)
         upstream = torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype)
         return [y.detach(), *torch.autograd.grad(y, self.leaves, upstream)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums have one order on both sides."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def problem(dtype: torch.dtype, *, fused: bool, weighted: bool = True) -> Problem:

@@ -1,6 +1,6 @@
 """Experts spread over ranks give what one process gives: outputs and every gradient."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,19 +14,12 @@ from hp_expert import ExpertParallel, GroupedExperts, MoE, TopKRouter
 from hp_platform import WeightGradQueue
 from hp_platform.testing import compare, run_distributed, run_in_threads
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EXPERTS, CHOICES, DIM, HIDDEN = 8, 2, 6, 10
 SEQUENCES, POSITIONS = 2, 5
 
 Tensors = dict[str, Tensor]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums have one order on both sides."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def build(*, dtype: torch.dtype = torch.float64, score_function: Any = "softmax") -> MoE:

@@ -1,7 +1,7 @@
 """A recompute routes as its forward did, whatever has changed in between."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -19,17 +19,10 @@ from torch.utils.checkpoint import (
 from hp_expert import GroupedExperts, MoE, Routing, TopKRouter, save_routing
 from hp_expert.routing.recompute import decide
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DIM, HIDDEN, EXPERTS, CHOICES = 6, 8, 8, 2
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums have one order, and small tensors are not spread over threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class NoisyRouter(TopKRouter):

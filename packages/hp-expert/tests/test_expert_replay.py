@@ -1,7 +1,5 @@
 """Experts that were recorded elsewhere, with gradients of this model."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,16 +9,9 @@ from hp_expert import ExpertParallel, GroupedExperts, MoE, TopKRouter, check_rep
 from hp_platform import PeerError
 from hp_platform.testing import run_in_threads
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DIM, HIDDEN, EXPERTS, CHOICES = 6, 8, 6, 2
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums have one order, and small tensors are not spread over threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def layer(*, seed: int = 0, **changes: object) -> MoE:

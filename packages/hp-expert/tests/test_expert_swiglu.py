@@ -1,6 +1,6 @@
 """The arithmetic of experts against the same written down plainly."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,17 +14,10 @@ from hp_expert.experts.swiglu import routed_swiglu_by
 from hp_expert.experts.types import Backend, ExpertWeights, Projections
 from hp_platform import WeightGradQueue
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TOKENS, DIM, HIDDEN = 13, 8, 16
 NAMES = ("rows", "routing weights", "w1", "w3", "w2")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums have one order on both sides."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def leaves(

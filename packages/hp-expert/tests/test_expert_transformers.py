@@ -4,7 +4,7 @@ The tests need `transformers`, which no session installs by itself (`nox -s tran
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from hp_expert import (
 )
 from hp_platform import PeerError
 from hp_platform.testing import RankError, compare, run_distributed, run_in_threads
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 transformers = pytest.importorskip("transformers")
 
@@ -108,15 +110,6 @@ REFUSED = {
 }
 
 Tensors = dict[str, Tensor]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums have one order on both sides."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def build(name: str, *, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:

@@ -1,7 +1,6 @@
 """Experts that were recorded elsewhere, taken by a transformers model with live gradients."""
 
 import threading
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -21,6 +20,8 @@ from hp_expert import (
 )
 from hp_platform import PeerError
 from hp_platform.testing import compare, run_in_threads
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 transformers = pytest.importorskip("transformers")
 
@@ -53,15 +54,6 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"qk_nope_head_dim": 4, "v_head_dim": 8},
     "Glm4Moe": ROUTED | {"head_dim": 8},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums have one order on both sides."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def build(kind: str = "Qwen3Moe", *, seed: int = 0) -> Any:

@@ -1,6 +1,6 @@
 """What the families of models have in common: stages, packing, multi-token prediction."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -18,13 +18,7 @@ from hp_train.model.rotary import rotation
 from hp_train.options import resolve
 from hp_train.parameters import named_parameters
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 FAMILIES = [

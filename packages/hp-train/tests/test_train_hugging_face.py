@@ -2,7 +2,6 @@
 
 import json
 import struct
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,16 +30,10 @@ from hp_train.hugging_face.files import FileTensor, opened_files
 from hp_train.model.shapes import model_shapes
 from hp_train.options import resolve, shipped
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PRESETS = [name for name in shipped() if name.startswith("debug-")]
 INDEX = "model.safetensors.index.json"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def _model(name: str) -> ModelConfig:

@@ -20,6 +20,8 @@ from hp_train.config import ModelConfig
 from hp_train.hugging_face import load_weights, model_config, read_config, save_weights
 from hp_train.model import Microbatch, TransformerStage
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 transformers = pytest.importorskip("transformers")
 
 SIZES: dict[str, Any] = {
@@ -162,14 +164,6 @@ def _gradients_in_files(model: Any, folder: Path, ours: TransformerStage) -> dic
     found = {n: torch.empty_like(t) for n, t in _tensors(ours).items()}
     load_weights(folder, found)
     return {n: found[n] for n, p in ours.named_parameters()}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
