@@ -98,6 +98,11 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
         bool, _help("Send keys round a ring of these others instead of gathering them.")
     ] = False
 
+    @property
+    def heads_degree(self) -> int:
+        """Context-parallel ranks that share out heads."""
+        return self.cp_heads or (1 if self.cp_ring else self.cp)
+
 
 class PipelineConfig(Struct, frozen=True, kw_only=True):
     """In which order the stages compute."""

@@ -17,6 +17,12 @@ _CUTS = {
 }
 
 
+def chunk(whole: range, num_chunks: int, index: int) -> range:
+    """One of the chunks of consecutive indices that `torch.chunk` makes; the last may be empty."""
+    size = -(-len(whole) // num_chunks)
+    return whole[size * index : size * (index + 1)]
+
+
 def cut_dim(name: str) -> int | None:
     """The dim along which tensor-parallel ranks share out a parameter, None if each has all of it.
 

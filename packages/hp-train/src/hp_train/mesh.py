@@ -59,11 +59,6 @@ class Mesh:
         return self.layout.index(self.rank, "dp_replicate", "dp_shard")
 
     @property
-    def is_first_of_stage(self) -> bool:
-        """Whether it speaks where all ranks of a stage know the same."""
-        return self.rank % self.layout.stage_size == 0
-
-    @property
     def pipeline(self) -> list[int]:
         """Global ranks of its pipeline, first stage first."""
         return next(ranks for ranks in self.layout.pipelines() if self.rank in ranks)

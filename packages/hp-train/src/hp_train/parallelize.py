@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -33,6 +34,7 @@ from hp_schedule.runtime import (
     build_edge_groups,
 )
 from hp_train.config import Config
+from hp_train.cuts import chunk
 from hp_train.initialization import initialize_parameters
 from hp_train.mesh import Mesh
 from hp_train.model import TransformerStage
@@ -79,9 +81,7 @@ class Pipeline:
     @property
     def vocabulary(self) -> range:
         """Tokens whose logits this rank computes, if it has the last stage."""
-        chunk = -(-self.vocab_size // self.mesh.size("tp"))
-        first = min(chunk * self.mesh.index("tp"), self.vocab_size)
-        return range(first, min(first + chunk, self.vocab_size))
+        return chunk(range(self.vocab_size), self.mesh.size("tp"), self.mesh.index("tp"))
 
     def training(self, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> PipelineScheduleRuntime:
         """What runs the configured schedule over the microbatches of one step."""
@@ -163,7 +163,7 @@ def build_pipeline(
     edge_groups = build_edge_groups(
         mesh.layout.pipelines(), backend=runtime.backend, timeout=timeout
     )
-    degree = config.mesh.cp_heads or (1 if config.mesh.cp_ring else config.mesh.cp)
+    degree = config.mesh.heads_degree
     sequence = SequenceShare.of(
         mesh,
         seq_len=config.data.seq_len,
@@ -250,7 +250,7 @@ def _shard(module: TransformerStage, mesh: Mesh) -> None:
         fully_shard_experts(module, mesh.submesh("expert_shard"), divide_gradients_by=1.0)
     if mesh.size("fsdp") == 1:
         return
-    device_mesh = mesh.submesh("fsdp")
+    device_mesh, group = mesh.submesh("fsdp"), mesh.groups["fsdp"]
     experts = {
         parameter
         for part in module.modules()
@@ -262,4 +262,4 @@ def _shard(module: TransformerStage, mesh: Mesh) -> None:
         assert isinstance(part, FSDPModule)
         part.set_gradient_divide_factor(1.0)
         # Gloo cannot scale while it sums.
-        part.set_force_sum_reduction_for_comms(mesh.device_type != "cuda")
+        part.set_force_sum_reduction_for_comms("nccl" not in str(dist.get_backend(group)))

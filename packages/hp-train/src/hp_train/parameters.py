@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from hp_expert import GroupedExperts
-from hp_train.cuts import HIDDEN_DIM, cut_dim
+from hp_train.cuts import HIDDEN_DIM, chunk, cut_dim
 from hp_train.mesh import Mesh
 
 
@@ -157,11 +157,8 @@ def _placement(
 def _span(
     shape: Iterable[int], cuts: Iterable[Cut], mesh: Mesh | None
 ) -> tuple[tuple[int, int], ...]:
-    bounds = [(0, size) for size in shape]
+    parts = [range(size) for size in shape]
     for group, dim in cuts:
         assert mesh is not None
-        start, stop = bounds[dim]
-        chunk = -(-(stop - start) // mesh.size(group))
-        first = min(start + chunk * mesh.index(group), stop)
-        bounds[dim] = first, min(first + chunk, stop)
-    return tuple(bounds)
+        parts[dim] = chunk(parts[dim], mesh.size(group), mesh.index(group))
+    return tuple((part.start, part.stop) for part in parts)

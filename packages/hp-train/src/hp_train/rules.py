@@ -13,6 +13,7 @@ from pathlib import Path
 from hp_train.config import Config, MeshConfig, ModelConfig
 from hp_train.environment import World
 from hp_train.errors import ConfigError
+from hp_train.layout import Layout
 from hp_train.schedules import KINDS
 from hp_train.schema import did_you_mean, shown
 
@@ -86,12 +87,11 @@ def _mesh(config: Config, world: World | None) -> Iterator[str]:
 
 def _expert_ranks(config: Config) -> Iterator[str]:
     mesh, model = config.mesh, config.model
-    ranks = mesh.ep * mesh.etp
+    layout = Layout.of(mesh)
+    ranks, replica = mesh.ep * mesh.etp, layout.fsdp * layout.tp
     experts = _product(mesh, "ep", "etp") if mesh.etp > 1 else f"mesh.ep ({mesh.ep})"
-    stage = mesh.dp_replicate * mesh.dp_shard * mesh.cp * mesh.tp
-    replica = stage // mesh.dp_replicate
-    if stage % ranks:
-        hint = _divisors(ranks, stage) if mesh.etp == 1 else ""
+    if layout.stage_size % ranks:
+        hint = _divisors(ranks, layout.stage_size) if mesh.etp == 1 else ""
         yield f"{experts} must divide {_product(mesh, *_STAGE_AXES)}{hint}"
     elif replica % ranks and ranks % replica:
         yield (
@@ -127,7 +127,7 @@ def _tensor_ranks(config: Config) -> Iterator[str]:
 
 def _context_ranks(config: Config) -> Iterator[str]:
     mesh, model, seq_len = config.mesh, config.model, config.data.seq_len
-    degree = mesh.cp_heads or (1 if mesh.cp_ring else mesh.cp)
+    degree = mesh.heads_degree
     if mesh.cp % degree:
         yield (
             f"mesh.cp_heads ({degree}) must divide mesh.cp ({mesh.cp}){_divisors(degree, mesh.cp)}"

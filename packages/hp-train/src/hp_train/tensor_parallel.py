@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from hp_platform import all_gather_uneven, reduce_scatter_uneven
-from hp_train.cuts import cut_dim
+from hp_train.cuts import chunk, cut_dim
 from hp_train.model import TransformerStage
 from hp_train.model.block import Block
 
@@ -71,11 +71,10 @@ class VocabParallelEmbedding(nn.Embedding):
     """
 
     def __init__(self, whole: nn.Embedding, group: ProcessGroup) -> None:
-        parts = whole.weight.chunk(group.size())
-        mine = parts[group.rank()]
-        rows, dim = mine.shape
-        super().__init__(rows, dim, device=mine.device, dtype=mine.dtype)
-        self.first = sum(len(part) for part in parts[: group.rank()])
+        mine = chunk(range(whole.num_embeddings), group.size(), group.rank())
+        like = whole.weight
+        super().__init__(len(mine), whole.embedding_dim, device=like.device, dtype=like.dtype)
+        self.first = mine.start
         self._group = group
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name in the base class

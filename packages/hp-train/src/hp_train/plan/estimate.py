@@ -137,13 +137,6 @@ class Plan:
         """The stages of a pipeline rank."""
         return [self.stages[index] for index in schedule.stages_of(rank)]
 
-    def static_bytes(self, schedule: Schedule) -> int:
-        """Bytes of parameters, gradients and optimizer of the rank with the most of them."""
-        return max(
-            sum(static_memory(self.config, self.stages_of(schedule, rank), self.layout))
-            for rank in range(self.layout.pp)
-        )
-
     def least_seconds(self, schedule: Schedule) -> float:
         """No order of the steps takes less: each rank computes its own, after its first input."""
         kinds = (self.forward, self.input_grad, self.weight_grad)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hp_train.config import Config
-from hp_train.cuts import HIDDEN_DIM, cut_dim
+from hp_train.cuts import HIDDEN_DIM, chunk, cut_dim
 from hp_train.layout import Layout
 from hp_train.plan.modules import Weight, Work, layer
 from hp_train.space import with_keys
@@ -54,8 +54,7 @@ def local_elements(weight: Weight, layout: Layout, *, first: bool = True) -> int
 
     def cut(dim: int | None, ranks: int) -> None:
         if dim is not None and ranks > 1:
-            chunk = -(-sizes[dim] // ranks)
-            sizes[dim] = chunk if first else max(0, sizes[dim] - chunk * (ranks - 1))
+            sizes[dim] = len(chunk(range(sizes[dim]), ranks, 0 if first else ranks - 1))
 
     if weight.is_expert:
         cut(0, layout.ep)
