@@ -57,8 +57,8 @@ def test_a_good_config_is_checked_without_torch() -> None:
     assert "4 processes, pp 2 x dp_replicate 2 (ep 2), 3 steps" in end.stdout
 
 
-def test_a_plan_needs_no_torch_where_no_experts_are_shared_out() -> None:
-    keys = ["model.num_experts=1", "model.top_k=1", "mesh.ep=1"]
+def test_a_plan_of_a_dense_model_needs_no_torch() -> None:
+    keys = ["model.num_experts=0", "mesh.ep=1"]
     end = hp("plan", "--gpus", "8", *keys)
     assert (end.returncode, end.stderr) == (0, "")
     assert "best of" in end.stdout

@@ -270,6 +270,11 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
             return self.rope_head_dim
         return self.head_dim or self.dim // self.num_heads
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layer has experts."""
+        return not self.is_dense(self.num_layers - 1 + self.num_mtp_modules)
+
     def is_dense(self, layer: int) -> bool:
         """Whether a layer has one feed-forward instead of experts."""
         return self.num_experts == 0 or layer < self.num_dense_layers

@@ -303,7 +303,7 @@ def _overlap(config: Config) -> Iterator[str]:
             f"{must_be_off} mesh.etp ({mesh.etp}): parts of an expert's output are summed before "
             "their exchange returns, which would be waited for"
         )
-    if all(model.is_dense(layer) for layer in range(model.num_layers)):
+    if not model.has_experts:
         yield (
             f"{must_be_off} model.num_experts ({model.num_experts}) and model.num_dense_layers "
             f"({model.num_dense_layers}): no layer has experts"

@@ -135,6 +135,8 @@ def _bounds(
 def _is_repeated(config: Config) -> bool:
     """Whether another layout runs the very same steps in the very same order."""
     layout, pipeline = Layout.of(config.mesh), config.pipeline
+    if layout.ep * layout.etp > 1 and not config.model.has_experts:
+        return True
     if layout.pp > 1:
         names = ("interleaved_1f1b", "looped_bfs")
         return pipeline.stages_per_rank == 1 and pipeline.schedule in names

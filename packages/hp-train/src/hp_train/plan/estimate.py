@@ -118,7 +118,7 @@ class Plan:
         """What ranks of a stage exchange inside its layers for some tokens of a rank."""
         config, layout, machine = self.config, self.layout, self.machine
         found = activation_transfers(config, stages, layout, machine, tokens=tokens)
-        if layout.ep * layout.etp > 1:
+        if layout.ep * layout.etp > 1 and config.model.has_experts:
             dealt = tokens // layout.tp
             found.append(expert_transfer(config, stages, layout, machine, tokens=dealt))
         return found
