@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import resource
 import time
 from collections.abc import Callable, Sequence
@@ -169,12 +168,12 @@ class MoE(nn.Module):
         # From one run per rank and expert to one run per expert.
         expert = torch.arange(len(theirs)) % by_rank.shape[1]
         order = expert.repeat_interleave(theirs).argsort(stable=True)
-        y = self._apply(rows[order], by_rank.sum(0).tolist())
+        y = self._products(rows[order], by_rank.sum(0).tolist())
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order))
         return all_to_all_single_autograd(y[back], sent, received, self.group)
 
-    def _apply(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    def _products(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         matrices = zip(self.w1.unbind(), self.w3.unbind(), self.w2.unbind(), strict=True)
         return torch.cat(
             [
@@ -288,7 +287,7 @@ def stepper(
         return run
     pp = mesh["pp"]
     num_stages, rank = layout.pp * layout.stages_per_rank, pp.get_local_rank()
-    pipeline = [
+    pipeline: list[Any] = [
         PipelineStage(
             stage,
             rank + layout.pp * i,
@@ -314,16 +313,16 @@ def stepper(
 
 
 @torch.no_grad()
-def clip(parameters: Sequence[nn.Parameter], mesh: DeviceMesh, limit: float) -> float:
+def clip(parameters: Sequence[nn.Parameter], limit: float) -> float:
     """Scale gradients to a norm: shards and experts are parts of this rank alone."""
     local = [grad_of(parameter) for parameter in parameters]
-    norms = torch._foreach_norm(local)
-    square = torch.stack(norms).double().square().sum()
+    square = nn.utils.get_total_norm(local, foreach=True).double().square()
     dist.all_reduce(square)
-    norm = math.sqrt(square.item())
+    norm = square.sqrt()
     if norm > limit:
-        torch._foreach_mul_(local, limit / norm)
-    return norm
+        for gradient in local:
+            gradient.mul_(limit / norm)
+    return norm.item()
 
 
 def grad_of(parameter: nn.Parameter) -> Tensor:
@@ -364,7 +363,7 @@ def main() -> None:
         block = torch.randint(256, (sequences, SEQ_LEN + 1), generator=generator)
         loss.total = torch.zeros(())
         run(block[:, :-1].contiguous(), block[:, 1:].contiguous())
-        norm = clip(parameters, mesh, 1.0)
+        norm = clip(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         now = time.process_time()

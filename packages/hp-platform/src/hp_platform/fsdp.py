@@ -58,9 +58,7 @@ def set_fsdp_exchanges(module: Any, *, group: ProcessGroup) -> None:
 
 
 class _Exchange:
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -73,17 +71,17 @@ class _GatherByPairs(_Exchange):
         async_op: bool = False,
     ) -> dist.Work | None:
         if output_tensor.device.type != "cpu":
-            return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+            usual: dist.Work | None = dist.all_gather_into_tensor(
+                output_tensor, input_tensor, group, async_op
+            )
+            return usual
         num_ranks, rank = group.size(), group.rank()
         parts = output_tensor.view(num_ranks, -1)
         if parts[rank].data_ptr() != input_tensor.data_ptr():
             parts[rank].copy_(input_tensor.view(-1))
-        works = []
-        for distance in range(1, num_ranks):
-            source = (rank - distance) % num_ranks
-            works.append(group.recv([parts[source]], source, 0))
-        for distance in range(1, num_ranks):
-            works.append(group.send([parts[rank]], (rank + distance) % num_ranks, 0))
+        others = [(rank + distance) % num_ranks for distance in range(1, num_ranks)]
+        works = [group.recv([parts[other]], other, 0) for other in reversed(others)]
+        works += [group.send([parts[rank]], other, 0) for other in others]
         work = _AllOf(works, output_tensor)
         if async_op:
             return work
@@ -101,7 +99,10 @@ class _ReduceByExchange(_Exchange):
         async_op: bool = False,
     ) -> dist.Work | None:
         if output_tensor.device.type != "cpu" or op != dist.ReduceOp.SUM or async_op:
-            return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+            usual: dist.Work | None = dist.reduce_scatter_tensor(
+                output_tensor, input_tensor, op, group, async_op
+            )
+            return usual
         parts = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts, input_tensor, group=group)
         torch.sum(parts.view(group.size(), -1), 0, out=output_tensor)
@@ -117,6 +118,6 @@ class _AllOf(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         for work in self._works:
-            work.wait()
+            work.wait(timeout)
         self._works = ()
         return True

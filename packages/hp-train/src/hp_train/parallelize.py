@@ -248,9 +248,9 @@ def _shard(module: TransformerStage, mesh: Mesh) -> None:
     """Apply FSDP2, block by block; gradients are sums, as everywhere here."""
     if mesh.size("expert_shard") > 1:
         fully_shard_experts(module, mesh.submesh("expert_shard"), divide_gradients_by=1.0)
-        for experts in module.modules():
-            if isinstance(experts, GroupedExperts):
-                set_fsdp_exchanges(experts, group=mesh.groups["expert_shard"])
+        for part in module.modules():
+            if isinstance(part, GroupedExperts):
+                set_fsdp_exchanges(part, group=mesh.groups["expert_shard"])
     if mesh.size("fsdp") == 1:
         return
     device_mesh, group = mesh.submesh("fsdp"), mesh.groups["fsdp"]

@@ -34,8 +34,9 @@ class Rotation(NamedTuple):
         wide = torch.promote_types(x.dtype, torch.float32)
         cos, sin = (t[None, :, None].to(wide) for t in (self.cos, self.sin))
         if self.neighbours and not torch.compiler.is_compiling():
-            # One pass over memory, of which a compiler makes one anyway, but not of complex numbers.
-            return _Turn.apply(x.to(wide), torch.complex(cos, sin)).to(x.dtype)
+            # One pass over memory; a compiler makes one anyway, but not of complex numbers.
+            turned: Tensor = _Turn.apply(x.to(wide), torch.complex(cos, sin))
+            return turned.to(x.dtype)
         dim = -1 if self.neighbours else -2
         one, other = x.to(wide).unflatten(-1, (-1, 2) if self.neighbours else (2, -1)).unbind(dim)
         rotated = (one * cos - other * sin, other * cos + one * sin)
