@@ -139,7 +139,7 @@ def _train_rank(
         trainer.save()
     eval_loss = trainer.evaluate() or 0.0
     parameters = _whole(trainer, gradients=False)
-    shutdown()
+    trainer.close()
     if info.rank:
         return None
     return Result(losses, norms, eval_loss, gradients, parameters)

@@ -48,6 +48,32 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
         "mesh": {"pp": 2, "dp_shard": 2},
         "pipeline": {"schedule": "dualpipe_v", "stages_per_rank": 2},
     },
+    "stages1-2-1f1b": {
+        "mesh": {"pp": 2, "stage_tp": [1, 2]},
+        "pipeline": {"schedule": "1f1b"},
+    },
+    "stages2-1-ep-interleaved": {
+        "mesh": {"pp": 2, "stage_tp": [2, 1], "stage_ep": [2, 1]},
+        "pipeline": {"schedule": "interleaved_1f1b", "stages_per_rank": 2},
+        "train": {"recompute": "full"},
+    },
+    "stages1-2-1": {
+        "mesh": {"pp": 3, "stage_tp": [1, 2, 1]},
+        "pipeline": {"schedule": "1f1b"},
+    },
+    "u1-2": {
+        "mesh": {"pp": 2, "stage_tp": [1, 2]},
+        "pipeline": {"schedule": "u_shape"},
+    },
+    "u1-2-fsdp2-ep2": {
+        "mesh": {"pp": 2, "stage_tp": [1, 2], "dp_shard": 2, "ep": 2},
+        "pipeline": {"schedule": "u_shape"},
+    },
+    "u1-1-1": {"mesh": {"pp": 3}, "pipeline": {"schedule": "u_shape"}},
+    "stages2-1-cp2-zbv": {
+        "mesh": {"pp": 2, "stage_tp": [2, 1], "cp": 2},
+        "pipeline": {"schedule": "zbv", "stages_per_rank": 2},
+    },
 }
 
 
