@@ -45,6 +45,11 @@ def allows_layout(config: Config) -> bool:
     return next(_layout_problems(config, None), None) is None
 
 
+def allows_stages(config: Config) -> bool:
+    """Whether sizes of single stages go with those of the mesh that all have in common."""
+    return next(_stage_lists(config.mesh), None) is None
+
+
 def require_run_directory(path: str) -> None:
     """Refuse to go on with something that is no run directory.
 
