@@ -15,7 +15,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from hp_context import cuda_kernels, reference_kernel
+from hp_context import cuda_kernels, flex_kernel, reference_kernel
 from hp_context.dropout import BlockDropout
 from hp_context.masks import BlockKind
 from hp_context.reference_kernel import Scoring
@@ -29,6 +29,7 @@ class Kernel(Enum):
     CPU_FLASH = "flash attention of the CPU"
     CUDA_FLASH = "flash attention of CUDA"
     CUDA_EFFICIENT = "efficient attention of CUDA"
+    CUDA_FLEX = "FlexAttention"
     REFERENCE = "plain torch"
 
 
@@ -52,7 +53,7 @@ def block_forward(
         kind: FULL, CAUSAL (Q = K) or PARTIAL.
         mask: bool [Q, K], true where attention is allowed; None unless `kind` is PARTIAL.
         scale: Factor of the scores.
-        softcap: Bound of the scores, by tanh; in plain torch.
+        softcap: Bound of the scores, by tanh; FlexAttention on CUDA, plain torch elsewhere.
         dropout: Which weights are dropped; in plain torch.
 
     Returns:
@@ -70,6 +71,10 @@ def block_forward(
     elif kernel is Kernel.CUDA_EFFICIENT:
         out, lse = cuda_kernels.efficient_forward(
             *_rows(q, k, v), mask=mask, causal=causal, scale=scale
+        )
+    elif kernel is Kernel.CUDA_FLEX:
+        out, lse = flex_kernel.forward(
+            *_rows(q, k, v), mask=mask, causal=causal, scale=scale, softcap=softcap
         )
     else:
         scoring = Scoring(scale, softcap, dropout)
@@ -129,6 +134,19 @@ def block_backward(
         return cuda_kernels.efficient_backward(
             q, k, v, grad_out=grad_out, out=out, lse=lse, mask=mask, causal=causal, scale=scale
         )
+    if kernel is Kernel.CUDA_FLEX:
+        return flex_kernel.backward(
+            q,
+            k,
+            v,
+            grad_out=grad_out,
+            out=out,
+            lse=lse,
+            mask=mask,
+            causal=causal,
+            scale=scale,
+            softcap=softcap,
+        )
     return reference_kernel.backward(
         q,
         k,
@@ -151,6 +169,8 @@ def choose_kernel(
     dropout: BlockDropout | None = None,
 ) -> Kernel:
     """Return what computes such a block: REFERENCE whenever no other is known to be right."""
+    if dropout is None and flex_kernel.applies(q, v, mask=mask, softcap=softcap):
+        return Kernel.CUDA_FLEX
     if softcap is not None or dropout is not None:
         return Kernel.REFERENCE
     if q.device.type == "cpu":
