@@ -21,10 +21,10 @@ from hp_train.options import resolve
 from hp_train.plan import MACHINES, Machine, choose, estimate
 from hp_train.plan.choose import plan_axes
 from hp_train.plan.estimate import Plan
-from hp_train.plan.memory import BYTES, local_elements, static_memory
+from hp_train.plan.memory import BYTES, local_elements, message_bytes, static_memory
 from hp_train.plan.modules import Weight, stage, whole_model
 from hp_train.plan.report import details, reasons
-from hp_train.plan.traffic import expert_bytes, gradient_transfers, shard_transfer
+from hp_train.plan.traffic import edge_link, expert_bytes, gradient_transfers, shard_transfer
 from hp_train.schedules import KINDS
 from hp_train.space import enumerate_layouts, with_keys
 
@@ -212,6 +212,39 @@ def test_a_pipeline_without_messages_is_priced_as_the_simulator_does() -> None:
     simulated = simulate(plan.schedule(), plan.costs(plan.schedule()))
     assert found.seconds == pytest.approx(simulated.makespan)
     assert found.memory.activations == round(max(simulated.peak_activations))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "u_shape"])
+def test_stages_of_different_sizes_are_priced_by_their_own_ranks(schedule: str) -> None:
+    keys: dict[str, object] = {"pipeline.schedule": schedule, "pipeline.stages_per_rank": 1}
+    keys |= {"mesh.ep": 1, "mesh.dp_replicate": 1, "model.num_layers": 6}
+    even, uneven = (
+        Plan(config_of(keys | mesh), H100, vocab_size=VOCAB)
+        for mesh in ({"mesh.tp": 2}, {"mesh.stage_tp": (1, 2)})
+    )
+    for mine, theirs, place in zip(
+        uneven.weight_grad, even.weight_grad, uneven.places, strict=True
+    ):
+        assert mine == theirs if place.tp == 2 else mine > theirs
+    found = uneven.estimate()
+    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+    # The rank that has its stages alone holds most, and sends whole activations.
+    assert found.memory.parameters > even.estimate().memory.parameters
+    sent = {transfer.purpose: transfer.bytes for transfer in found.transfers}
+    microbatches = uneven.num_microbatches
+    directions = 2 if schedule == "u_shape" else 1
+    whole = message_bytes(uneven.config, uneven.places[0])
+    assert sent["pipeline"] == directions * microbatches * whole
+    link = edge_link(uneven.config, uneven.layout, H100, source=0, destination=1)
+    assert (link.bytes, link.messages) == (whole, 2)
+
+
+def test_slices_of_stages_that_do_not_divide_each_other_meet_where_they_overlap() -> None:
+    config = with_keys(config_of(), {"mesh.ep": 1, "mesh.stage_tp": (2, 3)})
+    layout = Layout.of(config.mesh)
+    link = edge_link(config, layout, H100, source=0, destination=1)
+    assert link.messages == 2  # of four in all
+    assert link.bytes == message_bytes(config, layout.stages[0])
 
 
 def test_no_layout_is_faster_than_its_bound() -> None:
