@@ -142,12 +142,10 @@ def _train_rank(
         trainer.save()
     eval_loss = trainer.evaluate() or 0.0
     parameters = _whole(trainer, lambda parameter: parameter.local)
-    state = trainer.optimizer.state
-    moments = {
-        f"{moment}.{name}": tensor
-        for moment in ("exp_avg", "exp_avg_sq")
-        for name, tensor in _whole(trainer, lambda p, m=moment: state[p.local][m]).items()
-    }
+    moments = {}
+    for moment in ("exp_avg", "exp_avg_sq"):
+        found = _whole(trainer, partial(_moment, trainer, moment))
+        moments |= {f"{moment}.{name}": tensor for name, tensor in found.items()}
     trainer.close()
     if info.rank:
         return None
@@ -158,6 +156,12 @@ def worker_of(info: RankInfo, directory: Path) -> Worker:
     """A worker whose heartbeats nobody watches."""
     board = Board.create(directory / f"board-{info.rank}", num_ranks=info.world_size)
     return Worker(info=info, run_dir=directory, board=board, stop=StopFlag())
+
+
+def _moment(trainer: Trainer, moment: str, parameter: Parameter) -> torch.Tensor:
+    found = trainer.optimizer.state[parameter.local][moment]
+    assert isinstance(found, torch.Tensor)
+    return found
 
 
 def _whole(
