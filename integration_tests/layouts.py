@@ -142,7 +142,7 @@ def _train_rank(
         trainer.save()
     eval_loss = trainer.evaluate() or 0.0
     parameters = _whole(trainer, lambda parameter: parameter.local)
-    moments = {}
+    moments: dict[str, torch.Tensor] = {}
     for moment in ("exp_avg", "exp_avg_sq"):
         found = _whole(trainer, partial(_moment, trainer, moment))
         moments |= {f"{moment}.{name}": tensor for name, tensor in found.items()}
