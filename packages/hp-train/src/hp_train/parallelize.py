@@ -176,7 +176,9 @@ def build_pipeline(
         device=runtime.device,
     )
     context = ContextParallel(degree, ring=config.mesh.cp_ring, layout=sequence.layout)
-    overlap = _overlap(timeout) if config.pipeline.overlap else None
+    # Experts of one rank exchange nothing: there a backward and a forward follow each other.
+    overlaps = config.pipeline.overlap and mesh.size("ep") > 1
+    overlap = _overlap(timeout) if overlaps else None
     modules, parameters = {}, []
     for stage in schedule.stages_of(mesh.pp_index):
         with torch.device("meta"):
