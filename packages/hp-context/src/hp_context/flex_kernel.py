@@ -28,6 +28,8 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
+from hp_context.reference_kernel import Scoring
+
 MIN_MASK = 1 << 24  # entries; below, a mask tensor costs less than tiles of it
 _MIN_HEAD_SIZE = 16
 _MAX_HEAD_SIZE = 256
@@ -47,18 +49,11 @@ def applies(q: Tensor, v: Tensor, *, mask: Tensor | None, softcap: float | None)
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-    softcap: float | None,
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [B, H, Q, E] and its log-sum-exp [B, H, Q] in float32."""
-    leaves = _leaves(q, k, v)  # what backward calls too, so that there is one compilation
-    out, lse = _attend(*leaves, mask=mask, causal=causal, scale=scale, softcap=softcap)
+    """Return the output [B, H, Q, E] and its log-sum-exp [B, H, Q]; see `kernels.block_forward`."""
+    # With what backward calls too, so that there is one compilation.
+    out, lse = _attend(*_leaves(q, k, v), tiles=_tiles(q, k, mask, causal), scoring=scoring)
     return out.detach(), lse.detach()
 
 
@@ -72,12 +67,11 @@ def backward(
     lse: Tensor,
     mask: Tensor | None,
     causal: bool,
-    scale: float,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv; see Note [Backward of a block that only knows itself]."""
     leaves = _leaves(q, k, v)
-    own_out, own_lse = _attend(*leaves, mask=mask, causal=causal, scale=scale, softcap=softcap)
+    own_out, own_lse = _attend(*leaves, tiles=_tiles(q, k, mask, causal), scoring=scoring)
     with torch.no_grad():
         weight = (own_lse - lse).exp()
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -93,22 +87,15 @@ def _leaves(*tensors: Tensor) -> list[Tensor]:
 
 @torch.enable_grad()
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-    softcap: float | None,
+    q: Tensor, k: Tensor, v: Tensor, *, tiles: BlockMask | None, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
     out, aux = _attention(q.device.type)(
         q,
         k,
         v,
-        score_mod=None if softcap is None else _bounded(softcap),
-        block_mask=_tiles(q, k, mask, causal),
-        scale=scale,
+        score_mod=None if scoring.softcap is None else _bounded(scoring.softcap),
+        block_mask=tiles,
+        scale=scoring.scale,
         enable_gqa=q.size(1) != k.size(1),
         return_aux=AuxRequest(lse=True),
     )

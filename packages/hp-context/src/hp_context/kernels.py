@@ -72,15 +72,12 @@ def block_forward(
         out, lse = cuda_kernels.efficient_forward(
             *_rows(q, k, v), mask=mask, causal=causal, scale=scale
         )
-    elif kernel is Kernel.CUDA_FLEX:
-        out, lse = flex_kernel.forward(
-            *_rows(q, k, v), mask=mask, causal=causal, scale=scale, softcap=softcap
-        )
     else:
+        forward = flex_kernel.forward if kernel is Kernel.CUDA_FLEX else reference_kernel.forward
         scoring = Scoring(scale, softcap, dropout)
-        return reference_kernel.forward(q, k, v, mask=mask, causal=causal, scoring=scoring)
+        out, lse = forward(*_rows(q, k, v), mask=mask, causal=causal, scoring=scoring)
     if mask is not None:
-        unseen = ~mask.any(-1)  # the kernels call their log-sum-exp 0
+        unseen = ~mask.any(-1)  # most kernels call their log-sum-exp 0
         out.masked_fill_(unseen[:, None], 0.0)
         lse.masked_fill_(unseen, -torch.inf)
     return out, lse
@@ -134,20 +131,8 @@ def block_backward(
         return cuda_kernels.efficient_backward(
             q, k, v, grad_out=grad_out, out=out, lse=lse, mask=mask, causal=causal, scale=scale
         )
-    if kernel is Kernel.CUDA_FLEX:
-        return flex_kernel.backward(
-            q,
-            k,
-            v,
-            grad_out=grad_out,
-            out=out,
-            lse=lse,
-            mask=mask,
-            causal=causal,
-            scale=scale,
-            softcap=softcap,
-        )
-    return reference_kernel.backward(
+    backward = flex_kernel.backward if kernel is Kernel.CUDA_FLEX else reference_kernel.backward
+    return backward(
         q,
         k,
         v,
