@@ -105,13 +105,19 @@ def quarantine(path: Path) -> Path:
     return target
 
 
-def purge(newest: Path, *, keep: int) -> None:
+def purge(newest: Path, *, keep: int, keep_every: int = 0) -> None:
     """Remove checkpoints older than `newest` but for `keep` - 1; those of its own step go as well.
 
     What cannot be removed is left with a warning: the new checkpoint is good all the same.
+
+    Args:
+        newest: The complete checkpoint that was just saved.
+        keep: Steps to keep, the newest ones; of each the newest checkpoint.
+        keep_every: Steps that are a multiple of it are kept however old. 0: none.
     """
-    steps: list[int] = []
     mine = parse_step_name(newest.name)
+    seen = {mine[0]} if mine else set()
+    num_steps = 0
     try:
         candidates = complete_checkpoints(newest.parent)
     except OSError as error:
@@ -121,9 +127,11 @@ def purge(newest: Path, *, keep: int) -> None:
         key = parse_step_name(path.name)
         if mine is None or key is None or key >= mine:
             continue
-        if key[0] != mine[0] and key[0] not in steps:
-            steps.append(key[0])
-        if key[0] == mine[0] or len(steps) >= keep:
+        was_saved_again = key[0] in seen
+        seen.add(key[0])
+        num_steps += not was_saved_again
+        is_for_good = keep_every > 0 and key[0] % keep_every == 0
+        if was_saved_again or (num_steps >= keep and not is_for_good):
             _remove(path)
 
 
