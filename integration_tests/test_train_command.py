@@ -192,7 +192,14 @@ def test_a_rank_that_dies_or_hangs_ends_the_job_and_is_named(
 ) -> None:
     name = signum.name.lower()
     process = start(
-        [], **tiny | {"run.name": name, "launch.hang_seconds": 3, "train.steps": 100_000}
+        [],
+        **tiny
+        | {
+            "run.name": name,
+            "launch.hang_seconds": 3,
+            "launch.max_restarts": 0,
+            "train.steps": 100_000,
+        },
     )
     ranks = _at_work(process, Path(str(tiny["run.output_dir"])) / name, steps=2)
     os.kill(ranks[2], signum)

@@ -69,6 +69,10 @@ class LaunchConfig(Struct, frozen=True, kw_only=True):
     hang_seconds: Annotated[
         Seconds, _help("Seconds without progress of any rank after which the run is ended.")
     ] = 120.0
+    max_restarts: Annotated[
+        CountOrZero,
+        _help("Restarts after a rank is lost or hangs, in a row without a new checkpoint."),
+    ] = 3
     stop_grace_seconds: Annotated[
         Seconds, _help("Seconds for saving after a request to stop, then the ranks are killed.")
     ] = 30.0
