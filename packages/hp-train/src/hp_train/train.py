@@ -419,7 +419,7 @@ class Trainer:
             asked = bool(self.config.run.resume)
             return ["no checkpoint to resume from: starting at step 0"] if asked else []
         notes = [f"skipped damaged checkpoint {path}: {why}" for path, why in loaded.skipped]
-        if loaded.extra["data"] != self.data.digest:
+        if loaded.extra["data"] not in (None, self.data.digest):  # None: imported, not known
             raise DataError(
                 f"{loaded.path} was trained on other data than {self.worker.run_dir}/data"
             )

@@ -21,6 +21,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from hp_train.checkpoint.files import fsync_directory
+from hp_train.errors import CheckpointError
 
 _COMPLETE = re.compile(r"\Astep-([0-9]{8,16})(?:\.([0-9]{1,6}))?\Z")
 _STAGING = re.compile(r"\Astep-[0-9.]+\.tmp-[0-9a-f]{32}\Z")
@@ -47,6 +48,21 @@ def complete_checkpoints(directory: Path) -> list[Path]:
     """Those with the name of a complete one, newest first. Nothing is opened."""
     found = [(key, name) for name in _names(directory) if (key := parse_step_name(name))]
     return [directory / name for _, name in sorted(found, reverse=True)]
+
+
+def newest_checkpoint(directory: Path, *, step: int | None = None) -> Path:
+    """The newest complete one, of all or of one step. Nothing is opened.
+
+    Raises:
+        CheckpointError: If there is none.
+    """
+    found = complete_checkpoints(directory)
+    if step is not None:
+        found = [path for path in found if (parse_step_name(path.name) or (None,))[0] == step]
+    if not found:
+        which = "a checkpoint" if step is None else f"a checkpoint of step {step}"
+        raise CheckpointError(f"{directory} must have {which}")
+    return found[0]
 
 
 def bad_checkpoints(directory: Path) -> list[Path]:
