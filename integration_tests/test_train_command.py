@@ -108,7 +108,7 @@ def test_a_run_leaves_metrics_pictures_and_a_checkpoint(whole: tuple[Path, str])
 def test_a_stopped_run_is_resumed_bit_exactly(
     tiny: dict[str, object], whole: tuple[Path, str]
 ) -> None:
-    settings = tiny | {"run.name": "stopped", "train.save_every": 0}
+    settings = tiny | {"run.name": "stopped", "train.save_every": 2}
     process = start([], **settings)
     metrics = Path(str(tiny["run.output_dir"])) / "stopped" / "metrics.jsonl"
     deadline = time.monotonic() + 90

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from hp_platform import new_group
 from hp_platform.testing import RankError, run_distributed
-from hp_train.checkpoint import BackgroundSaver, load_latest, save_checkpoint, writer
+from hp_train.checkpoint import BackgroundSaver, files, load_latest, save_checkpoint, writer
 from hp_train.errors import CheckpointError
 
 
@@ -119,26 +120,28 @@ def test_one_save_is_under_way_at_a_time(tmp_path: Path, group: ProcessGroup) ->
     assert not saver.is_written
 
 
-def test_a_save_is_told_of_while_it_is_waited_for(tmp_path: Path, group: ProcessGroup) -> None:
+def test_a_save_is_told_of_while_it_is_waited_for(
+    tmp_path: Path, group: ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saver = BackgroundSaver(tmp_path, group=group, keep=1)
     release = threading.Event()
-    original = writer.write
     told: list[str] = []
 
-    def slow(*args: object) -> None:
+    def slow(*args: Any) -> None:
         release.wait(5)
-        original(*args)  # type: ignore[arg-type]
+        files.write(*args)
 
-    writer.write = slow
-    try:
-        saver.start(step=1, tensors=state(1), extra={})
-        time.sleep(0.1)
-        assert not saver.is_written
-        threading.Timer(0.2, release.set).start()
-        saver.finish(on_progress=lambda phase, **_: told.append(phase))
-    finally:
-        writer.write = original
+    monkeypatch.setattr(writer, "write", slow)
+    saver.start(step=1, tensors=state(1), extra={})
+    time.sleep(0.1)
+    assert not saver.is_written
+    threading.Timer(0.2, release.set).start()
+    saver.finish(on_progress=lambda phase, **_: told.append(phase))
     assert "write" in told
+
+
+def full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def rank_one_cannot_write(path: Path) -> list[str]:
@@ -146,20 +149,14 @@ def rank_one_cannot_write(path: Path) -> list[str]:
     saver = BackgroundSaver(path, group=own_group(), keep=1)
     outcomes = []
     for step in (1, 2, 3):
-        original = writer.write
-        if step == 2 and world().rank() == 1:
-
-            def full(*_: object) -> None:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-            writer.write = full
-        saver.start(step=step, tensors=state(step), extra={})
-        try:
-            outcomes.append(saver.finish().name)
-        except CheckpointError as error:
-            outcomes.append(str(error))
-        finally:
-            writer.write = original
+        with pytest.MonkeyPatch.context() as patch:
+            if step == 2 and world().rank() == 1:
+                patch.setattr(writer, "write", full_disk)
+            saver.start(step=step, tensors=state(step), extra={})
+            try:
+                outcomes.append(saver.finish().name)
+            except CheckpointError as error:
+                outcomes.append(str(error))
         dist.barrier()
     outcomes.append(str(loaded_step(path)))
     return outcomes

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -27,6 +26,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -86,9 +87,7 @@ def rank_writes_both(folder: Path) -> None:
     save_checkpoint(
         folder / "run" / "checkpoints", step=7, tensors=tensors, extra=extra, group=world(), keep=1
     )
-    dcp.save(
-        {**tensors, "lr": 0.1, "schedule": {"kind": "cosine"}}, checkpoint_id=folder / "of_torch"
-    )
+    save({**tensors, "lr": 0.1, "schedule": {"kind": "cosine"}}, checkpoint_id=folder / "of_torch")
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +129,7 @@ def test_an_export_is_read_by_torch_and_imported_as_it_was(made: Path, tmp_path:
     tensors = blank(state())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that there is one rank
-        dcp.load(tensors, checkpoint_id=tmp_path / "plain", no_dist=True)
+        load(tensors, checkpoint_id=tmp_path / "plain", no_dist=True)
     assert same(tensors, state())
     assert main(["import-dcp", str(tmp_path / "plain"), str(tmp_path / "run")]) == 0
     [(step, extra, is_same)] = run_distributed(rank_loads, tmp_path / "run", world_size=1)
@@ -142,7 +141,7 @@ def test_weights_alone_start_with_moments_of_zero(tmp_path: Path) -> None:
     weights = {"model": {"w": torch.arange(6.0).reshape(2, 3)}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(weights, checkpoint_id=tmp_path / "plain", no_dist=True)
+        save(weights, checkpoint_id=tmp_path / "plain", no_dist=True)
     arguments = [str(tmp_path / "plain"), str(tmp_path / "run"), "debug-llama3", "--step=9"]
     assert main(["import-dcp", *arguments]) == 0
     [found] = run_distributed(rank_loads_weights, tmp_path / "run", world_size=1)
@@ -210,7 +209,7 @@ def test_what_torch_itself_does_not_notice_is_found_by_the_checksums(plain: Path
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         taken = blank({"model.w": state()["model.w"]})
-        dcp.load(taken, checkpoint_id=plain, no_dist=True)
+        load(taken, checkpoint_id=plain, no_dist=True)
     assert not torch.equal(taken["model.w"], state()["model.w"])
 
 

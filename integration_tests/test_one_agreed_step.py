@@ -1,5 +1,7 @@
-"""A gradient that is not finite on one rank: all ranks stop or skip at the same step."""
+"""What one rank learns on its own - a NaN, a full disk - all ranks act on at the same step."""
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from uuid import uuid4
@@ -13,6 +15,7 @@ from torch import Tensor
 from hp_platform import RankInfo, initialize, shutdown
 from hp_platform.testing import run_distributed
 from hp_train import train
+from hp_train.checkpoint import writer
 from hp_train.config import Config
 from hp_train.data import load_tokenizer, prepare
 from hp_train.errors import NumericsError
@@ -26,7 +29,7 @@ BAD = "layers.2.attention.wo.weight"
 CONFIG = config_of(
     {"mesh": {"pp": 2, "dp_replicate": 2, "ep": 2}, "pipeline": {"stages_per_rank": 1}},
     model={"correction_bias": True, "correction_rate": 0.01},
-    train={"steps": 100, "not_finite": "skip", "max_skipped_steps": 2},
+    train={"steps": 100, "save_every": 5, "not_finite": "skip", "max_skipped_steps": 2},
 )
 
 
@@ -70,7 +73,7 @@ def rank(encoded: bytes, directory: Path, address: str) -> list[str]:
         return Trainer(changed, worker_of(info, directory), runtime, load_tokenizer(""))
 
     said = []
-    for case in (skips, stops, gives_up):
+    for case in (skips, stops, gives_up, warns_of_a_full_disk):
         with pytest.MonkeyPatch.context() as patch:
             said.append(case(fresh, patch))
     shutdown()
@@ -133,6 +136,31 @@ def gives_up(fresh: Callable[..., Trainer], patch: pytest.MonkeyPatch) -> str:
     return str(caught.value)
 
 
+def warns_of_a_full_disk(fresh: Callable[..., Trainer], patch: pytest.MonkeyPatch) -> str:
+    """Rank 1 cannot write while the others can; training goes on, and so does the next save."""
+    trainer = fresh()
+    trainer.train_step()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with patch.context() as filled:
+        if trainer.mesh.rank == 1:
+            filled.setattr(writer, "write", full)
+        assert trainer.keeper.begin(1) == []
+        while not trainer.problems:
+            trainer.train_step()
+            assert trainer.step < 100
+    [problem] = trainer.problems
+    assert problem.endswith("No space left on device; going on, next try in 5 steps")
+    newest = trainer.step + 1
+    trainer.train_step()
+    assert trainer.keeper.begin(newest) == []
+    assert trainer.keeper.settle() == []
+    assert trainer.save().name == f"step-{newest:08d}"
+    return f"step {newest}: {problem[:31]}"
+
+
 def test_all_ranks_do_the_same_and_name_the_parameter_and_the_rank(tmp_path: Path) -> None:
     prepare(
         tmp_path / "data",
@@ -144,6 +172,8 @@ def test_all_ranks_do_the_same_and_name_the_parameter_and_the_rank(tmp_path: Pat
     encoded = msgspec.json.encode(CONFIG)
     results = run_distributed(rank, encoded, tmp_path, address, world_size=4, timeout=120)
     assert all(result == results[0] for result in results)
+    disk = results[0].pop()
+    assert disk.partition(": ")[2] == "warning: rank 1: cannot write /"
     assert results[0] == [
         f"the gradient of {BAD} is not finite on rank 3",
         f"step 1: the gradient of {BAD} is not finite on rank 2",
