@@ -68,14 +68,19 @@ def rank(encoded: bytes, directory: Path, address: str) -> list[str]:
     assert info is not None
     runtime = initialize(info, device_type="cpu", init_method=address)
 
+    made: list[Trainer] = []
+
     def fresh(**keys: object) -> Trainer:
         changed = replace(config, train=replace(config.train, **keys))
-        return Trainer(changed, worker_of(info, directory), runtime, load_tokenizer(""))
+        made.append(Trainer(changed, worker_of(info, directory), runtime, load_tokenizer("")))
+        return made[-1]
 
     said = []
     for case in (skips, stops, gives_up, warns_of_a_full_disk):
         with pytest.MonkeyPatch.context() as patch:
             said.append(case(fresh, patch))
+    for trainer in made:
+        trainer.pipeline.close()
     shutdown()
     return said
 

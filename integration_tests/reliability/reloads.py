@@ -10,7 +10,7 @@ import msgspec
 import torch.distributed as dist
 from torch import Tensor
 
-from hp_platform import RankInfo, initialize, shutdown
+from hp_platform import RankInfo, initialize
 from hp_platform.testing import run_distributed
 from hp_train.config import Config
 from hp_train.data import load_tokenizer, prepare
@@ -80,7 +80,7 @@ def _rank(encoded: bytes, run_dir: Path, address: str) -> str:
         trainer.train_step()
     digest = _digest(trainer)
     trainer.save()
-    shutdown()
+    trainer.close()
     return digest
 
 

@@ -94,6 +94,13 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
         Count, _help("Ranks that share out the experts, taken out of those of a stage.")
     ] = 1
     etp: Annotated[Count, _help("Ranks that share out the hidden width of each expert.")] = 1
+    stage_tp: Annotated[
+        tuple[Count, ...], _help("Tensor-parallel ranks of each pipeline rank. []: mesh.tp of all.")
+    ] = ()
+    stage_ep: Annotated[
+        tuple[Count, ...],
+        _help("Ranks that share out the experts, of each pipeline rank. []: mesh.ep of all."),
+    ] = ()
     cp_heads: Annotated[
         CountOrZero,
         _help("Context-parallel ranks that share out heads; keys go to the others. 0: all, or 1."),
@@ -101,6 +108,16 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
     cp_ring: Annotated[
         bool, _help("Send keys round a ring of these others instead of gathering them.")
     ] = False
+
+    @property
+    def tp_sizes(self) -> tuple[int, ...]:
+        """Tensor-parallel ranks of each pipeline rank."""
+        return self.stage_tp or (self.tp,) * self.pp
+
+    @property
+    def ep_sizes(self) -> tuple[int, ...]:
+        """Ranks that share out the experts, of each pipeline rank."""
+        return self.stage_ep or (self.ep,) * self.pp
 
     @property
     def heads_degree(self) -> int:
@@ -123,6 +140,7 @@ class PipelineConfig(Struct, frozen=True, kw_only=True):
             "v_half",
             "v_min",
             "dualpipe_v",
+            "u_shape",
         ],
         _help("Order of forwards and backwards."),
     ] = "interleaved_1f1b"
@@ -371,7 +389,9 @@ class Config(Struct, frozen=True, kw_only=True):
     def world_size(self) -> int:
         """Processes that the mesh has places for."""
         mesh = self.mesh
-        return mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.cp * mesh.tp
+        # Not through tp_sizes: any number of pipeline ranks is counted before it is refused.
+        tensor_ranks = sum(mesh.stage_tp) if mesh.stage_tp else mesh.pp * mesh.tp
+        return mesh.dp_replicate * mesh.dp_shard * mesh.cp * tensor_ranks
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:

@@ -25,23 +25,21 @@ from hp_overlap import CommComputeOverlap, HookCoordinator
 from hp_platform import Runtime
 from hp_schedule import MetaStep
 from hp_schedule.runtime import (
-    EdgeGroups,
     FullySharded,
     PipelineScheduleRuntime,
     PipelineStage,
     TensorSpec,
-    TorchTransport,
-    build_edge_groups,
 )
 from hp_train.config import Config
 from hp_train.cuts import chunk
+from hp_train.edges import Edges, build_edges
 from hp_train.initialization import initialize_parameters
 from hp_train.mesh import Mesh
 from hp_train.model import TransformerStage
 from hp_train.model.block import Block
 from hp_train.overlap import overlap_experts, overlap_pairs
 from hp_train.parameters import Parameter, named_parameters
-from hp_train.schedules import split_layers, training_schedule
+from hp_train.schedules import KINDS, count_stages, split_layers, training_schedule
 from hp_train.sequence import SequenceShare
 from hp_train.tensor_parallel import cut_tensors
 
@@ -69,7 +67,7 @@ class Pipeline:
     config: Config
     mesh: Mesh
     device: torch.device
-    edge_groups: EdgeGroups
+    edges: Edges
     on_step: Callable[[MetaStep], None] | None = None
     overlap: CommComputeOverlap | None = None
 
@@ -102,16 +100,17 @@ class Pipeline:
             microbatch_size: Sequences in each.
             loss_fn: From logits and targets to a scalar; None to get the logits.
         """
-        sharded = is_sharded(self.mesh)
+        # The others need not know: what a stage does for its own parameters, it does alone.
+        sharded = any(_is_sharded(module) for module in self.modules.values())
         schedule = training_schedule(
             self.config.pipeline,
             num_ranks=self.mesh.layout.pp,
             num_microbatches=num_microbatches,
             sharded=sharded,
         )
-        length = len(self.sequence.between)
-        shape = (microbatch_size, length, self.config.model.stage_width)
-        activations = TensorSpec(shape, DTYPES[self.config.train.dtype])
+        width, dtype = self.config.model.stage_width, DTYPES[self.config.train.dtype]
+        whole = (microbatch_size, len(self.sequence.attended), width)
+        activations = TensorSpec((microbatch_size, len(self.sequence.between), width), dtype)
         stages = [
             PipelineStage(
                 module,
@@ -126,7 +125,7 @@ class Pipeline:
             stages,
             schedule,
             pipeline_rank=self.mesh.pp_index,
-            transport=TorchTransport(schedule, rank_of=self.mesh.pipeline, groups=self.edge_groups),
+            transport=self.edges.transport(schedule, whole, dtype),
             loss_fn=loss_fn,
             sharding=FullySharded(stages) if sharded else None,
             on_step=self.on_step,
@@ -134,6 +133,10 @@ class Pipeline:
         if self.overlap is not None:
             overlap_pairs(runtime, self.overlap)
         return runtime
+
+    def close(self) -> None:
+        """End what runs in the background. All ranks call this together."""
+        self.edges.close()
 
 
 def build_pipeline(
@@ -155,13 +158,15 @@ def build_pipeline(
         timeout: Of every message between stages.
         on_step: Called before each step of a schedule, for heartbeats.
     """
-    num_stages = mesh.layout.pp * config.pipeline.stages_per_rank
+    num_stages = count_stages(config)
     layers = split_layers(config.model.num_layers, num_stages)
-    placement = training_schedule(
-        config.pipeline, num_ranks=mesh.layout.pp, num_microbatches=1
-    ).stages_of(mesh.pp_index)
-    edge_groups = build_edge_groups(
-        mesh.layout.pipelines(), backend=runtime.backend, timeout=timeout
+    schedule = training_schedule(config.pipeline, num_ranks=mesh.layout.pp, num_microbatches=1)
+    edges = build_edges(
+        schedule,
+        mesh,
+        runtime,
+        returns=KINDS[config.pipeline.schedule].returns,
+        timeout=timeout,
     )
     degree = config.mesh.heads_degree
     sequence = SequenceShare.of(
@@ -173,7 +178,7 @@ def build_pipeline(
     context = ContextParallel(degree, ring=config.mesh.cp_ring, layout=sequence.layout)
     overlap = _overlap(timeout) if config.pipeline.overlap else None
     modules, parameters = {}, []
-    for stage in placement:
+    for stage in schedule.stages_of(mesh.pp_index):
         with torch.device("meta"):
             module = TransformerStage(
                 config.model,
@@ -208,7 +213,7 @@ def build_pipeline(
         config,
         mesh,
         runtime.device,
-        edge_groups,
+        edges,
         on_step,
         overlap,
     )
@@ -239,9 +244,9 @@ def _parallelize(module: TransformerStage, mesh: Mesh, context: ContextParallel)
     _shard(module, mesh)
 
 
-def is_sharded(mesh: Mesh) -> bool:
-    """Whether some parameters are sharded with FSDP."""
-    return mesh.size("fsdp") > 1 or mesh.size("expert_shard") > 1
+def _is_sharded(module: TransformerStage) -> bool:
+    """Whether FSDP shards some of its parameters."""
+    return any(isinstance(part, FSDPModule) for part in module.modules())
 
 
 def _shard(module: TransformerStage, mesh: Mesh) -> None:

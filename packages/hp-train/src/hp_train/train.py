@@ -59,8 +59,9 @@ def main(config: Config, *, worker: Worker) -> int:
         are left as they are: NCCL would wait for operations that other ranks never join, and
         nobody would learn of the error. The process is to be ended.
     """
-    status = start(config, worker).run()
-    shutdown()
+    trainer = start(config, worker)
+    status = trainer.run()
+    trainer.close()
     return status
 
 
@@ -259,6 +260,11 @@ class Trainer:
             return PREEMPTED
         self._finish(console)
         return 0
+
+    def close(self) -> None:
+        """Leave the world. All ranks call this together, and none after an error."""
+        self.pipeline.close()
+        shutdown()
 
     def train_step(
         self, *, before_update: Callable[[float, float, float], None] | None = None
