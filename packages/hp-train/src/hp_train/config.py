@@ -69,6 +69,10 @@ class LaunchConfig(Struct, frozen=True, kw_only=True):
     hang_seconds: Annotated[
         Seconds, _help("Seconds without progress of any rank after which the run is ended.")
     ] = 120.0
+    max_restarts: Annotated[
+        CountOrZero,
+        _help("Restarts after a rank is lost or hangs, in a row without a new checkpoint."),
+    ] = 3
     stop_grace_seconds: Annotated[
         Seconds, _help("Seconds for saving after a request to stop, then the ranks are killed.")
     ] = 30.0
@@ -346,11 +350,24 @@ class TrainConfig(Struct, frozen=True, kw_only=True):
     max_grad_norm: Annotated[
         NotNegative, _help("Gradients are scaled down to this norm. 0: never.")
     ] = 1.0
+    not_finite: Annotated[
+        Literal["stop", "skip"],
+        _help("What to do at a step whose loss or gradient is not finite."),
+    ] = "stop"
+    max_skipped_steps: Annotated[
+        Count, _help("Steps skipped in a row after which the run is ended all the same.")
+    ] = 10
     log_every: Annotated[Count, _help("Steps between printed lines.")] = 10
     eval_every: Annotated[CountOrZero, _help("Steps between evaluations. 0: none.")] = 50
     eval_batches: Annotated[Count, _help("Global batches per evaluation.")] = 4
     save_every: Annotated[CountOrZero, _help("Steps between checkpoints. 0: only at the end.")] = 0
+    async_save: Annotated[
+        bool, _help("Save a copy behind the training; the last save of a run is waited for.")
+    ] = True
     keep_checkpoints: Annotated[Count, _help("Checkpoints kept; older ones are removed.")] = 2
+    keep_every: Annotated[
+        CountOrZero, _help("Checkpoints of multiples of this step are kept for good. 0: none.")
+    ] = 0
     sample_tokens: Annotated[
         CountOrZero, _help("Tokens of the continuation printed at the end. 0: none.")
     ] = 200

@@ -1,6 +1,8 @@
 """What a run says while it runs: metrics.jsonl, lines on the console, TensorBoard events."""
 
 import json
+import math
+import os
 import resource
 import sys
 from collections.abc import Mapping
@@ -29,6 +31,8 @@ class StepMetrics:
         peak_memory_bytes: The largest of any rank: CUDA allocations, resident set on the CPU.
         bubble: Share of the ranks' time in the pipeline that went into no stage's compute.
         eval_loss: Mean cross-entropy on held-out text, where it was evaluated.
+        skipped: Why the step changed nothing, where it was skipped. What is not finite is left out
+            of the line then.
     """
 
     step: int
@@ -43,14 +47,16 @@ class StepMetrics:
     peak_memory_bytes: int
     bubble: float
     eval_loss: float | None = None
+    skipped: str | None = None
 
     def with_eval(self, eval_loss: float | None) -> "StepMetrics":
         """The same step, with the held-out loss measured after it, if it was."""
         return replace(self, eval_loss=eval_loss)
 
     def as_dict(self) -> dict[str, Any]:
-        """Keys and values as written; ``eval_loss`` only where there is one."""
-        return {key: value for key, value in asdict(self).items() if value is not None}
+        """Keys and values as written; only what there is, and of numbers only what is finite."""
+        values = {key: value for key, value in asdict(self).items() if value is not None}
+        return {k: v for k, v in values.items() if not isinstance(v, float) or math.isfinite(v)}
 
     def __str__(self) -> str:
         line = (
@@ -127,7 +133,7 @@ class MetricsWriter:
             self._file.flush()
         if self._events is not None:
             for name, value in values.items():
-                if name != "step":
+                if name != "step" and not isinstance(value, str):
                     self._events.add_scalar(name, value, metrics.step)
 
     def close(self) -> None:
@@ -152,7 +158,10 @@ def read_metrics(path: Path) -> list[Mapping[str, Any]]:
 
 def _reopen(path: Path, resume_step: int) -> Any:
     kept = [row for row in read_metrics(path) if row["step"] <= resume_step]
-    path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    # In one step: killed in the middle, a run would lose the lines of steps it will not repeat.
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    draft.replace(path)
     return path.open("a")
 
 

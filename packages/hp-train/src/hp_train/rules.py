@@ -66,6 +66,7 @@ def require_run_directory(path: str) -> None:
 def _problems(config: Config, world: World | None) -> Iterator[str]:
     yield from _layout_problems(config, world)
     yield from _model(config)
+    yield from _saving(config)
     yield from _files(config)
     yield from _extras(config)
 
@@ -318,6 +319,13 @@ def _batches(config: Config) -> Iterator[str]:
             'train.sample_prompt ("") must not be empty '
             f"with train.sample_tokens ({train.sample_tokens})"
         )
+
+
+def _saving(config: Config) -> Iterator[str]:
+    often, kept = config.train.save_every, config.train.keep_every
+    if kept and (often == 0 or kept % often):
+        hint = _multiples(kept, often) if often else ""
+        yield f"train.keep_every ({kept}) must be a multiple of train.save_every ({often}){hint}"
 
 
 def _overlap(config: Config) -> Iterator[str]:

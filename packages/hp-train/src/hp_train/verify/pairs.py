@@ -26,7 +26,10 @@ _WITHOUT_EFFECT = (
     "data.eval_fraction",
     "train.*_every",
     "train.eval_batches",
+    "train.async_save",
     "train.keep_checkpoints",
+    "train.max_skipped_steps",
+    "train.not_finite",
     "train.sample_*",
 )
 
