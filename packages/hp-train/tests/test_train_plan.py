@@ -16,7 +16,7 @@ from hp_train.cli import main
 from hp_train.config import Config, ModelConfig
 from hp_train.errors import ConfigError
 from hp_train.layout import Layout
-from hp_train.model import DropoutKey, Microbatch, TransformerStage
+from hp_train.model import DropoutKey, Microbatch, TransformerStage, look_ahead
 from hp_train.options import resolve
 from hp_train.plan import MACHINES, Machine, choose, estimate
 from hp_train.plan.choose import plan_axes
@@ -127,7 +127,8 @@ def kept_bytes(module: TransformerStage, sequences: int, length: int) -> int:
 
     tokens = torch.randint(VOCAB, (sequences, length))
     key = DropoutKey(0, 0, torch.arange(sequences), torch.arange(length))
-    microbatch = Microbatch(sequences, key, targets=tokens)
+    counts = (tokens.numel(),) * len(module.mtp)
+    microbatch = Microbatch(sequences, key, ahead=look_ahead(tokens, tokens, counts))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         logits = module(tokens, microbatch=microbatch)
         wide = torch.promote_types(logits.dtype, torch.float32)

@@ -259,9 +259,9 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     def stage_width(self) -> int:
         """Width of what travels between pipeline stages.
 
-        Multi-token prediction needs the embeddings at the end, so they travel along.
+        Modules of multi-token prediction need embeddings at the end, so they travel along.
         """
-        return self.dim * (2 if self.num_mtp_modules else 1)
+        return self.dim * (1 + self.num_mtp_modules)
 
     @property
     def rotated_head_dim(self) -> int:

@@ -28,6 +28,8 @@ class StepMetrics:
         cpu_seconds: CPU time of all ranks since the step before, evaluation and saving included.
         peak_memory_bytes: The largest of any rank: CUDA allocations, resident set on the CPU.
         bubble: Share of the ranks' time in the pipeline that went into no stage's compute.
+        prediction_loss: Mean cross-entropy of the modules of multi-token prediction, where there
+            are some.
         eval_loss: Mean cross-entropy on held-out text, where it was evaluated.
     """
 
@@ -42,6 +44,7 @@ class StepMetrics:
     cpu_seconds: float
     peak_memory_bytes: int
     bubble: float
+    prediction_loss: float | None = None
     eval_loss: float | None = None
 
     def with_eval(self, eval_loss: float | None) -> "StepMetrics":
@@ -49,12 +52,14 @@ class StepMetrics:
         return replace(self, eval_loss=eval_loss)
 
     def as_dict(self) -> dict[str, Any]:
-        """Keys and values as written; ``eval_loss`` only where there is one."""
+        """Keys and values as written; losses that were not computed are left out."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
     def __str__(self) -> str:
+        ahead = self.prediction_loss
         line = (
-            f"step {self.step:>5}  loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}"
+            f"step {self.step:>5}  loss {self.loss:.4f}"
+            f"{'' if ahead is None else f'  ahead {ahead:.4f}'}  grad norm {self.grad_norm:.3f}"
             f"  lr {self.lr:.2e}  {self.tokens_per_second:,.0f} tokens/s"
             f"  {self.step_seconds * 1e3:.0f} ms  {self.peak_memory_bytes / 2**20:,.0f} MiB"
             f"  bubble {self.bubble:.0%}"

@@ -81,7 +81,7 @@ class Pipeline:
     @property
     def vocabulary(self) -> range:
         """Tokens whose logits this rank computes, if it has the last stage."""
-        return chunk(range(self.vocab_size), self.mesh.size("tp"), self.mesh.index("tp"))
+        return vocabulary_of(self.mesh, self.vocab_size)
 
     def training(self, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> PipelineScheduleRuntime:
         """What runs the configured schedule over the microbatches of one step."""
@@ -186,7 +186,7 @@ def build_pipeline(
         # Parameters stay fp32 under bf16 compute: they are the masters that the optimizer updates.
         module.to(torch.promote_types(module.compute_dtype, torch.float32))
         shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-        _parallelize(module, mesh, context)
+        _parallelize(module, mesh, context, vocab_size)
         if overlap is not None:
             overlap_experts(module, overlap)
         module.to_empty(device=runtime.device)
@@ -214,22 +214,27 @@ def build_pipeline(
     )
 
 
+def vocabulary_of(mesh: Mesh, vocab_size: int) -> range:
+    """Tokens whose rows of the embedding and whose logits are on this rank."""
+    return chunk(range(vocab_size), mesh.size("tp"), mesh.index("tp"))
+
+
 def _overlap(timeout: timedelta) -> CommComputeOverlap:
     # A collective that fails says more than a turn that does not come: let it be the first.
     return CommComputeOverlap(HookCoordinator(timeout=2 * timeout.total_seconds()), strict=True)
 
 
-def _parallelize(module: TransformerStage, mesh: Mesh, context: ContextParallel) -> None:
+def _parallelize(
+    module: TransformerStage, mesh: Mesh, context: ContextParallel, vocab_size: int
+) -> None:
     """Cut a stage, on the meta device, over the ranks that share it; the order matters."""
     if mesh.size("tp") > 1:
-        cut_tensors(module, mesh.groups["tp"])
-    for block in module.layers.values():
-        assert isinstance(block, Block)
-        if mesh.size("cp") > 1:
-            context.apply(block.attention.core, mesh.groups["cp"])
-        if mesh.size("sequence") > 1:
-            block.sequence_ranks = mesh.groups["sequence"]
+        cut_tensors(module, vocabulary_of(mesh, vocab_size), mesh.groups["tp"])
     for part in module.modules():
+        if isinstance(part, Block) and mesh.size("cp") > 1:
+            context.apply(part.attention.core, mesh.groups["cp"])
+        if isinstance(part, Block) and mesh.size("sequence") > 1:
+            part.sequence_ranks = mesh.groups["sequence"]
         if isinstance(part, GroupedExperts) and mesh.size("etp") > 1:
             # Ranks that share an expert's width have different positions.
             style = ExpertTensorParallel(sliced=True)
@@ -257,7 +262,7 @@ def _shard(module: TransformerStage, mesh: Mesh) -> None:
         if isinstance(part, GroupedExperts)
         for parameter in part.parameters(recurse=False)
     }
-    for part in (*module.layers.values(), module):
+    for part in (*module.layers.values(), *module.mtp, module):
         fully_shard(part, mesh=device_mesh, ignored_params=experts)
         assert isinstance(part, FSDPModule)
         part.set_gradient_divide_factor(1.0)

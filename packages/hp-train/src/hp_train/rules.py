@@ -119,10 +119,6 @@ def _tensor_ranks(config: Config) -> Iterator[str]:
     for name, size in cut.items():
         if size % tp:
             yield f"mesh.tp ({tp}) must divide model.{name} ({size}){_divisors(tp, size)}"
-    for axis in ("tp", "cp") if model.num_mtp_modules else ():
-        if (size := getattr(config.mesh, axis)) > 1:
-            ahead = f"model.num_mtp_modules ({model.num_mtp_modules})"
-            yield f"mesh.{axis} ({size}) must be 1 with {ahead}"
 
 
 def _context_ranks(config: Config) -> Iterator[str]:

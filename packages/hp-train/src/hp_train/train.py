@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from hp_train.launch.task import Worker
 from hp_train.layout import Layout
 from hp_train.mesh import build_mesh
 from hp_train.metrics import Console, MetricsWriter, StepMetrics, peak_memory_bytes
-from hp_train.model import DropoutKey, Microbatch
+from hp_train.model import DropoutKey, Microbatch, look_ahead
 from hp_train.optimizer import build_optimizer, learning_rate
 from hp_train.parallelize import build_pipeline
 from hp_train.report import planned_and_actual, write_report
@@ -153,6 +153,21 @@ def require_same_data(digests: tuple[str, ...], *, control: dist.ProcessGroup) -
         raise DataError(f"ranks 0 and {other} must read the same text, but their tokens differ")
 
 
+class Losses(NamedTuple):
+    """What a step's loss consists of; of one rank its share, or the sum over all of them.
+
+    Attributes:
+        tokens: Mean cross-entropy of the next token.
+        balance: The load-balancing term, as it is added.
+        prediction: Mean cross-entropy of all modules of multi-token prediction; `model.mtp_weight`
+            times that is added.
+    """
+
+    tokens: float
+    balance: float
+    prediction: float
+
+
 class Trainer:
     """A run as one rank sees it. All ranks construct it and call its methods together.
 
@@ -243,13 +258,13 @@ class Trainer:
             console.close()
 
     def train_step(
-        self, *, before_update: Callable[[float, float, float], None] | None = None
+        self, *, before_update: Callable[[Losses, float], None] | None = None
     ) -> tuple[StepMetrics, bool]:
         """One update of the weights.
 
         Args:
-            before_update: Called with loss, balancing loss and gradient norm of the whole step,
-                while the gradients are summed and not yet clipped.
+            before_update: Called with losses and gradient norm of the whole step, while the
+                gradients are summed and not yet clipped.
 
         Returns:
             What happened, and whether some rank was asked to stop.
@@ -260,19 +275,20 @@ class Trainer:
         """
         began = time.perf_counter()
         train = self.config.train
-        loss, balance, busy = self.compute_gradients()
+        losses, busy = self.compute_gradients()
         cpu, self._cpu_before = self._cpu_before, time.process_time()
         scalars, squares, memory = self._sum_over_ranks(
-            [loss, balance, busy, self._cpu_before - cpu, self.worker.stop.requested]
+            [*losses, busy, self._cpu_before - cpu, self.worker.stop.requested]
         )
-        loss, balance, busy, cpu_seconds, stops = scalars
+        *summed, busy, cpu_seconds, stops = scalars
+        losses = Losses(*summed)
         grad_norm = math.sqrt(squares.sum())
-        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+        if not all(map(math.isfinite, (*losses, grad_norm))):
             what = self.norm.first_bad(squares)
-            bad = f"the gradient of {what}" if what else f"the loss ({loss})"
+            bad = f"the gradient of {what}" if what else f"the loss ({losses.tokens})"
             raise NumericsError(f"step {self.step + 1}: {bad} is not finite")
         if before_update is not None:
-            before_update(loss, balance, grad_norm)
+            before_update(losses, grad_norm)
         self._beat("optimizer")
         clip_gradients(self.parameters, grad_norm, train.max_grad_norm)
         rate = learning_rate(self.step, train)
@@ -286,8 +302,9 @@ class Trainer:
         seconds = time.perf_counter() - began
         metrics = StepMetrics(
             step=self.step,
-            loss=loss,
-            balance_loss=balance,
+            loss=losses.tokens,
+            balance_loss=losses.balance,
+            prediction_loss=losses.prediction if self.config.model.num_mtp_modules else None,
             grad_norm=grad_norm,
             lr=rate,
             tokens=self.next_sequence * self.config.data.seq_len,
@@ -299,12 +316,12 @@ class Trainer:
         )
         return metrics, stops > 0
 
-    def compute_gradients(self) -> tuple[float, float, float]:
+    def compute_gradients(self) -> tuple[Losses, float]:
         """Forward and backward of the next global batch, gradients summed over the ranks.
 
         Returns:
-            This rank's share of the loss and of the balancing loss, and the share of the
-            pipeline's wall time that this rank spent computing.
+            This rank's share of the losses, and the share of the pipeline's wall time that this
+            rank spent computing.
         """
         args, kwargs, targets = self._microbatches(self.data, self.next_sequence, train=True)
         batch = range(self.next_sequence, self.next_sequence + self.config.train.global_batch_size)
@@ -316,10 +333,12 @@ class Trainer:
         seconds = time.perf_counter() - began
         self._beat("reduce gradients", waiting=True)
         reduce_gradients(self.parameters, self.mesh)
-        balances = [t for k in kwargs for t in k["microbatch"].balance_losses.values()]
+        microbatches: list[Microbatch] = [k["microbatch"] for k in kwargs]
+        balances = [t for m in microbatches for t in m.balance_losses.values()]
+        predictions = [t for m in microbatches for t in m.prediction_losses]
         busy = sum(span.end - span.start for span in self.timeline if span.step.type.is_compute)
         loss = self._once(result.losses) * self.runner.loss_scale
-        return loss, float(sum(balances)), busy / seconds
+        return Losses(loss, float(sum(balances)), self._once(predictions)), busy / seconds
 
     def evaluate(self) -> float | None:
         """Mean cross-entropy on held-out text, in nats per token, the same number on all ranks.
@@ -427,6 +446,9 @@ class Trainer:
     ) -> tuple[list[tuple[Tensor]], list[dict[str, Any]], list[Tensor]]:
         """This rank's share of the global batch that starts at sequence ``first``."""
         size, count = self.config.train.microbatch_size, self.runner.schedule.num_microbatches
+        batch = range(first, first + self.config.train.global_batch_size)
+        depths = range(1, self.config.model.num_mtp_modules + 1) if train else range(0)
+        num_ahead = tuple(data.num_targets(batch, ahead=depth) for depth in depths)
         first += self.mesh.dp_index * size * count
         sequence = self.pipeline.sequence
         args, kwargs, targets = [], [], []
@@ -434,6 +456,7 @@ class Trainer:
             indices = range(start, start + size)
             tokens, target, lengths = data.batch(indices)
             limits = tuple(map(Documents, lengths)) if any(len(n) > 1 for n in lengths) else None
+            ahead = look_ahead(tokens, target, num_ahead).map(sequence.shard) if depths else None
             tokens, target = sequence.shard(tokens), sequence.shard(target)
             key = None
             if train:
@@ -446,7 +469,7 @@ class Trainer:
                 key,
                 positions=sequence.attended,
                 documents=limits,
-                targets=targets[-1] if train else None,
+                ahead=ahead and ahead.map(self._on_device),
             )
             kwargs.append({"microbatch": microbatch})
         return args, kwargs, targets

@@ -20,6 +20,7 @@ from hp_expert import (
     sequence_balance_loss,
 )
 from hp_train.config import ModelConfig
+from hp_train.model.ahead import Ahead
 from hp_train.model.attention import Limits, make_attention
 from hp_train.model.layers import DropoutKey, FeedForward, RMSNorm, dropout
 from hp_train.model.recompute import Recompute, recomputed
@@ -36,18 +37,19 @@ class Microbatch:
         positions: Of the tokens that attention sees on this rank, in their sequence, int64 [S];
             None: 0 .. S - 1.
         documents: What limits attention besides the model's own mask, for each sequence.
-        targets: The token after each token, int64 [B, S], negative where none is to be learned;
-            wanted for multi-token prediction only, and None outside training.
+        ahead: What multi-token prediction reads and predicts, for the positions that attention
+            sees here; None outside training.
         balance_losses: Each MoE layer puts its detached share of the balancing loss here, under
             its name, so that a part that runs again does not count twice.
-        prediction_losses: Each multi-token prediction module appends its detached share here.
+        prediction_losses: Each multi-token prediction module appends its detached share of their
+            mean loss here.
     """
 
     num_sequences: int
     key: DropoutKey | None = None
     positions: Tensor | None = None
     documents: Limits = None
-    targets: Tensor | None = None
+    ahead: Ahead | None = None
     balance_losses: dict[str, Tensor] = field(default_factory=dict)
     prediction_losses: list[Tensor] = field(default_factory=list)
 

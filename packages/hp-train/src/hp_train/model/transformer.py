@@ -5,10 +5,14 @@ output matrix and the modules of multi-token prediction. Parameters keep the nam
 whole model (``layers.5.attention.wq`` is that on every stage of every layout), so that names
 identify them in initialisation, gradient norm and checkpoints.
 
-Shape symbols: B sequences, S positions, D model width, V vocabulary.
+Shape symbols: B sequences, S positions, D model width, V vocabulary, M modules of multi-token
+prediction.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hp_platform import linear
@@ -21,6 +25,11 @@ from hp_train.model.rotary import Rotation, rotation
 
 class TransformerStage(nn.Module):
     """One pipeline stage of the model.
+
+    Attributes:
+        before_output: What hidden states go through before the output matrix: where that is cut
+            over ranks, the gathering of their positions.
+        cross_entropy: From logits and targets of tokens to the sum of their losses.
 
     Args:
         config: The whole model.
@@ -51,6 +60,8 @@ class TransformerStage(nn.Module):
         self.output = Linear(config.dim, vocab_size) if last and not tied else None
         depths = range(1, config.num_mtp_modules + 1) if last else range(0)
         self.mtp = nn.ModuleList(PredictionModule(config, depth) for depth in depths)
+        self.before_output: Callable[[Tensor], Tensor] | None = None
+        self.cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy
 
     def forward(self, x: Tensor, *, microbatch: Microbatch) -> Tensor:
         """Run the stage.
@@ -61,46 +72,62 @@ class TransformerStage(nn.Module):
 
         Returns:
             Logits [B, S, V] on the last stage. Activations [B, S, D] on others; with multi-token
-            prediction [B, S, 2D], beside them the embeddings, which it needs at the end.
+            prediction [B, S, (1 + M) D], beside them the embeddings of later tokens, which it
+            needs at the end.
         """
-        embedded: Tensor | None = None
+        config, ahead = self.config, microbatch.ahead
+        later: Sequence[Tensor] = ()
         if self.embedding is not None:
-            embedded = self.embedding(x).to(self.compute_dtype)
-            x = dropout(embedded, self.config.dropout, microbatch.key, "embedding")
-        elif self.config.num_mtp_modules:
-            x, embedded = x.chunk(2, dim=-1)
-        turn = rotation(self.config, _positions(x, microbatch))
+            tokens = x if ahead is None else torch.cat((x, *ahead.tokens))
+            x, *later = self.embedding(tokens).to(self.compute_dtype).split(len(x))
+            x = dropout(x, config.dropout, microbatch.key, "embedding")
+        elif config.num_mtp_modules:
+            x, *later = x.split(config.dim, dim=-1)
+        turn = rotation(config, _positions(x, microbatch))
         for block in self.layers.values():
             x = block(x, rotation=turn, microbatch=microbatch, documents=microbatch.documents)
         if self.norm is not None:
-            return self._logits(self._look_ahead(self.norm(x), embedded, turn, microbatch))
-        if self.config.num_mtp_modules and embedded is not None:
-            return torch.cat((x, embedded), dim=-1)
-        return x
+            hidden = self.norm(x)
+            if ahead is not None:
+                hidden = self._predict_ahead(hidden, later, turn, microbatch)
+            return self._logits(hidden)
+        if ahead is None:
+            return F.pad(x, (0, config.stage_width - config.dim))
+        return torch.cat((x, *later), dim=-1)
 
-    def _look_ahead(
-        self, hidden: Tensor, embedded: Tensor | None, turn: Rotation, microbatch: Microbatch
+    def _predict_ahead(
+        self, hidden: Tensor, later: Sequence[Tensor], turn: Rotation, microbatch: Microbatch
     ) -> Tensor:
-        """Let the losses of multi-token prediction, if there are any, hang on the hidden states."""
-        if len(self.mtp) == 0 or microbatch.targets is None or embedded is None:
-            return hidden
+        """Let the loss of multi-token prediction hang on the hidden states."""
         loss = prediction_loss(
             self.mtp,
             hidden,
-            embedded,
-            weight=self.config.mtp_weight,
+            later,
             rotation=turn,
             microbatch=microbatch,
             logits_of=self._logits,
+            cross_entropy=self.cross_entropy,
         )
-        return add_loss(hidden, loss)
+        return add_loss(hidden, loss * self.config.mtp_weight)
 
     def _logits(self, x: Tensor) -> Tensor:
+        if self.before_output is not None:
+            x = self.before_output(x)
         if self.output is not None:
             logits: Tensor = self.output(x)
             return logits
         assert self.embedding is not None
         return linear(x, self.embedding.weight.to(x.dtype))
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum of the cross-entropy of all tokens whose target is not negative, a scalar.
+
+    Args:
+        logits: [T, V], fp32 or wider.
+        targets: int64 [T].
+    """
+    return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
 
 
 def _positions(x: Tensor, microbatch: Microbatch) -> Tensor:
