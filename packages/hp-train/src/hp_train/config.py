@@ -252,7 +252,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     dropout: Annotated[BelowOne, _help("Share of activations dropped in training.")] = 0.0
     init_std: Annotated[Positive, _help("Standard deviation of the first weights.")] = 0.02
     tie_embeddings: Annotated[
-        bool, _help("Share the embedding with the output layer; not yet with mesh.pp > 1.")
+        bool, _help("Use the embedding as the output matrix too.")
     ] = False
 
     @property

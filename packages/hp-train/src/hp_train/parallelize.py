@@ -44,6 +44,7 @@ from hp_train.parameters import Parameter, named_parameters
 from hp_train.schedules import split_layers, training_schedule
 from hp_train.sequence import SequenceShare
 from hp_train.tensor_parallel import cut_tensors
+from hp_train.tied import merge_copies, share_table, tied_group
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -54,7 +55,7 @@ class Pipeline:
 
     Attributes:
         modules: Stage index -> module, for the stages of this rank.
-        parameters: Of these stages.
+        parameters: Of these stages, each once.
         num_stages: Of the whole pipeline.
         vocab_size: Of the tokenizer.
         sequence: Which positions this rank has.
@@ -159,10 +160,18 @@ def build_pipeline(
     layers = split_layers(config.model.num_layers, num_stages)
     placement = training_schedule(
         config.pipeline, num_ranks=mesh.layout.pp, num_microbatches=1
-    ).stages_of(mesh.pp_index)
+    )
     edge_groups = build_edge_groups(
         mesh.layout.pipelines(), backend=runtime.backend, timeout=timeout
     )
+    peers = None
+    if config.model.tie_embeddings:
+        peers = tied_group(
+            placement.stage_to_rank,
+            mesh.layout.pipelines(),
+            backend=runtime.backend,
+            timeout=timeout,
+        )
     degree = config.mesh.heads_degree
     sequence = SequenceShare.of(
         mesh,
@@ -172,8 +181,9 @@ def build_pipeline(
     )
     context = ContextParallel(degree, ring=config.mesh.cp_ring, layout=sequence.layout)
     overlap = _overlap(timeout) if config.pipeline.overlap else None
-    modules, parameters = {}, []
-    for stage in placement:
+    modules: dict[int, TransformerStage] = {}
+    parameters: list[Parameter] = []
+    for stage in placement.stages_of(mesh.pp_index):
         with torch.device("meta"):
             module = TransformerStage(
                 config.model,
@@ -195,13 +205,15 @@ def build_pipeline(
                 block.recompute = config.train.recompute
         for buffer in module.buffers():  # correction biases
             buffer.zero_()
+        if stage and module.embedding is not None and 0 in modules:
+            share_table(modules[0], module)
         found = named_parameters(module, shapes, mesh)
         initialize_parameters(found, config.model, seed=config.run.seed)
         modules[stage] = module
         parameters += found
     return Pipeline(
         modules,
-        parameters,
+        merge_copies(parameters, peers),
         num_stages,
         vocab_size,
         sequence,

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
 from hp_expert import GroupedExperts
@@ -40,6 +42,8 @@ class Parameter:
             after backward.
         is_expert: Whether dim 0 is the experts of a layer.
         span: Of each dim, first and last + 1 index of the local part in the whole.
+        twins: The same parameter in other stages of this rank, which shard it by themselves.
+        peers: Ranks whose stages have a copy; gradients are summed over them after all other sums.
     """
 
     name: str
@@ -50,6 +54,8 @@ class Parameter:
     replicas: tuple[str, ...]
     is_expert: bool
     span: tuple[tuple[int, int], ...]
+    twins: tuple[nn.Parameter, ...] = ()
+    peers: ProcessGroup | None = None
 
     @property
     def experts(self) -> range | None:
@@ -61,12 +67,20 @@ class Parameter:
 
         An expert that nobody chose has no gradient.
         """
-        gradient = self.tensor.grad
-        if gradient is None:
-            self.local.grad = self.local.new_zeros(self.local.shape)
+        tensors = (self.tensor, *self.twins)
+        found = [local_part(tensor.grad) for tensor in tensors if tensor.grad is not None]
+        for tensor in tensors:
+            tensor.grad = None
+        if found:
+            self.local.grad = reduce(torch.add, found)
         else:
-            self.local.grad = local_part(gradient)
-        self.tensor.grad = None
+            self.local.grad = self.local.new_zeros(self.local.shape)
+
+    @torch.no_grad()
+    def update_twins(self) -> None:
+        """Give other stages of this rank the values that ``local`` has now."""
+        for twin in self.twins:
+            local_part(twin).copy_(self.local)
 
     def as_whole(self, local: Tensor, mesh: Mesh) -> Tensor:
         """Describe a tensor cut as this parameter is: a DTensor, or itself where nothing is cut.

@@ -159,11 +159,6 @@ def _pipeline(config: Config) -> Iterator[str]:
             f"model.num_layers ({model.num_layers}) must be at least mesh.pp ({mesh.pp}) x "
             f"pipeline.stages_per_rank ({pipeline.stages_per_rank}) = {num_stages}"
         )
-    if model.tie_embeddings and num_stages > 1:
-        yield (
-            f"model.tie_embeddings (true) must be false with mesh.pp ({mesh.pp}) x "
-            f"pipeline.stages_per_rank ({pipeline.stages_per_rank}) above 1"
-        )
 
 
 def _model(config: Config) -> Iterator[str]:

@@ -295,6 +295,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
+        self._update_twins()
         self.optimizer.zero_grad()
         self._balance_experts()
         self.step += 1
@@ -406,6 +407,7 @@ class Trainer:
             raise DataError(
                 f"{loaded.path} was trained on other data than {self.worker.run_dir}/data"
             )
+        self._update_twins()
         self.step = loaded.extra["step"]
         self.next_sequence = loaded.extra["next_sequence"]
         set_optimizer_steps(self.optimizer, self.step)
@@ -416,7 +418,12 @@ class Trainer:
         named = {k: v for k, v in self._tensors().items() if k.startswith("model.")}
         tensors = {name.removeprefix("model."): tensor for name, tensor in named.items()}
         load_weights(folder, tensors, group=self.runtime.control)
+        self._update_twins()
         return f"started from the weights of {folder}"
+
+    def _update_twins(self) -> None:
+        for parameter in self.parameters:
+            parameter.update_twins()
 
     def _save_or_warn(self, console: Console) -> None:
         """A full disk in the middle of a run is no reason to lose the run."""

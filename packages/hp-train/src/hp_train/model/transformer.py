@@ -1,7 +1,8 @@
 """A decoder-only transformer, dense or with experts, cut into pipeline stages.
 
 A stage holds a run of layers; the first also holds the embedding, the last the final norm, the
-output matrix and the modules of multi-token prediction. Parameters keep the names they have in the
+output matrix, which may be a copy of the embedding, and the modules of multi-token prediction.
+Parameters keep the names they have in the
 whole model (``layers.5.attention.wq`` is that on every stage of every layout), so that names
 identify them in initialisation, gradient norm and checkpoints.
 
@@ -53,11 +54,13 @@ class TransformerStage(nn.Module):
         super().__init__()
         self.config = config
         self.compute_dtype = compute_dtype
-        self.embedding = nn.Embedding(vocab_size, config.dim) if first else None
+        self.is_first = first
+        has_table = first or (last and config.tie_embeddings)
+        self.embedding = nn.Embedding(vocab_size, config.dim) if has_table else None
         self.layers = nn.ModuleDict({str(i): Block(config, i, f"layers.{i}") for i in layers})
         self.norm = RMSNorm(config.dim, eps=config.norm_eps) if last else None
-        tied = config.tie_embeddings and first
-        self.output = Linear(config.dim, vocab_size) if last and not tied else None
+        has_output = last and not config.tie_embeddings
+        self.output = Linear(config.dim, vocab_size) if has_output else None
         depths = range(1, config.num_mtp_modules + 1) if last else range(0)
         self.mtp = nn.ModuleList(PredictionModule(config, depth) for depth in depths)
         self.before_output: Callable[[Tensor], Tensor] | None = None
@@ -77,7 +80,8 @@ class TransformerStage(nn.Module):
         """
         config, ahead = self.config, microbatch.ahead
         later: Sequence[Tensor] = ()
-        if self.embedding is not None:
+        if self.is_first:
+            assert self.embedding is not None
             tokens = x if ahead is None else torch.cat((x, *ahead.tokens))
             x, *later = self.embedding(tokens).to(self.compute_dtype).split(len(x))
             x = dropout(x, config.dropout, microbatch.key, "embedding")

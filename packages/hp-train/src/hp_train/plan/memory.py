@@ -82,9 +82,13 @@ def static_memory(config: Config, stages: Sequence[Work], layout: Layout) -> tup
         layout: Cuts them.
     """
     weights = [weight for stage in stages for weight in stage.weights]
-    elements = sum(local_elements(weight, layout) for weight in weights)
-    parameters = elements * parameter_bytes(config)
-    return parameters, parameters, 2 * parameters + _STEP_BYTES * len(weights)
+    # A tied table of two stages is updated once; FSDP gives each stage a copy.
+    once = list({weight.name: weight for weight in weights}.values())
+    held, updated = (
+        sum(local_elements(weight, layout) for weight in some) * parameter_bytes(config)
+        for some in (weights if layout.fsdp > 1 else once, once)
+    )
+    return held, held, 2 * updated + _STEP_BYTES * len(once)
 
 
 def buffer_bytes(

@@ -234,7 +234,10 @@ def prediction(config: Config, depth: int, vocab_size: int) -> Work:
 def stage(config: Config, vocab_size: int, *, layers: range, first: bool, last: bool) -> Work:
     """A pipeline stage; names of parameters are those of the whole model."""
     model = config.model
-    parts = [embedding(model, vocab_size).under("embedding.")] if first else []
+    table = embedding(model, vocab_size).under("embedding.")
+    parts = [table] if first else []
+    if last and not first and model.tie_embeddings:
+        parts.append(Work(table.weights))
     parts += [layer(config, index).under(f"layers.{index}.") for index in layers]
     parts += [head(model, vocab_size)] if last else []
     for depth in range(1, model.num_mtp_modules + 1) if last else ():
