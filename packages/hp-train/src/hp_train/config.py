@@ -321,7 +321,7 @@ class TrainConfig(Struct, frozen=True, kw_only=True):
         Share, _help("Last learning rate as a share of the highest.")
     ] = 0.1
     warmup_steps: Annotated[CountOrZero, _help("Steps of linear warm-up.")] = 10
-    weight_decay: Annotated[NotNegative, _help("AdamW's decay of matrices.")] = 0.1
+    weight_decay: Annotated[NotNegative, _help("AdamW's decay of matrices; norms and biases have none.")] = 0.1
     beta1: Annotated[BelowOne, _help("AdamW's decay of the mean gradient.")] = 0.9
     beta2: Annotated[BelowOne, _help("AdamW's decay of the mean square.")] = 0.95
     adam_eps: Annotated[Positive, _help("AdamW's addition to the root.")] = 1e-8

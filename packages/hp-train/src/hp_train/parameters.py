@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,12 @@ from torch.distributed.tensor import DTensor, Shard
 from hp_expert import GroupedExperts
 from hp_train.cuts import HIDDEN_DIM, chunk, cut_dim
 from hp_train.mesh import Mesh
+
+
+Kind = Literal["matrix", "norm", "bias"]
+"""What a parameter is for, whatever its number of dims: biases of experts are stacked."""
+
+_BIASES = frozenset(("bias", "b1", "b2", "b3", "sinks"))
 
 
 class Cut(NamedTuple):
@@ -56,6 +62,13 @@ class Parameter:
     span: tuple[tuple[int, int], ...]
     twins: tuple[nn.Parameter, ...] = ()
     peers: ProcessGroup | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """By its name; the sinks of attention are scores of nothing, and so biases."""
+        if self.name.rpartition(".")[2] in _BIASES:
+            return "bias"
+        return "norm" if self.name.endswith("norm.weight") else "matrix"
 
     @property
     def experts(self) -> range | None:
