@@ -316,6 +316,10 @@ class TrainConfig(Struct, frozen=True, kw_only=True):
         Literal["none", "attention", "feed_forward", "full"],
         _help("What of each block is computed again in backward instead of being kept."),
     ] = "none"
+    compile: Annotated[
+        Literal["none", "inductor", "aot_eager"],
+        _help("What compiles attention and feed-forward of blocks; torch's names of backends."),
+    ] = "none"
     learning_rate: Annotated[NotNegative, _help("Highest learning rate.")] = 3e-3
     min_learning_rate_ratio: Annotated[
         Share, _help("Last learning rate as a share of the highest.")

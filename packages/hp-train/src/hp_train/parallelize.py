@@ -39,6 +39,7 @@ from hp_train.initialization import initialize_parameters
 from hp_train.mesh import Mesh
 from hp_train.model import TransformerStage
 from hp_train.model.block import Block
+from hp_train.model.compiled import compile_blocks
 from hp_train.overlap import overlap_experts, overlap_pairs
 from hp_train.parameters import Parameter, named_parameters
 from hp_train.schedules import split_layers, training_schedule
@@ -203,6 +204,7 @@ def build_pipeline(
         for block in module.modules():
             if isinstance(block, Block):
                 block.recompute = config.train.recompute
+        compile_blocks(module, config.train.compile)
         for buffer in module.buffers():  # correction biases
             buffer.zero_()
         if stage and module.embedding is not None and 0 in modules:
@@ -274,7 +276,8 @@ def _shard(module: TransformerStage, mesh: Mesh) -> None:
         if isinstance(part, GroupedExperts)
         for parameter in part.parameters(recurse=False)
     }
-    for part in (*module.layers.values(), *module.mtp, module):
+    blocks = [part for part in module.modules() if isinstance(part, Block)]
+    for part in (*blocks, module):
         fully_shard(part, mesh=device_mesh, ignored_params=experts)
         assert isinstance(part, FSDPModule)
         part.set_gradient_divide_factor(1.0)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hp_platform import all_gather_uneven, reduce_scatter_uneven
+from hp_platform import all_gather_uneven, outside_graph, reduce_scatter_uneven
 from hp_train.cuts import chunk, cut_dim
 from hp_train.model import TransformerStage
 from hp_train.model.block import Block
@@ -84,12 +84,14 @@ class VocabParallelEmbedding(nn.Embedding):
         return sum_positions(found * is_here[..., None], group=self._group)
 
 
+@outside_graph
 def gather_positions(x: Tensor, *, group: ProcessGroup) -> Tensor:
     """[B, s, D] to [B, S, D]; backward sums over ranks and keeps this rank's positions."""
     sizes = [x.shape[1]] * group.size()
     return all_gather_uneven(x, sizes=sizes, dim=1, group=group)
 
 
+@outside_graph
 def sum_positions(x: Tensor, *, group: ProcessGroup) -> Tensor:
     """[B, S, D] summed over ranks to this rank's positions [B, s, D]; backward gathers."""
     sizes = [x.shape[1] // group.size()] * group.size()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hp_context import Attention, Causal, Mask, SlidingWindow
+from hp_platform import outside_graph
 from hp_train.config import ModelConfig
 from hp_train.model.layers import Linear, RMSNorm
 from hp_train.model.rotary import Rotation, softmax_growth
@@ -124,6 +125,7 @@ def make_attention(config: ModelConfig, layer: int) -> GroupedQueryAttention | L
     return ATTENTION[config.attention](config, mask)
 
 
+@outside_graph
 def _attend(core: Attention, qkv: tuple[Tensor, Tensor, Tensor], documents: Limits) -> Tensor:
     """Attend, sequence by sequence where they have limits of their own."""
     if documents is None:

@@ -87,6 +87,7 @@ class TransformerStage(nn.Module):
             x = dropout(x, config.dropout, microbatch.key, "embedding")
         elif config.num_mtp_modules:
             x, *later = x.split(config.dim, dim=-1)
+            x = x.contiguous()  # strides like those that later blocks see: graphs serve all
         turn = rotation(config, _positions(x, microbatch))
         for block in self.layers.values():
             x = block(x, rotation=turn, microbatch=microbatch, documents=microbatch.documents)

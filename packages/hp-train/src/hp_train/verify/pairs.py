@@ -12,7 +12,7 @@ from hp_train.schema import shown
 EXACT = ("pipeline.schedule", "pipeline.overlap", "train.recompute")
 """Keys that change when or how often something is computed, but no sum: bits must stay the same."""
 
-_LAYOUT = ("mesh.*", "pipeline.*", "train.microbatch_size")
+_LAYOUT = ("mesh.*", "pipeline.*", "train.microbatch_size", "train.compile")
 _WITHOUT_EFFECT = (
     "launch.*",
     "run.output_dir",
@@ -53,8 +53,9 @@ def checked_config(config: Config, *, dtype: str) -> Config:
 
 
 def one_process(config: Config) -> Config:
-    """The same training in one process."""
-    return replace(config, mesh=MeshConfig(), pipeline=PipelineConfig(schedule="1f1b"))
+    """The same training in one process, not compiled."""
+    pipeline, train = PipelineConfig(schedule="1f1b"), replace(config.train, compile="none")
+    return replace(config, mesh=MeshConfig(), pipeline=pipeline, train=train)
 
 
 def differing_keys(config: Config, other: Config) -> list[str]:
