@@ -84,6 +84,7 @@ def test_no_rank_is_busy_for_longer_than_its_pipeline_runs() -> None:
         data=SimpleNamespace(num_targets=len),
         next_sequence=0,
         config=CONFIG,
+        pipeline=SimpleNamespace(forget_casts=lambda: None),
         _once=lambda losses: float(sum(losses)),
         parameters=[],
         mesh=None,

@@ -130,7 +130,12 @@ def submit_weight_grad(param: Tensor, compute: Compute) -> Tensor | None:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    cast: Tensor | None = None,
 ) -> Tensor:
     """`torch.nn.functional.linear` whose weight and bias gradients can be put off.
 
@@ -143,29 +148,46 @@ def linear(
         bias: `[out]` or None.
         dtype: To compute in, autocast or not; as wide as that of `x` or wider. Backward keeps `x`
             as it is: a product in fp32 of bf16 rows keeps no fp32 copy of them.
+        cast: `weight` in the dtype of `x`, which is narrower: made before, for many calls. It is
+            computed with in place of `weight`, whose gradient is added up in the dtype of `weight`.
 
     Returns:
         `[..., out]`, of `dtype` if it is given.
     """
     if dtype is None:
-        return _linear(x, weight, bias, None)
+        return _linear(x, weight, bias, None, cast)
     with torch.autocast(x.device.type, enabled=False):
-        return _linear(x, weight, bias, dtype)
+        return _linear(x, weight, bias, dtype, cast)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype | None,
+    cast: Tensor | None,
+) -> Tensor:
     if torch.compiler.is_compiling():
+        if cast is not None:
+            dtype = cast.dtype  # a compiler places casts as it likes
         return F.linear(_cast(x, dtype), _cast(weight, dtype), _cast(bias, dtype))
-    y: Tensor = _Linear.apply(x, weight, bias, dtype)
+    y: Tensor = _Linear.apply(x, weight, bias, dtype, cast)
     return y
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype | None,
+        cast: Tensor | None,
     ) -> Tensor:
         ctx.input_dtype, ctx.params = x.dtype, (weight, bias)
+        if cast is not None:
+            weight, dtype = cast, cast.dtype
         if dtype is None:
             dtype = _autocast_dtype(x)
             x = _cast(x, dtype)
@@ -176,7 +198,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, grad: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, saved_weight = ctx.saved_tensors
         weight, bias = ctx.params
         grad_x = grad_weight = grad_bias = None
@@ -189,7 +211,7 @@ class _Linear(torch.autograd.Function):
             grad_weight = submit_weight_grad(weight, compute)
         if ctx.needs_input_grad[2]:
             grad_bias = submit_weight_grad(bias, partial(_bias_grad, grad, bias.dtype))
-        return grad_x, grad_weight, grad_bias, None
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 def _accumulate(entries: list[_Entry]) -> None:

@@ -85,6 +85,11 @@ class Pipeline:
         """Tokens whose logits this rank computes, if it has the last stage."""
         return vocabulary_of(self.mesh, self.vocab_size)
 
+    def forget_casts(self) -> None:
+        """To be called when a run has ended: weights may change now."""
+        for module in self.modules.values():
+            module.forget_casts()
+
     def training(self, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> PipelineScheduleRuntime:
         """What runs the configured schedule over the microbatches of one step."""
         train = self.config.train
@@ -130,12 +135,22 @@ class Pipeline:
             pipeline_rank=self.mesh.pp_index,
             transport=TorchTransport(schedule, rank_of=self.mesh.pipeline, groups=self.edge_groups),
             loss_fn=loss_fn,
-            sharding=FullySharded(stages) if sharded else None,
+            sharding=_Sharded(stages) if sharded else None,
             on_step=self.on_step,
         )
         if self.overlap is not None:
             overlap_pairs(runtime, self.overlap)
         return runtime
+
+
+class _Sharded(FullySharded):
+    """Weights in another dtype are held for as long as those that they were made from."""
+
+    def reshard(self, stage: PipelineStage) -> None:
+        """Free a stage's gathered parameters, and what was made from them."""
+        super().reshard(stage)
+        assert isinstance(stage.module, TransformerStage)
+        stage.module.forget_casts()
 
 
 def build_pipeline(
@@ -201,6 +216,7 @@ def build_pipeline(
         if overlap is not None:
             overlap_experts(module, overlap)
         module.to_empty(device=runtime.device)
+        module.share_casts()
         for block in module.modules():
             if isinstance(block, Block):
                 block.recompute = config.train.recompute

@@ -330,6 +330,7 @@ class Trainer:
         self.runner.loss_scale = 1.0 / max(1, self.data.num_targets(batch))
         began = time.perf_counter()
         result = self.runner.run_microbatches(args, kwargs, targets)
+        self.pipeline.forget_casts()
         self.timeline = result.timeline  # a GPU is behind until this was read
         seconds = time.perf_counter() - began
         self._beat("reduce gradients", waiting=True)
@@ -354,6 +355,7 @@ class Trainer:
         for batch in range(num_batches):
             args, kwargs, targets = self._microbatches(self.held_out, batch * size, train=False)
             losses = self.runner.evaluate_microbatches(args, kwargs, targets).losses
+            self.pipeline.forget_casts()
             self._beat("evaluate", waiting=True)
             shares = [self._once(losses), self.worker.stop.requested]
             total = torch.tensor(shares, dtype=torch.float64).to(self.device)

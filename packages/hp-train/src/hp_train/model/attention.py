@@ -58,7 +58,7 @@ class GroupedQueryAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotation.apply(q), rotation.apply(k)
         y = _attend(self.core, (q, k, v), documents)
-        out: Tensor = self.wo(y.flatten(2))
+        out: Tensor = self.wo(y)
         return out
 
 
@@ -107,7 +107,7 @@ class LatentAttention(nn.Module):
         q = torch.cat((q_nope, rotation.apply(q_rope)), dim=-1)
         k = torch.cat((k_nope, k_rope), dim=-1)
         y = _attend(self.core, (q, k, v), documents)
-        out: Tensor = self.wo(y.flatten(2))
+        out: Tensor = self.wo(y)
         return out
 
 
@@ -127,9 +127,9 @@ def make_attention(config: ModelConfig, layer: int) -> GroupedQueryAttention | L
 
 @outside_graph
 def _attend(core: Attention, qkv: tuple[Tensor, Tensor, Tensor], documents: Limits) -> Tensor:
-    """Attend, sequence by sequence where they have limits of their own."""
+    """Attend, sequence by sequence where they have limits of their own; [B, S, N V]."""
     if documents is None:
         y: Tensor = core(*qkv)
-        return y
+        return y.flatten(2)
     rows = zip(*(x.split(1) for x in qkv), documents, strict=True)
-    return torch.cat([core(q, k, v, attn_mask=core.mask & row) for q, k, v, row in rows])
+    return torch.cat([core(q, k, v, attn_mask=core.mask & row).flatten(2) for q, k, v, row in rows])

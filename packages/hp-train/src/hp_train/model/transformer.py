@@ -16,10 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hp_platform import linear
 from hp_train.config import ModelConfig
 from hp_train.model.block import Block, Microbatch, add_loss
-from hp_train.model.layers import Linear, RMSNorm, dropout
+from hp_train.model.layers import Linear, RMSNorm, WeightCasts, cast_linear, dropout
 from hp_train.model.prediction import PredictionModule, prediction_loss
 from hp_train.model.rotary import Rotation, rotation
 
@@ -31,6 +30,7 @@ class TransformerStage(nn.Module):
         before_output: What hidden states go through before the output matrix: where that is cut
             over ranks, the gathering of their positions.
         cross_entropy: From logits and targets of tokens to the sum of their losses.
+        casts: Where weights are found once they were cast; see :meth:`share_casts`.
 
     Args:
         config: The whole model.
@@ -63,8 +63,21 @@ class TransformerStage(nn.Module):
         self.output = Linear(config.dim, vocab_size) if has_output else None
         depths = range(1, config.num_mtp_modules + 1) if last else range(0)
         self.mtp = nn.ModuleList(PredictionModule(config, depth) for depth in depths)
+        self.casts: WeightCasts | None = None
         self.before_output: Callable[[Tensor], Tensor] | None = None
         self.cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+
+    def share_casts(self) -> None:
+        """Cast weights once for many calls; from now on :meth:`forget_casts` is to be called."""
+        self.casts = WeightCasts()
+        for part in self.modules():
+            if isinstance(part, Linear):
+                part.casts = self.casts
+
+    def forget_casts(self) -> None:
+        """Cast weights anew at their next use: they have changed, or memory is wanted."""
+        if self.casts is not None:
+            self.casts.clear()
 
     def forward(self, x: Tensor, *, microbatch: Microbatch) -> Tensor:
         """Run the stage.
@@ -122,7 +135,7 @@ class TransformerStage(nn.Module):
             logits: Tensor = self.output(x)
             return logits
         assert self.embedding is not None
-        return linear(x, self.embedding.weight.to(x.dtype))
+        return cast_linear(x, self.embedding.weight, casts=self.casts)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
