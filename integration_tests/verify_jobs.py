@@ -11,8 +11,8 @@ from hp_platform.testing import Part, Recorder
 from hp_train.config import Config
 from hp_train.launch.task import Worker
 from hp_train.randomness import generator
-from hp_train.verify import Job
 from hp_train.train import Losses
+from hp_train.verify import Job
 from hp_train.verify.rank import TrainerJob
 
 WRONG = "layers.2.attention.wk.weight"

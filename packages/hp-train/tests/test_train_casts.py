@@ -23,7 +23,7 @@ class Casts(TorchDispatchMode):
     """Shapes of what is cast to bf16 from fp32 tensors of a set of sizes."""
 
     def __init__(self, weights: set[int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.weights, self.bytes = weights, 0
 
     def __torch_dispatch__(
@@ -32,7 +32,10 @@ class Casts(TorchDispatchMode):
         del types
         out = func(*args, **(kwargs or {}))
         name = str(func)
-        if name.startswith("aten._to_copy") and args[0].untyped_storage().data_ptr() in self.weights:
+        if (
+            name.startswith("aten._to_copy")
+            and args[0].untyped_storage().data_ptr() in self.weights
+        ):
             self.bytes += out.numel() * out.element_size()
         return out
 

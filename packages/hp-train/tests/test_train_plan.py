@@ -114,6 +114,7 @@ def test_what_is_kept_for_backward_is_within_ten_percent(name: str, dtype: torch
     config = with_keys(Config(model=model), {"data.seq_len": length})
     work = stage(config, VOCAB, layers=range(2), first=True, last=True)
     predicted = work.kept_bytes(sequences * length, size=dtype.itemsize)
+    predicted += work.cast_bytes(size=dtype.itemsize)
     assert predicted == pytest.approx(measured, rel=0.1)
 
 

@@ -26,7 +26,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def _names(pipeline: Pipeline) -> list[str]:
     """Where this rank's stages have the tensor that the optimizer updates."""
-    (table,) = [p for p in pipeline.parameters if p.name == _TABLE] or [None]
+    table = next((p for p in pipeline.parameters if p.name == _TABLE), None)
     return [
         f"{index}: {name}"
         for index, stage in pipeline.modules.items()

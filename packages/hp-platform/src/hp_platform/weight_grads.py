@@ -171,7 +171,7 @@ def _linear(
         if cast is not None:
             dtype = cast.dtype  # a compiler places casts as it likes
         return F.linear(_cast(x, dtype), _cast(weight, dtype), _cast(bias, dtype))
-    y: Tensor = _Linear.apply(x, weight, bias, dtype, cast)
+    y: Tensor = _Linear.apply(x, weight, bias, (dtype, cast))
     return y
 
 
@@ -182,10 +182,10 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        dtype: torch.dtype | None,
-        cast: Tensor | None,
+        computed_in: tuple[torch.dtype | None, Tensor | None],
     ) -> Tensor:
         ctx.input_dtype, ctx.params = x.dtype, (weight, bias)
+        dtype, cast = computed_in
         if cast is not None:
             weight, dtype = cast, cast.dtype
         if dtype is None:
@@ -198,7 +198,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, grad: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, saved_weight = ctx.saved_tensors
         weight, bias = ctx.params
         grad_x = grad_weight = grad_bias = None
@@ -211,7 +211,7 @@ class _Linear(torch.autograd.Function):
             grad_weight = submit_weight_grad(weight, compute)
         if ctx.needs_input_grad[2]:
             grad_bias = submit_weight_grad(bias, partial(_bias_grad, grad, bias.dtype))
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None
 
 
 def _accumulate(entries: list[_Entry]) -> None:

@@ -251,9 +251,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     norm_eps: Annotated[Positive, _help("Added to the mean square in RMSNorm.")] = 1e-5
     dropout: Annotated[BelowOne, _help("Share of activations dropped in training.")] = 0.0
     init_std: Annotated[Positive, _help("Standard deviation of the first weights.")] = 0.02
-    tie_embeddings: Annotated[
-        bool, _help("Use the embedding as the output matrix too.")
-    ] = False
+    tie_embeddings: Annotated[bool, _help("Use the embedding as the output matrix too.")] = False
 
     @property
     def stage_width(self) -> int:
@@ -325,7 +323,9 @@ class TrainConfig(Struct, frozen=True, kw_only=True):
         Share, _help("Last learning rate as a share of the highest.")
     ] = 0.1
     warmup_steps: Annotated[CountOrZero, _help("Steps of linear warm-up.")] = 10
-    weight_decay: Annotated[NotNegative, _help("AdamW's decay of matrices; norms and biases have none.")] = 0.1
+    weight_decay: Annotated[
+        NotNegative, _help("AdamW's decay of matrices; norms and biases have none.")
+    ] = 0.1
     beta1: Annotated[BelowOne, _help("AdamW's decay of the mean gradient.")] = 0.9
     beta2: Annotated[BelowOne, _help("AdamW's decay of the mean square.")] = 0.95
     adam_eps: Annotated[Positive, _help("AdamW's addition to the root.")] = 1e-8

@@ -29,11 +29,11 @@ def reduce_gradients(parameters: Iterable[Parameter], mesh: Mesh) -> None:
         parameter.collect_gradient()
         gradient = parameter.local.grad
         assert gradient is not None
-        groups = [mesh.groups[name] for name in parameter.replicas]
+        over = tuple(mesh.groups[name] for name in parameter.replicas)
         if parameter.peers is not None:
-            groups.append(parameter.peers)
-        if groups:
-            buckets.setdefault((tuple(groups), gradient.dtype), []).append(gradient)
+            over = (*over, parameter.peers)
+        if over:
+            buckets.setdefault((over, gradient.dtype), []).append(gradient)
     # All ranks of a group hold the same parameters in the same order, so buckets come in one order.
     for (groups, _), gradients in buckets.items():
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])

@@ -174,9 +174,7 @@ def build_pipeline(
     """
     num_stages = mesh.layout.pp * config.pipeline.stages_per_rank
     layers = split_layers(config.model.num_layers, num_stages)
-    placement = training_schedule(
-        config.pipeline, num_ranks=mesh.layout.pp, num_microbatches=1
-    )
+    placement = training_schedule(config.pipeline, num_ranks=mesh.layout.pp, num_microbatches=1)
     edge_groups = build_edge_groups(
         mesh.layout.pipelines(), backend=runtime.backend, timeout=timeout
     )

@@ -14,7 +14,6 @@ from hp_expert import GroupedExperts
 from hp_train.cuts import HIDDEN_DIM, chunk, cut_dim
 from hp_train.mesh import Mesh
 
-
 Kind = Literal["matrix", "norm", "bias"]
 """What a parameter is for, whatever its number of dims: biases of experts are stacked."""
 

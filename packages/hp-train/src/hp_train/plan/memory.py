@@ -27,7 +27,8 @@ class Memory:
         gradients: Of the same dtype and cut.
         optimizer: Both moments and the count of steps.
         activations: At their peak.
-        buffers: Gathered parameters, gradients laid side by side to be summed, messages.
+        buffers: Gathered parameters, those cast to be computed with, gradients laid side by side
+            to be summed, messages.
     """
 
     parameters: int
@@ -125,7 +126,8 @@ def buffer_bytes(
         default=0,
     )
     messages = 4 * message_bytes(config) if layout.pp > 1 else 0
-    return (gathered + flat) * per_element + messages + _recomputed(config, layout)
+    casts = sum(s.cast_bytes(size=BYTES[config.train.dtype], tp=layout.tp) for s in stages)
+    return (gathered + flat) * per_element + round(casts) + messages + _recomputed(config, layout)
 
 
 def _recomputed(config: Config, layout: Layout) -> int:
