@@ -80,6 +80,31 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
         "pipeline": {"schedule": "dualpipe_v", "stages_per_rank": 2},
         "model": RICH,
     },
+    "stages1-2-1f1b": {
+        "mesh": {"pp": 2, "stage_tp": [1, 2]},
+        "pipeline": {"schedule": "1f1b"},
+    },
+    "stages2-1-ep-interleaved": {
+        "mesh": {"pp": 2, "stage_tp": [2, 1], "stage_ep": [2, 1]},
+        "pipeline": {"schedule": "interleaved_1f1b", "stages_per_rank": 2},
+        "train": {"recompute": "full"},
+    },
+    "stages1-2-1": {
+        "mesh": {"pp": 3, "stage_tp": [1, 2, 1]},
+        "pipeline": {"schedule": "1f1b"},
+    },
+    "u1-2": {
+        "mesh": {"pp": 2, "stage_tp": [1, 2]},
+        "pipeline": {"schedule": "u_shape"},
+    },
+    "u1-2-fsdp2-ep2": {
+        "mesh": {"pp": 2, "stage_tp": [1, 2], "dp_shard": 2, "ep": 2},
+        "pipeline": {"schedule": "u_shape"},
+    },
+    "stages2-1-cp2-zbv": {
+        "mesh": {"pp": 2, "stage_tp": [2, 1], "cp": 2},
+        "pipeline": {"schedule": "zbv", "stages_per_rank": 2},
+    },
 }
 
 
@@ -156,5 +181,29 @@ def test_a_run_goes_on_under_another_layout(
     after = train_in(config_of(LAYOUTS[other], **changed), tmp_path)
     expected = one_process["rich"]
     assert [*before.losses, *after.losses] == pytest.approx(expected.losses, rel=1e-12)
+    comparison = compare(after.parameters, expected.parameters, bound=1e-12)
+    assert comparison.ok, comparison
+
+
+def test_weights_and_moments_come_back_bit_for_bit_under_stages_of_other_sizes(
+    one_process: dict[str, Result], tmp_path: Path
+) -> None:
+    """Each layout loads what the one before has saved, the last one goes on."""
+    names = ["stages1-2-1", "pp2-fsdp2-ep2-zbv", "u1-2-fsdp2-ep2", "tp2"]
+    first, *others = (config_of(LAYOUTS[name], train={"dtype": "float64"}) for name in names)
+    saved = train_in(first, tmp_path, until=2)
+    for other in others:
+        loaded = train_in(other, tmp_path, until=2)
+        assert loaded.losses == []
+        for mine, theirs in (
+            (loaded.parameters, saved.parameters),
+            (loaded.moments, saved.moments),
+        ):
+            comparison = compare(mine, theirs)
+            assert comparison.ok, comparison
+    after = train_in(config_of(LAYOUTS["u1-2"], train={"dtype": "float64"}), tmp_path)
+    expected = one_process["float64"]
+    assert [*saved.losses, *after.losses] == pytest.approx(expected.losses, rel=1e-12)
+    assert after.eval_loss == pytest.approx(expected.eval_loss, rel=1e-12)
     comparison = compare(after.parameters, expected.parameters, bound=1e-12)
     assert comparison.ok, comparison

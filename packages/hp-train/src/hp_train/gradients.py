@@ -18,12 +18,16 @@ from hp_train.mesh import Mesh
 from hp_train.parameters import Parameter
 
 
-def reduce_gradients(parameters: Iterable[Parameter], mesh: Mesh) -> None:
+def reduce_gradients(parameters: Iterable[Parameter], mesh: Mesh) -> list[Tensor]:
     """Sum every gradient over the ranks that hold the same values, into ``local.grad``.
 
     Losses are already divided by global counts, so sums are all there is. One flat collective per
     groups and dtype.
+
+    Returns:
+        Norm of each of these on this rank before it was summed: scalars in fp64, on the device.
     """
+    norms = []
     buckets: dict[tuple[tuple[ProcessGroup, ...], torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         parameter.collect_gradient()
@@ -37,11 +41,13 @@ def reduce_gradients(parameters: Iterable[Parameter], mesh: Mesh) -> None:
     # All ranks of a group hold the same parameters in the same order, so buckets come in one order.
     for (groups, _), gradients in buckets.items():
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        norms.append(torch.linalg.vector_norm(flat, dtype=torch.float64))
         for group in groups:
             dist.all_reduce(flat, group=group)
         sizes = [gradient.numel() for gradient in gradients]
         for gradient, summed in zip(gradients, flat.split(sizes), strict=True):
             gradient.copy_(summed.view_as(gradient))
+    return norms
 
 
 class GradientNorm:
@@ -93,10 +99,10 @@ class GradientNorm:
             squares[self._positions] = torch.cat(norms).square()
         return squares
 
-    def first_bad(self, squares: Tensor) -> str | None:
-        """Name of the first entry that is not finite, None if all are."""
+    def not_finite(self, squares: Tensor) -> list[str]:
+        """Names of the entries that are not."""
         values = zip(self.sizes, squares.tolist(), strict=True)
-        return next((name for name, value in values if not math.isfinite(value)), None)
+        return [name for name, value in values if not math.isfinite(value)]
 
 
 def _entry_names(parameter: Parameter) -> list[str]:

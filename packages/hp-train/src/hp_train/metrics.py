@@ -1,6 +1,8 @@
 """What a run says while it runs: metrics.jsonl, lines on the console, TensorBoard events."""
 
 import json
+import math
+import os
 import resource
 import sys
 from collections.abc import Mapping
@@ -31,6 +33,8 @@ class StepMetrics:
         prediction_loss: Mean cross-entropy of the modules of multi-token prediction, where there
             are some.
         eval_loss: Mean cross-entropy on held-out text, where it was evaluated.
+        skipped: Why the step changed nothing, where it was skipped. What is not finite is left out
+            of the line then.
     """
 
     step: int
@@ -46,14 +50,16 @@ class StepMetrics:
     bubble: float
     prediction_loss: float | None = None
     eval_loss: float | None = None
+    skipped: str | None = None
 
     def with_eval(self, eval_loss: float | None) -> "StepMetrics":
         """The same step, with the held-out loss measured after it, if it was."""
         return replace(self, eval_loss=eval_loss)
 
     def as_dict(self) -> dict[str, Any]:
-        """Keys and values as written; losses that were not computed are left out."""
-        return {key: value for key, value in asdict(self).items() if value is not None}
+        """Keys and values as written; only what there is, and of numbers only what is finite."""
+        values = {key: value for key, value in asdict(self).items() if value is not None}
+        return {k: v for k, v in values.items() if not isinstance(v, float) or math.isfinite(v)}
 
     def __str__(self) -> str:
         ahead = self.prediction_loss
@@ -132,7 +138,7 @@ class MetricsWriter:
             self._file.flush()
         if self._events is not None:
             for name, value in values.items():
-                if name != "step":
+                if name != "step" and not isinstance(value, str):
                     self._events.add_scalar(name, value, metrics.step)
 
     def close(self) -> None:
@@ -157,7 +163,10 @@ def read_metrics(path: Path) -> list[Mapping[str, Any]]:
 
 def _reopen(path: Path, resume_step: int) -> Any:
     kept = [row for row in read_metrics(path) if row["step"] <= resume_step]
-    path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    # In one step: killed in the middle, a run would lose the lines of steps it will not repeat.
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    draft.replace(path)
     return path.open("a")
 
 

@@ -25,16 +25,14 @@ from hp_overlap import CommComputeOverlap, HookCoordinator
 from hp_platform import Runtime
 from hp_schedule import MetaStep
 from hp_schedule.runtime import (
-    EdgeGroups,
     FullySharded,
     PipelineScheduleRuntime,
     PipelineStage,
     TensorSpec,
-    TorchTransport,
-    build_edge_groups,
 )
 from hp_train.config import Config
 from hp_train.cuts import chunk
+from hp_train.edges import Edges, build_edges
 from hp_train.initialization import initialize_parameters
 from hp_train.mesh import Mesh
 from hp_train.model import TransformerStage
@@ -42,7 +40,7 @@ from hp_train.model.block import Block
 from hp_train.model.compiled import compile_blocks
 from hp_train.overlap import overlap_experts, overlap_pairs
 from hp_train.parameters import Parameter, named_parameters
-from hp_train.schedules import split_layers, training_schedule
+from hp_train.schedules import KINDS, count_stages, split_layers, training_schedule
 from hp_train.sequence import SequenceShare
 from hp_train.tensor_parallel import cut_tensors
 from hp_train.tied import merge_copies, share_table, tied_group
@@ -71,7 +69,7 @@ class Pipeline:
     config: Config
     mesh: Mesh
     device: torch.device
-    edge_groups: EdgeGroups
+    edges: Edges
     on_step: Callable[[MetaStep], None] | None = None
     overlap: CommComputeOverlap | None = None
 
@@ -109,16 +107,17 @@ class Pipeline:
             microbatch_size: Sequences in each.
             loss_fn: From logits and targets to a scalar; None to get the logits.
         """
-        sharded = is_sharded(self.mesh)
+        # The others need not know: what a stage does for its own parameters, it does alone.
+        sharded = any(_is_sharded(module) for module in self.modules.values())
         schedule = training_schedule(
             self.config.pipeline,
             num_ranks=self.mesh.layout.pp,
             num_microbatches=num_microbatches,
             sharded=sharded,
         )
-        length = len(self.sequence.between)
-        shape = (microbatch_size, length, self.config.model.stage_width)
-        activations = TensorSpec(shape, DTYPES[self.config.train.dtype])
+        width, dtype = self.config.model.stage_width, DTYPES[self.config.train.dtype]
+        whole = (microbatch_size, len(self.sequence.attended), width)
+        activations = TensorSpec((microbatch_size, len(self.sequence.between), width), dtype)
         stages = [
             PipelineStage(
                 module,
@@ -133,7 +132,7 @@ class Pipeline:
             stages,
             schedule,
             pipeline_rank=self.mesh.pp_index,
-            transport=TorchTransport(schedule, rank_of=self.mesh.pipeline, groups=self.edge_groups),
+            transport=self.edges.transport(schedule, whole, dtype),
             loss_fn=loss_fn,
             sharding=_Sharded(stages) if sharded else None,
             on_step=self.on_step,
@@ -141,6 +140,10 @@ class Pipeline:
         if self.overlap is not None:
             overlap_pairs(runtime, self.overlap)
         return runtime
+
+    def close(self) -> None:
+        """End what runs in the background. All ranks call this together."""
+        self.edges.close()
 
 
 class _Sharded(FullySharded):
@@ -172,17 +175,21 @@ def build_pipeline(
         timeout: Of every message between stages.
         on_step: Called before each step of a schedule, for heartbeats.
     """
-    num_stages = mesh.layout.pp * config.pipeline.stages_per_rank
+    num_stages = count_stages(config)
     layers = split_layers(config.model.num_layers, num_stages)
-    placement = training_schedule(config.pipeline, num_ranks=mesh.layout.pp, num_microbatches=1)
-    edge_groups = build_edge_groups(
-        mesh.layout.pipelines(), backend=runtime.backend, timeout=timeout
+    schedule = training_schedule(config.pipeline, num_ranks=mesh.layout.pp, num_microbatches=1)
+    edges = build_edges(
+        schedule,
+        mesh,
+        runtime,
+        returns=KINDS[config.pipeline.schedule].returns,
+        timeout=timeout,
     )
     peers = None
     if config.model.tie_embeddings:
         peers = tied_group(
-            placement.stage_to_rank,
-            mesh.layout.pipelines(),
+            schedule.stage_to_rank,
+            [stage.members for stage in mesh.layout.stages],
             backend=runtime.backend,
             timeout=timeout,
         )
@@ -194,10 +201,12 @@ def build_pipeline(
         device=runtime.device,
     )
     context = ContextParallel(degree, ring=config.mesh.cp_ring, layout=sequence.layout)
-    overlap = _overlap(timeout) if config.pipeline.overlap else None
+    # Experts of one rank exchange nothing: there a backward and a forward follow each other.
+    overlaps = config.pipeline.overlap and mesh.size("ep") > 1
+    overlap = _overlap(timeout) if overlaps else None
     modules: dict[int, TransformerStage] = {}
     parameters: list[Parameter] = []
-    for stage in placement.stages_of(mesh.pp_index):
+    for stage in schedule.stages_of(mesh.pp_index):
         with torch.device("meta"):
             module = TransformerStage(
                 config.model,
@@ -236,7 +245,7 @@ def build_pipeline(
         config,
         mesh,
         runtime.device,
-        edge_groups,
+        edges,
         on_step,
         overlap,
     )
@@ -272,9 +281,9 @@ def _parallelize(
     _shard(module, mesh)
 
 
-def is_sharded(mesh: Mesh) -> bool:
-    """Whether some parameters are sharded with FSDP."""
-    return mesh.size("fsdp") > 1 or mesh.size("expert_shard") > 1
+def _is_sharded(module: TransformerStage) -> bool:
+    """Whether FSDP shards some of its parameters."""
+    return any(isinstance(part, FSDPModule) for part in module.modules())
 
 
 def _shard(module: TransformerStage, mesh: Mesh) -> None:

@@ -63,6 +63,11 @@ class Parameter:
     peers: ProcessGroup | None = None
 
     @property
+    def has_copies(self) -> bool:
+        """Whether the gradient is summed over other ranks after backward."""
+        return bool(self.replicas) or self.peers is not None
+
+    @property
     def kind(self) -> Kind:
         """By its name; the sinks of attention are scores of nothing, and so biases."""
         if self.name.rpartition(".")[2] in _BIASES:

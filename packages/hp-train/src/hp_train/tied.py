@@ -23,7 +23,7 @@ _TIED = "embedding.weight"
 
 def tied_group(
     places: Sequence[int],
-    pipelines: Sequence[Sequence[int]],
+    members: Sequence[Sequence[int]],
     *,
     backend: str,
     timeout: timedelta,
@@ -32,7 +32,7 @@ def tied_group(
 
     Args:
         places: Of each stage, the place of its rank in the pipeline.
-        pipelines: Global ranks of each pipeline.
+        members: Global ranks of each place; the first and the last one have as many of each axis.
         backend: Of the groups.
         timeout: Of their collectives.
 
@@ -42,7 +42,7 @@ def tied_group(
     ends = sorted({places[0], places[-1]})
     if len(ends) == 1:
         return None
-    pairs = [[ranks[place] for place in ends] for ranks in pipelines]
+    pairs = list(zip(*(members[place] for place in ends), strict=True))
     return new_group(pairs, name="tied embeddings", backend=backend, timeout=timeout)
 
 

@@ -11,7 +11,6 @@ import msgspec
 from torch import Tensor, nn
 
 from hp_expert import MoE, Routing
-from hp_platform import shutdown
 from hp_platform.testing import CHOICES, SCORES, Part, Recorder
 from hp_train.config import Config
 from hp_train.launch.task import Worker
@@ -101,7 +100,7 @@ class TrainerJob(Job):
 
     def close(self) -> None:
         """See :class:`Job`."""
-        shutdown()
+        self.trainer.close()
 
     def _parts(
         self, of: Literal["gradient", "weight"], *, reverse: bool = False
