@@ -38,10 +38,6 @@ class Rotation(NamedTuple):
         rotated = (one * cos - other * sin, other * cos + one * sin)
         return torch.stack(rotated, dim=dim).flatten(-2).to(x.dtype)
 
-    def first(self, num_positions: int) -> "Rotation":
-        """The rotation of the first positions alone."""
-        return self._replace(cos=self.cos[:num_positions], sin=self.sin[:num_positions])
-
 
 def rotation(config: ModelConfig, positions: Tensor) -> Rotation:
     """Compute what to rotate by (Su et al., 2021, arXiv:2104.09864).
