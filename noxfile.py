@@ -215,6 +215,19 @@ def verify(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def reliability(session: nox.Session) -> None:
+    """Kill ranks, damage checkpoints, garble configs, reload in 60 layouts; hostile checkpoints."""
+    _install(session, "hp-train", group="test-torch")
+    session.run("python", "-m", "integration_tests.reliability", *session.posargs)
+    if not session.posargs:
+        names = ("checkpoint_hostile", "checkpoint_background", "checkpoint_faults", "dcp")
+        tests = [f"packages/hp-train/tests/test_train_{name}.py" for name in names]
+        session.run("python", "-m", "pytest", *tests)
+        nodes = "integration_tests/test_lost_node.py"
+        session.run("python", "-m", "pytest", nodes, env={"HP_LOST_NODE": "1"})
+
+
+@nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Run every benchmark, or those named: `nox -s bench -- benchmarks/bench_ranks.py`."""
     found = sorted(str(f) for f in Path("benchmarks").glob("bench_*.py"))

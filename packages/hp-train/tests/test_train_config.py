@@ -181,13 +181,6 @@ def test_a_resumed_run_takes_its_own_config(tmp_path: Path) -> None:
             'pipeline.stages_per_rank (2) must be 1 with pipeline.schedule ("1f1b")',
         ),
         (
-            "model.tie_embeddings=true",
-            (
-                "model.tie_embeddings (true) must be false with mesh.pp (2) x "
-                "pipeline.stages_per_rank (2) above 1"
-            ),
-        ),
-        (
             "train.global_batch_size=30",
             (
                 "train.global_batch_size (30) must be a multiple of mesh.dp_replicate (2) x "
