@@ -92,14 +92,17 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "stages1-2-1": {
         "mesh": {"pp": 3, "stage_tp": [1, 2, 1]},
         "pipeline": {"schedule": "1f1b"},
+        "model": RICH,
     },
     "u1-2": {
         "mesh": {"pp": 2, "stage_tp": [1, 2]},
         "pipeline": {"schedule": "u_shape"},
+        "model": RICH,
     },
     "u1-2-fsdp2-ep2": {
         "mesh": {"pp": 2, "stage_tp": [1, 2], "dp_shard": 2, "ep": 2},
         "pipeline": {"schedule": "u_shape"},
+        "model": RICH,
     },
     "stages2-1-cp2-zbv": {
         "mesh": {"pp": 2, "stage_tp": [2, 1], "cp": 2},
@@ -190,7 +193,8 @@ def test_weights_and_moments_come_back_bit_for_bit_under_stages_of_other_sizes(
 ) -> None:
     """Each layout loads what the one before has saved, the last one goes on."""
     names = ["stages1-2-1", "pp2-fsdp2-ep2-zbv", "u1-2-fsdp2-ep2"]
-    first, *others = (config_of(LAYOUTS[name], train={"dtype": "float64"}) for name in names)
+    changed = {"model": RICH, "train": {"dtype": "float64"}}
+    first, *others = (config_of(LAYOUTS[name], **changed) for name in names)
     saved = train_in(first, tmp_path, until=2)
     for other in others:
         loaded = train_in(other, tmp_path, until=2)
@@ -201,8 +205,8 @@ def test_weights_and_moments_come_back_bit_for_bit_under_stages_of_other_sizes(
         ):
             comparison = compare(mine, theirs)
             assert comparison.ok, comparison
-    after = train_in(config_of(LAYOUTS["u1-2"], train={"dtype": "float64"}), tmp_path)
-    expected = one_process["float64"]
+    after = train_in(config_of(LAYOUTS["u1-2"], **changed), tmp_path)
+    expected = one_process["rich"]
     assert [*saved.losses, *after.losses] == pytest.approx(expected.losses, rel=1e-12)
     assert after.eval_loss == pytest.approx(expected.eval_loss, rel=1e-12)
     comparison = compare(after.parameters, expected.parameters, bound=1e-12)
