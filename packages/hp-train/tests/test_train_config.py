@@ -281,6 +281,13 @@ def test_settings_of_a_model_must_fit_each_other(overrides: str, message: str) -
     ("overrides", "message"),
     [
         (
+            "mesh.ep=1 mesh.stage_tp=[1,2] model.tie_embeddings=true",
+            (
+                "model.tie_embeddings (true) must be false with mesh.stage_tp ([1, 2]): the first "
+                "size (1) must equal the last (2)"
+            ),
+        ),
+        (
             "mesh.ep=1 mesh.stage_tp=[1,3]",
             "mesh.stage_tp (3) must divide model.num_heads (4); nearest: 2 or 4",
         ),
