@@ -312,10 +312,6 @@ def test_settings_of_a_model_must_fit_each_other(overrides: str, message: str) -
             "mesh.stage_ep (2) must divide model.num_experts (7); nearest: 1 or 7",
         ),
         (
-            "mesh.stage_tp=[1,2] model.num_mtp_modules=1",
-            "mesh.stage_tp (2) must be 1 with model.num_mtp_modules (1)",
-        ),
-        (
             "pipeline.schedule=u_shape pipeline.stages_per_rank=1 model.num_layers=2",
             (
                 "model.num_layers (2) must be at least mesh.pp (2) x "

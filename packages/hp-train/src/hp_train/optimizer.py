@@ -25,6 +25,7 @@ def build_optimizer(parameters: Iterable[Parameter], config: TrainConfig) -> tor
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         eps=config.adam_eps,
+        fused=True,  # one pass over memory instead of seven
     )
 
 

@@ -22,7 +22,7 @@ from hp_expert import (
     fully_shard_experts,
 )
 from hp_overlap import CommComputeOverlap, HookCoordinator
-from hp_platform import Runtime
+from hp_platform import Runtime, set_fsdp_exchanges
 from hp_schedule import MetaStep
 from hp_schedule.runtime import (
     FullySharded,
@@ -290,6 +290,9 @@ def _shard(module: TransformerStage, mesh: Mesh) -> None:
     """Apply FSDP2, block by block; gradients are sums, as everywhere here."""
     if mesh.size("expert_shard") > 1:
         fully_shard_experts(module, mesh.submesh("expert_shard"), divide_gradients_by=1.0)
+        for part in module.modules():
+            if isinstance(part, GroupedExperts):
+                set_fsdp_exchanges(part, group=mesh.groups["expert_shard"])
     if mesh.size("fsdp") == 1:
         return
     device_mesh, group = mesh.submesh("fsdp"), mesh.groups["fsdp"]
@@ -306,3 +309,4 @@ def _shard(module: TransformerStage, mesh: Mesh) -> None:
         part.set_gradient_divide_factor(1.0)
         # Gloo cannot scale while it sums.
         part.set_force_sum_reduction_for_comms("nccl" not in str(dist.get_backend(group)))
+        set_fsdp_exchanges(part, group=group)
