@@ -75,6 +75,11 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
         "train": {"recompute": "full"},
         "model": RICH,
     },
+    "pp2-unequal-u-shape": {
+        "mesh": {"pp": 2, "stage_tp": (1, 2)},
+        "pipeline": {"schedule": "u_shape"},
+        "model": RICH,
+    },
     "pp2-fsdp2-dualpipe": {
         "mesh": {"pp": 2, "dp_shard": 2},
         "pipeline": {"schedule": "dualpipe_v", "stages_per_rank": 2},

@@ -281,6 +281,13 @@ def test_settings_of_a_model_must_fit_each_other(overrides: str, message: str) -
     ("overrides", "message"),
     [
         (
+            "mesh.ep=1 mesh.stage_tp=[1,2] model.tie_embeddings=true",
+            (
+                "model.tie_embeddings (true) must be false with mesh.stage_tp ([1, 2]): the first "
+                "size (1) must equal the last (2)"
+            ),
+        ),
+        (
             "mesh.ep=1 mesh.stage_tp=[1,3]",
             "mesh.stage_tp (3) must divide model.num_heads (4); nearest: 2 or 4",
         ),
@@ -303,10 +310,6 @@ def test_settings_of_a_model_must_fit_each_other(overrides: str, message: str) -
         (
             "mesh.ep=1 mesh.stage_ep=[1,2] model.num_experts=7",
             "mesh.stage_ep (2) must divide model.num_experts (7); nearest: 1 or 7",
-        ),
-        (
-            "mesh.stage_tp=[1,2] model.num_mtp_modules=1",
-            "mesh.stage_tp (2) must be 1 with model.num_mtp_modules (1)",
         ),
         (
             "pipeline.schedule=u_shape pipeline.stages_per_rank=1 model.num_layers=2",
