@@ -4,23 +4,21 @@ import hashlib
 import itertools
 import time
 from pathlib import Path
-from uuid import uuid4
 
-import msgspec
 import torch.distributed as dist
 from torch import Tensor
 
-from hp_platform import RankInfo, initialize
-from hp_platform.testing import run_distributed
 from hp_train.config import Config
-from hp_train.data import load_tokenizer, prepare
+from hp_train.launch.launcher import run_entry
+from hp_train.launch.task import Worker
 from hp_train.options import resolve
 from hp_train.space import AXES, sample_layouts
-from hp_train.train import Trainer
-from integration_tests.layouts import worker_of
-from integration_tests.reliability.outcome import Outcome
+from hp_train.train import Trainer, start
+from integration_tests.reliability.outcome import Outcome, output_to
 
 MODEL = Path(__file__).parent.parent / "verify.toml"
+ENTRY = "integration_tests.reliability.reloads:rank"
+DIGEST = "digest-"
 _STEPS = 2
 _WITHOUT_EFFECT = (
     "mesh.cp_heads",
@@ -35,53 +33,39 @@ _WITHOUT_EFFECT = (
 def run(count: int, folder: Path, *, seed: int, data: Path) -> Outcome:
     """Train two steps, then load and save under `count` layouts, one after the other."""
     began = time.monotonic()
-    config = resolve(str(MODEL), [("run.output_dir", str(folder))], env={}).config
+    given = [("run.output_dir", str(folder)), ("data.paths", str(data))]
+    config = resolve(str(MODEL), given, env={}).config
     axes = [axis for axis in AXES if axis.key not in _WITHOUT_EFFECT]
     sample = sample_layouts(config, count + 1, seed=seed, num_processes=range(1, 5), axes=axes)
     run_dir = folder / "reloads"
-    prepare(
-        run_dir / "data",
-        paths=[str(data)],
-        tokenizer=load_tokenizer(""),
-        eval_fraction=config.data.eval_fraction,
-    )
+    run_dir.mkdir()
     failures = []
     expected = ""
     for number, layout in enumerate(sample.layouts):
-        address = f"file://{run_dir}/rendezvous-{uuid4().hex}"
-        try:
-            found = run_distributed(
-                _rank,
-                msgspec.json.encode(layout),
-                run_dir,
-                address,
-                world_size=layout.world_size,
-                timeout=180,
-            )
-        except RuntimeError as error:
-            failures.append(f"layout {number} ({layout.mesh}), seed {seed}: {error}")
-            continue
-        expected = expected or found[0]
-        if set(found) != {expected}:
-            failures.append(f"layout {number} ({layout.mesh}), seed {seed}: other bits")
+        what = f"layout {number} ({layout.mesh} {layout.pipeline}), seed {seed}"
+        with output_to(folder / "reloads.txt"):
+            status = run_entry(layout, run_dir, entry=ENTRY)
+        found = {(run_dir / f"{DIGEST}{rank}").read_text() for rank in range(layout.world_size)}
+        expected = expected or found.pop()
+        if status:
+            text = (folder / "reloads.txt").read_text()[-300:]
+            failures.append(f"{what}: status {status}: {text!r}")
+        elif found - {expected}:
+            failures.append(f"{what}: other bits")
     notes = [f"{sample.num_covered} of {sample.num_pairs} pairs of layout choices"]
     return Outcome("reloads", count, failures, time.monotonic() - began, notes)
 
 
-def _rank(encoded: bytes, run_dir: Path, address: str) -> str:
-    """Load, or train if there is nothing to load; save; digest of the whole state."""
-    config = msgspec.json.decode(encoded, type=Config)
-    info = RankInfo.from_env()
-    assert info is not None
-    runtime = initialize(info, device_type="cpu", init_method=address)
-    trainer = Trainer(config, worker_of(info, run_dir), runtime, load_tokenizer(""))
+def rank(config: Config, *, worker: Worker) -> int:
+    """Load, or train if there is nothing to load; tell the digest of the whole state; save."""
+    trainer = start(config, worker)
     trainer.resume()
     while trainer.step < _STEPS:
         trainer.train_step()
-    digest = _digest(trainer)
+    (worker.run_dir / f"{DIGEST}{worker.info.rank}").write_text(_digest(trainer))
     trainer.save()
     trainer.close()
-    return digest
+    return 0
 
 
 def _digest(trainer: Trainer) -> str:

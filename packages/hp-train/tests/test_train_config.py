@@ -208,6 +208,10 @@ def test_a_resumed_run_takes_its_own_config(tmp_path: Path) -> None:
             "train.sample_prompt=",
             'train.sample_prompt ("") must not be empty with train.sample_tokens (200)',
         ),
+        (
+            "train.keep_every=70",
+            "train.keep_every (70) must be a multiple of train.save_every (50); nearest: 50 or 100",
+        ),
     ],
 )
 def test_a_bad_value_is_named_with_the_relation_it_breaks(override: str, message: str) -> None:
