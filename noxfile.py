@@ -215,6 +215,19 @@ def verify(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def reliability(session: nox.Session) -> None:
+    """Kill ranks, damage checkpoints, garble configs, reload in 60 layouts; hostile checkpoints."""
+    _install(session, "hp-train", group="test-torch")
+    session.run("python", "-m", "integration_tests.reliability", *session.posargs)
+    if not session.posargs:
+        names = ("checkpoint_hostile", "checkpoint_background", "checkpoint_faults", "dcp")
+        tests = [f"packages/hp-train/tests/test_train_{name}.py" for name in names]
+        session.run("python", "-m", "pytest", *tests)
+        nodes = "integration_tests/test_lost_node.py"
+        session.run("python", "-m", "pytest", nodes, env={"HP_LOST_NODE": "1"})
+
+
+@nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Run every benchmark, or those named: `nox -s bench -- benchmarks/bench_ranks.py`."""
     found = sorted(str(f) for f in Path("benchmarks").glob("bench_*.py"))
@@ -233,9 +246,10 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def kernels(session: nox.Session) -> None:
-    """Test hp-expert's Triton kernels in Triton's interpreter, and a block built by inductor."""
-    _install(session, _with_extras("hp-expert"), group="test-triton")
+    """Test hp-expert's Triton kernels in Triton's interpreter, and blocks built by inductor."""
+    _install(session, *map(_with_extras, PACKAGES), group="test-triton")
     tests = [f"packages/hp-expert/tests/test_expert_{name}.py" for name in ("kernels", "compile")]
+    tests.append("packages/hp-train/tests/test_train_compile.py")
     # Each in its own process: an interpreter must be chosen before anything imports Triton.
     for test in tests:
         session.run("python", "-m", "pytest", test, *session.posargs, env={"HP_INDUCTOR": "1"})

@@ -114,6 +114,27 @@ def exposed(layout: PipelineLayout, num: int, compute: float, links: Links) -> f
     return statistics.median(times)
 
 
+def local_bandwidth(layout: PipelineLayout) -> float:
+    """Bytes/s at which a rank of stage 1 receives the others' parts, as all of them gather at once.
+
+    The namespaces share their processors, which are what limits it.
+    """
+    ranks = list(layout.stages[1].replicas[0])
+    group = dist.new_group(ranks)
+    slowest = torch.zeros(1)
+    if dist.get_rank() in ranks:
+        part = torch.ones(2**20)
+        whole = part.new_empty(len(ranks) * part.numel())
+        times = []
+        for _ in range(REPEATS + 1):
+            start = time.perf_counter()
+            dist.all_gather_into_tensor(whole, part, group=group)
+            times.append(time.perf_counter() - start)
+        slowest.fill_(statistics.median(times[1:]))
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return (len(ranks) - 1) * 2**20 * 4 / slowest.item()
+
+
 def transfer(transport: Transport, meta: TensorMeta, *, compute: float = 0.0) -> float:
     """Transfer one tensor from stage 0 to stage 1; return the seconds spent in `wait`."""
     if transport.layout.stage_of(transport.rank) == 0:
@@ -132,10 +153,11 @@ def run_rank(sizes: list[int], mib: float, rate: int) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     layout = PipelineLayout.straight(sizes)
     num = int(mib * 2**20) // 4
+    gathering = local_bandwidth(layout)
     links = Links(
         cross_bandwidth=rate * 1e6 / 8,
         cross_latency=2e-4,
-        local_bandwidth=2e9,
+        local_bandwidth=gathering,
         local_latency=1e-4,
     )
     plan = plan_transfer(
@@ -146,7 +168,8 @@ def run_rank(sizes: list[int], mib: float, rate: int) -> None:
     left = exposed(layout, num, 1.5 * seconds["auto"], links)
     if dist.get_rank() == 0:
         print(
-            f"TP {sizes[0]} -> {sizes[1]}, {mib:g} MiB, {rate} Mbit/s per rank: "
+            f"TP {sizes[0]} -> {sizes[1]}, {mib:g} MiB, {rate} Mbit/s per rank, "
+            f"{gathering / 1e6:.0f} MB/s among the ranks of a stage: "
             f"leader {seconds['leader'] * 1e3:.0f} ms, {plan.algorithm} in {plan.chunks} chunk(s) "
             f"{seconds['auto'] * 1e3:.0f} ms, ratio {seconds['leader'] / seconds['auto']:.2f}, "
             f"bound {bound * 1e3:.0f} ms, {seconds['auto'] / bound:.2f} of it; exposed at wait "

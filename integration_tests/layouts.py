@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from hp_train.data import load_tokenizer, prepare
 from hp_train.launch.board import Board
 from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
+from hp_train.parameters import Parameter
 from hp_train.train import Trainer
 
 BASE: dict[str, dict[str, Any]] = {
@@ -56,17 +57,21 @@ class Result:
 
     Attributes:
         losses: Of each step.
+        ahead: Likewise, of multi-token prediction; empty without it.
         norms: Gradient norm of each step.
         eval_loss: After the last step.
         first_gradients: Of the first step.
         parameters: After the last step.
+        moments: Of AdamW, likewise, ``exp_avg.`` or ``exp_avg_sq.`` before the parameter's name.
     """
 
     losses: list[float] = field(default_factory=list)
+    ahead: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     eval_loss: float = 0.0
     first_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    moments: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def config_of(
@@ -128,21 +133,27 @@ def _train_rank(
     trainer = Trainer(config, worker, runtime, load_tokenizer(""))
     trainer.resume()
     trainer.compute_gradients()
-    gradients = _whole(trainer, gradients=True)
+    gradients = _whole(trainer, lambda parameter: parameter.local.grad)
     trainer.optimizer.zero_grad()
-    losses, norms = [], []
+    losses, ahead, norms = [], [], []
     while trainer.step < (until or config.train.steps):
         metrics, _ = trainer.train_step()
         losses.append(metrics.loss)
+        if metrics.prediction_loss is not None:
+            ahead.append(metrics.prediction_loss)
         norms.append(metrics.grad_norm)
     if until is not None:
         trainer.save()
     eval_loss = trainer.evaluate() or 0.0
-    parameters = _whole(trainer, gradients=False)
-    shutdown()
+    parameters = _whole(trainer, lambda parameter: parameter.local)
+    moments: dict[str, torch.Tensor] = {}
+    for moment in ("exp_avg", "exp_avg_sq"):
+        found = _whole(trainer, partial(_moment, trainer, moment))
+        moments |= {f"{moment}.{name}": tensor for name, tensor in found.items()}
+    trainer.close()
     if info.rank:
         return None
-    return Result(losses, norms, eval_loss, gradients, parameters)
+    return Result(losses, ahead, norms, eval_loss, gradients, parameters, moments)
 
 
 def worker_of(info: RankInfo, directory: Path) -> Worker:
@@ -151,11 +162,19 @@ def worker_of(info: RankInfo, directory: Path) -> Worker:
     return Worker(info=info, run_dir=directory, board=board, stop=StopFlag())
 
 
-def _whole(trainer: Trainer, *, gradients: bool) -> dict[str, torch.Tensor]:
-    """Parameters or gradients by name, put together from all ranks; replicas must agree."""
+def _moment(trainer: Trainer, moment: str, parameter: Parameter) -> torch.Tensor:
+    found = trainer.optimizer.state[parameter.local][moment]
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def _whole(
+    trainer: Trainer, part_of: Callable[[Parameter], torch.Tensor | None]
+) -> dict[str, torch.Tensor]:
+    """What parameters have, by name, put together from all ranks; replicas must agree."""
     mine = []
     for parameter in trainer.parameters:
-        tensor = parameter.local.grad if gradients else parameter.local
+        tensor = part_of(parameter)
         assert tensor is not None
         mine.append((parameter.name, parameter.shape, parameter.span, tensor.cpu().clone()))
     everyone: list[list[Any]] = [[] for _ in range(trainer.runtime.info.world_size)]

@@ -32,7 +32,7 @@ def _weights_at_start(encoded: bytes, directory: str, address: str) -> dict[str,
     runtime = initialize(info, device_type="cpu", init_method=address)
     trainer = Trainer(config, worker_of(info, Path(directory)), runtime, load_tokenizer(""))
     trainer.resume()
-    whole = _whole(trainer, gradients=False)
+    whole = _whole(trainer, lambda parameter: parameter.local)
     for stage in trainer.pipeline.modules.values():
         whole |= {name: buffer.clone() for name, buffer in stage.named_buffers()}
     shutdown()

@@ -108,7 +108,7 @@ def test_a_run_leaves_metrics_pictures_and_a_checkpoint(whole: tuple[Path, str])
 def test_a_stopped_run_is_resumed_bit_exactly(
     tiny: dict[str, object], whole: tuple[Path, str]
 ) -> None:
-    settings = tiny | {"run.name": "stopped", "train.save_every": 0}
+    settings = tiny | {"run.name": "stopped", "train.save_every": 2}
     process = start([], **settings)
     metrics = Path(str(tiny["run.output_dir"])) / "stopped" / "metrics.jsonl"
     deadline = time.monotonic() + 90
@@ -192,7 +192,14 @@ def test_a_rank_that_dies_or_hangs_ends_the_job_and_is_named(
 ) -> None:
     name = signum.name.lower()
     process = start(
-        [], **tiny | {"run.name": name, "launch.hang_seconds": 3, "train.steps": 100_000}
+        [],
+        **tiny
+        | {
+            "run.name": name,
+            "launch.hang_seconds": 3,
+            "launch.max_restarts": 0,
+            "train.steps": 100_000,
+        },
     )
     ranks = _at_work(process, Path(str(tiny["run.output_dir"])) / name, steps=2)
     os.kill(ranks[2], signum)

@@ -1,7 +1,8 @@
-"""Mixture-of-experts layers and context parallelism inside a stage of an unequal pipeline."""
+"""Mixture-of-experts layers and context parallelism inside the stages of unequal pipelines."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,18 +16,19 @@ from hp_context import Attention, Causal, ContextParallel
 from hp_expert import ExpertParallel, GroupedExperts, MoE, TensorParallel, TopKRouter
 from hp_platform import new_group
 from hp_platform.testing import run_distributed
-from hp_schedule import add_send_recv, u_shape
+from hp_schedule import add_send_recv, one_f_one_b, u_shape
 from hp_schedule.runtime import PipelineScheduleRuntime, PipelineStage
 from hp_vtp import PipelineLayout, Placement, Replicated, Sharded, StageLayout
 from hp_vtp.pipeline import StageTransport, pipeline_rank
 from hp_vtp.transport import TensorMeta, Transport
 
-# B batch, S sequence, D width, N heads, E experts of width F
-B, S, D, N, E, F = 2, 8, 8, 2, 4, 6
+# B batch, S sequence, D width, N heads, E experts of width F; a stage may have 1, 2, 3 or 4 ranks
+B, S, D, N, E, F = 2, 12, 8, 4, 12, 12
 MICROBATCHES = 3
+SIZES = ([1, 2, 3], [2, 3, 1], [1, 2, 2], [2, 4], [3, 1, 2])
 
 
-class Middle(nn.Module):
+class Layer(nn.Module):
     """Attention over the sequence, then experts."""
 
     def __init__(self) -> None:
@@ -42,9 +44,9 @@ class Middle(nn.Module):
         return y
 
 
-def build() -> tuple[nn.Module, Middle, nn.Module]:
+def build(num_layers: int) -> list[Layer]:
     torch.manual_seed(0)
-    return nn.Linear(D, D).double(), Middle().double(), nn.Linear(D, D).double()
+    return [Layer().double() for _ in range(num_layers)]
 
 
 def inputs() -> list[Tensor]:
@@ -54,83 +56,106 @@ def inputs() -> list[Tensor]:
     ]
 
 
-def mean_square(y: Tensor, target: Tensor) -> Tensor:
-    return (y - target).square().mean()
+def share_of_loss(y: Tensor, target: Tensor) -> Tensor:
+    """Of these positions in the mean over all of them."""
+    return (y - target).square().sum() / (B * S * D)
 
 
-def reference() -> dict[str, Tensor]:
-    model = build()
+def reference(num_layers: int) -> list[dict[str, Tensor]]:
+    """Gradients of each layer in one process."""
+    model = build(num_layers)
     for x in inputs():
         y = x
-        for module in model:
-            y = module(y)
-        (mean_square(y, x) / MICROBATCHES).backward()
-    return {
-        f"{stage}.{name}": parameter.grad
-        for stage, module in enumerate(model)
-        for name, parameter in module.named_parameters()
-        if parameter.grad is not None
-    }
+        for layer in model:
+            y = layer(y)
+        (share_of_loss(y, x) / MICROBATCHES).backward()
+    return [
+        {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+        for layer in model
+    ]
 
 
-def spread(middle: Middle, group: ProcessGroup, *, is_sharded: bool) -> None:
+def spread(layer: Layer, group: ProcessGroup, *, is_sharded: bool) -> None:
     """Cut the experts: by number where tokens are spread, by width where every rank has all."""
     style: Any = ExpertParallel() if is_sharded else TensorParallel()
-    style.apply(middle.moe, group)
+    style.apply(layer.moe, group)
     if is_sharded:
-        middle.core = ContextParallel().apply(Attention(Causal()), group)
+        ContextParallel().apply(layer.core, group)
 
 
-def train(boundary: Placement) -> float:
-    """Return the largest relative error of a gradient of this rank."""
-    layout = PipelineLayout(
-        (StageLayout(((0,),)), StageLayout(((1, 2),), boundary)), chain=(0, 1, 0)
-    )
-    is_sharded = isinstance(boundary, Sharded)
-    group = new_group([[1, 2]], name="stage 1")
-    modules: dict[int, nn.Module] = dict(enumerate(build()))
-    schedule = add_send_recv(u_shape(2, num_microbatches=MICROBATCHES))
-    metas = {stage: [TensorMeta((B, S, D), torch.float64)] for stage in (1, 2)}
-    with Transport(layout, timeout=timedelta(seconds=40)) as transport:
-        here = layout.logical_stages_of(transport.rank)
-        middle = modules[1]
-        if group is not None:
-            assert isinstance(middle, Middle)
-            spread(middle, group, is_sharded=is_sharded)
-        messages = StageTransport(transport, schedule, metas=metas)
-        runtime = PipelineScheduleRuntime(
-            [
-                PipelineStage(
-                    modules[stage],
-                    stage_index=stage,
-                    num_stages=3,
-                    device=torch.device("cpu"),
-                    input_spec=messages.input_spec(stage) if stage else None,
-                )
-                for stage in here
-            ],
-            schedule,
-            pipeline_rank=pipeline_rank(layout, transport.rank),
-            transport=messages,
-            loss_fn=mean_square,
-            loss_scale=1 / MICROBATCHES,
-        )
-        runtime.run_microbatches([[x] for x in inputs()], targets=inputs())
+def error_of(layer: Layer, wanted: dict[str, Tensor], group: ProcessGroup) -> float:
+    """Return the largest relative error of a gradient."""
     worst = 0.0
-    expected = reference()
-    for stage in here:
-        for name, parameter in modules[stage].named_parameters():
-            grad, wanted = parameter.grad, expected[f"{stage}.{name}"]
-            assert grad is not None
-            if grad.shape == wanted.shape and stage == 1 and is_sharded:
-                dist.all_reduce(grad, group=group)  # a copy: each rank has seen its tokens alone
-            if grad.shape != wanted.shape:
-                (dim,) = (i for i in range(grad.ndim) if grad.shape[i] != wanted.shape[i])
-                wanted = wanted.chunk(2, dim)[transport.rank - 1]
-            worst = max(worst, ((grad - wanted).abs().max() / wanted.abs().max()).item())
+    for name, parameter in layer.named_parameters():
+        grad, whole = parameter.grad, wanted[name]
+        assert grad is not None
+        if grad.shape != whole.shape:
+            (dim,) = (i for i in range(grad.ndim) if grad.shape[i] != whole.shape[i])
+            whole = whole.chunk(group.size(), dim)[group.rank()]
+        worst = max(worst, ((grad - whole).abs().max() / whole.abs().max()).item())
     return worst
 
 
-@pytest.mark.parametrize("boundary", [Sharded(1), Replicated()], ids=str)
-def test_experts_and_context_parallelism_work_inside_a_stage(boundary: Placement) -> None:
-    assert max(run_distributed(train, boundary, world_size=3, timeout=120)) <= 1e-12
+def train(layout: PipelineLayout, group: ProcessGroup) -> float:
+    """Return the largest relative error of a gradient of this rank."""
+    is_sharded = isinstance(layout.stages[0].boundary, Sharded)
+    is_u_shape = layout.chain[0] == layout.chain[-1]
+    order = u_shape if is_u_shape else one_f_one_b
+    schedule = add_send_recv(order(len(layout.stages), num_microbatches=MICROBATCHES))
+    layers = build(layout.num_stages)
+    metas = {stage: [TensorMeta((B, S, D), torch.float64)] for stage in range(1, layout.num_stages)}
+    mine = [x.chunk(group.size(), 1)[group.rank()] if is_sharded else x for x in inputs()]
+    with Transport(layout, timeout=timedelta(seconds=40)) as transport:
+        here = layout.logical_stages_of(transport.rank)
+        messages = StageTransport(transport, schedule, metas=metas)
+        stages = []
+        for stage in here:
+            spread(layers[stage], group, is_sharded=is_sharded)
+            stages.append(
+                PipelineStage(
+                    layers[stage],
+                    stage_index=stage,
+                    num_stages=layout.num_stages,
+                    device=torch.device("cpu"),
+                    input_spec=messages.input_spec(stage) if stage else None,
+                )
+            )
+        runtime = PipelineScheduleRuntime(
+            stages,
+            schedule,
+            pipeline_rank=pipeline_rank(layout, transport.rank),
+            transport=messages,
+            loss_fn=share_of_loss,
+            loss_scale=1 / MICROBATCHES,
+        )
+        runtime.run_microbatches([[x] for x in mine], targets=mine)
+    if is_sharded:  # each rank has seen its own tokens alone
+        for stage in here:
+            layer = layers[stage]
+            for parameter in (layer.qkv.weight, *layer.moe.router.parameters()):
+                assert parameter.grad is not None
+                dist.all_reduce(parameter.grad, group=group)
+    wanted = reference(layout.num_stages)
+    return max(error_of(layers[stage], wanted[stage], group) for stage in here)
+
+
+def errors(sizes: Sequence[int]) -> dict[str, float]:
+    """Straight and U-shaped, with all positions on every rank of a stage and with parts of them."""
+    found = {}
+    for shape in (PipelineLayout.straight, PipelineLayout.u_shaped):
+        plain = shape(sizes)
+        group = new_group([list(stage.replicas[0]) for stage in plain.stages], name="stage")
+        assert group is not None
+        for boundary in (Sharded(1), Replicated()):
+            placement: Placement = boundary
+            stages = tuple(StageLayout(stage.replicas, placement) for stage in plain.stages)
+            layout = PipelineLayout(stages, plain.chain)
+            found[f"{shape.__name__} {boundary}"] = train(layout, group)
+    return found
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_experts_and_context_parallelism_work_inside_stages(sizes: Sequence[int]) -> None:
+    for found in run_distributed(errors, sizes, world_size=sum(sizes), timeout=150):
+        assert len(found) == 4
+        assert max(found.values()) <= 1e-12, found

@@ -41,6 +41,7 @@ class Block:
     lengths: tuple[int, int] = (192, 192)
     heads: tuple[int, int] = (4, 2)
     heads_first: bool = True
+    softcap: float | None = None
 
 
 FULL, CAUSAL, PARTIAL = BlockKind.FULL, BlockKind.CAUSAL, BlockKind.PARTIAL
@@ -58,6 +59,10 @@ BLOCKS = [
     Block(Kernel.CUDA_EFFICIENT, CAUSAL, BF16, sizes=(192, 128)),
     Block(Kernel.CUDA_EFFICIENT, FULL, FP32, sizes=(64, 32), lengths=(33, 129), heads=(4, 4)),
     Block(Kernel.CUDA_EFFICIENT, FULL, BF16, sizes=(512, 512)),
+    Block(Kernel.CUDA_FLEX, FULL, BF16, lengths=(100, 333), softcap=0.9),
+    Block(Kernel.CUDA_FLEX, CAUSAL, BF16, softcap=0.9, heads_first=False),
+    Block(Kernel.CUDA_FLEX, PARTIAL, FP32, sizes=(64, 32), lengths=(65, 231), softcap=0.9),
+    Block(Kernel.CUDA_FLEX, PARTIAL, BF16, lengths=(4100, 4200)),
     Block(Kernel.REFERENCE, FULL, BF16, sizes=(60, 60)),
     Block(Kernel.REFERENCE, CAUSAL, torch.float64),
 ]
@@ -101,6 +106,7 @@ def results(block: Block, qkvg: list[Tensor], mask: Tensor | None) -> list[Tenso
                 kind=block.kind,
                 mask=None if mask is None else mask[:, part],
                 scale=0.2,
+                softcap=block.softcap,
             )
         )
     out, lse = merge.result()
@@ -117,6 +123,7 @@ def results(block: Block, qkvg: list[Tensor], mask: Tensor | None) -> list[Tenso
             kind=block.kind,
             mask=None if mask is None else mask[:, part],
             scale=0.2,
+            softcap=block.softcap,
         )
         dq += grads[0]
         dk[:, :, part] += grads[1]
@@ -129,7 +136,7 @@ def test_a_kernel_agrees_with_plain_torch_in_float64(
     block: Block, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     qkvg, mask = tensors(block), mask_of(block)
-    assert choose_kernel(qkvg[0], qkvg[2], mask=mask) is block.kernel
+    assert choose_kernel(qkvg[0], qkvg[2], mask=mask, softcap=block.softcap) is block.kernel
     actual = results(block, qkvg, mask)
     monkeypatch.setattr(k_module, "choose_kernel", lambda *_, **__: Kernel.REFERENCE)
     expected = results(block, [x.double() for x in qkvg], mask)

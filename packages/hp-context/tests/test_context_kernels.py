@@ -1,11 +1,13 @@
 """One block of attention, its gradients from the whole, and blocks put together again."""
 
 from itertools import pairwise
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention
 
 from hp_context import (
     BlockKind,
@@ -15,6 +17,7 @@ from hp_context import (
     PositionMask,
     SlidingWindow,
     cuda_kernels,
+    flex_kernel,
     reference_kernel,
 )
 from hp_context import kernels as k_module
@@ -162,31 +165,59 @@ def test_narrow_types_are_merged_in_float32(dtype: torch.dtype, bound: float) ->
     assert error(out, expected) <= bound
 
 
+def by_kernel(
+    kernel: Kernel, kind: BlockKind, monkeypatch: pytest.MonkeyPatch, softcap: float | None = None
+) -> list[Tensor]:
+    """Out, weights' sum, dq, dk, dv of one block whose queries see others besides."""
+    q, k, v, grad = tensors()
+    mask = block_tensor(MASKS[-1], range(12), range(12)) if kind is BlockKind.PARTIAL else None
+    monkeypatch.setattr(k_module, "choose_kernel", lambda *_, **__: kernel)
+    terms: dict[str, Any] = {"kind": kind, "mask": mask, "scale": SCALE, "softcap": softcap}
+    out, lse = block_forward(q, k, v, **terms)
+    others = torch.linspace(-1.0, 3.0, lse.numel(), dtype=lse.dtype).view_as(lse)
+    whole: dict[str, Any] = {
+        "out": out + grad.flip(0),
+        "lse": torch.logaddexp(for_backward(lse), others),
+    }
+    grads = block_backward(q, k, v, grad_out=grad, **whole, **terms)
+    return [out, lse.exp(), *grads]
+
+
 @pytest.mark.parametrize("kind", [BlockKind.FULL, BlockKind.CAUSAL, BlockKind.PARTIAL])
 def test_torch_s_kernel_and_plain_torch_agree(
     kind: BlockKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    q, k, v, grad = tensors()
-    mask = block_tensor(MASKS[-1], range(12), range(12)) if kind is BlockKind.PARTIAL else None
-    results = []
-    assert k_module.choose_kernel(q, v, mask=mask) is Kernel.CPU_FLASH
-    for kernel in (Kernel.CPU_FLASH, Kernel.REFERENCE):
-        monkeypatch.setattr(k_module, "choose_kernel", lambda *_, kernel=kernel, **__: kernel)
-        out, lse = block_forward(q, k, v, kind=kind, mask=mask, scale=SCALE)
-        grads = block_backward(
-            q,
-            k,
-            v,
-            grad_out=grad,
-            out=out,
-            lse=for_backward(lse),
-            kind=kind,
-            mask=mask,
-            scale=SCALE,
-        )
-        results.append([out, lse.exp(), *grads])
-    for a, b in zip(*results, strict=True):
+    q, _, v, _ = tensors()
+    assert k_module.choose_kernel(q, v, mask=None) is Kernel.CPU_FLASH
+    actual = by_kernel(Kernel.CPU_FLASH, kind, monkeypatch)
+    for a, b in zip(actual, by_kernel(Kernel.REFERENCE, kind, monkeypatch), strict=True):
         assert error(a, b) <= 1e-13
+
+
+@pytest.mark.parametrize("kind", [BlockKind.FULL, BlockKind.CAUSAL, BlockKind.PARTIAL])
+@pytest.mark.parametrize("softcap", [None, 0.9])
+def test_flex_attention_and_plain_torch_agree(
+    softcap: float | None, kind: BlockKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own definition, with all scores in memory: torch refuses backward on the CPU."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    actual = by_kernel(Kernel.CUDA_FLEX, kind, monkeypatch, softcap)
+    expected = by_kernel(Kernel.REFERENCE, kind, monkeypatch, softcap)
+    for a, b in zip(actual, expected, strict=True):
+        assert error(a, b) <= 1e-13
+
+
+def test_flex_attention_takes_soft_caps_and_large_masks_of_cuda_alone() -> None:
+    q = torch.empty(1, 4, 8, 64, device="meta")
+    small, large = (torch.empty(1 << n, 1 << 12, device="meta") for n in (4, 12))
+    assert not flex_kernel.applies(q, q, mask=large, softcap=2.0)  # no CUDA
+    on_cuda = SimpleNamespace(device=torch.device("cuda"), dtype=q.dtype, size=q.size)
+    cases = [(None, None), (None, 2.0), (small, None), (large, None)]
+    taken = [flex_kernel.applies(cast("Any", on_cuda), q, mask=m, softcap=c) for m, c in cases]
+    assert taken == [False, True, False, True]
+    wide = torch.empty(1, 4, 8, 512, device="meta")
+    assert not flex_kernel.applies(cast("Any", on_cuda), wide, mask=None, softcap=2.0)
 
 
 def test_an_expanded_gradient_is_taken() -> None:

@@ -139,11 +139,27 @@ def test_a_resumed_run_takes_its_own_config(tmp_path: Path) -> None:
             (
                 'pipeline.schedule ("1f2b") must be one of gpipe, 1f1b, looped_bfs, '
                 "interleaved_1f1b, zero_bubble, interleaved_zero_bubble, zbv, v_half, v_min, "
-                "dualpipe_v; did you mean 1f1b?"
+                "dualpipe_v, u_shape; did you mean 1f1b?"
             ),
         ),
         ("run.name=../x", 'run.name ("../x") must be letters, digits and _ . + - only'),
         ("data.paths=[1]", "data.paths ([1]) must be a list of strings"),
+        (
+            "mesh.stage_tp=[0,1]",
+            "mesh.stage_tp ([0, 1]) must be a list of integers, each at least 1",
+        ),
+        (
+            "mesh.stage_tp=two",
+            'mesh.stage_tp (["two"]) must be a list of integers, each at least 1',
+        ),
+        (
+            "mesh.stage_tp=[1,2,1]",
+            ("mesh.stage_tp ([1, 2, 1]) must have a size for each of mesh.pp (2) pipeline ranks"),
+        ),
+        (
+            "mesh.stage_ep=[1,2]",
+            "mesh.ep (2) must be 1 with mesh.stage_ep ([1, 2])",
+        ),
         ("train.step=1", "unknown key train.step; did you mean train.steps?"),
         ("trian.steps=1", "unknown key trian.steps; did you mean train.steps?"),
         ("train.dim=1", "unknown key train.dim; did you mean model.dim?"),
@@ -163,13 +179,6 @@ def test_a_resumed_run_takes_its_own_config(tmp_path: Path) -> None:
         (
             "pipeline.schedule=1f1b",
             'pipeline.stages_per_rank (2) must be 1 with pipeline.schedule ("1f1b")',
-        ),
-        (
-            "model.tie_embeddings=true",
-            (
-                "model.tie_embeddings (true) must be false with mesh.pp (2) x "
-                "pipeline.stages_per_rank (2) above 1"
-            ),
         ),
         (
             "train.global_batch_size=30",
@@ -198,6 +207,10 @@ def test_a_resumed_run_takes_its_own_config(tmp_path: Path) -> None:
         (
             "train.sample_prompt=",
             'train.sample_prompt ("") must not be empty with train.sample_tokens (200)',
+        ),
+        (
+            "train.keep_every=70",
+            "train.keep_every (70) must be a multiple of train.save_every (50); nearest: 50 or 100",
         ),
     ],
 )
@@ -266,6 +279,69 @@ def test_a_bad_value_is_named_with_the_relation_it_breaks(override: str, message
 def test_settings_of_a_model_must_fit_each_other(overrides: str, message: str) -> None:
     pairs = [tuple(override.split("=")) for override in overrides.split()]
     assert refusal(*pairs) == message  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            "mesh.ep=1 mesh.stage_tp=[1,2] model.tie_embeddings=true",
+            (
+                "model.tie_embeddings (true) must be false with mesh.stage_tp ([1, 2]): the first "
+                "size (1) must equal the last (2)"
+            ),
+        ),
+        (
+            "mesh.ep=1 mesh.stage_tp=[1,3]",
+            "mesh.stage_tp (3) must divide model.num_heads (4); nearest: 2 or 4",
+        ),
+        ("mesh.tp=2 mesh.stage_tp=[1,2]", "mesh.tp (2) must be 1 with mesh.stage_tp ([1, 2])"),
+        (
+            "mesh.stage_tp=[1,2] launch.num_processes=4",
+            (
+                "mesh.stage_tp ([1, 2]) of 3 ranks x mesh.dp_replicate (2) = 6 "
+                "must equal launch.num_processes (4)"
+            ),
+        ),
+        (
+            "mesh.stage_tp=[2,1] mesh.ep=1 mesh.stage_ep=[4,4]",
+            "mesh.stage_ep (4) must divide mesh.dp_replicate (2); nearest: 2",
+        ),
+        (
+            "mesh.stage_tp=[1,4] data.seq_len=30 model.num_kv_heads=4",
+            "data.seq_len (30) must be a multiple of mesh.stage_tp (4); nearest: 28 or 32",
+        ),
+        (
+            "mesh.ep=1 mesh.stage_ep=[1,2] model.num_experts=7",
+            "mesh.stage_ep (2) must divide model.num_experts (7); nearest: 1 or 7",
+        ),
+        (
+            "pipeline.schedule=u_shape pipeline.stages_per_rank=1 model.num_layers=2",
+            (
+                "model.num_layers (2) must be at least mesh.pp (2) x "
+                "pipeline.stages_per_rank (1) + 1 = 3"
+            ),
+        ),
+        (
+            "pipeline.schedule=u_shape",
+            'pipeline.stages_per_rank (2) must be 1 with pipeline.schedule ("u_shape")',
+        ),
+    ],
+)
+def test_sizes_of_single_stages_keep_the_rules_of_all(overrides: str, message: str) -> None:
+    pairs = [tuple(override.split("=")) for override in overrides.split()]
+    assert refusal(*pairs) == message  # type: ignore[arg-type]
+
+
+def test_a_mesh_may_list_the_sizes_of_its_stages(tmp_path: Path) -> None:
+    path = tmp_path / "unequal.toml"
+    path.write_text("[mesh]\npp = 3\nstage_tp = [1, 2, 1]\n")
+    config = resolve(str(path), [("train.global_batch_size", "4")], env={}).config
+    assert config.world_size == 4
+    assert config.mesh.tp_sizes == (1, 2, 1)
+    again = tmp_path / "again.toml"
+    again.write_text(to_toml(config))
+    assert resolve(str(again), env={}).config == config
 
 
 def test_a_dense_model_needs_no_experts() -> None:

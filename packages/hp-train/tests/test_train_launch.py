@@ -26,13 +26,14 @@ def _ranks_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def resolved(folder: Path, name: str, *overrides: tuple[str, object]) -> Resolved:
-    given: list[tuple[str, object]] = [
-        ("run.output_dir", str(folder)),
-        ("run.name", name),
-        ("mesh.pp", 1),
-        ("pipeline.stages_per_rank", 1),
-    ]
-    return resolve("quickstart", [*given, *overrides], env={})
+    given: dict[str, object] = {
+        "run.output_dir": str(folder),
+        "run.name": name,
+        "mesh.pp": 1,
+        "pipeline.stages_per_rank": 1,
+        "launch.max_restarts": 0,
+    }
+    return resolve("quickstart", [*(given | dict(overrides)).items()], env={})
 
 
 def run(folder: Path, name: str, entry: str = "trains", *overrides: tuple[str, object]) -> int:
@@ -127,6 +128,31 @@ def test_a_hang_is_named_with_the_place_and_the_stack(
     err = capfd.readouterr().err
     assert f"error: rank 1 {how} at step 2 (reduce): no progress of any rank for 2 s\n" in err
     assert ("in _fault" in err) == (fault == "sleeps")
+
+
+def test_ranks_are_started_again_after_one_is_lost_or_hangs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "faults").write_text("SIGKILL SIGSTOP none")
+    keys = (("launch.max_restarts", 2), ("launch.hang_seconds", 5.0))
+    assert run(tmp_path, "again", "trains_in_attempts", *keys) == 0
+    assert capfd.readouterr().err.splitlines() == [
+        "error: rank 1 was lost at step 2 (reduce): killed by SIGKILL",
+        "starting again from the beginning (1 of 2)",
+        "error: rank 1 is stopped at step 2 (reduce): no progress of any rank for 5 s",
+        "starting again from the beginning (2 of 2)",
+    ]
+
+
+def test_restarts_end_where_no_checkpoint_comes_between_them(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Three checkpoints come in all; the fault comes back every time."""
+    (tmp_path / "faults").write_text("SIGKILL " * 9)
+    keys = (("launch.max_restarts", 1), ("train.save_every", 1))
+    assert run(tmp_path, "crashing", "trains_in_attempts", *keys) == 7
+    again = [line for line in capfd.readouterr().err.splitlines() if "again" in line]
+    assert again == [f"starting again from step-0000000{n} (1 of 1)" for n in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])

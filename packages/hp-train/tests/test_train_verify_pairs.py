@@ -67,6 +67,16 @@ def test_bits_must_stay_where_only_the_order_of_steps_differs(
     assert must_be_exact(config_of(), config_of(**keys)) is exact
 
 
+def test_bits_may_differ_where_a_schedule_brings_layers_to_other_numbers_of_ranks() -> None:
+    def of(schedule: str, **keys: object) -> Config:
+        return config_of(mesh__ep=1, pipeline__schedule=schedule, **keys)
+
+    uneven = {"mesh__stage_tp": (1, 2)}
+    assert must_be_exact(of("interleaved_1f1b"), of("zbv"))
+    assert not must_be_exact(of("interleaved_1f1b", **uneven), of("zbv", **uneven))
+    assert must_be_exact(of("interleaved_1f1b", **uneven), of("looped_bfs", **uneven))
+
+
 def test_a_layout_is_described_by_overrides_that_make_it() -> None:
     config = config_of(train__microbatch_size=2)
     text = described(config, config_of())
@@ -75,6 +85,8 @@ def test_a_layout_is_described_by_overrides_that_make_it() -> None:
         "pipeline.stages_per_rank=2 train.microbatch_size=2"
     )
     assert described(one_process(config), config) == "one process"
+    uneven = config_of(mesh__ep=1, mesh__stage_tp=(1, 2))
+    assert " mesh.stage_tp=[1,2] " in described(uneven, uneven)
 
 
 def test_a_shrunk_config_keeps_what_divides_what() -> None:
@@ -130,11 +142,15 @@ def test_every_generated_layout_can_be_shrunk_together_with_another() -> None:
     ("arguments", "message"),
     [
         ("verify --against model.dim=64", "must equal model.dim (64) of the other config"),
+        (
+            "verify --against mesh.pp=3,mesh.stage_tp=[1,2]",
+            "mesh.stage_tp ([1, 2]) must have a size for each of mesh.pp (3) pipeline ranks",
+        ),
         ("verify --against mesh.pp", 'config ("mesh.pp") must be a .toml file'),
         ("verify --steps 0", "--steps (0) must be at least 1"),
         ("verify --generate 3 --against quickstart", "no --against"),
         ("verify --generate 3 --processes 2-4", "--processes (2-4) must be like 2:8"),
-        ("verify --generate 3 --processes 5:5", "no layout of 5 to 5 processes is allowed"),
+        ("verify --generate 3 --processes 7:7", "no layout of 7 to 7 processes is allowed"),
         ("verify --train.stepz 3", "unknown key train.stepz"),
         ("verify --step 3", "--step is not a known option; did you mean --steps?"),
     ],

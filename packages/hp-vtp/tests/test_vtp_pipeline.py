@@ -30,6 +30,7 @@ from hp_schedule import (
     one_f_one_b,
     u_shape,
     validate,
+    zbv,
 )
 from hp_schedule.runtime import PipelineScheduleRuntime, PipelineStage, TensorSpec
 from hp_vtp import PipelineLayout, Replicated, Sharded, StageLayout
@@ -269,6 +270,60 @@ def test_units_and_multiplexed_rows() -> None:
         multiplex(one_f_one_b(2, num_microbatches=4), layout)
 
 
+def check_domains_by_themselves() -> float:
+    """Return the largest gradient error of this rank's linear layers."""
+    layout = PipelineLayout.u_shaped([1, 2], dp=2)
+    schedule = add_send_recv(zbv(2, num_microbatches=3))
+    assert schedule.stage_to_rank == (0, 1, 1, 0)  # on rank 1 one stage hands over to the next
+
+    def build() -> list[torch.nn.Module]:
+        torch.manual_seed(0)
+        return [torch.nn.Linear(H, H).double() for _ in range(4)]
+
+    def loss_fn(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (y - target).square().sum()
+
+    modules, expected = build(), build()
+    with Transport(layout, timeout=TIMEOUT) as transport:
+        domain = layout.replica_of(transport.rank)
+        row = layout.stage_of(transport.rank)
+        generator = torch.Generator().manual_seed(domain)
+        inputs = [torch.randn(B, H, generator=generator).double() for _ in range(3)]
+        metas = {position: [TensorMeta((B, H), torch.float64)] for position in (1, 2)}
+        runtime = PipelineScheduleRuntime(
+            [
+                PipelineStage(
+                    modules[index],
+                    stage_index=index,
+                    num_stages=4,
+                    device=torch.device("cpu"),
+                    input_spec=TensorSpec((B, H), torch.float64) if index else None,
+                )
+                for index in schedule.stages_of(row)
+            ],
+            schedule,
+            pipeline_rank=row,
+            transport=StageTransport(transport, schedule, metas=metas, domain=domain),
+            loss_fn=loss_fn,
+        )
+        runtime.run_microbatches([[x] for x in inputs], targets=inputs)
+    for x in inputs:
+        loss_fn(torch.nn.Sequential(*expected)(x), x).backward()
+    worst = 0.0
+    for index in schedule.stages_of(row):
+        pairs = zip(modules[index].parameters(), expected[index].parameters(), strict=True)
+        for mine, theirs in pairs:
+            assert mine.grad is not None
+            assert theirs.grad is not None
+            error = (mine.grad - theirs.grad).abs().max() / theirs.grad.abs().max()
+            worst = max(worst, float(error))
+    return worst
+
+
+def test_domains_may_run_a_schedule_each_and_stages_of_one_rank_follow_each_other() -> None:
+    assert max(run_distributed(check_domains_by_themselves, world_size=6)) <= TOLERANCE
+
+
 def check_refusals() -> None:
     u = add_send_recv(u_shape(2, num_microbatches=2))
     with Transport(layout_of([1, 2], u_shape=True, sequence=True)) as transport:
@@ -299,7 +354,9 @@ def check_refusals() -> None:
             messages.input_spec(1)
     with (
         Transport(layout_of([1, 1], u_shape=True, sequence=False, dp=[1, 2])) as transport,
-        pytest.raises(ValueError, match=r"number of chains \(1\) .* see multiplex"),
+        pytest.raises(
+            ValueError, match=r"number of chains \(1\) and of rows \(2\) of the schedule"
+        ),
     ):
         StageTransport(transport, u)
 

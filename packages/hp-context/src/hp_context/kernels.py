@@ -15,7 +15,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from hp_context import cuda_kernels, reference_kernel
+from hp_context import cuda_kernels, flex_kernel, reference_kernel
 from hp_context.dropout import BlockDropout
 from hp_context.masks import BlockKind
 from hp_context.reference_kernel import Scoring
@@ -29,6 +29,7 @@ class Kernel(Enum):
     CPU_FLASH = "flash attention of the CPU"
     CUDA_FLASH = "flash attention of CUDA"
     CUDA_EFFICIENT = "efficient attention of CUDA"
+    CUDA_FLEX = "FlexAttention"
     REFERENCE = "plain torch"
 
 
@@ -52,7 +53,7 @@ def block_forward(
         kind: FULL, CAUSAL (Q = K) or PARTIAL.
         mask: bool [Q, K], true where attention is allowed; None unless `kind` is PARTIAL.
         scale: Factor of the scores.
-        softcap: Bound of the scores, by tanh; in plain torch.
+        softcap: Bound of the scores, by tanh; FlexAttention on CUDA, plain torch elsewhere.
         dropout: Which weights are dropped; in plain torch.
 
     Returns:
@@ -72,10 +73,11 @@ def block_forward(
             *_rows(q, k, v), mask=mask, causal=causal, scale=scale
         )
     else:
+        forward = flex_kernel.forward if kernel is Kernel.CUDA_FLEX else reference_kernel.forward
         scoring = Scoring(scale, softcap, dropout)
-        return reference_kernel.forward(q, k, v, mask=mask, causal=causal, scoring=scoring)
+        out, lse = forward(*_rows(q, k, v), mask=mask, causal=causal, scoring=scoring)
     if mask is not None:
-        unseen = ~mask.any(-1)  # the kernels call their log-sum-exp 0
+        unseen = ~mask.any(-1)  # most kernels call their log-sum-exp 0
         out.masked_fill_(unseen[:, None], 0.0)
         lse.masked_fill_(unseen, -torch.inf)
     return out, lse
@@ -129,7 +131,8 @@ def block_backward(
         return cuda_kernels.efficient_backward(
             q, k, v, grad_out=grad_out, out=out, lse=lse, mask=mask, causal=causal, scale=scale
         )
-    return reference_kernel.backward(
+    backward = flex_kernel.backward if kernel is Kernel.CUDA_FLEX else reference_kernel.backward
+    return backward(
         q,
         k,
         v,
@@ -151,6 +154,8 @@ def choose_kernel(
     dropout: BlockDropout | None = None,
 ) -> Kernel:
     """Return what computes such a block: REFERENCE whenever no other is known to be right."""
+    if dropout is None and flex_kernel.applies(q, v, mask=mask, softcap=softcap):
+        return Kernel.CUDA_FLEX
     if softcap is not None or dropout is not None:
         return Kernel.REFERENCE
     if q.device.type == "cpu":

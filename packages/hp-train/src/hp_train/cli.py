@@ -25,7 +25,10 @@ _FLAGS = {
     "plan": ("--data", "--resume", *plan.FLAGS),
     "import-hf": ("--out", "--step", "--dtype"),
     "export-hf": ("--out", "--step", "--dtype"),
+    "import-dcp": ("--step",),
+    "export-dcp": ("--step",),
 }
+_WITHOUT_CONFIG = ("doctor", "import-hf", "export-hf", "export-dcp")
 _OVERRIDES = "--section.key value, --section.key=value or section.key=value sets any key."
 
 
@@ -66,7 +69,7 @@ def _main(argv: Sequence[str]) -> int:
     parser = _parser()
     _refuse_bare_keys(rest)
     options = parser.parse_args(rest)
-    if options.command in ("doctor", "import-hf", "export-hf") and overrides:
+    if options.command in _WITHOUT_CONFIG and overrides:
         raise ConfigError(f"hp {options.command} takes no --{overrides[0][0]}")
     if options.command == "doctor":
         from hp_train.doctor import main as doctor  # noqa: PLC0415 - imports torch
@@ -74,6 +77,8 @@ def _main(argv: Sequence[str]) -> int:
         return doctor(as_json=options.json)
     if options.command.endswith("-hf"):
         return _hugging_face(options)
+    if options.command.endswith("-dcp"):
+        return _plain_checkpoint(options, overrides)
     given: list[tuple[str, object]] = [*overrides]
     if options.data:
         given.append(("data.paths", options.data))
@@ -133,6 +138,7 @@ def _parser() -> _Parser:
     )
     doctor.add_argument("--json", action="store_true", help="as JSON")
     _add_hugging_face(commands)
+    _add_plain_checkpoint(commands)
     return parser
 
 
@@ -164,6 +170,43 @@ def _hugging_face(options: argparse.Namespace) -> int:
     if options.command == "import-hf":
         return command.import_hf(folder, Path(options.out) if options.out else None)
     return command.export_hf(Path(options.run), folder, step=options.step, dtype=options.dtype)
+
+
+def _add_plain_checkpoint(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    imports = commands.add_parser(
+        "import-dcp",
+        help="make a run that goes on from a checkpoint of torch.distributed.checkpoint",
+        epilog=_OVERRIDES,
+        allow_abbrev=False,
+    )
+    imports.add_argument("folder", metavar="FOLDER", help="with .metadata and .distcp files")
+    imports.add_argument("run", metavar="RUN", help="run directory, to be made")
+    imports.add_argument(
+        "config", metavar="CONFIG", nargs="?", help="of the run (what FOLDER was exported with)"
+    )
+    imports.add_argument("--step", type=int, metavar="N", help="steps that were trained")
+    exports = commands.add_parser(
+        "export-dcp",
+        help="write a checkpoint as torch.distributed.checkpoint would",
+        allow_abbrev=False,
+    )
+    exports.add_argument("run", metavar="RUN", help="run directory")
+    exports.add_argument("folder", metavar="FOLDER", help="to be made")
+    exports.add_argument("--step", type=int, metavar="N", help="of the checkpoint (newest)")
+
+
+def _plain_checkpoint(options: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    from hp_train.dcp import command  # noqa: PLC0415 - imports torch
+
+    folder, run = Path(options.folder), Path(options.run)
+    if options.command == "export-dcp":
+        return command.export_dcp(run, folder, step=options.step)
+    if options.step is not None and options.step < 0:
+        raise ConfigError(f"--step ({options.step}) must be at least 0")
+    resolved = None
+    if options.config or overrides:
+        resolved = resolve(options.config, overrides)
+    return command.import_dcp(folder, run, resolved=resolved, step=options.step)
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:

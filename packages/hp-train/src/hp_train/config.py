@@ -69,6 +69,10 @@ class LaunchConfig(Struct, frozen=True, kw_only=True):
     hang_seconds: Annotated[
         Seconds, _help("Seconds without progress of any rank after which the run is ended.")
     ] = 120.0
+    max_restarts: Annotated[
+        CountOrZero,
+        _help("Restarts after a rank is lost or hangs, in a row without a new checkpoint."),
+    ] = 3
     stop_grace_seconds: Annotated[
         Seconds, _help("Seconds for saving after a request to stop, then the ranks are killed.")
     ] = 30.0
@@ -90,6 +94,13 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
         Count, _help("Ranks that share out the experts, taken out of those of a stage.")
     ] = 1
     etp: Annotated[Count, _help("Ranks that share out the hidden width of each expert.")] = 1
+    stage_tp: Annotated[
+        tuple[Count, ...], _help("Tensor-parallel ranks of each pipeline rank. []: mesh.tp of all.")
+    ] = ()
+    stage_ep: Annotated[
+        tuple[Count, ...],
+        _help("Ranks that share out the experts, of each pipeline rank. []: mesh.ep of all."),
+    ] = ()
     cp_heads: Annotated[
         CountOrZero,
         _help("Context-parallel ranks that share out heads; keys go to the others. 0: all, or 1."),
@@ -97,6 +108,16 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
     cp_ring: Annotated[
         bool, _help("Send keys round a ring of these others instead of gathering them.")
     ] = False
+
+    @property
+    def tp_sizes(self) -> tuple[int, ...]:
+        """Tensor-parallel ranks of each pipeline rank."""
+        return self.stage_tp or (self.tp,) * self.pp
+
+    @property
+    def ep_sizes(self) -> tuple[int, ...]:
+        """Ranks that share out the experts, of each pipeline rank."""
+        return self.stage_ep or (self.ep,) * self.pp
 
     @property
     def heads_degree(self) -> int:
@@ -119,6 +140,7 @@ class PipelineConfig(Struct, frozen=True, kw_only=True):
             "v_half",
             "v_min",
             "dualpipe_v",
+            "u_shape",
         ],
         _help("Order of forwards and backwards."),
     ] = "interleaved_1f1b"
@@ -251,17 +273,15 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     norm_eps: Annotated[Positive, _help("Added to the mean square in RMSNorm.")] = 1e-5
     dropout: Annotated[BelowOne, _help("Share of activations dropped in training.")] = 0.0
     init_std: Annotated[Positive, _help("Standard deviation of the first weights.")] = 0.02
-    tie_embeddings: Annotated[
-        bool, _help("Share the embedding with the output layer; not yet with mesh.pp > 1.")
-    ] = False
+    tie_embeddings: Annotated[bool, _help("Use the embedding as the output matrix too.")] = False
 
     @property
     def stage_width(self) -> int:
         """Width of what travels between pipeline stages.
 
-        Multi-token prediction needs the embeddings at the end, so they travel along.
+        Modules of multi-token prediction need embeddings at the end, so they travel along.
         """
-        return self.dim * (2 if self.num_mtp_modules else 1)
+        return self.dim * (1 + self.num_mtp_modules)
 
     @property
     def rotated_head_dim(self) -> int:
@@ -316,23 +336,42 @@ class TrainConfig(Struct, frozen=True, kw_only=True):
         Literal["none", "attention", "feed_forward", "full"],
         _help("What of each block is computed again in backward instead of being kept."),
     ] = "none"
+    compile: Annotated[
+        Literal["none", "inductor", "aot_eager"],
+        _help("What compiles attention and feed-forward of blocks; torch's names of backends."),
+    ] = "none"
     learning_rate: Annotated[NotNegative, _help("Highest learning rate.")] = 3e-3
     min_learning_rate_ratio: Annotated[
         Share, _help("Last learning rate as a share of the highest.")
     ] = 0.1
     warmup_steps: Annotated[CountOrZero, _help("Steps of linear warm-up.")] = 10
-    weight_decay: Annotated[NotNegative, _help("AdamW's decay of matrices.")] = 0.1
+    weight_decay: Annotated[
+        NotNegative, _help("AdamW's decay of matrices; norms and biases have none.")
+    ] = 0.1
     beta1: Annotated[BelowOne, _help("AdamW's decay of the mean gradient.")] = 0.9
     beta2: Annotated[BelowOne, _help("AdamW's decay of the mean square.")] = 0.95
     adam_eps: Annotated[Positive, _help("AdamW's addition to the root.")] = 1e-8
     max_grad_norm: Annotated[
         NotNegative, _help("Gradients are scaled down to this norm. 0: never.")
     ] = 1.0
+    not_finite: Annotated[
+        Literal["stop", "skip"],
+        _help("What to do at a step whose loss or gradient is not finite."),
+    ] = "stop"
+    max_skipped_steps: Annotated[
+        Count, _help("Steps skipped in a row after which the run is ended all the same.")
+    ] = 10
     log_every: Annotated[Count, _help("Steps between printed lines.")] = 10
     eval_every: Annotated[CountOrZero, _help("Steps between evaluations. 0: none.")] = 50
     eval_batches: Annotated[Count, _help("Global batches per evaluation.")] = 4
     save_every: Annotated[CountOrZero, _help("Steps between checkpoints. 0: only at the end.")] = 0
+    async_save: Annotated[
+        bool, _help("Save a copy behind the training; the last save of a run is waited for.")
+    ] = True
     keep_checkpoints: Annotated[Count, _help("Checkpoints kept; older ones are removed.")] = 2
+    keep_every: Annotated[
+        CountOrZero, _help("Checkpoints of multiples of this step are kept for good. 0: none.")
+    ] = 0
     sample_tokens: Annotated[
         CountOrZero, _help("Tokens of the continuation printed at the end. 0: none.")
     ] = 200
@@ -354,7 +393,9 @@ class Config(Struct, frozen=True, kw_only=True):
     def world_size(self) -> int:
         """Processes that the mesh has places for."""
         mesh = self.mesh
-        return mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.cp * mesh.tp
+        # Not through tp_sizes: any number of pipeline ranks is counted before it is refused.
+        tensor_ranks = sum(mesh.stage_tp) if mesh.stage_tp else mesh.pp * mesh.tp
+        return mesh.dp_replicate * mesh.dp_shard * mesh.cp * tensor_ranks
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:

@@ -1,14 +1,14 @@
 """How ranks are numbered along the axes of the mesh: arithmetic alone, no torch.
 
-The ranks of a pipeline stage stand in two grids at once. Attention and dense layers see
-``dp_replicate x dp_shard x cp x tp``, the last one fastest, so that tensor-parallel neighbours are
-neighbours on a node. Experts see the same ranks as
+Stages of the pipeline follow each other, each of them a run of ranks, and may have different
+numbers of them: what is a size below is one stage's own. The ranks of a stage stand in two grids at
+once. Attention and dense layers see ``dp_replicate x dp_shard x cp x tp``, the last one fastest, so
+that tensor-parallel neighbours are neighbours on a node. Experts see the same ranks as
 ``expert_replicate x expert_shard x ep x etp``: the ranks that share out one set of experts are
 neighbours too, and what remains of the stage holds copies of that set. Copies inside one dense
-replica are sharded, others are replicated. Stages are outermost in both.
+replica are sharded, others are replicated.
 """
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ from typing import Literal, get_args
 
 from hp_train.config import MeshConfig
 
-DenseAxis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
-ExpertAxis = Literal["pp", "expert_replicate", "expert_shard", "ep", "etp"]
+DenseAxis = Literal["dp_replicate", "dp_shard", "cp", "tp"]
+ExpertAxis = Literal["expert_replicate", "expert_shard", "ep", "etp"]
 Axis = DenseAxis | ExpertAxis
 GRIDS: tuple[tuple[Axis, ...], ...] = (get_args(DenseAxis), get_args(ExpertAxis))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """The size of every axis.
+class StageLayout:
+    """The ranks of one pipeline rank's stages, and the size of every axis there.
 
     Attributes:
-        pp: Pipeline ranks.
+        first: Lowest global rank.
         dp_replicate: Data-parallel ranks that hold all of the parameters.
         dp_shard: Data-parallel ranks that hold a shard of them each.
         cp: Context-parallel ranks, which share a sequence; they shard parameters too.
@@ -36,7 +36,7 @@ class Layout:
         etp: Ranks that share out each expert's hidden width.
     """
 
-    pp: int = 1
+    first: int = 0
     dp_replicate: int = 1
     dp_shard: int = 1
     cp: int = 1
@@ -45,9 +45,17 @@ class Layout:
     etp: int = 1
 
     @classmethod
-    def of(cls, config: MeshConfig) -> "Layout":
-        """The layout a config asks for."""
-        return cls(**{name: getattr(config, name) for name in cls.__slots__})
+    def of(cls, config: MeshConfig, *, tp: int, ep: int, first: int = 0) -> "StageLayout":
+        """A stage of these sizes; what all stages have in common comes from the config."""
+        return cls(
+            first=first,
+            dp_replicate=config.dp_replicate,
+            dp_shard=config.dp_shard,
+            cp=config.cp,
+            tp=tp,
+            ep=ep,
+            etp=config.etp,
+        )
 
     @property
     def dp(self) -> int:
@@ -60,19 +68,19 @@ class Layout:
         return self.dp_shard * self.cp
 
     @property
-    def stage_size(self) -> int:
-        """Ranks of one pipeline stage."""
+    def num_ranks(self) -> int:
+        """Ranks of the stage."""
         return self.dp * self.cp * self.tp
 
     @property
-    def world_size(self) -> int:
-        """Ranks in all."""
-        return self.pp * self.stage_size
+    def members(self) -> range:
+        """Global ranks of the stage."""
+        return range(self.first, self.first + self.num_ranks)
 
     @property
     def expert_replicate(self) -> int:
         """Ranks with the same values of the same experts."""
-        return self.stage_size // (self.ep * self.etp * self.expert_shard)
+        return self.num_ranks // (self.ep * self.etp * self.expert_shard)
 
     @property
     def expert_shard(self) -> int:
@@ -95,30 +103,92 @@ class Layout:
         """All groups of ranks that differ along some axes of one grid alone, each ascending."""
         grid = _grid_of(axes)
         groups: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world_size):
+        for rank in self.members:
             coordinates = self._coordinates(rank, grid)
             elsewhere = tuple(coordinates[axis] for axis in grid if axis not in axes)
             groups.setdefault(elsewhere, []).append(rank)
         return list(groups.values())
 
-    def pipelines(self) -> list[list[int]]:
-        """Ranks of each pipeline, first stage first."""
-        return self.ranks("pp")
-
     def _coordinates(self, rank: int, grid: tuple[Axis, ...]) -> dict[Axis, int]:
         found: dict[Axis, int] = {}
+        place = rank - self.first
         for axis in reversed(grid):
-            rank, found[axis] = divmod(rank, self.size(axis))
+            place, found[axis] = divmod(place, self.size(axis))
         return found
 
-    def __str__(self) -> str:
-        def listed(axes: Iterator[Axis]) -> str:
-            return " x ".join(f"{axis} {self.size(axis)}" for axis in axes if self.size(axis) > 1)
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The stages of all pipeline ranks; their numbers of sequences and positions are the same.
+
+    Attributes:
+        stages: Of each pipeline rank, one behind the other.
+    """
+
+    stages: tuple[StageLayout, ...] = (StageLayout(),)
+
+    @classmethod
+    def of(cls, config: MeshConfig) -> "Layout":
+        """The layout a config asks for."""
+        stages: list[StageLayout] = []
+        first = 0
+        for tp, ep in zip(config.tp_sizes, config.ep_sizes, strict=True):
+            stages.append(StageLayout.of(config, tp=tp, ep=ep, first=first))
+            first += stages[-1].num_ranks
+        return cls(tuple(stages))
+
+    @property
+    def pp(self) -> int:
+        """Pipeline ranks."""
+        return len(self.stages)
+
+    @property
+    def dp(self) -> int:
+        """Shares that the batch is cut into."""
+        return self.stages[0].dp
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return sum(stage.num_ranks for stage in self.stages)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all stages have the same number of ranks."""
+        return len({stage.num_ranks for stage in self.stages}) == 1
+
+    def pp_index(self, rank: int) -> int:
+        """Which pipeline rank a rank belongs to."""
+        return next(index for index, stage in enumerate(self.stages) if rank in stage.members)
+
+    def ranks(self, *axes: Axis) -> list[list[int]]:
+        """The groups of all stages along some axes of one grid."""
+        return [group for stage in self.stages for group in stage.ranks(*axes)]
+
+    def pipelines(self) -> list[list[int]]:
+        """Ranks of each pipeline, first stage first.
+
+        Raises:
+            ValueError: When stages have different numbers of ranks.
+        """
+        if not self.is_even:
+            raise ValueError(f"stages of the layout ({self}) must have the same number of ranks")
+        return [
+            list(ranks) for ranks in zip(*(stage.members for stage in self.stages), strict=True)
+        ]
+
+    def __str__(self) -> str:
         dense, experts = GRIDS
-        text = listed(iter(dense)) or "one process"
-        shared = listed(itertools.chain(experts[3:]))
+        text = " x ".join([*self._listed(("pp",)), *self._listed(dense)]) or "one process"
+        shared = " x ".join(self._listed(experts[2:]))
         return f"{text} ({shared})" if shared else text
+
+    def _listed(self, axes: tuple[str, ...]) -> Iterator[str]:
+        """Axes with more than one rank; with the sizes of all stages where these differ."""
+        for axis in axes:
+            sizes = [self.pp] if axis == "pp" else [getattr(stage, axis) for stage in self.stages]
+            if max(sizes) > 1:
+                yield f"{axis} {sizes[0] if len(set(sizes)) == 1 else sizes}"
 
 
 def _grid_of(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:

@@ -1,6 +1,7 @@
 """The process groups that a rank belongs to.
 
-Every axis has groups of its own even where the ranks coincide, built by all ranks in one order.
+Every axis has groups of its own even where the ranks coincide. All ranks build those of all stages
+in one order, whatever the sizes of these.
 """
 
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_platform import Runtime, mesh_of, new_group
-from hp_train.layout import GRIDS, Axis, Layout
+from hp_train.layout import GRIDS, Axis, Layout, StageLayout
 
 GROUPS: Mapping[str, tuple[Axis, ...]] = {
     "dp_replicate": ("dp_replicate",),
@@ -26,7 +27,7 @@ GROUPS: Mapping[str, tuple[Axis, ...]] = {
     "sequence": ("cp", "tp"),
     "tokens": ("dp_replicate", "dp_shard", "cp", "tp"),
 }
-"""Each group, and the axes along which its ranks differ."""
+"""Each group, and the axes along which its ranks differ. None of them reaches beyond a stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Mesh:
     """One rank's place and groups.
 
     Attributes:
-        layout: The arithmetic.
+        layout: The arithmetic of all stages.
         rank: Global rank.
         groups: By name, see :data:`GROUPS`.
         world: All ranks, for the step's scalars.
@@ -51,25 +52,30 @@ class Mesh:
     @property
     def pp_index(self) -> int:
         """Position in its pipeline."""
-        return self.layout.index(self.rank, "pp")
+        return self.layout.pp_index(self.rank)
+
+    @property
+    def stage(self) -> StageLayout:
+        """The arithmetic of its own stage."""
+        return self.layout.stages[self.pp_index]
 
     @property
     def dp_index(self) -> int:
         """Which share of the sequences it sees."""
-        return self.layout.index(self.rank, "dp_replicate", "dp_shard")
+        return self.stage.index(self.rank, "dp_replicate", "dp_shard")
 
     @property
-    def pipeline(self) -> list[int]:
-        """Global ranks of its pipeline, first stage first."""
-        return next(ranks for ranks in self.layout.pipelines() if self.rank in ranks)
+    def domain(self) -> int:
+        """Which of the pipelines side by side it is in: its share of sequences and positions."""
+        return self.stage.index(self.rank, "dp_replicate", "dp_shard", "cp")
 
     def size(self, name: str) -> int:
         """Ranks of a group."""
-        return self.layout.size(*GROUPS[name])
+        return self.stage.size(*GROUPS[name])
 
     def index(self, name: str) -> int:
         """Position of this rank in a group."""
-        return self.layout.index(self.rank, *GROUPS[name])
+        return self.stage.index(self.rank, *GROUPS[name])
 
     def submesh(self, *names: str) -> DeviceMesh:
         """A mesh whose axes are some groups of one grid, outermost first, in any order."""
@@ -78,10 +84,10 @@ class Mesh:
         return self._submeshes[names]
 
     def _make_submesh(self, names: tuple[str, ...]) -> DeviceMesh:
-        layout, wanted = self.layout, [axis for name in names for axis in GROUPS[name]]
+        stage, wanted = self.stage, [axis for name in names for axis in GROUPS[name]]
         axes = [axis for grid in GRIDS for axis in grid if axis in wanted]
-        mine = next(ranks for ranks in layout.ranks(*axes) if self.rank in ranks)
-        mine.sort(key=lambda rank: [layout.index(rank, *GROUPS[name]) for name in names])
+        mine = next(ranks for ranks in stage.ranks(*axes) if self.rank in ranks)
+        mine.sort(key=lambda rank: [stage.index(rank, *GROUPS[name]) for name in names])
         ranks = torch.tensor(mine).view([self.size(name) for name in names]).tolist()
         groups = {name: self.groups[name] for name in names}
         return mesh_of(groups, ranks, device_type=self.device_type)

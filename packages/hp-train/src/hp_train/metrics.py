@@ -1,6 +1,8 @@
 """What a run says while it runs: metrics.jsonl, lines on the console, TensorBoard events."""
 
 import json
+import math
+import os
 import resource
 import sys
 from collections.abc import Mapping
@@ -28,7 +30,11 @@ class StepMetrics:
         cpu_seconds: CPU time of all ranks since the step before, evaluation and saving included.
         peak_memory_bytes: The largest of any rank: CUDA allocations, resident set on the CPU.
         bubble: Share of the ranks' time in the pipeline that went into no stage's compute.
+        prediction_loss: Mean cross-entropy of the modules of multi-token prediction, where there
+            are some.
         eval_loss: Mean cross-entropy on held-out text, where it was evaluated.
+        skipped: Why the step changed nothing, where it was skipped. What is not finite is left out
+            of the line then.
     """
 
     step: int
@@ -42,19 +48,24 @@ class StepMetrics:
     cpu_seconds: float
     peak_memory_bytes: int
     bubble: float
+    prediction_loss: float | None = None
     eval_loss: float | None = None
+    skipped: str | None = None
 
     def with_eval(self, eval_loss: float | None) -> "StepMetrics":
         """The same step, with the held-out loss measured after it, if it was."""
         return replace(self, eval_loss=eval_loss)
 
     def as_dict(self) -> dict[str, Any]:
-        """Keys and values as written; ``eval_loss`` only where there is one."""
-        return {key: value for key, value in asdict(self).items() if value is not None}
+        """Keys and values as written; only what there is, and of numbers only what is finite."""
+        values = {key: value for key, value in asdict(self).items() if value is not None}
+        return {k: v for k, v in values.items() if not isinstance(v, float) or math.isfinite(v)}
 
     def __str__(self) -> str:
+        ahead = self.prediction_loss
         line = (
-            f"step {self.step:>5}  loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}"
+            f"step {self.step:>5}  loss {self.loss:.4f}"
+            f"{'' if ahead is None else f'  ahead {ahead:.4f}'}  grad norm {self.grad_norm:.3f}"
             f"  lr {self.lr:.2e}  {self.tokens_per_second:,.0f} tokens/s"
             f"  {self.step_seconds * 1e3:.0f} ms  {self.peak_memory_bytes / 2**20:,.0f} MiB"
             f"  bubble {self.bubble:.0%}"
@@ -127,7 +138,7 @@ class MetricsWriter:
             self._file.flush()
         if self._events is not None:
             for name, value in values.items():
-                if name != "step":
+                if name != "step" and not isinstance(value, str):
                     self._events.add_scalar(name, value, metrics.step)
 
     def close(self) -> None:
@@ -152,7 +163,10 @@ def read_metrics(path: Path) -> list[Mapping[str, Any]]:
 
 def _reopen(path: Path, resume_step: int) -> Any:
     kept = [row for row in read_metrics(path) if row["step"] <= resume_step]
-    path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    # In one step: killed in the middle, a run would lose the lines of steps it will not repeat.
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    draft.replace(path)
     return path.open("a")
 
 

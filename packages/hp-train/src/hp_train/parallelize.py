@@ -25,25 +25,25 @@ from hp_overlap import CommComputeOverlap, HookCoordinator
 from hp_platform import Runtime, set_fsdp_exchanges
 from hp_schedule import MetaStep
 from hp_schedule.runtime import (
-    EdgeGroups,
     FullySharded,
     PipelineScheduleRuntime,
     PipelineStage,
     TensorSpec,
-    TorchTransport,
-    build_edge_groups,
 )
 from hp_train.config import Config
 from hp_train.cuts import chunk
+from hp_train.edges import Edges, build_edges
 from hp_train.initialization import initialize_parameters
 from hp_train.mesh import Mesh
 from hp_train.model import TransformerStage
 from hp_train.model.block import Block
+from hp_train.model.compiled import compile_blocks
 from hp_train.overlap import overlap_experts, overlap_pairs
 from hp_train.parameters import Parameter, named_parameters
-from hp_train.schedules import split_layers, training_schedule
+from hp_train.schedules import KINDS, count_stages, split_layers, training_schedule
 from hp_train.sequence import SequenceShare
 from hp_train.tensor_parallel import cut_tensors
+from hp_train.tied import merge_copies, share_table, tied_group
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -54,7 +54,7 @@ class Pipeline:
 
     Attributes:
         modules: Stage index -> module, for the stages of this rank.
-        parameters: Of these stages.
+        parameters: Of these stages, each once.
         num_stages: Of the whole pipeline.
         vocab_size: Of the tokenizer.
         sequence: Which positions this rank has.
@@ -69,7 +69,7 @@ class Pipeline:
     config: Config
     mesh: Mesh
     device: torch.device
-    edge_groups: EdgeGroups
+    edges: Edges
     on_step: Callable[[MetaStep], None] | None = None
     overlap: CommComputeOverlap | None = None
 
@@ -81,7 +81,12 @@ class Pipeline:
     @property
     def vocabulary(self) -> range:
         """Tokens whose logits this rank computes, if it has the last stage."""
-        return chunk(range(self.vocab_size), self.mesh.size("tp"), self.mesh.index("tp"))
+        return vocabulary_of(self.mesh, self.vocab_size)
+
+    def forget_casts(self) -> None:
+        """To be called when a run has ended: weights may change now."""
+        for module in self.modules.values():
+            module.forget_casts()
 
     def training(self, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> PipelineScheduleRuntime:
         """What runs the configured schedule over the microbatches of one step."""
@@ -102,16 +107,17 @@ class Pipeline:
             microbatch_size: Sequences in each.
             loss_fn: From logits and targets to a scalar; None to get the logits.
         """
-        sharded = is_sharded(self.mesh)
+        # The others need not know: what a stage does for its own parameters, it does alone.
+        sharded = any(_is_sharded(module) for module in self.modules.values())
         schedule = training_schedule(
             self.config.pipeline,
             num_ranks=self.mesh.layout.pp,
             num_microbatches=num_microbatches,
             sharded=sharded,
         )
-        length = len(self.sequence.between)
-        shape = (microbatch_size, length, self.config.model.stage_width)
-        activations = TensorSpec(shape, DTYPES[self.config.train.dtype])
+        width, dtype = self.config.model.stage_width, DTYPES[self.config.train.dtype]
+        whole = (microbatch_size, len(self.sequence.attended), width)
+        activations = TensorSpec((microbatch_size, len(self.sequence.between), width), dtype)
         stages = [
             PipelineStage(
                 module,
@@ -126,14 +132,28 @@ class Pipeline:
             stages,
             schedule,
             pipeline_rank=self.mesh.pp_index,
-            transport=TorchTransport(schedule, rank_of=self.mesh.pipeline, groups=self.edge_groups),
+            transport=self.edges.transport(schedule, whole, dtype),
             loss_fn=loss_fn,
-            sharding=FullySharded(stages) if sharded else None,
+            sharding=_Sharded(stages) if sharded else None,
             on_step=self.on_step,
         )
         if self.overlap is not None:
             overlap_pairs(runtime, self.overlap)
         return runtime
+
+    def close(self) -> None:
+        """End what runs in the background. All ranks call this together."""
+        self.edges.close()
+
+
+class _Sharded(FullySharded):
+    """Weights in another dtype are held for as long as those that they were made from."""
+
+    def reshard(self, stage: PipelineStage) -> None:
+        """Free a stage's gathered parameters, and what was made from them."""
+        super().reshard(stage)
+        assert isinstance(stage.module, TransformerStage)
+        stage.module.forget_casts()
 
 
 def build_pipeline(
@@ -155,14 +175,24 @@ def build_pipeline(
         timeout: Of every message between stages.
         on_step: Called before each step of a schedule, for heartbeats.
     """
-    num_stages = mesh.layout.pp * config.pipeline.stages_per_rank
+    num_stages = count_stages(config)
     layers = split_layers(config.model.num_layers, num_stages)
-    placement = training_schedule(
-        config.pipeline, num_ranks=mesh.layout.pp, num_microbatches=1
-    ).stages_of(mesh.pp_index)
-    edge_groups = build_edge_groups(
-        mesh.layout.pipelines(), backend=runtime.backend, timeout=timeout
+    schedule = training_schedule(config.pipeline, num_ranks=mesh.layout.pp, num_microbatches=1)
+    edges = build_edges(
+        schedule,
+        mesh,
+        runtime,
+        returns=KINDS[config.pipeline.schedule].returns,
+        timeout=timeout,
     )
+    peers = None
+    if config.model.tie_embeddings:
+        peers = tied_group(
+            schedule.stage_to_rank,
+            [stage.members for stage in mesh.layout.stages],
+            backend=runtime.backend,
+            timeout=timeout,
+        )
     degree = config.mesh.heads_degree
     sequence = SequenceShare.of(
         mesh,
@@ -171,9 +201,12 @@ def build_pipeline(
         device=runtime.device,
     )
     context = ContextParallel(degree, ring=config.mesh.cp_ring, layout=sequence.layout)
-    overlap = _overlap(timeout) if config.pipeline.overlap else None
-    modules, parameters = {}, []
-    for stage in placement:
+    # Experts of one rank exchange nothing: there a backward and a forward follow each other.
+    overlaps = config.pipeline.overlap and mesh.size("ep") > 1
+    overlap = _overlap(timeout) if overlaps else None
+    modules: dict[int, TransformerStage] = {}
+    parameters: list[Parameter] = []
+    for stage in schedule.stages_of(mesh.pp_index):
         with torch.device("meta"):
             module = TransformerStage(
                 config.model,
@@ -186,32 +219,41 @@ def build_pipeline(
         # Parameters stay fp32 under bf16 compute: they are the masters that the optimizer updates.
         module.to(torch.promote_types(module.compute_dtype, torch.float32))
         shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-        _parallelize(module, mesh, context)
+        _parallelize(module, mesh, context, vocab_size)
         if overlap is not None:
             overlap_experts(module, overlap)
         module.to_empty(device=runtime.device)
+        module.share_casts()
         for block in module.modules():
             if isinstance(block, Block):
                 block.recompute = config.train.recompute
+        compile_blocks(module, config.train.compile)
         for buffer in module.buffers():  # correction biases
             buffer.zero_()
+        if stage and module.embedding is not None and 0 in modules:
+            share_table(modules[0], module)
         found = named_parameters(module, shapes, mesh)
         initialize_parameters(found, config.model, seed=config.run.seed)
         modules[stage] = module
         parameters += found
     return Pipeline(
         modules,
-        parameters,
+        merge_copies(parameters, peers),
         num_stages,
         vocab_size,
         sequence,
         config,
         mesh,
         runtime.device,
-        edge_groups,
+        edges,
         on_step,
         overlap,
     )
+
+
+def vocabulary_of(mesh: Mesh, vocab_size: int) -> range:
+    """Tokens whose rows of the embedding and whose logits are on this rank."""
+    return chunk(range(vocab_size), mesh.size("tp"), mesh.index("tp"))
 
 
 def _overlap(timeout: timedelta) -> CommComputeOverlap:
@@ -219,17 +261,17 @@ def _overlap(timeout: timedelta) -> CommComputeOverlap:
     return CommComputeOverlap(HookCoordinator(timeout=2 * timeout.total_seconds()), strict=True)
 
 
-def _parallelize(module: TransformerStage, mesh: Mesh, context: ContextParallel) -> None:
+def _parallelize(
+    module: TransformerStage, mesh: Mesh, context: ContextParallel, vocab_size: int
+) -> None:
     """Cut a stage, on the meta device, over the ranks that share it; the order matters."""
     if mesh.size("tp") > 1:
-        cut_tensors(module, mesh.groups["tp"])
-    for block in module.layers.values():
-        assert isinstance(block, Block)
-        if mesh.size("cp") > 1:
-            context.apply(block.attention.core, mesh.groups["cp"])
-        if mesh.size("sequence") > 1:
-            block.sequence_ranks = mesh.groups["sequence"]
+        cut_tensors(module, vocabulary_of(mesh, vocab_size), mesh.groups["tp"])
     for part in module.modules():
+        if isinstance(part, Block) and mesh.size("cp") > 1:
+            context.apply(part.attention.core, mesh.groups["cp"])
+        if isinstance(part, Block) and mesh.size("sequence") > 1:
+            part.sequence_ranks = mesh.groups["sequence"]
         if isinstance(part, GroupedExperts) and mesh.size("etp") > 1:
             # Ranks that share an expert's width have different positions.
             style = ExpertTensorParallel(sliced=True)
@@ -239,9 +281,9 @@ def _parallelize(module: TransformerStage, mesh: Mesh, context: ContextParallel)
     _shard(module, mesh)
 
 
-def is_sharded(mesh: Mesh) -> bool:
-    """Whether some parameters are sharded with FSDP."""
-    return mesh.size("fsdp") > 1 or mesh.size("expert_shard") > 1
+def _is_sharded(module: TransformerStage) -> bool:
+    """Whether FSDP shards some of its parameters."""
+    return any(isinstance(part, FSDPModule) for part in module.modules())
 
 
 def _shard(module: TransformerStage, mesh: Mesh) -> None:
@@ -260,7 +302,8 @@ def _shard(module: TransformerStage, mesh: Mesh) -> None:
         if isinstance(part, GroupedExperts)
         for parameter in part.parameters(recurse=False)
     }
-    for part in (*module.layers.values(), module):
+    blocks = [part for part in module.modules() if isinstance(part, Block)]
+    for part in (*blocks, module):
         fully_shard(part, mesh=device_mesh, ignored_params=experts)
         assert isinstance(part, FSDPModule)
         part.set_gradient_divide_factor(1.0)

@@ -45,7 +45,8 @@ def planned_and_actual(
     """
     everyone: list[Sequence[Span]] = [()] * control.size()
     dist.all_gather_object(everyone, list(timeline), group=control)
-    actual = Timeline(span for rank in mesh.layout.pipelines()[0] for span in everyone[rank])
+    first_ranks = [stage.first for stage in mesh.layout.stages]
+    actual = Timeline(span for rank in first_ranks for span in everyone[rank])
     costs = measured_costs(
         actual, num_stages=schedule.num_stages, num_microbatches=schedule.num_microbatches
     )

@@ -10,11 +10,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from hp_train.config import Config, MeshConfig, ModelConfig
 from hp_train.environment import World
 from hp_train.errors import ConfigError
-from hp_train.layout import Layout
-from hp_train.schedules import KINDS
+from hp_train.layout import StageLayout
+from hp_train.schedules import KINDS, count_stages
 from hp_train.schema import did_you_mean, shown
 
 _DATA_AXES = ("dp_replicate", "dp_shard")
@@ -43,6 +45,11 @@ def allows_layout(config: Config) -> bool:
     return next(_layout_problems(config, None), None) is None
 
 
+def allows_stages(config: Config) -> bool:
+    """Whether sizes of single stages go with those of the mesh that all have in common."""
+    return next(_stage_lists(config.mesh), None) is None
+
+
 def require_run_directory(path: str) -> None:
     """Refuse to go on with something that is no run directory.
 
@@ -59,11 +66,13 @@ def require_run_directory(path: str) -> None:
 def _problems(config: Config, world: World | None) -> Iterator[str]:
     yield from _layout_problems(config, world)
     yield from _model(config)
+    yield from _saving(config)
     yield from _files(config)
     yield from _extras(config)
 
 
 def _layout_problems(config: Config, world: World | None) -> Iterator[str]:
+    yield from _stage_lists(config.mesh)
     yield from _mesh(config, world)
     yield from _pipeline(config)
     yield from _overlap(config)
@@ -79,19 +88,44 @@ def _mesh(config: Config, world: World | None) -> Iterator[str]:
         num_processes, place = world.size, str(world)
     if num_processes not in (0, config.world_size):
         product = _product(mesh, "pp", *_STAGE_AXES)
-        yield f"{product} must equal {place}{_fit(config, num_processes)}"
-    yield from _expert_ranks(config)
-    yield from _tensor_ranks(config)
-    yield from _context_ranks(config)
+        hint = _fit(config, num_processes)
+        if mesh.stage_tp:
+            ranks = f"mesh.stage_tp ({shown(mesh.stage_tp)}) of {sum(mesh.stage_tp)} ranks"
+            others = _factors(mesh, *_STAGE_AXES[:-1])
+            product, hint = f"{ranks} x {others} = {config.world_size}", ""
+        yield f"{product} must equal {place}{hint}"
+    for stage_mesh in _stage_meshes(mesh):
+        here = replace(config, mesh=stage_mesh)
+        yield from _expert_ranks(here)
+        yield from _tensor_ranks(here)
+        yield from _context_ranks(here)
+
+
+def _stage_lists(mesh: MeshConfig) -> Iterator[str]:
+    for name in ("tp", "ep"):
+        sizes, shared = getattr(mesh, f"stage_{name}"), getattr(mesh, name)
+        key = f"mesh.stage_{name} ({shown(sizes)})"
+        if sizes and len(sizes) != mesh.pp:
+            yield f"{key} must have a size for each of mesh.pp ({mesh.pp}) pipeline ranks"
+        if sizes and shared != 1:
+            yield f"mesh.{name} ({shared}) must be 1 with {key}"
+
+
+def _stage_meshes(mesh: MeshConfig) -> list[MeshConfig]:
+    """The mesh with the sizes of each stage in the place of those of all; of equal ones one."""
+    if not mesh.stage_tp and not mesh.stage_ep:
+        return [mesh]
+    sizes = dict.fromkeys(zip(mesh.tp_sizes, mesh.ep_sizes, strict=True))
+    return [replace(mesh, tp=tp, ep=ep) for tp, ep in sizes]
 
 
 def _expert_ranks(config: Config) -> Iterator[str]:
     mesh, model = config.mesh, config.model
-    layout = Layout.of(mesh)
-    ranks, replica = mesh.ep * mesh.etp, layout.fsdp * layout.tp
-    experts = _product(mesh, "ep", "etp") if mesh.etp > 1 else f"mesh.ep ({mesh.ep})"
-    if layout.stage_size % ranks:
-        hint = _divisors(ranks, layout.stage_size) if mesh.etp == 1 else ""
+    stage = StageLayout.of(mesh, tp=mesh.tp, ep=mesh.ep)
+    ranks, replica = mesh.ep * mesh.etp, stage.fsdp * stage.tp
+    experts = _product(mesh, "ep", "etp") if mesh.etp > 1 else _factors(mesh, "ep")
+    if stage.num_ranks % ranks:
+        hint = _divisors(ranks, stage.num_ranks) if mesh.etp == 1 else ""
         yield f"{experts} must divide {_product(mesh, *_STAGE_AXES)}{hint}"
     elif replica % ranks and ranks % replica:
         yield (
@@ -99,7 +133,7 @@ def _expert_ranks(config: Config) -> Iterator[str]:
         )
     if model.num_experts % mesh.ep:
         yield (
-            f"mesh.ep ({mesh.ep}) must divide model.num_experts ({model.num_experts})"
+            f"{_factors(mesh, 'ep')} must divide model.num_experts ({model.num_experts})"
             f"{_divisors(mesh.ep, model.num_experts)}"
         )
     if model.expert_hidden % mesh.etp:
@@ -118,11 +152,8 @@ def _tensor_ranks(config: Config) -> Iterator[str]:
         cut["dense_hidden"] = model.dense_hidden
     for name, size in cut.items():
         if size % tp:
-            yield f"mesh.tp ({tp}) must divide model.{name} ({size}){_divisors(tp, size)}"
-    for axis in ("tp", "cp") if model.num_mtp_modules else ():
-        if (size := getattr(config.mesh, axis)) > 1:
-            ahead = f"model.num_mtp_modules ({model.num_mtp_modules})"
-            yield f"mesh.{axis} ({size}) must be 1 with {ahead}"
+            ranks = _factors(config.mesh, "tp")
+            yield f"{ranks} must divide model.{name} ({size}){_divisors(tp, size)}"
 
 
 def _context_ranks(config: Config) -> Iterator[str]:
@@ -136,8 +167,8 @@ def _context_ranks(config: Config) -> Iterator[str]:
     if heads % degree:
         key = f"mesh.cp_heads ({degree})" if mesh.cp_heads else f"mesh.cp ({mesh.cp})"
         yield (
-            f"{key} must divide model.num_heads ({model.num_heads}) / mesh.tp ({mesh.tp}) = {heads}"
-            f"{_divisors(degree, heads, name='mesh.cp_heads = ')}"
+            f"{key} must divide model.num_heads ({model.num_heads}) / {_factors(mesh, 'tp')} = "
+            f"{heads}{_divisors(degree, heads, name='mesh.cp_heads = ')}"
         )
     halves = 2 if degree < mesh.cp else 1
     if seq_len % (mesh.cp * halves) or seq_len // mesh.cp % mesh.tp:
@@ -151,22 +182,25 @@ def _context_ranks(config: Config) -> Iterator[str]:
 
 def _pipeline(config: Config) -> Iterator[str]:
     mesh, pipeline, model = config.mesh, config.pipeline, config.model
-    num_stages = mesh.pp * pipeline.stages_per_rank
+    num_stages = count_stages(config)
     only = KINDS[pipeline.schedule].stages_per_rank
     if only and pipeline.stages_per_rank != only:
         yield (
             f"pipeline.stages_per_rank ({pipeline.stages_per_rank}) must be {only} "
             f"with pipeline.schedule ({shown(pipeline.schedule)})"
         )
+    more = " + 1" if KINDS[pipeline.schedule].returns else ""
     if model.num_layers < num_stages:
         yield (
             f"model.num_layers ({model.num_layers}) must be at least mesh.pp ({mesh.pp}) x "
-            f"pipeline.stages_per_rank ({pipeline.stages_per_rank}) = {num_stages}"
+            f"pipeline.stages_per_rank ({pipeline.stages_per_rank}){more} = {num_stages}"
         )
-    if model.tie_embeddings and num_stages > 1:
+    kind, sizes = KINDS[pipeline.schedule], mesh.stage_tp
+    comes_back = kind.returns or kind.stages_per_rank == 2
+    if model.tie_embeddings and not comes_back and sizes and sizes[0] != sizes[-1]:
         yield (
-            f"model.tie_embeddings (true) must be false with mesh.pp ({mesh.pp}) x "
-            f"pipeline.stages_per_rank ({pipeline.stages_per_rank}) above 1"
+            f"model.tie_embeddings (true) must be false with mesh.stage_tp ({shown(sizes)}): the "
+            f"first size ({sizes[0]}) must equal the last ({sizes[-1]})"
         )
 
 
@@ -285,6 +319,13 @@ def _batches(config: Config) -> Iterator[str]:
         )
 
 
+def _saving(config: Config) -> Iterator[str]:
+    often, kept = config.train.save_every, config.train.keep_every
+    if kept and (often == 0 or kept % often):
+        hint = _multiples(kept, often) if often else ""
+        yield f"train.keep_every ({kept}) must be a multiple of train.save_every ({often}){hint}"
+
+
 def _overlap(config: Config) -> Iterator[str]:
     if not config.pipeline.overlap:
         return
@@ -296,7 +337,7 @@ def _overlap(config: Config) -> Iterator[str]:
             f"{must_be_off} pipeline.schedule ({shown(pipeline.schedule)}): only {having} can have "
             "a forward and a backward as one step"
         )
-    if mesh.ep == 1:
+    if max(mesh.stage_ep, default=mesh.ep) == 1:
         yield f"{must_be_off} mesh.ep (1): experts of one rank exchange nothing to be hidden"
     if mesh.etp > 1:
         yield (
@@ -393,9 +434,15 @@ def _neighbour(path: str) -> str:
 
 def _factors(mesh: MeshConfig, *axes: str) -> str:
     """Axes and their sizes as a product; those of one rank are left out but for pp."""
-    sizes = {f"mesh.{axis}": getattr(mesh, axis) for axis in axes}
-    shown_axes = [name for name, size in sizes.items() if size > 1 or name == "mesh.pp"]
-    return " x ".join(f"{name} ({sizes[name]})" for name in shown_axes or list(sizes)[:1])
+    sizes = {axis: getattr(mesh, axis) for axis in axes}
+    shown_axes = [axis for axis, size in sizes.items() if size > 1 or axis == "pp"]
+    return " x ".join(f"{_key(mesh, axis)} ({sizes[axis]})" for axis in shown_axes or axes[:1])
+
+
+def _key(mesh: MeshConfig, axis: str) -> str:
+    """The key that an axis has its size from."""
+    is_listed = axis in ("tp", "ep") and getattr(mesh, f"stage_{axis}")
+    return f"mesh.stage_{axis}" if is_listed else f"mesh.{axis}"
 
 
 def _product(mesh: MeshConfig, *axes: str) -> str:

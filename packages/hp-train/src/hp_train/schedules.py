@@ -1,12 +1,13 @@
 """The stages of a pipeline and the schedules that a config can name, proven before use; no torch.
 
-Schedules with a fixed number of stages per rank lay them out there and back: rank 0 has the first
-stage and the last.
+Schedules with two stages per rank lay them out there and back: rank 0 has the first stage and the
+last. So it has in a U-shape, where the other ranks have one.
 """
 
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from hp_schedule import (
     Schedule,
@@ -19,13 +20,14 @@ from hp_schedule import (
     interleaved_zero_bubble,
     looped_bfs,
     one_f_one_b,
+    u_shape,
     v_half,
     v_min,
     validate,
     zbv,
     zero_bubble,
 )
-from hp_train.config import PipelineConfig
+from hp_train.config import Config, PipelineConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +37,14 @@ class Kind:
     Attributes:
         build: From pipeline ranks, microbatches and stages per rank to compute steps.
         stages_per_rank: The only number that it takes; 0: any.
+        returns: Whether the chain of stages comes back to the first rank for one more.
         pairs: As `build`, with a forward and a backward as one step wherever both are side by side;
             None: it has no such places.
     """
 
     build: Callable[[int, int, int], Schedule]
     stages_per_rank: int = 0
+    returns: bool = False
     pairs: Callable[[int, int, int], Schedule] | None = None
 
 
@@ -70,8 +74,21 @@ KINDS: dict[str, Kind] = {
         2,
         pairs=lambda ranks, m, _: dualpipe_v(ranks, num_microbatches=m, overlap_f_b=True),
     ),
+    "u_shape": Kind(lambda ranks, m, _: u_shape(ranks, num_microbatches=m), 1, returns=True),
 }
 """By the name that `pipeline.schedule` gives."""
+
+
+def count_stages(config: Config) -> int:
+    """Stages of the whole pipeline."""
+    pipeline = config.pipeline
+    return config.mesh.pp * pipeline.stages_per_rank + KINDS[pipeline.schedule].returns
+
+
+@cache
+def placement(config: PipelineConfig, *, num_ranks: int) -> tuple[int, ...]:
+    """The pipeline rank of each stage, which does not depend on the number of microbatches."""
+    return KINDS[config.schedule].build(num_ranks, 1, config.stages_per_rank).stage_to_rank
 
 
 def split_layers(num_layers: int, num_stages: int) -> list[range]:

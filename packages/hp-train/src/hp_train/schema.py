@@ -23,6 +23,7 @@ from hp_train.config import Config
 from hp_train.errors import ConfigError
 
 _KINDS = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string"}
+_LISTS = {int: "integers, each at least 1", str: "strings"}
 _BOUNDS = {
     "ge": ("at least", operator.ge),
     "gt": ("greater than", operator.gt),
@@ -76,11 +77,17 @@ class Field:
         return typing.get_origin(self.base) is tuple
 
     @property
+    def item(self) -> Any:
+        """Type of the values of a list, without bounds."""
+        first = typing.get_args(self.base)[0]
+        return typing.get_args(first)[0] if typing.get_origin(first) is typing.Annotated else first
+
+    @property
     def kind(self) -> str:
         """What a value has to be, in words: ``"an integer"``."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        return "a list of strings" if self.is_list else _KINDS[self.base]
+        return f"a list of {_LISTS[self.item]}" if self.is_list else _KINDS[self.base]
 
     def bounds(self, value: Any = None) -> str:
         """What a value of that kind has to fulfil, in words; empty if nothing.
@@ -156,7 +163,7 @@ def shown(value: object, *, limit: int = _SHOWN) -> str:
     """A value for a one-line message: as TOML writes it, cut to a number of characters."""
     if isinstance(value, dict):
         return "a table"
-    plain = isinstance(value, str | int | float | list | NoneType)
+    plain = isinstance(value, str | int | float | list | tuple | NoneType)
     text = json.dumps(value, default=str) if plain else str(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 

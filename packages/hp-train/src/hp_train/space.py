@@ -30,7 +30,8 @@ class Axis:
 
     Attributes:
         key: Of the config.
-        values: To choose from; none: all that the schema lists.
+        values: To choose from, one that needs the fewest processes first; none: all that the schema
+            lists.
     """
 
     key: str
@@ -44,6 +45,8 @@ class Axis:
 
 AXES = (
     Axis("mesh.pp", _SIZES),
+    Axis("mesh.stage_tp", ((), (1, 2), (2, 1), (1, 2, 1))),
+    Axis("mesh.stage_ep", ((), (1, 2), (2, 1))),
     Axis("mesh.dp_replicate", _SIZES),
     Axis("mesh.dp_shard", _SIZES),
     Axis("mesh.cp", (1, 2, 4)),
@@ -101,17 +104,31 @@ def _meshes(
     rest = [axis for axis in axes if not axis.key.startswith("mesh.")]
     if list(axes) != [*mesh, *rest]:
         raise ValueError("axes of the mesh must come before the others")
-    found = []
-    for sizes in itertools.product(*(axis.choices for axis in mesh)):
-        placed = _chosen(config, mesh, sizes)
-        if placed.world_size in num_processes and any(
+    smallest = _chosen(config, mesh, [axis.choices[0] for axis in mesh])
+    found: list[tuple[Choice, Config]] = [((), smallest)]
+    for axis in mesh:
+        wider = (
+            ((*sizes, value), with_keys(placed, {axis.key: value}))
+            for sizes, placed in found
+            for value in axis.choices
+        )
+        # What has too many processes already only comes to have more.
+        found = [
+            (sizes, placed)
+            for sizes, placed in wider
+            if placed.world_size < num_processes.stop and rules.allows_stages(placed)
+        ]
+    return [
+        (sizes, placed)
+        for sizes, placed in found
+        if placed.world_size in num_processes
+        and any(
             rules.allows_layout(_chosen(placed, rest, others)) for others in _nearly_neutral(rest)
-        ):
-            found.append((sizes, placed))
-    return found
+        )
+    ]
 
 
-def _chosen(config: Config, axes: Sequence[Axis], choice: Choice) -> Config:
+def _chosen(config: Config, axes: Sequence[Axis], choice: Sequence[object]) -> Config:
     return with_keys(config, {axis.key: v for axis, v in zip(axes, choice, strict=True)})
 
 

@@ -11,29 +11,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hp_context import Documents
-from hp_expert import update_correction_biases
+from hp_expert import take_loads, update_correction_biases
 from hp_platform import Runtime, agree, initialize, new_group, shutdown
 from hp_schedule import MetaStep, Timeline
 from hp_train.banner import banner
-from hp_train.checkpoint import load_latest, save_checkpoint
 from hp_train.config import Config, to_dict
 from hp_train.data import Dataset, Tokenizer, load_tokenizer, prepare
-from hp_train.errors import PREEMPTED, CheckpointError, DataError, NumericsError
+from hp_train.errors import PREEMPTED, DataError, NumericsError
+from hp_train.finiteness import Skips, describe_not_finite
 from hp_train.generate import continue_text
 from hp_train.gradients import GradientNorm, clip_gradients, reduce_gradients
 from hp_train.hugging_face import load_weights
+from hp_train.keeper import Keeper
 from hp_train.launch.task import Worker
 from hp_train.layout import Layout
 from hp_train.mesh import build_mesh
 from hp_train.metrics import Console, MetricsWriter, StepMetrics, peak_memory_bytes
-from hp_train.model import DropoutKey, Microbatch
+from hp_train.model import DropoutKey, Microbatch, look_ahead
 from hp_train.optimizer import build_optimizer, learning_rate
 from hp_train.parallelize import build_pipeline
 from hp_train.report import planned_and_actual, write_report
@@ -58,8 +59,9 @@ def main(config: Config, *, worker: Worker) -> int:
         are left as they are: NCCL would wait for operations that other ranks never join, and
         nobody would learn of the error. The process is to be ended.
     """
-    status = start(config, worker).run()
-    shutdown()
+    trainer = start(config, worker)
+    status = trainer.run()
+    trainer.close()
     return status
 
 
@@ -153,6 +155,21 @@ def require_same_data(digests: tuple[str, ...], *, control: dist.ProcessGroup) -
         raise DataError(f"ranks 0 and {other} must read the same text, but their tokens differ")
 
 
+class Losses(NamedTuple):
+    """What a step's loss consists of; of one rank its share, or the sum over all of them.
+
+    Attributes:
+        tokens: Mean cross-entropy of the next token.
+        balance: The load-balancing term, as it is added.
+        prediction: Mean cross-entropy of all modules of multi-token prediction; `model.mtp_weight`
+            times that is added.
+    """
+
+    tokens: float
+    balance: float
+    prediction: float
+
+
 class Trainer:
     """A run as one rank sees it. All ranks construct it and call its methods together.
 
@@ -170,7 +187,10 @@ class Trainer:
         self.device = runtime.device
         self.step = 0
         self.next_sequence = 0
+        self.skips = Skips()
+        self.problems: list[str] = []
         self.timeline = Timeline()
+        self._norms_before: list[Tensor] = []
         self._cpu_before = time.process_time()
         self._beat("build")
         timeout = timedelta(seconds=config.launch.step_timeout_seconds)
@@ -191,6 +211,7 @@ class Trainer:
         self.data = self._open("train", seed=config.run.seed)
         self.held_out = self._open("eval", seed=None)
         require_same_data((self.data.digest, self.held_out.digest), control=runtime.control)
+        self.keeper = self._make_keeper(timeout)
 
     @property
     def is_main(self) -> bool:
@@ -213,81 +234,99 @@ class Trainer:
         )
         for line in (*banner(self.config, self.mesh, self.runtime, self.norm), *notes):
             console.print(line)
-        stopped = False
         try:
-            if self.step == 0 and train.eval_every:
-                before = self.evaluate()
-                stopped = before is None
-                if before is not None:
-                    console.print(f"before training: eval loss {before:.4f}")
-            while self.step < train.steps and not stopped:
-                step_metrics, stopped = self.train_step()
-                if self._is_due(train.eval_every) and not stopped:
-                    eval_loss = self.evaluate()
-                    stopped = eval_loss is None
-                    step_metrics = step_metrics.with_eval(eval_loss)
-                metrics.write(step_metrics)
-                console.advance()
-                if self._is_due(train.log_every) or step_metrics.eval_loss is not None:
-                    console.print(str(step_metrics))
-                if self._is_due(train.save_every) and not stopped:
-                    self._save_or_warn(console)
-            path = self.save()
-            if stopped and self.step < train.steps:
-                console.print(f"stopped on request after step {self.step}, saved {path}")
-                return PREEMPTED
-            self._finish(console)
-            return 0
+            return self._run_to_end(console, metrics)
+        except NumericsError:
+            # All ranks are here, so what they are saving can be finished; less is lost then.
+            self.problems += self.keeper.settle()
+            self._tell(console)
+            raise
         finally:
             metrics.close()
             console.close()
 
+    def _run_to_end(self, console: Console, metrics: MetricsWriter) -> int:
+        train = self.config.train
+        stopped = False
+        if self.step == 0 and train.eval_every:
+            before = self.evaluate()
+            stopped = before is None
+            if before is not None:
+                console.print(f"before training: eval loss {before:.4f}")
+        while self.step < train.steps and not stopped:
+            step_metrics, stopped = self.train_step()
+            self._tell(console)
+            if self._is_due(train.eval_every) and not stopped:
+                eval_loss = self.evaluate()
+                stopped = eval_loss is None
+                step_metrics = step_metrics.with_eval(eval_loss)
+            metrics.write(step_metrics)
+            console.advance()
+            if self._is_due(train.log_every) or step_metrics.eval_loss is not None:
+                console.print(str(step_metrics))
+            # The final save follows the last step at once.
+            if self._is_due(train.save_every) and not stopped and self.step < train.steps:
+                self.problems += self.keeper.begin(self.step)
+                self._tell(console)
+        path = self.save()
+        self._tell(console)
+        if stopped and self.step < train.steps:
+            console.print(f"stopped on request after step {self.step}, saved {path}")
+            return PREEMPTED
+        self._finish(console)
+        return 0
+
+    def close(self) -> None:
+        """Leave the world. All ranks call this together, and none after an error."""
+        self.pipeline.close()
+        shutdown()
+
     def train_step(
-        self, *, before_update: Callable[[float, float, float], None] | None = None
+        self, *, before_update: Callable[[Losses, float], None] | None = None
     ) -> tuple[StepMetrics, bool]:
         """One update of the weights.
 
         Args:
-            before_update: Called with loss, balancing loss and gradient norm of the whole step,
-                while the gradients are summed and not yet clipped.
+            before_update: Called with losses and gradient norm of the whole step, while the
+                gradients are summed and not yet clipped.
 
         Returns:
             What happened, and whether some rank was asked to stop.
 
         Raises:
             NumericsError: On every rank, before the weights are touched, when the loss or a
-                gradient is not finite.
+                gradient is not finite and the step must not be skipped.
         """
         began = time.perf_counter()
         train = self.config.train
-        loss, balance, busy = self.compute_gradients()
+        losses, busy = self.compute_gradients()
         cpu, self._cpu_before = self._cpu_before, time.process_time()
+        shares = losses
+        flags = [self.worker.stop.requested, self.keeper.is_written]
         scalars, squares, memory = self._sum_over_ranks(
-            [loss, balance, busy, self._cpu_before - cpu, self.worker.stop.requested]
+            [*losses, busy, self._cpu_before - cpu, *flags]
         )
-        loss, balance, busy, cpu_seconds, stops = scalars
+        *summed, busy, cpu_seconds, stops, written = scalars
+        losses = Losses(*summed)
+        if written == self.runtime.info.world_size:
+            self.problems += self.keeper.settle()
         grad_norm = math.sqrt(squares.sum())
-        if not math.isfinite(loss) or not math.isfinite(grad_norm):
-            what = self.norm.first_bad(squares)
-            bad = f"the gradient of {what}" if what else f"the loss ({loss})"
-            raise NumericsError(f"step {self.step + 1}: {bad} is not finite")
-        if before_update is not None:
-            before_update(loss, balance, grad_norm)
-        self._beat("optimizer")
-        clip_gradients(self.parameters, grad_norm, train.max_grad_norm)
         rate = learning_rate(self.step, train)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self._balance_experts()
+        skipped = None
+        if all(map(math.isfinite, (*losses, grad_norm))):
+            if before_update is not None:
+                before_update(losses, grad_norm)
+            self._update(grad_norm, rate)
+        else:
+            skipped = self._skip(losses, shares, squares)
         self.step += 1
         self.next_sequence += train.global_batch_size
         seconds = time.perf_counter() - began
         metrics = StepMetrics(
             step=self.step,
-            loss=loss,
-            balance_loss=balance,
+            loss=losses.tokens,
+            balance_loss=losses.balance,
+            prediction_loss=losses.prediction if self.config.model.num_mtp_modules else None,
             grad_norm=grad_norm,
             lr=rate,
             tokens=self.next_sequence * self.config.data.seq_len,
@@ -296,15 +335,56 @@ class Trainer:
             cpu_seconds=cpu_seconds,
             peak_memory_bytes=memory,
             bubble=1.0 - busy / self.runtime.info.world_size,
+            skipped=skipped,
         )
         return metrics, stops > 0
 
-    def compute_gradients(self) -> tuple[float, float, float]:
+    def _update(self, grad_norm: float, rate: float) -> None:
+        """Clip the gradients and move weights and correction biases by them."""
+        self._beat("optimizer")
+        clip_gradients(self.parameters, grad_norm, self.config.train.max_grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self._update_twins()
+        self.optimizer.zero_grad()
+        self._balance_experts()
+        self.skips.done()
+
+    def _skip(self, losses: Losses, shares: Losses, squares: Tensor) -> str:
+        """Drop what a step computed, see Note [skipped step]; returns why.
+
+        Args:
+            losses: Of the step.
+            shares: This rank's part of them.
+            squares: Of gradient norms by entry.
+
+        Raises:
+            NumericsError: On every rank, when the config says to stop.
+        """
+        pairs = zip(losses, shares, strict=True)
+        loss, share = next((pair for pair in pairs if not math.isfinite(pair[0])), (0.0, 0.0))
+        problem = describe_not_finite(
+            loss=loss,
+            share=share,
+            bad=self.norm.not_finite(squares),
+            before=self._norms_before,
+            parameters=self.parameters,
+            group=self.runtime.control,
+        )
+        self.skips.add(f"step {self.step + 1}: {problem}", self.config.train)
+        self.optimizer.zero_grad()
+        for stage in self.pipeline.modules.values():
+            take_loads(stage)
+        self.problems.append(f"warning: step {self.step + 1} skipped: {problem}")
+        return problem
+
+    def compute_gradients(self) -> tuple[Losses, float]:
         """Forward and backward of the next global batch, gradients summed over the ranks.
 
         Returns:
-            This rank's share of the loss and of the balancing loss, and the share of the
-            pipeline's wall time that this rank spent computing.
+            This rank's share of the losses, and the share of the pipeline's wall time that this
+            rank spent computing.
         """
         args, kwargs, targets = self._microbatches(self.data, self.next_sequence, train=True)
         batch = range(self.next_sequence, self.next_sequence + self.config.train.global_batch_size)
@@ -312,14 +392,17 @@ class Trainer:
         self.runner.loss_scale = 1.0 / max(1, self.data.num_targets(batch))
         began = time.perf_counter()
         result = self.runner.run_microbatches(args, kwargs, targets)
+        self.pipeline.forget_casts()
         self.timeline = result.timeline  # a GPU is behind until this was read
         seconds = time.perf_counter() - began
         self._beat("reduce gradients", waiting=True)
-        reduce_gradients(self.parameters, self.mesh)
-        balances = [t for k in kwargs for t in k["microbatch"].balance_losses.values()]
+        self._norms_before = reduce_gradients(self.parameters, self.mesh)
+        microbatches: list[Microbatch] = [k["microbatch"] for k in kwargs]
+        balances = [t for m in microbatches for t in m.balance_losses.values()]
+        predictions = [t for m in microbatches for t in m.prediction_losses]
         busy = sum(span.end - span.start for span in self.timeline if span.step.type.is_compute)
         loss = self._once(result.losses) * self.runner.loss_scale
-        return loss, float(sum(balances)), busy / seconds
+        return Losses(loss, float(sum(balances)), self._once(predictions)), busy / seconds
 
     def evaluate(self) -> float | None:
         """Mean cross-entropy on held-out text, in nats per token, the same number on all ranks.
@@ -334,6 +417,7 @@ class Trainer:
         for batch in range(num_batches):
             args, kwargs, targets = self._microbatches(self.held_out, batch * size, train=False)
             losses = self.runner.evaluate_microbatches(args, kwargs, targets).losses
+            self.pipeline.forget_casts()
             self._beat("evaluate", waiting=True)
             shares = [self._once(losses), self.worker.stop.requested]
             total = torch.tensor(shares, dtype=torch.float64).to(self.device)
@@ -344,8 +428,8 @@ class Trainer:
             loss += batch_loss
         return loss / max(1, num_targets)
 
-    def save(self) -> str:
-        """Write a checkpoint of the state after :attr:`step`.
+    def save(self) -> Path:
+        """Write a checkpoint of the state after :attr:`step`, and wait until it is on the disk.
 
         Returns:
             Its path.
@@ -353,60 +437,78 @@ class Trainer:
         Raises:
             CheckpointError: On every rank; what was saved before is intact.
         """
-        self._beat("save")
-        extra = {
-            "step": self.step,
-            "next_sequence": self.next_sequence,
-            "data": self.data.digest,
-            "seed": self.config.run.seed,
-            "layout": str(self.mesh.layout),
-            "config": to_dict(self.config),
-        }
-        path = save_checkpoint(
-            self.worker.run_dir / "checkpoints",
-            step=self.step,
-            tensors=self._tensors(),
-            extra=extra,
-            group=self.runtime.control,
-            keep=self.config.train.keep_checkpoints,
-        )
-        return str(path)
+        self.problems += self.keeper.settle()
+        return self.keeper.save(self.step)
 
     def resume(self) -> list[str]:
         """Load the newest good checkpoint of the run directory; returns what to say about it."""
-        self._beat("load")
-        directory = self.worker.run_dir / "checkpoints"
-        loaded = load_latest(directory, tensors=self._tensors(), group=self.runtime.control)
+        loaded = self.keeper.load()
         if loaded is None and self.config.run.init_from:
             return [self._start_from(Path(self.config.run.init_from))]
         if loaded is None:
             asked = bool(self.config.run.resume)
             return ["no checkpoint to resume from: starting at step 0"] if asked else []
         notes = [f"skipped damaged checkpoint {path}: {why}" for path, why in loaded.skipped]
-        if loaded.extra["data"] != self.data.digest:
+        if loaded.extra["data"] not in (None, self.data.digest):  # None: imported, not known
             raise DataError(
                 f"{loaded.path} was trained on other data than {self.worker.run_dir}/data"
             )
+        self._update_twins()
         self.step = loaded.extra["step"]
         self.next_sequence = loaded.extra["next_sequence"]
-        set_optimizer_steps(self.optimizer, self.step)
+        self.skips = Skips(loaded.extra.get("skipped", 0), loaded.extra.get("skipped_in_a_row", 0))
+        set_optimizer_steps(self.optimizer, self.step - self.skips.total)
         return [*notes, f"resumed from {loaded.path}"]
+
+    def _make_keeper(self, timeout: timedelta) -> Keeper:
+        """What saves and loads; it has a group of its own, so that a save can run behind a step."""
+        group = new_group(
+            [range(self.runtime.info.world_size)],
+            name="checkpoint",
+            backend="gloo",
+            timeout=timeout,
+        )
+        assert group is not None, "every rank is in it"
+        return Keeper(
+            self.worker.run_dir / "checkpoints",
+            self.config.train,
+            group=group,
+            tensors=self._tensors,
+            extra=self._extra,
+            on_progress=lambda phase, *, waiting=False: self._beat(
+                f"checkpoint: {phase}", waiting=waiting
+            ),
+        )
+
+    def _extra(self) -> dict[str, Any]:
+        """What a checkpoint says besides tensors."""
+        return {
+            "step": self.step,
+            "next_sequence": self.next_sequence,
+            "skipped": self.skips.total,
+            "skipped_in_a_row": self.skips.in_a_row,
+            "data": self.data.digest,
+            "seed": self.config.run.seed,
+            "layout": str(self.mesh.layout),
+            "config": to_dict(self.config),
+        }
 
     def _start_from(self, folder: Path) -> str:
         """Take the weights of a Hugging Face model; every rank reads what it has."""
         named = {k: v for k, v in self._tensors().items() if k.startswith("model.")}
         tensors = {name.removeprefix("model."): tensor for name, tensor in named.items()}
         load_weights(folder, tensors, group=self.runtime.control)
+        self._update_twins()
         return f"started from the weights of {folder}"
 
-    def _save_or_warn(self, console: Console) -> None:
-        """A full disk in the middle of a run is no reason to lose the run."""
-        if self.step == self.config.train.steps:
-            return  # the final save follows at once
-        try:
-            self.save()
-        except CheckpointError as error:
-            console.print(f"warning: {error}; going on, next try in {self.config.train.save_every}")
+    def _update_twins(self) -> None:
+        for parameter in self.parameters:
+            parameter.update_twins()
+
+    def _tell(self, console: Console) -> None:
+        """Print what went wrong without ending the run."""
+        while self.problems:
+            console.print(self.problems.pop(0))
 
     def _finish(self, console: Console) -> None:
         train = self.config.train
@@ -427,6 +529,9 @@ class Trainer:
     ) -> tuple[list[tuple[Tensor]], list[dict[str, Any]], list[Tensor]]:
         """This rank's share of the global batch that starts at sequence ``first``."""
         size, count = self.config.train.microbatch_size, self.runner.schedule.num_microbatches
+        batch = range(first, first + self.config.train.global_batch_size)
+        depths = range(1, self.config.model.num_mtp_modules + 1) if train else range(0)
+        num_ahead = tuple(data.num_targets(batch, ahead=depth) for depth in depths)
         first += self.mesh.dp_index * size * count
         sequence = self.pipeline.sequence
         args, kwargs, targets = [], [], []
@@ -434,6 +539,7 @@ class Trainer:
             indices = range(start, start + size)
             tokens, target, lengths = data.batch(indices)
             limits = tuple(map(Documents, lengths)) if any(len(n) > 1 for n in lengths) else None
+            ahead = look_ahead(tokens, target, num_ahead).map(sequence.shard) if depths else None
             tokens, target = sequence.shard(tokens), sequence.shard(target)
             key = None
             if train:
@@ -446,7 +552,7 @@ class Trainer:
                 key,
                 positions=sequence.attended,
                 documents=limits,
-                targets=targets[-1] if train else None,
+                ahead=ahead and ahead.map(self._on_device),
             )
             kwargs.append({"microbatch": microbatch})
         return args, kwargs, targets

@@ -37,10 +37,6 @@ class Message(NamedTuple):
         last = self.pieces[-1]
         return last.offset + last.size
 
-    def peer_of(self, rank: int) -> int:
-        """The other end."""
-        return self.receiver if rank == self.sender else self.sender
-
 
 class MessageStep(NamedTuple):
     """Messages that may travel at the same time.

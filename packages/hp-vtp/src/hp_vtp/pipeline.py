@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from torch import Tensor
 
@@ -57,14 +58,20 @@ class StageTransport:
         schedule: Schedule,
         *,
         metas: Mapping[int, Sequence[TensorMeta]] | None = None,
+        domain: int | None = None,
     ) -> None:
         """Join a transport and a schedule.
 
+        Stages that follow each other on the same ranks, as in the middle of a V, are one logical
+        stage of the layout: between them nothing is transferred.
+
         Args:
             transport: Of the layout.
-            schedule: With a chain per domain of the layout, see `multiplex`.
+            schedule: With a chain per domain of the layout, see `multiplex`; or with one chain and
+                a row for each physical stage, if `domain` is given.
             metas: By logical stage, from 1: global shapes of what it receives, if a boundary is
                 sharded or to have them checked.
+            domain: The one that this rank serves, each domain running the schedule by itself.
 
         Raises:
             ValueError: If the schedule is not one over this layout, or metas are missing.
@@ -74,19 +81,29 @@ class StageTransport:
         self._places: dict[int, _Place] = {}
         self._received: dict[Message, Handle[Values]] = {}
         self._lock = threading.Lock()
-        layout, units = transport.layout, units_of(transport.layout)
-        if len(schedule.chains) != layout.num_domains:
+        layout = transport.layout
+        if domain is None:
+            domains = range(layout.num_domains)
+            stages = tuple(stage for stage, _ in units_of(layout))
+        else:
+            domains = range(domain, domain + 1)
+            stages = tuple(range(len(layout.stages)))
+        if len(schedule.chains) != len(domains) or schedule.num_ranks != len(stages):
             raise ValueError(
-                f"number of chains ({len(schedule.chains)}) of the schedule must equal num_domains "
-                f"({layout.num_domains}); see multiplex"
+                f"number of chains ({len(schedule.chains)}) and of rows ({schedule.num_ranks}) of "
+                f"the schedule must equal those of the layout ({len(domains)} and {len(stages)}); "
+                "see multiplex"
             )
-        for domain, chain in enumerate(schedule.chains):
-            found = tuple(units[schedule.stage_to_rank[stage]][0] for stage in chain)
-            if found != layout.chain:
+        for here, chain in zip(domains, schedule.chains, strict=True):
+            visits = groupby(chain, key=lambda stage: stages[schedule.stage_to_rank[stage]])
+            found = []
+            for position, (physical, together) in enumerate(visits):
+                found.append(physical)
+                self._places |= {stage: _Place(here, position) for stage in together}
+            if tuple(found) != layout.chain:
                 raise ValueError(
                     f"chain ({found}) of the schedule must equal the layout's ({layout.chain})"
                 )
-            self._places |= {stage: _Place(domain, i) for i, stage in enumerate(chain)}
         self._require_metas()
 
     def input_spec(self, stage_index: int) -> tuple[TensorSpec, ...]:

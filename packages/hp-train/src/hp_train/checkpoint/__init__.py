@@ -5,8 +5,15 @@ A checkpoint is a directory `step-00000010` with one safetensors file per rank, 
 rename, complete or not at all. Nothing read from storage is ever unpickled.
 """
 
+from hp_train.checkpoint.background import BackgroundSaver
 from hp_train.checkpoint.load import Loaded, load_latest
 from hp_train.checkpoint.save import save_checkpoint
 from hp_train.checkpoint.verify import verify_checkpoint
 
-__all__ = ["Loaded", "load_latest", "save_checkpoint", "verify_checkpoint"]
+__all__ = [
+    "BackgroundSaver",
+    "Loaded",
+    "load_latest",
+    "save_checkpoint",
+    "verify_checkpoint",
+]

@@ -21,6 +21,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from hp_train.checkpoint.files import fsync_directory
+from hp_train.errors import CheckpointError
 
 _COMPLETE = re.compile(r"\Astep-([0-9]{8,16})(?:\.([0-9]{1,6}))?\Z")
 _STAGING = re.compile(r"\Astep-[0-9.]+\.tmp-[0-9a-f]{32}\Z")
@@ -47,6 +48,21 @@ def complete_checkpoints(directory: Path) -> list[Path]:
     """Those with the name of a complete one, newest first. Nothing is opened."""
     found = [(key, name) for name in _names(directory) if (key := parse_step_name(name))]
     return [directory / name for _, name in sorted(found, reverse=True)]
+
+
+def newest_checkpoint(directory: Path, *, step: int | None = None) -> Path:
+    """The newest complete one, of all or of one step. Nothing is opened.
+
+    Raises:
+        CheckpointError: If there is none.
+    """
+    found = complete_checkpoints(directory)
+    if step is not None:
+        found = [path for path in found if (parse_step_name(path.name) or (None,))[0] == step]
+    if not found:
+        which = "a checkpoint" if step is None else f"a checkpoint of step {step}"
+        raise CheckpointError(f"{directory} must have {which}")
+    return found[0]
 
 
 def bad_checkpoints(directory: Path) -> list[Path]:
@@ -105,13 +121,19 @@ def quarantine(path: Path) -> Path:
     return target
 
 
-def purge(newest: Path, *, keep: int) -> None:
+def purge(newest: Path, *, keep: int, keep_every: int = 0) -> None:
     """Remove checkpoints older than `newest` but for `keep` - 1; those of its own step go as well.
 
     What cannot be removed is left with a warning: the new checkpoint is good all the same.
+
+    Args:
+        newest: The complete checkpoint that was just saved.
+        keep: Steps to keep, the newest ones; of each the newest checkpoint.
+        keep_every: Steps that are a multiple of it are kept however old. 0: none.
     """
-    steps: list[int] = []
     mine = parse_step_name(newest.name)
+    seen = {mine[0]} if mine else set()
+    num_steps = 0
     try:
         candidates = complete_checkpoints(newest.parent)
     except OSError as error:
@@ -121,9 +143,11 @@ def purge(newest: Path, *, keep: int) -> None:
         key = parse_step_name(path.name)
         if mine is None or key is None or key >= mine:
             continue
-        if key[0] != mine[0] and key[0] not in steps:
-            steps.append(key[0])
-        if key[0] == mine[0] or len(steps) >= keep:
+        was_saved_again = key[0] in seen
+        seen.add(key[0])
+        num_steps += not was_saved_again
+        is_for_good = keep_every > 0 and key[0] % keep_every == 0
+        if was_saved_again or (num_steps >= keep and not is_for_good):
             _remove(path)
 
 

@@ -20,7 +20,13 @@ from hp_train.checkpoint.extra import decode_extra
 from hp_train.checkpoint.manifest import DamageError, Manifest
 from hp_train.checkpoint.planners import StrictLoadPlanner
 from hp_train.checkpoint.reader import ManifestReader
-from hp_train.checkpoint.together import on_rank_zero, run_planned, verify_together
+from hp_train.checkpoint.together import (
+    OnProgress,
+    on_rank_zero,
+    run_planned,
+    silent,
+    verify_together,
+)
 from hp_train.checkpoint.verify import read_manifest
 from hp_train.errors import CheckpointError
 
@@ -44,7 +50,11 @@ class Loaded:
 
 
 def load_latest(
-    directory: Path, *, tensors: Mapping[str, Tensor], group: ProcessGroup
+    directory: Path,
+    *,
+    tensors: Mapping[str, Tensor],
+    group: ProcessGroup,
+    on_progress: OnProgress = silent,
 ) -> Loaded | None:
     """Load the newest good checkpoint into tensors. Every rank of `group` calls.
 
@@ -57,6 +67,7 @@ def load_latest(
         tensors: What this rank holds, by global name. The names of all ranks together must be those
             of the checkpoint, with the same dtypes and shapes.
         group: CPU group.
+        on_progress: Told what this rank does, chunk by chunk.
 
     Returns:
         What was loaded; None if there is no checkpoint, good or bad.
@@ -72,9 +83,9 @@ def load_latest(
     for path in candidates:
         manifest, damage = on_rank_zero(lambda: _manifest_or_damage(path), group=group)  # noqa: B023
         if manifest is not None:
-            damage = verify_together(path, manifest, group=group)
+            damage = verify_together(path, manifest, group=group, on_progress=on_progress)
             if damage is None:
-                _copy(path, manifest, tensors, group)
+                _copy(path, manifest, tensors, group, on_progress)
                 return Loaded(manifest.step, decode_extra(bytes(manifest.extra)), path, skipped)
         aside = on_rank_zero(lambda: quarantine(path), group=group)  # noqa: B023
         skipped.append((aside, damage or ""))
@@ -103,9 +114,13 @@ def _manifest_or_damage(path: Path) -> tuple[Manifest | None, str | None]:
 
 
 def _copy(
-    path: Path, manifest: Manifest, tensors: Mapping[str, Tensor], group: ProcessGroup
+    path: Path,
+    manifest: Manifest,
+    tensors: Mapping[str, Tensor],
+    group: ProcessGroup,
+    on_progress: OnProgress,
 ) -> None:
-    reader = ManifestReader(path, manifest)
+    reader = ManifestReader(path, manifest, on_progress=on_progress)
     planner = StrictLoadPlanner()
     try:
         with torch.no_grad():

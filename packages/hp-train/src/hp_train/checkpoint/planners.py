@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -73,6 +74,22 @@ class StrictSavePlanner(DefaultSavePlanner):
                         f"tensor {name}: {idea} of rank {rank} must equal {theirs} of rank {first}"
                     )
         return super().create_global_plan(all_plans)
+
+
+class CopiesSavePlanner(StrictSavePlanner):
+    """Plans by the tensors it is given and writes copies that were made of them.
+
+    Args:
+        copies: Of what this rank holds of each tensor, by name.
+    """
+
+    def __init__(self, copies: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._copies = copies
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        """The copy of a tensor, whatever has become of the tensor itself."""
+        return self._copies[index.fqn]
 
 
 class StrictLoadPlanner(DefaultLoadPlanner):

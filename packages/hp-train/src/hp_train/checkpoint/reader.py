@@ -30,6 +30,7 @@ from hp_train.checkpoint.manifest import (
     parts_of,
 )
 from hp_train.checkpoint.planners import DTYPES, metadata_of
+from hp_train.checkpoint.together import OnProgress, silent
 from hp_train.checkpoint.verify import failed
 from hp_train.errors import CheckpointError
 
@@ -39,8 +40,9 @@ _CHANGED = "changed after it was verified; the state is loaded in part and must 
 class ManifestReader(StorageReader):
     """Reads a verified checkpoint; every chunk is hashed once more before it is copied."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, manifest: Manifest, *, on_progress: OnProgress = silent) -> None:
         self._path = path
+        self._on_progress = on_progress
         self._manifest = manifest
         self._buffer = torch.empty(0, dtype=torch.uint8)  # memory that is new is slow to touch
         self._header_bytes: dict[int, int] = {}
@@ -79,11 +81,13 @@ class ManifestReader(StorageReader):
         try:
             with opened_directory(self._path) as directory:
                 for index, needed in items.items():
+                    self._on_progress("read")
                     chunk = self._read(directory, index)
                     for item in needed:
                         _copy(chunk, item, planner)
         except OSError as error:
             raise failed("read", self._path, error) from None
+        self._on_progress("read", waiting=True)
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -15,7 +15,14 @@ from hp_train.checkpoint.directory import commit, purge, remove_leftovers
 from hp_train.checkpoint.extra import encode_extra
 from hp_train.checkpoint.manifest import DamageError
 from hp_train.checkpoint.planners import StrictSavePlanner
-from hp_train.checkpoint.together import agree_all, on_rank_zero, run_planned, verify_together
+from hp_train.checkpoint.together import (
+    OnProgress,
+    agree_all,
+    on_rank_zero,
+    run_planned,
+    silent,
+    verify_together,
+)
 from hp_train.checkpoint.verify import read_manifest
 from hp_train.checkpoint.writer import ManifestWriter
 from hp_train.errors import CheckpointError
@@ -29,6 +36,8 @@ def save_checkpoint(
     extra: Mapping[str, Any],
     group: ProcessGroup,
     keep: int,
+    keep_every: int = 0,
+    on_progress: OnProgress = silent,
 ) -> Path:
     """Save tensors as `directory/step-<step>`. Every rank of `group` calls; blocking.
 
@@ -46,44 +55,85 @@ def save_checkpoint(
         extra: JSON for :attr:`Loaded.extra`; that of the first rank is saved.
         group: CPU group. One of the default group's or a part of it.
         keep: Checkpoints to keep, at least 1; older ones are removed when this one is in place.
+        keep_every: Those of steps that are a multiple of it are kept besides. 0: none.
+        on_progress: Told what this rank does, chunk by chunk.
 
     Returns:
         The path of the checkpoint.
 
     Raises:
         CheckpointError: On all ranks, in one line: the storage failed, or a tensor cannot be saved.
-        ValueError: If `keep`, `step` or `extra` is wrong on this rank.
+        ValueError: If `keep`, `keep_every`, `step` or `extra` is wrong on this rank.
         RuntimeError: If a rank is gone, or such an argument is wrong on another rank.
     """
     error: ValueError | None = None
     text = b""
     try:
-        _check_arguments(step=step, keep=keep)
+        check_arguments(step=step, keep=keep, keep_every=keep_every)
         text = encode_extra(extra)
     except ValueError as raised:
         error = raised
+    on_progress("plan", waiting=True)
     agree(error, group=group, where="saving a checkpoint")
-    writer = ManifestWriter(directory, step=step, extra=text)
+    writer = ManifestWriter(directory, step=step, extra=text, on_progress=on_progress)
+    path = write_checkpoint(writer, StrictSavePlanner(), tensors, step=step, group=group)
+    if group.rank() == 0:
+        purge(path, keep=keep, keep_every=keep_every)
+    return path
+
+
+def write_checkpoint(
+    writer: ManifestWriter,
+    planner: StrictSavePlanner,
+    tensors: Mapping[str, Tensor],
+    *,
+    step: int,
+    group: ProcessGroup,
+) -> Path:
+    """Write, read back and commit one checkpoint; see :func:`save_checkpoint`.
+
+    Args:
+        writer: New.
+        planner: New.
+        tensors: What this rank holds, by global name.
+        step: Of the training run.
+        group: CPU group.
+
+    Returns:
+        The path of the checkpoint.
+
+    Raises:
+        CheckpointError: On all ranks.
+        RuntimeError: If a rank is gone.
+    """
     if group.rank() == 0:
         with contextlib.suppress(OSError):  # the save itself will say what is wrong
-            remove_leftovers(directory)
+            remove_leftovers(writer.directory)
     try:
         with torch.no_grad():
             run_planned(
                 lambda: save(
-                    dict(tensors),
-                    storage_writer=writer,
-                    planner=StrictSavePlanner(),
-                    process_group=group,
+                    dict(tensors), storage_writer=writer, planner=planner, process_group=group
                 ),
                 group=group,
             )
-        path = _commit(writer, step, group)
+        return _commit(writer, step, group)
     finally:
         writer.discard()
-    if group.rank() == 0:
-        purge(path, keep=keep)
-    return path
+
+
+def check_arguments(*, step: int, keep: int, keep_every: int) -> None:
+    """Refuse impossible ones.
+
+    Raises:
+        ValueError: Naming the first.
+    """
+    if keep < 1:
+        raise ValueError(f"keep ({keep}) must be at least 1")
+    if keep_every < 0:
+        raise ValueError(f"keep_every ({keep_every}) must be at least 0")
+    if step < 0:
+        raise ValueError(f"step ({step}) must be at least 0")
 
 
 def _commit(writer: ManifestWriter, step: int, group: ProcessGroup) -> Path:
@@ -98,13 +148,8 @@ def _commit(writer: ManifestWriter, step: int, group: ProcessGroup) -> Path:
     except (DamageError, OSError) as raised:
         error = CheckpointError(f"{staging}: {raised}")
     agree_all(error, group=group, where="reading a new checkpoint back")
-    if manifest is not None and (damage := verify_together(staging, manifest, group=group)):
-        raise CheckpointError(f"{staging} was not written well: {damage}")
+    if manifest is not None:
+        damage = verify_together(staging, manifest, group=group, on_progress=writer.on_progress)
+        if damage:
+            raise CheckpointError(f"{staging} was not written well: {damage}")
     return on_rank_zero(lambda: commit(staging, step), group=group)
-
-
-def _check_arguments(*, step: int, keep: int) -> None:
-    if keep < 1:
-        raise ValueError(f"keep ({keep}) must be at least 1")
-    if step < 0:
-        raise ValueError(f"step ({step}) must be at least 0")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -14,6 +14,22 @@ from hp_train.checkpoint.verify import share_of, verify_parts
 from hp_train.errors import CheckpointError
 
 T = TypeVar("T")
+
+
+class OnProgress(Protocol):
+    """Is told what a rank does, again and again while it gets on: for heartbeats."""
+
+    def __call__(self, phase: str, *, waiting: bool = False) -> None:
+        """Take note.
+
+        Args:
+            phase: What begins, or goes on.
+            waiting: Whether this rank is about to wait for others.
+        """
+
+
+def silent(phase: str, *, waiting: bool = False) -> None:
+    """Tell nobody."""
 
 
 def on_rank_zero(call: Callable[[], T], *, group: ProcessGroup) -> T:
@@ -50,7 +66,9 @@ def run_planned(call: Callable[[], object], *, group: ProcessGroup) -> None:
         raise CheckpointError(f"{where}: {type(error).__name__}: {error}") from error
 
 
-def verify_together(path: Path, manifest: Manifest, *, group: ProcessGroup) -> str | None:
+def verify_together(
+    path: Path, manifest: Manifest, *, group: ProcessGroup, on_progress: OnProgress = silent
+) -> str | None:
     """Check all chunks, every rank a share of them.
 
     Returns:
@@ -64,17 +82,20 @@ def verify_together(path: Path, manifest: Manifest, *, group: ProcessGroup) -> s
     damage: str | None = None
     error: CheckpointError | None = None
     try:
-        verify_parts(path, manifest, share_of(parts, rank=group.rank(), world_size=group.size()))
+        share = share_of(parts, rank=group.rank(), world_size=group.size())
+        verify_parts(path, manifest, share, on_part=lambda: on_progress("verify"))
     except DamageError as found:
         damage = str(found)
     except OSError as raised:
         error = CheckpointError(f"{path}: {raised}")
+    on_progress("verify", waiting=True)
     agree_all(error, group=group, where="using a checkpoint")
     reports: list[str | None] = [None] * group.size()
     dist.all_gather_object(reports, damage, group=group)
     for rank, report in enumerate(reports):
         if report is not None:
             share = share_of(parts, rank=rank, world_size=group.size())
+            on_progress("verify")
             confirmed = on_rank_zero(lambda: _damage(path, manifest, share), group=group)  # noqa: B023
             if confirmed is None:
                 raise CheckpointError(

@@ -3,7 +3,7 @@
 import errno
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -95,13 +95,20 @@ def share_of(parts: Sequence[Part], *, rank: int, world_size: int) -> list[Part]
     return mine
 
 
-def verify_parts(path: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
+def verify_parts(
+    path: Path,
+    manifest: Manifest,
+    parts: Sequence[Part],
+    *,
+    on_part: Callable[[], None] = lambda: None,
+) -> None:
     """Check chunks, and size and header of the files they are in.
 
     Args:
         path: Of the checkpoint.
         manifest: Of it, decoded.
         parts: Some of its chunks, in the order of :func:`parts_of`.
+        on_part: Called before each of them.
 
     Raises:
         DamageError: Naming the file, and the tensor if the damage is in one.
@@ -110,6 +117,7 @@ def verify_parts(path: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
     everything = {
         file: list(group) for file, group in groupby(parts_of(manifest), lambda p: p.chunk.file)
     }
+    buffer = memoryview(bytearray(PIECE_BYTES))
     with opened_directory(path) as directory:
         for file, group in groupby(parts, lambda part: part.chunk.file):
             name = manifest.files[file].name
@@ -117,7 +125,9 @@ def verify_parts(path: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
             try:
                 with opened(directory, name) as descriptor:
                     _check_header(descriptor, name, header, manifest.files[file].bytes)
-                    _check_chunks(descriptor, name, len(header), list(group))
+                    for part in group:
+                        on_part()
+                        _check_chunk(descriptor, name, len(header), part, buffer)
             except OSError as error:
                 raise _damage_or(error, name) from None
 
@@ -132,13 +142,11 @@ def _check_header(descriptor: int, name: str, header: bytes, nbytes: int) -> Non
         raise DamageError(f"{name}: the header is damaged or of another save")
 
 
-def _check_chunks(descriptor: int, name: str, start: int, parts: Sequence[Part]) -> None:
-    buffer = memoryview(bytearray(PIECE_BYTES))
-    for part in parts:
-        begin = start + part.chunk.begin
-        found = hash_span(descriptor, begin=begin, nbytes=part.nbytes, buffer=buffer)
-        if found != part.chunk.sha256:
-            raise DamageError(f"{name}: tensor {part.key} is damaged (its SHA-256 differs)")
+def _check_chunk(descriptor: int, name: str, start: int, part: Part, buffer: memoryview) -> None:
+    begin = start + part.chunk.begin
+    found = hash_span(descriptor, begin=begin, nbytes=part.nbytes, buffer=buffer)
+    if found != part.chunk.sha256:
+        raise DamageError(f"{name}: tensor {part.key} is damaged (its SHA-256 differs)")
 
 
 def _damage_or(error: OSError, name: str) -> Exception:

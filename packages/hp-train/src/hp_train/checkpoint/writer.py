@@ -53,6 +53,7 @@ from hp_train.checkpoint.manifest import (
     key_of,
 )
 from hp_train.checkpoint.planners import NAME_OF
+from hp_train.checkpoint.together import OnProgress, silent
 from hp_train.checkpoint.verify import digest_line, failed
 from hp_train.errors import CheckpointError
 
@@ -71,15 +72,20 @@ class ManifestWriter(StorageWriter):
 
     Attributes:
         staging: Where the checkpoint is, once the coordinator has made the directory.
+        directory: Of the run's checkpoints.
+        on_progress: Told what this rank does, chunk by chunk.
     """
 
-    def __init__(self, directory: Path, *, step: int, extra: bytes) -> None:
+    def __init__(
+        self, directory: Path, *, step: int, extra: bytes, on_progress: OnProgress = silent
+    ) -> None:
         self.staging: Path | None = None
-        self._directory = directory
+        self.directory = directory
         self._step = step
         self._extra = extra
         self._save_id = uuid4().hex
         self._lock: int | None = None
+        self.on_progress = on_progress
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing: a writer serves one checkpoint."""
@@ -94,9 +100,9 @@ class ManifestWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the staging directory, on the coordinator, and tell every rank its file."""
         try:
-            self.staging, self._lock = create_staging(self._directory, self._step)
+            self.staging, self._lock = create_staging(self.directory, self._step)
         except OSError as error:
-            raise failed("create a checkpoint in", self._directory, error) from None
+            raise failed("create a checkpoint in", self.directory, error) from None
         return [
             dataclasses.replace(plan, storage_data=Assignment(self.staging, rank, self._save_id))
             for rank, plan in enumerate(plans)
@@ -112,9 +118,10 @@ class ManifestWriter(StorageWriter):
         try:
             if layout:
                 header = file_header(assignment.save_id, self._step, [part for part, _ in layout])
-                results = _write_file(path, header, layout, planner)
+                results = _write_file(path, header, layout, planner, self.on_progress)
         except OSError as error:
             raise failed("write", path, error) from None
+        self.on_progress("write", waiting=True)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -123,6 +130,7 @@ class ManifestWriter(StorageWriter):
         """Write the manifest, on the coordinator, and put the directory's names on the disk."""
         if self.staging is None:
             raise CheckpointError("a staging directory must exist before a checkpoint is finished")
+        self.on_progress("write the manifest")
         text = encode(self._manifest(metadata, results))
         try:
             decode(text)  # never write what a load would refuse
@@ -214,7 +222,11 @@ def _lay_out(items: list[WriteItem], file: int) -> list[tuple[Part, WriteItem]]:
 
 
 def _write_file(
-    path: Path, header: bytes, layout: list[tuple[Part, WriteItem]], planner: SavePlanner
+    path: Path,
+    header: bytes,
+    layout: list[tuple[Part, WriteItem]],
+    planner: SavePlanner,
+    on_progress: OnProgress,
 ) -> list[WriteResult]:
     """Stream the chunks to a new file: one at a time leaves the device."""
     results = []
@@ -222,6 +234,7 @@ def _write_file(
     with created(path) as descriptor:
         write(descriptor, memoryview(header))
         for part, item in layout:
+            on_progress("write")
             data = planner.resolve_data(item)
             if not isinstance(data, Tensor):
                 raise CheckpointError(f"tensor {part.key}: type must be Tensor")

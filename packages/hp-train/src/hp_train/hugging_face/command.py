@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from hp_train import rules
-from hp_train.checkpoint.directory import complete_checkpoints, parse_step_name
+from hp_train.checkpoint.directory import newest_checkpoint
 from hp_train.checkpoint.extra import decode_extra
 from hp_train.checkpoint.manifest import DamageError, Manifest
 from hp_train.checkpoint.reader import ManifestReader
@@ -92,7 +92,7 @@ def export_hf(run: Path, folder: Path, *, step: int | None, dtype: str | None) -
         CheckpointError: When the checkpoint is missing or damaged, or a file cannot be written.
     """
     rules.require_run_directory(str(run))
-    path = _checkpoint(run, step)
+    path = newest_checkpoint(run / "checkpoints", step=step)
     try:
         manifest = read_manifest(path)
         extra = decode_extra(bytes(manifest.extra))
@@ -118,16 +118,6 @@ def export_hf(run: Path, folder: Path, *, step: int | None, dtype: str | None) -
         shutil.copyfile(config.data.tokenizer, folder / "tokenizer.json")
     sys.stdout.write(f"wrote {folder} from {path}, {name}\n")
     return 0
-
-
-def _checkpoint(run: Path, step: int | None) -> Path:
-    found = complete_checkpoints(run / "checkpoints")
-    if step is not None:
-        found = [path for path in found if (parse_step_name(path.name) or (None,))[0] == step]
-    if not found:
-        which = "a checkpoint" if step is None else f"a checkpoint of step {step}"
-        raise CheckpointError(f"{run}/checkpoints must have {which}")
-    return found[0]
 
 
 def _whole_config(config: Config, manifest: Manifest) -> ModelConfig:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hp_train.environment import external_world
-from hp_train.errors import PREEMPTED, ConfigError
+from hp_train.errors import PREEMPTED, ConfigError, HangError, RankLostError
 from hp_train.launch.board import Board, State
 from hp_train.launch.lifetime import LAUNCHER_VARIABLE
 from hp_train.launch.rundir import locked, make_run_directory, write_config
@@ -31,6 +31,8 @@ _LOOK_SECONDS = 0.05
 _REAP_SECONDS = 5.0
 _STACK_SECONDS = 1.0
 _STACK_LINES = 12
+_RESTARTED = (HangError.exit_code, RankLostError.exit_code)
+"""What another attempt may get over; a wrong config, bad data and the like it will not."""
 # torch imports the last three by itself at the first use of an optimizer, of a lazy collective and
 # of a checkpoint; every rank would take seconds for each of them, all at the same time.
 _PRELOADED = (
@@ -89,6 +91,33 @@ def run_entry(config: Config, run_dir: Path, *, entry: str) -> int:
 def _run_ranks(
     config: Config, run_dir: Path, trap: StopTrap, entry: str, *, resumable: bool
 ) -> int:
+    """Run the ranks to their end; start them again where a rank is lost or hangs.
+
+    Every start begins with the last good checkpoint. The elastic agent could restart ranks by
+    itself, but knows neither of hangs nor of whom to blame, and waits for ranks that are to be
+    killed; so it is given one attempt at a time.
+    """
+    in_a_row, newest = 0, ""
+    while True:
+        status = _attempt(config, run_dir, trap, entry, resumable=resumable)
+        if status not in _RESTARTED or trap.first or not resumable:
+            return status
+        before, newest = newest, _newest_checkpoint(run_dir)
+        in_a_row = in_a_row + 1 if newest == before else 1
+        if in_a_row > config.launch.max_restarts:
+            return status
+        place = newest or "the beginning"
+        _say(f"starting again from {place} ({in_a_row} of {config.launch.max_restarts})")
+
+
+def _newest_checkpoint(run_dir: Path) -> str:
+    """Name of the one that ranks look at first; empty: there is none."""
+    from hp_train.checkpoint.directory import complete_checkpoints  # noqa: PLC0415 - imports torch
+
+    return next((path.name for path in complete_checkpoints(run_dir / "checkpoints")), "")
+
+
+def _attempt(config: Config, run_dir: Path, trap: StopTrap, entry: str, *, resumable: bool) -> int:
     _start_server(entry)
     # Imported while the server does the same.
     import torch  # noqa: PLC0415

@@ -42,10 +42,6 @@ class Rotation(NamedTuple):
         rotated = (one * cos - other * sin, other * cos + one * sin)
         return torch.stack(rotated, dim=dim).flatten(-2).to(x.dtype)
 
-    def first(self, num_positions: int) -> "Rotation":
-        """The rotation of the first positions alone."""
-        return self._replace(cos=self.cos[:num_positions], sin=self.sin[:num_positions])
-
 
 class _Turn(torch.autograd.Function):
     """Pairs of neighbours [B, S, N, H] times complex [1, S, 1, H / 2]."""

@@ -1,10 +1,11 @@
 """Compare all layouts of a number of devices and say why the best is best. No torch."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from hp_schedule import Schedule
 from hp_train.config import Config
 from hp_train.errors import ConfigError
 from hp_train.layout import Layout
@@ -13,6 +14,7 @@ from hp_train.plan.machine import Machine
 from hp_train.schedules import KINDS
 from hp_train.space import Axis, enumerate_layouts
 
+_MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")
 _MOST_SIMULATED = 400
 
 
@@ -36,7 +38,7 @@ class Choice:
 def plan_axes(config: Config, num_devices: int) -> tuple[Axis, ...]:
     """What layouts are made of: every divisor of the number of devices for every mesh axis."""
     divisors = tuple(n for n in range(1, num_devices + 1) if num_devices % n == 0)
-    mesh = tuple(Axis(f"mesh.{field.name}", divisors) for field in fields(Layout))
+    mesh = tuple(Axis(f"mesh.{axis}", divisors) for axis in _MESH)
     batch = config.train.global_batch_size
     sizes = tuple(size for size in (1, 2, 4, 8, 16) if size <= batch)
     return (
@@ -51,7 +53,7 @@ def plan_axes(config: Config, num_devices: int) -> tuple[Axis, ...]:
 def choose(
     config: Config, num_devices: int, machine: Machine, *, vocab_size: int, count: int = 5
 ) -> Choice:
-    """Find the fastest layouts that fit into memory.
+    """Find the fastest layouts that fit into memory, of those whose stages have the same sizes.
 
     Layouts are laid out in the order of a bound that none of them can undercut, until the next
     bound is above what was found; so none that was left out can be better.
@@ -66,7 +68,11 @@ def choose(
     Raises:
         ConfigError: When no layout is allowed, or none fits.
     """
-    config = replace(config, launch=replace(config.launch, num_processes=0))
+    config = replace(
+        config,
+        launch=replace(config.launch, num_processes=0),
+        mesh=replace(config.mesh, stage_tp=(), stage_ep=()),
+    )
     axes = plan_axes(config, num_devices)
     processes = range(num_devices, num_devices + 1)
     allowed = [
@@ -119,7 +125,7 @@ def _in_words(config: Config) -> tuple[object, ...]:
 def _bounds(
     layouts: Sequence[Config], machine: Machine, vocab_size: int
 ) -> Iterator[tuple[float, Plan]]:
-    schedules = {}
+    schedules: dict[object, Schedule] = {}
     for layout in layouts:
         plan = Plan(layout, machine, vocab_size=vocab_size)
         pipeline = layout.pipeline
@@ -134,12 +140,13 @@ def _bounds(
 
 def _is_repeated(config: Config) -> bool:
     """Whether another layout runs the very same steps in the very same order."""
-    layout, pipeline = Layout.of(config.mesh), config.pipeline
-    if layout.ep * layout.etp > 1 and not config.model.has_experts:
+    mesh, pipeline = config.mesh, config.pipeline
+    if mesh.ep * mesh.etp > 1 and not config.model.has_experts:
         return True
-    if layout.pp > 1:
+    if mesh.pp > 1:
         names = ("interleaved_1f1b", "looped_bfs")
         return pipeline.stages_per_rank == 1 and pipeline.schedule in names
     # One rank waits for nobody; but the order decides how often it gathers parameters.
-    is_sharded = layout.fsdp > 1 or layout.expert_shard > 1
+    stage = Layout.of(mesh).stages[0]
+    is_sharded = stage.fsdp > 1 or stage.expert_shard > 1
     return not is_sharded and pipeline.schedule != "1f1b"

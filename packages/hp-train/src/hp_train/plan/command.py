@@ -14,6 +14,7 @@ from hp_train.plan.choose import Choice, choose
 from hp_train.plan.estimate import Estimate, Plan
 from hp_train.plan.machine import MACHINES, Machine
 from hp_train.plan.report import as_dict, details, reasons, table
+from hp_train.schedules import KINDS
 
 _RATES = {
     "flops": "operations per second of a matrix product",
@@ -169,8 +170,8 @@ def _search(
 ) -> SearchResult | None:
     """A schedule for the stages of a layout that need not have a name."""
     config = best.config
-    if config.mesh.pp == 1:
-        return None
+    if config.mesh.pp == 1 or KINDS[config.pipeline.schedule].returns:
+        return None  # nothing to order, or a chain that the search does not know
     plan = Plan(config, machine, vocab_size=vocab_size)
     costs = plan.costs(plan.schedule())
     spare = machine.memory - (best.memory.total - best.memory.activations)

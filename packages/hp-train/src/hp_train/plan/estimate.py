@@ -14,26 +14,27 @@ from hp_schedule import (
     simulate,
 )
 from hp_train.config import Config
-from hp_train.layout import Layout
+from hp_train.layout import Layout, StageLayout
 from hp_train.plan import modules
 from hp_train.plan.machine import Machine
 from hp_train.plan.memory import (
     BYTES,
     Memory,
     buffer_bytes,
-    message_bytes,
     static_memory,
 )
 from hp_train.plan.modules import Work
 from hp_train.plan.traffic import (
+    EdgeLink,
     Transfer,
     activation_transfers,
+    edge_link,
     expert_transfer,
     gradient_transfers,
     pipeline_transfer,
     shard_transfer,
 )
-from hp_train.schedules import KINDS, split_layers
+from hp_train.schedules import KINDS, count_stages, placement, split_layers
 
 ACTIVE_STAGES = 3
 """Stages whose parameters are gathered at once: the default of hp-schedule's pass."""
@@ -87,9 +88,9 @@ class Plan:
         self.layout = Layout.of(config.mesh)
         train = config.train
         # That attention sees on a rank; between layers tensor-parallel ranks share them.
-        self.tokens = train.microbatch_size * config.data.seq_len // self.layout.cp
+        self.tokens = train.microbatch_size * config.data.seq_len // config.mesh.cp
         self.num_microbatches = train.global_batch_size // (self.layout.dp * train.microbatch_size)
-        num_stages = self.layout.pp * config.pipeline.stages_per_rank
+        num_stages = count_stages(config)
         self.layers = split_layers(config.model.num_layers, num_stages)
         self.stages = [
             modules.stage(
@@ -97,14 +98,16 @@ class Plan:
             )
             for index, layers in enumerate(self.layers)
         ]
-        share = self.tokens / self.layout.tp
+        places = placement(config.pipeline, num_ranks=self.layout.pp)
+        self.places = [self.layout.stages[rank] for rank in places]
         self.exchange_seconds = [
-            sum(transfer.seconds for transfer in self._exchanges([stage], tokens=self.tokens))
-            for stage in self.stages
+            sum(transfer.seconds for transfer in self._exchanges([stage], place, self.tokens))
+            for stage, place in zip(self.stages, self.places, strict=True)
         ]
         self.cores, slowed = _cores(machine, self.layout)
+        shares = [slowed * self.tokens / place.tp / machine.flops for place in self.places]
         plain, again = (
-            [slowed * share * getattr(stage, what) / machine.flops for stage in self.stages]
+            [share * getattr(stage, what) for share, stage in zip(shares, self.stages, strict=True)]
             for what in ("flops", "again")
         )
         fixed = [slowed * len(layers) * machine.layer_seconds for layers in self.layers]
@@ -114,13 +117,13 @@ class Plan:
         self.input_grad = [f + a for f, a in zip(self.forward, again, strict=True)]
         self.weight_grad = [p + f for p, f in zip(plain, fixed, strict=True)]
 
-    def _exchanges(self, stages: Sequence[Work], *, tokens: int) -> list[Transfer]:
-        """What ranks of a stage exchange inside its layers for some tokens of a rank."""
-        config, layout, machine = self.config, self.layout, self.machine
-        found = activation_transfers(config, stages, layout, machine, tokens=tokens)
-        if layout.ep * layout.etp > 1 and config.model.has_experts:
-            dealt = tokens // layout.tp
-            found.append(expert_transfer(config, stages, layout, machine, tokens=dealt))
+    def _exchanges(self, stages: Sequence[Work], place: StageLayout, tokens: int) -> list[Transfer]:
+        """What ranks exchange inside layers for some tokens of a rank."""
+        config, machine = self.config, self.machine
+        found = activation_transfers(config, stages, place, machine, tokens=tokens)
+        if place.ep * place.etp > 1 and config.model.has_experts:
+            dealt = tokens // place.tp
+            found.append(expert_transfer(config, stages, place, machine, tokens=dealt))
         return found
 
     def schedule(self) -> Schedule:
@@ -129,7 +132,7 @@ class Plan:
         schedule = KINDS[pipeline.schedule].build(
             self.layout.pp, self.num_microbatches, pipeline.stages_per_rank
         )
-        if self.layout.fsdp > 1 or self.layout.expert_shard > 1:
+        if any(place.fsdp > 1 or place.expert_shard > 1 for place in self.layout.stages):
             schedule = add_fsdp_unshard_reshard(add_fsdp_reduce_grad(schedule))
         return schedule
 
@@ -146,7 +149,7 @@ class Plan:
             mine = schedule.stages_of(rank)
             before = sum(self.forward[: min(mine)])
             busy = self.num_microbatches * sum(full[stage] for stage in mine)
-            ends = self._ends(self.stages_of(schedule, rank))
+            ends = self._ends(schedule, rank)
             longest = max(longest, before + busy + sum(ends.values()))
         return longest
 
@@ -156,17 +159,19 @@ class Plan:
         simulation = simulate(schedule, self.costs(schedule), cores=self.cores)
         ranks = range(self.layout.pp)
         memories = [self._memory(schedule, simulation, rank) for rank in ranks]
-        ends = [self._ends(self.stages_of(schedule, rank)) for rank in ranks]
+        ends = [self._ends(schedule, rank) for rank in ranks]
+        sizes = [place.num_ranks for place in self.layout.stages]
         exchanges = [
             self.num_microbatches * sum(self.exchange_seconds[s] for s in schedule.stages_of(rank))
             for rank in ranks
         ]
-        idle = fmean(simulation.bubble) * simulation.makespan
+        idle = fmean(simulation.bubble, sizes) * simulation.makespan
+        exchanging = fmean(exchanges, sizes)
         last = {name: max(end[name] for end in ends) for name in ends[0]}
         parts = {
-            "compute": simulation.makespan - idle - fmean(exchanges),
+            "compute": simulation.makespan - idle - exchanging,
             "idle": idle,
-            "exchanges": fmean(exchanges),
+            "exchanges": exchanging,
             **last,
         }
         return Estimate(
@@ -182,15 +187,16 @@ class Plan:
         """What the steps of a schedule cost."""
         size = BYTES[self.config.train.dtype]
         sharded = [
-            shard_transfer(self.config, stage, self.layout, self.machine).seconds
-            for stage in self.stages
+            shard_transfer(self.config, stage, place, self.machine).seconds
+            for stage, place in zip(self.stages, self.places, strict=True)
         ]
         return Costs(
             forward=self.forward,
             input_grad=self.input_grad,
             weight_grad=self.weight_grad,
             activation=[
-                stage.kept_bytes(self.tokens, size=size, tp=self.layout.tp) for stage in self.stages
+                stage.kept_bytes(self.tokens, size=size, tp=place.tp)
+                for stage, place in zip(self.stages, self.places, strict=True)
             ],
             latency=self._latencies(schedule),
             unshard=sharded,
@@ -199,32 +205,33 @@ class Plan:
 
     def _latencies(self, schedule: Schedule) -> dict[tuple[int, int], float]:
         """Of every edge: of all pipelines the slowest, with the time that the bytes take."""
-        size = message_bytes(self.config)
         found = {}
         for source, destination in schedule.edges:
-            links = [
-                self.machine.link([ranks[source], ranks[destination]])
-                for ranks in self.layout.pipelines()
-            ]
-            seconds = max(late + size / bandwidth for bandwidth, late in links)
+            seconds = self._edge(source, destination).seconds
             found[source, destination] = found[destination, source] = seconds
         return found
 
+    def _edge(self, source: int, destination: int) -> EdgeLink:
+        return edge_link(
+            self.config, self.layout, self.machine, source=source, destination=destination
+        )
+
     def _memory(self, schedule: Schedule, simulation: Simulation, rank: int) -> Memory:
-        stages = self.stages_of(schedule, rank)
-        parameters, gradients, optimizer = static_memory(self.config, stages, self.layout)
+        stages, place = self.stages_of(schedule, rank), self.layout.stages[rank]
+        parameters, gradients, optimizer = static_memory(self.config, stages, place)
         return Memory(
             parameters=parameters,
             gradients=gradients,
             optimizer=optimizer,
             activations=round(simulation.peak_activations[rank]),
-            buffers=buffer_bytes(self.config, stages, self.layout, active_stages=ACTIVE_STAGES),
+            buffers=buffer_bytes(self.config, stages, place, active_stages=ACTIVE_STAGES),
         )
 
-    def _ends(self, stages: Sequence[Work]) -> dict[str, float]:
+    def _ends(self, schedule: Schedule, rank: int) -> dict[str, float]:
         """Seconds after the pipeline: sums over replicas, and the update of the weights."""
-        transfers = gradient_transfers(self.config, stages, self.layout, self.machine)
-        parameters, gradients, optimizer = static_memory(self.config, stages, self.layout)
+        stages, place = self.stages_of(schedule, rank), self.layout.stages[rank]
+        transfers = gradient_transfers(self.config, stages, place, self.machine)
+        parameters, gradients, optimizer = static_memory(self.config, stages, place)
         # Parameters and moments are read and written, gradients read.
         touched = 2 * parameters + gradients + 2 * optimizer
         return {
@@ -242,20 +249,21 @@ class Plan:
         return tuple(transfer for transfer in found.values() if transfer.bytes)
 
     def _transfers_of(self, schedule: Schedule, rank: int) -> list[Transfer]:
-        config, layout, machine = self.config, self.layout, self.machine
-        stages = self.stages_of(schedule, rank)
-        edges = sum(
-            schedule.stage_to_rank[stage] != rank and schedule.stage_to_rank[neighbour] == rank
+        config, place, machine = self.config, self.layout.stages[rank], self.machine
+        stages, ranks = self.stages_of(schedule, rank), schedule.stage_to_rank
+        edges = [
+            self._edge(rank, ranks[stage])
             for stage, neighbour in _neighbours(len(self.stages))
-        )
+            if ranks[stage] != rank and ranks[neighbour] == rank
+        ]
         rounds = sum(step.type.name == "FSDP_UNSHARD" for step in _steps(schedule, rank))
-        sharded = [shard_transfer(config, stage, layout, machine) for stage in stages]
+        sharded = [shard_transfer(config, stage, place, machine) for stage in stages]
         # Gathered as often as the schedule says, reduced once.
         times = (rounds / max(1, len(stages))) + 1
-        gradients = gradient_transfers(config, stages, layout, machine)
+        gradients = gradient_transfers(config, stages, place, machine)
         return [
-            pipeline_transfer(config, layout, machine, messages=edges * self.num_microbatches),
-            *self._exchanges(stages, tokens=self.tokens * self.num_microbatches),
+            pipeline_transfer(config, place, edges, num_microbatches=self.num_microbatches),
+            *self._exchanges(stages, place, self.tokens * self.num_microbatches),
             _sum("parameters", sharded, times),
             _sum("gradients", gradients, 1.0),
         ]

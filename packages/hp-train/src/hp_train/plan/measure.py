@@ -22,7 +22,7 @@ from hp_train.config import Config
 from hp_train.errors import HpError
 from hp_train.launch.launcher import run_entry
 from hp_train.launch.task import Worker
-from hp_train.layout import Layout
+from hp_train.layout import StageLayout
 from hp_train.plan.machine import Machine
 from hp_train.plan.memory import static_memory
 from hp_train.plan.modules import whole_model
@@ -88,7 +88,7 @@ def machine_of(
     fixed = first - per_token * tokens
     if per_token <= 0 or fixed < 0:  # too small a difference for this machine's noise
         per_token, fixed = second / (2 * tokens), 0.0
-    one = Layout()
+    one = StageLayout()
     parameters, gradients, optimizer = static_memory(config, [work], one)
     touched = 2 * parameters + gradients + 2 * optimizer
     bandwidth = (_LARGE - _SMALL) / max(link["large"] - link["small"], 1e-9)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hp_train.config import Config
 from hp_train.cuts import HIDDEN_DIM, chunk, cut_dim
-from hp_train.layout import Layout
+from hp_train.layout import StageLayout
 from hp_train.plan.modules import Weight, Work, layer
 from hp_train.space import with_keys
 
@@ -27,7 +27,8 @@ class Memory:
         gradients: Of the same dtype and cut.
         optimizer: Both moments and the count of steps.
         activations: At their peak.
-        buffers: Gathered parameters, gradients laid side by side to be summed, messages.
+        buffers: Gathered parameters, those cast to be computed with, gradients laid side by side
+            to be summed, messages.
     """
 
     parameters: int
@@ -42,7 +43,7 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
 
-def local_elements(weight: Weight, layout: Layout, *, first: bool = True) -> int:
+def local_elements(weight: Weight, layout: StageLayout, *, first: bool = True) -> int:
     """Elements of a parameter on a rank: what is cut comes in chunks, the first ranks get most.
 
     Args:
@@ -73,7 +74,9 @@ def parameter_bytes(config: Config) -> int:
     return max(BYTES[config.train.dtype], 4)
 
 
-def static_memory(config: Config, stages: Sequence[Work], layout: Layout) -> tuple[int, int, int]:
+def static_memory(
+    config: Config, stages: Sequence[Work], layout: StageLayout
+) -> tuple[int, int, int]:
     """Bytes of parameters, gradients and optimizer of the rank that holds the most of some stages.
 
     Args:
@@ -82,13 +85,17 @@ def static_memory(config: Config, stages: Sequence[Work], layout: Layout) -> tup
         layout: Cuts them.
     """
     weights = [weight for stage in stages for weight in stage.weights]
-    elements = sum(local_elements(weight, layout) for weight in weights)
-    parameters = elements * parameter_bytes(config)
-    return parameters, parameters, 2 * parameters + _STEP_BYTES * len(weights)
+    # A tied table of two stages is updated once; FSDP gives each stage a copy.
+    once = list({weight.name: weight for weight in weights}.values())
+    held, updated = (
+        sum(local_elements(weight, layout) for weight in some) * parameter_bytes(config)
+        for some in (weights if layout.fsdp > 1 else once, once)
+    )
+    return held, held, 2 * updated + _STEP_BYTES * len(once)
 
 
 def buffer_bytes(
-    config: Config, stages: Sequence[Work], layout: Layout, *, active_stages: int
+    config: Config, stages: Sequence[Work], layout: StageLayout, *, active_stages: int
 ) -> int:
     """Bytes that come and go within a step.
 
@@ -120,11 +127,12 @@ def buffer_bytes(
         ),
         default=0,
     )
-    messages = 4 * message_bytes(config) if layout.pp > 1 else 0
-    return (gathered + flat) * per_element + messages + _recomputed(config, layout)
+    messages = 4 * message_bytes(config, layout) if config.mesh.pp > 1 else 0
+    casts = sum(s.cast_bytes(size=BYTES[config.train.dtype], tp=layout.tp) for s in stages)
+    return (gathered + flat) * per_element + round(casts) + messages + _recomputed(config, layout)
 
 
-def _recomputed(config: Config, layout: Layout) -> int:
+def _recomputed(config: Config, layout: StageLayout) -> int:
     """What one layer keeps while backward computes it again."""
     if config.train.recompute == "none":
         return 0
@@ -135,8 +143,7 @@ def _recomputed(config: Config, layout: Layout) -> int:
     return round(max(work.kept_bytes(tokens, size=size, tp=layout.tp) for work in layers))
 
 
-def message_bytes(config: Config) -> int:
-    """What a microbatch sends from a stage to the next, and its gradient back."""
-    share = config.mesh.cp * config.mesh.tp
-    tokens = config.train.microbatch_size * config.data.seq_len // share
+def message_bytes(config: Config, layout: StageLayout) -> int:
+    """What a rank of a stage sends of a microbatch to the next stage, and of its gradient back."""
+    tokens = config.train.microbatch_size * config.data.seq_len // (layout.cp * layout.tp)
     return tokens * config.model.stage_width * BYTES[config.train.dtype]

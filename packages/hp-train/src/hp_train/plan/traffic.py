@@ -3,11 +3,12 @@
 Only the bytes of experts come from elsewhere: from hp-expert, whose import loads torch.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hp_train.config import Config
-from hp_train.layout import Axis, Layout
+from hp_train.layout import Axis, Layout, StageLayout
 from hp_train.plan.machine import Machine
 from hp_train.plan.memory import BYTES, local_elements, message_bytes, parameter_bytes
 from hp_train.plan.modules import Work
@@ -30,7 +31,7 @@ class Transfer:
     between_nodes: bool
 
 
-def expert_bytes(config: Config, layout: Layout) -> float:
+def expert_bytes(config: Config, layout: StageLayout) -> float:
     """Bytes that a token of a layer sends to other ranks in forward and backward together.
 
     The dispatcher chooses between a row per expert and a row per rank as hp-expert does. Where the
@@ -57,7 +58,7 @@ def expert_bytes(config: Config, layout: Layout) -> float:
     return dispatched + 4 * rows * row_bytes * (layout.etp - 1)
 
 
-def group_link(layout: Layout, machine: Machine, *axes: Axis) -> tuple[float, float, bool]:
+def group_link(layout: StageLayout, machine: Machine, *axes: Axis) -> tuple[float, float, bool]:
     """Bandwidth and latency of the slowest group along some axes, and whether it spans nodes."""
     links = [machine.link(ranks) for ranks in layout.ranks(*axes)]
     bandwidth, latency = min(bandwidth for bandwidth, _ in links), max(late for _, late in links)
@@ -65,7 +66,7 @@ def group_link(layout: Layout, machine: Machine, *axes: Axis) -> tuple[float, fl
 
 
 def expert_transfer(
-    config: Config, stages: Sequence[Work], layout: Layout, machine: Machine, *, tokens: int
+    config: Config, stages: Sequence[Work], layout: StageLayout, machine: Machine, *, tokens: int
 ) -> Transfer:
     """Dispatch and combine of some tokens through the layers of some stages, both directions."""
     layers = sum(stage.rows for stage in stages) / max(1, config.model.top_k)
@@ -76,7 +77,7 @@ def expert_transfer(
 
 
 def activation_transfers(
-    config: Config, stages: Sequence[Work], layout: Layout, machine: Machine, *, tokens: int
+    config: Config, stages: Sequence[Work], layout: StageLayout, machine: Machine, *, tokens: int
 ) -> list[Transfer]:
     """What tensor- and context-parallel ranks exchange for some tokens, both directions.
 
@@ -111,10 +112,17 @@ def activation_transfers(
 
 
 def gradient_transfers(
-    config: Config, stages: Sequence[Work], layout: Layout, machine: Machine
+    config: Config, stages: Sequence[Work], layout: StageLayout, machine: Machine
 ) -> list[Transfer]:
     """Sums over replicas at the end of a step: each rank sends 2 (n - 1) / n of what it holds."""
     transfers = []
+    tables = [w for stage in stages for w in stage.weights if w.name == "embedding.weight"]
+    if config.model.tie_embeddings and config.mesh.pp > 1 and len(tables) == 1:
+        # The other stage that has it is at the other end of the world.
+        size = float(local_elements(tables[0], layout) * parameter_bytes(config))
+        bandwidth, latency = machine.link([0, config.world_size - 1])
+        far = bandwidth != machine.bandwidth or latency != machine.latency
+        transfers.append(Transfer("gradients", size, size / bandwidth + 2 * latency, far))
     kinds: tuple[tuple[bool, Axis, int], ...] = (
         (False, "dp_replicate", layout.dp_replicate),
         (True, "expert_replicate", layout.expert_replicate),
@@ -135,7 +143,7 @@ def gradient_transfers(
     return transfers
 
 
-def shard_transfer(config: Config, stage: Work, layout: Layout, machine: Machine) -> Transfer:
+def shard_transfer(config: Config, stage: Work, layout: StageLayout, machine: Machine) -> Transfer:
     """Gathering a stage's parameters once; reducing its gradients once costs the same."""
     size, seconds, far = 0.0, 0.0, False
     kinds: tuple[tuple[bool, tuple[Axis, ...], int], ...] = (
@@ -153,10 +161,69 @@ def shard_transfer(config: Config, stage: Work, layout: Layout, machine: Machine
     return Transfer("parameters", size, seconds, far)
 
 
+@dataclass(frozen=True, slots=True)
+class EdgeLink:
+    """The way of activations and gradients between two stages, of any number of ranks each.
+
+    Attributes:
+        bytes: On the busiest link, for one microbatch.
+        messages: That the busiest rank sends or receives for it.
+        bandwidth: Of the slowest link.
+        latency: Likewise.
+        between_nodes: Whether some rank has its peer on another node.
+    """
+
+    bytes: int
+    messages: int
+    bandwidth: float
+    latency: float
+    between_nodes: bool
+
+    @property
+    def seconds(self) -> float:
+        """For one microbatch, in one direction."""
+        return self.messages * self.latency + self.bytes / self.bandwidth
+
+
+def edge_link(
+    config: Config, layout: Layout, machine: Machine, *, source: int, destination: int
+) -> EdgeLink:
+    """Price the edge between two pipeline ranks.
+
+    The tensor-parallel ranks of both have consecutive slices of the same positions; those whose
+    slices overlap exchange the overlap.
+    """
+    ends = layout.stages[source], layout.stages[destination]
+    pairs = [
+        (sender, receiver)
+        for senders, receivers in zip(*(end.ranks("tp") for end in ends), strict=True)
+        for i, sender in enumerate(senders)
+        for j, receiver in enumerate(receivers)
+        if i * len(receivers) < (j + 1) * len(senders)
+        and j * len(senders) < (i + 1) * len(receivers)
+    ]
+    links = [machine.link(list(pair)) for pair in pairs]
+    bandwidth, latency = min(fast for fast, _ in links), max(late for _, late in links)
+    return EdgeLink(
+        bytes=max(message_bytes(config, end) for end in ends),
+        messages=max(Counter(rank for pair in pairs for rank in pair).values()),
+        bandwidth=bandwidth,
+        latency=latency,
+        between_nodes=bandwidth != machine.bandwidth or latency != machine.latency,
+    )
+
+
 def pipeline_transfer(
-    config: Config, layout: Layout, machine: Machine, *, messages: int
+    config: Config, layout: StageLayout, edges: Sequence[EdgeLink], *, num_microbatches: int
 ) -> Transfer:
-    """Activations and their gradients that a rank sends to other stages."""
-    size = float(messages * message_bytes(config))
-    bandwidth, latency, far = group_link(layout, machine, "pp")
-    return Transfer("pipeline", size, size / bandwidth + messages * latency, far)
+    """Activations and their gradients that a rank sends to other stages.
+
+    Args:
+        config: Of the run.
+        layout: Of its stage.
+        edges: By which it sends, one for each stage and direction.
+        num_microbatches: Of a step.
+    """
+    size = float(len(edges) * num_microbatches * message_bytes(config, layout))
+    seconds = num_microbatches * sum(edge.seconds for edge in edges)
+    return Transfer("pipeline", size, seconds, any(edge.between_nodes for edge in edges))

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -140,7 +141,8 @@ def _other(
         return checked_config(one_process(resolved.config), dtype=options.dtype)
     if "=" not in options.against:
         return checked_config(resolve(options.against).config, dtype=options.dtype)
-    overrides, rest = split_overrides(options.against.split(","))
+    # A comma inside a list parts no overrides.
+    overrides, rest = split_overrides(re.split(r",(?![^\[]*\])", options.against))
     if rest:
         raise ConfigError(f"--against ({rest[0]}) must be section.key=value")
     other = resolve(options.config, [*({**dict(given), **dict(overrides)}).items()])

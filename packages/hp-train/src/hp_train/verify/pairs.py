@@ -7,12 +7,16 @@ from msgspec.structs import replace
 
 from hp_train.config import Config, MeshConfig, PipelineConfig, to_dict
 from hp_train.errors import ConfigError
+from hp_train.schedules import count_stages, placement, split_layers
 from hp_train.schema import shown
 
 EXACT = ("pipeline.schedule", "pipeline.overlap", "train.recompute")
-"""Keys that change when or how often something is computed, but no sum: bits must stay the same."""
+"""Keys that change when or how often something is computed, but no sum: bits must stay the same.
 
-_LAYOUT = ("mesh.*", "pipeline.*", "train.microbatch_size")
+That is where no layer comes to ranks of another number by it, see `sizes_by_layer`.
+"""
+
+_LAYOUT = ("mesh.*", "pipeline.*", "train.microbatch_size", "train.compile")
 _WITHOUT_EFFECT = (
     "launch.*",
     "run.output_dir",
@@ -22,7 +26,10 @@ _WITHOUT_EFFECT = (
     "data.eval_fraction",
     "train.*_every",
     "train.eval_batches",
+    "train.async_save",
     "train.keep_checkpoints",
+    "train.max_skipped_steps",
+    "train.not_finite",
     "train.sample_*",
 )
 
@@ -53,8 +60,9 @@ def checked_config(config: Config, *, dtype: str) -> Config:
 
 
 def one_process(config: Config) -> Config:
-    """The same training in one process."""
-    return replace(config, mesh=MeshConfig(), pipeline=PipelineConfig(schedule="1f1b"))
+    """The same training in one process, not compiled."""
+    pipeline, train = PipelineConfig(schedule="1f1b"), replace(config.train, compile="none")
+    return replace(config, mesh=MeshConfig(), pipeline=pipeline, train=train)
 
 
 def differing_keys(config: Config, other: Config) -> list[str]:
@@ -83,7 +91,20 @@ def require_comparable(config: Config, other: Config) -> None:
 
 def must_be_exact(config: Config, other: Config) -> bool:
     """Whether two configs may not differ in a single bit of what they compute."""
-    return all(_is(key, EXACT) for key in differing_keys(config, other))
+    are_alike = all(_is(key, EXACT) for key in differing_keys(config, other))
+    return are_alike and sizes_by_layer(config) == sizes_by_layer(other)
+
+
+def sizes_by_layer(config: Config) -> list[tuple[int, int]]:
+    """Tensor- and expert-parallel ranks of each layer: where stages differ, schedules decide."""
+    mesh = config.mesh
+    layers = split_layers(config.model.num_layers, count_stages(config))
+    places = placement(config.pipeline, num_ranks=mesh.pp)
+    return [
+        (mesh.tp_sizes[rank], mesh.ep_sizes[rank])
+        for rank, held in zip(places, layers, strict=True)
+        for _ in held
+    ]
 
 
 def described(config: Config, base: Config) -> str:
@@ -92,7 +113,8 @@ def described(config: Config, base: Config) -> str:
     keys = [
         key for key in differing_keys(config, one_process(base)) if _is(key, (*_LAYOUT, *EXACT))
     ]
-    parts = [f"{key}={tables[key.partition('.')[0]][key.partition('.')[2]]}" for key in keys]
+    values = (tables[section][name] for section, _, name in (key.partition(".") for key in keys))
+    parts = [f"{key}={value}".replace(" ", "") for key, value in zip(keys, values, strict=True)]
     return " ".join(parts) or "one process"
 
 

@@ -14,7 +14,16 @@ from hp_train.errors import HpError
 from hp_train.launch.launcher import run_entry
 from hp_train.schema import fields
 from hp_train.space import with_keys
-from hp_train.verify.pairs import BOUNDS, EXACT, SLACK, TIE, described, must_be_exact, one_process
+from hp_train.verify.pairs import (
+    BOUNDS,
+    EXACT,
+    SLACK,
+    TIE,
+    described,
+    must_be_exact,
+    one_process,
+    sizes_by_layer,
+)
 from hp_train.verify.rank import ENTRY, RECORDING, TRAINER, Request, request_run
 
 
@@ -160,4 +169,5 @@ def judge_all(runs: Runs, layouts: Sequence[Config]) -> Iterator[Verdict]:
 
 def _family(layout: Config) -> bytes:
     """The same for layouts that must be bitwise equal."""
-    return msgspec.json.encode(with_keys(layout, {key: fields()[key].default for key in EXACT}))
+    alike = with_keys(layout, {key: fields()[key].default for key in EXACT})
+    return msgspec.json.encode((alike, sizes_by_layer(layout)))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from hp_train import rules
 from hp_train.config import Config
 from hp_train.errors import ConfigError
+from hp_train.schedules import count_stages
 from hp_train.space import with_keys
 
 _HEAD_DIM, _HIDDEN, _SEQ_LEN = 8, 8, 16
@@ -25,9 +26,9 @@ def shrink(configs: Sequence[Config]) -> list[Config]:
     Raises:
         ConfigError: When the small config breaks a rule that the large one does not.
     """
-    splits = math.lcm(*(getattr(c.mesh, name) for c in configs for name in ("tp", "cp", "etp")))
-    dealt = math.lcm(*(config.mesh.ep for config in configs))
-    stages = math.lcm(*(_num_stages(config) for config in configs))
+    splits = math.lcm(*(n for c in configs for n in (*c.mesh.tp_sizes, c.mesh.cp, c.mesh.etp)))
+    dealt = math.lcm(*(n for config in configs for n in config.mesh.ep_sizes))
+    stages = math.lcm(*(count_stages(config) for config in configs))
     unit = math.lcm(*(_batch_unit(config) for config in configs))
     model, data, train = configs[0].model, configs[0].data, configs[0].train
     kv_heads = splits * (2 if splits == 1 and model.num_kv_heads > 1 else 1)
@@ -70,7 +71,3 @@ def shrink(configs: Sequence[Config]) -> list[Config]:
 
 def _batch_unit(config: Config) -> int:
     return config.mesh.dp_replicate * config.mesh.dp_shard * config.train.microbatch_size
-
-
-def _num_stages(config: Config) -> int:
-    return config.mesh.pp * config.pipeline.stages_per_rank

@@ -1,0 +1,9 @@
+"""What goes wrong in training, made to go wrong on purpose, a few hundred times.
+
+    python -m integration_tests.reliability               # all of it, as `nox -s reliability` does
+    python -m integration_tests.reliability --kills 6 --flips 40 --configs 40 --reloads 4
+
+Ranks are killed in real runs of the launcher (`kills`), checkpoints are damaged (`damages`) and
+loaded under other layouts (`reloads`), configs are garbled (`garble`). Everything is drawn from a
+seed; a case that fails is named with what to repeat it by.
+"""

@@ -1,0 +1,7 @@
+"""Checkpoints of plain `torch.distributed.checkpoint`: read without unpickling, and written.
+
+torch reads its own with `pickle`, which runs whatever a file tells it to, and does not notice a
+flipped bit. Here `pickled` interprets the few instructions that torch writes and knows no others,
+`metadata` checks what they describe, `tensors` reads the values with their checksums, and `command`
+has the two commands of `hp`.
+"""
