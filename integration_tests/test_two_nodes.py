@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -60,10 +60,8 @@ def kill_all(name: str) -> None:
     """Kill every process of a namespace until there is none."""
     while pids := ip("netns", "pids", name).stdout.split():
         for pid in pids:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         time.sleep(0.01)
 
 
