@@ -75,6 +75,10 @@ def test_bits_may_differ_where_a_schedule_brings_layers_to_other_numbers_of_rank
     assert must_be_exact(of("interleaved_1f1b"), of("zbv"))
     assert not must_be_exact(of("interleaved_1f1b", **uneven), of("zbv", **uneven))
     assert must_be_exact(of("interleaved_1f1b", **uneven), of("looped_bfs", **uneven))
+    # With one stage more, losses of layers are added up in another order.
+    one = {"pipeline__stages_per_rank": 1}
+    assert must_be_exact(of("gpipe", **one), of("1f1b", **one))
+    assert not must_be_exact(of("u_shape", **one), of("1f1b", **one))
 
 
 def test_a_layout_is_described_by_overrides_that_make_it() -> None:

@@ -13,7 +13,8 @@ from hp_train.schema import shown
 EXACT = ("pipeline.schedule", "pipeline.overlap", "train.recompute")
 """Keys that change when or how often something is computed, but no sum: bits must stay the same.
 
-That is where no layer comes to ranks of another number by it, see `sizes_by_layer`.
+That is where they cut the model alike and no layer comes to ranks of another number by it, see
+`sizes_by_stage`.
 """
 
 _LAYOUT = ("mesh.*", "pipeline.*", "train.microbatch_size", "train.compile")
@@ -92,18 +93,17 @@ def require_comparable(config: Config, other: Config) -> None:
 def must_be_exact(config: Config, other: Config) -> bool:
     """Whether two configs may not differ in a single bit of what they compute."""
     are_alike = all(_is(key, EXACT) for key in differing_keys(config, other))
-    return are_alike and sizes_by_layer(config) == sizes_by_layer(other)
+    return are_alike and sizes_by_stage(config) == sizes_by_stage(other)
 
 
-def sizes_by_layer(config: Config) -> list[tuple[int, int]]:
-    """Tensor- and expert-parallel ranks of each layer: where stages differ, schedules decide."""
+def sizes_by_stage(config: Config) -> list[tuple[int, int, int]]:
+    """Layers, tensor- and expert-parallel ranks of each stage, which schedules may decide."""
     mesh = config.mesh
     layers = split_layers(config.model.num_layers, count_stages(config))
     places = placement(config.pipeline, num_ranks=mesh.pp)
     return [
-        (mesh.tp_sizes[rank], mesh.ep_sizes[rank])
+        (len(held), mesh.tp_sizes[rank], mesh.ep_sizes[rank])
         for rank, held in zip(places, layers, strict=True)
-        for _ in held
     ]
 
 

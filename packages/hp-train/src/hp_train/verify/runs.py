@@ -22,7 +22,7 @@ from hp_train.verify.pairs import (
     described,
     must_be_exact,
     one_process,
-    sizes_by_layer,
+    sizes_by_stage,
 )
 from hp_train.verify.rank import ENTRY, RECORDING, TRAINER, Request, request_run
 
@@ -170,4 +170,4 @@ def judge_all(runs: Runs, layouts: Sequence[Config]) -> Iterator[Verdict]:
 def _family(layout: Config) -> bytes:
     """The same for layouts that must be bitwise equal."""
     alike = with_keys(layout, {key: fields()[key].default for key in EXACT})
-    return msgspec.json.encode((alike, sizes_by_layer(layout)))
+    return msgspec.json.encode((alike, sizes_by_stage(layout)))
