@@ -246,9 +246,10 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def kernels(session: nox.Session) -> None:
-    """Test hp-expert's Triton kernels in Triton's interpreter, and a block built by inductor."""
-    _install(session, _with_extras("hp-expert"), group="test-triton")
+    """Test hp-expert's Triton kernels in Triton's interpreter, and blocks built by inductor."""
+    _install(session, *map(_with_extras, PACKAGES), group="test-triton")
     tests = [f"packages/hp-expert/tests/test_expert_{name}.py" for name in ("kernels", "compile")]
+    tests.append("packages/hp-train/tests/test_train_compile.py")
     # Each in its own process: an interpreter must be chosen before anything imports Triton.
     for test in tests:
         session.run("python", "-m", "pytest", test, *session.posargs, env={"HP_INDUCTOR": "1"})

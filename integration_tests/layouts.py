@@ -57,6 +57,7 @@ class Result:
 
     Attributes:
         losses: Of each step.
+        ahead: Likewise, of multi-token prediction; empty without it.
         norms: Gradient norm of each step.
         eval_loss: After the last step.
         first_gradients: Of the first step.
@@ -65,6 +66,7 @@ class Result:
     """
 
     losses: list[float] = field(default_factory=list)
+    ahead: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     eval_loss: float = 0.0
     first_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -133,10 +135,12 @@ def _train_rank(
     trainer.compute_gradients()
     gradients = _whole(trainer, lambda parameter: parameter.local.grad)
     trainer.optimizer.zero_grad()
-    losses, norms = [], []
+    losses, ahead, norms = [], [], []
     while trainer.step < (until or config.train.steps):
         metrics, _ = trainer.train_step()
         losses.append(metrics.loss)
+        if metrics.prediction_loss is not None:
+            ahead.append(metrics.prediction_loss)
         norms.append(metrics.grad_norm)
     if until is not None:
         trainer.save()
@@ -149,7 +153,7 @@ def _train_rank(
     trainer.close()
     if info.rank:
         return None
-    return Result(losses, norms, eval_loss, gradients, parameters, moments)
+    return Result(losses, ahead, norms, eval_loss, gradients, parameters, moments)
 
 
 def worker_of(info: RankInfo, directory: Path) -> Worker:

@@ -30,10 +30,11 @@ pytestmark = [
 LAYOUT = LAYOUTS["pp2-ep2-interleaved"]
 
 
-def test_a_layout_on_gpus_equals_one_process_on_the_cpu_in_fp64(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["pp2-ep2-interleaved", "u1-2"])
+def test_a_layout_on_gpus_equals_one_process_on_the_cpu_in_fp64(name: str, tmp_path: Path) -> None:
     train = {"dtype": "float64", "steps": 3}
     expected = train_in(config_of(train=train), tmp_path / "cpu")
-    result = train_in(config_of(LAYOUT, train=train), tmp_path / "gpu", device="cuda")
+    result = train_in(config_of(LAYOUTS[name], train=train), tmp_path / "gpu", device="cuda")
     comparison = compare(result.first_gradients, expected.first_gradients, bound=1e-10)
     assert comparison.ok, comparison
     assert result.losses == pytest.approx(expected.losses, rel=1e-10)

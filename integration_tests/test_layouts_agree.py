@@ -8,13 +8,38 @@ import pytest
 from hp_platform.testing import compare
 from integration_tests.layouts import Result, config_of, train_in
 
+RICH: dict[str, Any] = {"tie_embeddings": True, "num_mtp_modules": 2, "correction_bias": True}
+"""A model whose first stage knows what the last one needs, and the other way round."""
+
+SPARSE: dict[str, Any] = {"num_dense_layers": 3, "num_experts": 32, "top_k": 1}
+"""Experts in the last layer alone, more of them than a step has tokens for."""
+FEW = {"global_batch_size": 2, "microbatch_size": 1}
+
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "pp2-ep2-interleaved": {
         "mesh": {"pp": 2, "dp_replicate": 2, "ep": 2},
         "pipeline": {"schedule": "interleaved_1f1b", "stages_per_rank": 2},
     },
-    "pp2-dp1-1f1b": {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b"}},
+    "pp2-dp1-1f1b": {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b"}, "model": RICH},
     "dp4-ep2": {"mesh": {"dp_replicate": 4, "ep": 2}},
+    "pp2-fsdp2-1f1b": {
+        "mesh": {"pp": 2, "dp_shard": 2},
+        "pipeline": {"schedule": "1f1b"},
+        "train": {"compile": "aot_eager"},
+        "model": RICH,
+    },
+    "pp2-ep2-one-microbatch": {
+        "mesh": {"pp": 2, "dp_replicate": 2, "ep": 2},
+        "pipeline": {"schedule": "1f1b"},
+        "model": SPARSE,
+        "train": FEW,
+    },
+    "pp2-fsdp2-ep2-one-microbatch": {
+        "mesh": {"pp": 2, "dp_shard": 2, "ep": 2},
+        "pipeline": {"schedule": "interleaved_1f1b", "stages_per_rank": 2},
+        "model": SPARSE,
+        "train": FEW,
+    },
     "pp4-gpipe": {"mesh": {"pp": 4}, "pipeline": {"schedule": "gpipe"}},
     "ep4": {"mesh": {"dp_replicate": 4, "ep": 4}},
     "fsdp4": {"mesh": {"dp_shard": 4}},
@@ -25,28 +50,40 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
         "pipeline": {"schedule": "zbv", "stages_per_rank": 2},
         "train": {"recompute": "feed_forward"},
     },
-    "tp2": {"mesh": {"tp": 2}},
+    "tp2": {
+        "mesh": {"tp": 2},
+        "model": RICH,
+        "train": {"recompute": "full", "compile": "aot_eager"},
+    },
     "tp2-fsdp2-ep4": {"mesh": {"tp": 2, "dp_shard": 2, "ep": 4}},
     "tp2-etp2-fsdp2-ep2": {"mesh": {"tp": 2, "dp_shard": 2, "ep": 2, "etp": 2}},
-    "cp2": {"mesh": {"cp": 2}},
+    "cp2": {"mesh": {"cp": 2}, "model": RICH},
     "cp4-hybrid-ep2": {
         "mesh": {"cp": 4, "cp_heads": 2, "ep": 2},
         "train": {"recompute": "attention"},
     },
-    "cp4-ring": {"mesh": {"cp": 4, "cp_ring": True}},
-    "cp2-keys-tp2-ep2": {"mesh": {"cp": 2, "cp_heads": 1, "tp": 2, "ep": 2}},
+    "cp4-ring": {"mesh": {"cp": 4, "cp_ring": True}, "model": RICH},
+    "cp2-keys-tp2-ep2": {"mesh": {"cp": 2, "cp_heads": 1, "tp": 2, "ep": 2}, "model": RICH},
     "pp2-cp2-interleaved-zero-bubble": {
         "mesh": {"pp": 2, "cp": 2, "ep": 2},
         "pipeline": {"schedule": "interleaved_zero_bubble", "stages_per_rank": 2},
+        "model": RICH,
     },
     "pp2-tp2-v-half": {
         "mesh": {"pp": 2, "tp": 2, "ep": 2},
         "pipeline": {"schedule": "v_half", "stages_per_rank": 2},
         "train": {"recompute": "full"},
+        "model": RICH,
+    },
+    "pp2-unequal-u-shape": {
+        "mesh": {"pp": 2, "stage_tp": (1, 2)},
+        "pipeline": {"schedule": "u_shape"},
+        "model": RICH,
     },
     "pp2-fsdp2-dualpipe": {
         "mesh": {"pp": 2, "dp_shard": 2},
         "pipeline": {"schedule": "dualpipe_v", "stages_per_rank": 2},
+        "model": RICH,
     },
     "stages1-2-1f1b": {
         "mesh": {"pp": 2, "stage_tp": [1, 2]},
@@ -60,14 +97,17 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "stages1-2-1": {
         "mesh": {"pp": 3, "stage_tp": [1, 2, 1]},
         "pipeline": {"schedule": "1f1b"},
+        "model": RICH,
     },
     "u1-2": {
         "mesh": {"pp": 2, "stage_tp": [1, 2]},
         "pipeline": {"schedule": "u_shape"},
+        "model": RICH,
     },
     "u1-2-fsdp2-ep2": {
         "mesh": {"pp": 2, "stage_tp": [1, 2], "dp_shard": 2, "ep": 2},
         "pipeline": {"schedule": "u_shape"},
+        "model": RICH,
     },
     "stages2-1-cp2-zbv": {
         "mesh": {"pp": 2, "stage_tp": [2, 1], "cp": 2},
@@ -80,8 +120,13 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     folder = tmp_path_factory.mktemp("one")
     return {
-        dtype: train_in(config_of(train={"dtype": dtype}), folder / dtype)
-        for dtype in ("float32", "float64")
+        "float32": train_in(config_of(), folder / "float32"),
+        "float64": train_in(config_of(train={"dtype": "float64"}), folder / "float64"),
+        "rich": train_in(config_of(model=RICH, train={"dtype": "float64"}), folder / "rich"),
+        "sparse": train_in(
+            config_of(model=SPARSE, train={**FEW, "dtype": "float64", "steps": 2}),
+            folder / "sparse",
+        ),
     }
 
 
@@ -91,11 +136,19 @@ def test_gradients_equal_one_process_in_fp64(
 ) -> None:
     layout = LAYOUTS[name]
     result = train_in(config_of(layout, train={"dtype": "float64", "steps": 2}), tmp_path)
-    expected = one_process["float64"]
+    models = [("rich", RICH), ("sparse", SPARSE), ("float64", None)]
+    expected = one_process[next(key for key, model in models if model is layout.get("model"))]
     comparison = compare(result.first_gradients, expected.first_gradients, bound=1e-12)
     assert comparison.ok, comparison
     assert result.losses == pytest.approx(expected.losses[:2], rel=1e-12)
+    assert result.ahead == pytest.approx(expected.ahead[:2], rel=1e-12)
     assert result.norms == pytest.approx(expected.norms[:2], rel=1e-12)
+
+
+def test_some_experts_of_the_sparse_model_have_no_tokens(one_process: dict[str, Result]) -> None:
+    gradient = one_process["sparse"].first_gradients["layers.3.moe.experts.w1"]
+    idle = [expert for expert, part in enumerate(gradient) if not part.any()]
+    assert 0 < len(idle) < len(gradient)
 
 
 @pytest.mark.parametrize("name", ["pp2-ep2-interleaved", "dp4-ep2"])
@@ -131,10 +184,10 @@ def test_a_repeated_run_is_bitwise_the_same(tmp_path: Path) -> None:
 def test_a_run_goes_on_under_another_layout(
     one: str, other: str, one_process: dict[str, Result], tmp_path: Path
 ) -> None:
-    first = config_of(LAYOUTS[one], train={"dtype": "float64"})
-    before = train_in(first, tmp_path, until=2)
-    after = train_in(config_of(LAYOUTS[other], train={"dtype": "float64"}), tmp_path)
-    expected = one_process["float64"]
+    changed = {"model": RICH, "train": {"dtype": "float64"}}
+    before = train_in(config_of(LAYOUTS[one], **changed), tmp_path, until=2)
+    after = train_in(config_of(LAYOUTS[other], **changed), tmp_path)
+    expected = one_process["rich"]
     assert [*before.losses, *after.losses] == pytest.approx(expected.losses, rel=1e-12)
     comparison = compare(after.parameters, expected.parameters, bound=1e-12)
     assert comparison.ok, comparison
@@ -144,8 +197,9 @@ def test_weights_and_moments_come_back_bit_for_bit_under_stages_of_other_sizes(
     one_process: dict[str, Result], tmp_path: Path
 ) -> None:
     """Each layout loads what the one before has saved, the last one goes on."""
-    names = ["stages1-2-1", "pp2-fsdp2-ep2-zbv", "u1-2-fsdp2-ep2", "tp2"]
-    first, *others = (config_of(LAYOUTS[name], train={"dtype": "float64"}) for name in names)
+    names = ["stages1-2-1", "pp2-fsdp2-ep2-zbv", "u1-2-fsdp2-ep2"]
+    changed = {"model": RICH, "train": {"dtype": "float64"}}
+    first, *others = (config_of(LAYOUTS[name], **changed) for name in names)
     saved = train_in(first, tmp_path, until=2)
     for other in others:
         loaded = train_in(other, tmp_path, until=2)
@@ -156,8 +210,8 @@ def test_weights_and_moments_come_back_bit_for_bit_under_stages_of_other_sizes(
         ):
             comparison = compare(mine, theirs)
             assert comparison.ok, comparison
-    after = train_in(config_of(LAYOUTS["u1-2"], train={"dtype": "float64"}), tmp_path)
-    expected = one_process["float64"]
+    after = train_in(config_of(LAYOUTS["u1-2"], **changed), tmp_path)
+    expected = one_process["rich"]
     assert [*saved.losses, *after.losses] == pytest.approx(expected.losses, rel=1e-12)
     assert after.eval_loss == pytest.approx(expected.eval_loss, rel=1e-12)
     comparison = compare(after.parameters, expected.parameters, bound=1e-12)

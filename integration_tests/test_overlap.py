@@ -50,8 +50,8 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
         "pipeline": {"schedule": "dualpipe_v", "stages_per_rank": 2},
         "train": {"recompute": "full"},
     },
-    "tensor parallel": {
-        "mesh": {"pp": 2, "tp": 2, "ep": 2},
+    "tensor parallel on the second of two stages": {
+        "mesh": {"pp": 2, "stage_tp": [1, 2], "stage_ep": [1, 2]},
         "pipeline": {"schedule": "interleaved_1f1b", "stages_per_rank": 2},
     },
 }

@@ -11,6 +11,7 @@ from hp_platform.testing import Part, Recorder
 from hp_train.config import Config
 from hp_train.launch.task import Worker
 from hp_train.randomness import generator
+from hp_train.train import Losses
 from hp_train.verify import Job
 from hp_train.verify.rank import TrainerJob
 
@@ -23,7 +24,7 @@ class WrongAtStepTwo(TrainerJob):
     def train_step(self, record: Recorder) -> None:
         original = self.trainer.compute_gradients
 
-        def wrong() -> tuple[float, float, float]:
+        def wrong() -> tuple[Losses, float]:
             result = original()
             if self.trainer.step == 1 and self.trainer.mesh.layout.world_size > 1:
                 for parameter in self.trainer.parameters:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -33,6 +34,27 @@ def test_graphs_are_cut_once_where_the_function_is_called() -> None:
         assert torch.equal(compiled(x), block(x))
     assert len(graphs) == 2
     assert not any("max" in str(node.target) for graph in graphs for node in graph.graph.nodes)
+
+
+def test_as_many_functions_as_one_likes_stay_outside() -> None:
+    """torch compiles a code object eight times at most; what is left then runs compiled inside."""
+    inside = []
+
+    def made(number: int) -> Callable[[Tensor], Tensor]:
+        @outside_graph
+        def add(x: Tensor) -> Tensor:
+            inside.append(torch.compiler.is_compiling())
+            return x + number
+
+        return add
+
+    for number in range(12):
+        function = made(number)
+        compiled = torch.compile(lambda x, f=function: f(2 * x) * 2, backend="eager")
+        assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 4.0 + 2 * number))
+    assert not any(inside)
+    assert torch._dynamo.utils.counters["graph_break"]
+    assert made(0).__code__ is not made(1).__code__
 
 
 def test_the_compiler_is_not_imported_without_need() -> None:

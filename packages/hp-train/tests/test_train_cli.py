@@ -57,6 +57,13 @@ def test_a_good_config_is_checked_without_torch() -> None:
     assert "4 processes, pp 2 x dp_replicate 2 (ep 2), 3 steps" in end.stdout
 
 
+def test_a_dry_run_shows_the_sizes_of_all_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["mesh.stage_tp=[1,2]", "mesh.ep=1", "mesh.stage_ep=[1,4]"]
+    assert main(["train", "--dry-run", *keys]) == 0
+    mesh = "6 processes, pp 2 x dp_replicate 2 x tp [1, 2] (ep [1, 4])"
+    assert mesh in capsys.readouterr().out
+
+
 def test_a_plan_of_a_dense_model_needs_no_torch() -> None:
     keys = ["model.num_experts=0", "mesh.ep=1"]
     end = hp("plan", "--gpus", "8", *keys)

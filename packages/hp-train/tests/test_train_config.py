@@ -181,13 +181,6 @@ def test_a_resumed_run_takes_its_own_config(tmp_path: Path) -> None:
             'pipeline.stages_per_rank (2) must be 1 with pipeline.schedule ("1f1b")',
         ),
         (
-            "model.tie_embeddings=true",
-            (
-                "model.tie_embeddings (true) must be false with mesh.pp (2) x "
-                "pipeline.stages_per_rank (2) above 1"
-            ),
-        ),
-        (
             "train.global_batch_size=30",
             (
                 "train.global_batch_size (30) must be a multiple of mesh.dp_replicate (2) x "
@@ -292,6 +285,13 @@ def test_settings_of_a_model_must_fit_each_other(overrides: str, message: str) -
     ("overrides", "message"),
     [
         (
+            "mesh.ep=1 mesh.stage_tp=[1,2] model.tie_embeddings=true",
+            (
+                "model.tie_embeddings (true) must be false with mesh.stage_tp ([1, 2]): the first "
+                "size (1) must equal the last (2)"
+            ),
+        ),
+        (
             "mesh.ep=1 mesh.stage_tp=[1,3]",
             "mesh.stage_tp (3) must divide model.num_heads (4); nearest: 2 or 4",
         ),
@@ -314,10 +314,6 @@ def test_settings_of_a_model_must_fit_each_other(overrides: str, message: str) -
         (
             "mesh.ep=1 mesh.stage_ep=[1,2] model.num_experts=7",
             "mesh.stage_ep (2) must divide model.num_experts (7); nearest: 1 or 7",
-        ),
-        (
-            "mesh.stage_tp=[1,2] model.num_mtp_modules=1",
-            "mesh.stage_tp (2) must be 1 with model.num_mtp_modules (1)",
         ),
         (
             "pipeline.schedule=u_shape pipeline.stages_per_rank=1 model.num_layers=2",

@@ -102,6 +102,10 @@ def test_documents_are_kept_apart() -> None:
     assert torch.equal(alone.tokens, tokens[:1])
     assert torch.equal(alone.targets, targets[:1])
     assert data.num_targets(range(2)) == int((targets >= 0).sum()) == 13
+    learned = targets >= 0
+    for ahead in range(1, 9):
+        learned = learned[:, :-1] & (targets[:, ahead:] >= 0)
+        assert data.num_targets(range(2), ahead=ahead) == int(learned.sum())
 
 
 def test_a_pass_reads_every_sequence_once_in_an_order_fixed_by_the_seed(tmp_path: Path) -> None:

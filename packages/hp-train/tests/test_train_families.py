@@ -12,7 +12,7 @@ from hp_context import Documents
 from hp_platform.testing import compare
 from hp_train.config import ModelConfig
 from hp_train.initialization import initialize_parameters
-from hp_train.model import DropoutKey, Microbatch, TransformerStage
+from hp_train.model import Ahead, DropoutKey, Microbatch, TransformerStage, look_ahead
 from hp_train.model.prediction import PredictionModule
 from hp_train.model.rotary import rotation
 from hp_train.options import resolve
@@ -61,6 +61,15 @@ def _batch(num_sequences: int = 2) -> tuple[Tensor, Tensor]:
     return ids[:, :-1].clone(), ids[:, 1:].clone()
 
 
+def _ahead(model: ModelConfig, tokens: Tensor, targets: Tensor) -> Ahead:
+    """What is predicted ahead in one step with these sequences."""
+    learned, counts = targets >= 0, []
+    for depth in range(1, model.num_mtp_modules + 1):
+        learned = learned[:, :-1] & (targets[:, depth:] >= 0)
+        counts.append(int(learned.sum()))
+    return look_ahead(tokens, targets, tuple(counts))
+
+
 def _gradients(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
     named = (item for stage in stages for item in stage.named_parameters())
     return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
@@ -70,7 +79,9 @@ def _run(model: ModelConfig, cuts: list[range]) -> dict[str, Tensor]:
     """Loss, losses inside and gradients of a model that is cut into stages."""
     tokens, targets = _batch()
     microbatch = Microbatch(
-        2, DropoutKey(0, 0, torch.arange(2), torch.arange(LENGTH)), targets=targets
+        2,
+        DropoutKey(0, 0, torch.arange(2), torch.arange(LENGTH)),
+        ahead=_ahead(model, tokens, targets) if model.num_mtp_modules else None,
     )
     stages = [_stage(model, layers) for layers in cuts]
     x = tokens
@@ -148,7 +159,8 @@ def _plain_prediction(stage: TransformerStage, tokens: Tensor, targets: Tensor) 
         later = torch.stack([embedded[:, i + depth] for i in range(span)], dim=1)
         pair = torch.cat((module.embedding_norm(later), module.hidden_norm(h[:, :span])), dim=-1)
         x = module.projection(pair)
-        h = module.norm(module.block(x, rotation=turn.first(span), microbatch=idle))
+        shorter = turn._replace(cos=turn.cos[:span], sin=turn.sin[:span])
+        h = module.norm(module.block(x, rotation=shorter, microbatch=idle))
         chances = stage.output(h).log_softmax(-1)
         picked = [chances[:, i].gather(1, targets[:, i + depth, None]) for i in range(span)]
         losses.append(-torch.stack(picked).mean())
@@ -159,11 +171,11 @@ def test_the_loss_of_prediction_modules_is_that_of_the_paper() -> None:
     model = _model("debug-deepseek-v3", num_mtp_modules=2, mtp_weight=0.3, balance_coefficient=0.0)
     stage = _stage(model, range(model.num_layers))
     tokens, targets = _batch()
-    microbatch = Microbatch(2, targets=targets)
+    microbatch = Microbatch(2, ahead=_ahead(model, tokens, targets))
     logits = stage(tokens, microbatch=microbatch)
     expected = _plain_prediction(stage, tokens, targets)
     assert torch.stack(microbatch.prediction_losses).tolist() == pytest.approx(
-        [float(loss.detach()) * 0.15 for loss in expected], rel=1e-12
+        [float(loss.detach()) / 2 for loss in expected], rel=1e-12
     )
     logits.mul(0).sum().backward()
     actual = _gradients([stage])
@@ -182,7 +194,8 @@ def test_nothing_is_predicted_across_the_end_of_a_document() -> None:
         tokens[:, 9:] = first
         targets[:, 9:] = -1
         targets[:, 8] = -1
-        microbatch = Microbatch(1, targets=targets, documents=(Documents((9, LENGTH - 9)),))
+        ahead = _ahead(model, tokens, targets)
+        microbatch = Microbatch(1, ahead=ahead, documents=(Documents((9, LENGTH - 9)),))
         stage(tokens, microbatch=microbatch)
         losses.append(torch.stack(microbatch.prediction_losses))
     assert torch.allclose(losses[0], losses[1], rtol=1e-13, atol=0)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hp_context.causal_strips import attend_in_strips, strips_apply
 from hp_context.dropout import Dropout, draw_seed
 from hp_context.heads import HeadShare
 from hp_context.masks import Causal, Full, Mask, mask_tensor
@@ -218,6 +219,8 @@ def _attend(
 
 def _by_torch(q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms) -> Tensor:
     plain = isinstance(mask, Full | Causal)
+    if isinstance(mask, Causal) and strips_apply(q, k, v):
+        return attend_in_strips(q, k, v, terms.scale)
     return F.scaled_dot_product_attention(
         q,
         k,

@@ -16,7 +16,7 @@ from hp_platform.collectives import (
 )
 from hp_platform.compiling import outside_graph
 from hp_platform.device import backend_for, local_device
-from hp_platform.fsdp import set_fsdp_frees_parameters
+from hp_platform.fsdp import set_fsdp_exchanges, set_fsdp_frees_parameters
 from hp_platform.groups import mesh_of, new_group, resolve_group
 from hp_platform.launch import RankInfo, Runtime, initialize, shutdown
 from hp_platform.p2p import irecv, isend, isend_irecv
@@ -58,6 +58,7 @@ __all__ = [
     "outside_graph",
     "reduce_scatter_uneven",
     "resolve_group",
+    "set_fsdp_exchanges",
     "set_fsdp_frees_parameters",
     "shutdown",
     "start_all_to_all",

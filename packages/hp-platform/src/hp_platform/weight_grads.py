@@ -130,7 +130,12 @@ def submit_weight_grad(param: Tensor, compute: Compute) -> Tensor | None:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    cast: Tensor | None = None,
 ) -> Tensor:
     """`torch.nn.functional.linear` whose weight and bias gradients can be put off.
 
@@ -143,29 +148,46 @@ def linear(
         bias: `[out]` or None.
         dtype: To compute in, autocast or not; as wide as that of `x` or wider. Backward keeps `x`
             as it is: a product in fp32 of bf16 rows keeps no fp32 copy of them.
+        cast: `weight` in the dtype of `x`, which is narrower: made before, for many calls. It is
+            computed with in place of `weight`, whose gradient is added up in the dtype of `weight`.
 
     Returns:
         `[..., out]`, of `dtype` if it is given.
     """
     if dtype is None:
-        return _linear(x, weight, bias, None)
+        return _linear(x, weight, bias, None, cast)
     with torch.autocast(x.device.type, enabled=False):
-        return _linear(x, weight, bias, dtype)
+        return _linear(x, weight, bias, dtype, cast)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype | None,
+    cast: Tensor | None,
+) -> Tensor:
     if torch.compiler.is_compiling():
+        if cast is not None:
+            dtype = cast.dtype  # a compiler places casts as it likes
         return F.linear(_cast(x, dtype), _cast(weight, dtype), _cast(bias, dtype))
-    y: Tensor = _Linear.apply(x, weight, bias, dtype)
+    y: Tensor = _Linear.apply(x, weight, bias, (dtype, cast))
     return y
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        computed_in: tuple[torch.dtype | None, Tensor | None],
     ) -> Tensor:
         ctx.input_dtype, ctx.params = x.dtype, (weight, bias)
+        dtype, cast = computed_in
+        if cast is not None:
+            weight, dtype = cast, cast.dtype
         if dtype is None:
             dtype = _autocast_dtype(x)
             x = _cast(x, dtype)

@@ -273,17 +273,15 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     norm_eps: Annotated[Positive, _help("Added to the mean square in RMSNorm.")] = 1e-5
     dropout: Annotated[BelowOne, _help("Share of activations dropped in training.")] = 0.0
     init_std: Annotated[Positive, _help("Standard deviation of the first weights.")] = 0.02
-    tie_embeddings: Annotated[
-        bool, _help("Share the embedding with the output layer; not yet with mesh.pp > 1.")
-    ] = False
+    tie_embeddings: Annotated[bool, _help("Use the embedding as the output matrix too.")] = False
 
     @property
     def stage_width(self) -> int:
         """Width of what travels between pipeline stages.
 
-        Multi-token prediction needs the embeddings at the end, so they travel along.
+        Modules of multi-token prediction need embeddings at the end, so they travel along.
         """
-        return self.dim * (2 if self.num_mtp_modules else 1)
+        return self.dim * (1 + self.num_mtp_modules)
 
     @property
     def rotated_head_dim(self) -> int:
@@ -338,12 +336,18 @@ class TrainConfig(Struct, frozen=True, kw_only=True):
         Literal["none", "attention", "feed_forward", "full"],
         _help("What of each block is computed again in backward instead of being kept."),
     ] = "none"
+    compile: Annotated[
+        Literal["none", "inductor", "aot_eager"],
+        _help("What compiles attention and feed-forward of blocks; torch's names of backends."),
+    ] = "none"
     learning_rate: Annotated[NotNegative, _help("Highest learning rate.")] = 3e-3
     min_learning_rate_ratio: Annotated[
         Share, _help("Last learning rate as a share of the highest.")
     ] = 0.1
     warmup_steps: Annotated[CountOrZero, _help("Steps of linear warm-up.")] = 10
-    weight_decay: Annotated[NotNegative, _help("AdamW's decay of matrices.")] = 0.1
+    weight_decay: Annotated[
+        NotNegative, _help("AdamW's decay of matrices; norms and biases have none.")
+    ] = 0.1
     beta1: Annotated[BelowOne, _help("AdamW's decay of the mean gradient.")] = 0.9
     beta2: Annotated[BelowOne, _help("AdamW's decay of the mean square.")] = 0.95
     adam_eps: Annotated[Positive, _help("AdamW's addition to the root.")] = 1e-8

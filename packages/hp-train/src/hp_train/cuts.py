@@ -1,5 +1,7 @@
 """Along which dim ranks share out a parameter, by its name. No torch."""
 
+import re
+
 HIDDEN_DIM = {"w1": 1, "w3": 1, "w2": 2, "b1": 1, "b3": 1}
 """Which dim of an expert's parameter is its hidden width."""
 
@@ -16,6 +18,8 @@ _CUTS = {
     "feed_forward.w2.weight": 1,
 }
 
+_OF_A_BLOCK = re.compile(r"^(layers\.\d+|mtp\.\d+\.block)\.")
+
 
 def chunk(whole: range, num_chunks: int, index: int) -> range:
     """One of the chunks of consecutive indices that `torch.chunk` makes; the last may be empty."""
@@ -29,5 +33,4 @@ def cut_dim(name: str) -> int | None:
     Args:
         name: Global name of the parameter.
     """
-    parts = name.split(".")
-    return _CUTS.get(".".join(parts[2:] if parts[0] == "layers" else parts))
+    return _CUTS.get(_OF_A_BLOCK.sub("", name))

@@ -83,7 +83,7 @@ def describe_not_finite(
     """
     mine = not math.isfinite(share)
     if math.isfinite(loss):
-        alone = [p.local.grad for p in parameters if not p.replicas and p.local.grad is not None]
+        alone = [p.local.grad for p in parameters if not p.has_copies and p.local.grad is not None]
         mine = not all(bool(part.isfinite().all()) for part in (*before, *alone))
     everyone = [False] * group.size()
     dist.all_gather_object(everyone, mine, group=group)

@@ -39,6 +39,7 @@ def continue_text(
     start = len(ids)
     for index in range(num_tokens):
         ids.append(_next_token(pipeline, runner, ids, index, temperature))
+    pipeline.forget_casts()
     return tokenizer.decode(ids[start:])
 
 

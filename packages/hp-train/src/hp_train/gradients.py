@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from hp_train.mesh import Mesh
 from hp_train.parameters import Parameter
@@ -27,19 +28,22 @@ def reduce_gradients(parameters: Iterable[Parameter], mesh: Mesh) -> list[Tensor
         Norm of each of these on this rank before it was summed: scalars in fp64, on the device.
     """
     norms = []
-    buckets: dict[tuple[tuple[str, ...], torch.dtype], list[Tensor]] = {}
+    buckets: dict[tuple[tuple[ProcessGroup, ...], torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         parameter.collect_gradient()
         gradient = parameter.local.grad
         assert gradient is not None
-        if parameter.replicas:
-            buckets.setdefault((parameter.replicas, gradient.dtype), []).append(gradient)
+        over = tuple(mesh.groups[name] for name in parameter.replicas)
+        if parameter.peers is not None:
+            over = (*over, parameter.peers)
+        if over:
+            buckets.setdefault((over, gradient.dtype), []).append(gradient)
     # All ranks of a group hold the same parameters in the same order, so buckets come in one order.
     for (groups, _), gradients in buckets.items():
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         norms.append(torch.linalg.vector_norm(flat, dtype=torch.float64))
         for group in groups:
-            dist.all_reduce(flat, group=mesh.groups[group])
+            dist.all_reduce(flat, group=group)
         sizes = [gradient.numel() for gradient in gradients]
         for gradient, summed in zip(gradients, flat.split(sizes), strict=True):
             gradient.copy_(summed.view_as(gradient))
@@ -71,7 +75,8 @@ class GradientNorm:
             names = _entry_names(parameter)
             whole = math.prod(parameter.shape[1:] if parameter.is_expert else parameter.shape)
             mine |= dict.fromkeys(names, whole)
-            if names and all(mesh.index(group) == 0 for group in parameter.replicas):
+            is_first = parameter.peers is None or parameter.peers.rank() == 0
+            if names and is_first and all(mesh.index(group) == 0 for group in parameter.replicas):
                 self._spoken.append((parameter.local, len(names)))
                 spoken_names += names
         everyone: list[dict[str, int]] = [{} for _ in range(control.size())]

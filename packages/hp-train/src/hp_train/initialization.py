@@ -17,8 +17,6 @@ from hp_train.randomness import generator
 # variance does not grow with depth.
 _RESIDUAL_OUTPUTS = (".wo.weight", ".w2", ".w2.weight")
 
-_ZEROS = (".bias", ".b1", ".b2", ".b3", ".sinks")
-
 
 @torch.no_grad()
 def initialize_parameters(
@@ -36,11 +34,8 @@ def initialize_parameters(
     """
     for parameter in parameters:
         name, local, span = parameter.name, parameter.local, parameter.span
-        if name.endswith("norm.weight"):
-            local.fill_(1.0)
-            continue
-        if name.endswith(_ZEROS):
-            local.zero_()
+        if parameter.kind != "matrix":
+            local.fill_(1.0 if parameter.kind == "norm" else 0.0)
             continue
         std = config.init_std
         if name.endswith(_RESIDUAL_OUTPUTS):

@@ -30,6 +30,8 @@ class StepMetrics:
         cpu_seconds: CPU time of all ranks since the step before, evaluation and saving included.
         peak_memory_bytes: The largest of any rank: CUDA allocations, resident set on the CPU.
         bubble: Share of the ranks' time in the pipeline that went into no stage's compute.
+        prediction_loss: Mean cross-entropy of the modules of multi-token prediction, where there
+            are some.
         eval_loss: Mean cross-entropy on held-out text, where it was evaluated.
         skipped: Why the step changed nothing, where it was skipped. What is not finite is left out
             of the line then.
@@ -46,6 +48,7 @@ class StepMetrics:
     cpu_seconds: float
     peak_memory_bytes: int
     bubble: float
+    prediction_loss: float | None = None
     eval_loss: float | None = None
     skipped: str | None = None
 
@@ -59,8 +62,10 @@ class StepMetrics:
         return {k: v for k, v in values.items() if not isinstance(v, float) or math.isfinite(v)}
 
     def __str__(self) -> str:
+        ahead = self.prediction_loss
         line = (
-            f"step {self.step:>5}  loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}"
+            f"step {self.step:>5}  loss {self.loss:.4f}"
+            f"{'' if ahead is None else f'  ahead {ahead:.4f}'}  grad norm {self.grad_norm:.3f}"
             f"  lr {self.lr:.2e}  {self.tokens_per_second:,.0f} tokens/s"
             f"  {self.step_seconds * 1e3:.0f} ms  {self.peak_memory_bytes / 2**20:,.0f} MiB"
             f"  bubble {self.bubble:.0%}"

@@ -11,20 +11,21 @@ from hp_train.parameters import Parameter
 
 
 def build_optimizer(parameters: Iterable[Parameter], config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter, 2019); norms and other vectors are not decayed."""
-    matrices: list[Tensor] = []
-    vectors: list[Tensor] = []
+    """AdamW (Loshchilov and Hutter, 2019); norms and biases are not decayed, however stacked."""
+    decayed: list[Tensor] = []
+    others: list[Tensor] = []
     for parameter in parameters:
-        (matrices if parameter.local.dim() >= 2 else vectors).append(parameter.local)
+        (decayed if parameter.kind == "matrix" else others).append(parameter.local)
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         eps=config.adam_eps,
+        fused=True,  # one pass over memory instead of seven
     )
 
 

@@ -22,7 +22,7 @@ from hp_expert import (
     fully_shard_experts,
 )
 from hp_overlap import CommComputeOverlap, HookCoordinator
-from hp_platform import Runtime
+from hp_platform import Runtime, set_fsdp_exchanges
 from hp_schedule import MetaStep
 from hp_schedule.runtime import (
     FullySharded,
@@ -37,11 +37,13 @@ from hp_train.initialization import initialize_parameters
 from hp_train.mesh import Mesh
 from hp_train.model import TransformerStage
 from hp_train.model.block import Block
+from hp_train.model.compiled import compile_blocks
 from hp_train.overlap import overlap_experts, overlap_pairs
 from hp_train.parameters import Parameter, named_parameters
 from hp_train.schedules import KINDS, count_stages, split_layers, training_schedule
 from hp_train.sequence import SequenceShare
 from hp_train.tensor_parallel import cut_tensors
+from hp_train.tied import merge_copies, share_table, tied_group
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -52,7 +54,7 @@ class Pipeline:
 
     Attributes:
         modules: Stage index -> module, for the stages of this rank.
-        parameters: Of these stages.
+        parameters: Of these stages, each once.
         num_stages: Of the whole pipeline.
         vocab_size: Of the tokenizer.
         sequence: Which positions this rank has.
@@ -79,7 +81,12 @@ class Pipeline:
     @property
     def vocabulary(self) -> range:
         """Tokens whose logits this rank computes, if it has the last stage."""
-        return chunk(range(self.vocab_size), self.mesh.size("tp"), self.mesh.index("tp"))
+        return vocabulary_of(self.mesh, self.vocab_size)
+
+    def forget_casts(self) -> None:
+        """To be called when a run has ended: weights may change now."""
+        for module in self.modules.values():
+            module.forget_casts()
 
     def training(self, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> PipelineScheduleRuntime:
         """What runs the configured schedule over the microbatches of one step."""
@@ -127,7 +134,7 @@ class Pipeline:
             pipeline_rank=self.mesh.pp_index,
             transport=self.edges.transport(schedule, whole, dtype),
             loss_fn=loss_fn,
-            sharding=FullySharded(stages) if sharded else None,
+            sharding=_Sharded(stages) if sharded else None,
             on_step=self.on_step,
         )
         if self.overlap is not None:
@@ -137,6 +144,16 @@ class Pipeline:
     def close(self) -> None:
         """End what runs in the background. All ranks call this together."""
         self.edges.close()
+
+
+class _Sharded(FullySharded):
+    """Weights in another dtype are held for as long as those that they were made from."""
+
+    def reshard(self, stage: PipelineStage) -> None:
+        """Free a stage's gathered parameters, and what was made from them."""
+        super().reshard(stage)
+        assert isinstance(stage.module, TransformerStage)
+        stage.module.forget_casts()
 
 
 def build_pipeline(
@@ -168,6 +185,14 @@ def build_pipeline(
         returns=KINDS[config.pipeline.schedule].returns,
         timeout=timeout,
     )
+    peers = None
+    if config.model.tie_embeddings:
+        peers = tied_group(
+            schedule.stage_to_rank,
+            [stage.members for stage in mesh.layout.stages],
+            backend=runtime.backend,
+            timeout=timeout,
+        )
     degree = config.mesh.heads_degree
     sequence = SequenceShare.of(
         mesh,
@@ -176,8 +201,11 @@ def build_pipeline(
         device=runtime.device,
     )
     context = ContextParallel(degree, ring=config.mesh.cp_ring, layout=sequence.layout)
-    overlap = _overlap(timeout) if config.pipeline.overlap else None
-    modules, parameters = {}, []
+    # Experts of one rank exchange nothing: there a backward and a forward follow each other.
+    overlaps = config.pipeline.overlap and mesh.size("ep") > 1
+    overlap = _overlap(timeout) if overlaps else None
+    modules: dict[int, TransformerStage] = {}
+    parameters: list[Parameter] = []
     for stage in schedule.stages_of(mesh.pp_index):
         with torch.device("meta"):
             module = TransformerStage(
@@ -191,22 +219,26 @@ def build_pipeline(
         # Parameters stay fp32 under bf16 compute: they are the masters that the optimizer updates.
         module.to(torch.promote_types(module.compute_dtype, torch.float32))
         shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-        _parallelize(module, mesh, context)
+        _parallelize(module, mesh, context, vocab_size)
         if overlap is not None:
             overlap_experts(module, overlap)
         module.to_empty(device=runtime.device)
+        module.share_casts()
         for block in module.modules():
             if isinstance(block, Block):
                 block.recompute = config.train.recompute
+        compile_blocks(module, config.train.compile)
         for buffer in module.buffers():  # correction biases
             buffer.zero_()
+        if stage and module.embedding is not None and 0 in modules:
+            share_table(modules[0], module)
         found = named_parameters(module, shapes, mesh)
         initialize_parameters(found, config.model, seed=config.run.seed)
         modules[stage] = module
         parameters += found
     return Pipeline(
         modules,
-        parameters,
+        merge_copies(parameters, peers),
         num_stages,
         vocab_size,
         sequence,
@@ -219,22 +251,27 @@ def build_pipeline(
     )
 
 
+def vocabulary_of(mesh: Mesh, vocab_size: int) -> range:
+    """Tokens whose rows of the embedding and whose logits are on this rank."""
+    return chunk(range(vocab_size), mesh.size("tp"), mesh.index("tp"))
+
+
 def _overlap(timeout: timedelta) -> CommComputeOverlap:
     # A collective that fails says more than a turn that does not come: let it be the first.
     return CommComputeOverlap(HookCoordinator(timeout=2 * timeout.total_seconds()), strict=True)
 
 
-def _parallelize(module: TransformerStage, mesh: Mesh, context: ContextParallel) -> None:
+def _parallelize(
+    module: TransformerStage, mesh: Mesh, context: ContextParallel, vocab_size: int
+) -> None:
     """Cut a stage, on the meta device, over the ranks that share it; the order matters."""
     if mesh.size("tp") > 1:
-        cut_tensors(module, mesh.groups["tp"])
-    for block in module.layers.values():
-        assert isinstance(block, Block)
-        if mesh.size("cp") > 1:
-            context.apply(block.attention.core, mesh.groups["cp"])
-        if mesh.size("sequence") > 1:
-            block.sequence_ranks = mesh.groups["sequence"]
+        cut_tensors(module, vocabulary_of(mesh, vocab_size), mesh.groups["tp"])
     for part in module.modules():
+        if isinstance(part, Block) and mesh.size("cp") > 1:
+            context.apply(part.attention.core, mesh.groups["cp"])
+        if isinstance(part, Block) and mesh.size("sequence") > 1:
+            part.sequence_ranks = mesh.groups["sequence"]
         if isinstance(part, GroupedExperts) and mesh.size("etp") > 1:
             # Ranks that share an expert's width have different positions.
             style = ExpertTensorParallel(sliced=True)
@@ -253,6 +290,9 @@ def _shard(module: TransformerStage, mesh: Mesh) -> None:
     """Apply FSDP2, block by block; gradients are sums, as everywhere here."""
     if mesh.size("expert_shard") > 1:
         fully_shard_experts(module, mesh.submesh("expert_shard"), divide_gradients_by=1.0)
+        for part in module.modules():
+            if isinstance(part, GroupedExperts):
+                set_fsdp_exchanges(part, group=mesh.groups["expert_shard"])
     if mesh.size("fsdp") == 1:
         return
     device_mesh, group = mesh.submesh("fsdp"), mesh.groups["fsdp"]
@@ -262,9 +302,11 @@ def _shard(module: TransformerStage, mesh: Mesh) -> None:
         if isinstance(part, GroupedExperts)
         for parameter in part.parameters(recurse=False)
     }
-    for part in (*module.layers.values(), module):
+    blocks = [part for part in module.modules() if isinstance(part, Block)]
+    for part in (*blocks, module):
         fully_shard(part, mesh=device_mesh, ignored_params=experts)
         assert isinstance(part, FSDPModule)
         part.set_gradient_divide_factor(1.0)
         # Gloo cannot scale while it sums.
         part.set_force_sum_reduction_for_comms("nccl" not in str(dist.get_backend(group)))
+        set_fsdp_exchanges(part, group=group)

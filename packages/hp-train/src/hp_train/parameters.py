@@ -2,15 +2,22 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import reduce
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
 from hp_expert import GroupedExperts
 from hp_train.cuts import HIDDEN_DIM, chunk, cut_dim
 from hp_train.mesh import Mesh
+
+Kind = Literal["matrix", "norm", "bias"]
+"""What a parameter is for, whatever its number of dims: biases of experts are stacked."""
+
+_BIASES = frozenset(("bias", "b1", "b2", "b3", "sinks"))
 
 
 class Cut(NamedTuple):
@@ -40,6 +47,8 @@ class Parameter:
             after backward.
         is_expert: Whether dim 0 is the experts of a layer.
         span: Of each dim, first and last + 1 index of the local part in the whole.
+        twins: The same parameter in other stages of this rank, which shard it by themselves.
+        peers: Ranks whose stages have a copy; gradients are summed over them after all other sums.
     """
 
     name: str
@@ -50,6 +59,20 @@ class Parameter:
     replicas: tuple[str, ...]
     is_expert: bool
     span: tuple[tuple[int, int], ...]
+    twins: tuple[nn.Parameter, ...] = ()
+    peers: ProcessGroup | None = None
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether the gradient is summed over other ranks after backward."""
+        return bool(self.replicas) or self.peers is not None
+
+    @property
+    def kind(self) -> Kind:
+        """By its name; the sinks of attention are scores of nothing, and so biases."""
+        if self.name.rpartition(".")[2] in _BIASES:
+            return "bias"
+        return "norm" if self.name.endswith("norm.weight") else "matrix"
 
     @property
     def experts(self) -> range | None:
@@ -61,12 +84,20 @@ class Parameter:
 
         An expert that nobody chose has no gradient.
         """
-        gradient = self.tensor.grad
-        if gradient is None:
-            self.local.grad = self.local.new_zeros(self.local.shape)
+        tensors = (self.tensor, *self.twins)
+        found = [local_part(tensor.grad) for tensor in tensors if tensor.grad is not None]
+        for tensor in tensors:
+            tensor.grad = None
+        if found:
+            self.local.grad = reduce(torch.add, found)
         else:
-            self.local.grad = local_part(gradient)
-        self.tensor.grad = None
+            self.local.grad = self.local.new_zeros(self.local.shape)
+
+    @torch.no_grad()
+    def update_twins(self) -> None:
+        """Give other stages of this rank the values that ``local`` has now."""
+        for twin in self.twins:
+            local_part(twin).copy_(self.local)
 
     def as_whole(self, local: Tensor, mesh: Mesh) -> Tensor:
         """Describe a tensor cut as this parameter is: a DTensor, or itself where nothing is cut.

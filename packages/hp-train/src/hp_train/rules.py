@@ -154,10 +154,6 @@ def _tensor_ranks(config: Config) -> Iterator[str]:
         if size % tp:
             ranks = _factors(config.mesh, "tp")
             yield f"{ranks} must divide model.{name} ({size}){_divisors(tp, size)}"
-    for axis in ("tp", "cp") if model.num_mtp_modules else ():
-        if (size := getattr(config.mesh, axis)) > 1:
-            ahead = f"model.num_mtp_modules ({model.num_mtp_modules})"
-            yield f"{_factors(config.mesh, axis)} must be 1 with {ahead}"
 
 
 def _context_ranks(config: Config) -> Iterator[str]:
@@ -199,10 +195,12 @@ def _pipeline(config: Config) -> Iterator[str]:
             f"model.num_layers ({model.num_layers}) must be at least mesh.pp ({mesh.pp}) x "
             f"pipeline.stages_per_rank ({pipeline.stages_per_rank}){more} = {num_stages}"
         )
-    if model.tie_embeddings and num_stages > 1:
+    kind, sizes = KINDS[pipeline.schedule], mesh.stage_tp
+    comes_back = kind.returns or kind.stages_per_rank == 2
+    if model.tie_embeddings and not comes_back and sizes and sizes[0] != sizes[-1]:
         yield (
-            f"model.tie_embeddings (true) must be false with mesh.pp ({mesh.pp}) x "
-            f"pipeline.stages_per_rank ({pipeline.stages_per_rank}) above 1"
+            f"model.tie_embeddings (true) must be false with mesh.stage_tp ({shown(sizes)}): the "
+            f"first size ({sizes[0]}) must equal the last ({sizes[-1]})"
         )
 
 

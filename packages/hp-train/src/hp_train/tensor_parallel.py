@@ -2,8 +2,8 @@
 
 Between layers each tensor-parallel rank has a slice of the positions. A layer whose matrices are
 cut gathers the positions first and, at its end, sums what the ranks have and keeps its slice. So
-does the embedding, and the final norm gathers for the output matrix, of which each rank computes
-some logits; `cross_entropy` works on these. What is not cut (norms, routers, shared experts) sees
+does the embedding, and the output matrix gathers what the final norm gave and computes some logits
+on each rank; `cross_entropy` works on these. What is not cut (norms, routers, shared experts) sees
 a part of the positions or feeds a part of the heads, so its gradients are summed over the ranks.
 Experts are dealt out over these ranks as over any others, see `hp_train.layout`.
 
@@ -20,17 +20,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hp_platform import all_gather_uneven, reduce_scatter_uneven
+from hp_platform import all_gather_uneven, outside_graph, reduce_scatter_uneven
 from hp_train.cuts import chunk, cut_dim
 from hp_train.model import TransformerStage
 from hp_train.model.block import Block
+from hp_train.model.transformer import cross_entropy as whole_cross_entropy
 
 
-def cut_tensors(stage: TransformerStage, group: ProcessGroup) -> None:
+def cut_tensors(stage: TransformerStage, vocabulary: range, group: ProcessGroup) -> None:
     """Keep this rank's part of every parameter, and put the exchanges where they belong.
 
     Args:
         stage: On the meta device.
+        vocabulary: Tokens whose logits this rank computes.
         group: The tensor-parallel ranks.
     """
     if stage.embedding is not None:
@@ -47,19 +49,16 @@ def cut_tensors(stage: TransformerStage, group: ProcessGroup) -> None:
         del module
         return gather(args[0]), *args[1:]
 
-    def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        del module, args
-        return gather(output)
-
-    for block in stage.layers.values():
-        assert isinstance(block, Block)
+    for block in stage.modules():
+        if not isinstance(block, Block):
+            continue
         block.attention.register_forward_pre_hook(before)
         block.attention.wo.finish = scatter
         if block.feed_forward is not None:
             block.feed_forward.register_forward_pre_hook(before)
             block.feed_forward.w2.finish = scatter
-    if stage.norm is not None:
-        stage.norm.register_forward_hook(after)
+    stage.before_output = gather
+    stage.cross_entropy = partial(cross_entropy, first=vocabulary.start, group=group)
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -85,12 +84,14 @@ class VocabParallelEmbedding(nn.Embedding):
         return sum_positions(found * is_here[..., None], group=self._group)
 
 
+@outside_graph
 def gather_positions(x: Tensor, *, group: ProcessGroup) -> Tensor:
     """[B, s, D] to [B, S, D]; backward sums over ranks and keeps this rank's positions."""
     sizes = [x.shape[1]] * group.size()
     return all_gather_uneven(x, sizes=sizes, dim=1, group=group)
 
 
+@outside_graph
 def sum_positions(x: Tensor, *, group: ProcessGroup) -> Tensor:
     """[B, S, D] summed over ranks to this rank's positions [B, s, D]; backward gathers."""
     sizes = [x.shape[1] // group.size()] * group.size()
@@ -107,7 +108,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, first: int, group: Process
         group: Ranks that have the other parts; all of them get the same loss, and must call.
     """
     if group.size() == 1:
-        return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
+        return whole_cross_entropy(logits, targets)
     loss: Tensor = _CrossEntropy.apply(logits, targets, first, group)
     return loss
 

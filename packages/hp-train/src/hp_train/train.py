@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from hp_train.launch.task import Worker
 from hp_train.layout import Layout
 from hp_train.mesh import build_mesh
 from hp_train.metrics import Console, MetricsWriter, StepMetrics, peak_memory_bytes
-from hp_train.model import DropoutKey, Microbatch
+from hp_train.model import DropoutKey, Microbatch, look_ahead
 from hp_train.optimizer import build_optimizer, learning_rate
 from hp_train.parallelize import build_pipeline
 from hp_train.report import planned_and_actual, write_report
@@ -155,6 +155,21 @@ def require_same_data(digests: tuple[str, ...], *, control: dist.ProcessGroup) -
         raise DataError(f"ranks 0 and {other} must read the same text, but their tokens differ")
 
 
+class Losses(NamedTuple):
+    """What a step's loss consists of; of one rank its share, or the sum over all of them.
+
+    Attributes:
+        tokens: Mean cross-entropy of the next token.
+        balance: The load-balancing term, as it is added.
+        prediction: Mean cross-entropy of all modules of multi-token prediction; `model.mtp_weight`
+            times that is added.
+    """
+
+    tokens: float
+    balance: float
+    prediction: float
+
+
 class Trainer:
     """A run as one rank sees it. All ranks construct it and call its methods together.
 
@@ -267,13 +282,13 @@ class Trainer:
         shutdown()
 
     def train_step(
-        self, *, before_update: Callable[[float, float, float], None] | None = None
+        self, *, before_update: Callable[[Losses, float], None] | None = None
     ) -> tuple[StepMetrics, bool]:
         """One update of the weights.
 
         Args:
-            before_update: Called with loss, balancing loss and gradient norm of the whole step,
-                while the gradients are summed and not yet clipped.
+            before_update: Called with losses and gradient norm of the whole step, while the
+                gradients are summed and not yet clipped.
 
         Returns:
             What happened, and whether some rank was asked to stop.
@@ -284,32 +299,34 @@ class Trainer:
         """
         began = time.perf_counter()
         train = self.config.train
-        loss, balance, busy = self.compute_gradients()
+        losses, busy = self.compute_gradients()
         cpu, self._cpu_before = self._cpu_before, time.process_time()
-        share = loss
+        shares = losses
         flags = [self.worker.stop.requested, self.keeper.is_written]
         scalars, squares, memory = self._sum_over_ranks(
-            [loss, balance, busy, self._cpu_before - cpu, *flags]
+            [*losses, busy, self._cpu_before - cpu, *flags]
         )
-        loss, balance, busy, cpu_seconds, stops, written = scalars
+        *summed, busy, cpu_seconds, stops, written = scalars
+        losses = Losses(*summed)
         if written == self.runtime.info.world_size:
             self.problems += self.keeper.settle()
         grad_norm = math.sqrt(squares.sum())
         rate = learning_rate(self.step, train)
         skipped = None
-        if math.isfinite(loss) and math.isfinite(grad_norm):
+        if all(map(math.isfinite, (*losses, grad_norm))):
             if before_update is not None:
-                before_update(loss, balance, grad_norm)
+                before_update(losses, grad_norm)
             self._update(grad_norm, rate)
         else:
-            skipped = self._skip(loss, share, squares)
+            skipped = self._skip(losses, shares, squares)
         self.step += 1
         self.next_sequence += train.global_batch_size
         seconds = time.perf_counter() - began
         metrics = StepMetrics(
             step=self.step,
-            loss=loss,
-            balance_loss=balance,
+            loss=losses.tokens,
+            balance_loss=losses.balance,
+            prediction_loss=losses.prediction if self.config.model.num_mtp_modules else None,
             grad_norm=grad_norm,
             lr=rate,
             tokens=self.next_sequence * self.config.data.seq_len,
@@ -329,21 +346,24 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
+        self._update_twins()
         self.optimizer.zero_grad()
         self._balance_experts()
         self.skips.done()
 
-    def _skip(self, loss: float, share: float, squares: Tensor) -> str:
+    def _skip(self, losses: Losses, shares: Losses, squares: Tensor) -> str:
         """Drop what a step computed, see Note [skipped step]; returns why.
 
         Args:
-            loss: Of the step.
-            share: This rank's part of it.
+            losses: Of the step.
+            shares: This rank's part of them.
             squares: Of gradient norms by entry.
 
         Raises:
             NumericsError: On every rank, when the config says to stop.
         """
+        pairs = zip(losses, shares, strict=True)
+        loss, share = next((pair for pair in pairs if not math.isfinite(pair[0])), (0.0, 0.0))
         problem = describe_not_finite(
             loss=loss,
             share=share,
@@ -359,12 +379,12 @@ class Trainer:
         self.problems.append(f"warning: step {self.step + 1} skipped: {problem}")
         return problem
 
-    def compute_gradients(self) -> tuple[float, float, float]:
+    def compute_gradients(self) -> tuple[Losses, float]:
         """Forward and backward of the next global batch, gradients summed over the ranks.
 
         Returns:
-            This rank's share of the loss and of the balancing loss, and the share of the
-            pipeline's wall time that this rank spent computing.
+            This rank's share of the losses, and the share of the pipeline's wall time that this
+            rank spent computing.
         """
         args, kwargs, targets = self._microbatches(self.data, self.next_sequence, train=True)
         batch = range(self.next_sequence, self.next_sequence + self.config.train.global_batch_size)
@@ -372,14 +392,17 @@ class Trainer:
         self.runner.loss_scale = 1.0 / max(1, self.data.num_targets(batch))
         began = time.perf_counter()
         result = self.runner.run_microbatches(args, kwargs, targets)
+        self.pipeline.forget_casts()
         self.timeline = result.timeline  # a GPU is behind until this was read
         seconds = time.perf_counter() - began
         self._beat("reduce gradients", waiting=True)
         self._norms_before = reduce_gradients(self.parameters, self.mesh)
-        balances = [t for k in kwargs for t in k["microbatch"].balance_losses.values()]
+        microbatches: list[Microbatch] = [k["microbatch"] for k in kwargs]
+        balances = [t for m in microbatches for t in m.balance_losses.values()]
+        predictions = [t for m in microbatches for t in m.prediction_losses]
         busy = sum(span.end - span.start for span in self.timeline if span.step.type.is_compute)
         loss = self._once(result.losses) * self.runner.loss_scale
-        return loss, float(sum(balances)), busy / seconds
+        return Losses(loss, float(sum(balances)), self._once(predictions)), busy / seconds
 
     def evaluate(self) -> float | None:
         """Mean cross-entropy on held-out text, in nats per token, the same number on all ranks.
@@ -394,6 +417,7 @@ class Trainer:
         for batch in range(num_batches):
             args, kwargs, targets = self._microbatches(self.held_out, batch * size, train=False)
             losses = self.runner.evaluate_microbatches(args, kwargs, targets).losses
+            self.pipeline.forget_casts()
             self._beat("evaluate", waiting=True)
             shares = [self._once(losses), self.worker.stop.requested]
             total = torch.tensor(shares, dtype=torch.float64).to(self.device)
@@ -429,6 +453,7 @@ class Trainer:
             raise DataError(
                 f"{loaded.path} was trained on other data than {self.worker.run_dir}/data"
             )
+        self._update_twins()
         self.step = loaded.extra["step"]
         self.next_sequence = loaded.extra["next_sequence"]
         self.skips = Skips(loaded.extra.get("skipped", 0), loaded.extra.get("skipped_in_a_row", 0))
@@ -473,7 +498,12 @@ class Trainer:
         named = {k: v for k, v in self._tensors().items() if k.startswith("model.")}
         tensors = {name.removeprefix("model."): tensor for name, tensor in named.items()}
         load_weights(folder, tensors, group=self.runtime.control)
+        self._update_twins()
         return f"started from the weights of {folder}"
+
+    def _update_twins(self) -> None:
+        for parameter in self.parameters:
+            parameter.update_twins()
 
     def _tell(self, console: Console) -> None:
         """Print what went wrong without ending the run."""
@@ -499,6 +529,9 @@ class Trainer:
     ) -> tuple[list[tuple[Tensor]], list[dict[str, Any]], list[Tensor]]:
         """This rank's share of the global batch that starts at sequence ``first``."""
         size, count = self.config.train.microbatch_size, self.runner.schedule.num_microbatches
+        batch = range(first, first + self.config.train.global_batch_size)
+        depths = range(1, self.config.model.num_mtp_modules + 1) if train else range(0)
+        num_ahead = tuple(data.num_targets(batch, ahead=depth) for depth in depths)
         first += self.mesh.dp_index * size * count
         sequence = self.pipeline.sequence
         args, kwargs, targets = [], [], []
@@ -506,6 +539,7 @@ class Trainer:
             indices = range(start, start + size)
             tokens, target, lengths = data.batch(indices)
             limits = tuple(map(Documents, lengths)) if any(len(n) > 1 for n in lengths) else None
+            ahead = look_ahead(tokens, target, num_ahead).map(sequence.shard) if depths else None
             tokens, target = sequence.shard(tokens), sequence.shard(target)
             key = None
             if train:
@@ -518,7 +552,7 @@ class Trainer:
                 key,
                 positions=sequence.attended,
                 documents=limits,
-                targets=targets[-1] if train else None,
+                ahead=ahead and ahead.map(self._on_device),
             )
             kwargs.append({"microbatch": microbatch})
         return args, kwargs, targets

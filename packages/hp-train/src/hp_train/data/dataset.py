@@ -202,15 +202,22 @@ class Dataset:
         targets = targets.masked_fill(tokens == self.separator, -1)
         return Batch(tokens, targets, tuple(map(self._lengths, rows[:, :-1])))
 
-    def num_targets(self, sequence_index: range) -> int:
-        """How many targets of some sequences are to be learned."""
-        total = len(sequence_index) * self.seq_len
+    def num_targets(self, sequence_index: range, *, ahead: int = 0) -> int:
+        """How many targets of some sequences are to be learned.
+
+        Args:
+            sequence_index: Global indices.
+            ahead: How much further ahead than the next token they are.
+        """
         if self.separator is None:
-            return total
-        return total - sum(
-            int(np.count_nonzero(self._tokens(index)[:-1] == self.separator))
-            for index in sequence_index
-        )
+            return len(sequence_index) * max(0, self.seq_len - ahead)
+        total = 0
+        for index in sequence_index:
+            ends = np.flatnonzero(self._tokens(index)[:-1] == self.separator)
+            # From the tokens of a document, its separator apart, to those as far ahead in it.
+            lengths = np.diff(ends, prepend=-1, append=self.seq_len) - 1
+            total += int(np.maximum(lengths - ahead, 0).sum())
+        return total
 
     def _tokens(self, index: int) -> NDArray[Any]:
         """The tokens of a sequence and the one after it, as they are stored."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hp_context import Attention, Causal, Mask, SlidingWindow
+from hp_platform import outside_graph
 from hp_train.config import ModelConfig
 from hp_train.model.layers import Linear, RMSNorm
 from hp_train.model.rotary import Rotation, softmax_growth
@@ -57,7 +58,7 @@ class GroupedQueryAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotation.apply(q), rotation.apply(k)
         y = _attend(self.core, (q, k, v), documents)
-        out: Tensor = self.wo(y.flatten(2))
+        out: Tensor = self.wo(y)
         return out
 
 
@@ -106,7 +107,7 @@ class LatentAttention(nn.Module):
         q = torch.cat((q_nope, rotation.apply(q_rope)), dim=-1)
         k = torch.cat((k_nope, k_rope), dim=-1)
         y = _attend(self.core, (q, k, v), documents)
-        out: Tensor = self.wo(y.flatten(2))
+        out: Tensor = self.wo(y)
         return out
 
 
@@ -124,10 +125,11 @@ def make_attention(config: ModelConfig, layer: int) -> GroupedQueryAttention | L
     return ATTENTION[config.attention](config, mask)
 
 
+@outside_graph
 def _attend(core: Attention, qkv: tuple[Tensor, Tensor, Tensor], documents: Limits) -> Tensor:
-    """Attend, sequence by sequence where they have limits of their own."""
+    """Attend, sequence by sequence where they have limits of their own; [B, S, N V]."""
     if documents is None:
         y: Tensor = core(*qkv)
-        return y
+        return y.flatten(2)
     rows = zip(*(x.split(1) for x in qkv), documents, strict=True)
-    return torch.cat([core(q, k, v, attn_mask=core.mask & row) for q, k, v, row in rows])
+    return torch.cat([core(q, k, v, attn_mask=core.mask & row).flatten(2) for q, k, v, row in rows])

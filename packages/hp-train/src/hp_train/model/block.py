@@ -3,6 +3,7 @@
 Shape symbols: B sequences, S positions, D model width.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from hp_expert import (
     sequence_balance_loss,
 )
 from hp_train.config import ModelConfig
+from hp_train.model.ahead import Ahead
 from hp_train.model.attention import Limits, make_attention
 from hp_train.model.layers import DropoutKey, FeedForward, RMSNorm, dropout
 from hp_train.model.recompute import Recompute, recomputed
@@ -36,18 +38,19 @@ class Microbatch:
         positions: Of the tokens that attention sees on this rank, in their sequence, int64 [S];
             None: 0 .. S - 1.
         documents: What limits attention besides the model's own mask, for each sequence.
-        targets: The token after each token, int64 [B, S], negative where none is to be learned;
-            wanted for multi-token prediction only, and None outside training.
+        ahead: What multi-token prediction reads and predicts, for the positions that attention
+            sees here; None outside training.
         balance_losses: Each MoE layer puts its detached share of the balancing loss here, under
             its name, so that a part that runs again does not count twice.
-        prediction_losses: Each multi-token prediction module appends its detached share here.
+        prediction_losses: Each multi-token prediction module appends its detached share of their
+            mean loss here.
     """
 
     num_sequences: int
     key: DropoutKey | None = None
     positions: Tensor | None = None
     documents: Limits = None
-    targets: Tensor | None = None
+    ahead: Ahead | None = None
     balance_losses: dict[str, Tensor] = field(default_factory=dict)
     prediction_losses: list[Tensor] = field(default_factory=list)
 
@@ -86,6 +89,8 @@ class Block(nn.Module):
     Attributes:
         sequence_ranks: Ranks with other positions of the same sequences; None: there are none.
         recompute: What runs again in backward.
+        attend: Norm and attention, [B, S, D] to [B, S, D]; may be replaced by what compiles it.
+        feed: Norm and feed-forward, likewise, with the decisions of the router if there is one.
 
     Args:
         config: Of the model.
@@ -106,6 +111,8 @@ class Block(nn.Module):
         dense = config.is_dense(layer)
         self.moe = None if dense else make_moe(config)
         self.feed_forward = FeedForward(config.dim, config.dense_hidden) if dense else None
+        self.attend: Callable[[Tensor, Rotation, Limits], Tensor] = self._attend
+        self.feed: Callable[[Tensor], tuple[Tensor, Routing | None]] = self._feed
 
     def forward(
         self,
@@ -130,30 +137,33 @@ class Block(nn.Module):
     def _run(
         self, x: Tensor, rotation: Rotation, microbatch: Microbatch, documents: Limits
     ) -> Tensor:
-        def attend(x: Tensor) -> Tensor:
-            y: Tensor = self.attention(
-                self.attention_norm(x), rotation=rotation, documents=documents
-            )
-            return y
-
-        def feed_forward(x: Tensor) -> Tensor:
-            return self._feed_forward(self.feed_forward_norm(x), microbatch)
-
-        key = microbatch.key
-        y = recomputed(attend, x) if self.recompute == "attention" else attend(x)
+        key, again = microbatch.key, self.recompute
+        args = (x, rotation, documents)
+        y = recomputed(self.attend, *args) if again == "attention" else self.attend(*args)
         x = x + dropout(y, self.dropout, key, f"{self.name}.attention")
-        y = recomputed(feed_forward, x) if self.recompute == "feed_forward" else feed_forward(x)
+        if again == "feed_forward":
+            y = recomputed(self._feed_forward, x, microbatch)
+        else:
+            y = self._feed_forward(x, microbatch)
         return x + dropout(y, self.dropout, key, f"{self.name}.feed_forward")
 
-    def _feed_forward(self, x: Tensor, microbatch: Microbatch) -> Tensor:
+    def _attend(self, x: Tensor, rotation: Rotation, documents: Limits) -> Tensor:
+        y: Tensor = self.attention(self.attention_norm(x), rotation=rotation, documents=documents)
+        return y
+
+    def _feed(self, x: Tensor) -> tuple[Tensor, Routing | None]:
+        x = self.feed_forward_norm(x)
         if self.feed_forward is not None:
-            dense: Tensor = self.feed_forward(x)
-            return dense
+            return self.feed_forward(x), None
         assert self.moe is not None
         result: tuple[Tensor, Routing] = self.moe(x)
-        y, routing = result
-        if self.balance_coefficient == 0.0 or microbatch.key is None:
+        return result
+
+    def _feed_forward(self, x: Tensor, microbatch: Microbatch) -> Tensor:
+        y, routing = self.feed(x)
+        if routing is None or self.balance_coefficient == 0.0 or microbatch.key is None:
             return y
+        assert self.moe is not None
         B, S, _ = x.shape
         loss_B = sequence_balance_loss(
             routing.scores.view(B, S, -1),

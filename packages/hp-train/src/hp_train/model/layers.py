@@ -14,6 +14,46 @@ from hp_platform import linear
 from hp_train.randomness import derive_seed, uniform
 
 
+class WeightCasts:
+    """Weights in the dtype that is computed in, each made once for all microbatches of a step.
+
+    Whoever has one clears it when weights change, or are no longer to be held.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, Tensor] = {}
+
+    def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """The weight in a dtype; None where it is in it already."""
+        if weight.dtype == dtype:
+            return None
+        found = self._made.get(id(weight))
+        if found is None:
+            # Two threads may both come here: they make the same.
+            found = self._made[id(weight)] = weight.detach().to(dtype)
+        return found
+
+    def clear(self) -> None:
+        """Let go of all of them."""
+        self._made.clear()
+
+
+def cast_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, casts: WeightCasts | None
+) -> Tensor:
+    """`torch.nn.functional.linear` in the dtype of ``x``; gradients are those of the parameters.
+
+    Args:
+        x: [..., in_features].
+        weight: [out_features, in_features], as wide as ``x`` or wider.
+        bias: [out_features], likewise.
+        casts: Where to find the weight; None: it is cast here, and kept for backward.
+    """
+    if casts is None or torch.compiler.is_compiling():
+        return linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    return linear(x, weight, bias, cast=casts.of(weight, x.dtype))
+
+
 class Linear(nn.Module):
     """A matrix whose weight gradient can be computed later than its input gradient.
 
@@ -23,6 +63,7 @@ class Linear(nn.Module):
     Attributes:
         finish: What the product goes through before the bias is added: where the matrix is cut
             over ranks, the sum over them.
+        casts: Where the weight is found once it was cast; None: it is cast at every use.
     """
 
     weight: Tensor  # [out_features, in_features]
@@ -33,14 +74,14 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features)) if bias else None)
         self.finish: Callable[[Tensor], Tensor] | None = None
+        self.casts: WeightCasts | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]``, in the dtype of ``x``."""
-        bias = None if self.bias is None else self.bias.to(x.dtype)
         if self.finish is None:
-            return linear(x, self.weight.to(x.dtype), bias)
-        y = self.finish(linear(x, self.weight.to(x.dtype)))
-        return y if bias is None else y + bias
+            return cast_linear(x, self.weight, self.bias, casts=self.casts)
+        y = self.finish(cast_linear(x, self.weight, casts=self.casts))
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class RMSNorm(nn.Module):

@@ -4,17 +4,19 @@ Source: DeepSeek-V3 (arXiv:2412.19437, section 2.2). Where the paper leaves it o
 weights decide: a module takes the hidden states after the final norm, the embedding comes first in
 what it projects, and its own norm comes before the shared output matrix.
 
-Shape symbols: B sequences, S positions, P of them that a module predicts from, D model width,
-V vocabulary.
+A module sees all positions of a sequence. The last ones have nothing far enough ahead of them: they
+read the last token again and predict nothing, and attention is causal, so they matter to no other.
+They do take part in the balancing of experts.
+
+Shape symbols: B sequences, S positions, D model width, v vocabulary, or a rank's part of it, T
+tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hp_context import Documents, Mask
 from hp_train.config import ModelConfig
 from hp_train.model.attention import Limits
 from hp_train.model.block import Block, Microbatch
@@ -48,11 +50,11 @@ class PredictionModule(nn.Module):
         microbatch: Microbatch,
         documents: Limits = None,
     ) -> Tensor:
-        """Return the hidden states that the output matrix takes, [B, P, D].
+        """Return the hidden states that the output matrix takes, [B, S, D].
 
         Args:
-            hidden: Of the module before, or of the model after its final norm, [B, P, D].
-            embedded: Embeddings of the tokens that come `depth` later, [B, P, D].
+            hidden: Of the module before, or of the model after its final norm, [B, S, D].
+            embedded: Embeddings of the tokens that come `depth` later, [B, S, D].
             rotation: Of the positions.
             microbatch: What travels with the call.
             documents: What limits attention.
@@ -67,65 +69,42 @@ class PredictionModule(nn.Module):
 def prediction_loss(
     modules: nn.ModuleList,
     hidden: Tensor,
-    embedded: Tensor,
+    embedded: Sequence[Tensor],
     *,
-    weight: float,
     rotation: Rotation,
     microbatch: Microbatch,
     logits_of: Callable[[Tensor], Tensor],
+    cross_entropy: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Return this microbatch's share of the weighted mean loss of all modules, a scalar.
+    """Return this microbatch's share of the mean loss of all modules, a scalar.
 
-    The last tokens of a sequence have nothing far enough ahead of them, and a module of depth k
-    sees S - k positions. A prediction that would look across a target that is not to be learned,
-    which is where a document ends, does not count.
+    A prediction that would look across a target that is not to be learned, which is where a
+    document ends, does not count.
 
     Args:
         modules: The modules, first depth first.
         hidden: Of the model after its final norm, [B, S, D].
-        embedded: Embeddings of the tokens, [B, S, D].
-        weight: Of the mean over modules.
-        rotation: Of the S positions.
-        microbatch: With targets.
-        logits_of: The output matrix, [B, P, D] to [B, P, V].
+        embedded: For each module the embeddings of the tokens `depth` later, [B, S, D].
+        rotation: Of the positions that attention sees.
+        microbatch: Says what is to be predicted.
+        logits_of: The output matrix, from [B, S, D].
+        cross_entropy: From logits [T, v] and targets [T], to the sum over tokens.
     """
-    assert microbatch.targets is not None
-    targets, length = microbatch.targets, hidden.shape[1]
-    learned = targets >= 0
+    ahead = microbatch.ahead
+    assert ahead is not None
     total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-    for depth, module in enumerate(modules, start=1):
-        span = length - depth
+    for module, later, targets, count in zip(
+        modules, embedded, ahead.targets, ahead.num_targets, strict=True
+    ):
         hidden = module(
-            hidden[:, :span],
-            embedded[:, depth:],
-            rotation=rotation.first(span),
+            hidden,
+            later,
+            rotation=rotation,
             microbatch=microbatch,
-            documents=_shortened(microbatch.documents, depth),
+            documents=microbatch.documents,
         )
-        learned = learned[:, :span] & (targets[:, depth:] >= 0)
-        aims = targets[:, depth:].masked_fill(~learned, -1)
         rows = logits_of(hidden).flatten(0, 1).to(total.dtype)
-        loss = F.cross_entropy(rows, aims.flatten(), ignore_index=-1, reduction="sum")
-        loss = loss * (weight / (len(modules) * microbatch.num_sequences * span))
+        loss = cross_entropy(rows, targets.flatten()) / (len(modules) * max(1, count))
         microbatch.prediction_losses.append(loss.detach())
         total = total + loss
     return total
-
-
-def _shortened(documents: Limits, num_missing: int) -> Limits:
-    """What limits attention to sequences whose last positions are not there."""
-    return documents and tuple(_cut_short(mask, num_missing) for mask in documents)
-
-
-def _cut_short(mask: Mask, num_missing: int) -> Mask:
-    """Documents without the last positions; other masks do not know the length."""
-    if not isinstance(mask, Documents):
-        return mask
-    lengths = list(mask.lengths)
-    while num_missing:
-        taken = min(lengths[-1], num_missing)
-        lengths[-1] -= taken
-        num_missing -= taken
-        if not lengths[-1]:
-            lengths.pop()
-    return Documents(tuple(lengths))

@@ -7,7 +7,7 @@ Shape symbols: B sequences, S positions, N heads, H rotated width of a head.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,14 +33,30 @@ class Rotation(NamedTuple):
         """Rotate heads [B, S, N, H], in fp32 or wider."""
         wide = torch.promote_types(x.dtype, torch.float32)
         cos, sin = (t[None, :, None].to(wide) for t in (self.cos, self.sin))
+        if self.neighbours and not torch.compiler.is_compiling():
+            # One pass over memory; a compiler makes one anyway, but not of complex numbers.
+            turned: Tensor = _Turn.apply(x.to(wide), torch.complex(cos, sin))
+            return turned.to(x.dtype)
         dim = -1 if self.neighbours else -2
         one, other = x.to(wide).unflatten(-1, (-1, 2) if self.neighbours else (2, -1)).unbind(dim)
         rotated = (one * cos - other * sin, other * cos + one * sin)
         return torch.stack(rotated, dim=dim).flatten(-2).to(x.dtype)
 
-    def first(self, num_positions: int) -> "Rotation":
-        """The rotation of the first positions alone."""
-        return self._replace(cos=self.cos[:num_positions], sin=self.sin[:num_positions])
+
+class _Turn(torch.autograd.Function):
+    """Pairs of neighbours [B, S, N, H] times complex [1, S, 1, H / 2]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, turn: Tensor) -> Tensor:
+        ctx.save_for_backward(turn)
+        pairs = torch.view_as_complex(x.contiguous().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * turn).flatten(-2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        (turn,) = ctx.saved_tensors
+        x: Tensor = _Turn.apply(grads[0], turn.conj().resolve_conj())
+        return x, None
 
 
 def rotation(config: ModelConfig, positions: Tensor) -> Rotation:

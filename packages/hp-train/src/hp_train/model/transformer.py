@@ -1,26 +1,36 @@
 """A decoder-only transformer, dense or with experts, cut into pipeline stages.
 
 A stage holds a run of layers; the first also holds the embedding, the last the final norm, the
-output matrix and the modules of multi-token prediction. Parameters keep the names they have in the
+output matrix, which may be a copy of the embedding, and the modules of multi-token prediction.
+Parameters keep the names they have in the
 whole model (``layers.5.attention.wq`` is that on every stage of every layout), so that names
 identify them in initialisation, gradient norm and checkpoints.
 
-Shape symbols: B sequences, S positions, D model width, V vocabulary.
+Shape symbols: B sequences, S positions, D model width, V vocabulary, M modules of multi-token
+prediction.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hp_platform import linear
 from hp_train.config import ModelConfig
 from hp_train.model.block import Block, Microbatch, add_loss
-from hp_train.model.layers import Linear, RMSNorm, dropout
+from hp_train.model.layers import Linear, RMSNorm, WeightCasts, cast_linear, dropout
 from hp_train.model.prediction import PredictionModule, prediction_loss
 from hp_train.model.rotary import Rotation, rotation
 
 
 class TransformerStage(nn.Module):
     """One pipeline stage of the model.
+
+    Attributes:
+        before_output: What hidden states go through before the output matrix: where that is cut
+            over ranks, the gathering of their positions.
+        cross_entropy: From logits and targets of tokens to the sum of their losses.
+        casts: Where weights are found once they were cast; see :meth:`share_casts`.
 
     Args:
         config: The whole model.
@@ -44,13 +54,30 @@ class TransformerStage(nn.Module):
         super().__init__()
         self.config = config
         self.compute_dtype = compute_dtype
-        self.embedding = nn.Embedding(vocab_size, config.dim) if first else None
+        self.is_first = first
+        has_table = first or (last and config.tie_embeddings)
+        self.embedding = nn.Embedding(vocab_size, config.dim) if has_table else None
         self.layers = nn.ModuleDict({str(i): Block(config, i, f"layers.{i}") for i in layers})
         self.norm = RMSNorm(config.dim, eps=config.norm_eps) if last else None
-        tied = config.tie_embeddings and first
-        self.output = Linear(config.dim, vocab_size) if last and not tied else None
+        has_output = last and not config.tie_embeddings
+        self.output = Linear(config.dim, vocab_size) if has_output else None
         depths = range(1, config.num_mtp_modules + 1) if last else range(0)
         self.mtp = nn.ModuleList(PredictionModule(config, depth) for depth in depths)
+        self.casts: WeightCasts | None = None
+        self.before_output: Callable[[Tensor], Tensor] | None = None
+        self.cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+
+    def share_casts(self) -> None:
+        """Cast weights once for many calls; from now on :meth:`forget_casts` is to be called."""
+        self.casts = WeightCasts()
+        for part in self.modules():
+            if isinstance(part, Linear):
+                part.casts = self.casts
+
+    def forget_casts(self) -> None:
+        """Cast weights anew at their next use: they have changed, or memory is wanted."""
+        if self.casts is not None:
+            self.casts.clear()
 
     def forward(self, x: Tensor, *, microbatch: Microbatch) -> Tensor:
         """Run the stage.
@@ -61,46 +88,64 @@ class TransformerStage(nn.Module):
 
         Returns:
             Logits [B, S, V] on the last stage. Activations [B, S, D] on others; with multi-token
-            prediction [B, S, 2D], beside them the embeddings, which it needs at the end.
+            prediction [B, S, (1 + M) D], beside them the embeddings of later tokens, which it
+            needs at the end.
         """
-        embedded: Tensor | None = None
-        if self.embedding is not None:
-            embedded = self.embedding(x).to(self.compute_dtype)
-            x = dropout(embedded, self.config.dropout, microbatch.key, "embedding")
-        elif self.config.num_mtp_modules:
-            x, embedded = x.chunk(2, dim=-1)
-        turn = rotation(self.config, _positions(x, microbatch))
+        config, ahead = self.config, microbatch.ahead
+        later: Sequence[Tensor] = ()
+        if self.is_first:
+            assert self.embedding is not None
+            tokens = x if ahead is None else torch.cat((x, *ahead.tokens))
+            x, *later = self.embedding(tokens).to(self.compute_dtype).split(len(x))
+            x = dropout(x, config.dropout, microbatch.key, "embedding")
+        elif config.num_mtp_modules:
+            x, *later = x.split(config.dim, dim=-1)
+            x = x.contiguous()  # strides like those that later blocks see: graphs serve all
+        turn = rotation(config, _positions(x, microbatch))
         for block in self.layers.values():
             x = block(x, rotation=turn, microbatch=microbatch, documents=microbatch.documents)
         if self.norm is not None:
-            return self._logits(self._look_ahead(self.norm(x), embedded, turn, microbatch))
-        if self.config.num_mtp_modules and embedded is not None:
-            return torch.cat((x, embedded), dim=-1)
-        return x
+            hidden = self.norm(x)
+            if ahead is not None:
+                hidden = self._predict_ahead(hidden, later, turn, microbatch)
+            return self._logits(hidden)
+        if ahead is None:
+            return F.pad(x, (0, config.stage_width - config.dim))
+        return torch.cat((x, *later), dim=-1)
 
-    def _look_ahead(
-        self, hidden: Tensor, embedded: Tensor | None, turn: Rotation, microbatch: Microbatch
+    def _predict_ahead(
+        self, hidden: Tensor, later: Sequence[Tensor], turn: Rotation, microbatch: Microbatch
     ) -> Tensor:
-        """Let the losses of multi-token prediction, if there are any, hang on the hidden states."""
-        if len(self.mtp) == 0 or microbatch.targets is None or embedded is None:
-            return hidden
+        """Let the loss of multi-token prediction hang on the hidden states."""
         loss = prediction_loss(
             self.mtp,
             hidden,
-            embedded,
-            weight=self.config.mtp_weight,
+            later,
             rotation=turn,
             microbatch=microbatch,
             logits_of=self._logits,
+            cross_entropy=self.cross_entropy,
         )
-        return add_loss(hidden, loss)
+        return add_loss(hidden, loss * self.config.mtp_weight)
 
     def _logits(self, x: Tensor) -> Tensor:
+        if self.before_output is not None:
+            x = self.before_output(x)
         if self.output is not None:
             logits: Tensor = self.output(x)
             return logits
         assert self.embedding is not None
-        return linear(x, self.embedding.weight.to(x.dtype))
+        return cast_linear(x, self.embedding.weight, casts=self.casts)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum of the cross-entropy of all tokens whose target is not negative, a scalar.
+
+    Args:
+        logits: [T, V], fp32 or wider.
+        targets: int64 [T].
+    """
+    return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
 
 
 def _positions(x: Tensor, microbatch: Microbatch) -> Tensor:

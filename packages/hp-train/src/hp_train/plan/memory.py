@@ -27,7 +27,8 @@ class Memory:
         gradients: Of the same dtype and cut.
         optimizer: Both moments and the count of steps.
         activations: At their peak.
-        buffers: Gathered parameters, gradients laid side by side to be summed, messages.
+        buffers: Gathered parameters, those cast to be computed with, gradients laid side by side
+            to be summed, messages.
     """
 
     parameters: int
@@ -84,9 +85,13 @@ def static_memory(
         layout: Cuts them.
     """
     weights = [weight for stage in stages for weight in stage.weights]
-    elements = sum(local_elements(weight, layout) for weight in weights)
-    parameters = elements * parameter_bytes(config)
-    return parameters, parameters, 2 * parameters + _STEP_BYTES * len(weights)
+    # A tied table of two stages is updated once; FSDP gives each stage a copy.
+    once = list({weight.name: weight for weight in weights}.values())
+    held, updated = (
+        sum(local_elements(weight, layout) for weight in some) * parameter_bytes(config)
+        for some in (weights if layout.fsdp > 1 else once, once)
+    )
+    return held, held, 2 * updated + _STEP_BYTES * len(once)
 
 
 def buffer_bytes(
@@ -123,7 +128,8 @@ def buffer_bytes(
         default=0,
     )
     messages = 4 * message_bytes(config, layout) if config.mesh.pp > 1 else 0
-    return (gathered + flat) * per_element + messages + _recomputed(config, layout)
+    casts = sum(s.cast_bytes(size=BYTES[config.train.dtype], tp=layout.tp) for s in stages)
+    return (gathered + flat) * per_element + round(casts) + messages + _recomputed(config, layout)
 
 
 def _recomputed(config: Config, layout: StageLayout) -> int:

@@ -69,14 +69,23 @@ class Work:
 
         Args:
             tokens: Of the microbatch that attention sees on the rank.
-            size: Bytes of an element of activations. Where that is less than 4, every microbatch
-                keeps its own copy of the dense weights in that dtype as well.
+            size: Bytes of an element of activations.
             tp: Ranks that share them.
         """
-        dense = sum(weight.size for weight in self.weights if not weight.is_expert)
-        copies = dense / tp if size < WIDE_BYTES else 0
         each = (self.kept * size + self.wide * max(size, WIDE_BYTES)) / tp
-        return (each + (self.gathered * size if tp > 1 else 0)) * tokens + copies * size
+        return (each + (self.gathered * size if tp > 1 else 0)) * tokens
+
+    def cast_bytes(self, *, size: int, tp: int = 1) -> float:
+        """Bytes of the dense matrices in the dtype of activations, which all microbatches share.
+
+        Args:
+            size: Bytes of an element of activations.
+            tp: Ranks that share the matrices.
+        """
+        if size >= WIDE_BYTES:
+            return 0.0
+        matrices = (w for w in self.weights if not w.is_expert and len(w.shape) == 2)
+        return sum(weight.size for weight in matrices) / tp * size
 
     def __add__(self, other: "Work") -> "Work":
         sums = {
@@ -234,7 +243,10 @@ def prediction(config: Config, depth: int, vocab_size: int) -> Work:
 def stage(config: Config, vocab_size: int, *, layers: range, first: bool, last: bool) -> Work:
     """A pipeline stage; names of parameters are those of the whole model."""
     model = config.model
-    parts = [embedding(model, vocab_size).under("embedding.")] if first else []
+    table = embedding(model, vocab_size).under("embedding.")
+    parts = [table] if first else []
+    if last and not first and model.tie_embeddings:
+        parts.append(Work(table.weights))
     parts += [layer(config, index).under(f"layers.{index}.") for index in layers]
     parts += [head(model, vocab_size)] if last else []
     for depth in range(1, model.num_mtp_modules + 1) if last else ():

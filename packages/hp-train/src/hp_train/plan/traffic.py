@@ -116,6 +116,13 @@ def gradient_transfers(
 ) -> list[Transfer]:
     """Sums over replicas at the end of a step: each rank sends 2 (n - 1) / n of what it holds."""
     transfers = []
+    tables = [w for stage in stages for w in stage.weights if w.name == "embedding.weight"]
+    if config.model.tie_embeddings and config.mesh.pp > 1 and len(tables) == 1:
+        # The other stage that has it is at the other end of the world.
+        size = float(local_elements(tables[0], layout) * parameter_bytes(config))
+        bandwidth, latency = machine.link([0, config.world_size - 1])
+        far = bandwidth != machine.bandwidth or latency != machine.latency
+        transfers.append(Transfer("gradients", size, size / bandwidth + 2 * latency, far))
     kinds: tuple[tuple[bool, Axis, int], ...] = (
         (False, "dp_replicate", layout.dp_replicate),
         (True, "expert_replicate", layout.expert_replicate),

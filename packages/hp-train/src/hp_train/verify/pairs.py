@@ -16,7 +16,7 @@ EXACT = ("pipeline.schedule", "pipeline.overlap", "train.recompute")
 That is where no layer comes to ranks of another number by it, see `sizes_by_layer`.
 """
 
-_LAYOUT = ("mesh.*", "pipeline.*", "train.microbatch_size")
+_LAYOUT = ("mesh.*", "pipeline.*", "train.microbatch_size", "train.compile")
 _WITHOUT_EFFECT = (
     "launch.*",
     "run.output_dir",
@@ -60,8 +60,9 @@ def checked_config(config: Config, *, dtype: str) -> Config:
 
 
 def one_process(config: Config) -> Config:
-    """The same training in one process."""
-    return replace(config, mesh=MeshConfig(), pipeline=PipelineConfig(schedule="1f1b"))
+    """The same training in one process, not compiled."""
+    pipeline, train = PipelineConfig(schedule="1f1b"), replace(config.train, compile="none")
+    return replace(config, mesh=MeshConfig(), pipeline=pipeline, train=train)
 
 
 def differing_keys(config: Config, other: Config) -> list[str]:

@@ -15,8 +15,9 @@ from hp_platform.testing import CHOICES, SCORES, Part, Recorder
 from hp_train.config import Config
 from hp_train.launch.task import Worker
 from hp_train.model import Microbatch
+from hp_train.model.block import Block
 from hp_train.parameters import Parameter
-from hp_train.train import start
+from hp_train.train import Losses, start
 from hp_train.verify.job import Build, Job
 
 ENTRY = "hp_train.verify.rank:main"
@@ -86,9 +87,10 @@ class TrainerJob(Job):
         """See :class:`Job`."""
         self._record = record
 
-        def before_update(loss: float, balance_loss: float, grad_norm: float) -> None:
-            record.add_scalar("loss", loss)
-            record.add_scalar("balance loss", balance_loss)
+        def before_update(losses: Losses, grad_norm: float) -> None:
+            record.add_scalar("loss", losses.tokens)
+            record.add_scalar("balance loss", losses.balance)
+            record.add_scalar("prediction loss", losses.prediction)
             # Backward comes from the end of the model.
             record.add("gradient", self._parts("gradient", reverse=True))
             record.add_scalar("norm", grad_norm)
@@ -131,9 +133,9 @@ class TrainerJob(Job):
             return hook
 
         for stage in self.trainer.pipeline.modules.values():
-            for block in stage.layers.values():
-                block.register_forward_pre_hook(enter, with_kwargs=True)
             for name, module in stage.named_modules():
+                if isinstance(module, Block):
+                    module.register_forward_pre_hook(enter, with_kwargs=True)
                 if isinstance(module, MoE):
                     module.register_forward_hook(leave(name))
 

@@ -1,0 +1,39 @@
+"""The parts of blocks that `torch.compile` runs.
+
+Note [What is compiled]. Attention and feed-forward of a block, each with its norm, are a region of
+their own. What is around them stays as it is: dropout and balancing loss read what travels with the
+call, which changes in every step, and a region that runs again in backward is wrapped from outside.
+Inside a region graphs are cut where something is not to be compiled: at attention proper, whose
+masks, exchanges and kernels are hp-context's; between the choice of experts and the sum of their
+outputs, which is hp-expert's; and where tensor-parallel ranks gather and scatter positions. What
+the graphs see keeps its shape, however many tokens an expert gets and wherever documents end; only
+whether there are documents at all makes two versions of those around attention.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from hp_train.model.block import Block
+
+Compiler = Literal["none", "inductor", "aot_eager"]
+"""What compiles; torch's names of backends."""
+
+
+def compile_blocks(module: nn.Module, compiler: Compiler | Callable[..., Any]) -> None:
+    """Let a compiler run attention and feed-forward of every block.
+
+    Each kind of block is compiled once, not each block: they share graphs where they are equal.
+
+    Args:
+        module: Cut and sharded already; changed in place.
+        compiler: Also a backend of one's own, as `torch.compile` takes it.
+    """
+    if compiler == "none":
+        return
+    for block in module.modules():
+        if isinstance(block, Block):
+            block.attend = torch.compile(block.attend, backend=compiler)
+            block.feed = torch.compile(block.feed, backend=compiler)

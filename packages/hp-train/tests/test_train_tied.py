@@ -1,0 +1,91 @@
+"""One embedding at both ends of the model, wherever the ends are."""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from hp_platform import RankInfo, initialize, shutdown
+from hp_platform.testing import run_distributed
+from hp_train.layout import Layout
+from hp_train.mesh import build_mesh
+from hp_train.options import resolve
+from hp_train.parallelize import Pipeline, build_pipeline
+
+_TABLE = "embedding.weight"
+_TIMEOUT = timedelta(seconds=30)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "sharded": {"mesh.dp_shard": 2, "pipeline.schedule": "1f1b"},
+    "apart": {"mesh.pp": 2, "pipeline.schedule": "1f1b"},
+    "there and back": {"mesh.pp": 2, "pipeline.schedule": "zbv", "pipeline.stages_per_rank": 2},
+    "sharded by stage": {"mesh.dp_shard": 2, "pipeline.stages_per_rank": 2},
+}
+
+
+def _names(pipeline: Pipeline) -> list[str]:
+    """Where this rank's stages have the tensor that the optimizer updates."""
+    table = next((p for p in pipeline.parameters if p.name == _TABLE), None)
+    return [
+        f"{index}: {name}"
+        for index, stage in pipeline.modules.items()
+        for name, parameter in stage.named_parameters(remove_duplicate=False)
+        if table is not None and parameter is table.tensor
+    ]
+
+
+def _build(address: str) -> dict[str, dict[str, Any]]:
+    info = RankInfo.from_env()
+    assert info is not None
+    runtime = initialize(info, device_type="cpu", init_method=address)
+    found: dict[str, dict[str, Any]] = {}
+    for name, keys in LAYOUTS.items():
+        given = {"mesh.pp": 1, "mesh.dp_replicate": 1, "mesh.ep": 1, "pipeline.stages_per_rank": 1}
+        given |= {"model.tie_embeddings": True, "model.num_experts": 0} | keys
+        config = resolve("quickstart", given.items(), env={}).config
+        mesh = build_mesh(Layout.of(config.mesh), runtime, timeout=_TIMEOUT)
+        pipeline = build_pipeline(config, mesh, runtime, vocab_size=33, timeout=_TIMEOUT)
+        tables = [p for p in pipeline.parameters if p.name == _TABLE]
+        for table in tables:
+            table.local.add_(1.0)
+            table.update_twins()
+        held = [s.embedding.weight for s in pipeline.modules.values() if s.embedding is not None]
+        parts = [(w.to_local() if isinstance(w, DTensor) else w).detach().clone() for w in held]
+        found[name] = {
+            "places": _names(pipeline),
+            "tables": len(tables),
+            "twins": sum(len(table.twins) for table in tables),
+            "peers": [0 if t.peers is None else t.peers.size() for t in tables],
+            "sharded": [isinstance(weight, DTensor) for weight in held],
+            "parts": parts,
+            "outputs": [s.output for s in pipeline.modules.values() if s.output is not None],
+        }
+    shutdown()
+    return found
+
+
+def test_both_ends_have_one_table(tmp_path: Path) -> None:
+    ranks = run_distributed(_build, f"file://{tmp_path}/meeting", world_size=2, timeout=120)
+    first, second = ranks
+    assert all(rank[name]["outputs"] == [] for rank in ranks for name in LAYOUTS)
+    # One stage: one parameter in one place, which FSDP shards once.
+    for rank in ranks:
+        one = rank["sharded"]
+        assert one["places"] == [f"0: {_TABLE}"]
+        assert (one["twins"], one["peers"], one["sharded"]) == (0, [0], [True])
+    # Two ranks: a copy each, equal, and a group of the two.
+    for rank, place in zip(ranks, (0, 1), strict=True):
+        assert rank["apart"]["places"] == [f"{place}: {_TABLE}"]
+        assert rank["apart"]["peers"] == [2]
+    assert torch.equal(first["apart"]["parts"][0], second["apart"]["parts"][0])
+    # There and back: the very same parameter, and nobody to sum with.
+    assert first["there and back"]["places"] == [f"0: {_TABLE}", f"3: {_TABLE}"]
+    assert first["there and back"]["peers"] == [0]
+    assert second["there and back"]["tables"] == 0
+    # Two FSDP units of one rank: one is updated, the other follows.
+    for rank in ranks:
+        both = rank["sharded by stage"]
+        assert (both["tables"], both["twins"], both["peers"]) == (1, 1, [0])
+        assert both["sharded"] == [True, True]
+        assert torch.equal(*both["parts"])
