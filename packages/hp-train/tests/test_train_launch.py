@@ -124,9 +124,10 @@ def test_a_process_that_does_not_end_after_its_work_does_not_keep_the_run(
 def test_a_hang_is_named_with_the_place_and_the_stack(
     fault: str, how: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(tmp_path, fault, "trains", ("launch.hang_seconds", 2.0)) == 5
+    # Longer than a busy machine takes to connect two ranks.
+    assert run(tmp_path, fault, "trains", ("launch.hang_seconds", 5.0)) == 5
     err = capfd.readouterr().err
-    assert f"error: rank 1 {how} at step 2 (reduce): no progress of any rank for 2 s\n" in err
+    assert f"error: rank 1 {how} at step 2 (reduce): no progress of any rank for 5 s\n" in err
     assert ("in _fault" in err) == (fault == "sleeps")
 
 
@@ -149,8 +150,7 @@ def test_restarts_end_where_no_checkpoint_comes_between_them(
 ) -> None:
     """Three checkpoints come in all; the fault comes back every time."""
     (tmp_path / "faults").write_text("SIGKILL " * 9)
-    keys = (("launch.max_restarts", 1), ("train.save_every", 1))
-    assert run(tmp_path, "crashing", "trains_in_attempts", *keys) == 7
+    assert run(tmp_path, "saving", "trains_in_attempts", ("launch.max_restarts", 1)) == 7
     again = [line for line in capfd.readouterr().err.splitlines() if "again" in line]
     assert again == [f"starting again from step-0000000{n} (1 of 1)" for n in (1, 2, 3)]
 

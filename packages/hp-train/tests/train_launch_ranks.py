@@ -53,7 +53,7 @@ def trains_in_attempts(config: Config, *, worker: Worker) -> int:
     for step in range(5):
         faults = (worker.run_dir.parent / "faults").read_text().split()
         _fault(faults[attempt], step, worker)
-        if step == 2 and config.train.save_every and attempt < 3:
+        if step == 2 and config.run.name == "saving" and attempt < 3:
             name = f"step-{attempt + 1:08d}"
             (worker.run_dir / "checkpoints" / name).mkdir(parents=True, exist_ok=True)
         worker.board.beat(step=step, phase="forward")

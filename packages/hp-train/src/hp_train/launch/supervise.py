@@ -118,7 +118,10 @@ class Watch:
             message = f"rank {absent[0]} did not start within {idle:.0f} s"
             return Verdict(absent[0], State.ABSENT, False, HangError.exit_code, message)
         running = [slot for slot in slots if slot.state is State.RUNNING]
-        if not running or idle <= self.hang_seconds:
+        patience = self.hang_seconds
+        if any(slot.sequence == 0 for slot in running):  # it is there, but still imports
+            patience = max(self.start_seconds, patience)
+        if not running or idle <= patience:
             return None
         return _stuck(most_suspect(running), f"no progress of any rank for {idle:.0f} s")
 
