@@ -14,9 +14,13 @@ import pytest
 from integration_tests.layouts import write_corpus
 from integration_tests.reliability.kills import TINY
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("HP_LOST_NODE") != "1", reason="takes minutes; nox -s reliability runs it"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        os.environ.get("HP_LOST_NODE") != "1", reason="takes minutes; nox -s reliability runs it"
+    ),
+    # The agents of torch 2.13 wait a minute for each other's `role_info`, then end with 1.
+    pytest.mark.xfail(strict=True, reason="torch's agents do not find each other again"),
+]
 _WAIT_SECONDS = 240.0
 
 
