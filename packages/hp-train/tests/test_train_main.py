@@ -23,7 +23,8 @@ from hp_train.launch.board import Board
 from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
 from hp_train.parameters import Parameter
-from hp_train.train import Trainer, require_same_data
+from hp_train.startup import connect, require_same_data
+from hp_train.train import Trainer
 
 CONFIG = msgspec.convert(
     {
@@ -44,7 +45,7 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
 
 
 def test_control_traffic_may_take_as_long_as_a_step(worker: Worker) -> None:
-    runtime = train._connect(CONFIG, worker)
+    runtime = connect(CONFIG, worker)
     options: Any = runtime.control._get_backend(torch.device("cpu")).options
     assert runtime.timeout == timedelta(seconds=7)
     assert options._timeout == timedelta(seconds=77)
@@ -59,7 +60,7 @@ def test_an_error_is_not_held_up_by_an_orderly_end(
     def wait_for_ever() -> None:
         raise AssertionError("NCCL would wait here for kernels whose peers never come")
 
-    monkeypatch.setattr(train, "_prepare_data", fail)
+    monkeypatch.setattr(train, "prepare_data", fail)
     monkeypatch.setattr(train, "shutdown", wait_for_ever)
     with pytest.raises(MemoryError):
         train.main(CONFIG, worker=worker)
@@ -78,7 +79,8 @@ class _Behind:
 
 def test_no_rank_is_busy_for_longer_than_its_pipeline_runs() -> None:
     trainer: Any = SimpleNamespace(
-        _microbatches=lambda *_, **__: ([], [], []),
+        batches=SimpleNamespace(cut=lambda *_, **__: ([], [], [])),
+        step=0,
         _beat=lambda *_, **__: None,
         runner=SimpleNamespace(run_microbatches=lambda *_: _Behind(), loss_scale=1.0),
         data=SimpleNamespace(num_targets=len),
@@ -94,7 +96,7 @@ def test_no_rank_is_busy_for_longer_than_its_pipeline_runs() -> None:
 
 
 def test_squares_of_gradients_are_written_once_and_in_their_places(worker: Worker) -> None:
-    runtime = train._connect(CONFIG, worker)
+    runtime = connect(CONFIG, worker)
     whole, experts = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))
     whole.grad = torch.tensor([1.0, 2.0, 2.0])
     experts.grad = torch.tensor([[3.0, 4.0], [0.0, 1.0]])

@@ -8,7 +8,6 @@ act on it at the same step. No rank ever decides alone.
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hp_context import Documents
 from hp_expert import take_loads, update_correction_biases
-from hp_platform import Runtime, agree, initialize, new_group, shutdown
+from hp_platform import Runtime, new_group, shutdown
 from hp_schedule import MetaStep, Timeline
 from hp_train.banner import banner
+from hp_train.batches import Batches
 from hp_train.config import Config, to_dict
-from hp_train.data import Dataset, Tokenizer, load_tokenizer, prepare
+from hp_train.data import Dataset, Tokenizer
 from hp_train.errors import PREEMPTED, DataError, NumericsError
 from hp_train.finiteness import Skips, describe_not_finite
 from hp_train.generate import continue_text
@@ -34,10 +33,11 @@ from hp_train.launch.task import Worker
 from hp_train.layout import Layout
 from hp_train.mesh import build_mesh
 from hp_train.metrics import Console, MetricsWriter, StepMetrics, peak_memory_bytes
-from hp_train.model import DropoutKey, Microbatch, look_ahead
+from hp_train.model import Microbatch
 from hp_train.optimizer import build_optimizer, learning_rate
 from hp_train.parallelize import build_pipeline
 from hp_train.report import planned_and_actual, write_report
+from hp_train.startup import connect, prepare_data, require_same_data, vocab_size_of
 from hp_train.state import (
     checkpoint_buffers,
     checkpoint_tensors,
@@ -72,87 +72,9 @@ def start(config: Config, worker: Worker) -> "Trainer":
         config: Validated; the same on every rank.
         worker: This process.
     """
-    worker.board.beat(step=0, phase="connect", waiting=True)
-    runtime = _connect(config, worker)
-    tokenizer = _prepare_data(config, worker, runtime)
+    runtime = connect(config, worker)
+    tokenizer = prepare_data(config, worker, runtime)
     return Trainer(config, worker, runtime, tokenizer)
-
-
-def _connect(config: Config, worker: Worker) -> Runtime:
-    """Initialise the world; what comes after waits for as long as a step may."""
-    launch = config.launch
-    runtime = initialize(
-        worker.info,
-        device_type=launch.device,
-        timeout=timedelta(seconds=launch.init_timeout_seconds),
-    )
-    control = new_group(
-        [range(runtime.info.world_size)],
-        name="control",
-        backend="gloo",
-        timeout=timedelta(seconds=launch.step_timeout_seconds),
-    )
-    assert control is not None, "every rank is in the control group"
-    return replace(runtime, control=control)
-
-
-def _prepare_data(config: Config, worker: Worker, runtime: Runtime) -> Tokenizer:
-    """Tokenise once per node; every rank learns of a failure before anything is built on it."""
-    prepares = worker.info.local_rank == 0
-
-    def beat() -> None:
-        worker.board.beat(step=0, phase="prepare data", waiting=not prepares)
-
-    beat()
-    error: Exception | None = None
-    tokenizer: Tokenizer | None = None
-    try:
-        tokenizer = load_tokenizer(config.data.tokenizer)
-        if prepares:
-            prepare(
-                worker.run_dir / "data",
-                paths=config.data.paths,
-                tokenizer=tokenizer,
-                eval_fraction=config.data.eval_fraction,
-                on_document=beat,
-            )
-    except Exception as failure:  # noqa: BLE001 - every rank must hear of it
-        error = failure
-    agree(error, group=runtime.control, where="prepare data")
-    assert tokenizer is not None
-    return tokenizer
-
-
-def _vocab_size(config: Config, tokenizer: Tokenizer) -> int:
-    """Rows of the embedding.
-
-    Raises:
-        DataError: When the tokenizer has more tokens.
-    """
-    rows = config.model.vocab_size or tokenizer.vocab_size
-    if rows < tokenizer.vocab_size:
-        raise DataError(
-            f"model.vocab_size ({rows}) must be at least the tokens of the tokenizer "
-            f"({tokenizer.vocab_size})"
-        )
-    return rows
-
-
-def require_same_data(digests: tuple[str, ...], *, control: dist.ProcessGroup) -> None:
-    """Compare what the ranks read: nodes without shared storage each tokenise their own copy.
-
-    Args:
-        digests: Of this rank's splits.
-        control: Group over all ranks for objects.
-
-    Raises:
-        DataError: On every rank, when two of them differ.
-    """
-    everyone: list[tuple[str, ...]] = [()] * control.size()
-    dist.all_gather_object(everyone, digests, group=control)
-    other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
-    if other is not None:
-        raise DataError(f"ranks 0 and {other} must read the same text, but their tokens differ")
 
 
 class Losses(NamedTuple):
@@ -199,7 +121,7 @@ class Trainer:
             config,
             self.mesh,
             runtime,
-            vocab_size=_vocab_size(config, tokenizer),
+            vocab_size=vocab_size_of(config, tokenizer),
             timeout=timeout,
             on_step=self._on_pipeline_step,
         )
@@ -208,6 +130,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.parameters, config.train)
         materialize_optimizer(self.optimizer)
         self.norm = GradientNorm(self.parameters, self.mesh, control=runtime.control)
+        self.batches = Batches(config, self.mesh, self.pipeline.sequence, device=self.device)
         self.data = self._open("train", seed=config.run.seed)
         self.held_out = self._open("eval", seed=None)
         require_same_data((self.data.digest, self.held_out.digest), control=runtime.control)
@@ -386,7 +309,7 @@ class Trainer:
             This rank's share of the losses, and the share of the pipeline's wall time that this
             rank spent computing.
         """
-        args, kwargs, targets = self._microbatches(self.data, self.next_sequence, train=True)
+        args, kwargs, targets = self.batches.cut(self.data, self.next_sequence, step=self.step)
         batch = range(self.next_sequence, self.next_sequence + self.config.train.global_batch_size)
         # Known before forward, and the same in every layout.
         self.runner.loss_scale = 1.0 / max(1, self.data.num_targets(batch))
@@ -415,7 +338,7 @@ class Trainer:
         num_batches = min(self.config.train.eval_batches, available)
         loss, num_targets = 0.0, self.held_out.num_targets(range(num_batches * size))
         for batch in range(num_batches):
-            args, kwargs, targets = self._microbatches(self.held_out, batch * size, train=False)
+            args, kwargs, targets = self.batches.cut(self.held_out, batch * size)
             losses = self.runner.evaluate_microbatches(args, kwargs, targets).losses
             self.pipeline.forget_casts()
             self._beat("evaluate", waiting=True)
@@ -524,48 +447,9 @@ class Trainer:
         if self.is_main:
             write_report(self.worker.run_dir, timelines)
 
-    def _microbatches(
-        self, data: Dataset, first: int, *, train: bool
-    ) -> tuple[list[tuple[Tensor]], list[dict[str, Any]], list[Tensor]]:
-        """This rank's share of the global batch that starts at sequence ``first``."""
-        size, count = self.config.train.microbatch_size, self.runner.schedule.num_microbatches
-        batch = range(first, first + self.config.train.global_batch_size)
-        depths = range(1, self.config.model.num_mtp_modules + 1) if train else range(0)
-        num_ahead = tuple(data.num_targets(batch, ahead=depth) for depth in depths)
-        first += self.mesh.dp_index * size * count
-        sequence = self.pipeline.sequence
-        args, kwargs, targets = [], [], []
-        for start in range(first, first + size * count, size):
-            indices = range(start, start + size)
-            tokens, target, lengths = data.batch(indices)
-            limits = tuple(map(Documents, lengths)) if any(len(n) > 1 for n in lengths) else None
-            ahead = look_ahead(tokens, target, num_ahead).map(sequence.shard) if depths else None
-            tokens, target = sequence.shard(tokens), sequence.shard(target)
-            key = None
-            if train:
-                sequence_index = self._on_device(torch.tensor(indices))
-                key = DropoutKey(self.config.run.seed, self.step, sequence_index, sequence.between)
-            args.append((self._on_device(tokens),))
-            targets.append(self._on_device(target))
-            microbatch = Microbatch(
-                self.config.train.global_batch_size,
-                key,
-                positions=sequence.attended,
-                documents=limits,
-                ahead=ahead and ahead.map(self._on_device),
-            )
-            kwargs.append({"microbatch": microbatch})
-        return args, kwargs, targets
-
     def _once(self, losses: Sequence[Tensor]) -> float:
         """This rank's part of a sum over all ranks of what tensor-parallel ranks all have."""
         return float(sum(losses)) if self.mesh.index("tp") == 0 else 0.0
-
-    def _on_device(self, x: Tensor) -> Tensor:
-        """Copy from the CPU without waiting for what the device still computes."""
-        if self.device.type == "cuda":
-            x = x.pin_memory()
-        return x.to(self.device, non_blocking=True)
 
     def _loss(self, logits: Tensor, target: Tensor) -> Tensor:
         """Sum of the cross-entropy of this rank's targets; tensor-parallel ranks have the same."""
