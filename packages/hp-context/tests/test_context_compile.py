@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from hp_context import (
     AsyncContextParallel,
@@ -59,19 +60,6 @@ class Block(nn.Module):
             q, k, v = self.launch(q), self.launch(k), self.launch(v)
         y: Tensor = self.out(self.core(q, k, v).flatten(-2))
         return x + y.tanh()
-
-
-class Counting:
-    """A backend that runs autograd ahead of time and counts the graphs it is given."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-        self.backend: Any = torch._dynamo.lookup_backend("aot_eager")
-
-    def __call__(self, graph: torch.fx.GraphModule, example: list[Tensor]) -> Callable[..., Any]:
-        self.graphs += 1
-        compiled: Callable[..., Any] = self.backend(graph, example)
-        return compiled
 
 
 def step(model: Callable[..., Tensor], block: nn.Module, length: int) -> list[Tensor]:
@@ -133,7 +121,8 @@ def compiled_ranks(ways: list[Way]) -> list[tuple[int, float, int]]:
     assert group is not None
     results = []
     for way in ways:
-        block, counting, overlapped = Block(Causal(), sinks=way.sinks), Counting(), 0
+        block, overlapped = Block(Causal(), sinks=way.sinks), 0
+        counting = CompileCounterWithBackend("aot_eager")
         if way.overlap:
             parallel = AsyncContextParallel(way.degree, overlap=True, layout=HeadTail())
             parallel.apply(block.core, group)
@@ -143,7 +132,7 @@ def compiled_ranks(ways: list[Way]) -> list[tuple[int, float, int]]:
         else:
             ContextParallel(way.degree, layout=HeadTail()).apply(block.core, group)
             error = run_all(block, counting)
-        results.append((counting.graphs, error, overlapped))
+        results.append((counting.frame_count, error, overlapped))
     return results
 
 
@@ -163,14 +152,14 @@ def test_graphs_are_cut_around_attention_only(ways: list[Way], ranks: int) -> No
 def test_attention_alone_cuts_a_graph_only_where_torch_s_does_not_do(
     mask: Mask, graphs: int, *, sinks: bool
 ) -> None:
-    counting = Counting()
+    counting = CompileCounterWithBackend("aot_eager")
     assert run_all(Block(mask, sinks=sinks), counting) <= 1e-5
-    assert counting.graphs == graphs * len(WARM_UP)
+    assert counting.frame_count == graphs * len(WARM_UP)
 
 
 def test_documents_of_each_call_recompile_nothing() -> None:
     torch.compiler.reset()
-    block, counting = Block(Causal()), Counting()
+    block, counting = Block(Causal()), CompileCounterWithBackend("aot_eager")
 
     def attend(q: Tensor, mask: Mask) -> Tensor:
         out: Tensor = block.core(q.sin(), q, q, mask)
@@ -186,7 +175,7 @@ def test_documents_of_each_call_recompile_nothing() -> None:
         for lengths in later:
             mask = Causal() & Documents(lengths)
             assert torch.equal(compiled(q, mask), attend(q, mask))
-    assert counting.graphs == 2
+    assert counting.frame_count == 2
 
 
 @pytest.mark.skipif(os.environ.get("HP_INDUCTOR") != "1", reason="half a minute: nox -s kernels")

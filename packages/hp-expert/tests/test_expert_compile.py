@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 from hp_expert import ExpertParallel, GroupedExperts, MoE, TopKRouter
 from hp_platform.testing import compare, run_distributed
@@ -69,18 +70,6 @@ class Tokens(nn.Module):
         return x + y
 
 
-class Counting:
-    """A backend that compiles nothing and counts the graphs it is given."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, example: list[Tensor]) -> Callable[..., Any]:
-        del example
-        self.graphs += 1
-        return graph.forward
-
-
 def step(model: Callable[..., Tensor], block: nn.Module, x: Tensor) -> dict[str, Tensor]:
     """Forward and backward: output and all gradients by name."""
     block.zero_grad()
@@ -134,18 +123,18 @@ def test_graphs_are_what_precedes_the_layer_its_router_and_what_follows(
     *, shared: bool, graphs: int
 ) -> None:
     """And the shared expert. The layer ends a graph in the frame of its caller as in its own."""
-    counting = Counting()
+    counting = CompileCounter()
     outcome = run_all(make(shared=shared), counting)
-    assert counting.graphs == graphs * len(WARM_UP)
+    assert counting.frame_count == graphs * len(WARM_UP)
     assert outcome == Outcome(0.0, loads_equal=True)
 
 
 @pytest.mark.parametrize(("shared", "graphs"), [(False, 2), (True, 3)])
 def test_with_nested_graph_breaks_each_region_costs_one_cut(*, shared: bool, graphs: int) -> None:
-    counting = Counting()
+    counting = CompileCounter()
     with torch._dynamo.config.patch(nested_graph_breaks=True):
         outcome = run_all(make(shared=shared), counting)
-    assert counting.graphs == graphs * len(WARM_UP)
+    assert counting.frame_count == graphs * len(WARM_UP)
     assert outcome == Outcome(0.0, loads_equal=True)
 
 
@@ -181,13 +170,13 @@ def test_a_router_compiles_as_one_graph() -> None:
 def test_experts_alone_cut_the_graph_once() -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
-    model, counting = Tokens(), Counting()
+    model, counting = Tokens(), CompileCounter()
     compiled = torch.compile(model, backend=counting)
     for num_rows in (9, 17, 33):
         x = torch.randn(num_rows, DIM)
         counts = torch.tensor([num_rows - 5, 0, 2, 3])
         assert torch.equal(compiled(x, counts), model(x, counts))
-    assert counting.graphs == 2 * len(WARM_UP)
+    assert counting.frame_count == 2 * len(WARM_UP)
 
 
 def compiled_rank() -> tuple[int, Outcome]:
@@ -196,9 +185,9 @@ def compiled_rank() -> tuple[int, Outcome]:
     group = dist.group.WORLD
     assert group is not None
     ExpertParallel().apply(block, group)
-    counting = Counting()
+    counting = CompileCounter()
     return_value = run_all(block, counting, rank=dist.get_rank())
-    return counting.graphs, return_value
+    return counting.frame_count, return_value
 
 
 def test_ranks_cut_the_graph_once_as_well() -> None:

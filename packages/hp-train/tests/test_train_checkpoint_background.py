@@ -33,15 +33,6 @@ def world() -> ProcessGroup:
 
 
 @pytest.fixture
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessGroup]:
-    """A world of one rank: this process."""
-    store = f"file://{tmp_path_factory.mktemp('store')}/store"
-    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    yield world()
-    dist.destroy_process_group()
-
-
-@pytest.fixture
 def in_memory(tmp_path: Path) -> Iterator[Path]:
     """A directory that no disk slows down, where there is one."""
     memory = Path("/dev/shm")

@@ -3,7 +3,6 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,15 +24,6 @@ def world() -> ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
-
-
-@pytest.fixture
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessGroup]:
-    """A world of one rank: this process."""
-    store = f"file://{tmp_path_factory.mktemp('store')}/store"
-    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    yield world()
-    dist.destroy_process_group()
 
 
 def names_in(path: Path) -> list[str]:

@@ -34,15 +34,6 @@ def world() -> ProcessGroup:
     return group
 
 
-@pytest.fixture
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessGroup]:
-    """A world of one rank: this process."""
-    store = f"file://{tmp_path_factory.mktemp('store')}/store"
-    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    yield world()
-    dist.destroy_process_group()
-
-
 def state(step: int, size: int = 2000) -> dict[str, Tensor]:
     return {f"t{i}": torch.full((size,), float(100 * step + i)) for i in range(3)}
 

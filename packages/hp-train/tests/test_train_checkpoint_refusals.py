@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from hp_platform.testing import run_distributed
 from hp_train.checkpoint import load_latest, save_checkpoint
 from hp_train.errors import CheckpointError
-
-
-@pytest.fixture
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessGroup]:
-    """A world of one rank: this process."""
-    store = f"file://{tmp_path_factory.mktemp('store')}/store"
-    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    yield world()
-    dist.destroy_process_group()
 
 
 def world() -> ProcessGroup:

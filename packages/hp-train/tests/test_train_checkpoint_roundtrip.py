@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +28,6 @@ ODD_TENSORS = {
     "nan payload": torch.tensor([0x7FC12345, 0x7F800001], dtype=torch.int32).view(torch.float32),
     "negative zero": torch.tensor([-0.0, 5e-324], dtype=torch.float64),
 }
-
-
-@pytest.fixture
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessGroup]:
-    """A world of one rank: this process."""
-    store = f"file://{tmp_path_factory.mktemp('store')}/store"
-    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    world = dist.group.WORLD
-    assert world is not None
-    yield world
-    dist.destroy_process_group()
 
 
 def names_in(path: Path) -> list[str]:

@@ -2,15 +2,14 @@
 
 import os
 import shutil
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from msgspec.structs import replace
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from hp_context import Documents
 from hp_platform.testing import compare
@@ -34,19 +33,6 @@ VOCABULARY, LENGTH, WARM_UP, STEPS = 32, 24, 2, 6
 # Of attention the norm and the projections, with and without documents, and what follows it. Of
 # experts the norm, the router, and the shared expert. A dense layer is one graph.
 ATTENTION, EXPERTS, SHARED, DENSE = 5, 2, 1, 1
-
-
-class Counting:
-    """A backend that runs autograd ahead of time and counts the graphs it is given."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-        self.backend: Any = torch._dynamo.lookup_backend("aot_eager")
-
-    def __call__(self, graph: torch.fx.GraphModule, example: list[Tensor]) -> Callable[..., Any]:
-        self.graphs += 1
-        compiled: Callable[..., Any] = self.backend(graph, example)
-        return compiled
 
 
 def _model(preset: str) -> ModelConfig:
@@ -104,7 +90,7 @@ def test_blocks_share_graphs_that_serve_every_step(
     torch.compiler.reset()
     model = _model(preset)
     plain, compiled = (_stage(model, dtype, recompute) for _ in range(2))
-    counting = Counting()
+    counting = CompileCounterWithBackend("aot_eager")
     compile_blocks(compiled, counting)
     for number in range(STEPS):
         expected = _step(plain, number)
@@ -114,7 +100,7 @@ def test_blocks_share_graphs_that_serve_every_step(
             actual = _step(compiled, number)
         comparison = compare(actual, expected, bound=bound)
         assert comparison.ok, comparison
-    assert counting.graphs == graphs
+    assert counting.frame_count == graphs
 
 
 @pytest.mark.skipif(os.environ.get("HP_INDUCTOR") != "1", reason="minutes: nox -s kernels")
