@@ -131,9 +131,12 @@ def run(case: Case, command: list[str], metrics: Path) -> Run:
     start_seconds, peak = 0.0, 0.0
     # Where it is set, every process would compile torch's sources again.
     env = os.environ | {"PYTHONDONTWRITEBYTECODE": "", "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(  # noqa: S603  # our own
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(  # noqa: S603  # our own
+            command, env=env, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
+    ):
         assert process.stdout is not None
         for line in process.stdout:
             found = re.match(r'(?:step +|\{"step": )(\d+)', line)
@@ -146,8 +149,9 @@ def run(case: Case, command: list[str], metrics: Path) -> Run:
                 marks[step] = cpu_seconds(process.pid)
             if line.startswith("{"):
                 peak = json.loads(line)["peak_memory_mib"]
-    if process.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}")
+        if process.wait():
+            errors.seek(0)
+            raise RuntimeError(f"{' '.join(command)}: {process.returncode}\n{errors.read()}")
     if metrics.exists():
         last = json.loads(metrics.read_text().splitlines()[-1])
         peak = last["peak_memory_bytes"] / 2**20
