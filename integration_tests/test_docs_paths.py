@@ -1,4 +1,4 @@
-"""Every file that a README or a page of the documentation names is there."""
+"""Every file and session that a README or a page of the documentation names is there."""
 
 from __future__ import annotations
 
@@ -34,6 +34,14 @@ def missing(page: Path, text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_file_that_is_named_exists(page: Path) -> None:
     assert not missing(page, page.read_text())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_session_that_is_named_exists(page: Path) -> None:
+    sessions = re.findall(r"^def (\w+)\(session", (ROOT / "noxfile.py").read_text(), re.MULTILINE)
+    named = set(re.findall(r"nox (?:-R )?-s ([a-z]\w*)", page.read_text()))
+    assert len(sessions) > 8
+    assert named <= {*sessions, "tests"}
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda page: page.parent.name)
