@@ -3,7 +3,8 @@
 Note [Gloo by pairs]. Gloo gathers in a ring, so that what a rank has travels through all others,
 and its reduce-scatter sums all of the input on every rank. Between processes of a CPU, where each
 copy is CPU time, a message from each rank to each other one moves the same shards in two thirds of
-the time, and a reduce-scatter as an exchange with a sum behind it takes less than half.
+the time, and a reduce-scatter as an exchange with a sum behind it takes less than half. Where all
+ranks are processes of one machine, both go through memory that they share (`shared_memory.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_platform import _internals
+from hp_platform.shared_memory import Channel, Exchange
 
 
 def set_fsdp_frees_parameters(module: object, frees: bool) -> None:
@@ -45,24 +48,43 @@ def _keep() -> None:
 def set_fsdp_exchanges(module: Any, *, group: ProcessGroup) -> None:
     """Let a sharded module gather and reduce over Gloo in less time; see Note [Gloo by pairs].
 
-    Sums are in rank order. Without effect on other backends.
+    Sums are in rank order. Without effect on other backends. All ranks of the group call this
+    together.
 
     Args:
         module: One that `fully_shard` was applied to over one mesh axis; not those inside it.
         group: Of that axis.
     """
-    if _internals.backend_name(group, torch.device("cpu")) != "gloo":
+    cpu = torch.device("cpu")
+    if group.size() == 1 or _internals.backend_name(group, cpu) != "gloo":
         return
-    module.set_custom_all_gather(_GatherByPairs())
-    module.set_custom_reduce_scatter(_ReduceByExchange())
+    if group not in _channels:
+        timeout = _internals.group_timeout(group, cpu) or _TIMEOUT
+        _channels[group] = (
+            Channel.connect(group, num_slots=2, timeout=timeout),
+            Channel.connect(group, num_slots=1, timeout=timeout),
+        )
+    gathers, reductions = _channels[group]
+    module.set_custom_all_gather(_Gather(gathers))
+    module.set_custom_reduce_scatter(_ReduceScatter(reductions))
+
+
+# Of each group what gathers go through and what reductions do, which may run in two threads.
+_channels: WeakKeyDictionary[ProcessGroup, tuple[Channel | None, Channel | None]] = (
+    WeakKeyDictionary()
+)
+_TIMEOUT = timedelta(minutes=30)
 
 
 class _Exchange:
+    def __init__(self, channel: Channel | None) -> None:
+        self._channel = channel
+
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _GatherByPairs(_Exchange):
+class _Gather(_Exchange):
     def __call__(
         self,
         output_tensor: Tensor,
@@ -79,9 +101,21 @@ class _GatherByPairs(_Exchange):
         parts = output_tensor.view(num_ranks, -1)
         if parts[rank].data_ptr() != input_tensor.data_ptr():
             parts[rank].copy_(input_tensor.view(-1))
-        others = [(rank + distance) % num_ranks for distance in range(1, num_ranks)]
-        works = [group.recv([parts[other]], other, 0) for other in reversed(others)]
-        works += [group.send([parts[rank]], other, 0) for other in others]
+        works: list[dist.Work | Exchange]
+        if self._channel is not None:
+            parts = parts.view(torch.uint8)
+            mine = parts[rank]
+            works = [
+                self._channel.post(
+                    len(mine),
+                    fill=lambda memory: memory.copy_(mine),
+                    read=lambda other, memory: parts[other].copy_(memory),
+                )
+            ]
+        else:
+            others = [(rank + distance) % num_ranks for distance in range(1, num_ranks)]
+            works = [group.recv([parts[other]], other, 0) for other in reversed(others)]
+            works += [group.send([parts[rank]], other, 0) for other in others]
         work = _AllOf(works, output_tensor)
         if async_op:
             return work
@@ -89,7 +123,7 @@ class _GatherByPairs(_Exchange):
         return None
 
 
-class _ReduceByExchange(_Exchange):
+class _ReduceScatter(_Exchange):
     def __call__(
         self,
         output_tensor: Tensor,
@@ -103,21 +137,50 @@ class _ReduceByExchange(_Exchange):
                 output_tensor, input_tensor, op, group, async_op
             )
             return usual
-        parts = torch.empty_like(input_tensor)
-        dist.all_to_all_single(parts, input_tensor, group=group)
-        torch.sum(parts.view(group.size(), -1), 0, out=output_tensor)
+        num_ranks, rank = group.size(), group.rank()
+        if self._channel is None:
+            exchanged = torch.empty_like(input_tensor)
+            dist.all_to_all_single(exchanged, input_tensor, group=group)
+            parts = [*exchanged.view(num_ranks, -1)]
+            _sum(parts, output_tensor)
+            return None
+        whole = input_tensor.view(num_ranks, -1)
+        parts = [whole[rank]] * num_ranks
+        last = num_ranks - 1 if rank != num_ranks - 1 else num_ranks - 2
+
+        def fill(memory: Tensor) -> None:
+            target = memory.view(whole.dtype).view(whole.shape)
+            for others in (slice(rank), slice(rank + 1, None)):
+                target[others].copy_(whole[others])
+
+        def read(other: int, memory: Tensor) -> None:
+            parts[other] = memory.view(whole.dtype).view(num_ranks, -1)[rank]
+            if other == last:
+                _sum(parts, output_tensor)
+
+        self._channel.post(whole.nbytes, fill=fill, read=read).wait()
         return None
 
 
 class _AllOf(dist.Work):
     """Several operations as one, with what they write."""
 
-    def __init__(self, works: Sequence[dist.Work], output: Tensor) -> None:
+    def __init__(self, works: Sequence[dist.Work | Exchange], output: Tensor) -> None:
         super().__init__()
         self._works, self._output = works, output
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         for work in self._works:
-            work.wait(timeout)
+            if isinstance(work, Exchange):
+                work.wait()
+            else:
+                work.wait(timeout)
         self._works = ()
         return True
+
+
+def _sum(parts: Sequence[Tensor], output: Tensor) -> None:
+    """In the order of the parts, so that it does not depend on how they came here."""
+    torch.add(parts[0], parts[1], out=output)
+    for part in parts[2:]:
+        output += part

@@ -1,0 +1,168 @@
+"""Exchanges over shared memory: more of them than slots, lost ranks, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from hp_platform import set_fsdp_exchanges
+from hp_platform.shared_memory import Channel, Exchange
+from hp_platform.testing import run_distributed
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs memfd_create")
+
+
+def connect(num_slots: int = 2, *, seconds: float = 30.0) -> Channel | None:
+    group = dist.group.WORLD
+    assert group is not None
+    return Channel.connect(group, num_slots=num_slots, timeout=timedelta(seconds=seconds))
+
+
+def post(channel: Channel, number: int, size: int, got: dict[tuple[int, int], list[int]]) -> Any:
+    def fill(memory: Tensor) -> None:
+        memory.fill_(16 * number + dist.get_rank())
+
+    def read(other: int, memory: Tensor) -> None:
+        got[number, other] = [len(memory), *memory.unique().tolist()]
+
+    return channel.post(size, fill=fill, read=read)
+
+
+def many_under_way() -> bool:
+    """Seven exchanges of growing and shrinking sizes through two slots, waited for in disorder."""
+    channel = connect()
+    assert channel is not None
+    got: dict[tuple[int, int], list[int]] = {}
+    sizes = [10, 5000, 3, 70_000, 70_001, 1, 200_000]
+    exchanges: list[Exchange] = []
+    for number, size in enumerate(sizes):
+        if number % 2 == dist.get_rank() % 2:
+            time.sleep(0.01)
+        exchanges.append(post(channel, number, size, got))
+        if number == 3:
+            exchanges[2].wait()
+    for exchange in reversed(exchanges):
+        exchange.wait()
+    others = [other for other in range(dist.get_world_size()) if other != dist.get_rank()]
+    wanted = {
+        (number, other): [size, 16 * number + other]
+        for number, size in enumerate(sizes)
+        for other in others
+    }
+    return got == wanted
+
+
+def test_more_exchanges_than_slots_bring_everybodys_bytes() -> None:
+    assert run_distributed(many_under_way, world_size=3) == [True] * 3
+
+
+def without_one_rank(how: str) -> tuple[str, float]:
+    channel = connect(seconds=0.5 if how == "late" else 30.0)
+    assert channel is not None
+    got: dict[tuple[int, int], list[int]] = {}
+    post(channel, 0, 4, got).wait()
+    message, began = "", time.monotonic()
+    if dist.get_rank() == 1 and how == "ended":
+        del channel
+    elif dist.get_rank() != 1:
+        with pytest.raises(RuntimeError) as caught:
+            post(channel, 1, 4, got).wait()
+        message = str(caught.value)
+    seconds = time.monotonic() - began
+    dist.barrier()
+    return message, seconds
+
+
+@pytest.mark.parametrize(
+    ("how", "why"), [("ended", "it has ended"), ("late", "it did not come within 0:00:00.5")]
+)
+def test_a_rank_that_does_not_come_is_named(how: str, why: str) -> None:
+    found = run_distributed(without_one_rank, how, world_size=3)
+    for rank in (0, 2):
+        message, seconds = found[rank]
+        assert message.startswith("an exchange with rank 1 failed: ")
+        assert why in message
+        assert seconds < 10
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def connect_and_drop() -> tuple[int, int]:
+    connect()  # what Python opens at first use
+    before = descriptors()
+    channel = connect()
+    assert channel is not None
+    post(channel, 0, 100, {}).wait()
+    assert descriptors() > before
+    del channel
+    return before, descriptors()
+
+
+def test_nothing_stays_open() -> None:
+    shared = set(os.listdir("/dev/shm"))  # noqa: PTH208 - names are enough
+    for before, after in run_distributed(connect_and_drop, world_size=2):
+        assert after == before
+    assert set(os.listdir("/dev/shm")) <= shared  # noqa: PTH208
+
+
+def no_memory(name: str, flags: int) -> int:
+    raise OSError(f"{name} cannot be had with {flags}")
+
+
+def steps_of_fsdp() -> list[list[float]]:
+    """Gradients with FSDP's own exchanges, in shared memory, and where one rank has none."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    found = []
+    for how in ("usual", "shared", "apart"):
+        torch.manual_seed(0)
+        group = dist.new_group() if how == "apart" else mesh.get_group()
+        assert isinstance(group, dist.ProcessGroup)
+        layers = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4))).double()
+        modules: list[Any] = [fully_shard(layer, mesh=mesh) for layer in (*layers, layers)]
+        for module in modules:
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+        with pytest.MonkeyPatch.context() as patch:
+            if how == "apart" and dist.get_rank() == 1:
+                patch.setattr(os, "memfd_create", no_memory)
+            for module in modules if how != "usual" else ():
+                set_fsdp_exchanges(module, group=group)
+        x = torch.arange(10.0, dtype=torch.float64).view(2, 5) + dist.get_rank()
+        for ahead in (False, True):
+            for module in modules if ahead else ():
+                module.unshard(async_op=True)  # more at once than there are slots
+            torch.autograd.backward(layers(x).square().sum())
+        gradients = [parameter.grad.full_tensor() for parameter in layers.parameters()]  # type: ignore[union-attr]
+        found.append(torch.cat([gradient.flatten() for gradient in gradients]).tolist())
+    return found
+
+
+def test_fsdp_has_the_same_gradients_with_and_without_shared_memory() -> None:
+    for usual, shared, apart in run_distributed(steps_of_fsdp, world_size=3):
+        torch.testing.assert_close(shared, usual, rtol=1e-13, atol=0.0)
+        assert apart == shared  # sums are in rank order either way
+        assert len(set(shared)) > 60
+
+
+def one_cannot() -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(os, "memfd_create", no_memory)
+        return connect() is None
+
+
+def test_all_do_without_where_one_rank_has_to() -> None:
+    assert run_distributed(one_cannot, world_size=3) == [True] * 3
