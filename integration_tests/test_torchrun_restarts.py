@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined] # exported, but untyped
 
 from hp_train.checkpoint.directory import complete_checkpoints
 from integration_tests.layouts import write_corpus
@@ -151,30 +152,50 @@ def test_ranks_are_started_again_after_one_is_lost_or_hangs(
 
 
 @TAKES_MINUTES
+def test_two_nodes_start_again_after_one_loses_its_rank(agents: Agents) -> None:
+    port = free_port()
+    nodes = [start_node(agents, port, number, is_host=number == 1) for number in (1, 2)]
+    agents.wait_for_checkpoint()
+    (rank,) = agents.ranks(nodes[1])
+    os.kill(rank, signal.SIGKILL)
+    seconds = agents.seconds_to_next_step(1)
+    sys.stdout.write(f"{seconds:.1f} s from the loss of a rank to the next step\n")
+    assert seconds < BOUND_SECONDS
+    assert [node.wait(WAIT_SECONDS) for node in nodes] == [0, 0], agents.output()
+    assert rows(agents.run) == rows(agents.folder / "quiet")
+
+
+@TAKES_MINUTES
 @pytest.mark.parametrize(
-    ("hosts", "loses", "comes", "rank_too"),
+    ("stays", "loses", "comes", "signum", "whom"),
     [
-        pytest.param("127.0.0.1", "127.0.0.2", "127.0.0.3", True, id="second-by-second"),
-        pytest.param("127.0.0.2", "127.0.0.1", "127.0.0.3", True, id="first-by-second"),
-        pytest.param("127.0.0.3", "127.0.0.1", "127.0.0.2", True, id="first-by-first"),
-        pytest.param("127.0.0.1", "127.0.0.2", "127.0.0.3", False, id="its-agent-alone"),
+        pytest.param(1, 2, 3, signal.SIGKILL, "node", id="second-by-second"),
+        pytest.param(2, 1, 3, signal.SIGKILL, "node", id="first-by-second"),
+        pytest.param(3, 1, 2, signal.SIGKILL, "node, the store elsewhere", id="first-by-first"),
+        pytest.param(1, 2, 3, signal.SIGKILL, "agent", id="its-agent-alone"),
+        # No connection is closed, as when a machine loses its power or its network.
+        pytest.param(1, 2, 3, signal.SIGSTOP, "node", id="frozen"),
     ],
 )
 def test_a_lost_node_is_replaced_and_the_run_ends_as_a_quiet_one(
     agents: Agents,
     monkeypatch: pytest.MonkeyPatch,
     *,
-    hosts: str,
-    loses: str,
-    comes: str,
-    rank_too: bool,
+    stays: int,
+    loses: int,
+    comes: int,
+    signum: signal.Signals,
+    whom: str,
 ) -> None:
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    store: Store | None = None
     port = free_port()
-    kept = start_node(agents, port, hosts, is_host=True)
+    if whom == "node, the store elsewhere":
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    kept = start_node(agents, port, stays, is_host=store is None)
     lost = start_node(agents, port, loses)
     agents.wait_for_checkpoint()
-    lose(agents, lost, rank_too=rank_too)
+    lose(agents, lost, signum, rank_too=whom != "agent")
     new = start_node(agents, port, comes)
     seconds = agents.seconds_to_next_step(1)
     sys.stdout.write(f"{seconds:.1f} s from the loss of a node to the next step\n")
@@ -189,37 +210,42 @@ def test_without_the_host_of_the_meeting_point_the_job_ends_and_resumes_when_sta
     agents: Agents,
 ) -> None:
     port = free_port()
-    host = start_node(agents, port, "127.0.0.1", is_host=True)
-    other = start_node(agents, port, "127.0.0.2")
+    host = start_node(agents, port, 1, is_host=True)
+    other = start_node(agents, port, 2)
     agents.wait_for_checkpoint()
-    lose(agents, host, rank_too=True)
+    lose(agents, host, signal.SIGKILL, rank_too=True)
     began = time.monotonic()
     assert other.wait(BOUND_SECONDS) != 0
     sys.stdout.write(f"ended {time.monotonic() - began:.1f} s after the host was lost\n")
     assert "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in agents.output()
     port = free_port()
-    again = [start_node(agents, port, "127.0.0.1", is_host=True)]
-    again.append(start_node(agents, port, "127.0.0.2"))
+    again = [start_node(agents, port, 1, is_host=True)]
+    again.append(start_node(agents, port, 2))
     assert [agent.wait(WAIT_SECONDS) for agent in again] == [0, 0], agents.output()
     assert "resumed from" in agents.output()
     assert rows(agents.run) == rows(agents.folder / "quiet")
 
 
 def start_node(
-    agents: Agents, port: int, address: str, *, is_host: bool = False
+    agents: Agents, port: int, number: int, *, is_host: bool = False
 ) -> subprocess.Popen[bytes]:
     meeting = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}")
-    where = (f"--rdzv-conf=is_host={int(is_host)}", f"--local-addr={address}")
+    where = (f"--rdzv-conf=is_host={int(is_host)}", f"--local-addr=127.0.0.{number}")
     return agents.start("--nnodes=2", "--nproc-per-node=1", *meeting, *where)
 
 
-def lose(agents: Agents, agent: subprocess.Popen[bytes], *, rank_too: bool) -> None:
+def lose(
+    agents: Agents,
+    agent: subprocess.Popen[bytes],
+    signum: signal.Signals,
+    *,
+    rank_too: bool,
+) -> None:
     ranks = agents.ranks(agent)
-    agent.kill()
+    agent.send_signal(signum)
     if rank_too:
         for pid in ranks:
-            os.kill(pid, signal.SIGKILL)
-    agent.wait()
+            os.kill(pid, signum)
 
 
 def free_port() -> int:
