@@ -78,7 +78,7 @@ def _step(stage: TransformerStage, number: int) -> dict[str, Tensor]:
     ("preset", "graphs", "dtype", "recompute", "bound"),
     [
         ("debug-llama3", ATTENTION + DENSE, torch.float32, "none", 1e-5),
-        ("debug-gpt-oss", ATTENTION + EXPERTS, torch.float32, "attention", 1e-5),
+        ("debug-gpt-oss", ATTENTION + EXPERTS, torch.float64, "attention", 1e-12),
         ("debug-deepseek-v3", ATTENTION + DENSE + EXPERTS + SHARED, torch.float64, "none", 1e-12),
         # The router's decision is a cut where it is kept for another run.
         ("debug-deepseek-v3", ATTENTION + DENSE + 5 + SHARED, torch.float64, "full", 1e-12),

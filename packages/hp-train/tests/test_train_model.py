@@ -2,13 +2,14 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from hp_train.config import ModelConfig, TrainConfig
 from hp_train.initialization import initialize_parameters
 from hp_train.model import DropoutKey, Microbatch, TransformerStage, add_loss
 from hp_train.model.block import Block
-from hp_train.model.layers import RMSNorm, dropout
+from hp_train.model.layers import RMSNorm, _RMSNormAgain, _RMSNormOnCPU, dropout
 from hp_train.model.recompute import Recompute
 from hp_train.optimizer import learning_rate
 from hp_train.parameters import named_parameters
@@ -67,6 +68,27 @@ def test_rms_norm_gives_unit_mean_square() -> None:
     nn.init.ones_(norm.weight)
     y = norm(torch.randn(3, 64) * 7)
     assert torch.allclose(y.square().mean(-1), torch.ones(3), atol=1e-5)
+
+
+@pytest.mark.parametrize("function", [_RMSNormOnCPU, _RMSNormAgain])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)]
+)
+def test_rms_norm_has_the_gradients_of_torchs(
+    function: type[torch.autograd.Function], dtype: torch.dtype, bound: float
+) -> None:
+    wide = torch.promote_types(dtype, torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(2, 5, 3, 64, generator=generator).to(dtype) for _ in range(2))
+    weight = torch.randn(64, generator=generator).to(wide).requires_grad_()
+    x.requires_grad_()
+    found = []
+    for run in (function.apply, lambda x, w, eps: F.rms_norm(x.to(wide), (64,), w, eps).to(dtype)):
+        y = run(x, weight, 1e-5)
+        found.append((y.detach(), *torch.autograd.grad(y, (x, weight), grad)))
+    for actual, expected in zip(*found, strict=True):
+        assert actual.dtype == expected.dtype
+        assert float((actual - expected).abs().max() / expected.abs().max()) <= bound
 
 
 def test_dropout_is_a_function_of_seed_step_place_and_sequence() -> None:

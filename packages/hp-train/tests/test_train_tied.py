@@ -11,6 +11,7 @@ from hp_platform import RankInfo, initialize, shutdown
 from hp_platform.testing import run_distributed
 from hp_train.layout import Layout
 from hp_train.mesh import build_mesh
+from hp_train.model.layers import Linear
 from hp_train.options import resolve
 from hp_train.parallelize import Pipeline, build_pipeline
 
@@ -35,6 +36,11 @@ def _names(pipeline: Pipeline) -> list[str]:
     ]
 
 
+def linears(pipeline: Pipeline) -> list[Linear]:
+    stages = pipeline.modules.values()
+    return [part for stage in stages for part in stage.modules() if isinstance(part, Linear)]
+
+
 def _build(address: str) -> dict[str, dict[str, Any]]:
     info = RankInfo.from_env()
     assert info is not None
@@ -45,6 +51,11 @@ def _build(address: str) -> dict[str, dict[str, Any]]:
         given |= {"model.tie_embeddings": True, "model.num_experts": 0} | keys
         config = resolve("quickstart", given.items(), env={}).config
         mesh = build_mesh(Layout.of(config.mesh), runtime, timeout=_TIMEOUT)
+        # Only axes of one rank share a group: nothing is ever sent there.
+        alone = {id(group) for group in mesh.groups.values() if group.size() == 1}
+        others = [id(group) for group in mesh.groups.values() if group.size() > 1]
+        assert len(alone) == 1
+        assert len({*others, *alone}) == len(others) + 1
         pipeline = build_pipeline(config, mesh, runtime, vocab_size=33, timeout=_TIMEOUT)
         tables = [p for p in pipeline.parameters if p.name == _TABLE]
         for table in tables:
@@ -59,6 +70,7 @@ def _build(address: str) -> dict[str, dict[str, Any]]:
             "peers": [0 if t.peers is None else t.peers.size() for t in tables],
             "sharded": [isinstance(weight, DTensor) for weight in held],
             "parts": parts,
+            "split": {part.is_split for part in linears(pipeline)},
             "outputs": [s.output for s in pipeline.modules.values() if s.output is not None],
         }
     shutdown()
@@ -74,6 +86,8 @@ def test_both_ends_have_one_table(tmp_path: Path) -> None:
         one = rank["sharded"]
         assert one["places"] == [f"0: {_TABLE}"]
         assert (one["twins"], one["peers"], one["sharded"]) == (0, [0], [True])
+    # Only a schedule that puts weight gradients off pays for layers that can.
+    assert [first[name]["split"] for name in LAYOUTS] == [{False}, {False}, {True}, {False}]
     # Two ranks: a copy each, equal, and a group of the two.
     for rank, place in zip(ranks, (0, 1), strict=True):
         assert rank["apart"]["places"] == [f"{place}: {_TABLE}"]

@@ -372,6 +372,10 @@ class TrainConfig(Struct, frozen=True, kw_only=True):
     keep_every: Annotated[
         CountOrZero, _help("Checkpoints of multiples of this step are kept for good. 0: none.")
     ] = 0
+    collect_every: Annotated[
+        CountOrZero,
+        _help("Steps between runs of Python's garbage collector. 0: whenever Python likes."),
+    ] = 100
     sample_tokens: Annotated[
         CountOrZero, _help("Tokens of the continuation printed at the end. 0: none.")
     ] = 200

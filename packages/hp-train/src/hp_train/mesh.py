@@ -1,7 +1,8 @@
 """The process groups that a rank belongs to.
 
-Every axis has groups of its own even where the ranks coincide. All ranks build those of all stages
-in one order, whatever the sizes of these.
+Every axis has groups of its own even where the ranks coincide; only axes of one rank, along which
+nothing is ever sent, share one, as every group costs threads, memory and time to start. All ranks
+build those of all stages in one order, whatever the sizes of these.
 """
 
 from collections.abc import Mapping
@@ -108,7 +109,7 @@ def build_mesh(layout: Layout, runtime: Runtime, *, timeout: timedelta) -> Mesh:
     if layout.world_size != world_size:
         raise ValueError(f"layout ({layout}) must fill the world ({world_size})")
 
-    def group(name: str, ranks: list[list[int]]) -> ProcessGroup:
+    def build(name: str, ranks: list[list[int]]) -> ProcessGroup:
         mine = new_group(
             ranks,
             name=name,
@@ -119,10 +120,18 @@ def build_mesh(layout: Layout, runtime: Runtime, *, timeout: timedelta) -> Mesh:
         assert mine is not None, f"rank {rank} is in no {name} group"
         return mine
 
+    groups: dict[str, ProcessGroup] = {}
+    alone: ProcessGroup | None = None
+    for name, axes in GROUPS.items():
+        ranks = layout.ranks(*axes)
+        if max(map(len, ranks)) > 1:
+            groups[name] = build(name, ranks)
+            continue
+        alone = groups[name] = alone or build("alone", ranks)
     return Mesh(
         layout=layout,
         rank=rank,
-        groups={name: group(name, layout.ranks(*axes)) for name, axes in GROUPS.items()},
-        world=group("world", [list(range(world_size))]),
+        groups=groups,
+        world=build("world", [list(range(world_size))]),
         device_type=runtime.device.type,
     )

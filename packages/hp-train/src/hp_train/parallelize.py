@@ -38,9 +38,17 @@ from hp_train.mesh import Mesh
 from hp_train.model import TransformerStage
 from hp_train.model.block import Block
 from hp_train.model.compiled import compile_blocks
+from hp_train.model.layers import Linear
 from hp_train.overlap import overlap_experts, overlap_pairs
 from hp_train.parameters import Parameter, named_parameters
-from hp_train.schedules import KINDS, count_stages, split_layers, training_schedule
+from hp_train.schedules import (
+    KINDS,
+    count_microbatches,
+    count_stages,
+    split_layers,
+    splits_backward,
+    training_schedule,
+)
 from hp_train.sequence import SequenceShare
 from hp_train.tensor_parallel import cut_tensors
 from hp_train.tied import merge_copies, share_table, tied_group
@@ -90,9 +98,8 @@ class Pipeline:
 
     def training(self, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> PipelineScheduleRuntime:
         """What runs the configured schedule over the microbatches of one step."""
-        train = self.config.train
-        num_microbatches = train.global_batch_size // (self.mesh.layout.dp * train.microbatch_size)
-        return self.runner(num_microbatches, train.microbatch_size, loss_fn)
+        size = self.config.train.microbatch_size
+        return self.runner(count_microbatches(self.config), size, loss_fn)
 
     def runner(
         self,
@@ -177,7 +184,10 @@ def build_pipeline(
     """
     num_stages = count_stages(config)
     layers = split_layers(config.model.num_layers, num_stages)
-    schedule = training_schedule(config.pipeline, num_ranks=mesh.layout.pp, num_microbatches=1)
+    schedule = training_schedule(
+        config.pipeline, num_ranks=mesh.layout.pp, num_microbatches=count_microbatches(config)
+    )
+    is_split = splits_backward(schedule)
     edges = build_edges(
         schedule,
         mesh,
@@ -224,9 +234,11 @@ def build_pipeline(
             overlap_experts(module, overlap)
         module.to_empty(device=runtime.device)
         module.share_casts()
-        for block in module.modules():
-            if isinstance(block, Block):
-                block.recompute = config.train.recompute
+        for part in module.modules():
+            if isinstance(part, Block):
+                part.recompute = config.train.recompute
+            if isinstance(part, Linear):
+                part.is_split = is_split
         compile_blocks(module, config.train.compile)
         for buffer in module.buffers():  # correction biases
             buffer.zero_()

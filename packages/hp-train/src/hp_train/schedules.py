@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from hp_schedule import (
+    MetaStepType,
     Schedule,
     add_fsdp_reduce_grad,
     add_fsdp_unshard_reshard,
@@ -85,6 +86,12 @@ def count_stages(config: Config) -> int:
     return config.mesh.pp * pipeline.stages_per_rank + KINDS[pipeline.schedule].returns
 
 
+def count_microbatches(config: Config) -> int:
+    """Microbatches of a step on each rank."""
+    mesh, train = config.mesh, config.train
+    return train.global_batch_size // (mesh.dp_replicate * mesh.dp_shard * train.microbatch_size)
+
+
 @cache
 def placement(config: PipelineConfig, *, num_ranks: int) -> tuple[int, ...]:
     """The pipeline rank of each stage, which does not depend on the number of microbatches."""
@@ -125,3 +132,9 @@ def training_schedule(
         schedule = add_fsdp_unshard_reshard(add_fsdp_reduce_grad(schedule))
     validate(schedule).raise_if_failed()
     return schedule
+
+
+def splits_backward(schedule: Schedule) -> bool:
+    """Whether some weight gradients are computed later than the gradients of inputs."""
+    steps = (step for row in schedule.steps for step in row)
+    return any(step is not None and step.type is MetaStepType.BWD_WEIGHT for step in steps)

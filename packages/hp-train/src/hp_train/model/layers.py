@@ -1,10 +1,11 @@
 """The small layers of a decoder-only transformer.
 
-Shape symbols: B sequences, S positions, D model width.
+Shape symbols: B sequences, S positions, T tokens, D model width.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +65,8 @@ class Linear(nn.Module):
         finish: What the product goes through before the bias is added: where the matrix is cut
             over ranks, the sum over them.
         casts: Where the weight is found once it was cast; None: it is cast at every use.
+        is_split: Whether some schedule may compute the weight gradient later; what lets it costs
+            some CPU time in every call.
     """
 
     weight: Tensor  # [out_features, in_features]
@@ -75,12 +78,17 @@ class Linear(nn.Module):
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features)) if bias else None)
         self.finish: Callable[[Tensor], Tensor] | None = None
         self.casts: WeightCasts | None = None
+        self.is_split = True
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]``, in the dtype of ``x``."""
+        if not self.is_split and self.weight.dtype == x.dtype:
+            product = F.linear
+        else:
+            product = partial(cast_linear, casts=self.casts)
         if self.finish is None:
-            return cast_linear(x, self.weight, self.bias, casts=self.casts)
-        y = self.finish(cast_linear(x, self.weight, casts=self.casts))
+            return product(x, self.weight, self.bias)
+        y = self.finish(product(x, self.weight))
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -96,8 +104,60 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape and dtype of ``x``."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
+        if torch.compiler.is_compiling():
+            return _rms_norm(x, self.weight, self.eps)
+        on_cpu = x.device.type == "cpu"
+        run: Callable[..., Tensor] = _RMSNormOnCPU.apply if on_cpu else _RMSNormAgain.apply
+        return run(x, self.weight, self.eps)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps).to(x.dtype)
+
+
+class _RMSNormAgain(torch.autograd.Function):
+    """Runs again in backward: that is one kernel, and what is kept is ``x``, not a wide copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.eps = eps
+        ctx.save_for_backward(x, weight)
+        return _rms_norm(x, weight, eps)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        with torch.enable_grad():
+            y = _rms_norm(x, weight, ctx.eps)
+        grad_x, grad_weight = torch.autograd.grad(y, (x, weight), grad)
+        return grad_x, grad_weight, None
+
+
+class _RMSNormOnCPU(torch.autograd.Function):
+    """For the CPU, where torch has no kernel of its own and makes twenty passes over memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x_TD = x.reshape(-1, x.shape[-1])
+        wide_TD = x_TD.to(torch.promote_types(x.dtype, torch.float32))
+        norm_T1 = torch.linalg.vector_norm(wide_TD, dim=-1, keepdim=True)
+        scale_T1 = norm_T1.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x_TD, scale_T1, weight)
+        y: Tensor = (wide_TD * scale_T1).mul_(weight).to(x.dtype).view(x.shape)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x_TD, scale_T1, weight = ctx.saved_tensors
+        grad_TD = grad.reshape(x_TD.shape).to(scale_T1.dtype)
+        unit_TD = x_TD.to(scale_T1.dtype) * scale_T1
+        share_TD = grad_TD * unit_TD
+        mean_T1 = (share_TD @ weight.to(scale_T1.dtype)).div_(x_TD.shape[1]).unsqueeze(1)
+        grad_x_TD = torch.addcmul(grad_TD * weight, unit_TD, mean_T1, value=-1).mul_(scale_T1)
+        return grad_x_TD.to(x_TD.dtype).view(grad.shape), share_TD.sum(0).to(weight.dtype), None
 
 
 class DropoutKey(NamedTuple):

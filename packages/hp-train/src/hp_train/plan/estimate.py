@@ -34,7 +34,7 @@ from hp_train.plan.traffic import (
     pipeline_transfer,
     shard_transfer,
 )
-from hp_train.schedules import KINDS, count_stages, placement, split_layers
+from hp_train.schedules import KINDS, count_microbatches, count_stages, placement, split_layers
 
 ACTIVE_STAGES = 3
 """Stages whose parameters are gathered at once: the default of hp-schedule's pass."""
@@ -89,7 +89,7 @@ class Plan:
         train = config.train
         # That attention sees on a rank; between layers tensor-parallel ranks share them.
         self.tokens = train.microbatch_size * config.data.seq_len // config.mesh.cp
-        self.num_microbatches = train.global_batch_size // (self.layout.dp * train.microbatch_size)
+        self.num_microbatches = count_microbatches(config)
         num_stages = count_stages(config)
         self.layers = split_layers(config.model.num_layers, num_stages)
         self.stages = [

@@ -108,8 +108,8 @@ def matrix(name: str, rows: int, columns: int, *, bias: bool = False) -> Work:
 
 
 def norm(name: str, dim: int) -> Work:
-    """RMSNorm: keeps its input, that normalized, and its output, which what follows reads."""
-    return Work((Weight(f"{name}.weight", (dim,)),), kept=dim, wide=2 * dim + 1)
+    """RMSNorm: keeps its input and its output, which what follows reads."""
+    return Work((Weight(f"{name}.weight", (dim,)),), kept=2 * dim, wide=1)
 
 
 def attention(model: ModelConfig, layer: int, seq_len: int) -> Work:
@@ -127,7 +127,7 @@ def grouped_query_attention(model: ModelConfig, seen: float) -> Work:
     parts += [matrix(name, K * H, D, bias=bias) for name in ("wk", "wv")]
     for name, heads in (("q_norm", N), ("k_norm", K)) if model.qk_norm else ():
         # Of every head; its output is rotated at once, which keeps nothing.
-        parts.append(Work((Weight(f"{name}.weight", (H,)),), wide=heads * (2 * H + 1)))
+        parts.append(Work((Weight(f"{name}.weight", (H,)),), kept=heads * H, wide=heads))
     if model.attention_sinks:
         parts.append(Work((Weight("core.sinks", (N,)),)))
     core = Work(
