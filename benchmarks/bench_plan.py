@@ -5,11 +5,11 @@ share the machine, the ratio between layouts says more than any of the times.
 """
 
 import json
-import shutil
 import statistics
 import tempfile
 from pathlib import Path
 
+from hp_train.config import Config
 from hp_train.launch.launcher import run_entry
 from hp_train.options import resolve
 from hp_train.plan import estimate
@@ -39,24 +39,30 @@ PLAIN = {
 
 
 def main() -> None:
-    """Measure rates, then train every layout."""
+    """Measure rates, train every layout, and print one table."""
     config = checked_config(resolve("quickstart", PLAIN.items()).config, dtype="float32")
     machine, flags = measure(config)
-    print(f"rates: {flags}")
-    scratch = Path(tempfile.mkdtemp(prefix="bench-plan-"))
-    print(f"{'layout':<12} {'predicted':>10} {'measured':>10} {'ratio':>6}")
-    for name, keys in LAYOUTS.items():
-        layout = with_keys(config, keys)
-        run_dir = scratch / name.replace(" ", "-")
-        run_dir.mkdir()
-        if run_entry(layout, run_dir, entry="hp_train.train:main"):
-            raise SystemExit(f"{name} failed")
-        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-        measured = statistics.median(json.loads(line)["step_seconds"] for line in lines[1:])
-        predicted = estimate(layout, machine, vocab_size=256).seconds
-        row = f"{predicted * 1e3:>7.0f} ms {measured * 1e3:>7.0f} ms {predicted / measured:>6.2f}"
-        print(f"{name:<12} {row}")
-    shutil.rmtree(scratch, ignore_errors=True)
+    rows: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="bench-plan-") as scratch:
+        for name, keys in LAYOUTS.items():
+            layout = with_keys(config, keys)
+            measured = step_seconds(layout, Path(scratch, f"run{len(rows)}"))
+            predicted = estimate(layout, machine, vocab_size=256).seconds
+            times = f"{predicted * 1e3:.0f} ms | {measured * 1e3:.0f} ms"
+            rows.append(f"| {name} | {times} | {predicted / measured:.2f} |")
+    print(f"rates: {flags}\n")
+    print("| layout | predicted | measured | predicted / measured |\n|---|---|---|---|")
+    print("\n".join(rows))
+
+
+def step_seconds(layout: Config, run_dir: Path) -> float:
+    """Train; return the median seconds of a step, without the first."""
+    run_dir.mkdir()
+    if run_entry(layout, run_dir, entry="hp_train.train:main"):
+        raise SystemExit(f"the run in {run_dir.name} failed")
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    seconds: list[float] = [json.loads(line)["step_seconds"] for line in lines[1:]]
+    return statistics.median(seconds)
 
 
 if __name__ == "__main__":

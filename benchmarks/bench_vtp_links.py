@@ -23,52 +23,36 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from namespaces import connect, inside, ip, namespaces, remove_all, switch_on
 
 from hp_vtp import Algorithm, Links, PipelineLayout, bound_seconds, plan_transfer
 from hp_vtp.transport import TensorMeta, Transport
 
 PREFIX = "hpvtp"
+SWITCH = f"{PREFIX}sw"
 REPEATS = 4
 ALGORITHMS: tuple[Algorithm, ...] = ("leader", "auto")
 
 
-def ip(*arguments: str) -> None:
-    """Run `ip`."""
-    subprocess.run(["ip", *arguments], check=True)  # noqa: S603, S607 (needs root anyway)
-
-
-def inside(space: str, *arguments: str) -> None:
-    """Run a command in a namespace."""
-    ip("netns", "exec", space, *arguments)
-
-
 def build_network(sizes: list[int], rate: int) -> None:
     """Connect the ranks of each stage by a bridge, and all of them by another one."""
-    switch = f"{PREFIX}sw"
-    ip("netns", "add", switch)
     for bridge in ("stage0", "stage1", "cut"):
-        ip("-n", switch, "link", "add", bridge, "type", "bridge")
-        ip("-n", switch, "link", "set", bridge, "up")
+        ip("-n", SWITCH, "link", "add", bridge, "type", "bridge")
+        ip("-n", SWITCH, "link", "set", bridge, "up")
     stages = [0] * sizes[0] + [1] * sizes[1]
     for rank, stage in enumerate(stages):
         space = f"{PREFIX}{rank}"
-        ip("netns", "add", space)
-        ip("-n", space, "link", "set", "lo", "up")
         for name, bridge, address in (
             ("near", f"stage{stage}", f"10.{stage + 1}.0.{rank + 1}/24"),
             ("far", "cut", f"10.9.0.{rank + 1}/24"),
         ):
-            ends = f"hpv{rank}{name[0]}a", f"hpv{rank}{name[0]}b"
-            ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-            ip("link", "set", ends[0], "netns", space, "name", name)
-            ip("link", "set", ends[1], "netns", switch)
-            ip("-n", switch, "link", "set", ends[1], "master", bridge, "up")
-            ip("-n", space, "addr", "add", address, "dev", name)
-            ip("-n", space, "link", "set", name, "up")
-        inside(space, "sysctl", "-qw", "net.ipv4.conf.all.rp_filter=0")
+            connect(space, name, to=SWITCH, end=f"{name}{rank}")
+            ip("-n", SWITCH, "link", "set", f"{name}{rank}", "master", bridge, "up")
+            switch_on(space, name, address=address)
+        run(space, "sysctl", "-qw", "net.ipv4.conf.all.rp_filter=0")
         limit = ("tbf", "rate", f"{rate}mbit", "burst", "128kb", "latency", "60ms")
-        inside(space, "tc", "qdisc", "add", "dev", "far", "root", *limit)
-        inside(switch, "tc", "qdisc", "add", "dev", f"hpv{rank}fb", "root", *limit)
+        run(space, "tc", "qdisc", "add", "dev", "far", "root", *limit)
+        run(SWITCH, "tc", "qdisc", "add", "dev", f"far{rank}", "root", *limit)
     for rank, stage in enumerate(stages):
         for other, at in enumerate(stages):
             if at != stage:
@@ -77,12 +61,9 @@ def build_network(sizes: list[int], rate: int) -> None:
                 ip("-n", f"{PREFIX}{rank}", "route", "add", *way, "src", own)
 
 
-def remove_network() -> None:
-    """Remove our namespaces."""
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)  # noqa: S607
-    for line in listed.stdout.splitlines():
-        if line.startswith(PREFIX):
-            ip("netns", "del", line.split()[0])
+def run(space: str, *arguments: str) -> None:
+    """Run a command in a namespace."""
+    subprocess.run(inside(space, *arguments), check=True)  # noqa: S603 (our own arguments)
 
 
 def measure(layout: PipelineLayout, num: int, algorithm: Algorithm, links: Links) -> float:
@@ -192,7 +173,7 @@ def launch(sizes: list[int], arguments: list[str]) -> int:
             "WORLD_SIZE": str(sum(sizes)),
             "OMP_NUM_THREADS": "1",
         }
-        command = ["ip", "netns", "exec", f"{PREFIX}{rank}", sys.executable, *arguments, "--rank"]
+        command = inside(f"{PREFIX}{rank}", sys.executable, *arguments, "--rank")
         processes.append(subprocess.Popen(command, env=env))  # noqa: S603 (our own arguments)
     return max(process.wait(timeout=500) for process in processes)
 
@@ -208,12 +189,10 @@ def main() -> int:
     if args.rank:
         run_rank(args.tp, args.mib, args.rate)
         return 0
-    remove_network()
-    try:
+    remove_all(PREFIX)
+    with namespaces([SWITCH, *(f"{PREFIX}{rank}" for rank in range(sum(args.tp)))]):
         build_network(args.tp, args.rate)
         return launch(args.tp, sys.argv)
-    finally:
-        remove_network()
 
 
 if __name__ == "__main__":

@@ -65,10 +65,12 @@ def rotate(x: Tensor, turn: Tensor) -> Tensor:
 
 
 def turns(width: int, theta: float) -> Tensor:
-    """Complex [S, width / 2] on the unit circle."""
-    frequencies = theta ** -(torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width)
-    angles = torch.outer(torch.arange(SEQ_LEN, device="cpu").float(), frequencies)
-    return torch.polar(torch.ones_like(angles), angles)
+    """Complex [S, width / 2] on the unit circle, in the default dtype's precision."""
+    wide = torch.float64
+    frequencies = theta ** -(torch.arange(0, width, 2, dtype=wide, device="cpu") / width)
+    angles = torch.outer(torch.arange(SEQ_LEN, dtype=wide, device="cpu"), frequencies)
+    turn = torch.polar(torch.ones_like(angles), angles)
+    return turn.to(torch.get_default_dtype().to_complex())
 
 
 class Attention(nn.Module):

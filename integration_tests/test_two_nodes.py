@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from benchmarks.namespaces import connect, inside, namespaces, switch_on
 
 from hp_train.metrics import read_metrics
 
@@ -30,45 +29,21 @@ SETTINGS = (
 )  # beside the quickstart's pp 2 x dp 2 with ep 2: a stage on each machine
 
 
-def ip(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
-
-
 @contextmanager
 def two_nodes() -> Iterator[list[str]]:
     """Two namespaces whose only way to each other is a cable; their processes end with them."""
     names = [f"hptrain{os.getpid()}{end}" for end in "ab"]
-    with ExitStack() as stack:
-        for name in names:
-            ip("netns", "add", name)
-            stack.callback(remove, name)
-        first, second = names
-        ip("-n", first, "link", "add", "cable", "type", "veth", "peer", "cable", "netns", second)
+    with namespaces(names):
+        connect(names[0], "cable", to=names[1], end="cable")
         for name, address in zip(names, ADDRESSES, strict=True):
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", "cable")
-            for device in ("lo", "cable"):
-                ip("-n", name, "link", "set", device, "up")
+            switch_on(name, "cable", address=f"{address}/24")
         yield names
-
-
-def remove(name: str) -> None:
-    kill_all(name)
-    ip("netns", "del", name)
-
-
-def kill_all(name: str) -> None:
-    """Kill every process of a namespace until there is none."""
-    while pids := ip("netns", "pids", name).stdout.split():
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
-        time.sleep(0.01)
 
 
 def torchrun(name: str, folder: Path, *, node: int) -> subprocess.Popen[bytes]:
     """Start the agent of one node and its two ranks; both nodes have the host name of this one."""
     command = [
-        *("ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"),
+        *inside(name, sys.executable, "-m", "torch.distributed.run"),
         *("--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "0"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29400"),
         *("--rdzv-conf", f"is_host={int(node == 0)}", "--local-addr", ADDRESSES[node]),

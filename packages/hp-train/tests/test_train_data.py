@@ -1,4 +1,8 @@
+import fcntl
 import json
+import os
+import signal
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -8,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from hp_platform.testing import RankError, run_distributed
 from hp_train.data import Dataset, dataset, load_tokenizer, prepare
 from hp_train.data.corpus import read_documents, standard_library
+from hp_train.drafts import remove_drafts, replace_file
 from hp_train.errors import ConfigError, DataError
 
 BYTES = load_tokenizer("")
@@ -70,6 +76,54 @@ def test_two_nodes_may_prepare_the_same_directory_at_once(
             node.result()
     assert Dataset.open(directory, "train", seq_len=8, seed=0).num_sequences
     assert {path.name for path in directory.iterdir()} == {"index.json", "train.bin", "eval.bin"}
+
+
+def test_drafts_of_a_killed_start_are_removed_and_those_of_a_living_one_stay(
+    tmp_path: Path,
+) -> None:
+    corpus, directory = _corpus(tmp_path / "corpus"), tmp_path / "data"
+    with pytest.raises(RankError, match="SIGKILL"):
+        run_distributed(_killed_before_the_rename, directory, corpus, world_size=1)
+    assert [path.suffix for path in directory.iterdir()] == [".tmp"]
+    with (directory / f"eval.bin.{'0' * 32}.tmp").open("wb") as living:
+        fcntl.flock(living, fcntl.LOCK_EX)
+        prepare(directory, paths=[corpus], tokenizer=BYTES, eval_fraction=0.2)
+        names = {"index.json", "train.bin", "eval.bin"}
+        assert {path.name for path in directory.iterdir()} == {*names, Path(living.name).name}
+    prepare(directory, paths=[corpus], tokenizer=BYTES, eval_fraction=0.2)
+    assert {path.name for path in directory.iterdir()} == names
+
+
+def _killed_before_the_rename(directory: Path, corpus: str) -> None:
+    def kill(event: str, _: object) -> None:
+        if event == "os.rename":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(kill)
+    prepare(directory, paths=[corpus], tokenizer=BYTES, eval_fraction=0.2)
+
+
+def test_whoever_cleans_takes_nothing_from_whoever_writes(tmp_path: Path) -> None:
+    """A draft may be taken for a leftover between its beginning and its lock."""
+    ended = threading.Event()
+
+    def write() -> None:
+        for number in range(400):
+            replace_file(tmp_path / "file", str(number).encode())
+
+    def clean() -> None:
+        while not ended.is_set():
+            remove_drafts(tmp_path)
+
+    with ThreadPoolExecutor(3) as pool:
+        cleaners = [pool.submit(clean) for _ in range(2)]
+        try:
+            pool.submit(write).result()
+        finally:
+            ended.set()
+        for cleaner in cleaners:
+            cleaner.result()
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["399"]
 
 
 def test_prepared_data_survives_a_change_of_its_sources(tmp_path: Path) -> None:

@@ -150,12 +150,7 @@ def _add_hugging_face(commands: "argparse._SubParsersAction[_Parser]") -> None:
     )
     imports.add_argument("folder", metavar="FOLDER", help="with config.json and safetensors files")
     imports.add_argument("--out", metavar="FILE", help="write the config to a new .toml file")
-    exports = commands.add_parser(
-        "export-hf", help="write a checkpoint as a Hugging Face model", allow_abbrev=False
-    )
-    exports.add_argument("run", metavar="RUN", help="run directory")
-    exports.add_argument("folder", metavar="FOLDER", help="to be made")
-    exports.add_argument("--step", type=int, metavar="N", help="of the checkpoint (newest)")
+    exports = _add_export(commands, "export-hf", what="write a checkpoint as a Hugging Face model")
     exports.add_argument(
         "--dtype",
         choices=("bfloat16", "float32", "float64"),
@@ -185,14 +180,20 @@ def _add_plain_checkpoint(commands: "argparse._SubParsersAction[_Parser]") -> No
         "config", metavar="CONFIG", nargs="?", help="of the run (what FOLDER was exported with)"
     )
     imports.add_argument("--step", type=int, metavar="N", help="steps that were trained")
-    exports = commands.add_parser(
-        "export-dcp",
-        help="write a checkpoint as torch.distributed.checkpoint would",
-        allow_abbrev=False,
+    _add_export(
+        commands, "export-dcp", what="write a checkpoint as torch.distributed.checkpoint would"
     )
-    exports.add_argument("run", metavar="RUN", help="run directory")
-    exports.add_argument("folder", metavar="FOLDER", help="to be made")
-    exports.add_argument("--step", type=int, metavar="N", help="of the checkpoint (newest)")
+
+
+def _add_export(
+    commands: "argparse._SubParsersAction[_Parser]", name: str, *, what: str
+) -> _Parser:
+    """Add a command that writes a checkpoint of a run in another format."""
+    parser = commands.add_parser(name, help=what, allow_abbrev=False)
+    parser.add_argument("run", metavar="RUN", help="run directory")
+    parser.add_argument("folder", metavar="FOLDER", help="to be made")
+    parser.add_argument("--step", type=int, metavar="N", help="of the checkpoint (newest)")
+    return parser
 
 
 def _plain_checkpoint(options: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import resource
 import sys
 from collections.abc import Mapping
@@ -12,6 +11,8 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
+
+from hp_train.drafts import replace_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +165,7 @@ def read_metrics(path: Path) -> list[Mapping[str, Any]]:
 def _reopen(path: Path, resume_step: int) -> Any:
     kept = [row for row in read_metrics(path) if row["step"] <= resume_step]
     # In one step: killed in the middle, a run would lose the lines of steps it will not repeat.
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    draft.write_text("".join(json.dumps(row) + "\n" for row in kept))
-    draft.replace(path)
+    replace_file(path, "".join(json.dumps(row) + "\n" for row in kept).encode())
     return path.open("a")
 
 

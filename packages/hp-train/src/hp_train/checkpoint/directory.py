@@ -10,8 +10,6 @@
 One rank calls these functions.
 """
 
-import errno
-import fcntl
 import logging
 import os
 import re
@@ -21,6 +19,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from hp_train.checkpoint.files import fsync_directory
+from hp_train.drafts import try_lock
 from hp_train.errors import CheckpointError
 
 _COMPLETE = re.compile(r"\Astep-([0-9]{8,16})(?:\.([0-9]{1,6}))?\Z")
@@ -80,7 +79,9 @@ def create_staging(directory: Path, step: int) -> tuple[Path, int]:
     path = _new_staging_name(directory / step_name(step))
     path.mkdir()
     lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    _try_lock(lock)
+    # Where the file system has no locks, a second run in the same directory takes what this one is
+    # writing for a leftover, and this one's save fails.
+    try_lock(lock)
     return path, lock
 
 
@@ -179,19 +180,6 @@ def _is_locked(path: Path) -> bool:
     except OSError:
         return False
     try:
-        return not _try_lock(descriptor)
+        return not try_lock(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _try_lock(descriptor: int) -> bool:
-    """Lock a directory until the descriptor is closed; False if another process holds the lock.
-
-    True as well where the file system has no such locks: there a second run in the same directory
-    takes what this one is writing for a leftover, and this one's save fails.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
-    return True

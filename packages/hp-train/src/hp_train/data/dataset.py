@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-from uuid import uuid4
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from hp_train.data.corpus import Document, read_documents, standard_library
 from hp_train.data.tokenizer import Tokenizer
+from hp_train.drafts import remove_drafts, replace_file
 from hp_train.errors import DataError
 from hp_train.randomness import generator
 
@@ -39,7 +39,8 @@ def prepare(
     """Tokenise the corpus into ``train.bin`` and ``eval.bin``, once per run directory.
 
     Whole documents are held out, chosen by a hash of their names. What is there already is kept:
-    a resumed run reads the very tokens it began with, even if the sources have changed.
+    a resumed run reads the very tokens it began with, even if the sources have changed. On shared
+    storage one process of every node may do this at the same time.
 
     Args:
         directory: Where the files go.
@@ -51,6 +52,7 @@ def prepare(
     Raises:
         DataError: When the sources cannot be read or hold no text.
     """
+    remove_drafts(directory)
     index = directory / "index.json"
     if index.exists():
         return
@@ -65,17 +67,10 @@ def prepare(
         if not stream.size:
             held = " (raise data.eval_fraction)" if split == "eval" else ""
             raise DataError(f"data.paths hold no documents for the {split} split{held}")
-        _replace(directory / f"{split}.bin", stream.tobytes())
+        replace_file(directory / f"{split}.bin", stream.tobytes())
         digest = hashlib.blake2b(stream.tobytes(), digest_size=16).hexdigest()
         about[split] = {"tokens": stream.size, "dtype": str(stream.dtype), "digest": digest}
-    _replace(index, json.dumps(about).encode())
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file at once, whoever else does: on shared storage one process of every node."""
-    draft = path.with_suffix(f".{uuid4().hex}.tmp")
-    draft.write_bytes(content)
-    draft.replace(path)
+    replace_file(index, json.dumps(about).encode())
 
 
 def _tokenize(

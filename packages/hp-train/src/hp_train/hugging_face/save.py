@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from hp_expert import StackedPart
 from hp_train.checkpoint.files import created, fsync_directory, write
 from hp_train.config import ModelConfig
+from hp_train.drafts import replace_file
 from hp_train.errors import CheckpointError, ConfigError
 from hp_train.hugging_face.arrange import to_theirs
 from hp_train.hugging_face.config import FAMILIES, hf_config
@@ -282,9 +283,7 @@ def _index(places: Iterable[_Place]) -> dict[str, object]:
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    replace_file(path, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
 
 
 def _name_of(dtype: torch.dtype) -> str:

@@ -1,13 +1,12 @@
 """The folder in which a run keeps what it needs to go on."""
 
-import fcntl
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 
+from hp_train.drafts import remove_drafts, replace_file, try_lock
 from hp_train.errors import ConfigError
 from hp_train.options import Resolved, for_saving
 from hp_train.render import to_toml
@@ -46,9 +45,8 @@ def make_run_directory(resolved: Resolved) -> Path:
 def write_config(run_dir: Path, resolved: Resolved) -> None:
     """Put the config into the run directory, in one step and readable from anywhere."""
     text = to_toml(for_saving(resolved), resolved.origins)
-    temporary = run_dir / f"config.toml.{os.getpid()}"
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(run_dir / "config.toml")
+    remove_drafts(run_dir)
+    replace_file(run_dir / "config.toml", text.encode())
 
 
 @contextmanager
@@ -59,12 +57,6 @@ def locked(run_dir: Path) -> Iterator[None]:
         ConfigError: When another process holds it.
     """
     with (run_dir / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f'run.resume ("{run_dir}") must not be in use by another process'
-            ) from None
-        except OSError:  # a file system without locks
-            pass
+        if not try_lock(file.fileno()):
+            raise ConfigError(f'run.resume ("{run_dir}") must not be in use by another process')
         yield

@@ -1,0 +1,64 @@
+"""Network namespaces: machines of their own for ranks, with cables between, on one machine.
+
+For bench_vtp_links.py and integration_tests/test_two_nodes.py. Needs root, Linux and the program
+`ip` (iproute2). Nothing of the machine's own network is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+
+
+def ip(*arguments: str) -> str:
+    """Run `ip` and return what it prints."""
+    done = subprocess.run(["ip", *arguments], check=True, stdout=subprocess.PIPE, text=True)  # noqa: S603, S607 (needs root anyway)
+    return done.stdout
+
+
+def inside(space: str, *arguments: str) -> list[str]:
+    """Return the command that runs another one in a namespace."""
+    return ["ip", "netns", "exec", space, *arguments]
+
+
+@contextmanager
+def namespaces(names: Sequence[str]) -> Iterator[None]:
+    """Have namespaces that reach nothing but themselves; their processes end with them."""
+    with ExitStack() as stack:
+        for name in names:
+            ip("netns", "add", name)
+            stack.callback(remove, name)
+            ip("-n", name, "link", "set", "lo", "up")
+        yield
+
+
+def connect(space: str, device: str, *, to: str, end: str) -> None:
+    """Lay a cable from a device of one namespace to a device of another, both made by this."""
+    ip("-n", space, "link", "add", device, "type", "veth", "peer", "name", end, "netns", to)
+
+
+def switch_on(space: str, device: str, *, address: str) -> None:
+    """Give a device an address with its subnet (10.9.0.1/24) and let it carry messages."""
+    ip("-n", space, "addr", "add", address, "dev", device)
+    ip("-n", space, "link", "set", device, "up")
+
+
+def remove_all(prefix: str) -> None:
+    """Remove namespaces by the beginning of their names: what a killed run left."""
+    for line in ip("netns", "list").splitlines():
+        if line.startswith(prefix):
+            remove(line.split()[0])
+
+
+def remove(name: str) -> None:
+    """Kill every process of a namespace until there is none, and remove it."""
+    while pids := ip("netns", "pids", name).split():
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.01)
+    ip("netns", "del", name)

@@ -1,0 +1,60 @@
+"""Rules that tie several keys together, and keys to the file system. All of them are here.
+
+Each rule is a function that yields the sentence about every way in which it is broken:
+``key (value) must relation key (value)``, then the nearest values that would do.
+"""
+
+from collections.abc import Iterator
+
+from hp_train.config import Config
+from hp_train.environment import World
+from hp_train.errors import ConfigError
+from hp_train.rules.files import extra_rules, file_rules, require_run_directory, saving_rules
+from hp_train.rules.mesh import mesh_rules, stage_list_rules
+from hp_train.rules.model import model_rules
+from hp_train.rules.pipeline import batch_rules, overlap_rules, pipeline_rules
+
+__all__ = ["allows_layout", "allows_stages", "check", "require_run_directory"]
+
+
+def check(config: Config, world: World | None = None) -> None:
+    """Refuse a config that breaks a rule.
+
+    Args:
+        config: With every single value in its bounds.
+        world: The processes that torchrun or Slurm started; None where neither did.
+
+    Raises:
+        ConfigError: About the first broken rule.
+    """
+    for problem in _problems(config, world):
+        raise ConfigError(problem)
+
+
+def allows_layout(config: Config) -> bool:
+    """Whether mesh, pipeline and batch of a config go together with its model.
+
+    What has nothing to do with them, files above all, is not looked at: this is for trying many.
+    """
+    return next(_layout_problems(config, None), None) is None
+
+
+def allows_stages(config: Config) -> bool:
+    """Whether sizes of single stages go with those of the mesh that all have in common."""
+    return next(stage_list_rules(config.mesh), None) is None
+
+
+def _problems(config: Config, world: World | None) -> Iterator[str]:
+    yield from _layout_problems(config, world)
+    yield from model_rules(config)
+    yield from saving_rules(config)
+    yield from file_rules(config)
+    yield from extra_rules(config)
+
+
+def _layout_problems(config: Config, world: World | None) -> Iterator[str]:
+    yield from stage_list_rules(config.mesh)
+    yield from mesh_rules(config, world)
+    yield from pipeline_rules(config)
+    yield from overlap_rules(config)
+    yield from batch_rules(config)
