@@ -23,7 +23,7 @@ from integration_tests.layouts import write_corpus
 from integration_tests.reliability.kills import TINY
 
 TAKES_MINUTES = pytest.mark.skipif(
-    os.environ.get("HP_LOST_NODE") != "1", reason="takes minutes; nox -s reliability runs it"
+    os.environ.get("HP_SLOW_RESTARTS") != "1", reason="takes minutes; nox -s reliability runs it"
 )
 WAIT_SECONDS = 240.0
 BOUND_SECONDS = 90.0  # between a fault and the next step, on a busy machine
