@@ -223,8 +223,8 @@ def reliability(session: nox.Session) -> None:
         names = ("checkpoint_hostile", "checkpoint_background", "checkpoint_faults", "dcp")
         tests = [f"packages/hp-train/tests/test_train_{name}.py" for name in names]
         session.run("python", "-m", "pytest", *tests)
-        nodes = "integration_tests/test_lost_node.py"
-        session.run("python", "-m", "pytest", nodes, env={"HP_LOST_NODE": "1"})
+        nodes = "integration_tests/test_torchrun_restarts.py"
+        session.run("python", "-m", "pytest", nodes, env={"HP_SLOW_RESTARTS": "1"})
 
 
 @nox.session(default=False)

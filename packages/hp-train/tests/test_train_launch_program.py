@@ -128,6 +128,26 @@ def test_ranks_that_others_started_share_a_folder_and_stop_together(tmp_path: Pa
         assert {path.name for path in run_dir.glob("saved-*")} == {"saved-0", "saved-1"}
 
 
+def test_a_rank_saves_and_ends_after_its_agent(tmp_path: Path) -> None:
+    options = [f"run.output_dir={tmp_path}", "mesh.pp=1", "mesh.dp_replicate=1", "mesh.ep=1"]
+    rank = [sys.executable, str(_PROGRAM), "trains", *options, "run.name=x"]
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
+    agent = subprocess.Popen(
+        ["/bin/sh", "-c", '"$@" & wait', "sh", *rank, "pipeline.stages_per_rank=1"],
+        env=os.environ | place | {"MASTER_PORT": "0", "TORCHELASTIC_RUN_ID": "job"},
+        start_new_session=True,
+    )
+    try:
+        wait_until(tmp_path / "x" / "started")
+        agent.kill()
+        agent.wait()
+        assert_nobody_is_left(agent.pid)
+        assert (tmp_path / "x" / "saved-0").exists()
+    finally:
+        for pid in session(agent.pid):
+            os.kill(pid, signal.SIGKILL)
+
+
 @pytest.mark.parametrize(("fault", "status"), [("data-error", 3)])
 def test_a_rank_that_others_started_fails_with_its_status(
     fault: str, status: int, tmp_path: Path

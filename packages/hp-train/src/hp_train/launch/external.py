@@ -1,7 +1,7 @@
 """One rank of a run whose processes torchrun or Slurm has started.
 
 Signals and deaths are theirs to pass on; the time-out of collectives takes the place of the
-launcher's watch for hangs.
+launcher's watch for hangs. What torchrun leaves to be done is in `hp_train.launch.agent`.
 """
 
 import os
@@ -10,11 +10,18 @@ from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
+from torch.distributed import Store  # type: ignore[attr-defined] # exported, but untyped
 from torch.distributed.rendezvous import rendezvous
 
 from hp_platform import RankInfo
 from hp_train.environment import slurm_rendezvous
 from hp_train.errors import PREEMPTED, ConfigError
+from hp_train.launch.agent import (
+    has_agents_store,
+    meet,
+    when_agent_ends,
+    why_no_node_is_replaced,
+)
 from hp_train.launch.board import Board
 from hp_train.launch.rundir import make_run_directory, write_config
 from hp_train.launch.signals import StopFlag
@@ -39,7 +46,9 @@ def run(resolved: Resolved, *, entry: str) -> int:
     Raises:
         ConfigError: When the environment or the run directory cannot be used.
     """
-    stop = StopFlag()
+    launch = resolved.config.launch
+    is_torchruns = "TORCHELASTIC_RUN_ID" in os.environ
+    stop = StopFlag(when_agent_ends(launch.stop_grace_seconds) if is_torchruns else None)
     stop.install()
     try:
         info = RankInfo.from_env()
@@ -48,9 +57,17 @@ def run(resolved: Resolved, *, entry: str) -> int:
     assert info is not None, "the caller has seen that there is a world"
     if "RANK" not in os.environ:
         os.environ.update(slurm_rendezvous(os.environ))
-    run_dir = _run_directory(resolved, info, os.environ)
+    store: Store | None = None
+    if has_agents_store(os.environ) and info.world_size > 1:
+        store, _, _ = next(rendezvous("env://", timeout=_STORE_TIMEOUT))
+    run_dir = _run_directory(resolved, info, os.environ, store)
     if info.rank == 0:
         write_config(run_dir, resolved)
+        if warning := why_no_node_is_replaced(os.environ):
+            sys.stderr.write(f"warning: {warning}\n")
+    if store is not None:
+        timeout = timedelta(seconds=launch.init_timeout_seconds)
+        _served = meet(store, info, os.environ, timeout=timeout)
     report_stacks(stack_file(run_dir, info.rank))
     board = Board.unwatched()
     worker = Worker(info=info, run_dir=run_dir, board=board, stop=stop)
@@ -83,7 +100,9 @@ def _say_where(run_dir: Path, status: int) -> None:
         sys.stdout.write(f"{run_dir}\n")
 
 
-def _run_directory(resolved: Resolved, info: RankInfo, env: Mapping[str, str]) -> Path:
+def _run_directory(
+    resolved: Resolved, info: RankInfo, env: Mapping[str, str], store: Store | None
+) -> Path:
     """The same folder on every rank: named by the config, by Slurm, or by rank 0."""
     run = resolved.config.run
     if run.resume or info.world_size == 1:
@@ -94,8 +113,8 @@ def _run_directory(resolved: Resolved, info: RankInfo, env: Mapping[str, str]) -
     elif "RANK" not in env:
         job = f"{env.get('SLURM_JOB_ID', '0')}.{env.get('SLURM_STEP_ID', '0')}"
         run_dir = base / f"{resolved.name}-{job}"
-    elif env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        run_dir = _from_rank_zero(resolved, info)
+    elif store is not None:
+        run_dir = _from_rank_zero(resolved, info, store)
     else:
         raise ConfigError(
             'run.name ("") must be given where ranks are started by hand, so that all have the same'
@@ -109,9 +128,8 @@ def _run_directory(resolved: Resolved, info: RankInfo, env: Mapping[str, str]) -
     return run_dir
 
 
-def _from_rank_zero(resolved: Resolved, info: RankInfo) -> Path:
+def _from_rank_zero(resolved: Resolved, info: RankInfo, store: Store) -> Path:
     """The folder that rank 0 makes at the first start and torchrun's store keeps for restarts."""
-    store, _, _ = next(rendezvous("env://", timeout=_STORE_TIMEOUT))
     key = "hp_train/run_directory"
     if info.rank == 0 and not store.check([key]):
         store.set(key, str(make_run_directory(resolved)))
