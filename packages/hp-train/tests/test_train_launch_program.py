@@ -1,6 +1,7 @@
 """The launcher as a program of its own: signals to its group, its death, ranks of others."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -88,6 +89,22 @@ def test_nobody_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
         launcher.kill()
         launcher.wait()
         assert_nobody_is_left(launcher.pid)
+
+
+def test_what_the_allocator_has_it_keeps_unless_told_otherwise(tmp_path: Path) -> None:
+    for given in ("", "glibc.malloc.arena_max=2"):
+        env = {"GLIBC_TUNABLES": given} if given else {}
+        folder = tmp_path / (given or "usual")
+        with program("trains", folder, "run.name=x", env=env) as launcher:
+            wait_until(folder / "x" / "started")
+            places = [Path(f"/proc/{pid}/environ") for pid in session(launcher.pid)]
+            environments = "\0".join(place.read_text() for place in places)
+            found = re.findall(r"GLIBC_TUNABLES=([^\0]*)", environments)
+            wanted = given or "glibc.malloc.hugetlb=1"
+            assert sum(wanted in tunables for tunables in found) >= 3  # the server and two ranks
+            launcher.kill()
+            launcher.wait()
+            assert_nobody_is_left(launcher.pid)
 
 
 def test_signals_to_the_group_during_imports_leave_one_line_and_nobody(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from hp_train.verify.pairs import (
     checked_config,
     described,
     differing_keys,
+    families,
     must_be_exact,
     one_process,
     require_comparable,
@@ -142,6 +143,18 @@ def test_every_generated_layout_can_be_shrunk_together_with_another() -> None:
             assert math.prod((config.model.dim, config.data.seq_len)) <= 8192
 
 
+def test_families_are_what_must_be_bitwise_equal() -> None:
+    layouts = sample_layouts(
+        resolve("quickstart", env={}).config, 60, seed=0, num_processes=range(2, 3)
+    ).layouts
+    found = families(layouts)
+    assert sorted(map(id, itertools.chain(*found))) == sorted(map(id, layouts))
+    assert 1 < max(map(len, found)) < 20
+    for family, other in itertools.combinations(found, 2):
+        assert not must_be_exact(family[0], other[0])
+        assert all(must_be_exact(family[0], layout) for layout in family[1:])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -154,6 +167,10 @@ def test_every_generated_layout_can_be_shrunk_together_with_another() -> None:
         ("verify --steps 0", "--steps (0) must be at least 1"),
         ("verify --generate 3 --against quickstart", "no --against"),
         ("verify --generate 3 --processes 2-4", "--processes (2-4) must be like 2:8"),
+        ("verify --generate 3 --part 4/3", "--part (4/3) must be like 1/3"),
+        ("verify --generate 3 --part 0/3", "--part (0/3) must be like 1/3"),
+        ("verify --generate 3 --part third", "--part (third) must be like 1/3"),
+        ("verify --part 1/3", "--part (1/3) is of the layouts of --generate"),
         ("verify --generate 3 --processes 7:7", "no layout of 7 to 7 processes is allowed"),
         ("verify --train.stepz 3", "unknown key train.stepz"),
         ("verify --step 3", "--step is not a known option; did you mean --steps?"),

@@ -20,6 +20,7 @@ from hp_train.verify.pairs import (
     BOUNDS,
     checked_config,
     described,
+    families,
     must_be_exact,
     one_process,
     require_comparable,
@@ -36,6 +37,7 @@ FLAGS = (
     "--generate",
     "--job",
     "--keep",
+    "--part",
     "--processes",
     "--seed",
     "--shrink",
@@ -72,6 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--processes", metavar="A:B", default="2:8", help="of those layouts (default: 2:8)"
     )
     parser.add_argument(
+        "--part", metavar="K/N", default="1/1", help="only the Kth of N parts of those layouts"
+    )
+    parser.add_argument(
         "--keep", metavar="DIR", help="keep what the ranks recorded, in a new folder"
     )
 
@@ -99,6 +104,8 @@ def run(
         raise ConfigError(f"--steps ({options.steps}) must be at least 1")
     config = checked_config(resolved.config, dtype=options.dtype)
     if options.generate is None:
+        if options.part != "1/1":
+            raise ConfigError(f"--part ({options.part}) is of the layouts of --generate")
         other = _other(resolved, options, given)
         require_comparable(config, other)
         if options.shrink:
@@ -154,6 +161,7 @@ def _generated(config: Config, options: argparse.Namespace) -> list[Config]:
         low, high = map(int, options.processes.split(":"))
     except ValueError:
         raise ConfigError(f"--processes ({options.processes}) must be like 2:8") from None
+    part, num_parts = _part(options.part)
     sample = sample_layouts(
         config, options.generate, seed=options.seed, num_processes=range(low, high + 1)
     )
@@ -165,7 +173,19 @@ def _generated(config: Config, options: argparse.Namespace) -> list[Config]:
         f"allows, with {sample.num_covered} of {sample.num_pairs} pairs of settings; processes: "
         + ", ".join(f"{sizes[size]} x {size}" for size in sorted(sizes))
     )
-    return list(sample.layouts)
+    found = families(sample.layouts)[part - 1 :: num_parts]
+    layouts = [layout for family in found for layout in family]
+    if num_parts > 1:
+        _say(f"part {part} of {num_parts}: {len(layouts)} of them")
+    return layouts
+
+
+def _part(text: str) -> tuple[int, int]:
+    """Which part, counted from 1, and of how many."""
+    part, of, num_parts = text.partition("/")
+    if of and part.isdecimal() and num_parts.isdecimal() and 1 <= int(part) <= int(num_parts):
+        return int(part), int(num_parts)
+    raise ConfigError(f"--part ({text}) must be like 1/3")
 
 
 def _scratch(keep: str | None) -> Path:

@@ -1,14 +1,17 @@
 """Which two configs can be compared, and how close they must come. No torch."""
 
 import fnmatch
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
+import msgspec
 from msgspec.structs import replace
 
 from hp_train.config import Config, MeshConfig, PipelineConfig, to_dict
 from hp_train.errors import ConfigError
 from hp_train.schedules import count_stages, placement, split_layers
-from hp_train.schema import shown
+from hp_train.schema import fields, shown
+from hp_train.space import with_keys
 
 EXACT = ("pipeline.schedule", "pipeline.overlap", "train.recompute")
 """Keys that change when or how often something is computed, but no sum: bits must stay the same.
@@ -120,3 +123,16 @@ def described(config: Config, base: Config) -> str:
 
 def _is(key: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def families(layouts: Iterable[Config]) -> list[list[Config]]:
+    """Layouts that must be bitwise equal with each other, together; in the order of their first.
+
+    Args:
+        layouts: Of one model, data and batch.
+    """
+    found: dict[bytes, list[Config]] = defaultdict(list)
+    for layout in layouts:
+        alike = with_keys(layout, {key: fields()[key].default for key in EXACT})
+        found[msgspec.json.encode((alike, sizes_by_stage(layout)))].append(layout)
+    return list(found.values())

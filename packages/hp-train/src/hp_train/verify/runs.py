@@ -1,7 +1,6 @@
 """Run layouts, record them, compare the recordings. Ranks are started by `hp_train.launch`."""
 
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,17 +11,14 @@ from hp_platform.testing import RunComparison, compare_runs
 from hp_train.config import Config
 from hp_train.errors import HpError
 from hp_train.launch.launcher import run_entry
-from hp_train.schema import fields
-from hp_train.space import with_keys
 from hp_train.verify.pairs import (
     BOUNDS,
-    EXACT,
     SLACK,
     TIE,
     described,
+    families,
     must_be_exact,
     one_process,
-    sizes_by_stage,
 )
 from hp_train.verify.rank import ENTRY, RECORDING, TRAINER, Request, request_run
 
@@ -158,16 +154,8 @@ def judge_all(runs: Runs, layouts: Sequence[Config]) -> Iterator[Verdict]:
         layouts: Of one model, data and batch.
     """
     reference = one_process(runs.base)
-    families: dict[bytes, list[Config]] = defaultdict(list)
     for layout in layouts:
         yield runs.judge(layout, reference)
-        families[_family(layout)].append(layout)
-    for first, *others in families.values():
+    for first, *others in families(layouts):
         for other in others:
             yield runs.judge(other, first)
-
-
-def _family(layout: Config) -> bytes:
-    """The same for layouts that must be bitwise equal."""
-    alike = with_keys(layout, {key: fields()[key].default for key in EXACT})
-    return msgspec.json.encode((alike, sizes_by_stage(layout)))
