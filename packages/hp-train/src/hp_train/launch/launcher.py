@@ -34,11 +34,11 @@ _STACK_LINES = 12
 _RESTARTED = (HangError.exit_code, RankLostError.exit_code)
 """What another attempt may get over; a wrong config, bad data and the like it will not."""
 
-# Activations come and go in every step: what C's allocator has, it keeps, in huge pages, instead of
-# having the kernel clear small ones again. Worth 1 to 3 % of a step on a CPU, measured.
+# Activations come and go in every step: what C's allocator has, it keeps, instead of having the
+# kernel clear pages again. Worth about 1 % of a step on a CPU, and of a start. Huge pages are worth
+# 2 to 4 % of a step, but made starts seconds longer where memory was in use before.
 _KEEP_MEMORY = ":".join(
-    f"glibc.malloc.{name}"
-    for name in ("hugetlb=1", "mmap_threshold=1073741824", "trim_threshold=8589934592")
+    f"glibc.malloc.{name}" for name in ("mmap_threshold=1073741824", "trim_threshold=8589934592")
 )
 
 # torch imports the last three by itself at the first use of an optimizer, of a lazy collective and
