@@ -103,15 +103,15 @@ class _Gather(_Exchange):
             parts[rank].copy_(input_tensor.view(-1))
         works: list[dist.Work | Exchange]
         if self._channel is not None:
-            parts = parts.view(torch.uint8)
-            mine = parts[rank]
-            works = [
-                self._channel.post(
-                    len(mine),
-                    fill=lambda memory: memory.copy_(mine),
-                    read=lambda other, memory: parts[other].copy_(memory),
-                )
-            ]
+            rows = parts.view(torch.uint8)
+
+            def read(memories: list[Tensor]) -> None:
+                for other, memory in enumerate(memories):
+                    if other != rank:
+                        rows[other].copy_(memory)
+
+            size = rows.shape[1]
+            works = [self._channel.post(size, fill=lambda m: m.copy_(rows[rank]), read=read)]
         else:
             others = [(rank + distance) % num_ranks for distance in range(1, num_ranks)]
             works = [group.recv([parts[other]], other, 0) for other in reversed(others)]
@@ -137,26 +137,22 @@ class _ReduceScatter(_Exchange):
                 output_tensor, input_tensor, op, group, async_op
             )
             return usual
-        num_ranks, rank = group.size(), group.rank()
+        rank, whole = group.rank(), input_tensor.view(group.size(), -1)
         if self._channel is None:
-            exchanged = torch.empty_like(input_tensor)
-            dist.all_to_all_single(exchanged, input_tensor, group=group)
-            parts = [*exchanged.view(num_ranks, -1)]
-            _sum(parts, output_tensor)
+            exchanged = torch.empty_like(whole)
+            dist.all_to_all_single(exchanged, whole, group=group)
+            _sum([*exchanged], output_tensor)
             return None
-        whole = input_tensor.view(num_ranks, -1)
-        parts = [whole[rank]] * num_ranks
-        last = num_ranks - 1 if rank != num_ranks - 1 else num_ranks - 2
 
         def fill(memory: Tensor) -> None:
             target = memory.view(whole.dtype).view(whole.shape)
             for others in (slice(rank), slice(rank + 1, None)):
                 target[others].copy_(whole[others])
 
-        def read(other: int, memory: Tensor) -> None:
-            parts[other] = memory.view(whole.dtype).view(num_ranks, -1)[rank]
-            if other == last:
-                _sum(parts, output_tensor)
+        def read(memories: list[Tensor]) -> None:
+            parts = [memory.view(whole.dtype).view(whole.shape)[rank] for memory in memories]
+            parts[rank] = whole[rank]  # which was not copied
+            _sum(parts, output_tensor)
 
         self._channel.post(whole.nbytes, fill=fill, read=read).wait()
         return None

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple, Self
 
@@ -53,13 +53,13 @@ class _Memory:
     """A slot of one rank, mapped as far as it was needed."""
 
     file: int
-    mapped: Tensor
+    mapped: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8, device="cpu"))
 
     @classmethod
     def create(cls, token: bytes) -> Self:
         file = os.memfd_create("hp-platform", os.MFD_CLOEXEC)
         os.write(file, token)
-        return cls(file, torch.empty(0, dtype=torch.uint8, device="cpu"))
+        return cls(file)
 
     @classmethod
     def open(cls, path: str, token: bytes) -> Self:
@@ -67,7 +67,7 @@ class _Memory:
         if os.pread(file, _TOKEN_BYTES, 0) != token:
             os.close(file)
             raise OSError(f"{path} is not of this group")
-        return cls(file, torch.empty(0, dtype=torch.uint8, device="cpu"))
+        return cls(file)
 
     def bytes(self, size: int, *, grow: bool = False) -> Tensor:
         """The first bytes, uint8 [size]."""
@@ -151,14 +151,14 @@ class Channel:
                 os.close(file)
 
     def post(
-        self, size: int, *, fill: Callable[[Tensor], object], read: Callable[[int, Tensor], object]
+        self, size: int, *, fill: Callable[[Tensor], object], read: Callable[[list[Tensor]], object]
     ) -> Exchange:
         """Begin an exchange.
 
         Args:
             size: Bytes of each rank, the same on all of them.
             fill: Is given this rank's memory, uint8 [size].
-            read: Is given the group rank of each other rank, in order, and its memory; at the
+            read: Is given what every rank has filled, by group rank, this one's as well; at the
                 latest when another exchange needs the slot.
         """
         slots = self._memories[self._rank]
@@ -181,7 +181,7 @@ class Channel:
             oldest = self._under_way.popleft()
             for other in self._inlets:
                 self._hear(other, _POSTED)
-                oldest.read(other, self._memories[other][oldest.slot].bytes(oldest.size))
+            oldest.read([slots[oldest.slot].bytes(oldest.size) for slots in self._memories])
             self._tell(_READ)
             oldest.is_done = True
 
@@ -224,7 +224,7 @@ class Exchange:
     __slots__ = ("_channel", "is_done", "read", "size", "slot")
 
     def __init__(
-        self, channel: Channel, slot: int, size: int, read: Callable[[int, Tensor], object]
+        self, channel: Channel, slot: int, size: int, read: Callable[[list[Tensor]], object]
     ) -> None:
         self._channel, self.slot, self.size, self.read = channel, slot, size, read
         self.is_done = False
