@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hp_train.garbage import GarbageCollection
+from hp_train.garbage import garbage_collection
 
 
 class Ring:
@@ -36,12 +36,12 @@ def runs() -> Iterator[list[str]]:
 
 def test_garbage_is_collected_after_the_steps_that_say_so(runs: list[str]) -> None:
     freed: list[int] = []
-    with GarbageCollection(every=3) as garbage:
+    with garbage_collection(every=3) as collect_after:
         runs.clear()
         for step in range(1, 8):
             Ring(freed, step)
             _ = [[i] for i in range(5000)]  # enough for the collector to come by itself
-            garbage.after(step)
+            collect_after(step)
         assert len(runs) == 2
         assert sorted(freed) == [1, 2, 3, 4, 5, 6]
     assert gc.isenabled()
@@ -49,15 +49,15 @@ def test_garbage_is_collected_after_the_steps_that_say_so(runs: list[str]) -> No
 
 
 def test_zero_leaves_it_to_python(runs: list[str]) -> None:
-    with GarbageCollection(every=0) as garbage:
+    with garbage_collection(every=0) as collect_after:
         assert gc.isenabled()
         assert gc.get_freeze_count() == 0
-        garbage.after(1)
+        collect_after(1)
     assert runs == []
 
 
 def test_an_error_gives_it_back_to_python() -> None:
-    with pytest.raises(ZeroDivisionError), GarbageCollection(every=1):
+    with pytest.raises(ZeroDivisionError), garbage_collection(every=1):
         raise ZeroDivisionError
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0

@@ -2,49 +2,40 @@
 
 Left alone it runs whenever enough objects were made: in the middle of a step, on every rank at
 another moment, and all others wait. It walks through everything that the modules of torch have
-ever made, which took a tenth of the CPU time of small models. A step leaves no cycles behind, so
-there is next to nothing to find.
+ever made: 2 to 11 % of the CPU time of a small model, in profiles of this package and of torch
+alone. A step leaves no cycles behind, so there is next to nothing to find.
 """
 
 import gc
-from types import TracebackType
-from typing import Self
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
-class GarbageCollection:
-    """While it is entered, garbage is collected every so many steps and at no other time.
+@contextmanager
+def garbage_collection(*, every: int) -> Iterator[Callable[[int], None]]:
+    """Collect garbage every so many steps and at no other time.
 
-    What exists when it is entered is not looked at any more until it is left.
+    What exists before is not looked at any more until the end.
 
     Args:
         every: Steps; 0: whenever Python likes.
+
+    Yields:
+        To be called with the number of every step that has ended. It is the same on all ranks, so
+        that none waits for another.
     """
 
-    def __init__(self, *, every: int) -> None:
-        self._every = every
-
-    def __enter__(self) -> Self:
-        if self._every:
+    def after(step: int) -> None:
+        if every and step % every == 0:
             gc.collect()
-            gc.freeze()
-            gc.disable()
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._every:
+    if every:
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+    try:
+        yield after
+    finally:
+        if every:
             gc.unfreeze()
             gc.enable()
-
-    def after(self, step: int) -> None:
-        """Collect if it is time to.
-
-        Args:
-            step: That has ended; the same on all ranks, so that none waits for another.
-        """
-        if self._every and step % self._every == 0:
-            gc.collect()

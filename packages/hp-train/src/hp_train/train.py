@@ -25,7 +25,7 @@ from hp_train.config import Config, to_dict
 from hp_train.data import Dataset, Tokenizer
 from hp_train.errors import PREEMPTED, DataError, NumericsError
 from hp_train.finiteness import Skips, describe_not_finite
-from hp_train.garbage import GarbageCollection
+from hp_train.garbage import garbage_collection
 from hp_train.generate import continue_text
 from hp_train.gradients import GradientNorm, clip_gradients, reduce_gradients
 from hp_train.hugging_face import load_weights
@@ -159,8 +159,8 @@ class Trainer:
         for line in (*banner(self.config, self.mesh, self.runtime, self.norm), *notes):
             console.print(line)
         try:
-            with GarbageCollection(every=train.collect_every) as garbage:
-                return self._run_to_end(console, metrics, garbage)
+            with garbage_collection(every=train.collect_every) as collect_after:
+                return self._run_to_end(console, metrics, collect_after)
         except NumericsError:
             # All ranks are here, so what they are saving can be finished; less is lost then.
             self.problems += self.keeper.settle()
@@ -171,7 +171,7 @@ class Trainer:
             console.close()
 
     def _run_to_end(
-        self, console: Console, metrics: MetricsWriter, garbage: GarbageCollection
+        self, console: Console, metrics: MetricsWriter, collect_after: Callable[[int], None]
     ) -> int:
         train = self.config.train
         stopped = False
@@ -189,7 +189,7 @@ class Trainer:
                 step_metrics = step_metrics.with_eval(eval_loss)
             metrics.write(step_metrics)
             console.advance()
-            garbage.after(self.step)
+            collect_after(self.step)
             if self._is_due(train.log_every) or step_metrics.eval_loss is not None:
                 console.print(str(step_metrics))
             # The final save follows the last step at once.
