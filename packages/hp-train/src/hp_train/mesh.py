@@ -126,8 +126,10 @@ def build_mesh(layout: Layout, runtime: Runtime, *, timeout: timedelta) -> Mesh:
         ranks = layout.ranks(*axes)
         if max(map(len, ranks)) > 1:
             groups[name] = build(name, ranks)
-            continue
-        alone = groups[name] = alone or build("alone", ranks)
+        else:
+            if alone is None:
+                alone = build("alone", ranks)
+            groups[name] = alone
     return Mesh(
         layout=layout,
         rank=rank,

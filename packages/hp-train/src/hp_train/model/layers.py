@@ -104,10 +104,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape and dtype of ``x``."""
-        if torch.compiler.is_compiling():
-            return _rms_norm(x, self.weight, self.eps)
-        on_cpu = x.device.type == "cpu"
-        run: Callable[..., Tensor] = _RMSNormOnCPU.apply if on_cpu else _RMSNormAgain.apply
+        run: Callable[..., Tensor] = _rms_norm
+        if x.device.type == "cpu" and not torch.compiler.is_compiling():
+            run = _RMSNormOnCPU.apply
+        elif x.dtype.itemsize < torch.float32.itemsize and not torch.compiler.is_compiling():
+            run = _RMSNormAgain.apply
         return run(x, self.weight, self.eps)
 
 
@@ -117,7 +118,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _RMSNormAgain(torch.autograd.Function):
-    """Runs again in backward: that is one kernel, and what is kept is ``x``, not a wide copy."""
+    """Runs again in backward, so that what is kept of a narrow ``x`` is itself, not a wide copy."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -136,7 +137,7 @@ class _RMSNormAgain(torch.autograd.Function):
 
 
 class _RMSNormOnCPU(torch.autograd.Function):
-    """For the CPU, where torch has no kernel of its own and makes twenty passes over memory."""
+    """For the CPU, where torch has no kernel of its own and takes twice as long."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:

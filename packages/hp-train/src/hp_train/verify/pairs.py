@@ -121,10 +121,6 @@ def described(config: Config, base: Config) -> str:
     return " ".join(parts) or "one process"
 
 
-def _is(key: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
-
-
 def families(layouts: Iterable[Config]) -> list[list[Config]]:
     """Layouts that must be bitwise equal with each other, together; in the order of their first.
 
@@ -136,3 +132,7 @@ def families(layouts: Iterable[Config]) -> list[list[Config]]:
         alike = with_keys(layout, {key: fields()[key].default for key in EXACT})
         found[msgspec.json.encode((alike, sizes_by_stage(layout)))].append(layout)
     return list(found.values())
+
+
+def _is(key: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
