@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +85,29 @@ def _subgroups() -> tuple[list[int], int, timedelta | None]:
     dist.all_reduce(total, group=group)
     options = group._get_backend(torch.device("cpu")).options
     return dist.get_process_group_ranks(group), int(total.item()), options._timeout
+
+
+def _polling_threads() -> tuple[int, int]:
+    """Of Gloo, in this process: before and after some groups were made; the groups are used."""
+    before = _count_threads("gloo_tcp_loop")
+    groups = [new_group([[0, 1]], name=name) for name in ("ep", "cp", "dp")]
+    for group in groups:
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        assert total.item() == 2
+    dist.destroy_process_group(groups.pop(0))
+    dist.all_reduce(torch.ones(1), group=groups[0])
+    return before, _count_threads("gloo_tcp_loop")
+
+
+def _count_threads(name: str) -> int:
+    return sum(path.read_text().strip() == name for path in Path("/proc/self/task").glob("*/comm"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
+def test_groups_over_gloo_share_the_thread_that_polls() -> None:
+    """Each such thread wakes a hundred times a second; a rank of hp-train has up to 18 groups."""
+    assert run_distributed(_polling_threads, world_size=2) == [(1, 1)] * 2
 
 
 def test_each_rank_gets_the_group_it_is_in() -> None:

@@ -7,7 +7,8 @@ torch has no public spelling for these. A release that moves one of them breaks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -175,6 +176,43 @@ def unregister_group(name: str, group: ProcessGroup) -> None:
 def group_of_name(name: str) -> ProcessGroup:
     """The group that a functional collective is given by its name."""
     return _resolve_process_group(cast("Any", name))
+
+
+@contextmanager
+def on_gloo_devices_of(group: ProcessGroup) -> Iterator[None]:
+    """Let the Gloo groups that are made inside use the devices of `group`, where it has some.
+
+    torch makes a device for each group, and each has a thread that wakes a hundred times a second.
+    """
+    devices = _gloo_devices(group)
+    if not devices:
+        yield
+        return
+    torch_module: Any = distributed_c10d
+    made_by = torch_module.ProcessGroupGloo
+
+    # new_group has no argument for it; it makes, and asks for, an instance of this name.
+    class OnDevices(made_by):  # type: ignore[misc, valid-type]
+        def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+            options = made_by._Options()
+            options._devices, options._timeout = devices, timeout
+            super().__init__(store, rank, size, options)
+
+    torch_module.ProcessGroupGloo = OnDevices
+    try:
+        yield
+    finally:
+        torch_module.ProcessGroupGloo = made_by
+
+
+def _gloo_devices(group: ProcessGroup) -> list[Any]:
+    try:
+        backend: Any = group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return []
+    if not isinstance(backend, dist.ProcessGroupGloo):  # NCCL alone, or what debugging wraps it in
+        return []
+    return list(cast("Any", backend).options._devices)
 
 
 def gloo_group(

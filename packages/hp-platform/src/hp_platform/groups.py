@@ -67,7 +67,10 @@ def new_group(
     if on_cuda:
         options = _internals.nccl_options(high_priority=high_priority, timeout=timeout)
     mine: ProcessGroup | None = None
-    with _unbound(world) if not on_cuda else nullcontext():
+    with (
+        _unbound(world) if not on_cuda else nullcontext(),
+        _internals.on_gloo_devices_of(world),
+    ):
         for ranks in rank_lists:
             group = dist.new_group(
                 list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=name

@@ -123,8 +123,10 @@ def initialize(
         timeout = _internals.group_timeout(dist.group.WORLD, device) or timeout
     else:
         _create_default_group(info, device, timeout, init_method)
-    control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
     world = dist.group.WORLD
+    assert world is not None
+    with _internals.on_gloo_devices_of(world):
+        control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
     backend = _internals.backend_name(world, device)
     if backend is None:
         raise ValueError(f"the default group ({dist.get_backend()}) must serve device ({device})")
