@@ -15,7 +15,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from hp_train.launch.task import Task
 from hp_train.launch.worker import work
 
-_POLL_SECONDS = 0.1
+_POLL_SECONDS = 0.2
 _TALKATIVE = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 
 
