@@ -40,10 +40,10 @@ class Casts(TorchDispatchMode):
         return out
 
 
-def _model(preset: str) -> ModelConfig:
+def _model(preset: str, **given: int) -> ModelConfig:
     model = resolve(preset, env={}).config.model
-    given = {"num_layers": 2, "init_std": 0.2, "num_experts": 0, "num_mtp_modules": 0}
-    return replace(model, tie_embeddings=True, **given)
+    given = {"num_layers": 2, "num_experts": 0, "num_mtp_modules": 0} | given
+    return replace(model, tie_embeddings=True, init_std=0.2, **given)
 
 
 def _stage(model: ModelConfig) -> TransformerStage:
@@ -54,10 +54,15 @@ def _stage(model: ModelConfig) -> TransformerStage:
     return stage
 
 
-def _run(stage: TransformerStage, *, defer: bool = False) -> tuple[dict[str, Tensor], int]:
-    """Gradients of some microbatches whose forwards come first, and bytes of cast weights."""
+def _run(
+    stage: TransformerStage, *, ndim: int = 2, defer: bool = False
+) -> tuple[dict[str, Tensor], int]:
+    """Gradients of some microbatches whose forwards come first, and bytes of cast weights.
+
+    Matrices of experts are stacked, and so have three dims.
+    """
     stage.zero_grad()
-    casts = Casts({p.untyped_storage().data_ptr() for p in stage.parameters() if p.ndim == 2})
+    casts = Casts({p.untyped_storage().data_ptr() for p in stage.parameters() if p.ndim == ndim})
     queue = WeightGradQueue()
     losses = []
     with casts:
@@ -90,6 +95,20 @@ def test_weights_are_cast_once_and_the_gradients_keep_their_bits(preset: str) ->
     assert shared == 2 * sum(grad.numel() for grad in actual.values() if grad.ndim == 2)
     assert each == MICROBATCHES * shared
     # Only now can they be put off: what was cast in the graph is no parameter.
+    once.forget_casts()
+    later, _ = _run(once, defer=True)
+    assert all(torch.equal(later[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("preset", ["debug-mixtral", "debug-gpt-oss"])
+def test_experts_share_casts_of_forward_and_backward(preset: str) -> None:
+    model = _model(preset, num_experts=4, top_k=2)
+    apart, once = _stage(model), _stage(model)
+    once.share_casts()
+    (expected, each), (actual, shared) = _run(apart, ndim=3), _run(once, ndim=3)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert shared == 2 * sum(grad.numel() for grad in actual.values() if grad.ndim == 3)
+    assert each == 2 * MICROBATCHES * shared
     once.forget_casts()
     later, _ = _run(once, defer=True)
     assert all(torch.equal(later[name], expected[name]) for name in expected)

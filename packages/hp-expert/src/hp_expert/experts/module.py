@@ -13,7 +13,7 @@ from hp_expert.dispatch import Dispatcher, LocalDispatcher
 from hp_expert.experts.activation import SWIGLU, Activation
 from hp_expert.experts.grouped import Grouped, GroupedProducts
 from hp_expert.experts.swiglu import autocast, routed_swiglu_by
-from hp_expert.experts.types import ExpertWeights, Projections
+from hp_expert.experts.types import CastOf, ExpertWeights, Projections
 from hp_platform import outside_graph
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ class GroupedExperts(nn.Module):
         activation: What is put between the projections.
         dispatcher: Brings rows to the experts' ranks and back.
         products: Products of one's own, for a lower precision; None: those of the fastest way.
+        cast_of: Gives a parameter in the narrower dtype that is computed in, for many calls; None:
+            every forward casts all of them, and its backward again.
 
     Args:
         num_experts: Number of experts.
@@ -84,6 +86,7 @@ class GroupedExperts(nn.Module):
             self.register_parameter(name, None if value is None else nn.Parameter(value))
         self.dispatcher: Dispatcher[Any] = LocalDispatcher(num_experts)
         self.products: GroupedProducts | None = None
+        self.cast_of: CastOf | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -134,7 +137,7 @@ class GroupedExperts(nn.Module):
         biases: Projections[Tensor | None] = Projections((self.b1, self.b3), self.b2)
         experts = ExpertWeights(weights, biases, self.adds_output_bias, self.activation)
         backend = None if self.products is None else Grouped(self.products)
-        return routed_swiglu_by(backend, batch, experts)
+        return routed_swiglu_by(backend, batch, experts, cast_of=self.cast_of)
 
     def extra_repr(self) -> str:
         """Show the sizes and the part of the experts that is here."""

@@ -25,7 +25,13 @@ from hp_expert.experts import loop
 from hp_expert.experts.activation import SWIGLU, Activation
 from hp_expert.experts.grouped import Grouped
 from hp_expert.experts.placement import local_part
-from hp_expert.experts.types import Backend, ExpertWeights, Projections, WeightGradients
+from hp_expert.experts.types import (
+    Backend,
+    CastOf,
+    ExpertWeights,
+    Projections,
+    WeightGradients,
+)
 from hp_expert.experts.weight_gradient import WeightGradient
 from hp_expert.once import differentiable_once
 from hp_platform import wait_tensor
@@ -35,10 +41,11 @@ _GROUPED: Final = Grouped()
 
 
 class _Options(NamedTuple):
-    """What `ExpertWeights` has besides tensors."""
+    """What is no tensor: of `ExpertWeights`, and where casts of the parameters are found."""
 
     adds_output_bias: bool
     activation: Activation
+    cast_of: CastOf | None
 
 
 def routed_swiglu(
@@ -116,15 +123,28 @@ def routed_swiglu_fused(
     return routed_swiglu_by(None, batch, ExpertWeights(weights, biases, adds_output_bias))
 
 
-def routed_swiglu_by(backend: Backend | None, batch: ExpertBatch, experts: ExpertWeights) -> Tensor:
-    """Apply the experts in the given way, or in the fastest; see `routed_swiglu`."""
+def routed_swiglu_by(
+    backend: Backend | None,
+    batch: ExpertBatch,
+    experts: ExpertWeights,
+    *,
+    cast_of: CastOf | None = None,
+) -> Tensor:
+    """Apply the experts in the given way, or in the fastest; see `routed_swiglu`.
+
+    Args:
+        backend: The way; None: the fastest.
+        batch: Rows and their routing.
+        experts: Parameters.
+        cast_of: Gives them in the dtype of the rows; None: forward casts them, and backward again.
+    """
     batch = batch._replace(rows=autocast(batch.rows))
     _require_fit(batch, experts)
     backend = _fastest(batch, experts) if backend is None else backend
     if batch.counts is None and (backend.reads_counts or batch.num_slots == 0):
         batch = _without_padding(batch)
     parameters = (*experts.weights.stored, *experts.biases.stored)
-    options = _Options(experts.adds_output_bias, experts.activation)
+    options = _Options(experts.adds_output_bias, experts.activation, cast_of)
     with torch.autocast(batch.rows.device.type, enabled=False):
         out: Tensor = _RoutedSwiGLU.apply(
             batch.rows, batch.weights, batch, backend, options, *parameters
@@ -152,7 +172,7 @@ class _RoutedSwiGLU(torch.autograd.Function):
         *parameters: Tensor | None,
     ) -> Tensor:
         batch = batch._replace(rows=rows, weights=slot_weights)
-        experts = _local(parameters, rows.dtype, options)
+        experts = _local(parameters, parameters, rows.dtype, options)
         out, kept = backend.forward(batch, experts)
         order = batch.order.to(_narrow_index(batch.num_slots))
         ctx.save_for_backward(rows, slot_weights, order, *parameters, *kept)
@@ -171,7 +191,7 @@ class _RoutedSwiGLU(torch.autograd.Function):
         order = order.to(torch.int64)
         batch: ExpertBatch = ctx.batch._replace(rows=rows, weights=slot_weights, order=order)
         backend: Backend = ctx.backend
-        experts = _local(saved[:num_parameters], rows.dtype, ctx.options)
+        experts = _local(saved[:num_parameters], ctx.parameters, rows.dtype, ctx.options)
         # Sums over rows, which gradients of biases are, are cheap to compute more precisely.
         dtypes = rows.dtype, torch.promote_types(rows.dtype, torch.float32)
         wanted = [
@@ -223,12 +243,24 @@ def _by_projection(flat: Sequence[T]) -> tuple[Projections[T], Projections[T]]:
 
 
 def _local(
-    parameters: Sequence[Tensor | None], dtype: torch.dtype, options: _Options
+    values: Sequence[Tensor | None],
+    parameters: Sequence[Tensor | None],
+    dtype: torch.dtype,
+    options: _Options,
 ) -> ExpertWeights:
     """The parts of the parameters that are here, in `dtype`."""
-    parts = [None if p is None else local_part(p).to(dtype) for p in parameters]
+    parts = [
+        None if value is None or parameter is None else _cast(value, parameter, dtype, options)
+        for value, parameter in zip(values, parameters, strict=True)
+    ]
     weights, biases = _by_projection(parts)
-    return ExpertWeights(cast("Projections[Tensor]", weights), biases, *options)
+    experts = cast("Projections[Tensor]", weights)
+    return ExpertWeights(experts, biases, options.adds_output_bias, options.activation)
+
+
+def _cast(value: Tensor, parameter: Tensor, dtype: torch.dtype, options: _Options) -> Tensor:
+    made = None if options.cast_of is None else options.cast_of(parameter, dtype)
+    return local_part(value).to(dtype) if made is None else local_part(made)
 
 
 def _without_padding(batch: ExpertBatch) -> ExpertBatch:

@@ -11,9 +11,10 @@ gradient is one more product: that of the same left factor with a column of ones
 Shape symbols: N rows, P positions, L local experts, D width, H hidden width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from hp_expert.batch import ExpertBatch
@@ -21,6 +22,8 @@ from hp_expert.experts.activation import SWIGLU, Activation
 from hp_expert.experts.weight_gradient import WeightGradient
 
 T = TypeVar("T")
+CastOf = Callable[[Tensor, torch.dtype], Tensor | None]
+"""A parameter in a dtype, cast before; None where it has that dtype."""
 
 
 class Projections(NamedTuple, Generic[T]):

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hp_expert import GroupedExperts
 from hp_train.config import ModelConfig
 from hp_train.model.block import Block, Microbatch, add_loss
 from hp_train.model.layers import Linear, RMSNorm, WeightCasts, cast_linear, dropout
@@ -73,6 +74,8 @@ class TransformerStage(nn.Module):
         for part in self.modules():
             if isinstance(part, Linear):
                 part.casts = self.casts
+            elif isinstance(part, GroupedExperts):
+                part.cast_of = self.casts.of
 
     def forget_casts(self) -> None:
         """Cast weights anew at their next use: they have changed, or memory is wanted."""

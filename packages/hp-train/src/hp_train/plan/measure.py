@@ -1,7 +1,9 @@
 """Measure the rates of this machine with the model that is to be trained.
 
-One process trains a few steps with microbatches of two sizes, which tells what a product and what a
-layer by itself takes; two processes send each other messages of two sizes.
+Processes train a few steps with microbatches of two sizes, which tells what a product and what a
+layer by itself takes. On a CPU they are two: a core is slower while the others compute. Two
+processes then compute and exchange messages of two sizes in turn, since what an exchange takes in
+training is for the most part the wait for the rank that comes later.
 """
 
 import json
@@ -16,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hp_platform import initialize, shutdown
+from hp_platform import initialize, launch_all_to_all, new_group, shutdown
 from hp_schedule import MetaStepType
 from hp_train.config import Config
 from hp_train.errors import HpError
@@ -30,8 +32,9 @@ from hp_train.space import with_keys
 from hp_train.train import start
 from hp_train.verify.pairs import checked_config, one_process
 
-_STEPS, _MICROBATCHES, _ROUNDS = 4, 4, 20
+_STEPS, _MICROBATCHES, _ROUNDS = 4, 4, 60
 _SMALL, _LARGE = 1 << 10, 1 << 22
+_FIRST = 2  # rounds that are not counted: they allocate and connect
 _RESULT = "measured.json"
 
 
@@ -107,8 +110,14 @@ def machine_of(
 
 
 def _timed(config: Config, scratch: Path, *, size: int) -> dict[str, float]:
-    batch = {"train.microbatch_size": size, "train.global_batch_size": _MICROBATCHES * size}
-    return _run(scratch, with_keys(_plain(config), batch), "time_model")
+    on_cpu = config.launch.device == "cpu" or not torch.cuda.is_available()
+    ranks = 2 if on_cpu and _cores() > 1 else 1
+    keys = {
+        "mesh.dp_replicate": ranks,
+        "train.microbatch_size": size,
+        "train.global_batch_size": ranks * _MICROBATCHES * size,
+    }
+    return _run(scratch, with_keys(_plain(config), keys), "time_model")
 
 
 def _plain(config: Config) -> Config:
@@ -127,7 +136,7 @@ def _run(scratch: Path, config: Config, function: str) -> dict[str, float]:
 
 
 def time_model(config: Config, *, worker: Worker) -> int:
-    """Train a few steps as the only rank, and leave the median times of its parts."""
+    """Train a few steps, and leave the median times of their parts on this rank."""
     trainer = start(config, worker)
     microbatches, updates = [], []
     for _ in range(_STEPS):
@@ -143,9 +152,8 @@ def time_model(config: Config, *, worker: Worker) -> int:
         updates.append(time.perf_counter() - began)
         trainer.optimizer.zero_grad()
     on_cpu = trainer.device.type == "cpu"
-    cores = len(os.sched_getaffinity(0))
     if on_cpu:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cores
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _cores()
     else:
         memory = torch.cuda.get_device_properties(trainer.device).total_memory
     result = {
@@ -154,9 +162,10 @@ def time_model(config: Config, *, worker: Worker) -> int:
         "optimizer": statistics.median(updates[1:]),
         "vocab_size": trainer.tokenizer.vocab_size,
         "memory": memory,
-        "cores": cores if on_cpu else 0,
+        "cores": _cores() if on_cpu else 0,
     }
-    (worker.run_dir / _RESULT).write_text(json.dumps(result))
+    if worker.info.rank == 0:
+        (worker.run_dir / _RESULT).write_text(json.dumps(result))
     shutdown()
     return 0
 
@@ -165,38 +174,42 @@ _COMPUTE = (MetaStepType.FWD, MetaStepType.BWD)
 
 
 def time_link(config: Config, *, worker: Worker) -> int:
-    """Send messages back and forth between two ranks, and leave the median times of one."""
+    """Exchange messages between two ranks that compute, and leave the mean times of one."""
     launch = config.launch
     runtime = initialize(
         worker.info,
         device_type=launch.device,
         timeout=timedelta(seconds=launch.step_timeout_seconds),
     )
-    result = {
-        name: _ping_pong(size, runtime.info.rank, runtime.device, worker)
-        for name, size in (("small", _SMALL), ("large", _LARGE))
-    }
+    group = new_group([[0, 1]], name="link")
+    assert group is not None
+    tokens = config.train.microbatch_size * config.data.seq_len
+    left = torch.ones(tokens, config.model.dim, device=runtime.device)
+    right = torch.ones(config.model.dim, config.model.dim, device=runtime.device)
+    result = {}
+    for name, size in (("small", _SMALL), ("large", _LARGE)):
+        message = torch.zeros(2, size, dtype=torch.uint8, device=runtime.device)
+        seconds = []
+        for index in range(_ROUNDS):
+            worker.board.beat(step=index, phase="exchange", waiting=True)
+            torch.mm(left, right)
+            _synchronize(runtime.device)
+            began = time.perf_counter()
+            launch_all_to_all(message, group=group).wait()
+            _synchronize(runtime.device)
+            seconds.append(time.perf_counter() - began)
+        # A wait of one rank is work of the other: the mean of both.
+        mean = torch.tensor(statistics.fmean(seconds[_FIRST:]) / 2)
+        dist.all_reduce(mean, group=runtime.control)
+        result[name] = mean.item()
     if runtime.info.rank == 0:
         (worker.run_dir / _RESULT).write_text(json.dumps(result))
     shutdown()
     return 0
 
 
-def _ping_pong(size: int, rank: int, device: torch.device, worker: Worker) -> float:
-    message = torch.zeros(size, dtype=torch.uint8, device=device)
-    times = []
-    for index in range(_ROUNDS):
-        worker.board.beat(step=index, phase="ping", waiting=True)
-        _synchronize(device)
-        began = time.perf_counter()
-        for sender in (0, 1):
-            if rank == sender:
-                dist.send(message, 1 - rank)
-            else:
-                dist.recv(message, 1 - rank)
-        _synchronize(device)
-        times.append((time.perf_counter() - began) / 2)
-    return statistics.median(times[2:])
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def _synchronize(device: torch.device) -> None:

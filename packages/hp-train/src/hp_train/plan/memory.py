@@ -128,7 +128,8 @@ def buffer_bytes(
         default=0,
     )
     messages = 4 * message_bytes(config, layout) if config.mesh.pp > 1 else 0
-    casts = sum(s.cast_bytes(size=BYTES[config.train.dtype], tp=layout.tp) for s in stages)
+    size, shared = BYTES[config.train.dtype], layout.ep * layout.etp
+    casts = sum(s.cast_bytes(size=size, tp=layout.tp, expert_ranks=shared) for s in stages)
     return (gathered + flat) * per_element + round(casts) + messages + _recomputed(config, layout)
 
 

@@ -75,17 +75,18 @@ class Work:
         each = (self.kept * size + self.wide * max(size, WIDE_BYTES)) / tp
         return (each + (self.gathered * size if tp > 1 else 0)) * tokens
 
-    def cast_bytes(self, *, size: int, tp: int = 1) -> float:
-        """Bytes of the dense matrices in the dtype of activations, which all microbatches share.
+    def cast_bytes(self, *, size: int, tp: int = 1, expert_ranks: int = 1) -> float:
+        """Bytes of the matrices in the dtype of activations, which all microbatches share.
 
         Args:
             size: Bytes of an element of activations.
-            tp: Ranks that share the matrices.
+            tp: Ranks that share the dense matrices.
+            expert_ranks: Ranks that share the experts.
         """
         if size >= WIDE_BYTES:
             return 0.0
-        matrices = (w for w in self.weights if not w.is_expert and len(w.shape) == 2)
-        return sum(weight.size for weight in matrices) / tp * size
+        dense = sum(w.size for w in self.weights if not w.is_expert and len(w.shape) == 2)
+        return (dense / tp + sum(w.size for w in self.weights if w.is_expert) / expert_ranks) * size
 
     def __add__(self, other: "Work") -> "Work":
         sums = {
