@@ -197,6 +197,23 @@ def test_ranks_that_do_not_save_in_time_are_killed(
     assert "by force, not done saving after 0.5 s" in capfd.readouterr().err
 
 
+def test_a_signal_ends_ranks_that_have_nothing_to_save_at_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pids: list[int] = []
+
+    def ask(pid: int) -> None:
+        pids.append(pid)
+        send(signal.SIGTERM)
+
+    when_started(tmp_path, ask)
+    config = resolved(tmp_path, "unused").config
+    status = launcher.run_entry(config, tmp_path, entry="train_launch_ranks:trains")
+    assert status == 128 + signal.SIGTERM
+    assert process_state(pids[0]) == ""
+    assert re.search(r"^stopped at once, rank [01] was at step \d+ ", capfd.readouterr().err)
+
+
 def test_a_signal_before_any_process_exists_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,7 +82,8 @@ def run_entry(config: Config, run_dir: Path, *, entry: str) -> int:
     """Run a function on the ranks of a config, each a process of its own.
 
     The first call of a process starts the server that ranks are forked from; later ones, of any
-    number of ranks, take half a second. Nothing is printed unless a rank fails.
+    number of ranks, take half a second. Nothing is printed unless a rank fails. A request to stop
+    ends the ranks at once, as there is nothing to save.
 
     Args:
         config: Checked; every rank gets it.
@@ -90,10 +91,11 @@ def run_entry(config: Config, run_dir: Path, *, entry: str) -> int:
         entry: ``module:function`` that each rank calls with the config and ``worker=``.
 
     Returns:
-        Exit status, see `hp_train.errors`.
+        Exit status, see `hp_train.errors`; 128 + the number of the signal that asked to stop.
     """
     with StopTrap() as trap:
-        return _run_ranks(config, run_dir, trap, entry, resumable=False)
+        status = _run_ranks(config, run_dir, trap, entry, resumable=False)
+        return 128 + trap.first if status and trap.first else status
 
 
 def _run_ranks(
@@ -210,6 +212,8 @@ class _Run:
         """
         while not self.ranks.is_done:
             self.ranks.join(_LOOK_SECONDS)
+            if self.trap.first and not self.resumable:
+                return self._end_now()
             if self.trap.first and not self.board.stop_requested():
                 self.board.request_stop()
                 _say("stopping: the ranks save after this step; once more to stop at once")
@@ -243,7 +247,7 @@ class _Run:
         slots = self.board.slots()
         slot = most_suspect([slot for slot in slots if slot.state is State.RUNNING] or slots)
         self._kill()
-        if self.trap.second:
+        if self.trap.second or not self.resumable:
             how = "at once"
         else:
             how = f"by force, not done saving after {self.stop_grace_seconds:g} s"
