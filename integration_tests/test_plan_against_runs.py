@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hp_platform import RankInfo, initialize, shutdown
-from hp_platform.testing import run_distributed
+from hp_platform.testing import record_exchanges, run_distributed
 from hp_train.config import Config
 from hp_train.data import load_tokenizer, prepare
 from hp_train.plan import MACHINES
@@ -62,6 +62,50 @@ def test_bytes_are_exact_and_times_are_near(name: str, tmp_path: Path) -> None:
     measured = max(rank["seconds"] for rank in ranks)
     pipeline = predicted.parts["compute"] + predicted.parts["idle"] + predicted.parts["exchanges"]
     assert FASTER < pipeline / measured < SLOWER
+
+
+MESHES: dict[str, dict[str, int]] = {
+    "ep2": {"dp_replicate": 2, "ep": 2},
+    "etp2": {"dp_replicate": 2, "etp": 2},
+    "tp2": {"tp": 2},
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_messages_inside_layers_are_those_that_are_sent(name: str, tmp_path: Path) -> None:
+    config = config_of(mesh=MESHES[name], model={"num_dense_layers": 0})
+    prepare(
+        tmp_path / "data",
+        paths=[str(write_corpus(tmp_path))],
+        tokenizer=load_tokenizer(""),
+        eval_fraction=config.data.eval_fraction,
+    )
+    address = f"file://{tmp_path}/rendezvous-{uuid4().hex}"
+    run = partial(_exchanges, msgspec.json.encode(config), str(tmp_path), address)
+    sent, _ = run_distributed(run, world_size=2, timeout=120)
+    # Where bytes take no time, and a message a second.
+    machine = MACHINES["cpu"].with_values(
+        latency=1.0, bandwidth=1e30, node_latency=1.0, node_bandwidth=1e30
+    )
+    plan = Plan(config, machine, vocab_size=VOCAB)
+    assert sum(plan.exchange_seconds) == pytest.approx(sent / plan.num_microbatches)
+
+
+def _exchanges(encoded: bytes, directory: str, address: str) -> int:
+    """How many there are in forward and backward, sums of numbers apart."""
+    config = msgspec.json.decode(encoded, type=Config)
+    info = RankInfo.from_env()
+    assert info is not None
+    runtime = initialize(info, init_method=address)
+    trainer = Trainer(config, worker_of(info, Path(directory)), runtime, load_tokenizer(""))
+    trainer.train_step()
+    with record_exchanges() as exchanges:
+        trainer.compute_gradients()
+    inside = [exchange for exchange in exchanges if exchange.kind != "all_reduce"]
+    # A group of one rank has nothing to send.
+    busy = {exchange.group for exchange in inside if exchange.num_bytes}
+    shutdown()
+    return sum(exchange.group in busy for exchange in inside)
 
 
 def _train(encoded: bytes, directory: str, address: str) -> dict[str, float]:

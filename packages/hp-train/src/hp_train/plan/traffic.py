@@ -72,7 +72,9 @@ def expert_transfer(
     layers = sum(stage.rows for stage in stages) / max(1, config.model.top_k)
     size = layers * tokens * expert_bytes(config, layout)
     bandwidth, latency, far = group_link(layout, machine, "ep", "etp")
-    messages = 4 * layers * (layout.ep - 1 + layout.etp - 1)
+    # Forward announces counts, sends rows and routing weights, and brings outputs back; backward
+    # has nothing to announce. Among ranks that share an expert there is one more.
+    messages = layers * (7 * (layout.ep - 1) + 8 * (layout.etp - 1))
     return Transfer("experts", size, size / bandwidth + messages * latency, far)
 
 
@@ -94,19 +96,19 @@ def activation_transfers(
     """
     size = BYTES[config.train.dtype]
     gathered, heads = sum(s.gathered for s in stages), sum(s.heads for s in stages)
-    kinds: tuple[tuple[str, Axis, int, float], ...] = (
-        ("tensor", "tp", layout.tp, 4 * gathered),
-        ("context", "cp", layout.cp, 2 * heads / layout.tp),
+    layers = sum(1 for s in stages for w in s.weights if w.name.endswith("attention.wo.weight"))
+    # Messages to each other rank: gathered and summed, or q, k, v and outputs, and all in backward.
+    kinds: tuple[tuple[str, Axis, int, float, float], ...] = (
+        ("tensor", "tp", layout.tp, 4 * gathered, 4 * gathered / config.model.dim),
+        ("context", "cp", layout.cp, 2 * heads / layout.tp, 8 * layers),
     )
     found = []
-    for purpose, axis, ranks, elements in kinds:
+    for purpose, axis, ranks, elements, messages in kinds:
         if ranks == 1:
             continue
         sent = (ranks - 1) / ranks * elements * size * tokens
         bandwidth, latency, far = group_link(layout, machine, axis)
-        # Per layer four exchanges forward and four backward, of a message per other rank.
-        layers = sum(1 for s in stages for w in s.weights if w.name.endswith("attention.wo.weight"))
-        seconds = sent / bandwidth + 8 * layers * (ranks - 1) * latency
+        seconds = sent / bandwidth + messages * (ranks - 1) * latency
         found.append(Transfer(purpose, sent, seconds, far))
     return found
 
