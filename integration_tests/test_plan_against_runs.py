@@ -64,16 +64,20 @@ def test_bytes_are_exact_and_times_are_near(name: str, tmp_path: Path) -> None:
     assert FASTER < pipeline / measured < SLOWER
 
 
-MESHES: dict[str, dict[str, int]] = {
-    "ep2": {"dp_replicate": 2, "ep": 2},
-    "etp2": {"dp_replicate": 2, "etp": 2},
-    "tp2": {"tp": 2},
+EXCHANGING: dict[str, dict[str, dict[str, Any]]] = {
+    "ep2": {"mesh": {"dp_replicate": 2, "ep": 2}},
+    "ep2 where a row is for several experts": {
+        "mesh": {"dp_replicate": 2, "ep": 2},
+        "model": {"top_k": 4},
+    },
+    "etp2": {"mesh": {"dp_replicate": 2, "etp": 2}},
+    "tp2": {"mesh": {"tp": 2}},
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", EXCHANGING)
 def test_messages_inside_layers_are_those_that_are_sent(name: str, tmp_path: Path) -> None:
-    config = config_of(mesh=MESHES[name], model={"num_dense_layers": 0})
+    config = config_of(EXCHANGING[name])
     prepare(
         tmp_path / "data",
         paths=[str(write_corpus(tmp_path))],

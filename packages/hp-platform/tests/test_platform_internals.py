@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import hp_platform
 from hp_platform import _internals, initialize, shutdown
@@ -45,6 +47,23 @@ def test_backends_of_a_group_are_reported() -> None:
         store = _internals.default_store()
         store.set("key", "value")
         assert store.get("key") == b"value"
+    finally:
+        shutdown()
+
+
+def test_devices_of_gloo_are_shared_inside_the_context_alone() -> None:
+    initialize(device_type="cpu", timeout=timedelta(seconds=11))
+    try:
+        made_by = distributed_c10d.ProcessGroupGloo
+        world = dist.group.WORLD
+        assert world is not None
+        with suppress(KeyError), _internals.on_gloo_devices_of(world):
+            assert distributed_c10d.ProcessGroupGloo is not made_by
+            group = dist.new_group([0], backend="gloo", timeout=timedelta(seconds=7))
+            raise KeyError
+        assert distributed_c10d.ProcessGroupGloo is made_by
+        assert _internals.group_timeout(group, torch.device("cpu")) == timedelta(seconds=7)
+        dist.all_reduce(torch.ones(1), group=group)
     finally:
         shutdown()
 

@@ -1,5 +1,6 @@
 """The launcher with two ranks that only pretend to train: see `train_launch_ranks`."""
 
+import multiprocessing
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import pytest
 
 from hp_train.errors import ConfigError
 from hp_train.launch import launcher
+from hp_train.launch.board import Slot, State
 from hp_train.launch.rundir import locked
 from hp_train.launch.supervise import Board, kill_ranks, process_state
 from hp_train.options import Resolved, resolve
@@ -212,6 +214,40 @@ def test_a_signal_ends_ranks_that_have_nothing_to_save_at_once(
     assert status == 128 + signal.SIGTERM
     assert process_state(pids[0]) == ""
     assert re.search(r"^stopped at once, rank [01] was at step \d+ ", capfd.readouterr().err)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.2])
+def test_a_signal_while_ranks_start_ends_those_that_have_nothing_to_save(
+    seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        launcher,
+        "_start_server",
+        lambda _entry: threading.Timer(seconds, send, [signal.SIGTERM]).start(),
+    )
+    config = resolved(tmp_path, "unused").config
+    status = launcher.run_entry(config, tmp_path, entry="train_launch_ranks:trains")
+    assert status == 128 + signal.SIGTERM
+    assert not multiprocessing.active_children()
+
+
+def test_a_signal_that_comes_while_ranks_return_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    returned = Board.slots
+
+    def slots(board: Board) -> list[Slot]:
+        found = returned(board)
+        if all(slot.state is State.RETURNED for slot in found) and not sent:
+            sent.append(signal.SIGTERM)
+            send(signal.SIGTERM)
+        return found
+
+    sent: list[int] = []
+    monkeypatch.setattr(Board, "slots", slots)
+    config = resolved(tmp_path, "unused").config
+    status = launcher.run_entry(config, tmp_path, entry="train_launch_ranks:returns")
+    assert status == 128 + signal.SIGTERM
 
 
 def test_a_signal_before_any_process_exists_stops_the_run(

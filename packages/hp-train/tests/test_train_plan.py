@@ -25,7 +25,7 @@ from hp_train.plan.estimate import Plan
 from hp_train.plan.memory import BYTES, local_elements, message_bytes, static_memory
 from hp_train.plan.modules import Weight, stage, whole_model
 from hp_train.plan.report import details, reasons
-from hp_train.plan.traffic import edge_link, expert_bytes, gradient_transfers, shard_transfer
+from hp_train.plan.traffic import edge_link, expert_exchanges, gradient_transfers, shard_transfer
 from hp_train.schedules import KINDS
 from hp_train.space import enumerate_layouts, with_keys
 
@@ -306,10 +306,12 @@ def test_reasons_name_what_the_next_layout_spends_more_on() -> None:
 def test_experts_cut_by_width_send_each_row_to_the_other_parts() -> None:
     config = config_of()
     row = 4 * config.model.dim * BYTES[config.train.dtype]
-    whole, halves = (expert_bytes(config, StageLayout(dp_shard=4, etp=etp)) for etp in (1, 2))
+    whole, halves = (expert_exchanges(config, StageLayout(dp_shard=4, etp=n))[0] for n in (1, 2))
     assert whole == 0
     assert halves == row  # every token once, since some expert of every rank wants it
-    both, dealt = (expert_bytes(config, StageLayout(dp_shard=4, ep=2, etp=etp)) for etp in (2, 1))
+    both, dealt = (
+        expert_exchanges(config, StageLayout(dp_shard=4, ep=2, etp=n))[0] for n in (2, 1)
+    )
     assert dealt < both <= dealt + 2 * row
 
 

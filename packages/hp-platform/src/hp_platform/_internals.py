@@ -183,6 +183,7 @@ def on_gloo_devices_of(group: ProcessGroup) -> Iterator[None]:
     """Let the Gloo groups that are made inside use the devices of `group`, where it has some.
 
     torch makes a device for each group, and each has a thread that wakes a hundred times a second.
+    No other thread may make groups meanwhile, as nowhere in torch.
     """
     devices = _gloo_devices(group)
     if not devices:
@@ -193,9 +194,15 @@ def on_gloo_devices_of(group: ProcessGroup) -> Iterator[None]:
 
     # new_group has no argument for it; it makes, and asks for, an instance of this name.
     class OnDevices(made_by):  # type: ignore[misc, valid-type]
-        def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(
+            self, store: Store, rank: int, size: int, timeout: timedelta, **others: bool
+        ) -> None:
+            if any(others.values()):  # torch 2.14 has a switch that options lack
+                super().__init__(store, rank, size, timeout=timeout, **others)
+                return
             options = made_by._Options()
             options._devices, options._timeout = devices, timeout
+            options._threads = 2 * len(devices)
             super().__init__(store, rank, size, options)
 
     torch_module.ProcessGroupGloo = OnDevices
@@ -203,6 +210,7 @@ def on_gloo_devices_of(group: ProcessGroup) -> Iterator[None]:
         yield
     finally:
         torch_module.ProcessGroupGloo = made_by
+        devices.clear()  # a class lives until it is collected, and the groups have theirs
 
 
 def _gloo_devices(group: ProcessGroup) -> list[Any]:

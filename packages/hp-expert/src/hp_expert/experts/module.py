@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from hp_expert.dispatch import Dispatcher, LocalDispatcher
 from hp_expert.experts.activation import SWIGLU, Activation
 from hp_expert.experts.grouped import Grouped, GroupedProducts
 from hp_expert.experts.swiglu import autocast, routed_swiglu_by
-from hp_expert.experts.types import CastOf, ExpertWeights, Projections
+from hp_expert.experts.types import ExpertWeights, Projections
 from hp_platform import outside_graph
 
 if TYPE_CHECKING:
@@ -43,8 +44,9 @@ class GroupedExperts(nn.Module):
         activation: What is put between the projections.
         dispatcher: Brings rows to the experts' ranks and back.
         products: Products of one's own, for a lower precision; None: those of the fastest way.
-        cast_of: Gives a parameter in the narrower dtype that is computed in, for many calls; None:
-            every forward casts all of them, and its backward again.
+        cast_of: Gives a parameter in the narrower dtype that is computed in, cast once for many
+            calls, or None for one that has the dtype; it has to forget what it made when parameters
+            change. None: every forward casts all of them, and its backward again.
 
     Args:
         num_experts: Number of experts.
@@ -86,7 +88,7 @@ class GroupedExperts(nn.Module):
             self.register_parameter(name, None if value is None else nn.Parameter(value))
         self.dispatcher: Dispatcher[Any] = LocalDispatcher(num_experts)
         self.products: GroupedProducts | None = None
-        self.cast_of: CastOf | None = None
+        self.cast_of: Callable[[Tensor, torch.dtype], Tensor | None] | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

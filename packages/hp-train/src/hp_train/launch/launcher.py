@@ -95,7 +95,7 @@ def run_entry(config: Config, run_dir: Path, *, entry: str) -> int:
     """
     with StopTrap() as trap:
         status = _run_ranks(config, run_dir, trap, entry, resumable=False)
-        return 128 + trap.first if status and trap.first else status
+        return 128 + trap.first if trap.first else status
 
 
 def _run_ranks(
@@ -284,8 +284,11 @@ class _Run:
         return 1
 
     def _kill(self) -> None:
-        kill_ranks(self.board.slots())
-        self.ranks.join(_REAP_SECONDS)
+        """Again and again: a rank that only starts has told nobody yet which process it is."""
+        deadline = time.monotonic() + _REAP_SECONDS
+        while not self.ranks.is_done and time.monotonic() < deadline:
+            kill_ranks(self.board.slots())
+            self.ranks.join(_LOOK_SECONDS)
 
     def _stack_of(self, rank: int) -> list[str]:
         """The stack of a rank's main thread, which its fault handler writes even when blocked."""

@@ -23,7 +23,7 @@ __all__ = [
     "process_state",
 ]
 
-_SETTLE_SECONDS = 0.3
+_SETTLE_SECONDS = 0.5
 """Between the first sign of a failure and the verdict: time for the others to show theirs."""
 _LONGEST_PAUSE = 1.0
 """Two looks further apart than this mean that the launcher itself was stopped meanwhile."""

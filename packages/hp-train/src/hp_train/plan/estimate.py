@@ -101,7 +101,7 @@ class Plan:
         places = placement(config.pipeline, num_ranks=self.layout.pp)
         self.places = [self.layout.stages[rank] for rank in places]
         self.exchange_seconds = [
-            sum(transfer.seconds for transfer in self._exchanges([stage], place, self.tokens))
+            sum(transfer.seconds for transfer in self._exchanges([stage], place))
             for stage, place in zip(self.stages, self.places, strict=True)
         ]
         self.cores, slowed = _cores(machine, self.layout)
@@ -117,12 +117,12 @@ class Plan:
         self.input_grad = [f + a for f, a in zip(self.forward, again, strict=True)]
         self.weight_grad = [p + f for p, f in zip(plain, fixed, strict=True)]
 
-    def _exchanges(self, stages: Sequence[Work], place: StageLayout, tokens: int) -> list[Transfer]:
-        """What ranks exchange inside layers for some tokens of a rank."""
+    def _exchanges(self, stages: Sequence[Work], place: StageLayout) -> list[Transfer]:
+        """What ranks exchange inside layers for a microbatch."""
         config, machine = self.config, self.machine
-        found = activation_transfers(config, stages, place, machine, tokens=tokens)
+        found = activation_transfers(config, stages, place, machine, tokens=self.tokens)
         if place.ep * place.etp > 1 and config.model.has_experts:
-            dealt = tokens // place.tp
+            dealt = self.tokens // place.tp
             found.append(expert_transfer(config, stages, place, machine, tokens=dealt))
         return found
 
@@ -263,7 +263,7 @@ class Plan:
         gradients = gradient_transfers(config, stages, place, machine)
         return [
             pipeline_transfer(config, place, edges, num_microbatches=self.num_microbatches),
-            *self._exchanges(stages, place, self.tokens * self.num_microbatches),
+            *(_sum(t.purpose, [t], self.num_microbatches) for t in self._exchanges(stages, place)),
             _sum("parameters", sharded, times),
             _sum("gradients", gradients, 1.0),
         ]

@@ -53,8 +53,13 @@ def measure(config: Config) -> tuple[Machine, str]:
     scratch = Path(tempfile.mkdtemp(prefix="hp-plan-"))
     (scratch / "data").mkdir()
     size = config.train.microbatch_size
-    small, large = (_timed(config, scratch, size=times * size) for times in (1, 2))
-    link = _run(scratch, with_keys(_plain(config), {"mesh.dp_replicate": 2}), "time_link")
+    try:
+        small, large = (_timed(config, scratch, size=times * size) for times in (1, 2))
+        link = _run(scratch, with_keys(_plain(config), {"mesh.dp_replicate": 2}), "time_link")
+    except HpError as error:
+        if error.exit_code > 128:  # somebody wanted it to end: nothing to look at
+            shutil.rmtree(scratch, ignore_errors=True)
+        raise
     shutil.rmtree(scratch, ignore_errors=True)
     machine = machine_of(config, small, large, link)
     flags = {
@@ -130,7 +135,9 @@ def _run(scratch: Path, config: Config, function: str) -> dict[str, float]:
     (run_dir / "data").symlink_to(Path("..", "data"))
     status = run_entry(config, run_dir, entry=f"{__name__}:{function}")
     if status:
-        raise HpError(f"a process that measures ended with status {status}")
+        error = HpError(f"a process that measures ended with status {status}")
+        error.exit_code = status
+        raise error
     found: dict[str, float] = json.loads((run_dir / _RESULT).read_text())
     return found
 
@@ -174,7 +181,7 @@ _COMPUTE = (MetaStepType.FWD, MetaStepType.BWD)
 
 
 def time_link(config: Config, *, worker: Worker) -> int:
-    """Exchange messages between two ranks that compute, and leave the mean times of one."""
+    """Exchange messages between two ranks that compute, and leave the median times of one."""
     launch = config.launch
     runtime = initialize(
         worker.info,
@@ -198,10 +205,12 @@ def time_link(config: Config, *, worker: Worker) -> int:
             launch_all_to_all(message, group=group).wait()
             _synchronize(runtime.device)
             seconds.append(time.perf_counter() - began)
-        # A wait of one rank is work of the other: the mean of both.
-        mean = torch.tensor(statistics.fmean(seconds[_FIRST:]) / 2)
-        dist.all_reduce(mean, group=runtime.control)
-        result[name] = mean.item()
+        # Of each round the mean of both ranks: where one waits, the other works.
+        sums = torch.tensor(seconds[_FIRST:], dtype=torch.float64)
+        dist.all_reduce(sums, group=runtime.control)
+        result[name] = statistics.median((sums / 2).tolist())
+    if result["large"] <= result["small"]:
+        raise HpError(f"{_LARGE} bytes took no longer than {_SMALL}: measure again")
     if runtime.info.rank == 0:
         (worker.run_dir / _RESULT).write_text(json.dumps(result))
     shutdown()

@@ -129,8 +129,14 @@ def buffer_bytes(
     )
     messages = 4 * message_bytes(config, layout) if config.mesh.pp > 1 else 0
     size, shared = BYTES[config.train.dtype], layout.ep * layout.etp
-    casts = sum(s.cast_bytes(size=size, tp=layout.tp, expert_ranks=shared) for s in stages)
-    return (gathered + flat) * per_element + round(casts) + messages + _recomputed(config, layout)
+    casts = sorted(
+        (s.cast_bytes(size=size, tp=layout.tp, expert_ranks=shared) for s in stages), reverse=True
+    )
+    if layout.fsdp > 1 or layout.expert_shard > 1:  # held while parameters are gathered
+        casts = casts[:active_stages]
+    return (
+        (gathered + flat) * per_element + round(sum(casts)) + messages + _recomputed(config, layout)
+    )
 
 
 def _recomputed(config: Config, layout: StageLayout) -> int:

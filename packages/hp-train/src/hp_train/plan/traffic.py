@@ -31,15 +31,18 @@ class Transfer:
     between_nodes: bool
 
 
-def expert_bytes(config: Config, layout: StageLayout) -> float:
+def expert_exchanges(config: Config, layout: StageLayout) -> tuple[float, int]:
     """Bytes that a token of a layer sends to other ranks in forward and backward together.
 
     The dispatcher chooses between a row per expert and a row per rank as hp-expert does. Where the
     width of experts is cut, what arrives is gathered by the ranks that have the other parts, and
     their outputs are summed on the way back.
+
+    Returns:
+        The bytes, and how many messages a rank sends for a layer.
     """
     if layout.ep * layout.etp == 1:
-        return 0.0
+        return 0.0, 0
     from hp_expert import (  # noqa: PLC0415 - imports torch
         deduplication_pays,
         dispatch_bytes,
@@ -55,7 +58,11 @@ def expert_bytes(config: Config, layout: StageLayout) -> float:
     share_of_others = (layout.ep - 1) / layout.ep
     dispatched = share_of_others * (cost.deduplicated if pays else cost.plain)
     rows = expected_rows_per_token(*shape) if pays else model.top_k
-    return dispatched + 4 * rows * row_bytes * (layout.etp - 1)
+    # Forward announces counts, sends rows and routing weights (and for which experts a row is,
+    # where it may be for several), and brings outputs back; backward has nothing to announce. Among
+    # ranks that share an expert there are eight.
+    messages = (7 + pays) * (layout.ep - 1) + 8 * (layout.etp - 1)
+    return dispatched + 4 * rows * row_bytes * (layout.etp - 1), messages
 
 
 def group_link(layout: StageLayout, machine: Machine, *axes: Axis) -> tuple[float, float, bool]:
@@ -70,12 +77,10 @@ def expert_transfer(
 ) -> Transfer:
     """Dispatch and combine of some tokens through the layers of some stages, both directions."""
     layers = sum(stage.rows for stage in stages) / max(1, config.model.top_k)
-    size = layers * tokens * expert_bytes(config, layout)
+    each, messages = expert_exchanges(config, layout)
+    size = layers * tokens * each
     bandwidth, latency, far = group_link(layout, machine, "ep", "etp")
-    # Forward announces counts, sends rows and routing weights, and brings outputs back; backward
-    # has nothing to announce. Among ranks that share an expert there is one more.
-    messages = layers * (7 * (layout.ep - 1) + 8 * (layout.etp - 1))
-    return Transfer("experts", size, size / bandwidth + messages * latency, far)
+    return Transfer("experts", size, size / bandwidth + layers * messages * latency, far)
 
 
 def activation_transfers(

@@ -7,13 +7,14 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hp_train.config import Config
 from hp_train.environment import external_world
-from hp_train.errors import ConfigError, DifferenceError
+from hp_train.errors import ConfigError, DifferenceError, HpError
 from hp_train.options import Resolved, resolve, split_overrides
 from hp_train.space import sample_layouts
 from hp_train.verify.pairs import (
@@ -122,22 +123,20 @@ def run(
     from hp_train.verify.runs import Runs  # noqa: PLC0415
 
     sys.path.insert(0, str(Path.cwd()))  # a job may be next to the config
-    scratch = _scratch(options.keep)
-    runs = Runs(
-        scratch,
-        base=config,
-        steps=options.steps,
-        # Of many layouts the curves of all steps, and tensors where they start and where they end.
-        tensor_steps=() if other is not None else tuple({1, options.steps}),
-        job=options.job or TRAINER,
-    )
-    if other is None:
-        _verify_all(runs, layouts)
-    else:
-        _verify_two(runs, config, other, options)
-    # After a failure it stays: the launcher has told of files in it.
-    if not options.keep:
-        shutil.rmtree(scratch, ignore_errors=True)
+    # Of many layouts the curves of all steps, and tensors where they start and where they end.
+    tensor_steps = () if other is not None else tuple({1, options.steps})
+    with _scratch(options.keep) as scratch:
+        runs = Runs(
+            scratch,
+            base=config,
+            steps=options.steps,
+            tensor_steps=tensor_steps,
+            job=options.job or TRAINER,
+        )
+        if other is None:
+            _verify_all(runs, layouts)
+        else:
+            _verify_two(runs, config, other, options)
     return 0
 
 
@@ -188,9 +187,23 @@ def _part(text: str) -> tuple[int, int]:
     raise ConfigError(f"--part ({text}) must be like 1/3")
 
 
-def _scratch(keep: str | None) -> Path:
-    if keep is None:
-        return Path(tempfile.mkdtemp(prefix="hp-verify-"))
+@contextmanager
+def _scratch(keep: str | None) -> Iterator[Path]:
+    """A folder for recordings. After a failure it stays: the launcher has told of files in it."""
+    folder = Path(tempfile.mkdtemp(prefix="hp-verify-")) if keep is None else _new_folder(keep)
+    ended = False
+    try:
+        yield folder
+        ended = True
+    except HpError as error:
+        ended = error.exit_code > 128  # somebody wanted that
+        raise
+    finally:
+        if ended and keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _new_folder(keep: str) -> Path:
     folder = Path(keep)
     try:
         folder.mkdir(parents=True)
