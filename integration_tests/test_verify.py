@@ -47,12 +47,27 @@ def test_generated_layouts_equal_one_process(corpus: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
-    ["pipeline.schedule=interleaved_zero_bubble,train.recompute=full"],
+    ("layout", "other"),
+    [
+        (
+            "mesh.pp=2 mesh.dp_shard=2 mesh.ep=2 pipeline.stages_per_rank=2",
+            "pipeline.schedule=interleaved_zero_bubble,train.recompute=full",
+        ),
+        # One table at both ends of one stage, of two stages of one rank, and cut.
+        ("pipeline.schedule=zero_bubble", "pipeline.schedule=1f1b"),
+        (
+            "mesh.pp=2 pipeline.schedule=v_half pipeline.stages_per_rank=2",
+            "pipeline.schedule=zbv,train.recompute=full",
+        ),
+        (
+            "mesh.tp=2 pipeline.schedule=interleaved_zero_bubble pipeline.stages_per_rank=2",
+            "pipeline.schedule=looped_bfs",
+        ),
+    ],
 )
-def test_schedule_and_recompute_do_not_change_a_bit(other: str, corpus: str) -> None:
-    layout = ["mesh.pp=2", "mesh.dp_shard=2", "mesh.ep=2", "pipeline.stages_per_rank=2"]
-    status, text = verify(MODEL, "--data", corpus, *layout, f"--against={other}", "--steps", "2")
+def test_schedule_and_recompute_do_not_change_a_bit(layout: str, other: str, corpus: str) -> None:
+    arguments = [*layout.split(), f"--against={other}", "--steps", "2"]
+    status, text = verify(MODEL, "--data", corpus, *arguments)
     assert status == 0, text
     assert "they differ in nothing that may change a bit" in text
     assert text.rstrip().endswith("bitwise equal over 2 steps")

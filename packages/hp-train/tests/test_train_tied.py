@@ -70,6 +70,7 @@ def _build(address: str) -> dict[str, dict[str, Any]]:
             "peers": [0 if t.peers is None else t.peers.size() for t in tables],
             "sharded": [isinstance(weight, DTensor) for weight in held],
             "parts": parts,
+            "memory": [weight.data_ptr() for weight in held if not isinstance(weight, DTensor)],
             "split": {part.is_split for part in linears(pipeline)},
             "outputs": [s.output for s in pipeline.modules.values() if s.output is not None],
         }
@@ -93,8 +94,11 @@ def test_both_ends_have_one_table(tmp_path: Path) -> None:
         assert rank["apart"]["places"] == [f"{place}: {_TABLE}"]
         assert rank["apart"]["peers"] == [2]
     assert torch.equal(first["apart"]["parts"][0], second["apart"]["parts"][0])
-    # There and back: the very same parameter, and nobody to sum with.
-    assert first["there and back"]["places"] == [f"0: {_TABLE}", f"3: {_TABLE}"]
+    # There and back: the same memory, a gradient of each stage, and nobody to sum with.
+    assert first["there and back"]["places"] == [f"0: {_TABLE}"]
+    assert first["there and back"]["twins"] == 1
+    assert len(set(first["there and back"]["memory"])) == 1
+    assert torch.equal(*first["there and back"]["parts"])
     assert first["there and back"]["peers"] == [0]
     assert second["there and back"]["tables"] == 0
     # Two FSDP units of one rank: one is updated, the other follows.

@@ -38,7 +38,7 @@ from hp_train.mesh import Mesh
 from hp_train.model import TransformerStage
 from hp_train.model.block import Block
 from hp_train.model.compiled import compile_blocks
-from hp_train.model.layers import Linear
+from hp_train.model.layers import Embedding, Linear
 from hp_train.overlap import overlap_experts, overlap_pairs
 from hp_train.parameters import Parameter, named_parameters
 from hp_train.schedules import (
@@ -237,7 +237,7 @@ def build_pipeline(
         for part in module.modules():
             if isinstance(part, Block):
                 part.recompute = config.train.recompute
-            if isinstance(part, Linear):
+            if isinstance(part, Linear | Embedding):
                 part.is_split = is_split
         compile_blocks(module, config.train.compile)
         for buffer in module.buffers():  # correction biases

@@ -47,7 +47,8 @@ class Parameter:
             after backward.
         is_expert: Whether dim 0 is the experts of a layer.
         span: Of each dim, first and last + 1 index of the local part in the whole.
-        twins: The same parameter in other stages of this rank, which shard it by themselves.
+        twins: The same parameter in other stages of this rank, with gradients of their own: in the
+            same memory, or a copy, where FSDP shards each stage by itself.
         peers: Ranks whose stages have a copy; gradients are summed over them after all other sums.
     """
 
@@ -97,7 +98,9 @@ class Parameter:
     def update_twins(self) -> None:
         """Give other stages of this rank the values that ``local`` has now."""
         for twin in self.twins:
-            local_part(twin).copy_(self.local)
+            copy = local_part(twin)
+            if copy.data_ptr() != self.local.data_ptr():
+                copy.copy_(self.local)
 
     def as_whole(self, local: Tensor, mesh: Mesh) -> Tensor:
         """Describe a tensor cut as this parameter is: a DTensor, or itself where nothing is cut.

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -24,6 +23,7 @@ from hp_platform import all_gather_uneven, outside_graph, reduce_scatter_uneven
 from hp_train.cuts import chunk, cut_dim
 from hp_train.model import TransformerStage
 from hp_train.model.block import Block
+from hp_train.model.layers import Embedding
 from hp_train.model.transformer import cross_entropy as whole_cross_entropy
 
 
@@ -61,7 +61,7 @@ def cut_tensors(stage: TransformerStage, vocabulary: range, group: ProcessGroup)
     stage.cross_entropy = partial(cross_entropy, first=vocabulary.start, group=group)
 
 
-class VocabParallelEmbedding(nn.Embedding):
+class VocabParallelEmbedding(Embedding):
     """A part of the rows of an embedding.
 
     Args:
@@ -80,7 +80,7 @@ class VocabParallelEmbedding(nn.Embedding):
         """Token ids int64 [B, S] to this rank's positions [B, s, D]."""
         row = input - self.first
         is_here = (row >= 0) & (row < self.num_embeddings)
-        found = F.embedding(row.where(is_here, 0), self.weight)
+        found = super().forward(row.where(is_here, 0))
         return sum_positions(found * is_here[..., None], group=self._group)
 
 

@@ -3,14 +3,17 @@
 Both stages have the table under its one global name, so it starts the same on both, is cut the same
 and is one tensor in a checkpoint. On two ranks, each has a copy; the gradients of both are summed
 over the pair, last of all sums, so that both add the same two numbers and the copies stay equal bit
-for bit. On one rank, as in schedules that go there and back, the stages have one and the same
-parameter, or, where FSDP shards each stage by itself, a copy that is written after every update.
+for bit. On one rank, as in schedules that go there and back, both stages have the same memory, or,
+where FSDP shards each stage by itself, a copy that is written after every update. There too each
+stage has a gradient of its own, and they are added when all microbatches are done: whose turn comes
+when is the schedule's, and sums in another order are other numbers.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
@@ -47,10 +50,11 @@ def tied_group(
 
 
 def share_table(first: TransformerStage, last: TransformerStage) -> None:
-    """Let two stages of one rank have one table, unless FSDP shards each by itself."""
+    """Let two stages of one rank have one table in memory, unless FSDP shards each by itself."""
     assert first.embedding is not None
+    assert last.embedding is not None
     if not isinstance(first.embedding.weight, DTensor):
-        last.embedding = first.embedding
+        last.embedding.weight = nn.Parameter(first.embedding.weight.detach())
 
 
 def merge_copies(parameters: Iterable[Parameter], peers: ProcessGroup | None) -> list[Parameter]:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hp_platform import linear
+from hp_platform import linear, submit_weight_grad
 from hp_train.randomness import derive_seed, uniform
 
 
@@ -90,6 +90,44 @@ class Linear(nn.Module):
             return product(x, self.weight, self.bias)
         y = self.finish(product(x, self.weight))
         return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class Embedding(nn.Embedding):
+    """A table whose gradient can be computed later, as that of a `Linear`.
+
+    Where it is the output matrix too, both gradients have to come in the order of one backward, in
+    every schedule: sums in another order are other numbers.
+
+    Attributes:
+        is_split: As of `Linear`.
+    """
+
+    is_split = True
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name in the base class
+        """Token ids int64 [...] to [..., D]."""
+        if not self.is_split or torch.compiler.is_compiling():
+            return F.embedding(input, self.weight)
+        rows: Tensor = _Lookup.apply(self.weight, input)
+        return rows
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor) -> Tensor:
+        ctx.weight = weight
+        ctx.save_for_backward(ids)
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        (ids,) = ctx.saved_tensors
+        num_rows = ctx.weight.shape[0]
+        later = partial(
+            torch.ops.aten.embedding_dense_backward, grad.detach(), ids, num_rows, -1, False
+        )
+        return submit_weight_grad(ctx.weight, later), None
 
 
 class RMSNorm(nn.Module):

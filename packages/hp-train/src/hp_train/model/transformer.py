@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hp_expert import GroupedExperts
 from hp_train.config import ModelConfig
 from hp_train.model.block import Block, Microbatch, add_loss
-from hp_train.model.layers import Linear, RMSNorm, WeightCasts, cast_linear, dropout
+from hp_train.model.layers import Embedding, Linear, RMSNorm, WeightCasts, cast_linear, dropout
 from hp_train.model.prediction import PredictionModule, prediction_loss
 from hp_train.model.rotary import Rotation, rotation
 
@@ -57,7 +57,7 @@ class TransformerStage(nn.Module):
         self.compute_dtype = compute_dtype
         self.is_first = first
         has_table = first or (last and config.tie_embeddings)
-        self.embedding = nn.Embedding(vocab_size, config.dim) if has_table else None
+        self.embedding = Embedding(vocab_size, config.dim) if has_table else None
         self.layers = nn.ModuleDict({str(i): Block(config, i, f"layers.{i}") for i in layers})
         self.norm = RMSNorm(config.dim, eps=config.norm_eps) if last else None
         has_output = last and not config.tie_embeddings

@@ -85,13 +85,14 @@ def static_memory(
         layout: Cuts them.
     """
     weights = [weight for stage in stages for weight in stage.weights]
-    # A tied table of two stages is updated once; FSDP gives each stage a copy.
+    # A tied table of two stages is updated once, and has two gradients; under FSDP there are two.
     once = list({weight.name: weight for weight in weights}.values())
-    held, updated = (
+    each, updated = (
         sum(local_elements(weight, layout) for weight in some) * parameter_bytes(config)
-        for some in (weights if layout.fsdp > 1 else once, once)
+        for some in (weights, once)
     )
-    return held, held, 2 * updated + _STEP_BYTES * len(once)
+    held = each if layout.fsdp > 1 else updated
+    return held, each, 2 * updated + _STEP_BYTES * len(once)
 
 
 def buffer_bytes(
