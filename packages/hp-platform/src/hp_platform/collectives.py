@@ -13,6 +13,7 @@ Shape symbols: N rows of this rank before, M rows after, `...` any further dims.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -200,7 +201,7 @@ def reduce_scatter_uneven(
     """Sum over ranks and keep the shard of this rank along `dim`; backward gathers the gradients.
 
     The transpose of `all_gather_uneven`: `x` is `sum(sizes)` long along `dim`, the result
-    `sizes[rank]`. Errors are the same.
+    `sizes[rank]`; over Gloo on a CPU parts travel as long as they are. Errors are the same.
     """
     pg = resolve_group(group)
     dim = _dim(x, dim)
@@ -325,12 +326,24 @@ def _scatter(x: Tensor, sizes: list[int], dim: int, group: ProcessGroup) -> Tens
     """Sum over ranks and keep this rank's part along `dim`."""
     longest = max(sizes)
     rows = x.movedim(dim, 0)
+    if x.device.type == "cpu" and _internals.backend_name(group, x.device) == "gloo":
+        return _scatter_by_exchange(rows, sizes, group).movedim(0, dim).contiguous()
     padded = rows.new_zeros((len(sizes), longest, *rows.shape[1:]))
     for block, part in zip(padded, rows.split(sizes), strict=True):
         block[: part.shape[0]] = part
     mine = rows.new_empty((longest, *rows.shape[1:]))
     _internals.reduce_scatter(mine, padded.flatten(0, 1), group)
     return mine[: sizes[group.rank()]].movedim(0, dim).contiguous()
+
+
+def _scatter_by_exchange(rows: Tensor, sizes: list[int], group: ProcessGroup) -> Tensor:
+    """Exchange parts and add them up in rank order: Note [Gloo by pairs] of `fsdp.py`."""
+    length = sizes[group.rank()]
+    parts = rows.new_empty((len(sizes), length, *rows.shape[1:]))
+    outputs = [length] * len(sizes)
+    dist.all_to_all_single(parts.flatten(0, 1), rows.contiguous(), outputs, sizes, group=group)
+    total: Tensor = reduce(torch.add, parts)
+    return total
 
 
 def _splits(
