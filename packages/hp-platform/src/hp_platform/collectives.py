@@ -13,7 +13,6 @@ Shape symbols: N rows of this rank before, M rows after, `...` any further dims.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
 from typing import Any
 
 import torch
@@ -324,10 +323,10 @@ def _gather(x: Tensor, sizes: list[int], dim: int, group: ProcessGroup) -> Tenso
 
 def _scatter(x: Tensor, sizes: list[int], dim: int, group: ProcessGroup) -> Tensor:
     """Sum over ranks and keep this rank's part along `dim`."""
-    longest = max(sizes)
     rows = x.movedim(dim, 0)
     if x.device.type == "cpu" and _internals.backend_name(group, x.device) == "gloo":
         return _scatter_by_exchange(rows, sizes, group).movedim(0, dim).contiguous()
+    longest = max(sizes)
     padded = rows.new_zeros((len(sizes), longest, *rows.shape[1:]))
     for block, part in zip(padded, rows.split(sizes), strict=True):
         block[: part.shape[0]] = part
@@ -342,8 +341,18 @@ def _scatter_by_exchange(rows: Tensor, sizes: list[int], group: ProcessGroup) ->
     parts = rows.new_empty((len(sizes), length, *rows.shape[1:]))
     outputs = [length] * len(sizes)
     dist.all_to_all_single(parts.flatten(0, 1), rows.contiguous(), outputs, sizes, group=group)
-    total: Tensor = reduce(torch.add, parts)
+    total = rows.new_empty((length, *rows.shape[1:]))
+    if len(sizes) == 1:
+        return total.copy_(parts[0])
+    add_up([*parts], out=total)
     return total
+
+
+def add_up(parts: Sequence[Tensor], *, out: Tensor) -> None:
+    """Sum two parts or more in their order, so that it does not depend on how they came here."""
+    torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        out += part
 
 
 def _splits(

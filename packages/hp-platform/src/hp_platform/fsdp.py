@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_platform import _internals
+from hp_platform.collectives import add_up
 from hp_platform.shared_memory import Channel, Exchange
 
 
@@ -141,7 +142,7 @@ class _ReduceScatter(_Exchange):
         if self._channel is None:
             exchanged = torch.empty_like(whole)
             dist.all_to_all_single(exchanged, whole, group=group)
-            _sum([*exchanged], output_tensor)
+            add_up([*exchanged], out=output_tensor)
             return None
 
         def fill(memory: Tensor) -> None:
@@ -152,7 +153,7 @@ class _ReduceScatter(_Exchange):
         def read(memories: list[Tensor]) -> None:
             parts = [memory.view(whole.dtype).view(whole.shape)[rank] for memory in memories]
             parts[rank] = whole[rank]  # which was not copied
-            _sum(parts, output_tensor)
+            add_up(parts, out=output_tensor)
 
         self._channel.post(whole.nbytes, fill=fill, read=read).wait()
         return None
@@ -173,10 +174,3 @@ class _AllOf(dist.Work):
                 work.wait(timeout)
         self._works = ()
         return True
-
-
-def _sum(parts: Sequence[Tensor], output: Tensor) -> None:
-    """In the order of the parts, so that it does not depend on how they came here."""
-    torch.add(parts[0], parts[1], out=output)
-    for part in parts[2:]:
-        output += part
