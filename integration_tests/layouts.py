@@ -95,6 +95,18 @@ def write_corpus(directory: Path) -> Path:
     return path
 
 
+def prepare_run(config: Config, directory: Path) -> str:
+    """Make the data of a run, in its directory, and the address where its ranks can meet."""
+    directory.mkdir(parents=True, exist_ok=True)
+    prepare(
+        directory / "data",
+        paths=[str(write_corpus(directory))],
+        tokenizer=load_tokenizer(""),
+        eval_fraction=config.data.eval_fraction,
+    )
+    return f"file://{directory}/rendezvous-{uuid4().hex}"
+
+
 def train_in(
     config: Config, directory: Path, *, until: int | None = None, device: str = "cpu"
 ) -> Result:
@@ -106,14 +118,7 @@ def train_in(
         until: Save a checkpoint after this step and end; None trains for ``train.steps``.
         device: ``"cuda"``: each rank takes a GPU, or several share one, with the backend for that.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    prepare(
-        directory / "data",
-        paths=[str(write_corpus(directory))],
-        tokenizer=load_tokenizer(""),
-        eval_fraction=config.data.eval_fraction,
-    )
-    address = f"file://{directory}/rendezvous-{uuid4().hex}"
+    address = prepare_run(config, directory)
     run = partial(_train_rank, msgspec.json.encode(config), str(directory), until, device, address)
     results = run_distributed(run, world_size=config.world_size, timeout=120)
     assert isinstance(results[0], Result)

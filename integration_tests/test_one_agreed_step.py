@@ -5,7 +5,6 @@ import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
-from uuid import uuid4
 
 import msgspec
 import pytest
@@ -18,13 +17,13 @@ from hp_platform.testing import run_distributed
 from hp_train import train
 from hp_train.checkpoint import writer
 from hp_train.config import Config
-from hp_train.data import load_tokenizer, prepare
+from hp_train.data import load_tokenizer
 from hp_train.errors import NumericsError
 from hp_train.gradients import reduce_gradients
 from hp_train.mesh import Mesh
 from hp_train.parameters import Parameter
 from hp_train.train import Trainer
-from integration_tests.layouts import config_of, worker_of, write_corpus
+from integration_tests.layouts import config_of, prepare_run, worker_of
 
 BAD = "layers.2.attention.wo.weight"
 CONFIG = config_of(
@@ -178,13 +177,7 @@ def warns_of_a_full_disk(fresh: Callable[..., Trainer], patch: pytest.MonkeyPatc
 
 
 def test_all_ranks_do_the_same_and_name_the_parameter_and_the_rank(tmp_path: Path) -> None:
-    prepare(
-        tmp_path / "data",
-        paths=[str(write_corpus(tmp_path))],
-        tokenizer=load_tokenizer(""),
-        eval_fraction=0.2,
-    )
-    address = f"file://{tmp_path}/rendezvous-{uuid4().hex}"
+    address = prepare_run(CONFIG, tmp_path)
     encoded = msgspec.json.encode(CONFIG)
     results = run_distributed(rank, encoded, tmp_path, address, world_size=4, timeout=120)
     assert all(result == results[0] for result in results)

@@ -3,7 +3,6 @@
 from functools import partial
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import msgspec
 import pytest
@@ -13,11 +12,12 @@ from torch import Tensor
 from hp_platform import RankInfo, initialize, shutdown
 from hp_platform.testing import record_exchanges, run_distributed
 from hp_train.config import Config
-from hp_train.data import load_tokenizer, prepare
-from hp_train.plan import MACHINES
+from hp_train.data import load_tokenizer
+from hp_train.plan import MACHINES, estimate
 from hp_train.plan.estimate import Plan
+from hp_train.plan.measure import measure
 from hp_train.train import Trainer
-from integration_tests.layouts import config_of, worker_of, write_corpus
+from integration_tests.layouts import config_of, prepare_run, worker_of, write_corpus
 
 VOCAB = 256
 SLOWER, FASTER = 3.0, 1 / 3.0
@@ -36,13 +36,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_bytes_are_exact_and_times_are_near(name: str, tmp_path: Path) -> None:
     config = config_of(**LAYOUTS[name], train={"microbatch_size": 4})
-    prepare(
-        tmp_path / "data",
-        paths=[str(write_corpus(tmp_path))],
-        tokenizer=load_tokenizer(""),
-        eval_fraction=config.data.eval_fraction,
-    )
-    address = f"file://{tmp_path}/rendezvous-{uuid4().hex}"
+    address = prepare_run(config, tmp_path)
     run = partial(_train, msgspec.json.encode(config), str(tmp_path), address)
     ranks = run_distributed(run, world_size=config.world_size, timeout=120)
     # The rate of this machine, from the very steps that are predicted.
@@ -78,13 +72,7 @@ EXCHANGING: dict[str, dict[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", EXCHANGING)
 def test_messages_inside_layers_are_those_that_are_sent(name: str, tmp_path: Path) -> None:
     config = config_of(EXCHANGING[name])
-    prepare(
-        tmp_path / "data",
-        paths=[str(write_corpus(tmp_path))],
-        tokenizer=load_tokenizer(""),
-        eval_fraction=config.data.eval_fraction,
-    )
-    address = f"file://{tmp_path}/rendezvous-{uuid4().hex}"
+    address = prepare_run(config, tmp_path)
     run = partial(_exchanges, msgspec.json.encode(config), str(tmp_path), address)
     sent, _ = run_distributed(run, world_size=2, timeout=120)
     # Where bytes take no time, and a message a second.
@@ -97,12 +85,7 @@ def test_messages_inside_layers_are_those_that_are_sent(name: str, tmp_path: Pat
 
 def _exchanges(encoded: bytes, directory: str, address: str) -> int:
     """How many there are in forward and backward, sums of numbers apart."""
-    config = msgspec.json.decode(encoded, type=Config)
-    info = RankInfo.from_env()
-    assert info is not None
-    runtime = initialize(info, init_method=address)
-    trainer = Trainer(config, worker_of(info, Path(directory)), runtime, load_tokenizer(""))
-    trainer.train_step()
+    trainer = _after_a_step(encoded, directory, address)
     with record_exchanges() as exchanges:
         trainer.compute_gradients()
     inside = [exchange for exchange in exchanges if exchange.kind != "all_reduce"]
@@ -112,13 +95,32 @@ def _exchanges(encoded: bytes, directory: str, address: str) -> int:
     return sum(exchange.group in busy for exchange in inside)
 
 
-def _train(encoded: bytes, directory: str, address: str) -> dict[str, float]:
+def test_rates_of_this_machine_are_measured_and_told_as_flags(tmp_path: Path) -> None:
+    config = config_of(data={"paths": [str(write_corpus(tmp_path))]})
+    machine, flags = measure(config)
+    words = flags.split()
+    told = dict(zip(words[::2], map(float, words[1::2]), strict=True))
+    for name, value in told.items():
+        assert value == pytest.approx(getattr(machine, name[2:].replace("-", "_")), rel=0.01)
+    # No computer of today is out of these bounds.
+    assert 1e7 < machine.flops < 1e14
+    assert 1e6 < machine.bandwidth < 1e13
+    assert 1e-6 < machine.latency < 1
+    assert estimate(config, machine, vocab_size=VOCAB).seconds > 0
+
+
+def _after_a_step(encoded: bytes, directory: str, address: str) -> Trainer:
     config = msgspec.json.decode(encoded, type=Config)
     info = RankInfo.from_env()
     assert info is not None
     runtime = initialize(info, init_method=address)
     trainer = Trainer(config, worker_of(info, Path(directory)), runtime, load_tokenizer(""))
     trainer.train_step()
+    return trainer
+
+
+def _train(encoded: bytes, directory: str, address: str) -> dict[str, float]:
+    trainer = _after_a_step(encoded, directory, address)
     kept = _PeakOfKept(trainer)
     with kept:
         trainer.compute_gradients()

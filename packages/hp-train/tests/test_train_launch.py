@@ -42,6 +42,12 @@ def run(folder: Path, name: str, entry: str = "trains", *overrides: tuple[str, o
     return launcher.run(resolved(folder, name, *overrides), _entry=f"train_launch_ranks:{entry}")
 
 
+def run_entry(folder: Path, entry: str) -> int:
+    """Ranks that have nothing to save."""
+    config = resolved(folder, "unused").config
+    return launcher.run_entry(config, folder, entry=f"train_launch_ranks:{entry}")
+
+
 def when_started(run_dir: Path, act: Callable[[int], None]) -> threading.Thread:
     """Call something with the pid of rank 0 as soon as the ranks are at step 2."""
 
@@ -54,6 +60,18 @@ def when_started(run_dir: Path, act: Callable[[int], None]) -> threading.Thread:
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     return thread
+
+
+def ask_when_started(run_dir: Path, *signals: int, seconds_between: float = 0.8) -> list[int]:
+    """Send the launcher signals as soon as the ranks are at step 2; then the pid of rank 0."""
+    pids: list[int] = []
+
+    def ask(pid: int) -> None:
+        pids.append(pid)
+        send(*signals, seconds_between=seconds_between)
+
+    when_started(run_dir, ask)
+    return pids
 
 
 def send(*signals: int, seconds_between: float = 0.8) -> None:
@@ -177,14 +195,8 @@ def test_a_signal_to_one_rank_saves_on_all_ranks(tmp_path: Path) -> None:
 def test_a_second_signal_ends_everything_at_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    pids: list[int] = []
-
-    def ask_twice(pid: int) -> None:
-        pids.append(pid)
-        # Long enough for the ranks to notice the first, on a busy machine too.
-        send(signal.SIGTERM, signal.SIGINT, seconds_between=2.5)
-
-    when_started(tmp_path / "twice", ask_twice)
+    # Long enough for the ranks to notice the first, on a busy machine too.
+    pids = ask_when_started(tmp_path / "twice", signal.SIGTERM, signal.SIGINT, seconds_between=2.5)
     assert run(tmp_path, "twice", "never_saves") == 130
     assert process_state(pids[0]) == ""
     assert re.search(r"stopped at once, rank [01] was at step 7 \(save\)", capfd.readouterr().err)
@@ -202,16 +214,8 @@ def test_ranks_that_do_not_save_in_time_are_killed(
 def test_a_signal_ends_ranks_that_have_nothing_to_save_at_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    pids: list[int] = []
-
-    def ask(pid: int) -> None:
-        pids.append(pid)
-        send(signal.SIGTERM)
-
-    when_started(tmp_path, ask)
-    config = resolved(tmp_path, "unused").config
-    status = launcher.run_entry(config, tmp_path, entry="train_launch_ranks:trains")
-    assert status == 128 + signal.SIGTERM
+    pids = ask_when_started(tmp_path, signal.SIGTERM)
+    assert run_entry(tmp_path, "trains") == 128 + signal.SIGTERM
     assert process_state(pids[0]) == ""
     assert re.search(r"^stopped at once, rank [01] was at step \d+ ", capfd.readouterr().err)
 
@@ -225,9 +229,7 @@ def test_a_signal_while_ranks_start_ends_those_that_have_nothing_to_save(
         "_start_server",
         lambda _entry: threading.Timer(seconds, send, [signal.SIGTERM]).start(),
     )
-    config = resolved(tmp_path, "unused").config
-    status = launcher.run_entry(config, tmp_path, entry="train_launch_ranks:trains")
-    assert status == 128 + signal.SIGTERM
+    assert run_entry(tmp_path, "trains") == 128 + signal.SIGTERM
     assert not multiprocessing.active_children()
 
 
@@ -245,9 +247,7 @@ def test_a_signal_that_comes_while_ranks_return_is_not_lost(
 
     sent: list[int] = []
     monkeypatch.setattr(Board, "slots", slots)
-    config = resolved(tmp_path, "unused").config
-    status = launcher.run_entry(config, tmp_path, entry="train_launch_ranks:returns")
-    assert status == 128 + signal.SIGTERM
+    assert run_entry(tmp_path, "returns") == 128 + signal.SIGTERM
 
 
 def test_a_signal_before_any_process_exists_stops_the_run(

@@ -22,8 +22,14 @@ from hp_train.options import resolve
 from hp_train.plan import MACHINES, Machine, choose, estimate
 from hp_train.plan.choose import plan_axes
 from hp_train.plan.estimate import Plan
-from hp_train.plan.memory import BYTES, local_elements, message_bytes, static_memory
-from hp_train.plan.modules import Weight, stage, whole_model
+from hp_train.plan.memory import (
+    BYTES,
+    buffer_bytes,
+    local_elements,
+    message_bytes,
+    static_memory,
+)
+from hp_train.plan.modules import Weight, layer, stage, whole_model
 from hp_train.plan.report import details, reasons
 from hp_train.plan.traffic import edge_link, expert_exchanges, gradient_transfers, shard_transfer
 from hp_train.schedules import KINDS
@@ -293,6 +299,22 @@ def test_layouts_that_do_not_fit_are_told_apart() -> None:
     assert "does not fit, by" in "\n".join(reasons(tight, H100.with_values(memory=least)))
     with pytest.raises(ConfigError, match=r"no layout of 2 processes fits: .* must be at most"):
         choose(config, 2, H100.with_values(memory=1e5), vocab_size=VOCAB)
+
+
+def test_casts_of_sharded_stages_are_held_while_their_parameters_are_gathered() -> None:
+    keys = {"train.dtype": "bfloat16", "model.num_experts": 0, "model.num_layers": 8}
+    config = with_keys(Config(), keys)
+    layers = [layer(config, index) for index in range(8)]
+    each = layers[0].cast_bytes(size=2)
+    whole, sharded = StageLayout(), StageLayout(dp_shard=2)
+    casts = [
+        buffer_bytes(config, layers, layout, active_stages=3)
+        - buffer_bytes(
+            with_keys(config, {"train.dtype": "float32"}), layers, layout, active_stages=3
+        )
+        for layout in (whole, sharded)
+    ]
+    assert casts == [8 * each, 3 * each]
 
 
 def test_reasons_name_what_the_next_layout_spends_more_on() -> None:
