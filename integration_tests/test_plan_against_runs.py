@@ -66,6 +66,17 @@ EXCHANGING: dict[str, dict[str, dict[str, Any]]] = {
     },
     "etp2": {"mesh": {"dp_replicate": 2, "etp": 2}},
     "tp2": {"mesh": {"tp": 2}},
+    "tp2 with attention run again": {"mesh": {"tp": 2}, "train": {"recompute": "attention"}},
+    "ep2 with feed-forward run again": {
+        "mesh": {"dp_replicate": 2, "ep": 2},
+        "train": {"recompute": "feed_forward"},
+    },
+    "tp2 ep2 with all run again": {"mesh": {"tp": 2, "ep": 2}, "train": {"recompute": "full"}},
+    "tp2 dense with all run again and nothing dropped": {
+        "mesh": {"tp": 2},
+        "model": {"num_experts": 0, "num_shared_experts": 0, "dropout": 0.0},
+        "train": {"recompute": "full"},
+    },
 }
 
 

@@ -327,14 +327,33 @@ def test_reasons_name_what_the_next_layout_spends_more_on() -> None:
 
 def test_experts_cut_by_width_send_each_row_to_the_other_parts() -> None:
     config = config_of()
-    row = 4 * config.model.dim * BYTES[config.train.dtype]
-    whole, halves = (expert_exchanges(config, StageLayout(dp_shard=4, etp=n))[0] for n in (1, 2))
+    row = 2 * config.model.dim * BYTES[config.train.dtype]
+    whole, halves = (expert_exchanges(config, StageLayout(dp_shard=4, etp=n)).bytes for n in (1, 2))
     assert whole == 0
     assert halves == row  # every token once, since some expert of every rank wants it
     both, dealt = (
-        expert_exchanges(config, StageLayout(dp_shard=4, ep=2, etp=n))[0] for n in (2, 1)
+        expert_exchanges(config, StageLayout(dp_shard=4, ep=2, etp=n)).bytes for n in (2, 1)
     )
     assert dealt < both <= dealt + 2 * row
+
+
+def test_a_layer_that_runs_again_keeps_a_slice_of_its_input_and_exchanges_once_more() -> None:
+    plans = {
+        recompute: Plan(
+            config_of({"mesh.tp": 2, "train.recompute": recompute}),
+            H100,
+            vocab_size=VOCAB,
+        )
+        for recompute in ("none", "full")
+    }
+    model, tokens = plans["full"].config.model, plans["full"].tokens
+    size = BYTES[plans["full"].config.train.dtype]
+    first = layer(plans["full"].config, 0)
+    assert first.kept_bytes(tokens, size=size, tp=2) == model.dim * size * tokens / 2
+    plain, again = (plan.exchange_seconds[0] for plan in (plans["none"], plans["full"]))
+    assert 1.3 * plain < again < 1.5 * plain  # forward is half, and embedding and head stay
+    assert plans["none"].forward == plans["full"].forward
+    assert plans["none"].input_grad[0] < plans["full"].input_grad[0]
 
 
 def test_shared_cores_make_ranks_slower() -> None:

@@ -1,7 +1,9 @@
 """Lay a pipeline schedule over the costs of its stages: memory and time of a layout. No torch."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import fmean
 
 from hp_schedule import (
@@ -100,30 +102,45 @@ class Plan:
         ]
         places = placement(config.pipeline, num_ranks=self.layout.pp)
         self.places = [self.layout.stages[rank] for rank in places]
-        self.exchange_seconds = [
-            sum(transfer.seconds for transfer in self._exchanges([stage], place))
-            for stage, place in zip(self.stages, self.places, strict=True)
-        ]
         self.cores, slowed = _cores(machine, self.layout)
         shares = [slowed * self.tokens / place.tp / machine.flops for place in self.places]
-        plain, again = (
-            [share * getattr(stage, what) for share, stage in zip(shares, self.stages, strict=True)]
-            for what in ("flops", "again")
-        )
-        fixed = [slowed * len(layers) * machine.layer_seconds for layers in self.layers]
-        # Half of what ranks exchange belongs to each direction; weights wait for nobody.
-        waits = [seconds / 2 for seconds in self.exchange_seconds]
-        self.forward = [p + f + w for p, f, w in zip(plain, fixed, waits, strict=True)]
-        self.input_grad = [f + a for f, a in zip(self.forward, again, strict=True)]
-        self.weight_grad = [p + f for p, f in zip(plain, fixed, strict=True)]
+        # Weights wait for nobody; a layer that runs again takes as long as it did.
+        waits = [
+            [sum(t.seconds for t in way) for way in self._ways([stage], place)]
+            for stage, place in zip(self.stages, self.places, strict=True)
+        ]
+        self.exchange_seconds = [sum(seconds) for seconds in waits]
+        self.forward, self.input_grad, self.weight_grad = [], [], []
+        for stage, layers, share, wait in zip(self.stages, self.layers, shares, waits, strict=True):
+            busy = share * stage.flops + slowed * len(layers) * machine.layer_seconds
+            repeated = stage.again.flops / stage.flops if stage.again else 0.0
+            self.forward.append(busy + wait[0])
+            self.input_grad.append(busy * (1 + repeated) + sum(wait[1:]))
+            self.weight_grad.append(busy)
 
-    def _exchanges(self, stages: Sequence[Work], place: StageLayout) -> list[Transfer]:
-        """What ranks exchange inside layers for a microbatch."""
+    def _ways(self, stages: Sequence[Work], place: StageLayout) -> list[list[Transfer]]:
+        """What ranks exchange inside layers for a microbatch.
+
+        Returns:
+            In forward, in backward, and in what backward runs again.
+        """
+        again = [stage.again for stage in stages if stage.again is not None]
+        return [
+            self._exchanges(stages, place, backward=False),
+            self._exchanges(stages, place, backward=True),
+            self._exchanges(again, place, backward=False),
+        ]
+
+    def _exchanges(
+        self, works: Sequence[Work], place: StageLayout, *, backward: bool
+    ) -> list[Transfer]:
         config, machine = self.config, self.machine
-        found = activation_transfers(config, stages, place, machine, tokens=self.tokens)
+        found = activation_transfers(config, works, place, machine, tokens=self.tokens)
         if place.ep * place.etp > 1 and config.model.has_experts:
             dealt = self.tokens // place.tp
-            found.append(expert_transfer(config, stages, place, machine, tokens=dealt))
+            found.append(
+                expert_transfer(config, works, place, machine, tokens=dealt, backward=backward)
+            )
         return found
 
     def schedule(self) -> Schedule:
@@ -261,9 +278,12 @@ class Plan:
         # Gathered as often as the schedule says, reduced once.
         times = (rounds / max(1, len(stages))) + 1
         gradients = gradient_transfers(config, stages, place, machine)
+        inside: dict[str, list[Transfer]] = defaultdict(list)
+        for transfer in chain.from_iterable(self._ways(stages, place)):
+            inside[transfer.purpose].append(transfer)
         return [
             pipeline_transfer(config, place, edges, num_microbatches=self.num_microbatches),
-            *(_sum(t.purpose, [t], self.num_microbatches) for t in self._exchanges(stages, place)),
+            *(_sum(purpose, found, self.num_microbatches) for purpose, found in inside.items()),
             _sum("parameters", sharded, times),
             _sum("gradients", gradients, 1.0),
         ]

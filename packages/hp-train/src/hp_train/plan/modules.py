@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import reduce
+from typing import Any
 
 from hp_train.config import Config, ModelConfig
 
@@ -48,11 +49,13 @@ class Work:
         kept: Elements per token that autograd keeps from forward to backward, in the dtype of
             activations.
         wide: Likewise, in float32 or wider.
-        gathered: Elements per token that tensor-parallel ranks put together at the entry of what
-            they cut, and sum at its end.
+        gathered: Elements per token that tensor-parallel ranks put together in forward, at the
+            entry of what they cut.
+        summed: Elements per token that they sum in forward, at its end.
+        whole: Elements per token that each of them keeps of all positions, where there are several.
         heads: Elements per token that context-parallel ranks exchange for attention.
         rows: Rows of width D per token that travel to experts and back, in one direction.
-        again: Operations that backward repeats of the forward.
+        again: What backward runs again of the forward, operations and exchanges; None: nothing.
     """
 
     weights: tuple[Weight, ...] = ()
@@ -60,9 +63,11 @@ class Work:
     kept: float = 0.0
     wide: float = 0.0
     gathered: float = 0.0
+    summed: float = 0.0
+    whole: float = 0.0
     heads: float = 0.0
     rows: int = 0
-    again: float = 0.0
+    again: "Work | None" = None
 
     def kept_bytes(self, tokens: int, *, size: int, tp: int = 1) -> float:
         """Bytes that a microbatch keeps from forward to backward on a rank.
@@ -73,7 +78,7 @@ class Work:
             tp: Ranks that share them.
         """
         each = (self.kept * size + self.wide * max(size, WIDE_BYTES)) / tp
-        return (each + (self.gathered * size if tp > 1 else 0)) * tokens
+        return (each + (self.whole * size if tp > 1 else 0)) * tokens
 
     def cast_bytes(self, *, size: int, tp: int = 1, expert_ranks: int = 1) -> float:
         """Bytes of the matrices in the dtype of activations, which all microbatches share.
@@ -90,7 +95,7 @@ class Work:
 
     def __add__(self, other: "Work") -> "Work":
         sums = {
-            field.name: getattr(self, field.name) + getattr(other, field.name)
+            field.name: _plus(getattr(self, field.name), getattr(other, field.name))
             for field in fields(self)
         }
         return Work(**sums)
@@ -135,10 +140,9 @@ def grouped_query_attention(model: ModelConfig, seen: float) -> Work:
         flops=4.0 * seen * N * H,
         kept=2 * N * H + 2 * K * H,
         wide=N,
-        gathered=D,
         heads=2 * N * H + 2 * K * H,
     )
-    return _sum(parts) + core
+    return _sum(parts) + core + cut(D)
 
 
 def latent_attention(model: ModelConfig, seen: float) -> Work:
@@ -160,10 +164,9 @@ def latent_attention(model: ModelConfig, seen: float) -> Work:
         flops=2.0 * seen * N * (H + U),
         kept=2 * N * H + 2 * N * U,
         wide=N,
-        gathered=D,
         heads=2 * N * H + 2 * N * U,
     )
-    return _sum(parts) + core
+    return _sum(parts) + core + cut(D)
 
 
 def swiglu(dim: int, hidden: int) -> Work:
@@ -197,28 +200,38 @@ def layer(config: Config, index: int) -> Work:
     feeding = norm("feed_forward_norm", model.dim)
     if model.is_dense(index):
         dense = swiglu(model.dim, model.dense_hidden).under("feed_forward.")
-        feeding += dense + Work(gathered=model.dim)
+        feeding += dense + cut(model.dim)
     else:
         feeding += experts(model).under("moe.")
     # Each dropout keeps its mask.
     masks = Work(kept=2 * model.dim if model.dropout else 0)
+    # Backward stops to run a part again when it has what it needs: before a sum that ends the part.
+    ends_in_sum = model.is_dense(index)
     if recompute == "full":
-        return repeated(attending + feeding + masks, model.dim)
+        # Dropout at the end of a layer needs what it drops from.
+        last = ends_in_sum and not model.dropout
+        return repeated(attending + feeding + masks, model.dim, but_last_sum=last)
     if recompute == "attention":
-        attending = repeated(attending, model.dim)
+        attending = repeated(attending, model.dim, but_last_sum=True)
     elif recompute == "feed_forward":
-        feeding = repeated(feeding, model.dim)
+        feeding = repeated(feeding, model.dim, but_last_sum=ends_in_sum)
     return attending + feeding + masks
 
 
-def repeated(work: Work, dim: int) -> Work:
+def cut(dim: int) -> Work:
+    """What ranks exchange around a part of which each computes some heads or hidden channels."""
+    return Work(gathered=dim, summed=dim, whole=dim)
+
+
+def repeated(work: Work, dim: int, *, but_last_sum: bool) -> Work:
     """A part that runs again in backward: it keeps its input of width `dim` and nothing else."""
-    return replace(work, kept=float(dim), wide=0.0, gathered=work.gathered, again=work.flops)
+    again = replace(work, summed=work.summed - dim) if but_last_sum else work
+    return replace(work, kept=float(dim), wide=0.0, whole=0.0, again=again)
 
 
 def embedding(model: ModelConfig, vocab_size: int) -> Work:
     """A table that is looked up."""
-    return Work((Weight("weight", (vocab_size, model.dim)),), kept=1)
+    return Work((Weight("weight", (vocab_size, model.dim)),), kept=1, summed=model.dim)
 
 
 def head(model: ModelConfig, vocab_size: int) -> Work:
@@ -226,7 +239,7 @@ def head(model: ModelConfig, vocab_size: int) -> Work:
     projection = matrix("output", vocab_size, model.dim)
     if model.tie_embeddings:
         projection = Work(flops=projection.flops)
-    logits = Work(wide=vocab_size, gathered=model.dim)
+    logits = Work(wide=vocab_size, gathered=model.dim, whole=model.dim)
     return norm("norm", model.dim) + projection + logits
 
 
@@ -259,6 +272,13 @@ def whole_model(config: Config, vocab_size: int) -> Work:
     """All of it in one stage."""
     layers = range(config.model.num_layers)
     return stage(config, vocab_size, layers=layers, first=True, last=True)
+
+
+def _plus(one: Any, other: Any) -> Any:
+    """The sum of two values of a field, or the one that is there."""
+    if one is None or other is None:
+        return one or other
+    return one + other
 
 
 def _sum(parts: Iterable[Work]) -> Work:

@@ -31,18 +31,30 @@ class Transfer:
     between_nodes: bool
 
 
-def expert_exchanges(config: Config, layout: StageLayout) -> tuple[float, int]:
-    """Bytes that a token of a layer sends to other ranks in forward and backward together.
+@dataclass(frozen=True, slots=True)
+class ExpertExchanges:
+    """What a layer of experts sends to other ranks.
+
+    Attributes:
+        bytes: Of a token, in forward, and as many in backward.
+        forward: Messages of a rank.
+        backward: Likewise.
+    """
+
+    bytes: float
+    forward: int
+    backward: int
+
+
+def expert_exchanges(config: Config, layout: StageLayout) -> ExpertExchanges:
+    """What a layer of experts sends to other ranks.
 
     The dispatcher chooses between a row per expert and a row per rank as hp-expert does. Where the
     width of experts is cut, what arrives is gathered by the ranks that have the other parts, and
     their outputs are summed on the way back.
-
-    Returns:
-        The bytes, and how many messages a rank sends for a layer.
     """
     if layout.ep * layout.etp == 1:
-        return 0.0, 0
+        return ExpertExchanges(0.0, 0, 0)
     from hp_expert import (  # noqa: PLC0415 - imports torch
         deduplication_pays,
         dispatch_bytes,
@@ -60,9 +72,13 @@ def expert_exchanges(config: Config, layout: StageLayout) -> tuple[float, int]:
     rows = expected_rows_per_token(*shape) if pays else model.top_k
     # Forward announces counts, sends rows and routing weights (and for which experts a row is,
     # where it may be for several), and brings outputs back; backward has nothing to announce. Among
-    # ranks that share an expert there are eight.
-    messages = (7 + pays) * (layout.ep - 1) + 8 * (layout.etp - 1)
-    return dispatched + 4 * rows * row_bytes * (layout.etp - 1), messages
+    # ranks that share an expert there is one more.
+    gathered = 4 * rows * row_bytes * (layout.etp - 1)
+    return ExpertExchanges(
+        bytes=(dispatched + gathered) / 2,
+        forward=(4 + pays) * (layout.ep - 1) + 5 * (layout.etp - 1),
+        backward=3 * (layout.ep - 1) + 3 * (layout.etp - 1),
+    )
 
 
 def group_link(layout: StageLayout, machine: Machine, *axes: Axis) -> tuple[float, float, bool]:
@@ -73,39 +89,48 @@ def group_link(layout: StageLayout, machine: Machine, *axes: Axis) -> tuple[floa
 
 
 def expert_transfer(
-    config: Config, stages: Sequence[Work], layout: StageLayout, machine: Machine, *, tokens: int
+    config: Config,
+    works: Sequence[Work],
+    layout: StageLayout,
+    machine: Machine,
+    *,
+    tokens: int,
+    backward: bool,
 ) -> Transfer:
-    """Dispatch and combine of some tokens through the layers of some stages, both directions."""
-    layers = sum(stage.rows for stage in stages) / max(1, config.model.top_k)
-    each, messages = expert_exchanges(config, layout)
-    size = layers * tokens * each
+    """Dispatch and combine of some tokens through the layers of some stages, in one direction."""
+    layers = sum(work.rows for work in works) / max(1, config.model.top_k)
+    each = expert_exchanges(config, layout)
+    messages = layers * (each.backward if backward else each.forward)
+    size = layers * tokens * each.bytes
     bandwidth, latency, far = group_link(layout, machine, "ep", "etp")
-    return Transfer("experts", size, size / bandwidth + layers * messages * latency, far)
+    return Transfer("experts", size, size / bandwidth + messages * latency, far)
 
 
 def activation_transfers(
-    config: Config, stages: Sequence[Work], layout: StageLayout, machine: Machine, *, tokens: int
+    config: Config, works: Sequence[Work], layout: StageLayout, machine: Machine, *, tokens: int
 ) -> list[Transfer]:
-    """What tensor- and context-parallel ranks exchange for some tokens, both directions.
+    """What tensor- and context-parallel ranks exchange for some tokens, in one direction.
 
-    Tensor-parallel ranks put positions together before what they cut and sum after it, and the
-    reverse in backward. Context-parallel ranks send q, k, v and the output to the ranks that have
-    their heads; where groups of them gather keys and values instead, that is taken for the same.
+    Tensor-parallel ranks put positions together before what they cut and sum after it; the reverse
+    in backward. Context-parallel ranks send q, k, v and the output to the ranks that have their
+    heads; where groups of them gather keys and values instead, that is taken for the same.
 
     Args:
         config: Of the run.
-        stages: Of one rank.
+        works: Of one rank.
         layout: Of the run.
         machine: Of the links.
         tokens: That attention sees on the rank.
     """
     size = BYTES[config.train.dtype]
-    gathered, heads = sum(s.gathered for s in stages), sum(s.heads for s in stages)
-    layers = sum(1 for s in stages for w in s.weights if w.name.endswith("attention.wo.weight"))
-    # Messages to each other rank: gathered and summed, or q, k, v and outputs, and all in backward.
+    cut, heads = sum(w.gathered + w.summed for w in works), sum(w.heads for w in works)
+    layers = sum(
+        1 for work in works for w in work.weights if w.name.endswith("attention.wo.weight")
+    )
+    # And how many messages to each other rank.
     kinds: tuple[tuple[str, Axis, int, float, float], ...] = (
-        ("tensor", "tp", layout.tp, 4 * gathered, 4 * gathered / config.model.dim),
-        ("context", "cp", layout.cp, 2 * heads / layout.tp, 8 * layers),
+        ("tensor", "tp", layout.tp, cut, cut / config.model.dim),
+        ("context", "cp", layout.cp, heads / layout.tp, 4 * layers),
     )
     found = []
     for purpose, axis, ranks, elements, messages in kinds:
