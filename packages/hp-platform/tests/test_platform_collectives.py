@@ -281,44 +281,54 @@ def test_a_scalar_cannot_be_exchanged() -> None:
         run()
 
 
-SIZES = [3, 0, 2]
+SIZES = [[3, 0, 2], [2, 2, 2]]
 
 
-def _shard(rank: int, dim: int) -> Tensor:
+def _shard(rank: int, sizes: list[int], dim: int) -> Tensor:
     generator = torch.Generator().manual_seed(rank)
-    shard = torch.randn(SIZES[rank], 2, dtype=torch.float64, generator=generator)
+    shard = torch.randn(sizes[rank], 2, dtype=torch.float64, generator=generator)
     return shard.movedim(0, dim)
 
 
+@pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_gather_concatenates_uneven_shards_and_backward_sums_over_ranks(dim: int) -> None:
+def test_gather_concatenates_shards_and_backward_sums_over_ranks(
+    sizes: list[int], dim: int
+) -> None:
     def rank_main(group: ProcessGroup) -> tuple[Tensor, Tensor]:
-        x = _shard(group.rank(), dim).requires_grad_()
-        y = all_gather_uneven(x, sizes=SIZES, dim=dim, group=group)
+        x = _shard(group.rank(), sizes, dim).requires_grad_()
+        y = all_gather_uneven(x, sizes=sizes, dim=dim, group=group)
         (y.pow(2) * (group.rank() + 1)).sum().backward()
         assert x.grad is not None
         return y.detach(), x.grad
 
-    whole = torch.cat([_shard(rank, dim) for rank in range(3)], dim)
+    whole = torch.cat([_shard(rank, sizes, dim) for rank in range(3)], dim)
     for rank, (y, grad) in enumerate(run_in_threads(rank_main, world_size=3)):
         assert torch.equal(y, whole)
-        torch.testing.assert_close(grad, 2 * 6 * _shard(rank, dim), rtol=1e-12, atol=0)
+        torch.testing.assert_close(grad, 2 * 6 * _shard(rank, sizes, dim), rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("by_exchange", [True, False])
+@pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("dim", [0, 1])
-def test_reduce_scatter_sums_uneven_shards_and_backward_gathers(dim: int) -> None:
-    whole = torch.arange(10.0, dtype=torch.float64).reshape(5, 2).movedim(0, dim)
+def test_reduce_scatter_sums_shards_and_backward_gathers(
+    dim: int, sizes: list[int], by_exchange: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not by_exchange:  # Gloo has the reduction of other backends too
+        monkeypatch.setattr("hp_platform._internals.backend_name", lambda *_: "another")
+    length = sum(sizes)
+    whole = torch.arange(2.0 * length, dtype=torch.float64).reshape(length, 2).movedim(0, dim)
 
     def rank_main(group: ProcessGroup) -> tuple[Tensor, Tensor]:
         x = (whole * (group.rank() + 1)).requires_grad_()
-        y = reduce_scatter_uneven(x, sizes=SIZES, dim=dim, group=group)
+        y = reduce_scatter_uneven(x, sizes=sizes, dim=dim, group=group)
         (y * (group.rank() + 1)).sum().backward()
         assert x.grad is not None
         return y.detach(), x.grad
 
-    parts = (whole * 6).split(SIZES, dim)
-    scale = torch.tensor([1.0, 1, 1, 3, 3], dtype=torch.float64)
-    expected = scale[:, None].expand(5, 2).movedim(0, dim)
+    parts = (whole * 6).split(sizes, dim)
+    scale = torch.tensor([1.0, 2, 3], dtype=torch.float64).repeat_interleave(torch.tensor(sizes))
+    expected = scale[:, None].expand(length, 2).movedim(0, dim)
     for (y, grad), part in zip(run_in_threads(rank_main, world_size=3), parts, strict=True):
         assert torch.equal(y, part)
         assert torch.equal(grad, expected)

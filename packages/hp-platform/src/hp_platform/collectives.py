@@ -173,7 +173,7 @@ def all_gather_uneven(
 ) -> Tensor:
     """Concatenate the shards of all ranks along `dim`; backward sums and scatters the gradients.
 
-    Shards travel padded to the longest, so very unequal sizes cost bandwidth.
+    Shards of different sizes travel padded to the longest, so very unequal ones cost bandwidth.
 
     Args:
         x: Shard of this rank, `sizes[rank]` long along `dim`.
@@ -309,16 +309,19 @@ def _launch(x: Tensor, outputs: Splits, inputs: Splits, group: ProcessGroup) -> 
 
 
 def _gather(x: Tensor, sizes: list[int], dim: int, group: ProcessGroup) -> Tensor:
-    """Concatenate shards along `dim`, each padded to the longest on the way."""
-    longest = max(sizes)
+    """Concatenate shards along `dim`; those that differ are padded to the longest on the way."""
+    longest, is_even = max(sizes), min(sizes) == max(sizes)
     rows = x.movedim(dim, 0)
-    padded = rows.new_zeros((longest, *rows.shape[1:]))
-    padded[: rows.shape[0]] = rows
+    sent = rows.contiguous()
+    if not is_even:
+        sent = rows.new_zeros((longest, *rows.shape[1:]))
+        sent[: rows.shape[0]] = rows
     gathered = rows.new_empty((longest * len(sizes), *rows.shape[1:]))
-    _internals.all_gather(gathered, padded, group)
-    blocks = gathered.split(longest) if longest else [gathered] * len(sizes)
-    kept = [block[:size] for block, size in zip(blocks, sizes, strict=True)]
-    return torch.cat(kept).movedim(0, dim).contiguous()
+    _internals.all_gather(gathered, sent, group)
+    if not is_even:
+        blocks = zip(gathered.split(longest), sizes, strict=True)
+        gathered = torch.cat([block[:size] for block, size in blocks])
+    return gathered.movedim(0, dim).contiguous()
 
 
 def _scatter(x: Tensor, sizes: list[int], dim: int, group: ProcessGroup) -> Tensor:
@@ -326,12 +329,14 @@ def _scatter(x: Tensor, sizes: list[int], dim: int, group: ProcessGroup) -> Tens
     rows = x.movedim(dim, 0)
     if x.device.type == "cpu" and _internals.backend_name(group, x.device) == "gloo":
         return _scatter_by_exchange(rows, sizes, group).movedim(0, dim).contiguous()
-    longest = max(sizes)
-    padded = rows.new_zeros((len(sizes), longest, *rows.shape[1:]))
-    for block, part in zip(padded, rows.split(sizes), strict=True):
-        block[: part.shape[0]] = part
+    longest, sent = max(sizes), rows.contiguous()
+    if min(sizes) < longest:
+        padded = rows.new_zeros((len(sizes), longest, *rows.shape[1:]))
+        for block, part in zip(padded, rows.split(sizes), strict=True):
+            block[: part.shape[0]] = part
+        sent = padded.flatten(0, 1)
     mine = rows.new_empty((longest, *rows.shape[1:]))
-    _internals.reduce_scatter(mine, padded.flatten(0, 1), group)
+    _internals.reduce_scatter(mine, sent, group)
     return mine[: sizes[group.rank()]].movedim(0, dim).contiguous()
 
 
