@@ -20,7 +20,7 @@ from hp_train.layout import Layout, StageLayout
 from hp_train.model import DropoutKey, Microbatch, TransformerStage, look_ahead
 from hp_train.options import resolve
 from hp_train.plan import MACHINES, Machine, choose, estimate
-from hp_train.plan.choose import plan_axes
+from hp_train.plan.choose import _is_repeated, _Search, plan_axes
 from hp_train.plan.estimate import Plan
 from hp_train.plan.memory import (
     BYTES,
@@ -32,8 +32,7 @@ from hp_train.plan.memory import (
 from hp_train.plan.modules import Weight, layer, stage, whole_model
 from hp_train.plan.report import details, reasons
 from hp_train.plan.traffic import edge_link, expert_exchanges, gradient_transfers, shard_transfer
-from hp_train.schedules import KINDS
-from hp_train.space import enumerate_layouts, with_keys
+from hp_train.space import enumerate_layouts, enumerate_meshes, with_keys
 
 VOCAB = 256
 H100 = MACHINES["h100"]
@@ -263,13 +262,25 @@ def test_slices_of_stages_that_do_not_divide_each_other_meet_where_they_overlap(
 
 def test_no_layout_is_faster_than_its_bound() -> None:
     config = config_of()
-    layouts = enumerate_layouts(config, num_processes=range(4, 5), axes=plan_axes(config, 4))
-    for _, layout in itertools.islice(layouts, 0, None, 37):
-        plan = Plan(layout, H100, vocab_size=VOCAB)
-        schedule = KINDS[layout.pipeline.schedule].build(
-            plan.layout.pp, 1, layout.pipeline.stages_per_rank
-        )
-        assert plan.least_seconds(schedule) <= plan.estimate().seconds * (1 + 1e-9)
+    axes = plan_axes(config, 4)
+    for tied in (False, True):
+        config = with_keys(config, {"model.tie_embeddings": tied})
+        search = _Search([], axes, H100, VOCAB)
+        layouts = enumerate_layouts(config, num_processes=range(4, 5), axes=axes)
+        for _, layout in itertools.islice(layouts, 0, None, 37):
+            bound = search.bound(layout, {})
+            assert bound is not None
+            found = estimate(layout, H100, vocab_size=VOCAB)
+            assert search.bound_of_mesh(layout) <= bound * (1 + 1e-9) <= found.seconds * (1 + 2e-9)
+
+
+def test_layouts_come_in_the_order_of_their_bounds_and_none_is_left_out() -> None:
+    config, axes = config_of(), plan_axes(config_of(), 2)
+    meshes = [mesh for _, mesh in enumerate_meshes(config, range(2, 3), axes)]
+    bounds, layouts = zip(*_Search(meshes, axes, H100, VOCAB).by_bound(), strict=True)
+    assert list(bounds) == sorted(bounds)
+    everything = enumerate_layouts(config, num_processes=range(2, 3), axes=axes)
+    assert set(layouts) == {layout for _, layout in everything if not _is_repeated(layout)}
 
 
 def test_the_best_layout_is_the_best_of_all() -> None:
@@ -282,7 +293,7 @@ def test_the_best_layout_is_the_best_of_all() -> None:
         )
     ]
     assert choice.best[0].seconds == pytest.approx(min(everything))
-    assert choice.num_simulated < choice.num_allowed
+    assert choice.num_simulated < len(everything)
     for found in choice.best:
         rules.check(found.config)
         assert found.config.world_size == 2
@@ -299,6 +310,23 @@ def test_layouts_that_do_not_fit_are_told_apart() -> None:
     assert "does not fit, by" in "\n".join(reasons(tight, H100.with_values(memory=least)))
     with pytest.raises(ConfigError, match=r"no layout of 2 processes fits: .* must be at most"):
         choose(config, 2, H100.with_values(memory=1e5), vocab_size=VOCAB)
+
+
+def test_a_search_that_ends_early_says_so() -> None:
+    config = config_of()
+    assert choose(config, 2, H100, vocab_size=VOCAB).is_complete
+    early = choose(config, 2, H100, vocab_size=VOCAB, most=2)
+    assert not early.is_complete
+    assert reasons(early, H100)[0].startswith("best of the 2 most promising layouts of ")
+
+
+def test_a_model_that_fits_only_in_few_layouts_is_found_one() -> None:
+    # 70 G parameters with their moments are 1.1 TB, and most layouts keep too many activations.
+    config = resolve(
+        "llama-3.1-70b", {"data.seq_len": 8192, "train.global_batch_size": 8}.items(), env={}
+    ).config
+    choice = choose(config, 32, H100, vocab_size=128_256)
+    assert choice.best[0].memory.total <= H100.memory
 
 
 def test_casts_of_sharded_stages_are_held_while_their_parameters_are_gathered() -> None:

@@ -88,18 +88,31 @@ def enumerate_layouts(
         num_processes: How many there may be.
         axes: To vary, those of the mesh first.
     """
+    for sizes, placed in enumerate_meshes(config, num_processes, axes):
+        for others, found in _on_mesh(placed, axes):
+            yield (*sizes, *others), found
+
+
+def layouts_of_mesh(placed: Config, axes: Sequence[Axis]) -> Iterator[Config]:
+    """Yield the layouts of a mesh from `enumerate_meshes`, with the same axes."""
+    return (found for _, found in _on_mesh(placed, axes))
+
+
+def _on_mesh(placed: Config, axes: Sequence[Axis]) -> Iterator[tuple[Choice, Config]]:
     rest = [axis for axis in axes if not axis.key.startswith("mesh.")]
-    for sizes, placed in _meshes(config, num_processes, axes):
-        for others in itertools.product(*(axis.choices for axis in rest)):
-            found = _chosen(placed, rest, others)
-            if rules.allows_layout(found):
-                yield (*sizes, *others), found
+    for others in itertools.product(*(axis.choices for axis in rest)):
+        found = _chosen(placed, rest, others)
+        if rules.allows_pipeline(found):
+            yield others, found
 
 
-def _meshes(
-    config: Config, num_processes: range, axes: Sequence[Axis]
+def enumerate_meshes(
+    config: Config, num_processes: range, axes: Sequence[Axis] = AXES
 ) -> list[tuple[Choice, Config]]:
-    """Meshes that some choice of one other axis allows; most are refused whatever the rest is."""
+    """Find the meshes that some choice of one other axis allows, each in a config.
+
+    Arguments are those of `enumerate_layouts`.
+    """
     mesh = [axis for axis in axes if axis.key.startswith("mesh.")]
     rest = [axis for axis in axes if not axis.key.startswith("mesh.")]
     if list(axes) != [*mesh, *rest]:
@@ -122,8 +135,9 @@ def _meshes(
         (sizes, placed)
         for sizes, placed in found
         if placed.world_size in num_processes
+        and rules.allows_mesh(placed)
         and any(
-            rules.allows_layout(_chosen(placed, rest, others)) for others in _nearly_neutral(rest)
+            rules.allows_pipeline(_chosen(placed, rest, others)) for others in _nearly_neutral(rest)
         )
     ]
 
@@ -180,7 +194,7 @@ def sample_layouts(
         axes: To vary, those of the mesh first.
     """
     random = Random(seed)  # noqa: S311 - nothing is secret
-    meshes = _meshes(config, num_processes, axes)
+    meshes = enumerate_meshes(config, num_processes, axes)
     pool = _pool(meshes, [axis for axis in axes if not axis.key.startswith("mesh.")], random)
     having: dict[Pair, list[int]] = {}
     for index, (choice, _) in enumerate(pool):
@@ -217,7 +231,7 @@ def _pool(
             others = list(dict.fromkeys([*_nearly_neutral(rest), *few]))
         for choice in others:
             found = _chosen(placed, rest, choice)
-            if rules.allows_layout(found):
+            if rules.allows_pipeline(found):
                 pool.append(((*sizes, *choice, found.world_size), found))
     random.shuffle(pool)
     return pool

@@ -1,7 +1,9 @@
 """Compare all layouts of a number of devices and say why the best is best. No torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import count as counter
 
 from msgspec.structs import replace
 
@@ -12,10 +14,9 @@ from hp_train.layout import Layout
 from hp_train.plan.estimate import Estimate, Plan
 from hp_train.plan.machine import Machine
 from hp_train.schedules import KINDS
-from hp_train.space import Axis, enumerate_layouts
+from hp_train.space import Axis, enumerate_meshes, layouts_of_mesh, with_keys
 
 _MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")
-_MOST_SIMULATED = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,20 +26,25 @@ class Choice:
     Attributes:
         best: Those that fit into memory, the fastest first.
         too_large: Of those that do not fit, the one that lacks least; None if all looked at fit.
-        num_allowed: Layouts that the rules allow.
-        num_simulated: Those whose schedules were laid out; the others cannot be among the best.
+        num_meshes: Those that the rules allow.
+        num_simulated: Layouts whose schedules were laid out.
+        is_complete: Whether no other one is among the best; else there were too many to lay out.
     """
 
     best: tuple[Estimate, ...]
     too_large: Estimate | None
-    num_allowed: int
+    num_meshes: int
     num_simulated: int
+    is_complete: bool
 
 
 def plan_axes(config: Config, num_devices: int) -> tuple[Axis, ...]:
     """What layouts are made of: every divisor of the number of devices for every mesh axis."""
     divisors = tuple(n for n in range(1, num_devices + 1) if num_devices % n == 0)
-    mesh = tuple(Axis(f"mesh.{axis}", divisors) for axis in _MESH)
+    of_experts = divisors if config.model.has_experts else (1,)
+    mesh = tuple(
+        Axis(f"mesh.{axis}", of_experts if axis in ("ep", "etp") else divisors) for axis in _MESH
+    )
     batch = config.train.global_batch_size
     sizes = tuple(size for size in (1, 2, 4, 8, 16) if size <= batch)
     return (
@@ -51,12 +57,19 @@ def plan_axes(config: Config, num_devices: int) -> tuple[Axis, ...]:
 
 
 def choose(
-    config: Config, num_devices: int, machine: Machine, *, vocab_size: int, count: int = 5
+    config: Config,
+    num_devices: int,
+    machine: Machine,
+    *,
+    vocab_size: int,
+    count: int = 5,
+    most: int = 400,
 ) -> Choice:
     """Find the fastest layouts that fit into memory, of those whose stages have the same sizes.
 
     Layouts are laid out in the order of a bound that none of them can undercut, until the next
-    bound is above what was found; so none that was left out can be better.
+    bound is above what was found; so none that was left out can be better, unless there are so many
+    that the search ends before. Layouts of a mesh are not looked at before its own bound comes up.
 
     Args:
         config: Everything but the layout and the microbatch size comes from it.
@@ -64,6 +77,7 @@ def choose(
         machine: What they do.
         vocab_size: Of the tokenizer.
         count: How many to find.
+        most: How many to lay out at most.
 
     Raises:
         ConfigError: When no layout is allowed, or none fits.
@@ -74,36 +88,109 @@ def choose(
         mesh=replace(config.mesh, stage_tp=(), stage_ep=()),
     )
     axes = plan_axes(config, num_devices)
-    processes = range(num_devices, num_devices + 1)
-    allowed = [
-        layout
-        for _, layout in enumerate_layouts(config, num_processes=processes, axes=axes)
-        if not _is_repeated(layout)
-    ]
-    if not allowed:
+    meshes = enumerate_meshes(config, range(num_devices, num_devices + 1), axes)
+    if not meshes:
         raise ConfigError(f"no layout of {num_devices} processes is allowed for this config")
-    bounds = sorted(_bounds(allowed, machine, vocab_size), key=lambda bound: bound[0])
+    search = _Search([mesh for _, mesh in meshes], axes, machine, vocab_size)
     found: list[Estimate] = []
     large: list[Estimate] = []
-    simulated = 0
-    for least, plan in bounds:
-        done = len(found) >= count and found[count - 1].seconds <= least
-        if done or simulated == _MOST_SIMULATED:
+    simulated, is_complete = 0, True
+    for least, layout in search.by_bound():
+        if len(found) >= count and found[count - 1].seconds <= least:
+            break
+        if simulated == most:
+            is_complete = False
             break
         simulated += 1
-        estimate = plan.estimate()
+        estimate = Plan(layout, machine, vocab_size=vocab_size).estimate()
         if estimate.memory.total <= machine.memory:
             _put(found, estimate)
         else:
             large.append(estimate)
+    if not large and search.smallest is not None:
+        large.append(Plan(search.smallest, machine, vocab_size=vocab_size).estimate())
     nearest = min(large, key=lambda estimate: estimate.memory.total, default=None)
     if not found:
         assert nearest is not None
+        which = "layout" if is_complete else f"one of the {simulated} most promising layouts"
         raise ConfigError(
-            f"no layout of {num_devices} processes fits: {nearest.memory.total / 1e9:.1f} GB "
+            f"no {which} of {num_devices} processes fits: {nearest.memory.total / 1e9:.1f} GB "
             f"must be at most the memory of a device ({machine.memory / 1e9:.1f} GB)"
         )
-    return Choice(tuple(found[:count]), nearest, len(allowed), simulated)
+    return Choice(tuple(found[:count]), nearest, len(meshes), simulated, is_complete)
+
+
+class _Search:
+    """Layouts in the order of their bounds.
+
+    Attributes:
+        smallest: Of those left out since one microbatch alone is too much for a device's memory,
+            the one that needs least.
+
+    Args:
+        meshes: To look at.
+        axes: What layouts of a mesh differ in, and those of the mesh.
+        machine: Prices them.
+        vocab_size: Of the tokenizer.
+    """
+
+    def __init__(
+        self, meshes: list[Config], axes: tuple[Axis, ...], machine: Machine, vocab_size: int
+    ) -> None:
+        self.smallest: Config | None = None
+        self._meshes, self._axes = meshes, axes
+        self._machine, self._vocab_size = machine, vocab_size
+        self._least_bytes = float("inf")
+        self._schedules: dict[object, Schedule] = {}
+
+    def by_bound(self) -> Iterator[tuple[float, Config]]:
+        """Yield bounds and layouts, in ascending order; what is not asked for is not priced."""
+        order = counter()
+        waiting = [(self.bound_of_mesh(mesh), next(order), mesh, True) for mesh in self._meshes]
+        heapify(waiting)
+        while waiting:
+            least, _, config, is_mesh = heappop(waiting)
+            if not is_mesh:
+                yield least, config
+                continue
+            known: dict[object, float | None] = {}
+            for layout in layouts_of_mesh(config, self._axes):
+                if _is_repeated(layout):
+                    continue
+                bound = self.bound(layout, known)
+                if bound is not None:
+                    heappush(waiting, (bound, next(order), layout, False))
+
+    def bound_of_mesh(self, mesh: Config) -> float:
+        """Of all layouts of a mesh: the mean rank computes its share in one microbatch."""
+        batch = max(1, mesh.train.global_batch_size // Layout.of(mesh.mesh).dp)
+        plainest = {
+            "pipeline.schedule": "1f1b",
+            "pipeline.stages_per_rank": 1,
+            "train.microbatch_size": batch,
+            "train.recompute": "none",
+        }
+        plan = Plan(with_keys(mesh, plainest), self._machine, vocab_size=self._vocab_size)
+        return plan.least_mean_seconds()
+
+    def bound(self, layout: Config, known: dict[object, float | None]) -> float | None:
+        """Of a layout; None where it cannot fit. Schedules that place stages alike share it."""
+        pipeline, pp = layout.pipeline, layout.mesh.pp
+        place = (pipeline.schedule, pp, pipeline.stages_per_rank)
+        if place not in self._schedules:
+            # Where stages are does not depend on the number of microbatches.
+            self._schedules[place] = KINDS[pipeline.schedule].build(pp, 1, place[2])
+        schedule = self._schedules[place]
+        train = layout.train
+        key = (schedule.stage_to_rank, train.microbatch_size, train.recompute)
+        if key not in known:
+            plan = Plan(layout, self._machine, vocab_size=self._vocab_size)
+            needed = plan.least_bytes(schedule)
+            fits = needed <= self._machine.memory
+            known[key] = plan.least_seconds(schedule) if fits else None
+            if not fits and needed < self._least_bytes:
+                self._least_bytes, self.smallest = needed, layout
+        return known[key]
 
 
 def _put(found: list[Estimate], estimate: Estimate) -> None:
@@ -122,27 +209,9 @@ def _in_words(config: Config) -> tuple[object, ...]:
     return config.mesh, pipeline, config.train.microbatch_size, config.train.recompute
 
 
-def _bounds(
-    layouts: Sequence[Config], machine: Machine, vocab_size: int
-) -> Iterator[tuple[float, Plan]]:
-    schedules: dict[object, Schedule] = {}
-    for layout in layouts:
-        plan = Plan(layout, machine, vocab_size=vocab_size)
-        pipeline = layout.pipeline
-        # Where stages are does not depend on the number of microbatches.
-        key = (pipeline.schedule, plan.layout.pp, pipeline.stages_per_rank)
-        if key not in schedules:
-            schedules[key] = KINDS[pipeline.schedule].build(
-                plan.layout.pp, 1, pipeline.stages_per_rank
-            )
-        yield plan.least_seconds(schedules[key]), plan
-
-
 def _is_repeated(config: Config) -> bool:
     """Whether another layout runs the very same steps in the very same order."""
     mesh, pipeline = config.mesh, config.pipeline
-    if mesh.ep * mesh.etp > 1 and not config.model.has_experts:
-        return True
     if mesh.pp > 1:
         names = ("interleaved_1f1b", "looped_bfs")
         return pipeline.stages_per_rank == 1 and pipeline.schedule in names

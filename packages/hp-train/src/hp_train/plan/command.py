@@ -125,8 +125,9 @@ def _as_dict(
 ) -> dict[str, Any]:
     result: dict[str, Any] = {
         "best": [as_dict(estimate) for estimate in choice.best],
-        "layouts": choice.num_allowed,
+        "meshes": choice.num_meshes,
         "laid_out": choice.num_simulated,
+        "complete": choice.is_complete,
     }
     if configured is not None:
         result["configured"] = as_dict(configured)

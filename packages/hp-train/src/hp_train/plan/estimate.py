@@ -10,7 +10,6 @@ from hp_schedule import (
     Costs,
     MetaStep,
     Schedule,
-    Simulation,
     add_fsdp_reduce_grad,
     add_fsdp_unshard_reshard,
     simulate,
@@ -158,26 +157,64 @@ class Plan:
         return [self.stages[index] for index in schedule.stages_of(rank)]
 
     def least_seconds(self, schedule: Schedule) -> float:
-        """No order of the steps takes less: each rank computes its own, after its first input."""
-        kinds = (self.forward, self.input_grad, self.weight_grad)
-        full = [sum(seconds) for seconds in zip(*kinds, strict=True)]
+        """No order of the steps takes less.
+
+        Each rank computes its own after its first input and parameters, and reduces gradients
+        after it; and its collectives go one by one.
+        """
+        full, sharded = self._full(), self._sharded()
         longest = 0.0
         for rank in range(self.layout.pp):
             mine = schedule.stages_of(rank)
-            before = sum(self.forward[: min(mine)])
+            gathers = [sharded[stage] for stage in mine]
+            before = max(sum(self.forward[: min(mine)]), min(gathers))
             busy = self.num_microbatches * sum(full[stage] for stage in mine)
-            ends = self._ends(schedule, rank)
-            longest = max(longest, before + busy + sum(ends.values()))
+            ends = self._ends(self.stages_of(schedule, rank), self.layout.stages[rank])
+            pipeline = max(before + busy + min(gathers), 2 * sum(gathers))
+            longest = max(longest, pipeline + sum(ends.values()))
         return longest
+
+    def least_mean_seconds(self) -> float:
+        """No layout of this mesh takes less that has as many stages and microbatches, or more.
+
+        Each rank takes the mean of all at least, if it never waits. Stages of one rank may share a
+        table.
+        """
+        ends = self._ends(self.stages, self.layout.stages[0])
+        busy = max(self.num_microbatches * sum(self._full()), 2 * sum(self._sharded()))
+        return (busy + sum(ends.values())) / self.layout.pp
+
+    def least_bytes(self, schedule: Schedule) -> int:
+        """What the rank needs that needs most, with a single microbatch under way."""
+        size = BYTES[self.config.train.dtype]
+        needed = []
+        for rank, place in enumerate(self.layout.stages):
+            stages = self.stages_of(schedule, rank)
+            kept = sum(stage.kept_bytes(self.tokens, size=size, tp=place.tp) for stage in stages)
+            needed.append(self._memory(schedule, rank, kept).total)
+        return max(needed)
+
+    def _full(self) -> list[float]:
+        """Seconds of each stage for a microbatch."""
+        kinds = (self.forward, self.input_grad, self.weight_grad)
+        return [sum(seconds) for seconds in zip(*kinds, strict=True)]
+
+    def _sharded(self) -> list[float]:
+        """Seconds of each stage to gather its parameters, and to reduce its gradients."""
+        return [
+            shard_transfer(self.config, stage, place, self.machine).seconds
+            for stage, place in zip(self.stages, self.places, strict=True)
+        ]
 
     def estimate(self) -> Estimate:
         """Simulate the schedule."""
         schedule = self.schedule()
         simulation = simulate(schedule, self.costs(schedule), cores=self.cores)
-        ranks = range(self.layout.pp)
-        memories = [self._memory(schedule, simulation, rank) for rank in ranks]
-        ends = [self._ends(schedule, rank) for rank in ranks]
-        sizes = [place.num_ranks for place in self.layout.stages]
+        ranks, places = range(self.layout.pp), self.layout.stages
+        peaks = simulation.peak_activations
+        memories = [self._memory(schedule, rank, peaks[rank]) for rank in ranks]
+        ends = [self._ends(self.stages_of(schedule, rank), places[rank]) for rank in ranks]
+        sizes = [place.num_ranks for place in places]
         exchanges = [
             self.num_microbatches * sum(self.exchange_seconds[s] for s in schedule.stages_of(rank))
             for rank in ranks
@@ -203,10 +240,7 @@ class Plan:
     def costs(self, schedule: Schedule) -> Costs:
         """What the steps of a schedule cost."""
         size = BYTES[self.config.train.dtype]
-        sharded = [
-            shard_transfer(self.config, stage, place, self.machine).seconds
-            for stage, place in zip(self.stages, self.places, strict=True)
-        ]
+        sharded = self._sharded()
         return Costs(
             forward=self.forward,
             input_grad=self.input_grad,
@@ -233,20 +267,19 @@ class Plan:
             self.config, self.layout, self.machine, source=source, destination=destination
         )
 
-    def _memory(self, schedule: Schedule, simulation: Simulation, rank: int) -> Memory:
+    def _memory(self, schedule: Schedule, rank: int, activations: float) -> Memory:
         stages, place = self.stages_of(schedule, rank), self.layout.stages[rank]
         parameters, gradients, optimizer = static_memory(self.config, stages, place)
         return Memory(
             parameters=parameters,
             gradients=gradients,
             optimizer=optimizer,
-            activations=round(simulation.peak_activations[rank]),
+            activations=round(activations),
             buffers=buffer_bytes(self.config, stages, place, active_stages=ACTIVE_STAGES),
         )
 
-    def _ends(self, schedule: Schedule, rank: int) -> dict[str, float]:
+    def _ends(self, stages: Sequence[Work], place: StageLayout) -> dict[str, float]:
         """Seconds after the pipeline: sums over replicas, and the update of the weights."""
-        stages, place = self.stages_of(schedule, rank), self.layout.stages[rank]
         transfers = gradient_transfers(self.config, stages, place, self.machine)
         parameters, gradients, optimizer = static_memory(self.config, stages, place)
         # Parameters and moments are read and written, gradients read.

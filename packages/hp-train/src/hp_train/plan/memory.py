@@ -6,6 +6,7 @@ Activations depend on the schedule: :mod:`hp_train.plan.estimate` counts them.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hp_train.config import Config
 from hp_train.cuts import HIDDEN_DIM, chunk, cut_dim
@@ -69,6 +70,18 @@ def local_elements(weight: Weight, layout: StageLayout, *, first: bool = True) -
     return math.prod(sizes)
 
 
+@lru_cache(maxsize=1 << 16)  # pipelines and batches of one mesh ask for the same
+def stage_elements(stage: Work, layout: StageLayout, *, is_expert: bool) -> int:
+    """Elements on a rank of those parameters of a stage that are experts, or of the others."""
+    return sum(local_elements(w, layout) for w in stage.weights if w.is_expert is is_expert)
+
+
+@lru_cache(maxsize=4096)
+def table_of(stage: Work) -> Weight | None:
+    """The embedding of a stage, or the one that its logits share with the first stage."""
+    return next((w for w in stage.weights if w.name == "embedding.weight"), None)
+
+
 def parameter_bytes(config: Config) -> int:
     """Of one element: bf16 is trained on fp32 masters."""
     return max(BYTES[config.train.dtype], 4)
@@ -84,15 +97,19 @@ def static_memory(
         stages: Of that rank.
         layout: Cuts them.
     """
-    weights = [weight for stage in stages for weight in stage.weights]
     # A tied table of two stages is updated once, and has two gradients; under FSDP there are two.
-    once = list({weight.name: weight for weight in weights}.values())
-    each, updated = (
-        sum(local_elements(weight, layout) for weight in some) * parameter_bytes(config)
-        for some in (weights, once)
+    tables = [table for stage in stages if (table := table_of(stage)) is not None]
+    elements = sum(
+        stage_elements(stage, layout, is_expert=is_expert)
+        for stage in stages
+        for is_expert in (False, True)
     )
+    twice = sum(local_elements(table, layout) for table in tables[1:])
+    each = elements * parameter_bytes(config)
+    updated = (elements - twice) * parameter_bytes(config)
+    num_updated = sum(len(stage.weights) for stage in stages) - len(tables[1:])
     held = each if layout.fsdp > 1 else updated
-    return held, each, 2 * updated + _STEP_BYTES * len(once)
+    return held, each, 2 * updated + _STEP_BYTES * num_updated
 
 
 def buffer_bytes(
@@ -108,26 +125,17 @@ def buffer_bytes(
     """
     per_element = parameter_bytes(config)
     dense, routed = (
-        [[weight for weight in stage.weights if weight.is_expert is is_expert] for stage in stages]
+        [stage_elements(stage, layout, is_expert=is_expert) for stage in stages]
         for is_expert in (False, True)
     )
     gathered = 0
-    for kind, shards in ((dense, layout.fsdp), (routed, layout.expert_shard)):
+    for local, shards in ((dense, layout.fsdp), (routed, layout.expert_shard)):
         if shards > 1:
-            sizes = sorted(
-                (sum(local_elements(w, layout) * shards for w in weights) for weights in kind),
-                reverse=True,
-            )
+            sizes = sorted((shards * elements for elements in local), reverse=True)
             # Parameters while they are used, and the gradients of the stage that is reduced.
             gathered += sum(sizes[:active_stages]) + sizes[0]
-    flat = max(
-        (
-            sum(local_elements(w, layout) for weights in kind for w in weights)
-            for kind, copies in ((dense, layout.dp_replicate), (routed, layout.expert_replicate))
-            if copies > 1
-        ),
-        default=0,
-    )
+    copied = ((dense, layout.dp_replicate), (routed, layout.expert_replicate))
+    flat = max((sum(local) for local, copies in copied if copies > 1), default=0)
     messages = 4 * message_bytes(config, layout) if config.mesh.pp > 1 else 0
     size, shared = BYTES[config.train.dtype], layout.ep * layout.etp
     casts = sorted(

@@ -10,7 +10,7 @@ V vocabulary.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any
 
 from hp_train.config import Config, ModelConfig
@@ -39,9 +39,9 @@ class Weight:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """A module, or several of them one after the other.
+    """A module, or several of them one after the other. Told apart by identity, as a cached key.
 
     Attributes:
         weights: Its parameters, in the order of `torch.nn.Module.parameters`.
@@ -194,9 +194,13 @@ def experts(model: ModelConfig) -> Work:
 
 def layer(config: Config, index: int) -> Work:
     """One transformer layer with its norms and dropout, less what backward computes again."""
-    model, recompute = config.model, config.train.recompute
+    return _layer(config.model, config.data.seq_len, config.train.recompute, index)
+
+
+@lru_cache(maxsize=4096)  # thousands of layouts cut a model in few ways
+def _layer(model: ModelConfig, seq_len: int, recompute: str, index: int) -> Work:
     attending = norm("attention_norm", model.dim)
-    attending += attention(model, index, config.data.seq_len).under("attention.")
+    attending += attention(model, index, seq_len).under("attention.")
     feeding = norm("feed_forward_norm", model.dim)
     if model.is_dense(index):
         dense = swiglu(model.dim, model.dense_hidden).under("feed_forward.")
@@ -243,28 +247,42 @@ def head(model: ModelConfig, vocab_size: int) -> Work:
     return norm("norm", model.dim) + projection + logits
 
 
-def prediction(config: Config, depth: int, vocab_size: int) -> Work:
-    """One module of multi-token prediction, with logits of its own by the model's matrix."""
-    model = config.model
-    names = ("embedding_norm", "hidden_norm", "norm")
-    parts = [norm(name, model.dim) for name in names]
-    parts.append(matrix("projection", model.dim, 2 * model.dim))
-    parts.append(layer(config, model.num_layers + depth - 1).under("block."))
-    parts.append(Work(flops=2.0 * vocab_size * model.dim, wide=vocab_size))
-    return _sum(parts)
-
-
 def stage(config: Config, vocab_size: int, *, layers: range, first: bool, last: bool) -> Work:
     """A pipeline stage; names of parameters are those of the whole model."""
-    model = config.model
+    key = (config.model, config.data.seq_len, config.train.recompute, vocab_size)
+    return _stage(*key, layers=layers, first=first, last=last)
+
+
+@lru_cache(maxsize=1024)
+def _stage(
+    model: ModelConfig,
+    seq_len: int,
+    recompute: str,
+    vocab_size: int,
+    *,
+    layers: range,
+    first: bool,
+    last: bool,
+) -> Work:
     table = embedding(model, vocab_size).under("embedding.")
     parts = [table] if first else []
     if last and not first and model.tie_embeddings:
         parts.append(Work(table.weights))
-    parts += [layer(config, index).under(f"layers.{index}.") for index in layers]
+    parts += [_layer(model, seq_len, recompute, i).under(f"layers.{i}.") for i in layers]
     parts += [head(model, vocab_size)] if last else []
     for depth in range(1, model.num_mtp_modules + 1) if last else ():
-        parts.append(prediction(config, depth, vocab_size).under(f"mtp.{depth - 1}."))
+        block = _layer(model, seq_len, recompute, model.num_layers + depth - 1)
+        parts.append(prediction(model, block, vocab_size).under(f"mtp.{depth - 1}."))
+    return _sum(parts)
+
+
+def prediction(model: ModelConfig, block: Work, vocab_size: int) -> Work:
+    """One module of multi-token prediction, with logits of its own by the model's matrix."""
+    names = ("embedding_norm", "hidden_norm", "norm")
+    parts = [norm(name, model.dim) for name in names]
+    parts.append(matrix("projection", model.dim, 2 * model.dim))
+    parts.append(block.under("block."))
+    parts.append(Work(flops=2.0 * vocab_size * model.dim, wide=vocab_size))
     return _sum(parts)
 
 

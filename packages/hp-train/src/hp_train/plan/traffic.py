@@ -6,11 +6,19 @@ Only the bytes of experts come from elsewhere: from hp-expert, whose import load
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from hp_train.config import Config
+from hp_train.config import Config, ModelConfig
 from hp_train.layout import Axis, Layout, StageLayout
 from hp_train.plan.machine import Machine
-from hp_train.plan.memory import BYTES, local_elements, message_bytes, parameter_bytes
+from hp_train.plan.memory import (
+    BYTES,
+    local_elements,
+    message_bytes,
+    parameter_bytes,
+    stage_elements,
+    table_of,
+)
 from hp_train.plan.modules import Work
 
 
@@ -53,6 +61,11 @@ def expert_exchanges(config: Config, layout: StageLayout) -> ExpertExchanges:
     width of experts is cut, what arrives is gathered by the ranks that have the other parts, and
     their outputs are summed on the way back.
     """
+    return _expert_exchanges(config.model, BYTES[config.train.dtype], layout)
+
+
+@lru_cache(maxsize=4096)
+def _expert_exchanges(model: ModelConfig, size: int, layout: StageLayout) -> ExpertExchanges:
     if layout.ep * layout.etp == 1:
         return ExpertExchanges(0.0, 0, 0)
     from hp_expert import (  # noqa: PLC0415 - imports torch
@@ -61,9 +74,7 @@ def expert_exchanges(config: Config, layout: StageLayout) -> ExpertExchanges:
         expected_rows_per_token,
     )
 
-    model = config.model
-    row_bytes = model.dim * BYTES[config.train.dtype]
-    weight_bytes = max(4, BYTES[config.train.dtype])
+    row_bytes, weight_bytes = model.dim * size, max(4, size)
     shape = (model.num_experts, model.top_k, layout.ep)
     cost = dispatch_bytes(*shape, row_bytes=row_bytes, weight_bytes=weight_bytes)
     pays = deduplication_pays(*shape, row_bytes=row_bytes, weight_bytes=weight_bytes)
@@ -81,6 +92,7 @@ def expert_exchanges(config: Config, layout: StageLayout) -> ExpertExchanges:
     )
 
 
+@lru_cache(maxsize=4096)  # schedules, stages and batches of one mesh ask for the same
 def group_link(layout: StageLayout, machine: Machine, *axes: Axis) -> tuple[float, float, bool]:
     """Bandwidth and latency of the slowest group along some axes, and whether it spans nodes."""
     links = [machine.link(ranks) for ranks in layout.ranks(*axes)]
@@ -148,7 +160,7 @@ def gradient_transfers(
 ) -> list[Transfer]:
     """Sums over replicas at the end of a step: each rank sends 2 (n - 1) / n of what it holds."""
     transfers = []
-    tables = [w for stage in stages for w in stage.weights if w.name == "embedding.weight"]
+    tables = [table for stage in stages if (table := table_of(stage)) is not None]
     if config.model.tie_embeddings and config.mesh.pp > 1 and len(tables) == 1:
         # The other stage that has it is at the other end of the world.
         size = float(local_elements(tables[0], layout) * parameter_bytes(config))
@@ -162,12 +174,7 @@ def gradient_transfers(
     for is_expert, axis, copies in kinds:
         if copies == 1:
             continue
-        elements = sum(
-            local_elements(weight, layout)
-            for stage in stages
-            for weight in stage.weights
-            if weight.is_expert is is_expert
-        )
+        elements = sum(stage_elements(stage, layout, is_expert=is_expert) for stage in stages)
         size = 2 * (copies - 1) / copies * elements * parameter_bytes(config)
         bandwidth, latency, far = group_link(layout, machine, axis)
         seconds = size / bandwidth + 2 * (copies - 1) * latency
@@ -185,7 +192,7 @@ def shard_transfer(config: Config, stage: Work, layout: StageLayout, machine: Ma
     for is_expert, axes, shards in kinds:
         if shards == 1:
             continue
-        local = sum(local_elements(w, layout) for w in stage.weights if w.is_expert is is_expert)
+        local = stage_elements(stage, layout, is_expert=is_expert)
         part = (shards - 1) * local * parameter_bytes(config)
         bandwidth, latency, spans = group_link(layout, machine, *axes)
         size, far = size + part, far or spans

@@ -14,7 +14,7 @@ from hp_train.rules.mesh import mesh_rules, stage_list_rules
 from hp_train.rules.model import model_rules
 from hp_train.rules.pipeline import batch_rules, overlap_rules, pipeline_rules
 
-__all__ = ["allows_layout", "allows_stages", "check", "require_run_directory"]
+__all__ = ["allows_mesh", "allows_pipeline", "allows_stages", "check", "require_run_directory"]
 
 
 def check(config: Config, world: World | None = None) -> None:
@@ -31,12 +31,18 @@ def check(config: Config, world: World | None = None) -> None:
         raise ConfigError(problem)
 
 
-def allows_layout(config: Config) -> bool:
-    """Whether mesh, pipeline and batch of a config go together with its model.
+def allows_mesh(config: Config) -> bool:
+    """Whether the mesh of a config goes with its model, whatever pipeline and batch are.
 
-    What has nothing to do with them, files above all, is not looked at: this is for trying many.
+    What has nothing to do with layouts, files above all, is not looked at, here and in
+    `allows_pipeline`: they are for trying many.
     """
-    return next(_layout_problems(config, None), None) is None
+    return next(_mesh_problems(config, None), None) is None
+
+
+def allows_pipeline(config: Config) -> bool:
+    """Whether pipeline and batch go with mesh and model, which go together."""
+    return next(_pipeline_problems(config), None) is None
 
 
 def allows_stages(config: Config) -> bool:
@@ -45,16 +51,20 @@ def allows_stages(config: Config) -> bool:
 
 
 def _problems(config: Config, world: World | None) -> Iterator[str]:
-    yield from _layout_problems(config, world)
+    yield from _mesh_problems(config, world)
+    yield from _pipeline_problems(config)
     yield from model_rules(config)
     yield from saving_rules(config)
     yield from file_rules(config)
     yield from extra_rules(config)
 
 
-def _layout_problems(config: Config, world: World | None) -> Iterator[str]:
+def _mesh_problems(config: Config, world: World | None) -> Iterator[str]:
     yield from stage_list_rules(config.mesh)
     yield from mesh_rules(config, world)
+
+
+def _pipeline_problems(config: Config) -> Iterator[str]:
     yield from pipeline_rules(config)
     yield from overlap_rules(config)
     yield from batch_rules(config)
