@@ -265,10 +265,10 @@ def test_no_layout_is_faster_than_its_bound() -> None:
     axes = plan_axes(config, 4)
     for tied in (False, True):
         config = with_keys(config, {"model.tie_embeddings": tied})
-        search = _Search([], axes, H100, VOCAB)
+        search = _Search(axes, H100, VOCAB)
         layouts = enumerate_layouts(config, num_processes=range(4, 5), axes=axes)
         for _, layout in itertools.islice(layouts, 0, None, 37):
-            bound = search.bound(layout, {})
+            bound = search.bound(layout)
             assert bound is not None
             found = estimate(layout, H100, vocab_size=VOCAB)
             assert search.bound_of_mesh(layout) <= bound * (1 + 1e-9) <= found.seconds * (1 + 2e-9)
@@ -276,8 +276,8 @@ def test_no_layout_is_faster_than_its_bound() -> None:
 
 def test_layouts_come_in_the_order_of_their_bounds_and_none_is_left_out() -> None:
     config, axes = config_of(), plan_axes(config_of(), 2)
-    meshes = [mesh for _, mesh in enumerate_meshes(config, range(2, 3), axes)]
-    bounds, layouts = zip(*_Search(meshes, axes, H100, VOCAB).by_bound(), strict=True)
+    meshes = [mesh for _, mesh in enumerate_meshes(config, num_processes=range(2, 3), axes=axes)]
+    bounds, layouts = zip(*_Search(axes, H100, VOCAB).by_bound(meshes), strict=True)
     assert list(bounds) == sorted(bounds)
     everything = enumerate_layouts(config, num_processes=range(2, 3), axes=axes)
     assert set(layouts) == {layout for _, layout in everything if not _is_repeated(layout)}
@@ -318,14 +318,19 @@ def test_a_search_that_ends_early_says_so() -> None:
     early = choose(config, 2, H100, vocab_size=VOCAB, most=2)
     assert not early.is_complete
     assert reasons(early, H100)[0].startswith("best of the 2 most promising layouts of ")
+    # Of those that could hold one microbatch the first keeps more of them.
+    tight = H100.with_values(memory=0.99 * early.best[0].memory.total)
+    with pytest.raises(ConfigError, match=r"^none of the 1 most promising layouts of 2 processes"):
+        choose(config, 2, tight, vocab_size=VOCAB, most=1)
 
 
 def test_a_model_that_fits_only_in_few_layouts_is_found_one() -> None:
-    # 70 G parameters with their moments are 1.1 TB, and most layouts keep too many activations.
+    # 70 G parameters with their moments are 1.1 TB, and most layouts keep too many activations:
+    # 40 layouts are enough only if those that cannot hold one microbatch are not among them.
     config = resolve(
         "llama-3.1-70b", {"data.seq_len": 8192, "train.global_batch_size": 8}.items(), env={}
     ).config
-    choice = choose(config, 32, H100, vocab_size=128_256)
+    choice = choose(config, 32, H100, vocab_size=128_256, most=40)
     assert choice.best[0].memory.total <= H100.memory
 
 

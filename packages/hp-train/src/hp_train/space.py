@@ -88,17 +88,13 @@ def enumerate_layouts(
         num_processes: How many there may be.
         axes: To vary, those of the mesh first.
     """
-    for sizes, placed in enumerate_meshes(config, num_processes, axes):
-        for others, found in _on_mesh(placed, axes):
+    for sizes, placed in enumerate_meshes(config, num_processes=num_processes, axes=axes):
+        for others, found in layouts_of_mesh(placed, axes=axes):
             yield (*sizes, *others), found
 
 
-def layouts_of_mesh(placed: Config, axes: Sequence[Axis]) -> Iterator[Config]:
-    """Yield the layouts of a mesh from `enumerate_meshes`, with the same axes."""
-    return (found for _, found in _on_mesh(placed, axes))
-
-
-def _on_mesh(placed: Config, axes: Sequence[Axis]) -> Iterator[tuple[Choice, Config]]:
+def layouts_of_mesh(placed: Config, *, axes: Sequence[Axis]) -> Iterator[tuple[Choice, Config]]:
+    """Yield the layouts of a mesh from `enumerate_meshes`, each with the values of other axes."""
     rest = [axis for axis in axes if not axis.key.startswith("mesh.")]
     for others in itertools.product(*(axis.choices for axis in rest)):
         found = _chosen(placed, rest, others)
@@ -107,7 +103,7 @@ def _on_mesh(placed: Config, axes: Sequence[Axis]) -> Iterator[tuple[Choice, Con
 
 
 def enumerate_meshes(
-    config: Config, num_processes: range, axes: Sequence[Axis] = AXES
+    config: Config, *, num_processes: range, axes: Sequence[Axis]
 ) -> list[tuple[Choice, Config]]:
     """Find the meshes that some choice of one other axis allows, each in a config.
 
@@ -194,7 +190,7 @@ def sample_layouts(
         axes: To vary, those of the mesh first.
     """
     random = Random(seed)  # noqa: S311 - nothing is secret
-    meshes = enumerate_meshes(config, num_processes, axes)
+    meshes = enumerate_meshes(config, num_processes=num_processes, axes=axes)
     pool = _pool(meshes, [axis for axis in axes if not axis.key.startswith("mesh.")], random)
     having: dict[Pair, list[int]] = {}
     for index, (choice, _) in enumerate(pool):

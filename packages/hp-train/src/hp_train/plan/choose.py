@@ -1,6 +1,6 @@
 """Compare all layouts of a number of devices and say why the best is best. No torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count as counter
@@ -88,14 +88,15 @@ def choose(
         mesh=replace(config.mesh, stage_tp=(), stage_ep=()),
     )
     axes = plan_axes(config, num_devices)
-    meshes = enumerate_meshes(config, range(num_devices, num_devices + 1), axes)
+    processes = range(num_devices, num_devices + 1)
+    meshes = [mesh for _, mesh in enumerate_meshes(config, num_processes=processes, axes=axes)]
     if not meshes:
         raise ConfigError(f"no layout of {num_devices} processes is allowed for this config")
-    search = _Search([mesh for _, mesh in meshes], axes, machine, vocab_size)
+    search = _Search(axes, machine, vocab_size)
     found: list[Estimate] = []
     large: list[Estimate] = []
     simulated, is_complete = 0, True
-    for least, layout in search.by_bound():
+    for least, layout in search.by_bound(meshes):
         if len(found) >= count and found[count - 1].seconds <= least:
             break
         if simulated == most:
@@ -112,9 +113,9 @@ def choose(
     nearest = min(large, key=lambda estimate: estimate.memory.total, default=None)
     if not found:
         assert nearest is not None
-        which = "layout" if is_complete else f"one of the {simulated} most promising layouts"
+        none = "no layout" if is_complete else f"none of the {simulated} most promising layouts"
         raise ConfigError(
-            f"no {which} of {num_devices} processes fits: {nearest.memory.total / 1e9:.1f} GB "
+            f"{none} of {num_devices} processes fits: {nearest.memory.total / 1e9:.1f} GB "
             f"must be at most the memory of a device ({machine.memory / 1e9:.1f} GB)"
         )
     return Choice(tuple(found[:count]), nearest, len(meshes), simulated, is_complete)
@@ -128,36 +129,32 @@ class _Search:
             the one that needs least.
 
     Args:
-        meshes: To look at.
-        axes: What layouts of a mesh differ in, and those of the mesh.
+        axes: What layouts differ in, those of the mesh first.
         machine: Prices them.
         vocab_size: Of the tokenizer.
     """
 
-    def __init__(
-        self, meshes: list[Config], axes: tuple[Axis, ...], machine: Machine, vocab_size: int
-    ) -> None:
+    def __init__(self, axes: tuple[Axis, ...], machine: Machine, vocab_size: int) -> None:
         self.smallest: Config | None = None
-        self._meshes, self._axes = meshes, axes
-        self._machine, self._vocab_size = machine, vocab_size
+        self._axes, self._machine, self._vocab_size = axes, machine, vocab_size
         self._least_bytes = float("inf")
         self._schedules: dict[object, Schedule] = {}
+        self._known: dict[object, float | None] = {}
 
-    def by_bound(self) -> Iterator[tuple[float, Config]]:
+    def by_bound(self, meshes: Sequence[Config]) -> Iterator[tuple[float, Config]]:
         """Yield bounds and layouts, in ascending order; what is not asked for is not priced."""
         order = counter()
-        waiting = [(self.bound_of_mesh(mesh), next(order), mesh, True) for mesh in self._meshes]
+        waiting = [(self.bound_of_mesh(mesh), next(order), mesh, True) for mesh in meshes]
         heapify(waiting)
         while waiting:
             least, _, config, is_mesh = heappop(waiting)
             if not is_mesh:
                 yield least, config
                 continue
-            known: dict[object, float | None] = {}
-            for layout in layouts_of_mesh(config, self._axes):
+            for _, layout in layouts_of_mesh(config, axes=self._axes):
                 if _is_repeated(layout):
                     continue
-                bound = self.bound(layout, known)
+                bound = self.bound(layout)
                 if bound is not None:
                     heappush(waiting, (bound, next(order), layout, False))
 
@@ -173,7 +170,7 @@ class _Search:
         plan = Plan(with_keys(mesh, plainest), self._machine, vocab_size=self._vocab_size)
         return plan.least_mean_seconds()
 
-    def bound(self, layout: Config, known: dict[object, float | None]) -> float | None:
+    def bound(self, layout: Config) -> float | None:
         """Of a layout; None where it cannot fit. Schedules that place stages alike share it."""
         pipeline, pp = layout.pipeline, layout.mesh.pp
         place = (pipeline.schedule, pp, pipeline.stages_per_rank)
@@ -182,15 +179,15 @@ class _Search:
             self._schedules[place] = KINDS[pipeline.schedule].build(pp, 1, place[2])
         schedule = self._schedules[place]
         train = layout.train
-        key = (schedule.stage_to_rank, train.microbatch_size, train.recompute)
-        if key not in known:
+        key = (layout.mesh, schedule.stage_to_rank, train.microbatch_size, train.recompute)
+        if key not in self._known:
             plan = Plan(layout, self._machine, vocab_size=self._vocab_size)
             needed = plan.least_bytes(schedule)
             fits = needed <= self._machine.memory
-            known[key] = plan.least_seconds(schedule) if fits else None
+            self._known[key] = plan.least_seconds(schedule) if fits else None
             if not fits and needed < self._least_bytes:
                 self._least_bytes, self.smallest = needed, layout
-        return known[key]
+        return self._known[key]
 
 
 def _put(found: list[Estimate], estimate: Estimate) -> None:
