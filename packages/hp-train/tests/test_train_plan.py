@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from hp_schedule import simulate
 from hp_train import rules
 from hp_train.cli import main
 from hp_train.config import Config, ModelConfig
+from hp_train.cuts import name_in_block
 from hp_train.errors import ConfigError
 from hp_train.layout import Layout, StageLayout
 from hp_train.model import DropoutKey, Microbatch, TransformerStage, look_ahead
@@ -29,9 +30,10 @@ from hp_train.plan.memory import (
     message_bytes,
     static_memory,
 )
-from hp_train.plan.modules import Weight, layer, stage, whole_model
+from hp_train.plan.modules import Weight, Work, layer, stage, stages, whole_model
 from hp_train.plan.report import details, reasons
 from hp_train.plan.traffic import edge_link, expert_exchanges, gradient_transfers, shard_transfer
+from hp_train.schedules import split_layers
 from hp_train.space import enumerate_layouts, enumerate_meshes, with_keys
 
 VOCAB = 256
@@ -104,6 +106,20 @@ def test_parameters_are_those_of_the_modules(
     assert {weight.name: weight.shape for weight in work.weights} == expected
     experts = {weight.name for weight in work.weights if weight.is_expert}
     assert experts == {name for name in expected if ".experts." in name}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_stages_with_layers_of_the_same_kinds_are_one(name: str) -> None:
+    config = with_keys(Config(model=MODELS[name]), {"model.num_layers": 12})
+    found = stages(config, VOCAB, num_stages=6)
+    assert len(set(found)) < 6
+    for index, (work, layers) in enumerate(zip(found, split_layers(12, 6), strict=True)):
+        own = stage(config, VOCAB, layers=layers, first=index == 0, last=index == 5)
+        expected = [replace(weight, name=name_in_block(weight.name)) for weight in own.weights]
+        assert [replace(w, name=name_in_block(w.name)) for w in work.weights] == expected
+        for field in fields(Work):
+            if field.name != "weights":
+                assert getattr(work, field.name) == getattr(own, field.name), field.name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -199,6 +215,17 @@ def test_a_group_over_several_nodes_has_the_speed_of_the_link_between_them() -> 
     assert not near.between_nodes
     assert far.between_nodes
     assert far.seconds / near.seconds > H100.bandwidth / H100.node_bandwidth / 2
+
+
+def test_stages_that_are_alike_are_priced_where_they_are() -> None:
+    # Of the nodes of six devices, the second stage of four is on two.
+    mesh = {"mesh.pp": 4, "mesh.dp_replicate": 1, "mesh.dp_shard": 4, "mesh.ep": 1}
+    config = config_of(mesh | {"pipeline.stages_per_rank": 1, "pipeline.schedule": "1f1b"})
+    plan = Plan(config, H100.with_values(node_size=6), vocab_size=VOCAB)
+    gathers = plan.costs(plan.schedule()).unshard
+    assert isinstance(gathers, list)
+    assert plan.stages[1] is plan.stages[2]
+    assert gathers[1] > 2 * gathers[2] > 0
 
 
 LAYOUTS = [

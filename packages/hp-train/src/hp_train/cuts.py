@@ -33,4 +33,9 @@ def cut_dim(name: str) -> int | None:
     Args:
         name: Global name of the parameter.
     """
-    return _CUTS.get(_OF_A_BLOCK.sub("", name))
+    return _CUTS.get(name_in_block(name))
+
+
+def name_in_block(name: str) -> str:
+    """The name of a parameter less its layer's, as the module of a layer has it."""
+    return _OF_A_BLOCK.sub("", name)

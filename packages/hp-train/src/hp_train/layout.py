@@ -102,12 +102,15 @@ class StageLayout:
     def ranks(self, *axes: Axis) -> list[list[int]]:
         """All groups of ranks that differ along some axes of one grid alone, each ascending."""
         grid = _grid_of(axes)
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rank in self.members:
-            coordinates = self._coordinates(rank, grid)
-            elsewhere = tuple(coordinates[axis] for axis in grid if axis not in axes)
-            groups.setdefault(elsewhere, []).append(rank)
-        return list(groups.values())
+        within, firsts, stride = [0], [self.first], 1
+        for axis in reversed(grid):
+            steps = range(0, self.size(axis) * stride, stride)
+            if axis in axes:
+                within = [step + offset for step in steps for offset in within]
+            else:
+                firsts = [step + first for step in steps for first in firsts]
+            stride *= len(steps)
+        return [[first + offset for offset in within] for first in firsts]
 
     def _coordinates(self, rank: int, grid: tuple[Axis, ...]) -> dict[Axis, int]:
         found: dict[Axis, int] = {}

@@ -1,10 +1,11 @@
 """Lay a pipeline schedule over the costs of its stages: memory and time of a layout. No torch."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import fmean
+from typing import TypeVar
 
 from hp_schedule import (
     Costs,
@@ -36,6 +37,8 @@ from hp_train.plan.traffic import (
     shard_transfer,
 )
 from hp_train.schedules import KINDS, count_microbatches, count_stages, placement, split_layers
+
+T = TypeVar("T")
 
 ACTIVE_STAGES = 3
 """Stages whose parameters are gathered at once: the default of hp-schedule's pass."""
@@ -92,30 +95,35 @@ class Plan:
         self.tokens = train.microbatch_size * config.data.seq_len // config.mesh.cp
         self.num_microbatches = count_microbatches(config)
         num_stages = count_stages(config)
-        self.layers = split_layers(config.model.num_layers, num_stages)
-        self.stages = [
-            modules.stage(
-                config, vocab_size, layers=layers, first=index == 0, last=index == num_stages - 1
-            )
-            for index, layers in enumerate(self.layers)
+        self.stages = modules.stages(config, vocab_size, num_stages=num_stages)
+        # Of each pipeline rank; where in its node it begins is all that its first rank matters for.
+        self.ranks = [
+            replace(stage, first=stage.first % machine.node_size) for stage in self.layout.stages
         ]
-        places = placement(config.pipeline, num_ranks=self.layout.pp)
-        self.places = [self.layout.stages[rank] for rank in places]
+        self.places = [
+            self.ranks[rank] for rank in placement(config.pipeline, num_ranks=self.layout.pp)
+        ]
         self.cores, slowed = _cores(machine, self.layout)
-        shares = [slowed * self.tokens / place.tp / machine.flops for place in self.places]
         # Weights wait for nobody; a layer that runs again takes as long as it did.
-        waits = [
-            [sum(t.seconds for t in way) for way in self._ways([stage], place)]
-            for stage, place in zip(self.stages, self.places, strict=True)
-        ]
+        waits = self._of_each(
+            lambda stage, place: [sum(t.seconds for t in way) for way in self._ways([stage], place)]
+        )
         self.exchange_seconds = [sum(seconds) for seconds in waits]
         self.forward, self.input_grad, self.weight_grad = [], [], []
-        for stage, layers, share, wait in zip(self.stages, self.layers, shares, waits, strict=True):
-            busy = share * stage.flops + slowed * len(layers) * machine.layer_seconds
+        layers = split_layers(config.model.num_layers, num_stages)
+        for stage, place, mine, wait in zip(self.stages, self.places, layers, waits, strict=True):
+            share = slowed * self.tokens / place.tp / machine.flops
+            busy = share * stage.flops + slowed * len(mine) * machine.layer_seconds
             repeated = stage.again.flops / stage.flops if stage.again else 0.0
             self.forward.append(busy + wait[0])
             self.input_grad.append(busy * (1 + repeated) + sum(wait[1:]))
             self.weight_grad.append(busy)
+
+    def _of_each(self, price: Callable[[Work, StageLayout], T]) -> list[T]:
+        """Something of each stage in its place; of those that are alike it is the same."""
+        pairs = list(zip(self.stages, self.places, strict=True))
+        known = {pair: price(*pair) for pair in set(pairs)}
+        return [known[pair] for pair in pairs]
 
     def _ways(self, stages: Sequence[Work], place: StageLayout) -> list[list[Transfer]]:
         """What ranks exchange inside layers for a microbatch.
@@ -152,9 +160,9 @@ class Plan:
             schedule = add_fsdp_unshard_reshard(add_fsdp_reduce_grad(schedule))
         return schedule
 
-    def stages_of(self, schedule: Schedule, rank: int) -> list[Work]:
+    def stages_of(self, schedule: Schedule, rank: int) -> tuple[Work, ...]:
         """The stages of a pipeline rank."""
-        return [self.stages[index] for index in schedule.stages_of(rank)]
+        return tuple(self.stages[index] for index in schedule.stages_of(rank))
 
     def least_seconds(self, schedule: Schedule) -> float:
         """No order of the steps takes less.
@@ -164,14 +172,16 @@ class Plan:
         """
         full, sharded = self._full(), self._sharded()
         longest = 0.0
-        for rank in range(self.layout.pp):
-            mine = schedule.stages_of(rank)
+        known: dict[object, float] = {}
+        for rank, place in enumerate(self.ranks):
+            mine, stages = schedule.stages_of(rank), self.stages_of(schedule, rank)
+            if (stages, place) not in known:
+                known[stages, place] = sum(self._ends(stages, place).values())
             gathers = [sharded[stage] for stage in mine]
             before = max(sum(self.forward[: min(mine)]), min(gathers))
             busy = self.num_microbatches * sum(full[stage] for stage in mine)
-            ends = self._ends(self.stages_of(schedule, rank), self.layout.stages[rank])
             pipeline = max(before + busy + min(gathers), 2 * sum(gathers))
-            longest = max(longest, pipeline + sum(ends.values()))
+            longest = max(longest, pipeline + known[stages, place])
         return longest
 
     def least_mean_seconds(self) -> float:
@@ -180,7 +190,7 @@ class Plan:
         Each rank takes the mean of all at least, if it never waits. Stages of one rank may share a
         table.
         """
-        ends = self._ends(self.stages, self.layout.stages[0])
+        ends = self._ends(self.stages, self.ranks[0])
         busy = max(self.num_microbatches * sum(self._full()), 2 * sum(self._sharded()))
         return (busy + sum(ends.values())) / self.layout.pp
 
@@ -188,10 +198,10 @@ class Plan:
         """What the rank needs that needs most, with a single microbatch under way."""
         size = BYTES[self.config.train.dtype]
         needed = []
-        for rank, place in enumerate(self.layout.stages):
-            stages = self.stages_of(schedule, rank)
+        pairs = {(self.stages_of(schedule, rank), place) for rank, place in enumerate(self.ranks)}
+        for stages, place in pairs:
             kept = sum(stage.kept_bytes(self.tokens, size=size, tp=place.tp) for stage in stages)
-            needed.append(self._memory(schedule, rank, kept).total)
+            needed.append(self._memory(stages, place, kept).total)
         return max(needed)
 
     def _full(self) -> list[float]:
@@ -201,19 +211,21 @@ class Plan:
 
     def _sharded(self) -> list[float]:
         """Seconds of each stage to gather its parameters, and to reduce its gradients."""
-        return [
-            shard_transfer(self.config, stage, place, self.machine).seconds
-            for stage, place in zip(self.stages, self.places, strict=True)
-        ]
+        return self._of_each(
+            lambda stage, place: shard_transfer(self.config, stage, place, self.machine).seconds
+        )
 
     def estimate(self) -> Estimate:
         """Simulate the schedule."""
         schedule = self.schedule()
         simulation = simulate(schedule, self.costs(schedule), cores=self.cores)
-        ranks, places = range(self.layout.pp), self.layout.stages
-        peaks = simulation.peak_activations
-        memories = [self._memory(schedule, rank, peaks[rank]) for rank in ranks]
-        ends = [self._ends(self.stages_of(schedule, rank), places[rank]) for rank in ranks]
+        ranks, places = range(self.layout.pp), self.ranks
+        held = [self.stages_of(schedule, rank) for rank in ranks]
+        memories = [
+            self._memory(stages, place, peak)
+            for stages, place, peak in zip(held, places, simulation.peak_activations, strict=True)
+        ]
+        ends = [self._ends(stages, place) for stages, place in zip(held, places, strict=True)]
         sizes = [place.num_ranks for place in places]
         exchanges = [
             self.num_microbatches * sum(self.exchange_seconds[s] for s in schedule.stages_of(rank))
@@ -245,10 +257,9 @@ class Plan:
             forward=self.forward,
             input_grad=self.input_grad,
             weight_grad=self.weight_grad,
-            activation=[
-                stage.kept_bytes(self.tokens, size=size, tp=place.tp)
-                for stage, place in zip(self.stages, self.places, strict=True)
-            ],
+            activation=self._of_each(
+                lambda stage, place: stage.kept_bytes(self.tokens, size=size, tp=place.tp)
+            ),
             latency=self._latencies(schedule),
             unshard=sharded,
             reduce_grad=sharded,
@@ -267,8 +278,7 @@ class Plan:
             self.config, self.layout, self.machine, source=source, destination=destination
         )
 
-    def _memory(self, schedule: Schedule, rank: int, activations: float) -> Memory:
-        stages, place = self.stages_of(schedule, rank), self.layout.stages[rank]
+    def _memory(self, stages: Sequence[Work], place: StageLayout, activations: float) -> Memory:
         parameters, gradients, optimizer = static_memory(self.config, stages, place)
         return Memory(
             parameters=parameters,
@@ -299,7 +309,7 @@ class Plan:
         return tuple(transfer for transfer in found.values() if transfer.bytes)
 
     def _transfers_of(self, schedule: Schedule, rank: int) -> list[Transfer]:
-        config, place, machine = self.config, self.layout.stages[rank], self.machine
+        config, place, machine = self.config, self.ranks[rank], self.machine
         stages, ranks = self.stages_of(schedule, rank), schedule.stage_to_rank
         edges = [
             self._edge(rank, ranks[stage])

@@ -1,6 +1,22 @@
 """What hardware does: rates, links and memory, given, taken from data sheets, or measured."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+
+class Link(NamedTuple):
+    """Between some devices.
+
+    Attributes:
+        bandwidth: Bytes per second that each of them sends.
+        latency: Seconds of a message.
+        between_nodes: Whether it leaves the node.
+    """
+
+    bandwidth: float
+    latency: float
+    between_nodes: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +55,14 @@ class Machine:
             if not value >= least:
                 raise ValueError(f"{field.name} ({value}) must be >= {least}")
 
-    def link(self, ranks: list[int]) -> tuple[float, float]:
-        """Bandwidth and latency between some ranks: those of the slowest link among them."""
-        if len({rank // self.node_size for rank in ranks}) > 1:
-            return self.node_bandwidth, self.node_latency
-        return self.bandwidth, self.latency
+    def link(self, groups: Iterable[Sequence[int]]) -> Link:
+        """What the ranks of a group have in common, of the group whose ranks are farthest apart."""
+        between = any(
+            min(ranks) // self.node_size != max(ranks) // self.node_size for ranks in groups
+        )
+        if between:
+            return Link(self.node_bandwidth, self.node_latency, between)
+        return Link(self.bandwidth, self.latency, between)
 
     def with_values(self, **values: float | None) -> "Machine":
         """The same machine with the values that are not None."""

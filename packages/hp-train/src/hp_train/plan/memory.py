@@ -4,15 +4,15 @@ Activations depend on the schedule: :mod:`hp_train.plan.estimate` counts them.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from hp_train.config import Config
-from hp_train.cuts import HIDDEN_DIM, chunk, cut_dim
+from hp_train.cuts import HIDDEN_DIM, chunk, cut_dim, name_in_block
 from hp_train.layout import StageLayout
-from hp_train.plan.modules import Weight, Work, layer
-from hp_train.space import with_keys
+from hp_train.plan.modules import Weight, Work, kept_once
 
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 _STEP_BYTES = 4
@@ -73,7 +73,17 @@ def local_elements(weight: Weight, layout: StageLayout, *, first: bool = True) -
 @lru_cache(maxsize=1 << 16)  # pipelines and batches of one mesh ask for the same
 def stage_elements(stage: Work, layout: StageLayout, *, is_expert: bool) -> int:
     """Elements on a rank of those parameters of a stage that are experts, or of the others."""
-    return sum(local_elements(w, layout) for w in stage.weights if w.is_expert is is_expert)
+    return sum(
+        count * local_elements(weight, layout)
+        for weight, count in _kinds(stage)
+        if weight.is_expert is is_expert
+    )
+
+
+@lru_cache(maxsize=4096)
+def _kinds(stage: Work) -> tuple[tuple[Weight, int], ...]:
+    """One of the parameters that layers have alike, and how many there are."""
+    return tuple(Counter(replace(w, name=name_in_block(w.name)) for w in stage.weights).items())
 
 
 @lru_cache(maxsize=4096)
@@ -152,11 +162,9 @@ def _recomputed(config: Config, layout: StageLayout) -> int:
     """What one layer keeps while backward computes it again."""
     if config.train.recompute == "none":
         return 0
-    plain = with_keys(config, {"train.recompute": "none"})
-    layers = (layer(plain, index) for index in range(config.model.num_layers))
     tokens = config.train.microbatch_size * config.data.seq_len // layout.cp
     size = BYTES[config.train.dtype]
-    return round(max(work.kept_bytes(tokens, size=size, tp=layout.tp) for work in layers))
+    return round(kept_once(config.model, config.data.seq_len, size=size, tp=layout.tp) * tokens)
 
 
 def message_bytes(config: Config, layout: StageLayout) -> int:

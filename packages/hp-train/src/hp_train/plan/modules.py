@@ -14,6 +14,7 @@ from functools import lru_cache, reduce
 from typing import Any
 
 from hp_train.config import Config, ModelConfig
+from hp_train.schedules import split_layers
 
 WIDE_BYTES = 4
 """Of an element of what is never computed in less than float32."""
@@ -54,6 +55,7 @@ class Work:
         summed: Elements per token that they sum in forward, at its end.
         whole: Elements per token that each of them keeps of all positions, where there are several.
         heads: Elements per token that context-parallel ranks exchange for attention.
+        attentions: Layers that they do so for.
         rows: Rows of width D per token that travel to experts and back, in one direction.
         again: What backward runs again of the forward, operations and exchanges; None: nothing.
     """
@@ -66,6 +68,7 @@ class Work:
     summed: float = 0.0
     whole: float = 0.0
     heads: float = 0.0
+    attentions: int = 0
     rows: int = 0
     again: "Work | None" = None
 
@@ -141,6 +144,7 @@ def grouped_query_attention(model: ModelConfig, seen: float) -> Work:
         kept=2 * N * H + 2 * K * H,
         wide=N,
         heads=2 * N * H + 2 * K * H,
+        attentions=1,
     )
     return _sum(parts) + core + cut(D)
 
@@ -165,6 +169,7 @@ def latent_attention(model: ModelConfig, seen: float) -> Work:
         kept=2 * N * H + 2 * N * U,
         wide=N,
         heads=2 * N * H + 2 * N * U,
+        attentions=1,
     )
     return _sum(parts) + core + cut(D)
 
@@ -195,6 +200,20 @@ def experts(model: ModelConfig) -> Work:
 def layer(config: Config, index: int) -> Work:
     """One transformer layer with its norms and dropout, less what backward computes again."""
     return _layer(config.model, config.data.seq_len, config.train.recompute, index)
+
+
+@lru_cache(maxsize=256)  # thousands of layouts ask for the same
+def kept_once(model: ModelConfig, seq_len: int, *, size: int, tp: int) -> float:
+    """Bytes per token that the largest layer keeps while backward computes it again.
+
+    Args:
+        model: Of the run.
+        seq_len: Likewise.
+        size: Bytes of an element of activations.
+        tp: Ranks that share them.
+    """
+    layers = [_layer(model, seq_len, "none", index) for index in range(model.num_layers)]
+    return max(layer.kept_bytes(1, size=size, tp=tp) for layer in layers)
 
 
 @lru_cache(maxsize=4096)  # thousands of layouts cut a model in few ways
@@ -284,6 +303,31 @@ def prediction(model: ModelConfig, block: Work, vocab_size: int) -> Work:
     parts.append(block.under("block."))
     parts.append(Work(flops=2.0 * vocab_size * model.dim, wide=vocab_size))
     return _sum(parts)
+
+
+def stages(config: Config, vocab_size: int, *, num_stages: int) -> tuple[Work, ...]:
+    """The stages of a pipeline; those with layers of the same kinds are one and the same.
+
+    Names of their parameters are those of the first of them.
+    """
+    key = (config.model, config.data.seq_len, config.train.recompute)
+    return _stages(*key, vocab_size, num_stages)
+
+
+@lru_cache(maxsize=1024)
+def _stages(
+    model: ModelConfig, seq_len: int, recompute: str, vocab_size: int, num_stages: int
+) -> tuple[Work, ...]:
+    known: dict[object, Work] = {}
+    found = []
+    for index, layers in enumerate(split_layers(model.num_layers, num_stages)):
+        first, last = index == 0, index == num_stages - 1
+        kinds = tuple((model.is_dense(i), model.has_window(i)) for i in layers)
+        if (kinds, first, last) not in known:
+            key = (model, seq_len, recompute, vocab_size)
+            known[kinds, first, last] = _stage(*key, layers=layers, first=first, last=last)
+        found.append(known[kinds, first, last])
+    return tuple(found)
 
 
 def whole_model(config: Config, vocab_size: int) -> Work:

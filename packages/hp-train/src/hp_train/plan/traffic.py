@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from hp_train.config import Config, ModelConfig
 from hp_train.layout import Axis, Layout, StageLayout
-from hp_train.plan.machine import Machine
+from hp_train.plan.machine import Link, Machine
 from hp_train.plan.memory import (
     BYTES,
     local_elements,
@@ -93,11 +93,9 @@ def _expert_exchanges(model: ModelConfig, size: int, layout: StageLayout) -> Exp
 
 
 @lru_cache(maxsize=4096)  # schedules, stages and batches of one mesh ask for the same
-def group_link(layout: StageLayout, machine: Machine, *axes: Axis) -> tuple[float, float, bool]:
-    """Bandwidth and latency of the slowest group along some axes, and whether it spans nodes."""
-    links = [machine.link(ranks) for ranks in layout.ranks(*axes)]
-    bandwidth, latency = min(bandwidth for bandwidth, _ in links), max(late for _, late in links)
-    return bandwidth, latency, bandwidth != machine.bandwidth or latency != machine.latency
+def group_link(layout: StageLayout, machine: Machine, *axes: Axis) -> Link:
+    """The link of the slowest group along some axes."""
+    return machine.link(layout.ranks(*axes))
 
 
 def expert_transfer(
@@ -136,9 +134,7 @@ def activation_transfers(
     """
     size = BYTES[config.train.dtype]
     cut, heads = sum(w.gathered + w.summed for w in works), sum(w.heads for w in works)
-    layers = sum(
-        1 for work in works for w in work.weights if w.name.endswith("attention.wo.weight")
-    )
+    layers = sum(w.attentions for w in works)
     # And how many messages to each other rank.
     kinds: tuple[tuple[str, Axis, int, float, float], ...] = (
         ("tensor", "tp", layout.tp, cut, cut / config.model.dim),
@@ -164,8 +160,7 @@ def gradient_transfers(
     if config.model.tie_embeddings and config.mesh.pp > 1 and len(tables) == 1:
         # The other stage that has it is at the other end of the world.
         size = float(local_elements(tables[0], layout) * parameter_bytes(config))
-        bandwidth, latency = machine.link([0, config.world_size - 1])
-        far = bandwidth != machine.bandwidth or latency != machine.latency
+        bandwidth, latency, far = machine.link([(0, config.world_size - 1)])
         transfers.append(Transfer("gradients", size, size / bandwidth + 2 * latency, far))
     kinds: tuple[tuple[bool, Axis, int], ...] = (
         (False, "dp_replicate", layout.dp_replicate),
@@ -207,21 +202,17 @@ class EdgeLink:
     Attributes:
         bytes: On the busiest link, for one microbatch.
         messages: That the busiest rank sends or receives for it.
-        bandwidth: Of the slowest link.
-        latency: Likewise.
-        between_nodes: Whether some rank has its peer on another node.
+        link: The slowest.
     """
 
     bytes: int
     messages: int
-    bandwidth: float
-    latency: float
-    between_nodes: bool
+    link: Link
 
     @property
     def seconds(self) -> float:
         """For one microbatch, in one direction."""
-        return self.messages * self.latency + self.bytes / self.bandwidth
+        return self.messages * self.link.latency + self.bytes / self.link.bandwidth
 
 
 def edge_link(
@@ -241,14 +232,10 @@ def edge_link(
         if i * len(receivers) < (j + 1) * len(senders)
         and j * len(senders) < (i + 1) * len(receivers)
     ]
-    links = [machine.link(list(pair)) for pair in pairs]
-    bandwidth, latency = min(fast for fast, _ in links), max(late for _, late in links)
     return EdgeLink(
         bytes=max(message_bytes(config, end) for end in ends),
         messages=max(Counter(rank for pair in pairs for rank in pair).values()),
-        bandwidth=bandwidth,
-        latency=latency,
-        between_nodes=bandwidth != machine.bandwidth or latency != machine.latency,
+        link=machine.link(pairs),
     )
 
 
@@ -265,4 +252,4 @@ def pipeline_transfer(
     """
     size = float(len(edges) * num_microbatches * message_bytes(config, layout))
     seconds = num_microbatches * sum(edge.seconds for edge in edges)
-    return Transfer("pipeline", size, seconds, any(edge.between_nodes for edge in edges))
+    return Transfer("pipeline", size, seconds, any(edge.link.between_nodes for edge in edges))
