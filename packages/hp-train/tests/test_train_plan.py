@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hp_schedule import simulate
+from hp_schedule import Costs, simulate
 from hp_train import rules
 from hp_train.cli import main
 from hp_train.config import Config, ModelConfig
@@ -33,7 +33,7 @@ from hp_train.plan.memory import (
 from hp_train.plan.modules import Weight, Work, layer, stage, stages, whole_model
 from hp_train.plan.report import details, reasons
 from hp_train.plan.traffic import edge_link, expert_exchanges, gradient_transfers, shard_transfer
-from hp_train.schedules import split_layers
+from hp_train.schedules import KINDS, split_layers
 from hp_train.space import enumerate_layouts, enumerate_meshes, with_keys
 
 VOCAB = 256
@@ -351,9 +351,44 @@ def test_a_search_that_ends_early_says_so() -> None:
         choose(config, 2, tight, vocab_size=VOCAB, most=1)
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_few_microbatches_have_no_more_under_way_than_many(name: str) -> None:
+    config = config_of({"train.microbatch_size": 1})
+    search = _Search((), H100, VOCAB)
+    only = KINDS[name].stages_per_rank
+    for pp, per_rank in itertools.product((1, 2, 4), (only,) if only else (1, 2, 3)):
+        for m in range(pp, 25, pp):
+            keys = {"mesh.pp": pp, "pipeline.schedule": name, "pipeline.stages_per_rank": per_rank}
+            keys |= {"mesh.dp_replicate": 1, "train.global_batch_size": m}
+            layout = with_keys(config, keys)
+            schedule, in_flight = search._short_schedule(layout)
+            full = KINDS[name].build(pp, m, per_rank)
+            assert schedule.stage_to_rank == full.stage_to_rank
+            peaks = simulate(full, Costs(activation=1.0)).peak_activations
+            assert all(few <= peak for few, peak in zip(in_flight, peaks, strict=True))
+
+
+def test_layouts_that_cannot_hold_what_is_under_way_are_left_out() -> None:
+    # Of eight microbatches 1F1B holds four on the first of four ranks, V-Min about a third of it.
+    mesh = {"mesh.pp": 4, "mesh.dp_replicate": 1, "mesh.ep": 1, "model.num_layers": 8}
+    config = config_of(mesh | {"data.seq_len": 4096, "train.global_batch_size": 8})
+    config = with_keys(config, {"train.microbatch_size": 1, "pipeline.stages_per_rank": 2})
+    eager, thrifty = (
+        with_keys(config, {"pipeline.schedule": name}) for name in ("interleaved_1f1b", "v_min")
+    )
+    eager_bytes, thrifty_bytes = (
+        estimate(layout, H100, vocab_size=VOCAB).memory.total for layout in (eager, thrifty)
+    )
+    tight = H100.with_values(memory=(eager_bytes + thrifty_bytes) / 2)
+    search = _Search((), tight, VOCAB)
+    assert search.bound(eager) is None
+    assert search.smallest == eager
+    assert search.bound(thrifty) is not None
+
+
 def test_a_model_that_fits_only_in_few_layouts_is_found_one() -> None:
     # 70 G parameters with their moments are 1.1 TB, and most layouts keep too many activations:
-    # 40 layouts are enough only if those that cannot hold one microbatch are not among them.
+    # 40 layouts are enough only if those that cannot hold what is under way are not among them.
     config = resolve(
         "llama-3.1-70b", {"data.seq_len": 8192, "train.global_batch_size": 8}.items(), env={}
     ).config

@@ -7,13 +7,13 @@ from itertools import count as counter
 
 from msgspec.structs import replace
 
-from hp_schedule import Schedule
+from hp_schedule import Costs, Schedule, simulate
 from hp_train.config import Config
 from hp_train.errors import ConfigError
 from hp_train.layout import Layout
-from hp_train.plan.estimate import Estimate, Plan
+from hp_train.plan.estimate import Estimate, Need, Plan
 from hp_train.plan.machine import Machine
-from hp_train.schedules import KINDS
+from hp_train.schedules import KINDS, count_microbatches
 from hp_train.space import Axis, enumerate_meshes, layouts_of_mesh, with_keys
 
 _MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")
@@ -125,8 +125,8 @@ class _Search:
     """Layouts in the order of their bounds.
 
     Attributes:
-        smallest: Of those left out since one microbatch alone is too much for a device's memory,
-            the one that needs least.
+        smallest: Of those left out since they cannot fit into a device's memory, the one that
+            needs least.
 
     Args:
         axes: What layouts differ in, those of the mesh first.
@@ -138,8 +138,8 @@ class _Search:
         self.smallest: Config | None = None
         self._axes, self._machine, self._vocab_size = axes, machine, vocab_size
         self._least_bytes = float("inf")
-        self._schedules: dict[object, Schedule] = {}
-        self._known: dict[object, float | None] = {}
+        self._schedules: dict[object, tuple[Schedule, tuple[float, ...]]] = {}
+        self._known: dict[object, tuple[float, list[Need]]] = {}
 
     def by_bound(self, meshes: Sequence[Config]) -> Iterator[tuple[float, Config]]:
         """Yield bounds and layouts, in ascending order; what is not asked for is not priced."""
@@ -172,22 +172,33 @@ class _Search:
 
     def bound(self, layout: Config) -> float | None:
         """Of a layout; None where it cannot fit. Schedules that place stages alike share it."""
-        pipeline, pp = layout.pipeline, layout.mesh.pp
-        place = (pipeline.schedule, pp, pipeline.stages_per_rank)
-        if place not in self._schedules:
-            # Where stages are does not depend on the number of microbatches.
-            self._schedules[place] = KINDS[pipeline.schedule].build(pp, 1, place[2])
-        schedule = self._schedules[place]
+        schedule, in_flight = self._short_schedule(layout)
         train = layout.train
         key = (layout.mesh, schedule.stage_to_rank, train.microbatch_size, train.recompute)
         if key not in self._known:
             plan = Plan(layout, self._machine, vocab_size=self._vocab_size)
-            needed = plan.least_bytes(schedule)
-            fits = needed <= self._machine.memory
-            self._known[key] = plan.least_seconds(schedule) if fits else None
-            if not fits and needed < self._least_bytes:
-                self._least_bytes, self.smallest = needed, layout
-        return self._known[key]
+            self._known[key] = plan.least_seconds(schedule), plan.needs(schedule)
+        seconds, needs = self._known[key]
+        needed = max(need.least(most) for need, most in zip(needs, in_flight, strict=True))
+        if needed <= self._machine.memory:
+            return seconds
+        if needed < self._least_bytes:
+            self._least_bytes, self.smallest = needed, layout
+        return None
+
+    def _short_schedule(self, layout: Config) -> tuple[Schedule, tuple[float, ...]]:
+        """A schedule like that of a layout, and how much it has under way on each rank at most.
+
+        It has few microbatches: stages are where they are with many, and no more is under way.
+        """
+        pipeline, pp = layout.pipeline, layout.mesh.pp
+        few = min(count_microbatches(layout), 2 * pp)
+        key = (pipeline.schedule, pp, few, pipeline.stages_per_rank)
+        if key not in self._schedules:
+            schedule = KINDS[pipeline.schedule].build(pp, few, pipeline.stages_per_rank)
+            peaks = simulate(schedule, Costs(activation=1.0)).peak_activations
+            self._schedules[key] = schedule, peaks
+        return self._schedules[key]
 
 
 def _put(found: list[Estimate], estimate: Estimate) -> None:

@@ -78,6 +78,25 @@ class Estimate:
         return self.config.train.global_batch_size * self.config.data.seq_len / self.seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes that a rank needs at least.
+
+    Attributes:
+        fixed: Whatever is under way.
+        stage: Of a microbatch under way in one of its stages.
+        stages: Of a microbatch that has been through all of them.
+    """
+
+    fixed: int
+    stage: float
+    stages: float
+
+    def least(self, in_flight: float) -> float:
+        """With so many microbatches at once, each counted in every stage that it is in."""
+        return self.fixed + max(self.stages, in_flight * self.stage)
+
+
 class Plan:
     """The stages of a layout and what they cost on a machine.
 
@@ -194,15 +213,16 @@ class Plan:
         busy = max(self.num_microbatches * sum(self._full()), 2 * sum(self._sharded()))
         return (busy + sum(ends.values())) / self.layout.pp
 
-    def least_bytes(self, schedule: Schedule) -> int:
-        """What the rank needs that needs most, with a single microbatch under way."""
+    def needs(self, schedule: Schedule) -> list[Need]:
+        """What each pipeline rank needs at least."""
+        pairs = [(self.stages_of(schedule, rank), place) for rank, place in enumerate(self.ranks)]
+        known = {pair: self._need(*pair) for pair in set(pairs)}
+        return [known[pair] for pair in pairs]
+
+    def _need(self, stages: Sequence[Work], place: StageLayout) -> Need:
         size = BYTES[self.config.train.dtype]
-        needed = []
-        pairs = {(self.stages_of(schedule, rank), place) for rank, place in enumerate(self.ranks)}
-        for stages, place in pairs:
-            kept = sum(stage.kept_bytes(self.tokens, size=size, tp=place.tp) for stage in stages)
-            needed.append(self._memory(stages, place, kept).total)
-        return max(needed)
+        kept = [stage.kept_bytes(self.tokens, size=size, tp=place.tp) for stage in stages]
+        return Need(self._memory(stages, place, 0.0).total, min(kept), sum(kept))
 
     def _full(self) -> list[float]:
         """Seconds of each stage for a microbatch."""
