@@ -139,7 +139,8 @@ class _Search:
         self._axes, self._machine, self._vocab_size = axes, machine, vocab_size
         self._least_bytes = float("inf")
         self._schedules: dict[object, tuple[Schedule, tuple[float, ...]]] = {}
-        self._known: dict[object, tuple[float, list[Need]]] = {}
+        self._needs: dict[object, list[Need]] = {}
+        self._seconds: dict[object, float] = {}
 
     def by_bound(self, meshes: Sequence[Config]) -> Iterator[tuple[float, Config]]:
         """Yield bounds and layouts, in ascending order; what is not asked for is not priced."""
@@ -167,24 +168,28 @@ class _Search:
             "train.microbatch_size": batch,
             "train.recompute": "none",
         }
-        plan = Plan(with_keys(mesh, plainest), self._machine, vocab_size=self._vocab_size)
-        return plan.least_mean_seconds()
+        return self._plan(with_keys(mesh, plainest)).least_mean_seconds()
 
     def bound(self, layout: Config) -> float | None:
         """Of a layout; None where it cannot fit. Schedules that place stages alike share it."""
         schedule, in_flight = self._short_schedule(layout)
         train = layout.train
         key = (layout.mesh, schedule.stage_to_rank, train.microbatch_size, train.recompute)
-        if key not in self._known:
-            plan = Plan(layout, self._machine, vocab_size=self._vocab_size)
-            self._known[key] = plan.least_seconds(schedule), plan.needs(schedule)
-        seconds, needs = self._known[key]
-        needed = max(need.least(most) for need, most in zip(needs, in_flight, strict=True))
-        if needed <= self._machine.memory:
-            return seconds
-        if needed < self._least_bytes:
-            self._least_bytes, self.smallest = needed, layout
-        return None
+        if key not in self._needs:
+            self._needs[key] = self._plan(layout).needs(schedule)
+        needed = max(
+            need.least(most) for need, most in zip(self._needs[key], in_flight, strict=True)
+        )
+        if needed > self._machine.memory:
+            if needed < self._least_bytes:
+                self._least_bytes, self.smallest = needed, layout
+            return None
+        if key not in self._seconds:
+            self._seconds[key] = self._plan(layout).least_seconds(schedule)
+        return self._seconds[key]
+
+    def _plan(self, layout: Config) -> Plan:
+        return Plan(layout, self._machine, vocab_size=self._vocab_size)
 
     def _short_schedule(self, layout: Config) -> tuple[Schedule, tuple[float, ...]]:
         """A schedule like that of a layout, and how much it has under way on each rank at most.

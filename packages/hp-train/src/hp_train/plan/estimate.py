@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from statistics import fmean
 from typing import TypeVar
@@ -122,21 +123,44 @@ class Plan:
         self.places = [
             self.ranks[rank] for rank in placement(config.pipeline, num_ranks=self.layout.pp)
         ]
-        self.cores, slowed = _cores(machine, self.layout)
-        # Weights wait for nobody; a layer that runs again takes as long as it did.
-        waits = self._of_each(
+        self.cores, self._slowed = _cores(machine, self.layout)
+
+    @cached_property
+    def forward(self) -> list[float]:
+        """Seconds of each stage for a microbatch."""
+        return [busy + wait[0] for busy, wait in zip(self.weight_grad, self._waits, strict=True)]
+
+    @cached_property
+    def input_grad(self) -> list[float]:
+        """Likewise, with what runs again, which takes as long as it did."""
+        seconds = []
+        for stage, busy, wait in zip(self.stages, self.weight_grad, self._waits, strict=True):
+            repeated = stage.again.flops / stage.flops if stage.again else 0.0
+            seconds.append(busy * (1 + repeated) + sum(wait[1:]))
+        return seconds
+
+    @cached_property
+    def weight_grad(self) -> list[float]:
+        """Likewise; weights wait for nobody."""
+        layers = split_layers(self.config.model.num_layers, len(self.stages))
+        seconds = []
+        for stage, place, mine in zip(self.stages, self.places, layers, strict=True):
+            share = self._slowed * self.tokens / place.tp / self.machine.flops
+            fixed = self._slowed * len(mine) * self.machine.layer_seconds
+            seconds.append(share * stage.flops + fixed)
+        return seconds
+
+    @cached_property
+    def exchange_seconds(self) -> list[float]:
+        """Of these, what stages wait for others inside their layers."""
+        return [sum(wait) for wait in self._waits]
+
+    @cached_property
+    def _waits(self) -> list[list[float]]:
+        """Of each stage: in forward, in backward, and in what backward runs again."""
+        return self._of_each(
             lambda stage, place: [sum(t.seconds for t in way) for way in self._ways([stage], place)]
         )
-        self.exchange_seconds = [sum(seconds) for seconds in waits]
-        self.forward, self.input_grad, self.weight_grad = [], [], []
-        layers = split_layers(config.model.num_layers, num_stages)
-        for stage, place, mine, wait in zip(self.stages, self.places, layers, waits, strict=True):
-            share = slowed * self.tokens / place.tp / machine.flops
-            busy = share * stage.flops + slowed * len(mine) * machine.layer_seconds
-            repeated = stage.again.flops / stage.flops if stage.again else 0.0
-            self.forward.append(busy + wait[0])
-            self.input_grad.append(busy * (1 + repeated) + sum(wait[1:]))
-            self.weight_grad.append(busy)
 
     def _of_each(self, price: Callable[[Work, StageLayout], T]) -> list[T]:
         """Something of each stage in its place; of those that are alike it is the same."""

@@ -93,8 +93,8 @@ class Work:
         """
         if size >= WIDE_BYTES:
             return 0.0
-        dense = sum(w.size for w in self.weights if not w.is_expert and len(w.shape) == 2)
-        return (dense / tp + sum(w.size for w in self.weights if w.is_expert) / expert_ranks) * size
+        dense, routed = _cast_elements(self)
+        return (dense / tp + routed / expert_ranks) * size
 
     def __add__(self, other: "Work") -> "Work":
         sums = {
@@ -107,6 +107,13 @@ class Work:
         """The same with a prefix before the names."""
         named = tuple(Weight(prefix + w.name, w.shape, w.is_expert) for w in self.weights)
         return replace(self, weights=named)
+
+
+@lru_cache(maxsize=4096)
+def _cast_elements(work: Work) -> tuple[int, int]:
+    """Elements of dense matrices, and of experts."""
+    dense = sum(w.size for w in work.weights if not w.is_expert and len(w.shape) == 2)
+    return dense, sum(w.size for w in work.weights if w.is_expert)
 
 
 def matrix(name: str, rows: int, columns: int, *, bias: bool = False) -> Work:
