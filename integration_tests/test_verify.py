@@ -21,7 +21,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_corpus(tmp_path_factory.mktemp("corpus")))
 
 
-def verify(*arguments: str, timeout: float = 560) -> tuple[int, str]:
+def verify(*arguments: str, timeout: float = 280) -> tuple[int, str]:
     """Run the command as a person does; everything it prints."""
     paths = [str(ROOT.parent), os.environ.get("PYTHONPATH", "")]
     end = subprocess.run(

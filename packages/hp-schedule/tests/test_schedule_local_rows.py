@@ -154,14 +154,13 @@ def test_messages_laid_out_along_logical_time_are_nearly_hidden(generator: Any) 
         dualpipe_v,
     ],
 )
-def test_one_row_of_many_takes_no_time_for_the_others(generator: Any) -> None:
+def test_one_row_of_many_takes_milliseconds(generator: Any) -> None:
     def seconds() -> float:
         began = process_time()
         closed_form(generator, 256, num_microbatches=1024).row(100)
         return process_time() - began
 
-    # 12 to 36 ms on a quiet machine; all 256 rows take more than a second.
-    assert min(seconds() for _ in range(3)) < 0.4
+    assert min(seconds() for _ in range(3)) < 0.1
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
