@@ -345,7 +345,7 @@ def test_a_search_that_ends_early_says_so() -> None:
     early = choose(config, 2, H100, vocab_size=VOCAB, most=2)
     assert not early.is_complete
     assert reasons(early, H100)[0].startswith("best of the 2 most promising layouts of ")
-    # Of those that could hold one microbatch the first keeps more of them.
+    # The first is not left out by what it needs at least, but it needs more.
     tight = H100.with_values(memory=0.99 * early.best[0].memory.total)
     with pytest.raises(ConfigError, match=r"^none of the 1 most promising layouts of 2 processes"):
         choose(config, 2, tight, vocab_size=VOCAB, most=1)
@@ -357,10 +357,12 @@ def test_few_microbatches_have_no_more_under_way_than_many(name: str) -> None:
     search = _Search((), H100, VOCAB)
     only = KINDS[name].stages_per_rank
     for pp, per_rank in itertools.product((1, 2, 4), (only,) if only else (1, 2, 3)):
-        for m in range(pp, 25, pp):
+        for m in range(1, 25):
             keys = {"mesh.pp": pp, "pipeline.schedule": name, "pipeline.stages_per_rank": per_rank}
             keys |= {"mesh.dp_replicate": 1, "train.global_batch_size": m}
-            layout = with_keys(config, keys)
+            layout = with_keys(config, keys | {"model.num_layers": 16})
+            if not rules.allows_pipeline(layout):
+                continue
             schedule, in_flight = search._short_schedule(layout)
             full = KINDS[name].build(pp, m, per_rank)
             assert schedule.stage_to_rank == full.stage_to_rank
@@ -369,7 +371,7 @@ def test_few_microbatches_have_no_more_under_way_than_many(name: str) -> None:
 
 
 def test_layouts_that_cannot_hold_what_is_under_way_are_left_out() -> None:
-    # Of eight microbatches 1F1B holds four on the first of four ranks, V-Min about a third of it.
+    # Interleaved 1F1B has more under way on the first of four ranks than V-Min, of the same sizes.
     mesh = {"mesh.pp": 4, "mesh.dp_replicate": 1, "mesh.ep": 1, "model.num_layers": 8}
     config = config_of(mesh | {"data.seq_len": 4096, "train.global_batch_size": 8})
     config = with_keys(config, {"train.microbatch_size": 1, "pipeline.stages_per_rank": 2})

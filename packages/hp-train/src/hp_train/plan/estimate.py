@@ -1,7 +1,7 @@
 """Lay a pipeline schedule over the costs of its stages: memory and time of a layout. No torch."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -39,6 +39,7 @@ from hp_train.plan.traffic import (
 )
 from hp_train.schedules import KINDS, count_microbatches, count_stages, placement, split_layers
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 ACTIVE_STAGES = 3
@@ -164,9 +165,7 @@ class Plan:
 
     def _of_each(self, price: Callable[[Work, StageLayout], T]) -> list[T]:
         """Something of each stage in its place; of those that are alike it is the same."""
-        pairs = list(zip(self.stages, self.places, strict=True))
-        known = {pair: price(*pair) for pair in set(pairs)}
-        return [known[pair] for pair in pairs]
+        return _once(zip(self.stages, self.places, strict=True), price)
 
     def _ways(self, stages: Sequence[Work], place: StageLayout) -> list[list[Transfer]]:
         """What ranks exchange inside layers for a microbatch.
@@ -207,6 +206,10 @@ class Plan:
         """The stages of a pipeline rank."""
         return tuple(self.stages[index] for index in schedule.stages_of(rank))
 
+    def _held(self, schedule: Schedule) -> list[tuple[tuple[Work, ...], StageLayout]]:
+        """The stages of each pipeline rank, and its place."""
+        return [(self.stages_of(schedule, rank), place) for rank, place in enumerate(self.ranks)]
+
     def least_seconds(self, schedule: Schedule) -> float:
         """No order of the steps takes less.
 
@@ -215,16 +218,14 @@ class Plan:
         """
         full, sharded = self._full(), self._sharded()
         longest = 0.0
-        known: dict[object, float] = {}
-        for rank, place in enumerate(self.ranks):
-            mine, stages = schedule.stages_of(rank), self.stages_of(schedule, rank)
-            if (stages, place) not in known:
-                known[stages, place] = sum(self._ends(stages, place).values())
+        ends = _once(self._held(schedule), self._ends)
+        for rank, end in enumerate(ends):
+            mine = schedule.stages_of(rank)
             gathers = [sharded[stage] for stage in mine]
             before = max(sum(self.forward[: min(mine)]), min(gathers))
             busy = self.num_microbatches * sum(full[stage] for stage in mine)
             pipeline = max(before + busy + min(gathers), 2 * sum(gathers))
-            longest = max(longest, pipeline + known[stages, place])
+            longest = max(longest, pipeline + sum(end.values()))
         return longest
 
     def least_mean_seconds(self) -> float:
@@ -239,9 +240,7 @@ class Plan:
 
     def needs(self, schedule: Schedule) -> list[Need]:
         """What each pipeline rank needs at least."""
-        pairs = [(self.stages_of(schedule, rank), place) for rank, place in enumerate(self.ranks)]
-        known = {pair: self._need(*pair) for pair in set(pairs)}
-        return [known[pair] for pair in pairs]
+        return _once(self._held(schedule), self._need)
 
     def _need(self, stages: Sequence[Work], place: StageLayout) -> Need:
         size = BYTES[self.config.train.dtype]
@@ -264,12 +263,12 @@ class Plan:
         schedule = self.schedule()
         simulation = simulate(schedule, self.costs(schedule), cores=self.cores)
         ranks, places = range(self.layout.pp), self.ranks
-        held = [self.stages_of(schedule, rank) for rank in ranks]
+        held = self._held(schedule)
         memories = [
             self._memory(stages, place, peak)
-            for stages, place, peak in zip(held, places, simulation.peak_activations, strict=True)
+            for (stages, place), peak in zip(held, simulation.peak_activations, strict=True)
         ]
-        ends = [self._ends(stages, place) for stages, place in zip(held, places, strict=True)]
+        ends = _once(held, self._ends)
         sizes = [place.num_ranks for place in places]
         exchanges = [
             self.num_microbatches * sum(self.exchange_seconds[s] for s in schedule.stages_of(rank))
@@ -398,6 +397,13 @@ def _cores(machine: Machine, layout: Layout) -> tuple[int | None, float]:
     share = machine.cores * layout.pp / layout.world_size
     whole = max(1, int(share))
     return whole, whole / share
+
+
+def _once(pairs: Iterable[tuple[S, StageLayout]], price: Callable[[S, StageLayout], T]) -> list[T]:
+    """Something of each pair, worked out once for those that are the same."""
+    wanted = list(pairs)
+    known = {pair: price(*pair) for pair in set(wanted)}
+    return [known[pair] for pair in wanted]
 
 
 def _neighbours(num_stages: int) -> list[tuple[int, int]]:
