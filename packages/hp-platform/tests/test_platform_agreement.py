@@ -50,7 +50,7 @@ def test_several_errors_are_all_listed() -> None:
 
     first, second, third = run_in_threads(rank_main, world_size=3)
     assert isinstance(first, ValueError)
-    assert first.__notes__ == ["rank 2 failed as well: KeyboardInterrupt: "]
+    assert first.__notes__ == ["rank 2 failed as well: KeyboardInterrupt"]
     assert isinstance(second, PeerError)
     assert second.rank == 0
     assert str(second) == (

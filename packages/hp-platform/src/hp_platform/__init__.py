@@ -1,6 +1,6 @@
 """Devices, process groups and differentiable collectives over torch.distributed, fully typed."""
 
-from hp_platform.agreement import PeerError, agree, on_one_rank
+from hp_platform.agreement import agree, on_one_rank
 from hp_platform.collectives import (
     StartedAllToAll,
     all_gather_uneven,
@@ -16,11 +16,22 @@ from hp_platform.collectives import (
 )
 from hp_platform.compiling import outside_graph
 from hp_platform.device import backend_for, local_device
+from hp_platform.failures import (
+    FailureNote,
+    FailureReport,
+    PeerError,
+    break_group,
+    default_note,
+    failing_together,
+    is_echo,
+    mark_agreed,
+)
 from hp_platform.fsdp import set_fsdp_exchanges, set_fsdp_frees_parameters
 from hp_platform.groups import mesh_of, new_group, resolve_group
 from hp_platform.launch import RankInfo, Runtime, initialize, shutdown
 from hp_platform.p2p import irecv, isend, isend_irecv
 from hp_platform.pending import Pending
+from hp_platform.places import doing
 from hp_platform.streams import Event, current_stream, use_stream
 from hp_platform.sync_hooks import sync_hook
 from hp_platform.threads import ThreadContext
@@ -28,6 +39,8 @@ from hp_platform.weight_grads import WeightGradQueue, linear, submit_weight_grad
 
 __all__ = [
     "Event",
+    "FailureNote",
+    "FailureReport",
     "PeerError",
     "Pending",
     "RankInfo",
@@ -42,9 +55,14 @@ __all__ = [
     "all_to_all_lazy",
     "all_to_all_wait",
     "backend_for",
+    "break_group",
     "current_stream",
+    "default_note",
+    "doing",
+    "failing_together",
     "initialize",
     "irecv",
+    "is_echo",
     "is_waited",
     "isend",
     "isend_irecv",
@@ -52,6 +70,7 @@ __all__ = [
     "launch_all_to_all",
     "linear",
     "local_device",
+    "mark_agreed",
     "mesh_of",
     "new_group",
     "on_one_rank",

@@ -97,6 +97,18 @@ def default_store() -> Store:
     return distributed_c10d._get_default_store()
 
 
+def own_connection(store: Any) -> Any:
+    """A store with the same keys that does not wait for other threads' calls; untyped in torch."""
+    return store.clone()
+
+
+def all_groups() -> list[ProcessGroup]:
+    """Every process group of this process that torch knows, the default one last."""
+    groups = list(distributed_c10d._world.pg_map)
+    world = dist.group.WORLD
+    return [group for group in groups if group is not world] + ([world] if world else [])
+
+
 def nccl_options(*, high_priority: bool, timeout: timedelta | None) -> Any:
     """Options of an NCCL group; the time-out travels in them as well."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)

@@ -11,23 +11,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_platform import _internals
+from hp_platform.failures import FailureReport, PeerError, mark_agreed
 from hp_platform.groups import global_ranks
 
 T = TypeVar("T")
-
-_MAX_MESSAGE_BYTES = 4096
-
-
-class PeerError(RuntimeError):
-    """Another rank failed before a collective phase that this rank was about to enter.
-
-    Attributes:
-        rank: Global rank of the first one that failed.
-    """
-
-    def __init__(self, message: str, *, rank: int) -> None:
-        super().__init__(message)
-        self.rank = rank
 
 
 def agree(error: BaseException | None = None, *, group: ProcessGroup, where: str = "") -> None:
@@ -46,10 +33,12 @@ def agree(error: BaseException | None = None, *, group: ProcessGroup, where: str
         PeerError: On all others; names every rank that failed, and type and message of its error.
         RuntimeError: If a rank is gone, so that no agreement can be reached.
     """
-    text = b"" if error is None else _describe(error)
+    ranks = global_ranks(group)
+    mine = ranks[group.rank()]
+    text = b"" if error is None else FailureReport.of(error, rank=mine).encode().encode()
     try:
         lengths = _all_gather(torch.tensor([len(text)], device="cpu"), group)
-        messages = _messages(text, lengths, group) if any(lengths.tolist()) else {}
+        reports = _reports(text, lengths, group) if any(lengths.tolist()) else {}
     except RuntimeError as lost:
         if error is not None:
             error.add_note(f"the other ranks could not be told: {lost}")
@@ -57,11 +46,17 @@ def agree(error: BaseException | None = None, *, group: ProcessGroup, where: str
         lost.add_note(f"a rank was lost while all were to agree{_at(where)}")
         raise
     if error is not None:
-        _note_others(error, messages, mine=global_ranks(group)[group.rank()])
+        for rank, report in reports.items():
+            if rank != mine:
+                error.add_note(f"rank {rank} failed as well: {report.error}")
+        mark_agreed(error, ranks)
         raise error
-    if messages:
-        listed = "; ".join(f"rank {rank} failed{_at(where)}: {m}" for rank, m in messages.items())
-        raise PeerError(listed, rank=min(messages))
+    if reports:
+        listed = "; ".join(_listed(report, where) for report in reports.values())
+        first = min(reports)
+        raised = PeerError(listed, rank=first, report=reports[first])
+        mark_agreed(raised, ranks)
+        raise raised
 
 
 def on_one_rank(make: Callable[[], T], *, group: ProcessGroup, where: str = "") -> T:
@@ -98,29 +93,22 @@ def _all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
     return gathered
 
 
-def _messages(text: bytes, lengths: Tensor, group: ProcessGroup) -> dict[int, str]:
-    """Exchange messages, padded to the longest; by global rank, failed ranks alone."""
+def _reports(text: bytes, lengths: Tensor, group: ProcessGroup) -> dict[int, FailureReport]:
+    """Exchange reports, padded to the longest; by global rank, of failed ranks alone."""
     padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device="cpu")
     padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
     gathered = _all_gather(padded, group)
+    rows = zip(global_ranks(group), gathered, lengths.flatten().tolist(), strict=True)
+    texts = {rank: bytes(row[:length].tolist()) for rank, row, length in rows if length}
     return {
-        rank: bytes(row[:length].tolist()).decode(errors="replace")
-        for rank, row, length in zip(
-            global_ranks(group), gathered, lengths.flatten().tolist(), strict=True
-        )
-        if length
+        rank: FailureReport.parse(said) or FailureReport(rank, "", said.decode(errors="replace"))
+        for rank, said in texts.items()
     }
 
 
-def _describe(error: BaseException) -> bytes:
-    text = f"{type(error).__name__}: {error}"
-    return text.encode(errors="replace")[:_MAX_MESSAGE_BYTES]
-
-
-def _note_others(error: BaseException, messages: dict[int, str], *, mine: int) -> None:
-    for rank, message in messages.items():
-        if rank != mine:
-            error.add_note(f"rank {rank} failed as well: {message}")
+def _listed(report: FailureReport, where: str) -> str:
+    place = f" (in {report.place})" if report.place else ""
+    return f"rank {report.rank} failed{_at(where)}: {report.error}{place}"
 
 
 def _at(where: str) -> str:

@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_platform import _internals
+from hp_platform.failures import note_use
 from hp_platform.groups import resolve_group
 from hp_platform.pending import Pending
 
@@ -114,6 +115,7 @@ def launch_all_gather(x: Tensor, *, group: ProcessGroup | DeviceMesh) -> Pending
     pg = resolve_group(group)
     if x.ndim == 0:
         raise ValueError(f"rank {pg.rank()} of {pg.size()}: x.ndim (0) must be at least 1")
+    note_use(pg)
     x = wait_tensor(x.detach()).contiguous()
     y = x.new_empty((pg.size() * x.shape[0], *x.shape[1:]))
     work = _internals.start_all_gather(y, x, pg)
@@ -364,6 +366,7 @@ def _splits(
     x: Tensor, outputs: Sequence[int] | None, inputs: Sequence[int] | None, group: ProcessGroup
 ) -> tuple[Splits, Splits]:
     """Check the splits against the rows of `x` and the group."""
+    note_use(group)
     where = f"rank {group.rank()} of {group.size()}"
     if x.ndim == 0:
         raise ValueError(f"{where}: x.ndim (0) must be at least 1")
@@ -399,6 +402,7 @@ def _dim(x: Tensor, dim: int) -> int:
 def _require_sizes(
     sizes: Sequence[int], group: ProcessGroup, *, length: int, expected: int | None
 ) -> None:
+    note_use(group)
     where = f"rank {group.rank()} of {group.size()}"
     if len(sizes) != group.size():
         raise ValueError(

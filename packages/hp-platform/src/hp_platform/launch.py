@@ -21,6 +21,7 @@ from hp_platform.device import (
     ranks_per_device,
 )
 from hp_platform.pending import release_completed
+from hp_platform.roll_call import stop_watching, watch
 
 _log = logging.getLogger("hp_platform")
 
@@ -128,6 +129,7 @@ def initialize(
     with _internals.on_gloo_devices_of(world):
         control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
     backend = _internals.backend_name(world, device)
+    watch()
     if backend is None:
         raise ValueError(f"the default group ({dist.get_backend()}) must serve device ({device})")
     return Runtime(info, device, backend, timeout, control)
@@ -136,6 +138,7 @@ def initialize(
 def shutdown() -> None:
     """Destroy all process groups of this process; does nothing if there are none."""
     release_completed(everything=True)
+    stop_watching()
     if dist.is_initialized():
         dist.destroy_process_group()
 

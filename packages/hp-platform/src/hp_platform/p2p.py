@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_platform import _internals
+from hp_platform.failures import note_use
 from hp_platform.groups import global_ranks
 from hp_platform.pending import Pending
 
@@ -142,6 +143,7 @@ def _needs_host(x: Tensor, group: ProcessGroup) -> bool:
 
 
 def _peer(rank: int, group: ProcessGroup, *, name: str) -> int:
+    note_use(group)
     ranks = global_ranks(group)
     if rank not in ranks or ranks.index(rank) == group.rank():
         others = [r for i, r in enumerate(ranks) if i != group.rank()]

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from hp_platform import _internals
+from hp_platform.failures import current_scope, in_scope
+from hp_platform.places import doing, words_of_thread
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
@@ -24,6 +26,8 @@ class ThreadContext:
         autocast: Per device type: enabled, dtype.
         autocast_cache: Whether autocast keeps cast weights.
         multithreading: Whether backward may use the device threads of the autograd engine.
+        words: What the thread is doing, for messages about failures.
+        scope: What its collectives are counted to, so that a failure breaks their groups.
     """
 
     stream: torch.cuda.Stream | None
@@ -32,6 +36,8 @@ class ThreadContext:
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
     multithreading: bool
+    words: tuple[str, ...]
+    scope: object
 
     @classmethod
     def capture(cls) -> ThreadContext:
@@ -48,6 +54,8 @@ class ThreadContext:
             ),
             autocast_cache=torch.is_autocast_cache_enabled(),
             multithreading=_internals.is_multithreading_enabled(),
+            words=words_of_thread(),
+            scope=current_scope(),
         )
 
     @contextmanager
@@ -56,6 +64,8 @@ class ThreadContext:
         # OpenMP gives a new thread all cores; asking for the number has torch tell it otherwise.
         torch.get_num_threads()
         with ExitStack() as stack:
+            stack.enter_context(doing(*self.words))
+            stack.enter_context(in_scope(self.scope))
             if self.stream is not None:
                 stack.enter_context(torch.cuda.device(self.stream.device))
                 stack.enter_context(torch.cuda.stream(self.stream))

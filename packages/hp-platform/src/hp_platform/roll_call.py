@@ -1,0 +1,209 @@
+"""Who is still there: every rank answers for itself, from a thread, also while it is stuck.
+
+Note [Roll call]. A rank that died leaves no report, and a rank that is stuck does not know it. So a
+rank that waited in vain opens a roll call in the store, and a thread of every rank answers what the
+rank is doing, whether it waits for others, and its Python stack. Who does not answer is gone or
+stopped; of those who answer, one that waits for nobody is what the others wait for. Nothing is
+written as long as nothing fails: the thread only asks, twice a second, whether there is a call.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+import torch.distributed as dist
+
+from hp_platform import _internals
+from hp_platform.failures import WORLD_KEY, FailureNote, FailureReport, break_group
+from hp_platform.places import main_place, place_of, stand
+
+_KEY = "hp_platform/roll_call"
+_LOOK_SECONDS = 0.5
+_ANSWER_SECONDS = 3.0
+_POLL_SECONDS = 0.05
+_RANKS_PER_LOOK = 512  # a store of one host serves so many questions at a time without delay
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a rank says of itself.
+
+    Attributes:
+        place: What its main thread is doing, in words.
+        waits: Whether it waits for other ranks.
+        stack: Its main thread's Python stack, innermost frame first.
+    """
+
+    place: str
+    waits: bool
+    stack: list[str] = field(default_factory=list)
+
+    @classmethod
+    def now(cls) -> Answer:
+        """Describe this process."""
+        waits, stack = stand()
+        return cls(main_place(), waits, stack)
+
+    @classmethod
+    def parse(cls, text: bytes | str) -> Answer | None:
+        """Read an answer from the store; None for what is none."""
+        try:
+            fields = json.loads(text)
+            place, waits, stack = fields["place"], fields["waits"], fields["stack"]
+        except (ValueError, TypeError, KeyError):
+            return None
+        lines = stack if isinstance(stack, list) else []
+        if not isinstance(place, str) or not isinstance(waits, bool):
+            return None
+        return cls(place, waits, [str(line) for line in lines])
+
+    def encode(self) -> str:
+        """Return a line of JSON."""
+        return json.dumps(asdict(self))
+
+
+def whom_to_blame(error: BaseException) -> FailureReport:
+    """Hold a roll call and say who is to blame for an error that came from another rank.
+
+    Args:
+        error: Of an operation that waited for other ranks.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "the caller has seen that there is one"
+    me, text = world.rank(), f"{type(error).__name__}: {' '.join(str(error).split())}"
+    watcher = watch()
+    answers = {} if watcher is None else watcher.call()
+    if answers is None:
+        holder = "" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "it held the "
+        return FailureReport(0, "", f"is gone: {holder}store cannot be reached ({text})")
+    return blame(answers, me=me, world_size=world.size(), place=place_of(error), text=text)
+
+
+def blame(
+    answers: Mapping[int, Answer], *, me: int, world_size: int, place: str, text: str
+) -> FailureReport:
+    """Say whom a rank waited for in vain; see Note [Roll call].
+
+    Args:
+        answers: By global rank, of those who answered.
+        me: Global rank that waited.
+        world_size: Number of ranks.
+        place: Where it waited.
+        text: What it raised.
+    """
+    waited = f"rank {me}{f', {place},' if place else ''} waited in vain: {text}"
+    missing = [rank for rank in range(world_size) if rank != me and rank not in answers]
+    if (missing and len(missing) < world_size - 1) or (world_size == 2 and missing):
+        more = f", nor do ranks {missing[1:]}" if len(missing) > 1 else ""
+        return FailureReport(
+            missing[0], "", f"is gone or stopped: it does not answer{more}; {waited}"
+        )
+    busy = [rank for rank, answer in answers.items() if rank != me and not answer.waits]
+    if busy:
+        culprit = answers[busy[0]]
+        return FailureReport(
+            busy[0], culprit.place, f"did not come: {waited}", tuple(culprit.stack)
+        )
+    others = "; ".join(
+        f"rank {rank} in {a.place or 'an unnamed place'}" for rank, a in answers.items()
+    )
+    return FailureReport(me, place, f"{text}; all ranks wait: {others}" if others else text)
+
+
+class Watcher:
+    """The thread that answers for this rank, and that ends its waiting when a job has failed.
+
+    Args:
+        world: The default process group; the thread ends with it.
+    """
+
+    def __init__(self, world: dist.ProcessGroup) -> None:
+        self.world = weakref.ref(world)
+        self._rank, self._size = world.rank(), world.size()
+        # A connection of its own: another thread may wait in the one that it is cloned from.
+        self._store = _internals.own_connection(_internals.default_store())
+        self._note = FailureNote(self._store, WORLD_KEY)
+        self._scale = max(1.0, self._size / _RANKS_PER_LOOK)
+        self._next = 0
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hp-platform-watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread: an interpreter must not end while it is in the store."""
+        self._stopped.set()
+        self._thread.join(2 * _LOOK_SECONDS)
+
+    def call(self) -> dict[int, Answer] | None:
+        """Hold a roll call.
+
+        Returns:
+            Answers by global rank, this one's included; None where the store cannot be reached.
+        """
+        try:
+            store = _internals.own_connection(self._store)
+            key = f"{_KEY}/{self._next}"
+            store.compare_set(key, "", str(self._rank))
+            keys = {rank: f"{key}/{rank}" for rank in range(self._size)}
+            deadline = time.monotonic() + _ANSWER_SECONDS * self._scale
+            while time.monotonic() < deadline and not store.check(list(keys.values())):
+                time.sleep(_POLL_SECONDS * self._scale)
+            found = {r: store.get(k) for r, k in keys.items() if store.check([k])}
+        except RuntimeError:
+            return None
+        answers = {rank: Answer.parse(text) for rank, text in found.items()}
+        return {rank: answer for rank, answer in answers.items() if answer is not None}
+
+    def _run(self) -> None:
+        while not self._stopped.wait(_LOOK_SECONDS * self._scale):
+            if dist.group.WORLD is not self.world():
+                return
+            try:
+                self._look()
+            except RuntimeError:  # the rank that holds the store is gone
+                return
+
+    def _look(self) -> None:
+        while self._store.check([key := f"{_KEY}/{self._next}"]):
+            self._store.set(f"{key}/{self._rank}", Answer.now().encode())
+            self._next += 1
+        if self._note.read() is not None:
+            self._stopped.set()
+            # Wakes the threads that wait; each finds the report and raises with it.
+            for group in _internals.all_groups():
+                break_group(group)
+
+
+_watcher: Watcher | None = None
+_lock = threading.Lock()
+
+
+def watch() -> Watcher | None:
+    """Have this rank answer roll calls from now on; None where it is alone."""
+    global _watcher  # noqa: PLW0603 - one thread per process
+    world = dist.group.WORLD
+    if world is None or world.size() == 1:
+        return None
+    with _lock:
+        if _watcher is None or _watcher.world() is not world:
+            _watcher = Watcher(world)
+        return _watcher
+
+
+def stop_watching() -> None:
+    """End the thread, before groups and their store go."""
+    global _watcher
+    with _lock:
+        watcher, _watcher = _watcher, None
+    if watcher is not None:
+        watcher.stop()
+
+
+atexit.register(stop_watching)
