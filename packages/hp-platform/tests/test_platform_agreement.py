@@ -55,7 +55,7 @@ def test_several_errors_are_all_listed() -> None:
     assert second.rank == 0
     assert str(second) == (
         "rank 0 failed before the exchange: ValueError: first; "
-        "rank 2 failed before the exchange: KeyboardInterrupt: "
+        "rank 2 failed before the exchange: KeyboardInterrupt"
     )
     assert isinstance(third, KeyboardInterrupt)
 

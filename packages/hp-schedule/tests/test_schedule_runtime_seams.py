@@ -91,8 +91,8 @@ class InMemory:
     def finish(self) -> None:
         """Nothing to wait for: queues take everything."""
 
-    def abort(self, reason: str) -> str:
-        return reason
+    def abort(self, error: BaseException) -> BaseException:
+        return error
 
 
 def test_ranks_may_be_threads_with_a_transport_of_their_own() -> None:

@@ -22,7 +22,9 @@ from hp_platform.failures import (
     PeerError,
     break_group,
     default_note,
+    explained,
     failing_together,
+    first_failure,
     is_echo,
     mark_agreed,
 )
@@ -31,7 +33,7 @@ from hp_platform.groups import mesh_of, new_group, resolve_group
 from hp_platform.launch import RankInfo, Runtime, initialize, shutdown
 from hp_platform.p2p import irecv, isend, isend_irecv
 from hp_platform.pending import Pending
-from hp_platform.places import doing
+from hp_platform.places import doing, mark_place, place_of
 from hp_platform.streams import Event, current_stream, use_stream
 from hp_platform.sync_hooks import sync_hook
 from hp_platform.threads import ThreadContext
@@ -59,7 +61,9 @@ __all__ = [
     "current_stream",
     "default_note",
     "doing",
+    "explained",
     "failing_together",
+    "first_failure",
     "initialize",
     "irecv",
     "is_echo",
@@ -71,10 +75,12 @@ __all__ = [
     "linear",
     "local_device",
     "mark_agreed",
+    "mark_place",
     "mesh_of",
     "new_group",
     "on_one_rank",
     "outside_graph",
+    "place_of",
     "reduce_scatter_uneven",
     "resolve_group",
     "set_fsdp_exchanges",

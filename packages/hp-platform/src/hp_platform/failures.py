@@ -14,9 +14,10 @@ groups of the process still work. Around a whole training step, everything is gi
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -36,6 +37,7 @@ _LOOK_SECONDS = 0.02
 _WAKE_TAG = 2  # of a message that nobody sends
 WORLD_KEY = "hp_platform/failure/world"
 _AGREED = "hp_agreed"
+_SOURCE = re.compile(r"\[/[^\]\s]*:\d+\] ")
 _ECHOES = (
     "connection closed by peer",
     "connection reset by peer",
@@ -84,10 +86,7 @@ class FailureReport:
     @classmethod
     def of(cls, error: BaseException, *, rank: int) -> FailureReport:
         """Describe an exception of a rank; where it was raised is `place_of` the exception."""
-        text = " ".join(str(error).split())
-        kind = type(error).__name__
-        described = f"{kind}: {text}" if text else kind
-        return cls(rank, place_of(error)[:_MAX_CHARACTERS], described[:_MAX_CHARACTERS])
+        return cls(rank, place_of(error)[:_MAX_CHARACTERS], describe(error))
 
     @classmethod
     def parse(cls, text: bytes | str) -> FailureReport | None:
@@ -109,6 +108,13 @@ class FailureReport:
     def __str__(self) -> str:
         place = f", {self.place}" if self.place else ""
         return f"rank {self.rank}{place}: {self.error}"
+
+
+def describe(error: BaseException) -> str:
+    """Type and message of an error in one line, without the place in Gloo's sources."""
+    text = " ".join(_SOURCE.sub("", str(error)).split())
+    kind = type(error).__name__
+    return (f"{kind}: {text}" if text else kind)[:_MAX_CHARACTERS]
 
 
 class Store(Protocol):
@@ -272,48 +278,76 @@ def raise_first(
     notes = [group_note(each) for each in broken]
     if everything:
         notes.insert(0, world_note())
-    first = find_first(error, notes)
-    for note in notes:
-        note.leave(first)
-    if everything:
         broken += _internals.all_groups()
+    first = first_failure(error, notes)
     for each in broken:
         break_group(each)
-    if is_echo(error) and first.rank != dist.get_rank():
-        raise PeerError(str(first), rank=first.rank, report=first) from error
+    raised = explained(error, first)
+    if raised is error:
+        raise error
+    raise raised from error
+
+
+def first_failure(error: BaseException, notes: Sequence[FailureNote]) -> FailureReport:
+    """Find out who failed first, this rank or the one its error came from, and pass it on.
+
+    Args:
+        error: Of this rank.
+        notes: Read for a report, and left one where there is none.
+    """
+    mine = FailureReport.of(error, rank=dist.get_rank())
+    first = mine if not is_echo(error) else _report_of_another(error, notes) or mine
+    for note in notes:
+        first = note.leave(first)
+    return first
+
+
+def explained(error: BaseException, first: FailureReport) -> BaseException:
+    """Return what a rank is to raise: its own error with a note, or one that names another rank."""
+    me = dist.get_rank()
+    if is_echo(error) and first.rank != me:
+        peer = PeerError(str(first), rank=first.rank, report=first)
+        for note in getattr(error, "__notes__", ()):
+            peer.add_note(note)
+        return peer
     if place := place_of(error):
-        error.add_note(f"on rank {dist.get_rank()}, {place}")
-    if first.rank != dist.get_rank() or is_echo(error):
-        error.add_note(f"the first failure: {first}")
-    raise error
+        error.add_note(f"on rank {me}, {place}")
+    if first.rank != me or is_echo(error):
+        error.add_note(f"began on {first}")
+    return error
 
 
-def find_first(error: BaseException, notes: list[FailureNote]) -> FailureReport:
-    """Return the report of whoever failed first, as far as this rank can find out."""
-    if not is_echo(error):
-        mine = FailureReport.of(error, rank=dist.get_rank())
-        return notes[0].leave(mine) if notes else mine
-    deadline = time.monotonic() + _SETTLE_SECONDS
-    while True:
-        for note in notes:
-            if (found := note.read()) is not None:
-                return found
-        if isinstance(error, PeerError) or time.monotonic() > deadline:
-            break
-        time.sleep(_LOOK_SECONDS)
-    if isinstance(error, PeerError):
-        return error.report
+def _report_of_another(error: BaseException, notes: Sequence[FailureNote]) -> FailureReport | None:
+    if (told := _told(error)) is not None:
+        return next(filter(None, (note.read() for note in notes)), told)
     from hp_platform.roll_call import whom_to_blame  # noqa: PLC0415 - which needs this module
 
-    return whom_to_blame(error)
+    deadline, suspected = time.monotonic() + _SETTLE_SECONDS, None
+    while True:
+        if found := next(filter(None, (note.read() for note in notes)), None):
+            return found
+        if suspected is None:  # at once, while whoever does not come is still seen not coming
+            suspected = whom_to_blame(error)
+        elif time.monotonic() > deadline:
+            return suspected
+        time.sleep(_LOOK_SECONDS)
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether an error only says that another rank is gone, late or has failed."""
-    if isinstance(error, PeerError):
+    """Whether an error only says that another rank is gone, late or has failed.
+
+    That is what Gloo, NCCL and stores say in words, and any error whose `report` is a
+    `FailureReport`, as `PeerError`'s is.
+    """
+    if _told(error) is not None:
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(echo in text for echo in _ECHOES)
+
+
+def _told(error: BaseException) -> FailureReport | None:
+    report = getattr(error, "report", None)
+    return report if isinstance(report, FailureReport) else None
 
 
 def mark_agreed(error: BaseException, ranks: Iterable[int]) -> None:

@@ -86,10 +86,15 @@ def main_place() -> str:
     return ", ".join(_places.get(threading.main_thread().ident or 0, ()))
 
 
-def mark_place(error: BaseException) -> None:
-    """Remember where an exception was raised, unless it has passed such a place before."""
-    if not hasattr(error, _MARK):
-        setattr(error, _MARK, current_place())
+def mark_place(error: BaseException, place: str = "") -> None:
+    """Remember where an exception was raised, unless it has passed such a place before.
+
+    Args:
+        error: What was raised.
+        place: In words; by default what this thread is doing.
+    """
+    if not getattr(error, _MARK, ""):
+        setattr(error, _MARK, place or current_place())
 
 
 def place_of(error: BaseException) -> str:

@@ -17,16 +17,20 @@ import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from hp_platform import _internals
-from hp_platform.failures import WORLD_KEY, FailureNote, FailureReport, break_group
+from hp_platform.failures import WORLD_KEY, FailureNote, FailureReport, break_group, describe
 from hp_platform.places import main_place, place_of, stand
 
 _KEY = "hp_platform/roll_call"
+_PROCESS_KEY = "hp_platform/process"
 _LOOK_SECONDS = 0.5
 _ANSWER_SECONDS = 3.0
+_SLOW_SECONDS = 15.0  # for processes of this machine that are there and not stopped
 _POLL_SECONDS = 0.05
 _RANKS_PER_LOOK = 512  # a store of one host serves so many questions at a time without delay
 
@@ -77,7 +81,7 @@ def whom_to_blame(error: BaseException) -> FailureReport:
     """
     world = dist.group.WORLD
     assert world is not None, "the caller has seen that there is one"
-    me, text = world.rank(), f"{type(error).__name__}: {' '.join(str(error).split())}"
+    me, text = world.rank(), describe(error)
     watcher = watch()
     answers = {} if watcher is None else watcher.call()
     if answers is None:
@@ -132,6 +136,7 @@ class Watcher:
         self._note = FailureNote(self._store, WORLD_KEY)
         self._scale = max(1.0, self._size / _RANKS_PER_LOOK)
         self._next = 0
+        self._store.set(f"{_PROCESS_KEY}/{self._rank}", _process())
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hp-platform-watch", daemon=True)
         self._thread.start()
@@ -152,14 +157,25 @@ class Watcher:
             key = f"{_KEY}/{self._next}"
             store.compare_set(key, "", str(self._rank))
             keys = {rank: f"{key}/{rank}" for rank in range(self._size)}
-            deadline = time.monotonic() + _ANSWER_SECONDS * self._scale
-            while time.monotonic() < deadline and not store.check(list(keys.values())):
+            began = time.monotonic()
+            while not store.check(list(keys.values())):
+                missing = [rank for rank, key in keys.items() if not store.check([key])]
+                if self._is_over(store, missing, time.monotonic() - began):
+                    break
                 time.sleep(_POLL_SECONDS * self._scale)
             found = {r: store.get(k) for r, k in keys.items() if store.check([k])}
         except RuntimeError:
             return None
         answers = {rank: Answer.parse(text) for rank, text in found.items()}
         return {rank: answer for rank, answer in answers.items() if answer is not None}
+
+    def _is_over(self, store: Any, missing: list[int], waited: float) -> bool:
+        """Whether those who have not answered will not: what this machine knows of them counts."""
+        states = {_state_of(store, rank) for rank in missing}
+        if states == {"gone"}:
+            return True
+        limit = _SLOW_SECONDS if states <= {"gone", "there"} else _ANSWER_SECONDS
+        return waited > limit * self._scale
 
     def _run(self) -> None:
         while not self._stopped.wait(_LOOK_SECONDS * self._scale):
@@ -179,6 +195,31 @@ class Watcher:
             # Wakes the threads that wait; each finds the report and raises with it.
             for group in _internals.all_groups():
                 break_group(group)
+
+
+def _process() -> str:
+    """Name this process so that others of this machine, and no others, can look at it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        space = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        boot = space = os.urandom(8).hex()
+    return f"{boot} {space} {os.getpid()}"
+
+
+def _state_of(store: Any, rank: int) -> str:
+    """Return "gone", "stopped" or "there" for a rank of this machine; "" for others."""
+    key = f"{_PROCESS_KEY}/{rank}"
+    if not store.check([key]):
+        return ""
+    machine, _, pid = store.get(key).decode(errors="replace").rpartition(" ")
+    if machine != _process().rpartition(" ")[0] or not pid.isdecimal():
+        return ""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "gone"
+    return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(state, "there")
 
 
 _watcher: Watcher | None = None

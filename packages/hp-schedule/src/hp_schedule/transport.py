@@ -82,13 +82,13 @@ class Transport(Protocol[T]):
         """Wait until everything that was sent has arrived."""
         ...
 
-    def abort(self, reason: str) -> str:
+    def abort(self, error: BaseException) -> BaseException:
         """Give up after an error, so that the other ranks fail instead of waiting.
 
         Args:
-            reason: Of this rank, for the others.
+            error: Of this rank.
 
         Returns:
-            The reason of the rank that gave up first: this one's, or another's where it is known.
+            What this rank is to raise: the error, or one that names the rank that failed first.
         """
         ...

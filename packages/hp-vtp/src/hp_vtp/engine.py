@@ -14,7 +14,7 @@ from torch import Tensor
 from hp_platform import Event, current_stream, use_stream
 from hp_vtp.bundle import MessageStep
 from hp_vtp.channel import Channel, EdgeGroups
-from hp_vtp.failure import Failure, TransferError
+from hp_vtp.failure import Failure, TransferError, parse_reason
 from hp_vtp.handles import EngineHandle, Handle, T
 from hp_vtp.header import Header
 from hp_vtp.packing import Workspace
@@ -186,7 +186,7 @@ class EdgeEnd:
         where = self.where(microbatch)
         if (reason := self._failure.reason) is not None:
             self._failure.is_known = True
-            raise TransferError(f"{where}: failed before: {reason}", edge=self.edge)
+            raise self._failed_before(reason, where)
         handle: EngineHandle[T] = EngineHandle(
             edge=self.edge,
             where=where,
@@ -207,7 +207,7 @@ class EdgeEnd:
     ) -> None:
         """Run a transfer in the thread of the edge."""
         if (reason := self._failure.reason) is not None:
-            handle.fail(TransferError(f"{where}: failed before: {reason}", edge=self.edge))
+            handle.fail(self._failed_before(reason, where))
             return
         try:
             with ExitStack() as stack:
@@ -226,14 +226,21 @@ class EdgeEnd:
         else:
             handle.end(event)
 
+    def _failed_before(self, reason: str, where: str) -> TransferError:
+        return TransferError(
+            f"{where}: failed before: {reason}", edge=self.edge, report=self._failure.of_another
+        )
+
     def _failed(self, error: Exception, where: str) -> TransferError:
         reason = str(error)
         if not isinstance(error, TransferError):
             reason = f"{where}: {type(error).__name__}: {error}"
-        first = self._failure.report(reason)
-        if first != reason[: len(first)]:
+        first = self._failure.report(error, parse_reason(reason))
+        another = self._failure.of_another
+        if another is not None:
             reason = f"{reason}; began on {first}"
-        result = TransferError(reason, edge=self.edge, peers=getattr(error, "peers", ()))
+        peers = getattr(error, "peers", ())
+        result = TransferError(reason, edge=self.edge, peers=peers, report=another)
         result.__cause__ = error
         return result
 

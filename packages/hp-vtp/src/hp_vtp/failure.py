@@ -8,22 +8,24 @@ of them raise within seconds, with the reason of the first one, and every later 
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from datetime import timedelta
 from itertools import count
 
-import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
-from hp_schedule.runtime import FailureNote
-from hp_schedule.runtime.failures import default_note
+from hp_platform import (
+    FailureNote,
+    FailureReport,
+    PeerError,
+    default_note,
+    first_failure,
+    is_echo,
+)
 from hp_vtp.stages import Edge
 
 _serial = count()  # transports of this process, which every rank makes in one order
-_WAKE_TAG = 2  # of a message that nobody sends
 
 
 class TransferError(RuntimeError):
@@ -32,13 +34,22 @@ class TransferError(RuntimeError):
     Attributes:
         edge: Where.
         peers: Global ranks that this rank was waiting for.
+        report: Of the rank that failed first, if that is another one.
     """
 
-    def __init__(self, message: str, *, edge: Edge, peers: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        edge: Edge,
+        peers: Sequence[int] = (),
+        report: FailureReport | None = None,
+    ) -> None:
         """Take the message, which names the edge and the peers already."""
         super().__init__(message)
         self.edge = edge
         self.peers = tuple(peers)
+        self.report = report
 
 
 class TransferTimeoutError(TransferError, TimeoutError):
@@ -63,13 +74,19 @@ class Failure:
         self._note = default_note(key) if note is None else note
         self.is_known = False
         self._lock = threading.Lock()
-        self._reason: str | None = None
+        self._first: FailureReport | None = None
         self._on_failure: list[Callable[[], None]] = []
 
     @property
     def reason(self) -> str | None:
         """That of the first rank to fail, as far as this rank knows; None if all is well."""
-        return self._reason
+        return None if self._first is None else str(self._first)
+
+    @property
+    def of_another(self) -> FailureReport | None:
+        """The first failure, if it is known and another rank's."""
+        first = self._first
+        return first if first is not None and first.rank != dist.get_rank() else None
 
     def on_failure(self, act: Callable[[], None]) -> None:
         """Have something done once, when this rank learns of a failure."""
@@ -79,36 +96,39 @@ class Failure:
         """Do nothing more on a failure: what was to be broken is gone."""
         self._on_failure = []
 
-    def report(self, reason: str) -> str:
-        """Tell the other ranks why this one fails; return the reason of the first one to fail."""
+    def report(self, error: BaseException, mine: FailureReport | None = None) -> FailureReport:
+        """Tell the other ranks why this one fails; return the report of the first one to fail.
+
+        Args:
+            error: What was raised. If it only says that another rank is gone or late, that rank is
+                found and named.
+            mine: What this rank says otherwise; by default what it raised and where.
+        """
         with self._lock:
-            if self._reason is not None:
-                return self._reason
-            self._reason = self._note.leave(reason)
+            if self._first is not None:
+                return self._first
+            if mine is None or is_echo(error):
+                self._first = first_failure(error, [self._note])
+            else:
+                self._first = self._note.leave(mine)
         self._break()
-        return self._reason
+        return self._first
 
     def look(self) -> str | None:
         """Ask whether another rank has failed; if so, this one's transfers fail too."""
-        if self._reason is None and (found := self._note.read()) is not None:
-            self.report(found)
-        return self._reason
+        if self._first is None and (found := self._note.read()) is not None:
+            self.report(PeerError(str(found), rank=found.rank, report=found))
+        return self.reason
 
     def _break(self) -> None:
         for act in self._on_failure:
             act()
 
 
-def break_group(group: ProcessGroup) -> None:
-    """Fail all operations of a group, this rank's and those of peers that wait for this rank.
-
-    Gloo has no call for that which wakes a thread of this process, but it gives up all connections
-    of a group as soon as one wait in it has taken too long.
-    """
-    if "nccl" in dist.get_backend(group):
-        # It waits for kernels of other groups too, which must not hold up the error.
-        threading.Thread(target=group.abort, daemon=True).start()
-        return
-    peer = (group.rank() + 1) % group.size()
-    with suppress(RuntimeError):
-        group.recv([torch.empty(1)], peer, _WAKE_TAG).wait(timedelta(milliseconds=1))
+def parse_reason(reason: str) -> FailureReport:
+    """Take apart ``rank N, place: error``, of which each part may be absent."""
+    begin = re.match(r"rank (\d+)(?:, )?", reason)
+    mine = dist.get_rank() if dist.is_initialized() else 0
+    rank = mine if begin is None else int(begin[1])
+    place, _, error = reason[begin.end() if begin else 0 :].partition(": ")
+    return FailureReport(rank, place, error)

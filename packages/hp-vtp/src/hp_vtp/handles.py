@@ -117,13 +117,18 @@ class EngineHandle(Handle[T]):
                 )
         if not self._ended.is_set():
             self._failure.is_known = True
-            raise TransferError(f"{self._where}: {self._failure.reason}", edge=self.edge)
+            raise TransferError(
+                f"{self._where}: {self._failure.reason}",
+                edge=self.edge,
+                report=self._failure.of_another,
+            )
         if self._error is not None:
             self._failure.is_known = True
             # A new one for every caller: raising one object again would add to its traceback.
-            raise TransferError(str(self._error), edge=self.edge, peers=self._error.peers) from (
-                self._error
-            )
+            error = self._error
+            raise TransferError(
+                str(error), edge=self.edge, peers=error.peers, report=error.report
+            ) from error
         return self._take()
 
     def end(self, event: Event | None) -> None:

@@ -169,9 +169,9 @@ class StageTransport:
         """Wait until everything that was sent has arrived."""
         self._transport.finish()
 
-    def abort(self, reason: str) -> str:
-        """Fail all ranks within seconds; return the reason of the first one."""
-        return self._transport.abort(reason)
+    def abort(self, error: BaseException) -> BaseException:
+        """Fail all ranks within seconds; return what this one is to raise."""
+        return self._transport.give_up(error)
 
     def _edge(self, message: Message) -> Edge:
         """The logical edge of a message."""

@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hp_platform import break_group, explained
 from hp_vtp.bundle import bundle
 from hp_vtp.cost import Links
 from hp_vtp.edge_groups import build_edge_groups
 from hp_vtp.engine import EdgeEnd
-from hp_vtp.failure import Failure, TransferError, TransferTimeoutError, break_group
+from hp_vtp.failure import Failure, TransferError, TransferTimeoutError, parse_reason
 from hp_vtp.handles import Handle
 from hp_vtp.packing import TensorMeta, Workspace
 from hp_vtp.parts import describe, own_metas, require_parts
@@ -123,8 +124,8 @@ class Transport:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if kind is not None:
-            self.abort(f"rank {self.rank}: {kind.__name__}: {error}")
+        if error is not None:
+            self._failure.report(error)
             self._failure.is_known = True
         self.close()
 
@@ -274,7 +275,15 @@ class Transport:
         Returns:
             The reason of the rank that gave up first.
         """
-        return self._failure.report(reason)
+        return str(self._failure.report(RuntimeError(reason), parse_reason(reason)))
+
+    def give_up(self, error: BaseException) -> BaseException:
+        """Do as `abort` after an exception, and return what this rank is to raise.
+
+        Returns:
+            The error, or a `hp_platform.PeerError` that names the rank that failed first.
+        """
+        return explained(error, self._failure.report(error))
 
     def close(self) -> None:
         """Finish all transfers, end the threads and destroy the groups of the edges.

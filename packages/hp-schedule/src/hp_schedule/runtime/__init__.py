@@ -3,7 +3,6 @@
 from hp_schedule.runtime.backward import BackwardSplitter, DeferringSplitter
 from hp_schedule.runtime.context import Batch, PipelineContext
 from hp_schedule.runtime.defer import defer_weight_gradients
-from hp_schedule.runtime.failures import FailureNote
 from hp_schedule.runtime.fsdp import FullySharded
 from hp_schedule.runtime.graph_cut import GraphCuttingSplitter
 from hp_schedule.runtime.named import (
@@ -34,7 +33,6 @@ __all__ = [
     "Batch",
     "DeferringSplitter",
     "EdgeGroups",
-    "FailureNote",
     "FullySharded",
     "GraphCuttingSplitter",
     "PipelineContext",

@@ -1,13 +1,14 @@
 """The torch machine behind the executor: one rank's stages during one run."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hp_platform import doing
 from hp_schedule.ir import MetaStep, MetaStepType
 from hp_schedule.runtime.backward import Grads
 from hp_schedule.runtime.context import Batch, Chunk, Key, LossFunction, PipelineContext, Values
@@ -350,10 +351,13 @@ class StageDriver:
             raise RuntimeError("transport must be given for a schedule with messages")
         return self._mailbox
 
-    def _span(self, step_type: MetaStepType, key: Key) -> AbstractContextManager[None]:
-        if self._recorder is None or self._in_overlap:
-            return nullcontext()
-        return self._recorder.span(MetaStep(step_type, *key))
+    @contextmanager
+    def _span(self, step_type: MetaStepType, key: Key) -> Iterator[None]:
+        step = MetaStep(step_type, *key)
+        recorder = None if self._in_overlap else self._recorder
+        span = nullcontext() if recorder is None else recorder.span(step)
+        with doing(f"stage {key[0]}, microbatch {key[1]}: in step {step}"), span:
+            yield
 
 
 def _output_specs(chunks: Mapping[Key, Chunk], stage: int, microbatch: int) -> Specs | None:

@@ -7,6 +7,7 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
+from hp_platform import mark_place
 from hp_schedule.executor import Executor, Handler
 from hp_schedule.ir import MetaStep, MetaStepType
 from hp_schedule.runtime.context import Batch, LossFunction, PipelineContext
@@ -240,8 +241,10 @@ class PipelineScheduleRuntime:
                 executor.advance()
                 driver.finish()
         except BaseException as error:
-            self._give_up(error, executor)
-            raise
+            raised = self._give_up(error, executor)
+            if raised is error:
+                raise
+            raise raised from error
         return PipelineResult(
             [loss for _, loss in sorted(driver.losses.items())],
             [driver.outputs[entry] for entry in sorted(driver.outputs)],
@@ -252,17 +255,17 @@ class PipelineScheduleRuntime:
     def _handlers(self, driver: StageDriver) -> dict[MetaStepType, Handler]:
         return {kind: _bind(kind, fn, driver) for kind, fn in self._custom.items()}
 
-    def _give_up(self, error: BaseException, executor: Executor | None) -> None:
-        """Say where it happened, and fail the other ranks."""
+    def _give_up(self, error: BaseException, executor: Executor | None) -> BaseException:
+        """Say where it happened, fail the other ranks, and return what this one is to raise."""
         where = self._where(executor)
         error.add_note(where)
-        reason = f"{where}: {type(error).__name__}: {error}"
-        if self._transport is not None:
-            first = self._transport.abort(reason)
-            if first != reason[: len(first)]:
-                error.add_note(f"began on {first}")
+        mark_place(error, where.removeprefix(f"rank {self._rank}").lstrip(":, "))
+        raised = error if self._transport is None else self._transport.abort(error)
+        if raised is not error:
+            raised.add_note(where)
         if self._shared is not None:
             self._shared.close()
+        return raised
 
     def _cut(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any

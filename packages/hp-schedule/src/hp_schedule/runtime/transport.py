@@ -7,7 +7,6 @@ directed edge the only order is that of the messages of the edge, which `validat
 messages need no tags.
 """
 
-import threading
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -18,9 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_platform import Pending, irecv, isend, new_group
+from hp_platform import (
+    FailureNote,
+    Pending,
+    break_group,
+    default_note,
+    explained,
+    first_failure,
+    irecv,
+    isend,
+    new_group,
+)
 from hp_platform.pending import release_completed
-from hp_schedule.runtime.failures import FailureNote, default_note
 from hp_schedule.schedule import Schedule
 from hp_schedule.transport import Message, MessageKind
 
@@ -62,12 +70,8 @@ class EdgeGroups:
 
 def close_group(group: ProcessGroup) -> None:
     """Close this rank's connections of a group; whoever waits at their other ends fails."""
-    if _uses_nccl(group):
-        # Ends kernels that wait for a peer, and waits itself for those of other groups: all at
-        # once, and without holding up the error that is being reported.
-        threading.Thread(target=group.abort, daemon=True).start()
-    else:
-        group.abort()
+    break_group(group)
+    if not _uses_nccl(group):
         dist.destroy_process_group(group)
 
 
@@ -228,15 +232,15 @@ class TorchTransport:
             while queue:
                 _wait_all(queue.popleft()[1])
 
-    def abort(self, reason: str) -> str:
+    def abort(self, error: BaseException) -> BaseException:
         """Close this rank's connections: peers that wait for it fail within seconds."""
-        first = self._groups.note.leave(reason)
+        first = first_failure(error, [self._groups.note])
         self._receives.clear()
         self._sends.clear()
         # Operations under way keep Gloo's connections open for as long as anything refers to them.
         release_completed(everything=True)
         self._groups.close()
-        return first
+        return explained(error, first)
 
 
 def _wait_all(pendings: Sequence[Pending[None]]) -> None:
