@@ -68,8 +68,9 @@ def test_the_shared_expert_runs_while_rows_travel() -> None:
 
     class Watched:
         def __getattr__(self, name: str) -> object:
-            order.append(name)
-            return getattr(dispatcher, name)
+            if callable(found := getattr(dispatcher, name)):
+                order.append(name)
+            return found
 
     moe.experts.dispatcher = Watched()  # type: ignore[assignment]
     moe(torch.randn(1, 3, DIM, dtype=torch.float64))

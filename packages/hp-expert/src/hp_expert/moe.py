@@ -8,14 +8,14 @@ with a shared expert, which is compiled as well and runs while rows travel, it i
 them depends on what was compiled: another number of tokens compiles nothing anew.
 """
 
-from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
 
+from hp_expert.dispatch.refusal import dispatching, groups_of, refuse, through_experts
 from hp_expert.experts import GroupedExperts, autocast
 from hp_expert.routing import Routing, TopKRouter
-from hp_platform import PeerError, outside_graph
+from hp_platform import doing, failing_together, mark_place, outside_graph, raise_first
 
 
 class MoE(nn.Module):
@@ -52,19 +52,24 @@ class MoE(nn.Module):
 
         Raises:
             ValueError: If the input is wrong.
-            hp_platform.PeerError: If that of another rank is.
+            hp_platform.PeerError: If that of another rank is, or anything else fails there: with
+                rank, place and error of the first failure.
         """
         x_TD = x.reshape(-1, x.shape[-1])
         try:
             # Of the rows, not of x: their gradients are added before that of the shared expert.
             routing: Routing = self.router(x_TD.view(x.shape), replay=replay)
-        except Exception:
-            _refuse(self.experts, x_TD)
+        except Exception as error:
+            _refuse(self.experts, x_TD, error)
             raise
         if self.shared is None:
             return _through_experts(self.experts, x_TD, routing, x), routing
         rows, state = _send(self.experts, x_TD, routing)
-        shared = self.shared(x)
+        try:
+            shared = self.shared(x)
+        except Exception as error:
+            _give_up(self.experts, error)
+            raise
         return _receive(self.experts, rows, state, x, shared), routing
 
 
@@ -73,32 +78,43 @@ def _through_experts(
     experts: GroupedExperts, x_TD: Tensor, routing: Routing, like: Tensor
 ) -> Tensor:
     """Bring tokens to their experts, apply those, and sum their outputs in the shape of `like`."""
-    rows, state = _send(experts, x_TD, routing)
-    return _receive(experts, rows, state, like)
+    dispatcher = experts.dispatcher
+    with dispatching(dispatcher):
+        rows, state = dispatcher.prepare(autocast(x_TD), routing.experts, routing.weights)
+    return through_experts(dispatcher, experts, rows, state).view_as(like)
 
 
 @outside_graph
 def _send(experts: GroupedExperts, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Any]:
     dispatcher = experts.dispatcher
-    rows, state = dispatcher.prepare(autocast(x_TD), routing.experts, routing.weights)
+    with dispatching(dispatcher):
+        rows, state = dispatcher.prepare(autocast(x_TD), routing.experts, routing.weights)
     return dispatcher.launch_dispatch(rows, state)
 
 
 @outside_graph
 def _receive(
-    experts: GroupedExperts, rows: Tensor, state: Any, like: Tensor, shared: Tensor | None = None
+    experts: GroupedExperts, rows: Tensor, state: Any, like: Tensor, shared: Tensor
 ) -> Tensor:
     dispatcher = experts.dispatcher
-    batch = dispatcher.finish_dispatch(rows, state)
-    rows = dispatcher.launch_combine(experts(batch), state)
-    # What little follows stays here, or it would make up a graph of its own.
-    y = dispatcher.finish_combine(rows, state).view_as(like)
-    return y if shared is None else y + shared
+    with failing_together(groups=groups_of(dispatcher)):
+        batch = dispatcher.finish_dispatch(rows, state)
+        with doing("experts"):
+            y = experts(batch)
+        rows = dispatcher.launch_combine(y, state)
+        # What little follows stays here, or it would make up a graph of its own.
+        y = dispatcher.finish_combine(rows, state).view_as(like)
+        return y + shared
 
 
 @outside_graph
-def _refuse(experts: GroupedExperts, x_TD: Tensor) -> None:
-    """Tell the other ranks, which are about to exchange rows, by an input that is refused."""
-    dispatcher = experts.dispatcher
-    with suppress(ValueError, PeerError):
-        dispatcher.launch_dispatch(*dispatcher.prepare(x_TD, x_TD.new_empty(0, 0, 0)))
+def _refuse(experts: GroupedExperts, x_TD: Tensor, error: Exception) -> None:
+    mark_place(error, "router")
+    refuse(experts.dispatcher, x_TD, error)
+
+
+@outside_graph
+def _give_up(experts: GroupedExperts, error: Exception) -> None:
+    """Tell the other ranks, which are about to get rows back."""
+    mark_place(error, "shared expert")
+    raise_first(error, groups_of(experts.dispatcher))

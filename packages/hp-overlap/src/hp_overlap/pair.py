@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 
 from hp_overlap.baton import OTHER, Party
-from hp_overlap.coordinator import HookCoordinator, OverlapTimeoutError
-from hp_platform import ThreadContext
+from hp_overlap.coordinator import HookCoordinator, OverlapAbortedError, OverlapTimeoutError
+from hp_platform import ThreadContext, failing_together, give_up
 
 _logger = logging.getLogger("hp_overlap")
 
@@ -25,6 +25,13 @@ def run_pair(
     coordinator: HookCoordinator, fwd_fn: Callable[[], object], bwd_fn: Callable[[], object]
 ) -> None:
     """Run `fwd_fn` in this thread and `bwd_fn` in a helper; see `CommComputeOverlap.run`."""
+    with failing_together():  # the helper's exchanges belong to it as well
+        _run_pair(coordinator, fwd_fn, bwd_fn)
+
+
+def _run_pair(
+    coordinator: HookCoordinator, fwd_fn: Callable[[], object], bwd_fn: Callable[[], object]
+) -> None:
     errors: _Errors = {}
     helper = _Helper(coordinator, bwd_fn, errors)
     coordinator.enable()
@@ -109,7 +116,9 @@ def _run_party(
         coordinator.await_turn(party)
         fn()
     except BaseException as error:  # noqa: BLE001 - run_pair raises it
-        errors.setdefault(party, error)
+        # The other party may wait for a rank that waits for this party: it must wake now.
+        stopped = isinstance(error, OverlapAbortedError)
+        errors.setdefault(party, error if stopped else give_up(error))
         coordinator.leave(party, failed=True)
         if isinstance(error, OverlapTimeoutError):
             # The other side may never come back to let `run_pair` raise: say it now.

@@ -25,8 +25,10 @@ from hp_platform.failures import (
     explained,
     failing_together,
     first_failure,
+    give_up,
     is_echo,
     mark_agreed,
+    raise_first,
 )
 from hp_platform.fsdp import set_fsdp_exchanges, set_fsdp_frees_parameters
 from hp_platform.groups import mesh_of, new_group, resolve_group
@@ -64,6 +66,7 @@ __all__ = [
     "explained",
     "failing_together",
     "first_failure",
+    "give_up",
     "initialize",
     "irecv",
     "is_echo",
@@ -81,6 +84,7 @@ __all__ = [
     "on_one_rank",
     "outside_graph",
     "place_of",
+    "raise_first",
     "reduce_scatter_uneven",
     "resolve_group",
     "set_fsdp_exchanges",

@@ -274,18 +274,40 @@ def raise_first(
         BaseException: The error itself where it is one of this rank.
         PeerError: Where it only came of another rank's.
     """
-    broken = list(groups)
-    notes = [group_note(each) for each in broken]
-    if everything:
-        notes.insert(0, world_note())
-        broken += _internals.all_groups()
-    first = first_failure(error, notes)
-    for each in broken:
-        break_group(each)
-    raised = explained(error, first)
+    raised = _broken_by(error, list(groups), everything=everything)
     if raised is error:
         raise error
     raise raised from error
+
+
+def give_up(error: BaseException) -> BaseException:
+    """Break at once what `failing_together` around this thread would break in the end.
+
+    For one of several threads that run in it: others wake that wait for ranks which wait for this
+    one.
+
+    Returns:
+        What this rank is to raise.
+    """
+    scope = _scopes.get(threading.get_ident())
+    groups = [] if scope is None else list(scope.groups.values())
+    mark_place(error)
+    if not groups or is_agreed(error, groups):
+        return error
+    return _broken_by(error, groups, everything=False)
+
+
+def _broken_by(
+    error: BaseException, groups: list[ProcessGroup], *, everything: bool
+) -> BaseException:
+    notes = [group_note(each) for each in groups]
+    if everything:
+        notes.insert(0, world_note())
+        groups = groups + _internals.all_groups()
+    first = first_failure(error, notes)
+    for each in groups:
+        break_group(each)
+    return explained(error, first)
 
 
 def first_failure(error: BaseException, notes: Sequence[FailureNote]) -> FailureReport:

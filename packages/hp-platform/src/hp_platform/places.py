@@ -91,10 +91,10 @@ def mark_place(error: BaseException, place: str = "") -> None:
 
     Args:
         error: What was raised.
-        place: In words; by default what this thread is doing.
+        place: More words than `current_place` says.
     """
     if not getattr(error, _MARK, ""):
-        setattr(error, _MARK, place or current_place())
+        setattr(error, _MARK, ", ".join(filter(None, (current_place(), place))))
 
 
 def place_of(error: BaseException) -> str:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hp_expert.dispatch.refusal import refused_input
 from hp_platform import PeerError, agree
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -96,6 +97,10 @@ class Header:
 
 def input_error(x: Tensor, experts: Tensor, weights: Tensor | None) -> Exception | None:
     """Return what is wrong with tokens [T, D], experts [T, K] and weights [T, K], if anything."""
+    return refused_input() or _wrong_input(x, experts, weights)
+
+
+def _wrong_input(x: Tensor, experts: Tensor, weights: Tensor | None) -> Exception | None:
     if x.ndim != 2 or x.dtype not in _DTYPES:
         return ValueError(f"x ({tuple(x.shape)}, {x.dtype}) must be [T, D] and of a floating dtype")
     if experts.ndim != 2 or experts.dtype not in (torch.int64, torch.int32):
@@ -157,7 +162,7 @@ def _heard_error(error: Exception | None, groups: Sequence[ProcessGroup]) -> Exc
     for group in groups:
         try:
             agree(error, group=group, where="the exchange of rows between experts")
-        except (ValueError, PeerError) as heard:
+        except Exception as heard:  # noqa: BLE001 - this rank's own, of whatever kind
             error = heard
     return error
 

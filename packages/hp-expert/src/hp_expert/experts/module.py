@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch import Dispatcher, LocalDispatcher
+from hp_expert.dispatch.refusal import dispatching, through_experts
 from hp_expert.experts.activation import SWIGLU, Activation
 from hp_expert.experts.grouped import Grouped, GroupedProducts
 from hp_expert.experts.swiglu import autocast, routed_swiglu_by
@@ -124,15 +125,13 @@ class GroupedExperts(nn.Module):
         if num_tokens_per_expert is None:
             raise TypeError("num_tokens_per_expert must be given with rows")
         expert_R1 = _expert_of_rows(rows, num_tokens_per_expert, self.num_experts)
+        dispatcher = self.dispatcher
         try:
-            prepared, state = self.dispatcher.prepare(autocast(rows), expert_R1)
+            with dispatching(dispatcher):
+                prepared, state = dispatcher.prepare(autocast(rows), expert_R1)
         except ValueError as error:
             raise _explain(rows, num_tokens_per_expert, self.num_experts) or error from None
-        sent, state = self.dispatcher.launch_dispatch(prepared, state)
-        batch = self.dispatcher.finish_dispatch(sent, state)
-        out = self._compute(batch)
-        returned = self.dispatcher.launch_combine(out, state)
-        return self.dispatcher.finish_combine(returned, state)
+        return through_experts(dispatcher, self._compute, prepared, state)
 
     def _compute(self, batch: ExpertBatch) -> Tensor:
         weights: Projections[Tensor] = Projections((self.w1, self.w3), self.w2)

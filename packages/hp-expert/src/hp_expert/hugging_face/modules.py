@@ -6,14 +6,15 @@ subclass of its own, as `torch.distributed.fsdp.fully_shard` does it.
 Shape symbols: T tokens, K experts per token, E experts, L local experts, D width, H hidden width.
 """
 
-from contextlib import suppress
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch import Dispatcher, LocalDispatcher
+from hp_expert.dispatch.refusal import dispatching, refuse, through_experts
 from hp_expert.experts import autocast, routed_swiglu_fused
 from hp_expert.hugging_face.choice import (
     ReplacedChoice,
@@ -24,7 +25,7 @@ from hp_expert.hugging_face.choice import (
 from hp_expert.hugging_face.layout import BIASES, WEIGHTS, num_experts_of, refusal
 from hp_expert.routing.recompute import is_routing_saved
 from hp_expert.styles.ranks import ExpertRanks
-from hp_platform import PeerError, outside_graph
+from hp_platform import outside_graph
 
 
 class DispatchedExperts(nn.Module):
@@ -124,21 +125,19 @@ def _compute(
         rows = rows.to(gate_up.dtype)
     # What the router computed in fp32 gets a gradient that is rounded to it once, at the end.
     weights_TK = weights_TK.to(torch.promote_types(weights_TK.dtype, rows.dtype))
-    rows, state = dispatcher.prepare(rows, experts_TK, weights_TK)
-    rows, state = dispatcher.launch_dispatch(rows, state)
-    batch = dispatcher.finish_dispatch(rows, state)
-    y = routed_swiglu_fused(batch, gate_up, down, gate_up_bias=gate_up_bias, down_bias=down_bias)
-    rows = dispatcher.launch_combine(y, state)
-    return dispatcher.finish_combine(rows, state).to(x_TD.dtype)
+    with dispatching(dispatcher):
+        rows, state = dispatcher.prepare(rows, experts_TK, weights_TK)
+
+    def compute(batch: ExpertBatch) -> Tensor:
+        return routed_swiglu_fused(
+            batch, gate_up, down, gate_up_bias=gate_up_bias, down_bias=down_bias
+        )
+
+    return through_experts(dispatcher, compute, rows, state).to(x_TD.dtype)
 
 
 @outside_graph
 def _refuse_together(dispatcher: Dispatcher[Any], x: Tensor, error: ValueError) -> None:
-    """Raise an error that this rank found, and have the others, which wait for it, raise as well.
-
-    A dispatcher tells all ranks of input that is wrong, so it is given some.
-    """
-    with suppress(ValueError, PeerError):
-        wrong = torch.empty(0, dtype=torch.int64, device=x.device)
-        dispatcher.launch_dispatch(*dispatcher.prepare(x, wrong))
+    """Raise an error that this rank found, and have the others, which wait for it, raise too."""
+    refuse(dispatcher, x, error)
     raise error

@@ -1,0 +1,86 @@
+"""What becomes of a layer in which something fails on one rank.
+
+Until the counts are exchanged, a rank that cannot go on says so in that exchange, and all ranks
+raise with their groups intact: Note [All or none]. Later there is no such exchange, so it breaks
+the groups of its dispatcher, and the ranks that wait for rows raise with its report.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hp_expert.batch import ExpertBatch
+from hp_platform import PeerError, doing, failing_together, mark_agreed
+from hp_platform.groups import global_ranks
+
+_refused: ContextVar[Exception | None] = ContextVar("refused", default=None)
+
+
+def refused_input() -> Exception | None:
+    """Return why this rank takes no part in an exchange that it enters only to say so."""
+    return _refused.get()
+
+
+def groups_of(dispatcher: Any) -> list[ProcessGroup]:
+    """Return the process groups over which a dispatcher exchanges; none if all experts are here."""
+    holders = (dispatcher, getattr(dispatcher, "over_ep", None))
+    found = (getattr(holder, name, None) for holder in holders for name in ("group", "control"))
+    return [group for group in found if isinstance(group, ProcessGroup)]
+
+
+@contextmanager
+def dispatching(dispatcher: Any) -> Iterator[None]:
+    """Run `prepare`: input that is wrong anywhere breaks nothing, a rank that is lost is named."""
+    groups = groups_of(dispatcher)
+    with failing_together("dispatch", groups=groups):
+        try:
+            yield
+        except (ValueError, PeerError) as error:
+            mark_agreed(error, (rank for group in groups for rank in global_ranks(group)))
+            raise
+
+
+def through_experts(
+    dispatcher: Any, compute: Callable[[ExpertBatch], Tensor], rows: Tensor, state: Any
+) -> Tensor:
+    """Bring prepared rows to their experts and back; what fails on one rank fails on all.
+
+    Args:
+        dispatcher: Has prepared them.
+        compute: Applies the experts of this rank.
+        rows: From `Dispatcher.prepare`.
+        state: Likewise.
+    """
+    with failing_together(groups=groups_of(dispatcher)):
+        rows, state = dispatcher.launch_dispatch(rows, state)
+        batch = dispatcher.finish_dispatch(rows, state)
+        with doing("experts"):
+            y = compute(batch)
+        rows = dispatcher.launch_combine(y, state)
+        combined: Tensor = dispatcher.finish_combine(rows, state)
+    return combined
+
+
+def refuse(dispatcher: Any, x_TD: Tensor, error: Exception) -> None:
+    """Tell the other ranks of an error, in the exchange that they are about to enter.
+
+    Args:
+        dispatcher: Of the layer.
+        x_TD: Tokens of this rank, of which nothing is sent.
+        error: Why it takes no part.
+    """
+    groups = groups_of(dispatcher)
+    if not groups:
+        return
+    before = _refused.set(error)
+    try:
+        with suppress(Exception), dispatching(dispatcher):
+            nothing = x_TD.new_empty(0, 0, 0)
+            dispatcher.launch_dispatch(*dispatcher.prepare(x_TD, nothing))
+    finally:
+        _refused.reset(before)
+    mark_agreed(error, (rank for group in groups for rank in global_ranks(group)))
