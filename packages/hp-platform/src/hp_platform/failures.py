@@ -46,6 +46,7 @@ _ECHOES = (
     "application timeout caused pair closure",
     "broken pipe",
     "timed out",
+    "timeout after",
     "it has ended",
     "did not come within",
     "nccl",
@@ -392,7 +393,7 @@ def break_group(group: ProcessGroup) -> None:
     Gloo has no call that wakes a thread of this process, but it gives up all connections of a group
     as soon as one wait in it has taken too long. The group cannot be used any more.
     """
-    if group.size() == 1:
+    if group.size() == 1 or not _internals.knows_ranks(group):  # the latter: destroyed already
         return
     if "nccl" in dist.get_backend(group):
         # It waits for kernels of other groups too, which must not hold up the error.

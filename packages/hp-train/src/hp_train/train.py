@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hp_expert import take_loads, update_correction_biases
-from hp_platform import Runtime, new_group, shutdown
+from hp_platform import Runtime, doing, failing_together, mark_agreed, new_group, shutdown
 from hp_schedule import MetaStep, Timeline
 from hp_train.banner import banner
 from hp_train.batches import Batches
@@ -60,9 +60,10 @@ def main(config: Config, *, worker: Worker) -> int:
         are left as they are: NCCL would wait for operations that other ranks never join, and
         nobody would learn of the error. The process is to be ended.
     """
-    trainer = start(config, worker)
-    status = trainer.run()
-    trainer.close()
+    with failing_together(everything=True):
+        trainer = start(config, worker)
+        status = trainer.run()
+        trainer.close()
     return status
 
 
@@ -74,8 +75,10 @@ def start(config: Config, worker: Worker) -> "Trainer":
         worker: This process.
     """
     runtime = connect(config, worker)
-    tokenizer = prepare_data(config, worker, runtime)
-    return Trainer(config, worker, runtime, tokenizer)
+    with doing("prepare data"):
+        tokenizer = prepare_data(config, worker, runtime)
+    with doing("build"):
+        return Trainer(config, worker, runtime, tokenizer)
 
 
 class Losses(NamedTuple):
@@ -161,7 +164,8 @@ class Trainer:
         try:
             with garbage_collection(every=train.collect_every) as collect_after:
                 return self._run_to_end(console, metrics, collect_after)
-        except NumericsError:
+        except NumericsError as error:
+            mark_agreed(error, range(self.runtime.info.world_size))
             # All ranks are here, so what they are saving can be finished; less is lost then.
             self.problems += self.keeper.settle()
             self._tell(console)
@@ -194,7 +198,8 @@ class Trainer:
                 console.print(str(step_metrics))
             # The final save follows the last step at once.
             if self._is_due(train.save_every) and not stopped and self.step < train.steps:
-                self.problems += self.keeper.begin(self.step)
+                with doing(f"step {self.step}", "save"):
+                    self.problems += self.keeper.begin(self.step)
                 self._tell(console)
         path = self.save()
         self._tell(console)
@@ -225,6 +230,12 @@ class Trainer:
             NumericsError: On every rank, before the weights are touched, when the loss or a
                 gradient is not finite and the step must not be skipped.
         """
+        with doing(f"step {self.step + 1}"):
+            return self._train_step(before_update)
+
+    def _train_step(
+        self, before_update: Callable[[Losses, float], None] | None
+    ) -> tuple[StepMetrics, bool]:
         began = time.perf_counter()
         train = self.config.train
         losses, busy = self.compute_gradients()
@@ -244,7 +255,8 @@ class Trainer:
         if all(map(math.isfinite, (*losses, grad_norm))):
             if before_update is not None:
                 before_update(losses, grad_norm)
-            self._update(grad_norm, rate)
+            with doing("optimizer"):
+                self._update(grad_norm, rate)
         else:
             skipped = self._skip(losses, shares, squares)
         self.step += 1
@@ -324,7 +336,8 @@ class Trainer:
         self.timeline = result.timeline  # a GPU is behind until this was read
         seconds = time.perf_counter() - began
         self._beat("reduce gradients", waiting=True)
-        self._norms_before = reduce_gradients(self.parameters, self.mesh)
+        with doing("gradient reduction"):
+            self._norms_before = reduce_gradients(self.parameters, self.mesh)
         microbatches: list[Microbatch] = [k["microbatch"] for k in kwargs]
         balances = [t for m in microbatches for t in m.balance_losses.values()]
         predictions = [t for m in microbatches for t in m.prediction_losses]
@@ -338,6 +351,10 @@ class Trainer:
         Returns:
             None when some rank was asked to stop in the middle.
         """
+        with doing(f"step {self.step}", "evaluation"):
+            return self._evaluate()
+
+    def _evaluate(self) -> float | None:
         size = self.config.train.global_batch_size
         available = max(1, self.held_out.num_sequences // size)
         num_batches = min(self.config.train.eval_batches, available)
@@ -365,8 +382,9 @@ class Trainer:
         Raises:
             CheckpointError: On every rank; what was saved before is intact.
         """
-        self.problems += self.keeper.settle()
-        return self.keeper.save(self.step)
+        with doing(f"step {self.step}", "save"):
+            self.problems += self.keeper.settle()
+            return self.keeper.save(self.step)
 
     def resume(self) -> list[str]:
         """Load the newest good checkpoint of the run directory; returns what to say about it."""

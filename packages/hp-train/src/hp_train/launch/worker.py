@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from hp_platform import PeerError, RankInfo
+from hp_platform import RankInfo, is_echo
 from hp_train.config import Config
 from hp_train.errors import HpError
 from hp_train.launch.board import Board
@@ -21,15 +21,6 @@ from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Task, Worker, error_file, stack_file
 
 _HOLD_SECONDS = 10.0
-_ECHOES = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection was likely closed",
-    "broken pipe",
-    "timed out",
-    "nccl",
-)
-"""What gloo, NCCL and the store say when another rank is gone or late."""
 
 
 def work(task: Task) -> int:
@@ -88,19 +79,11 @@ def exit_status(error: BaseException) -> int:
 
 def one_line(error: BaseException) -> str:
     """The error as a sentence: what it says and, unless it is made for people, what it is."""
-    text = " ".join(" ".join((str(error), *getattr(error, "__notes__", ()))).split())
+    text = " ".join("; ".join((str(error), *getattr(error, "__notes__", ()))).split())
     if len(text) > 500:
         text = text[:497] + "..."
     name = type(error).__name__
     return text if isinstance(error, HpError) and text else f"{name}: {text}" if text else name
-
-
-def is_echo(error: BaseException) -> bool:
-    """Whether an error only says that another rank is gone or late."""
-    if isinstance(error, PeerError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(echo in text for echo in _ECHOES)
 
 
 def write_error(path: Path, error: BaseException) -> None:

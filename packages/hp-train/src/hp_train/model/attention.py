@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hp_context import Attention, Causal, Mask, SlidingWindow
-from hp_platform import outside_graph
+from hp_platform import doing, outside_graph
 from hp_train.config import ModelConfig
 from hp_train.model.layers import Linear, RMSNorm
 from hp_train.model.rotary import Rotation, softmax_growth
@@ -128,8 +128,10 @@ def make_attention(config: ModelConfig, layer: int) -> GroupedQueryAttention | L
 @outside_graph
 def _attend(core: Attention, qkv: tuple[Tensor, Tensor, Tensor], documents: Limits) -> Tensor:
     """Attend, sequence by sequence where they have limits of their own; [B, S, N V]."""
-    if documents is None:
-        y: Tensor = core(*qkv)
-        return y.flatten(2)
-    rows = zip(*(x.split(1) for x in qkv), documents, strict=True)
-    return torch.cat([core(q, k, v, attn_mask=core.mask & row).flatten(2) for q, k, v, row in rows])
+    with doing("attention"):
+        if documents is None:
+            y: Tensor = core(*qkv)
+            return y.flatten(2)
+        rows = zip(*(x.split(1) for x in qkv), documents, strict=True)
+        parts = [core(q, k, v, attn_mask=core.mask & row) for q, k, v, row in rows]
+        return torch.cat([part.flatten(2) for part in parts])
