@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from hp_platform import agree
 from hp_train.checkpoint.directory import commit, purge, remove_leftovers
 from hp_train.checkpoint.extra import encode_extra
-from hp_train.checkpoint.manifest import DamageError
 from hp_train.checkpoint.planners import StrictSavePlanner
 from hp_train.checkpoint.together import (
     OnProgress,
@@ -26,6 +25,7 @@ from hp_train.checkpoint.together import (
 from hp_train.checkpoint.verify import read_manifest
 from hp_train.checkpoint.writer import ManifestWriter
 from hp_train.errors import CheckpointError
+from hp_train.folder import DamageError
 
 
 def save_checkpoint(
