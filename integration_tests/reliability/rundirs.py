@@ -197,7 +197,7 @@ def _configs(random: Random) -> Iterator[_Mutant]:
 
 def _metrics(random: Random) -> Iterator[_Mutant]:
     """A line of metrics.jsonl that no run writes."""
-    values = {
+    values: dict[str, tuple[object, ...]] = {
         "step": (-1, 0, 1.5, True, "2", None, [2], 1 << 60),
         "loss": ("2.5", None, [], True, {}),
         "tokens": (1.5, "7", False),

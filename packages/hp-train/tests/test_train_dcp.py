@@ -93,6 +93,7 @@ def rank_writes_both(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
+    (folder / "run").mkdir()
     run_distributed(rank_writes_both, folder, world_size=2)
     (folder / "run" / "config.toml").touch()
     return folder

@@ -285,7 +285,7 @@ def test_a_file_that_fails_half_way_leaves_the_old_one(tmp_path: Path) -> None:
     with Folder.open(tmp_path) as folder:
         folder.replace("file", b"old")
         with pytest.raises(TypeError), folder.replacing("file") as file:
-            file.writelines((b"ne", "w"))  # type: ignore[list-item]
+            file.writelines((b"ne", None))  # type: ignore[arg-type]
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"file": b"old"}
 
 

@@ -47,7 +47,8 @@ def save_checkpoint(
     number; nothing is overwritten.
 
     Args:
-        directory: Of the run's checkpoints, on storage that all ranks share; made if missing.
+        directory: Of the run's checkpoints, on storage that all ranks share; made if missing, in
+            one that is there. No symbolic link.
         step: Of the training run.
         tensors: What this rank holds, by global name. A plain tensor with the same name on several
             ranks has the same value on all of them and is saved once; a DTensor (placements Shard
