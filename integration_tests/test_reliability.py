@@ -77,8 +77,11 @@ def test_whatever_changes_elsewhere_is_noticed(
     assert snapshot(tmp_path) != before
 
 
-def test_a_refusal_is_met_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_a_refusal_is_met_in_a_process_of_its_own(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     theirs = their_files(tmp_path / "theirs")
     case = Case("a refusal", lambda _room, _theirs: ["train", "train.steps=none"], names="steps")
-    answer, changed = meet(case, tmp_path, theirs)
+    with capfd.disabled():
+        answer, changed = meet(case, tmp_path, theirs)
     assert (answer.status, problem_of(answer, case), changed) == (2, "", "")

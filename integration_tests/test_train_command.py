@@ -43,7 +43,7 @@ TINY = {
 
 
 def start(
-    arguments: Sequence[str], *, env: Mapping[str, str] = MappingProxyType({}), **settings: object
+    arguments: Sequence[str], env: Mapping[str, str] = MappingProxyType({}), /, **settings: object
 ) -> subprocess.Popen[str]:
     keys = [f"--{key}={value}" for key, value in settings.items()]
     return subprocess.Popen(
@@ -212,7 +212,7 @@ def test_a_rank_of_torchrun_says_that_the_run_directory_is_gone(
         port = free.getsockname()[1]
     env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    process = start([], env=env, **settings)
+    process = start([], env, **settings)
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 90
     while not (metrics.exists() and metrics.stat().st_size):

@@ -22,7 +22,7 @@ def main() -> int:
     parser.add_argument("--flips", type=int, default=300, help="single bits of checkpoints")
     parser.add_argument("--others", type=int, default=140, help="greater damages")
     parser.add_argument("--configs", type=int, default=500, help="garbled configs")
-    parser.add_argument("--rundirs", type=int, default=1000, help="run directories of strangers")
+    parser.add_argument("--rundirs", type=int, default=300, help="run directories of strangers")
     parser.add_argument("--reloads", type=int, default=60, help="layouts to load under")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="to be kept; else a temporary one")
