@@ -2,13 +2,26 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
+
+from integration_tests.reliability.strangers import (
+    Answer,
+    Case,
+    meet,
+    problem_of,
+    snapshot,
+    their_files,
+)
 
 ROOT = Path(__file__).parent.parent
 
 
 def test_what_goes_wrong_is_found_and_got_over(tmp_path: Path) -> None:
     counts = {"kills": 3, "flips": 40, "others": 7, "configs": 55, "reloads": 3}
+    counts |= {"rundirs": 28}
     options = [f"--{name}={count}" for name, count in counts.items()]
     done = subprocess.run(
         [sys.executable, "-m", "integration_tests.reliability", *options, f"--folder={tmp_path}"],
@@ -19,5 +32,56 @@ def test_what_goes_wrong_is_found_and_got_over(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for line in ("kills: 3 of 3", "damages: 47 of 47", "configs: 55 of 55", "reloads: 3 of 3"):
+    lines = ("kills: 3 of 3", "damages: 47 of 47", "configs: 55 of 55", "reloads: 3 of 3")
+    for line in (*lines, "run directories: 28 of 28"):
         assert f"{line} good" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("status", "out", "err"),
+    [
+        (0, "good\n", ""),
+        (1, "", "error: x\n"),
+        (2, "", "error: x\nand more\n"),
+        (2, "", "warning: x\n"),
+        (2, "", "error: \x1b[31mx\n"),
+        (2, "", f"error: {'x' * 400}\n"),
+        (2, "", "error: y\n"),
+        (2, "something", "error: x\n"),
+        (-9, "", "error: x\n"),
+    ],
+)
+def test_no_bad_answer_passes_for_a_good_one(status: int, out: str, err: str) -> None:
+    case = Case("a case", lambda _room, _theirs: [], refusals=(2,), names="x")
+    assert problem_of(Answer(2, "", "error: x\ntraceback: file\n", 0.0), case) == ""
+    assert problem_of(Answer(status, out, err, 0.0), case) != ""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda theirs: (theirs / "secret").write_bytes(b""),
+        lambda theirs: (theirs / "empty").chmod(0o600),
+        lambda theirs: (theirs / "empty-folder" / "new").touch(),
+        lambda theirs: (theirs / "folder" / "letter.txt").unlink(),
+        lambda theirs: (theirs / "link").unlink() or (theirs / "link").symlink_to("empty"),
+    ],
+)
+def test_whatever_changes_elsewhere_is_noticed(
+    change: Callable[[Path], object], tmp_path: Path
+) -> None:
+    theirs = their_files(tmp_path / "theirs")
+    before = snapshot(tmp_path)
+    assert snapshot(tmp_path) == before
+    change(theirs)
+    assert snapshot(tmp_path) != before
+
+
+def test_a_refusal_is_met_in_a_process_of_its_own(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    theirs = their_files(tmp_path / "theirs")
+    case = Case("a refusal", lambda _room, _theirs: ["train", "train.steps=none"], names="steps")
+    with capfd.disabled():
+        answer, changed = meet(case, tmp_path, theirs)
+    assert (answer.status, problem_of(answer, case), changed) == (2, "", "")

@@ -2,17 +2,21 @@
 
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
 from hp_train.launch.board import Board
 from integration_tests.layouts import write_corpus
+from integration_tests.reliability.strangers import snapshot
 
 TINY = {
     "launch.hang_seconds": 60,
@@ -38,13 +42,16 @@ TINY = {
 }
 
 
-def start(arguments: Sequence[str], **settings: object) -> subprocess.Popen[str]:
+def start(
+    arguments: Sequence[str], env: Mapping[str, str] = MappingProxyType({}), /, **settings: object
+) -> subprocess.Popen[str]:
     keys = [f"--{key}={value}" for key, value in settings.items()]
     return subprocess.Popen(
         [sys.executable, "-m", "hp_train", "train", *arguments, *keys],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        env=os.environ | env,
     )
 
 
@@ -164,6 +171,60 @@ def test_torchrun_starts_the_same_run(tiny: dict[str, object], whole: tuple[Path
     assert status == 0, output
     run = Path(str(tiny["run.output_dir"])) / "torchrun"
     assert numbers_of(run) == numbers_of(whole[0])
+
+
+def test_a_finished_run_is_left_as_it_is(whole: tuple[Path, str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole[0], run)
+    before = snapshot(run)
+    newest = Path("checkpoints", "step-00000024")
+    said = f"nothing to do: all of train.steps (24) are in {newest}\n{run}\n"
+    assert finish(start(["--resume", str(run)])) == (0, said)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4"]
+    ranks = subprocess.run(
+        [*command, "-m", "hp_train", "train", "--resume", str(run)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert (ranks.returncode, ranks.stdout) == (0, said), ranks.stderr
+    assert snapshot(run) == before
+    with (run / newest / "rank-00001.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    status, output = finish(start(["--resume", str(run)]))
+    assert status == 0, output
+    assert "skipped damaged checkpoint" in output
+    assert numbers_of(run) == numbers_of(whole[0])
+
+
+def test_a_rank_of_torchrun_says_that_the_run_directory_is_gone(
+    tiny: dict[str, object], tmp_path: Path
+) -> None:
+    one = dict.fromkeys(("mesh.pp", "mesh.dp_replicate", "mesh.ep"), 1)
+    settings = tiny | one | {"run.output_dir": tmp_path, "run.name": "run", "train.steps": 100_000}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    process = start([], env, **settings)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not (metrics.exists() and metrics.stat().st_size):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)
+    status, output = finish(process)
+    assert status == 9, output
+    assert f"the run directory ({tmp_path / 'run'}) is gone: it was removed or" in output
+    assert "Traceback" not in output
+    assert not (tmp_path / "run").exists()
 
 
 def _at_work(process: subprocess.Popen[str], run: Path, *, steps: int) -> list[int]:

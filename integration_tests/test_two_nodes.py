@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from benchmarks.namespaces import connect, inside, namespaces, switch_on
 
+from hp_train.folder import Folder
 from hp_train.metrics import read_metrics
 
 STEPS = 6
@@ -55,8 +56,9 @@ def torchrun(name: str, folder: Path, *, node: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, env=env, stdout=log, stderr=log)
 
 
-def curve(metrics: Path) -> list[tuple[int, float, float]]:
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in read_metrics(metrics)]
+def curve(run_dir: Path) -> list[tuple[int, float, float]]:
+    rows = (row for _, row in read_metrics(Folder.open(run_dir)))
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
@@ -68,6 +70,6 @@ def test_two_nodes_train_as_one(tmp_path: Path) -> None:
     with two_nodes() as names:
         agents = [torchrun(name, tmp_path, node=node) for node, name in enumerate(names)]
         assert [agent.wait(RUN_SECONDS) for agent in agents] == [0, 0]
-    found = curve(tmp_path / "two" / "metrics.jsonl")
+    found = curve(tmp_path / "two")
     assert len(found) == STEPS
-    assert found == curve(tmp_path / "one" / "metrics.jsonl")
+    assert found == curve(tmp_path / "one")

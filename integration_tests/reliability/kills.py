@@ -21,6 +21,7 @@ from hp_train.checkpoint.directory import newest_checkpoint
 from hp_train.checkpoint.manifest import SavedTensor
 from hp_train.checkpoint.verify import read_manifest, verify_checkpoint
 from hp_train.config import Config
+from hp_train.folder import Folder
 from hp_train.launch import launcher
 from hp_train.launch.supervise import kill_ranks
 from hp_train.launch.task import Worker
@@ -238,7 +239,7 @@ def _train(folder: Path, name: str, data: Path, *, seed: str, kills: int) -> _En
     newest = newest_checkpoint(run_dir / "checkpoints")
     verify_checkpoint(newest)
     keys_of_row = ("step", "loss", "balance_loss", "grad_norm", "lr", "tokens")
-    rows = read_metrics(run_dir / "metrics.jsonl")
+    rows = [row for _, row in read_metrics(Folder.open(run_dir))]
     steps = tuple(tuple(row[key] for key in keys_of_row) for row in rows)
     return _End(steps, read_manifest(newest).tensors)
 

@@ -565,7 +565,9 @@ def test_mutated_command_lines_are_accepted_or_refused_in_one_line(seed: int) ->
 
 
 def test_toml_itself_agrees_that_the_printed_config_is_toml() -> None:
-    assert tomllib.loads(to_toml(Config())) == to_dict(Config())
+    expected = to_dict(Config())
+    assert expected["run"].pop("resume") == ""  # which, given, would be refused
+    assert tomllib.loads(to_toml(Config())) == expected
 
 
 def test_the_documentation_lists_every_key_with_its_default() -> None:

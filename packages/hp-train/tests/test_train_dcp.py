@@ -34,13 +34,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import hp_train.dcp
 from hp_platform.testing import run_distributed
 from hp_train.checkpoint import load_latest, save_checkpoint
-from hp_train.checkpoint.manifest import DamageError
 from hp_train.cli import main
 from hp_train.config import Config, to_dict
 from hp_train.dcp.command import export_dcp, import_dcp
 from hp_train.dcp.metadata import read_metadata
 from hp_train.dcp.tensors import read_box
 from hp_train.errors import CheckpointError
+from hp_train.folder import DamageError
 
 
 def world() -> ProcessGroup:
@@ -93,6 +93,7 @@ def rank_writes_both(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
+    (folder / "run").mkdir()
     run_distributed(rank_writes_both, folder, world_size=2)
     (folder / "run" / "config.toml").touch()
     return folder

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hp_train.errors import ConfigError
+from hp_train.folder import Folder
 from hp_train.launch import launcher
 from hp_train.launch.board import Slot, State
 from hp_train.launch.rundir import locked
@@ -283,7 +284,8 @@ def test_a_name_is_used_once_and_resumed_by_its_folder(tmp_path: Path) -> None:
     again = resolve(None, [("run.resume", str(tmp_path / "named")), ("run.seed", 3)], env={})
     assert launcher.run(again, _entry="train_launch_ranks:returns") == 0
     saved = tomllib.loads((tmp_path / "named" / "config.toml").read_text())
-    assert (saved["run"]["seed"], saved["run"]["resume"]) == (3, "")
+    assert saved["run"]["seed"] == 3
+    assert "resume" not in saved["run"]
 
 
 def test_runs_without_a_name_get_folders_of_their_own(tmp_path: Path) -> None:
@@ -295,7 +297,8 @@ def test_runs_without_a_name_get_folders_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_run_directory_is_used_by_one_launcher(tmp_path: Path) -> None:
-    with locked(tmp_path), pytest.raises(ConfigError, match="in use by another"), locked(tmp_path):
+    used = pytest.raises(ConfigError, match="in use by another")
+    with Folder.open(tmp_path) as folder, locked(folder), used, locked(folder):
         pass
 
 

@@ -4,6 +4,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from hp_train.folder import Folder
 from hp_train.metrics import MetricsWriter, StepMetrics, read_metrics
 from hp_train.report import loss_curve_svg
 
@@ -26,7 +27,7 @@ def _metrics(step: int, eval_loss: float | None = None) -> StepMetrics:
 
 
 def test_metrics_have_the_documented_keys(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, resume_step=0, tensorboard=False)
+    writer = MetricsWriter(Folder.open(tmp_path), resume_step=0, tensorboard=False)
     writer.write(_metrics(1))
     writer.write(_metrics(2, eval_loss=3.0))
     writer.close()
@@ -39,19 +40,19 @@ def test_metrics_have_the_documented_keys(tmp_path: Path) -> None:
 
 
 def test_resuming_drops_lines_after_the_checkpoint_and_a_torn_last_line(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, resume_step=0, tensorboard=False)
+    writer = MetricsWriter(Folder.open(tmp_path), resume_step=0, tensorboard=False)
     for step in range(1, 6):
         writer.write(_metrics(step))
     writer.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')
-    MetricsWriter(tmp_path, resume_step=3, tensorboard=False).close()
-    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    MetricsWriter(Folder.open(tmp_path), resume_step=3, tensorboard=False).close()
+    assert [row["step"] for _, row in read_metrics(Folder.open(tmp_path))] == [1, 2, 3]
 
 
 def test_tensorboard_events_are_written_when_asked(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    writer = MetricsWriter(tmp_path, resume_step=0, tensorboard=True)
+    writer = MetricsWriter(Folder.open(tmp_path), resume_step=0, tensorboard=True)
     writer.write(_metrics(1))
     writer.close()
     assert list((tmp_path / "tensorboard").glob("events.*"))

@@ -82,7 +82,7 @@ def _main(argv: Sequence[str]) -> int:
     given: list[tuple[str, object]] = [*overrides]
     if options.data:
         given.append(("data.paths", options.data))
-    if options.resume:
+    if options.resume is not None:
         given.append(("run.resume", options.resume))
     resolved = resolve(options.config, given)
     if options.command == "verify":

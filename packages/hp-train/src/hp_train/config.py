@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, to_builtins
 
-_LARGEST = 2**31 - 1
+LARGEST = 2**31 - 1
 
-Count = Annotated[int, Meta(ge=1, le=_LARGEST)]
-CountOrZero = Annotated[int, Meta(ge=0, le=_LARGEST)]
+Count = Annotated[int, Meta(ge=1, le=LARGEST)]
+CountOrZero = Annotated[int, Meta(ge=0, le=LARGEST)]
 Seconds = Annotated[float, Meta(gt=0, le=1e9)]
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
@@ -39,7 +39,7 @@ class RunConfig(Struct, frozen=True, kw_only=True):
         Meta(ge=0, le=2**63 - 1),
         _help("Decides weights, dropout and the order of the data, whatever the layout."),
     ] = 0
-    resume: Annotated[str, _help('Run directory to go on with. "": a new run.')] = ""
+    resume: Annotated[str, _help("Run directory to go on with; leave it out for a new run.")] = ""
     init_from: Annotated[
         str, _help('Folder of a Hugging Face model whose weights to start from. "": none.')
     ] = ""

@@ -8,58 +8,92 @@ import errno
 import fcntl
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 from uuid import uuid4
 
 _DRAFT = re.compile(r"\A.+\.[0-9a-f]{32}\.tmp\Z", re.DOTALL)
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file in one step, whoever else does so: readers see the old content or the new one.
+    """Write a file in one step: see :func:`replacing`.
 
     Args:
         path: The file; it need not exist, its directory must.
         content: All of it.
     """
-    while not _replace(path, content):
-        pass  # taken for a leftover before it was locked
-
-
-def _replace(path: Path, content: bytes) -> bool:
-    draft = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
-    file = draft.open("xb")
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with file:
-            if not try_lock(file.fileno()):
-                return False
+        with replacing(directory, path.name) as file:
             file.write(content)
-            file.flush()
-            try:
-                draft.replace(path)
-            except FileNotFoundError:
-                return False
-            return True
+        file.close()
     finally:
-        draft.unlink(missing_ok=True)
+        os.close(directory)
 
 
-def remove_drafts(directory: Path) -> None:
-    """Remove what writers of :func:`replace_file` that died left in a directory.
+@contextmanager
+def replacing(directory: int, name: str) -> Iterator[IO[bytes]]:
+    """A new file that gets its name at the end, whoever else does so, if nothing is raised.
+
+    Readers see all of the old content or all of the new one, under every name that the old one has.
+
+    Args:
+        directory: Descriptor.
+        name: In it.
+
+    Yields:
+        The file, which stays open until the caller closes it.
+    """
+    draft, file = new_draft(directory, name)
+    try:
+        yield file
+        file.flush()
+        os.rename(draft, name, src_dir_fd=directory, dst_dir_fd=directory)
+    except BaseException:
+        file.close()
+        with suppress(FileNotFoundError):
+            os.unlink(draft, dir_fd=directory)
+        raise
+
+
+def new_draft(directory: int, name: str) -> tuple[str, IO[bytes]]:
+    """A new and empty file under a draft's name, locked, so that nobody takes it for a leftover."""
+    while True:
+        draft = f"{name}.{uuid4().hex}.tmp"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+        descriptor = os.open(draft, flags, 0o666, dir_fd=directory)
+        if try_lock(descriptor) and os.fstat(descriptor).st_nlink:
+            return draft, os.fdopen(descriptor, "r+b")
+        os.close(descriptor)  # taken for a leftover before it was locked
+
+
+def remove_drafts(directory: Path | int) -> None:
+    """Remove what writers of :func:`replacing` that died left in a directory.
 
     Nothing is removed where the file system has no locks: another node may be writing it.
 
     Args:
-        directory: It need not exist.
+        directory: Descriptor, or path of one that need not exist.
     """
-    found = list(directory.iterdir()) if directory.is_dir() else []
-    for path in (path for path in found if _DRAFT.match(path.name)):
+    if not isinstance(directory, int):
+        with suppress(FileNotFoundError):
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                remove_drafts(descriptor)
+            finally:
+                os.close(descriptor)
+        return
+    for name in filter(_DRAFT.match, names_in(directory)):
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            descriptor = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
         except OSError:  # it has its name by now, or is no file
             continue
         try:
             if try_lock(descriptor, without_locks=False):
-                path.unlink(missing_ok=True)
+                with suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=directory)
         finally:
             os.close(descriptor)
 
@@ -76,3 +110,8 @@ def try_lock(descriptor: int, *, without_locks: bool = True) -> bool:
     except OSError as error:
         return error.errno not in (errno.EWOULDBLOCK, errno.EACCES) and without_locks
     return True
+
+
+def names_in(directory: int) -> list[str]:
+    """What stands in an open directory."""
+    return os.listdir(directory)

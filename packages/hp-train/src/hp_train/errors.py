@@ -9,7 +9,8 @@
     |-- HangError        5   no rank made progress for launch.hang_seconds
     |-- NumericsError    6   a loss or a gradient is not finite
     |-- RankLostError    7   a process of the run is gone
-    `-- DifferenceError  8   two layouts do not compute the same (hp verify)
+    |-- DifferenceError  8   two layouts do not compute the same (hp verify)
+    `-- RunDirectoryError  9 the run directory is gone, or holds what no run puts there
 
 Any other exception ends with 1. A run that was asked to stop and can be resumed ends with
 :data:`PREEMPTED`; one that was stopped at once with 128 + the signal's number, as shells do.
@@ -65,3 +66,9 @@ class DifferenceError(HpError):
     """Two layouts do not compute the same."""
 
     exit_code = 8
+
+
+class RunDirectoryError(HpError):
+    """The run directory is gone, cannot be used, or holds what no run puts there."""
+
+    exit_code = 9

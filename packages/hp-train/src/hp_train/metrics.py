@@ -1,18 +1,25 @@
 """What a run says while it runs: metrics.jsonl, lines on the console, TensorBoard events."""
 
+import itertools
 import json
 import math
+import os
 import resource
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NoReturn, TypeAlias
 
 import torch
 from tqdm import tqdm
 
-from hp_train.drafts import replace_file
+from hp_train.errors import RunDirectoryError
+from hp_train.folder import Folder
+
+METRICS = "metrics.jsonl"
+_LAST = 1 << 53
+_LONGEST_LINE = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,13 @@ class StepMetrics:
         return line if self.eval_loss is None else f"{line}  eval loss {self.eval_loss:.4f}"
 
 
+_KINDS = {
+    field.name: (str,) if "str" in str(field.type) else (int, float)[: 1 + (field.type is not int)]
+    for field in fields(StepMetrics)
+}
+"""Types that JSON may have for each key; none of them is bool."""
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """The most memory this process has held: CUDA allocations, or resident set on the CPU."""
     if device.type == "cuda":
@@ -122,20 +136,23 @@ class MetricsWriter:
     """Appends steps to metrics.jsonl, and to TensorBoard events if asked.
 
     Args:
-        run_dir: Where the files go; None writes nothing (all ranks but one).
+        folder: Where the files go; None writes nothing (all ranks but one).
         resume_step: Lines after this step were written by a run that was cut off; they go.
         tensorboard: Also write TensorBoard events under ``tensorboard/``.
+
+    Raises:
+        RunDirectoryError: When a line up to that step is not what a run writes.
     """
 
-    def __init__(self, run_dir: Path | None, *, resume_step: int, tensorboard: bool) -> None:
-        self._file = None if run_dir is None else _reopen(run_dir / "metrics.jsonl", resume_step)
-        self._events = _event_writer(run_dir, resume_step) if tensorboard and run_dir else None
+    def __init__(self, folder: Folder | None, *, resume_step: int, tensorboard: bool) -> None:
+        self._file = None if folder is None else _reopen(folder, resume_step)
+        self._events = _event_writer(folder, resume_step) if tensorboard and folder else None
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one step; a reader of the file sees it at once."""
         values = metrics.as_dict()
         if self._file is not None:
-            self._file.write(json.dumps(values) + "\n")
+            self._file.write(json.dumps(values).encode() + b"\n")
             self._file.flush()
         if self._events is not None:
             for name, value in values.items():
@@ -150,26 +167,69 @@ class MetricsWriter:
             self._events.close()
 
 
-def read_metrics(path: Path) -> list[Mapping[str, Any]]:
-    """The lines of a metrics.jsonl, without a last one that was cut off."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    rows = []
-    for line in lines:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-    return rows
+Row: TypeAlias = Mapping[str, Any]
+"""What a line of metrics.jsonl says."""
 
 
-def _reopen(path: Path, resume_step: int) -> Any:
-    kept = [row for row in read_metrics(path) if row["step"] <= resume_step]
+def read_metrics(folder: Folder, *, to_step: int = _LAST) -> Iterator[tuple[bytes, Row]]:
+    """Lines of metrics.jsonl and what they say, one at a time, as the file may be long.
+
+    Args:
+        folder: Of the run; a file that is missing has no lines.
+        to_step: Where to end; what follows is not looked at. A last line that was cut off is left
+            out.
+
+    Raises:
+        RunDirectoryError: Naming the line that is not what a run writes.
+    """
+    if not folder.has(METRICS):
+        return
+    path, step = folder.path / METRICS, 0
+    with os.fdopen(folder.open_file(METRICS), "rb") as file:
+        for number in itertools.count(1):
+            line = file.readline(_LONGEST_LINE) if step < to_step else b""
+            if not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
+                return
+            row = _row(line)
+            if row is None or not step < row["step"] < _LAST:
+                raise RunDirectoryError(f"{path}:{number} must be the JSON of a step after {step}")
+            step = row["step"]
+            if step <= to_step:
+                yield line, row
+
+
+def _row(line: bytes) -> Row | None:
+    """What a line says; None if it is not the JSON of some step, with values of the right types."""
+    try:
+        row = json.loads(line, parse_constant=_refuse)
+        known = {key: value for key, value in row.items() if key in _KINDS}
+        fits = all(type(value) in _KINDS[key] for key, value in known.items())
+        is_step = "step" in row and ("loss" in row or "skipped" in row)
+        is_finite = all(math.isfinite(v) for v in known.values() if isinstance(v, float))
+    except (ValueError, AttributeError, RecursionError):
+        return None
+    return row if fits and is_step and is_finite else None
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(constant)
+
+
+def _reopen(folder: Folder, resume_step: int) -> IO[bytes]:
     # In one step: killed in the middle, a run would lose the lines of steps it will not repeat.
-    replace_file(path, "".join(json.dumps(row) + "\n" for row in kept).encode())
-    return path.open("a")
+    with folder.replacing(METRICS) as file:
+        for line, _ in read_metrics(folder, to_step=resume_step):
+            file.write(line)
+    return file
 
 
-def _event_writer(run_dir: Path, resume_step: int) -> Any:
+def _event_writer(folder: Folder, resume_step: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - optional extra
 
-    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1)
+    # It knows paths only. That of a descriptor leads to where it was opened, whatever the name
+    # means by now; it stays open as long as the process.
+    inner = folder.sub("tensorboard", make=True)
+    inner.require_files()
+    by_descriptor = Path(f"/proc/self/fd/{inner.descriptor}")
+    path = by_descriptor if by_descriptor.is_dir() else inner.path
+    return SummaryWriter(str(path), purge_step=resume_step + 1)

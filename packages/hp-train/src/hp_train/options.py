@@ -15,6 +15,7 @@ from hp_train import rules
 from hp_train.config import Config
 from hp_train.environment import external_world
 from hp_train.errors import ConfigError
+from hp_train.folder import Folder
 from hp_train.schema import (
     Field,
     convert,
@@ -25,6 +26,9 @@ from hp_train.schema import (
     unknown_key,
 )
 
+CONFIG = "config.toml"
+"""Name of the config in a run directory."""
+_LONGEST = 1 << 20
 _SHIPPED = Path(__file__).parent / "configs"
 _COMMAND_LINE = "command line"
 _FLAG = re.compile(r"--([A-Za-z_][\w-]*\.[\w.-]*)(?:=(.*))?", re.DOTALL)
@@ -101,9 +105,12 @@ def resolve(
         ConfigError: About the first thing that is wrong, in one line.
     """
     given = _collect(overrides)
-    path = _find(source, resume=given.get("run.resume"))
-    text = _read(path)
+    resume = given.get("run.resume")
+    path = _find(source, resume=resume)
+    text = _read(path) if resume is None else _read_saved(path.parent)
     values, origins = _from_toml(text, path.name if path.parent == _SHIPPED else str(path))
+    if resume is None and "run.resume" in values:
+        _require_name(values["run.resume"], where=f"{origins['run.resume']}: ")
     for key, raw in given.items():
         values[key] = _convert_override(fields()[key], raw)
         origins[key] = _COMMAND_LINE
@@ -177,11 +184,12 @@ def _parse_list(text: str) -> object:
 
 
 def _find(source: str | None, *, resume: object) -> Path:
-    if resume:
+    if resume is not None:
+        _require_name(resume)
         if source is not None:
             raise ConfigError(f"config ({shown(source)}) must be left out where a run is resumed")
         rules.require_run_directory(str(resume))
-        return Path(str(resume)) / "config.toml"
+        return Path(str(resume)) / CONFIG
     source = source or "quickstart"
     if source in shipped():
         return _SHIPPED / f"{source}.toml"
@@ -192,11 +200,30 @@ def _find(source: str | None, *, resume: object) -> Path:
     raise ConfigError(f"config ({shown(source)}) must be a .toml file or come along{hint}")
 
 
-def _read(path: Path) -> str:
+def _require_name(resume: object, *, where: str = "") -> None:
+    """An empty name comes from a variable that is not set, and would start a new run."""
+    if not resume:
+        raise ConfigError(
+            f'{where}run.resume ("") must name a run directory; leave it out for a new run'
+        )
+
+
+def _read_saved(run_dir: Path) -> str:
+    """The config in a run directory, which may be a stranger's."""
+    with Folder.open(run_dir) as folder:
+        return _decoded(folder.read(CONFIG, limit=_LONGEST), run_dir / CONFIG)
+
+
+def _decoded(content: bytes, path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"config ({path}) must be UTF-8: byte {error.start} is not") from None
+
+
+def _read(path: Path) -> str:
+    try:
+        return _decoded(path.read_bytes(), path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(

@@ -55,7 +55,8 @@ def _assignment(name: str, value: object, origins: Mapping[str, str] | None, key
     if isinstance(value, list):
         text = " ".join(text.split()).replace("[ ", "[").replace(", ]", "]")
     origin = f"  # {_one_line(origins[key])}" if origins else ""
-    return f"{name} = {text}{origin}"
+    unset = "# " if key == "run.resume" and not value else ""  # an empty one is refused
+    return f"{unset}{name} = {text}{origin}"
 
 
 def _comment(text: str) -> list[str]:

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -19,6 +18,7 @@ from hp_schedule import (
     simulate,
     timeline_svg,
 )
+from hp_train.folder import Folder
 from hp_train.mesh import Mesh
 from hp_train.metrics import read_metrics
 
@@ -53,18 +53,19 @@ def planned_and_actual(
     return {"planned": simulate(schedule, costs).timeline, "actual": actual}
 
 
-def write_report(run_dir: Path, timelines: Mapping[str, Timeline]) -> None:
+def write_report(folder: Folder, timelines: Mapping[str, Timeline]) -> None:
     """Write loss.svg, timeline.svg and timeline.json into a run directory.
 
     Args:
-        run_dir: Holds metrics.jsonl.
+        folder: Of the run; holds metrics.jsonl.
         timelines: For example ``{"planned": ..., "actual": ...}``; none leaves the timeline out.
     """
-    rows = read_metrics(run_dir / "metrics.jsonl")
-    (run_dir / "loss.svg").write_text(loss_curve_svg(rows))
+    keys = ("step", *_COLOURS)
+    rows = [{key: row.get(key) for key in keys} for _, row in read_metrics(folder)]
+    folder.replace("loss.svg", loss_curve_svg(rows).encode())
     if timelines:
-        (run_dir / "timeline.svg").write_text(timeline_svg(timelines))
-        (run_dir / "timeline.json").write_text(json.dumps(chrome_trace(timelines)))
+        folder.replace("timeline.svg", timeline_svg(timelines).encode())
+        folder.replace("timeline.json", json.dumps(chrome_trace(timelines)).encode())
 
 
 def loss_curve_svg(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -57,9 +57,12 @@ def prepare_data(config: Config, worker: Worker, runtime: Runtime) -> Tokenizer:
     tokenizer: Tokenizer | None = None
     try:
         tokenizer = load_tokenizer(config.data.tokenizer)
+        if worker.data is None:
+            with worker.folder.sub("data", make=True) as data:
+                data.require_files()
         if prepares:
             prepare(
-                worker.run_dir / "data",
+                worker.data_dir,
                 paths=config.data.paths,
                 tokenizer=tokenizer,
                 eval_fraction=config.data.eval_fraction,

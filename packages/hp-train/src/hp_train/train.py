@@ -6,6 +6,7 @@ act on it at the same step. No rank ever decides alone.
 """
 
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -23,7 +24,7 @@ from hp_train.banner import banner
 from hp_train.batches import Batches
 from hp_train.config import Config, to_dict
 from hp_train.data import Dataset, Tokenizer
-from hp_train.errors import PREEMPTED, DataError, NumericsError
+from hp_train.errors import PREEMPTED, DataError, NumericsError, RunDirectoryError
 from hp_train.finiteness import Skips, describe_not_finite
 from hp_train.garbage import garbage_collection
 from hp_train.generate import continue_text
@@ -37,6 +38,7 @@ from hp_train.metrics import Console, MetricsWriter, StepMetrics, peak_memory_by
 from hp_train.model import Microbatch
 from hp_train.optimizer import build_optimizer, learning_rate
 from hp_train.parallelize import build_pipeline
+from hp_train.position import Position
 from hp_train.report import planned_and_actual, write_report
 from hp_train.startup import connect, prepare_data, require_same_data, vocab_size_of
 from hp_train.state import (
@@ -153,9 +155,14 @@ class Trainer:
         """
         notes = self.resume()
         train, run = self.config.train, self.config.run
+        if self.step >= train.steps:
+            # The launcher finds this out by itself, unless ranks were lost after the last save.
+            if self.is_main:
+                sys.stdout.write(f"nothing to do: step {self.step} of {train.steps} is done\n")
+            return 0
         console = Console(enabled=self.is_main, total=train.steps, done=self.step)
         metrics = MetricsWriter(
-            self.worker.run_dir if self.is_main else None,
+            self.worker.folder if self.is_main else None,
             resume_step=self.step,
             tensorboard=run.tensorboard,
         )
@@ -229,6 +236,7 @@ class Trainer:
         Raises:
             NumericsError: On every rank, before the weights are touched, when the loss or a
                 gradient is not finite and the step must not be skipped.
+            RunDirectoryError: On every rank, when the run directory is gone.
         """
         with doing(f"step {self.step + 1}"):
             return self._train_step(before_update)
@@ -241,11 +249,14 @@ class Trainer:
         losses, busy = self.compute_gradients()
         cpu, self._cpu_before = self._cpu_before, time.process_time()
         shares = losses
-        flags = [self.worker.stop.requested, self.keeper.is_written]
+        is_gone = self.is_main and not self.worker.folder.is_here
+        flags = [self.worker.stop.requested, self.keeper.is_written, is_gone]
         scalars, squares, memory = self._sum_over_ranks(
             [*losses, busy, self._cpu_before - cpu, *flags]
         )
-        *summed, busy, cpu_seconds, stops, written = scalars
+        *summed, busy, cpu_seconds, stops, written, gone = scalars
+        if gone:
+            raise RunDirectoryError(self.worker.folder.gone)
         losses = Losses(*summed)
         if written == self.runtime.info.world_size:
             self.problems += self.keeper.settle()
@@ -395,14 +406,12 @@ class Trainer:
             asked = bool(self.config.run.resume)
             return ["no checkpoint to resume from: starting at step 0"] if asked else []
         notes = [f"skipped damaged checkpoint {path}: {why}" for path, why in loaded.skipped]
-        if loaded.extra["data"] not in (None, self.data.digest):  # None: imported, not known
-            raise DataError(
-                f"{loaded.path} was trained on other data than {self.worker.run_dir}/data"
-            )
+        position = Position.of(loaded)
+        if position.data not in (None, self.data.digest):
+            raise DataError(f"{loaded.path} was trained on other data than {self.worker.data_dir}")
         self._update_twins()
-        self.step = loaded.extra["step"]
-        self.next_sequence = loaded.extra["next_sequence"]
-        self.skips = Skips(loaded.extra.get("skipped", 0), loaded.extra.get("skipped_in_a_row", 0))
+        self.step, self.next_sequence = position.step, position.next_sequence
+        self.skips = Skips(position.skipped, position.skipped_in_a_row)
         set_optimizer_steps(self.optimizer, self.step - self.skips.total)
         return [*notes, f"resumed from {loaded.path}"]
 
@@ -468,7 +477,7 @@ class Trainer:
             )
             console.print(f"sample:\n{train.sample_prompt}{text}")
         if self.is_main:
-            write_report(self.worker.run_dir, timelines)
+            write_report(self.worker.folder, timelines)
 
     def _once(self, losses: Sequence[Tensor]) -> float:
         """This rank's part of a sum over all ranks of what tensor-parallel ranks all have."""
@@ -510,7 +519,7 @@ class Trainer:
                 update_correction_biases(stage, rate=model.correction_rate, group=group)
 
     def _open(self, split: str, *, seed: int | None) -> Dataset:
-        directory = self.worker.run_dir / "data"
+        directory = self.worker.data_dir
         data = self.config.data
         separate = data.documents == "separate"
         return Dataset.open(directory, split, seq_len=data.seq_len, seed=seed, separate=separate)

@@ -36,7 +36,8 @@ class BackgroundSaver:
     known. All ranks call :meth:`start` and :meth:`finish` together, in the same order.
 
     Args:
-        directory: Of the run's checkpoints, on storage that all ranks share; made if missing.
+        directory: Of the run's checkpoints, on storage that all ranks share; made if missing, in
+            one that is there. No symbolic link.
         group: CPU group over all ranks, which nothing else uses while a save is under way.
         keep: See :func:`save_checkpoint`.
         keep_every: See :func:`save_checkpoint`.

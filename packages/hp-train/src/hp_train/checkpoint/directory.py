@@ -14,13 +14,15 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from uuid import uuid4
 
-from hp_train.checkpoint.files import fsync_directory
-from hp_train.drafts import try_lock
+from hp_train.drafts import names_in, try_lock
 from hp_train.errors import CheckpointError
+from hp_train.folder import DamageError, open_directory
 
 _COMPLETE = re.compile(r"\Astep-([0-9]{8,16})(?:\.([0-9]{1,6}))?\Z")
 _STAGING = re.compile(r"\Astep-[0-9.]+\.tmp-[0-9a-f]{32}\Z")
@@ -75,10 +77,12 @@ def create_staging(directory: Path, step: int) -> tuple[Path, int]:
     Returns:
         Its path, and a descriptor that keeps it from being taken for a leftover until it is closed.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        directory.mkdir()
     path = _new_staging_name(directory / step_name(step))
-    path.mkdir()
-    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    with _opened(directory) as parent:
+        os.mkdir(path.name, dir_fd=parent)
+        lock = open_directory(path.name, parent)
     # Where the file system has no locks, a second run in the same directory takes what this one is
     # writing for a leftover, and this one's save fails.
     try_lock(lock)
@@ -90,36 +94,36 @@ def commit(staging: Path, step: int) -> Path:
 
     A checkpoint that has the name already is not replaced: the new one gets the next number.
     """
-    directory = staging.parent
-    for attempt in count():
-        path = directory / step_name(step, attempt)
-        if not os.path.lexists(path):
-            staging.rename(path)
-            fsync_directory(directory)
-            return path
-    raise AssertionError
+    with _opened(staging.parent) as directory:
+        taken = names_in(directory)
+        name = next(name for n in count() if (name := step_name(step, n)) not in taken)
+        os.rename(staging.name, name, src_dir_fd=directory, dst_dir_fd=directory)
+        os.fsync(directory)
+    return staging.with_name(name)
 
 
 def remove_leftovers(directory: Path) -> None:
     """Remove what runs that died while saving or purging left behind."""
-    for name in _names(directory):
-        path = directory / name
-        if _STAGING.match(name) and not path.is_symlink() and not _is_locked(path):
-            shutil.rmtree(path, ignore_errors=True)
+    if not os.path.lexists(directory):
+        return
+    with _opened(directory) as parent:
+        for name in filter(_STAGING.match, names_in(parent)):
+            if not _is_locked(name, parent):
+                shutil.rmtree(name, ignore_errors=True, dir_fd=parent)  # follows no link
 
 
 def quarantine(path: Path) -> Path:
     """Set a damaged checkpoint aside; returns its new path, the old one if it cannot be renamed."""
-    for number in count():
-        target = path.with_name(path.name + (f".bad-{number}" if number else ".bad"))
-        if not os.path.lexists(target):
-            break
     try:
-        path.rename(target)
+        with _opened(path.parent) as directory:
+            taken = names_in(directory)
+            names = (f"{path.name}.bad" + (f"-{n}" if n else "") for n in count())
+            name = next(name for name in names if name not in taken)
+            os.rename(path.name, name, src_dir_fd=directory, dst_dir_fd=directory)
     except OSError as error:
         _log.warning("cannot rename damaged checkpoint %s: %s", path, error.strerror)
         return path
-    return target
+    return path.with_name(name)
 
 
 def purge(newest: Path, *, keep: int, keep_every: int = 0) -> None:
@@ -154,13 +158,13 @@ def purge(newest: Path, *, keep: int, keep_every: int = 0) -> None:
 
 def _remove(path: Path) -> None:
     """Rename first, so that a kill in between leaves no half checkpoint under a good name."""
-    staging = _new_staging_name(path)
+    name = _new_staging_name(path).name
     try:
-        path.rename(staging)
+        with _opened(path.parent) as directory:
+            os.rename(path.name, name, src_dir_fd=directory, dst_dir_fd=directory)
+            shutil.rmtree(name, ignore_errors=True, dir_fd=directory)
     except OSError as error:
         _log.warning("cannot remove old checkpoint %s: %s", path, error.strerror)
-    else:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _new_staging_name(path: Path) -> Path:
@@ -168,16 +172,33 @@ def _new_staging_name(path: Path) -> Path:
 
 
 def _names(directory: Path) -> list[str]:
-    try:
-        return [path.name for path in directory.iterdir()]
-    except FileNotFoundError:
+    if not os.path.lexists(directory):
         return []
+    with _opened(directory) as descriptor:
+        return names_in(descriptor)
 
 
-def _is_locked(path: Path) -> bool:
+@contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    """Descriptor of the directory of checkpoints.
+
+    Raises:
+        CheckpointError: If it is a symbolic link or no directory.
+    """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
+        descriptor = open_directory(directory)
+    except DamageError as damage:
+        raise CheckpointError(f"{directory}: {damage}") from None
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _is_locked(name: str, parent: int) -> bool:
+    try:
+        descriptor = open_directory(name, parent)
+    except (OSError, DamageError):
         return False
     try:
         return not try_lock(descriptor)

@@ -17,7 +17,7 @@ from hp_train.checkpoint.directory import (
     remove_leftovers,
 )
 from hp_train.checkpoint.extra import decode_extra
-from hp_train.checkpoint.manifest import DamageError, Manifest
+from hp_train.checkpoint.manifest import Manifest
 from hp_train.checkpoint.planners import StrictLoadPlanner
 from hp_train.checkpoint.reader import ManifestReader
 from hp_train.checkpoint.together import (
@@ -29,6 +29,7 @@ from hp_train.checkpoint.together import (
 )
 from hp_train.checkpoint.verify import read_manifest
 from hp_train.errors import CheckpointError
+from hp_train.folder import DamageError
 
 
 @dataclass(frozen=True, slots=True)

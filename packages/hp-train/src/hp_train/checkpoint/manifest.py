@@ -19,6 +19,7 @@ import msgspec
 
 from hp_train.checkpoint.extra import decode_extra
 from hp_train.checkpoint.tiling import gap_error, tiling_error
+from hp_train.folder import DamageError
 
 MANIFEST = "manifest.json"
 DIGEST = "manifest.sha256"
@@ -35,10 +36,6 @@ ITEM_BYTES: dict[DtypeName, int] = {
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 _Sizes: TypeAlias = Annotated[tuple[_Count, ...], msgspec.Meta(max_length=16)]
-
-
-class DamageError(Exception):
-    """A checkpoint must not be used; the message says why, in one line."""
 
 
 class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

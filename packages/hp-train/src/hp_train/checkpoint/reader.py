@@ -18,11 +18,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from hp_train.checkpoint.files import (
-    opened,
-    opened_directory,
-    read_and_hash,
-)
+from hp_train.checkpoint.files import read_and_hash
 from hp_train.checkpoint.manifest import (
     Manifest,
     Part,
@@ -33,6 +29,7 @@ from hp_train.checkpoint.planners import DTYPES, metadata_of
 from hp_train.checkpoint.together import OnProgress, silent
 from hp_train.checkpoint.verify import failed
 from hp_train.errors import CheckpointError
+from hp_train.folder import opened, opened_directory
 
 _CHANGED = "changed after it was verified; the state is loaded in part and must not be used"
 

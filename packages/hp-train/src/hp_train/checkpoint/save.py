@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from hp_platform import agree
 from hp_train.checkpoint.directory import commit, purge, remove_leftovers
 from hp_train.checkpoint.extra import encode_extra
-from hp_train.checkpoint.manifest import DamageError
 from hp_train.checkpoint.planners import StrictSavePlanner
 from hp_train.checkpoint.together import (
     OnProgress,
@@ -26,6 +25,7 @@ from hp_train.checkpoint.together import (
 from hp_train.checkpoint.verify import read_manifest
 from hp_train.checkpoint.writer import ManifestWriter
 from hp_train.errors import CheckpointError
+from hp_train.folder import DamageError
 
 
 def save_checkpoint(
@@ -47,7 +47,8 @@ def save_checkpoint(
     number; nothing is overwritten.
 
     Args:
-        directory: Of the run's checkpoints, on storage that all ranks share; made if missing.
+        directory: Of the run's checkpoints, on storage that all ranks share; made if missing, in
+            one that is there. No symbolic link.
         step: Of the training run.
         tensors: What this rank holds, by global name. A plain tensor with the same name on several
             ranks has the same value on all of them and is saved once; a DTensor (placements Shard

@@ -9,9 +9,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hp_platform import PeerError, agree, on_one_rank
-from hp_train.checkpoint.manifest import DamageError, Manifest, Part, parts_of
+from hp_train.checkpoint.manifest import Manifest, Part, parts_of
 from hp_train.checkpoint.verify import share_of, verify_parts
 from hp_train.errors import CheckpointError
+from hp_train.folder import DamageError
 
 T = TypeVar("T")
 

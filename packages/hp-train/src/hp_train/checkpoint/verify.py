@@ -8,19 +8,11 @@ from itertools import groupby
 from pathlib import Path
 
 from hp_train.checkpoint.directory import parse_step_name
-from hp_train.checkpoint.files import (
-    PIECE_BYTES,
-    hash_span,
-    opened,
-    opened_directory,
-    read_into,
-    read_whole,
-)
+from hp_train.checkpoint.files import PIECE_BYTES, hash_span
 from hp_train.checkpoint.manifest import (
     DIGEST,
     MANIFEST,
     MAX_MANIFEST_BYTES,
-    DamageError,
     Manifest,
     Part,
     decode,
@@ -28,6 +20,7 @@ from hp_train.checkpoint.manifest import (
     parts_of,
 )
 from hp_train.errors import CheckpointError
+from hp_train.folder import DamageError, opened, opened_directory, read_into, read_whole
 
 
 def verify_checkpoint(path: Path) -> None:

@@ -34,7 +34,6 @@ import hp_train
 from hp_train.checkpoint.directory import create_staging
 from hp_train.checkpoint.files import (
     created,
-    fsync_directory,
     write,
 )
 from hp_train.checkpoint.manifest import (
@@ -42,7 +41,6 @@ from hp_train.checkpoint.manifest import (
     ITEM_BYTES,
     MANIFEST,
     Chunk,
-    DamageError,
     Manifest,
     Part,
     SavedFile,
@@ -56,6 +54,7 @@ from hp_train.checkpoint.planners import NAME_OF
 from hp_train.checkpoint.together import OnProgress, silent
 from hp_train.checkpoint.verify import digest_line, failed
 from hp_train.errors import CheckpointError
+from hp_train.folder import DamageError, opened_directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +118,8 @@ class ManifestWriter(StorageWriter):
             if layout:
                 header = file_header(assignment.save_id, self._step, [part for part, _ in layout])
                 results = _write_file(path, header, layout, planner, self.on_progress)
+        except DamageError as damage:
+            raise CheckpointError(f"cannot write {path}: {damage}") from None
         except OSError as error:
             raise failed("write", path, error) from None
         self.on_progress("write", waiting=True)
@@ -134,10 +135,11 @@ class ManifestWriter(StorageWriter):
         text = encode(self._manifest(metadata, results))
         try:
             decode(text)  # never write what a load would refuse
-            for name, data in ((MANIFEST, text), (DIGEST, digest_line(text))):
-                with created(self.staging / name) as descriptor:
-                    write(descriptor, memoryview(data))
-            fsync_directory(self.staging)
+            with opened_directory(self.staging) as directory:
+                for name, data in ((MANIFEST, text), (DIGEST, digest_line(text))):
+                    with created(name, directory) as descriptor:
+                        write(descriptor, memoryview(data))
+                os.fsync(directory)
         except DamageError as damage:
             raise CheckpointError(f"cannot save: {damage}") from None
         except OSError as error:
@@ -231,7 +233,7 @@ def _write_file(
     """Stream the chunks to a new file: one at a time leaves the device."""
     results = []
     total = len(header) + layout[-1][0].end
-    with created(path) as descriptor:
+    with opened_directory(path.parent) as staging, created(path.name, staging) as descriptor:
         write(descriptor, memoryview(header))
         for part, item in layout:
             on_progress("write")

@@ -16,8 +16,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from hp_train import rules
 from hp_train.checkpoint.directory import commit, newest_checkpoint
 from hp_train.checkpoint.extra import MAX_EXTRA_BYTES, decode_extra, encode_extra
-from hp_train.checkpoint.files import opened_directory, read_whole
-from hp_train.checkpoint.manifest import DamageError
 from hp_train.checkpoint.planners import DTYPES
 from hp_train.checkpoint.reader import ManifestReader
 from hp_train.checkpoint.tiling import Box
@@ -28,6 +26,7 @@ from hp_train.dcp.metadata import StoredTensor, read_metadata
 from hp_train.dcp.planner import Source, write_sources
 from hp_train.dcp.tensors import read_box
 from hp_train.errors import CheckpointError, ConfigError
+from hp_train.folder import DamageError, Folder, opened_directory, read_whole
 from hp_train.launch.rundir import write_config
 from hp_train.options import Resolved
 from hp_train.schema import fields
@@ -119,7 +118,8 @@ def import_dcp(folder: Path, run: Path, *, resolved: Resolved | None, step: int 
     extra = _position(folder, extra, step)
     _make_new(run)
     try:
-        write_config(run, config)
+        with Folder.open(run) as made:
+            write_config(made, config)
         _write(run / "checkpoints", extra, sources)
     except OSError as error:
         raise failed("write", run, error) from None

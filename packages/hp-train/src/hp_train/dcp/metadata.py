@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hp_train.checkpoint.files import opened, opened_directory, read_whole
-from hp_train.checkpoint.manifest import ITEM_BYTES, DamageError, DtypeName, name_error
+from hp_train.checkpoint.manifest import ITEM_BYTES, DtypeName, name_error
 from hp_train.checkpoint.planners import NAME_OF
 from hp_train.checkpoint.tiling import Box, tiling_error
 from hp_train.dcp.pickled import Called, Named, read_pickle
+from hp_train.folder import DamageError, opened, opened_directory, read_whole
 
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 128 << 20

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hp_train.checkpoint.files import opened, opened_directory, read_into
-from hp_train.checkpoint.manifest import ITEM_BYTES, DamageError, DtypeName
+from hp_train.checkpoint.manifest import ITEM_BYTES, DtypeName
 from hp_train.checkpoint.planners import DTYPES
 from hp_train.dcp.metadata import DTYPE_NAMES, Place
 from hp_train.dcp.pickled import Called, Named, Persistent, read_pickle
+from hp_train.folder import DamageError, opened, opened_directory, read_into
 
 _STORAGES: dict[str, DtypeName] = {
     "torch.BFloat16Storage": "BF16",

@@ -13,11 +13,12 @@ from torch import Tensor
 from hp_train import rules
 from hp_train.checkpoint.directory import newest_checkpoint
 from hp_train.checkpoint.extra import decode_extra
-from hp_train.checkpoint.manifest import DamageError, Manifest
+from hp_train.checkpoint.manifest import Manifest
 from hp_train.checkpoint.reader import ManifestReader
 from hp_train.checkpoint.verify import read_manifest
 from hp_train.config import Config, ModelConfig
 from hp_train.errors import CheckpointError, ConfigError
+from hp_train.folder import DamageError
 from hp_train.hugging_face.config import model_config, read_config, train_dtype
 from hp_train.hugging_face.load import check_weights
 from hp_train.hugging_face.plan import Box

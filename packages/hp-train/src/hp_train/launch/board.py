@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from hp_train.errors import RunDirectoryError
+from hp_train.folder import Folder
+
 _HEADER_BYTES = 64
 _SLOT_BYTES = 128
 _PHASE_BYTES = 64
@@ -84,15 +87,27 @@ class Board:
     @classmethod
     def create(cls, path: Path, *, num_ranks: int) -> "Board":
         """Make a file of empty slots; written in full, so that no later write can lack space."""
-        path.write_bytes(bytes(_HEADER_BYTES + num_ranks * _SLOT_BYTES))
-        return cls.attach(path, rank=0)
+        with Folder.open(path.parent) as folder, folder.replacing(path.name) as file:
+            file.write(bytes(_HEADER_BYTES + num_ranks * _SLOT_BYTES))
+        with file:
+            memory = mmap.mmap(file.fileno(), 0)
+        return cls(memory, num_ranks=num_ranks, rank=0)
 
     @classmethod
     def attach(cls, path: Path, *, rank: int) -> "Board":
-        """Open the file that the launcher made."""
-        with path.open("r+b") as file:
+        """Open the file that the launcher made.
+
+        Raises:
+            RunDirectoryError: When it is something else.
+        """
+        with Folder.open(path.parent) as folder:
+            file = os.fdopen(folder.open_file(path.name, os.O_RDWR), "r+b")
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            num_ranks, rest = divmod(size - _HEADER_BYTES, _SLOT_BYTES)
+            if rest or not 0 <= rank < num_ranks:
+                raise RunDirectoryError(f"{path} ({size} bytes) must have a slot for rank {rank}")
             memory = mmap.mmap(file.fileno(), 0)
-        num_ranks = (len(memory) - _HEADER_BYTES) // _SLOT_BYTES
         return cls(memory, num_ranks=num_ranks, rank=rank)
 
     @classmethod

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 from torch.distributed import Store  # type: ignore[attr-defined] # exported, but untyped
 from torch.distributed.rendezvous import rendezvous
@@ -23,10 +24,16 @@ from hp_train.launch.agent import (
     why_no_node_is_replaced,
 )
 from hp_train.launch.board import Board
-from hp_train.launch.rundir import make_run_directory, write_config
+from hp_train.launch.rundir import (
+    finished,
+    make_run_directory,
+    open_run_directory,
+    say_finished,
+    write_config,
+)
 from hp_train.launch.signals import StopFlag
-from hp_train.launch.task import Worker, drop_empty, error_file, stack_file
-from hp_train.launch.worker import report_stacks, run_guarded
+from hp_train.launch.task import ERRORS, Worker, drop_empty, error_file, read_error, stack_file
+from hp_train.launch.worker import one_line, report_stacks, run_guarded
 from hp_train.options import Resolved
 
 _STORE_TIMEOUT = timedelta(minutes=5)
@@ -61,34 +68,34 @@ def run(resolved: Resolved, *, entry: str) -> int:
     if has_agents_store(os.environ) and info.world_size > 1:
         store, _, _ = next(rendezvous("env://", timeout=_STORE_TIMEOUT))
     run_dir = _run_directory(resolved, info, os.environ, store)
+    folder, config = open_run_directory(run_dir), resolved.config
+    if done := finished(folder, config, rank=info.rank, world_size=info.world_size):
+        return say_finished(folder, config, done) if info.rank == 0 else 0
     if info.rank == 0:
-        write_config(run_dir, resolved)
+        write_config(folder, resolved)
         if warning := why_no_node_is_replaced(os.environ):
             sys.stderr.write(f"warning: {warning}\n")
     if store is not None:
         timeout = timedelta(seconds=launch.init_timeout_seconds)
         _served = meet(store, info, os.environ, timeout=timeout)
-    report_stacks(stack_file(run_dir, info.rank))
     board = Board.unwatched()
     worker = Worker(info=info, run_dir=run_dir, board=board, stop=stop)
-    status = run_guarded(entry, resolved.config, worker)
-    drop_empty([stack_file(run_dir, info.rank)])
-    if status is None:
-        _end_failed(worker)
+    report_stacks(worker)
+    status = run_guarded(entry, config, worker)
+    drop_empty(folder, [stack_file(info.rank)])
+    if isinstance(status, BaseException):
+        _end_failed(worker, one_line(status))
     elif info.rank == 0:
         _say_where(run_dir, status)
-    return status or 0
+    return status
 
 
-def _end_failed(worker: Worker) -> None:
-    fate = worker.board.slots()[0]
-    path = error_file(worker.run_dir, worker.info.rank)
+def _end_failed(worker: Worker, reason: str) -> NoReturn:
+    fate, rank = worker.board.slots()[0], worker.info.rank
     if not fate.is_echo:
-        with path.open() as file:
-            reason = file.readline().strip()
-        sys.stderr.write(
-            f"error: rank {worker.info.rank} failed at {fate.place}: {reason}\ntraceback: {path}\n"
-        )
+        sys.stderr.write(f"error: rank {rank} failed at {fate.place}: {reason}\n")
+        if read_error(worker.folder, error_file(rank)):
+            sys.stderr.write(f"traceback: {worker.run_dir / ERRORS / error_file(rank)}\n")
         sys.stderr.flush()
     os._exit(fate.status)
 

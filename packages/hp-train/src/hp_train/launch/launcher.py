@@ -13,16 +13,39 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hp_train.environment import external_world
-from hp_train.errors import PREEMPTED, ConfigError, HangError, RankLostError
+from hp_train.errors import (
+    PREEMPTED,
+    ConfigError,
+    HangError,
+    RankLostError,
+    RunDirectoryError,
+)
 from hp_train.launch.board import Board, State
 from hp_train.launch.lifetime import LAUNCHER_VARIABLE
-from hp_train.launch.rundir import locked, make_run_directory, write_config
+from hp_train.launch.rundir import (
+    CHECKPOINTS,
+    finished,
+    locked,
+    make_run_directory,
+    open_run_directory,
+    say_finished,
+    write_config,
+)
 from hp_train.launch.signals import STOP_SIGNALS, StopTrap
 from hp_train.launch.supervise import Verdict, Watch, gone, kill_ranks, most_suspect
-from hp_train.launch.task import Task, drop_empty, error_file, stack_file
+from hp_train.launch.task import (
+    ERRORS,
+    HEARTBEAT,
+    Task,
+    drop_empty,
+    error_file,
+    read_error,
+    stack_file,
+)
 
 if TYPE_CHECKING:
     from hp_train.config import Config
+    from hp_train.folder import Folder
     from hp_train.launch.elastic import ElasticRanks
     from hp_train.options import Resolved
 
@@ -71,14 +94,20 @@ def run(resolved: Resolved, *, _entry: str = _ENTRY) -> int:
         from hp_train.launch import external  # noqa: PLC0415 - imports torch
 
         return external.run(resolved, entry=_entry)
-    with StopTrap() as trap:
-        run_dir = make_run_directory(resolved)
-        with locked(run_dir):
-            write_config(run_dir, resolved)
-            return _run_ranks(resolved.config, run_dir, trap, _entry, resumable=True)
+    config = resolved.config
+    with (
+        StopTrap() as trap,
+        open_run_directory(make_run_directory(resolved)) as folder,
+        locked(folder),
+    ):
+        if done := finished(folder, config):
+            return say_finished(folder, config, done)
+        write_config(folder, resolved)
+        task = Task(config, folder.path, os.getpid(), _entry)
+        return _run_ranks(task, folder, trap, resumable=True)
 
 
-def run_entry(config: Config, run_dir: Path, *, entry: str) -> int:
+def run_entry(config: Config, run_dir: Path, *, entry: str, data: Path | None = None) -> int:
     """Run a function on the ranks of a config, each a process of its own.
 
     The first call of a process starts the server that ranks are forked from; later ones, of any
@@ -89,46 +118,47 @@ def run_entry(config: Config, run_dir: Path, *, entry: str) -> int:
         config: Checked; every rank gets it.
         run_dir: Exists; for heartbeats, errors and whatever the ranks keep.
         entry: ``module:function`` that each rank calls with the config and ``worker=``.
+        data: Where the tokens are; None: in `run_dir`.
 
     Returns:
         Exit status, see `hp_train.errors`; 128 + the number of the signal that asked to stop.
     """
-    with StopTrap() as trap:
-        status = _run_ranks(config, run_dir, trap, entry, resumable=False)
+    with StopTrap() as trap, open_run_directory(run_dir) as folder:
+        task = Task(config, run_dir, os.getpid(), entry, data)
+        status = _run_ranks(task, folder, trap, resumable=False)
         return 128 + trap.first if trap.first else status
 
 
-def _run_ranks(
-    config: Config, run_dir: Path, trap: StopTrap, entry: str, *, resumable: bool
-) -> int:
+def _run_ranks(task: Task, folder: Folder, trap: StopTrap, *, resumable: bool) -> int:
     """Run the ranks to their end; start them again where a rank is lost or hangs.
 
     Every start begins with the last good checkpoint. The elastic agent could restart ranks by
     itself, but knows neither of hangs nor of whom to blame, and waits for ranks that are to be
     killed; so it is given one attempt at a time.
     """
-    in_a_row, newest = 0, ""
+    in_a_row, newest, most = 0, "", task.config.launch.max_restarts
     while True:
-        status = _attempt(config, run_dir, trap, entry, resumable=resumable)
+        status = _attempt(task, folder, trap, resumable=resumable)
         if status not in _RESTARTED or trap.first or not resumable:
             return status
-        before, newest = newest, _newest_checkpoint(run_dir)
+        before, newest = newest, _newest_checkpoint(task.run_dir)
         in_a_row = in_a_row + 1 if newest == before else 1
-        if in_a_row > config.launch.max_restarts:
+        if in_a_row > most:
             return status
         place = newest or "the beginning"
-        _say(f"starting again from {place} ({in_a_row} of {config.launch.max_restarts})")
+        _say(f"starting again from {place} ({in_a_row} of {most})")
 
 
 def _newest_checkpoint(run_dir: Path) -> str:
     """Name of the one that ranks look at first; empty: there is none."""
     from hp_train.checkpoint.directory import complete_checkpoints  # noqa: PLC0415 - imports torch
 
-    return next((path.name for path in complete_checkpoints(run_dir / "checkpoints")), "")
+    return next((path.name for path in complete_checkpoints(run_dir / CHECKPOINTS)), "")
 
 
-def _attempt(config: Config, run_dir: Path, trap: StopTrap, entry: str, *, resumable: bool) -> int:
-    _start_server(entry)
+def _attempt(task: Task, folder: Folder, trap: StopTrap, *, resumable: bool) -> int:
+    config = task.config
+    _start_server(task.entry)
     # Imported while the server does the same.
     import torch  # noqa: PLC0415
 
@@ -136,13 +166,12 @@ def _attempt(config: Config, run_dir: Path, trap: StopTrap, entry: str, *, resum
 
     if config.launch.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError('launch.device ("cuda") must be cpu or auto where there is no GPU')
-    heartbeat = run_dir / "heartbeat"
-    board = Board.create(heartbeat, num_ranks=config.world_size)
+    board = Board.create(task.board, num_ranks=config.world_size)
     trap.is_watched = True
     try:
         if trap.first:
-            return _stopped(run_dir, "before any process was started, nothing to save", resumable)
-        task = Task(config, run_dir, heartbeat, os.getpid(), entry)
+            when = "before any process was started, nothing to save"
+            return _stopped(task.run_dir, when, resumable)
         ranks = ElasticRanks(task, num_processes=config.world_size)
         watch = Watch(
             board,
@@ -151,15 +180,15 @@ def _attempt(config: Config, run_dir: Path, trap: StopTrap, entry: str, *, resum
         )
         grace = config.launch.stop_grace_seconds
         started = _Run(
-            run_dir, trap, board, ranks, watch, stop_grace_seconds=grace, resumable=resumable
+            folder, trap, board, ranks, watch, stop_grace_seconds=grace, resumable=resumable
         )
         return started.finish()
     except BaseException:
         kill_ranks(board.slots())
         raise
     finally:
-        heartbeat.unlink(missing_ok=True)
-        drop_empty(stack_file(run_dir, rank) for rank in range(config.world_size))
+        folder.remove(HEARTBEAT)
+        drop_empty(folder, map(stack_file, range(config.world_size)))
 
 
 def _start_server(entry: str) -> None:
@@ -191,7 +220,7 @@ class _Run:
 
     def __init__(
         self,
-        run_dir: Path,
+        folder: Folder,
         trap: StopTrap,
         board: Board,
         ranks: ElasticRanks,
@@ -200,7 +229,8 @@ class _Run:
         stop_grace_seconds: float,
         resumable: bool,
     ) -> None:
-        self.run_dir, self.trap, self.board, self.ranks = run_dir, trap, board, ranks
+        self.folder, self.trap, self.board, self.ranks = folder, trap, board, ranks
+        self.run_dir = folder.path
         self.watch, self.stop_grace_seconds = watch, stop_grace_seconds
         self.resumable = resumable
 
@@ -212,6 +242,8 @@ class _Run:
         """
         while not self.ranks.is_done:
             self.ranks.join(_LOOK_SECONDS)
+            if not self.folder.is_here:
+                return self._directory_gone()
             if self.trap.first and not self.resumable:
                 return self._end_now()
             if self.trap.first and not self.board.stop_requested():
@@ -236,6 +268,8 @@ class _Run:
         return all(slot.state is State.RETURNED for slot in self.board.slots())
 
     def _returned(self, status: int) -> int:
+        if not self.folder.is_here:
+            return self._directory_gone()
         if status == PREEMPTED:
             return _stopped(self.run_dir, resumable=self.resumable)
         if status == 0 and self.resumable:
@@ -256,12 +290,21 @@ class _Run:
         _say(f"stopped {how}, rank {slot.rank} was at {slot.place}{hint}")
         return 128 + (self.trap.second or self.trap.first)
 
+    def _directory_gone(self) -> int:
+        """Nothing can be kept, whatever the ranks still compute."""
+        slot = most_suspect(self.board.slots())
+        self._kill()
+        _say(f"error: {self.folder.gone} at step {slot.step}")
+        return RunDirectoryError.exit_code
+
     def _fail(self, verdict: Verdict) -> int:
+        if not self.folder.is_here:
+            return self._directory_gone()
         stack = self._stack_of(verdict.rank) if verdict.is_hang else []
         self._kill()
         reason = ""
         if verdict.state is State.FAILED:
-            reason = _first_line(error_file(self.run_dir, verdict.rank))
+            reason = next(iter(read_error(self.folder, error_file(verdict.rank))), "").strip()
         elif not verdict.is_hang:
             code = self.ranks.exit_codes.get(verdict.rank)
             if self.trap.first and code == -self.trap.first:
@@ -270,7 +313,7 @@ class _Run:
             reason = _describe_exit(code)
         _say(f"error: {verdict.message}" + (f": {reason}" if reason else ""))
         if verdict.state is State.FAILED:
-            _say(f"traceback: {error_file(self.run_dir, verdict.rank)}")
+            _say(f"traceback: {self.run_dir / ERRORS / error_file(verdict.rank)}")
         for line in stack:
             _say(line)
         return verdict.status
@@ -292,17 +335,18 @@ class _Run:
 
     def _stack_of(self, rank: int) -> list[str]:
         """The stack of a rank's main thread, which its fault handler writes even when blocked."""
-        path = stack_file(self.run_dir, rank)
+        name = stack_file(rank)
         kill_ranks([self.board.slots()[rank]], signal.SIGUSR2)
         deadline = time.monotonic() + _STACK_SECONDS
         lines: list[str] = []
         while not lines and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
-            lines = path.read_text(errors="replace").splitlines()
+            lines = read_error(self.folder, name)
         current = next((n for n, line in enumerate(lines) if line.startswith("Current")), 0)
         frames = itertools.takewhile(_is_of_training, lines[current + 1 :])
         shown = [f"  {line.strip()}" for line in itertools.islice(frames, _STACK_LINES)]
-        return [f"its Python stack, from {path}:", *shown] if shown else []
+        place = self.run_dir / ERRORS / name
+        return [f"its Python stack, from {place}:", *shown] if shown else []
 
 
 def _stopped(run_dir: Path, when: str = "", resumable: bool = True) -> int:
@@ -326,14 +370,6 @@ def _describe_exit(code: int | None) -> str:
 def _is_of_training(frame: str) -> bool:
     """Whether a line of a stack lies above what starts every rank."""
     return "hp_train/launch/worker.py" not in frame
-
-
-def _first_line(path: Path) -> str:
-    try:
-        with path.open(errors="replace") as file:
-            return file.readline().strip()
-    except OSError:
-        return ""
 
 
 def _say(line: str) -> None:

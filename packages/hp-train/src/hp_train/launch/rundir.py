@@ -1,15 +1,25 @@
 """The folder in which a run keeps what it needs to go on."""
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 
-from hp_train.drafts import remove_drafts, replace_file, try_lock
-from hp_train.errors import ConfigError
-from hp_train.options import Resolved, for_saving
+from hp_train.config import Config
+from hp_train.drafts import try_lock
+from hp_train.errors import CheckpointError, ConfigError
+from hp_train.folder import DamageError, Folder
+from hp_train.launch.task import ERRORS, HEARTBEAT
+from hp_train.options import CONFIG, Resolved, for_saving
 from hp_train.render import to_toml
+
+CHECKPOINTS, DATA = "checkpoints", "data"
+_LOCK = ".lock"
+_FILES = (CONFIG, _LOCK, HEARTBEAT, "metrics.jsonl", "loss.svg", "timeline.svg", "timeline.json")
+_FOLDERS = (CHECKPOINTS, DATA, ERRORS, "tensorboard")
 
 
 def make_run_directory(resolved: Resolved) -> Path:
@@ -42,21 +52,93 @@ def make_run_directory(resolved: Resolved) -> Path:
     )
 
 
-def write_config(run_dir: Path, resolved: Resolved) -> None:
+def open_run_directory(path: Path) -> Folder:
+    """Open the folder of a run, and refuse what no run puts there.
+
+    The path may be a link or lead through some, nothing below it may: see
+    Note [folders of strangers] in :mod:`hp_train.folder`. Files of checkpoints are looked at when
+    one is loaded, and a checkpoint that is not what it must be is set aside.
+
+    Raises:
+        RunDirectoryError: Naming the first thing that is something else than it must be.
+    """
+    folder = Folder.open(path)
+    for name in _FILES:
+        folder.require_file(name)
+    for name in _FOLDERS:
+        if folder.has(name):
+            with folder.sub(name) as inner:
+                if name != CHECKPOINTS:
+                    inner.require_files()
+    return folder
+
+
+def write_config(folder: Folder, resolved: Resolved) -> None:
     """Put the config into the run directory, in one step and readable from anywhere."""
     text = to_toml(for_saving(resolved), resolved.origins)
-    remove_drafts(run_dir)
-    replace_file(run_dir / "config.toml", text.encode())
+    folder.remove_drafts()
+    folder.replace(CONFIG, text.encode())
+
+
+def finished(folder: Folder, config: Config, *, rank: int = 0, world_size: int = 1) -> Path | None:
+    """The checkpoint of the last step of a run, if there is one and it is good.
+
+    Args:
+        folder: Of the run.
+        config: Says which step is the last.
+        rank: Of this process; every rank checks a share of the files.
+        world_size: Number of processes that check together, without hearing of each other.
+
+    Raises:
+        CheckpointError: When a share is damaged, and others may have found theirs to be good.
+    """
+    # Imports torch, which a run that has no checkpoint yet need not wait for.
+    from hp_train.checkpoint import directory, verify  # noqa: PLC0415
+    from hp_train.checkpoint.manifest import parts_of  # noqa: PLC0415
+
+    if not folder.has(CHECKPOINTS):
+        return None
+    newest = next(iter(directory.complete_checkpoints(folder.path / CHECKPOINTS)), None)
+    done = directory.parse_step_name(newest.name) if newest else None
+    if newest is None or done is None or done[0] < config.train.steps:
+        return None
+    try:
+        manifest = verify.read_manifest(newest)
+    except (DamageError, OSError):
+        return None  # the ranks set it aside, and take the one before
+    share = verify.share_of(parts_of(manifest), rank=rank, world_size=world_size)
+    try:
+        verify.verify_parts(newest, manifest, share)
+    except (DamageError, OSError) as error:
+        if world_size == 1:
+            return None
+        raise CheckpointError(
+            f"{newest}: {error}; remove it to go on from the one before"
+        ) from None
+    return newest
+
+
+def say_finished(folder: Folder, config: Config, newest: Path) -> int:
+    """Say that a run has nothing left to do, and where it is; returns the exit status."""
+    name = newest.relative_to(folder.path)
+    sys.stdout.write(f"nothing to do: all of train.steps ({config.train.steps}) are in {name}\n")
+    sys.stdout.write(f"{folder.path}\n")
+    sys.stdout.flush()
+    return 0
 
 
 @contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
+def locked(folder: Folder) -> Iterator[None]:
     """Keep a run directory from being used twice; the lock ends with this process.
 
     Raises:
         ConfigError: When another process holds it.
     """
-    with (run_dir / ".lock").open("w") as file:
-        if not try_lock(file.fileno()):
-            raise ConfigError(f'run.resume ("{run_dir}") must not be in use by another process')
+    # Some network file systems lock only what is opened for writing; nothing is written.
+    descriptor = folder.open_file(_LOCK, os.O_RDWR | os.O_CREAT)
+    try:
+        if not try_lock(descriptor):
+            raise ConfigError(f'run.resume ("{folder.path}") must not be in use by another process')
         yield
+    finally:
+        os.close(descriptor)

@@ -1,5 +1,6 @@
 """What a process of a run does before and after training: its place, its stop flag, its end."""
 
+import contextlib
 import faulthandler
 import importlib
 import os
@@ -8,17 +9,17 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
+from typing import IO, Any
 
 import torch
 
 from hp_platform import RankInfo, is_echo
 from hp_train.config import Config
-from hp_train.errors import HpError
+from hp_train.errors import HpError, RunDirectoryError
 from hp_train.launch.board import Board
 from hp_train.launch.lifetime import die_with
 from hp_train.launch.signals import StopFlag
-from hp_train.launch.task import Task, Worker, error_file, stack_file
+from hp_train.launch.task import ERRORS, Task, Worker, error_file, stack_file
 
 _HOLD_SECONDS = 10.0
 
@@ -33,24 +34,27 @@ def work(task: Task) -> int:
     die_with(task.launcher_pid)
     info = RankInfo.from_env()
     assert info is not None, "the elastic launcher sets RANK"
-    board = Board.attach(task.board, rank=info.local_rank)
+    try:
+        board = Board.attach(task.board, rank=info.local_rank)
+    except RunDirectoryError as error:
+        os._exit(error.exit_code)  # the launcher looks at the directory as well, and says so
     stop = StopFlag(passed_on=board.stop_requested)
     stop.install()
     board.join()
-    report_stacks(stack_file(task.run_dir, info.rank))
-    worker = Worker(info=info, run_dir=task.run_dir, board=board, stop=stop)
+    worker = Worker(info=info, run_dir=task.run_dir, board=board, stop=stop, data=task.data)
+    report_stacks(worker)
     status = run_guarded(task.entry, task.config, worker)
-    if status is None:
+    if isinstance(status, BaseException):
         time.sleep(_HOLD_SECONDS)
         os._exit(1)
     return status
 
 
-def run_guarded(entry: str, config: Config, worker: Worker) -> int | None:
+def run_guarded(entry: str, config: Config, worker: Worker) -> int | BaseException:
     """Call the entry and tell the board how it ended.
 
     Returns:
-        Exit status; None after a failure, which is on the board and in the error file.
+        Exit status; or the failure, which is on the board and in the error file.
     """
     try:
         set_threads(config, worker.info.local_world_size)
@@ -59,10 +63,10 @@ def run_guarded(entry: str, config: Config, worker: Worker) -> int | None:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             status = 0
         else:
-            write_error(error_file(worker.run_dir, worker.info.rank), error)
+            write_error(worker, error)
             sys.stdout.flush()
             worker.board.failed(exit_status(error), is_echo=is_echo(error))
-            return None
+            return error
     sys.stdout.flush()
     worker.board.returned(status)
     return status
@@ -86,14 +90,16 @@ def one_line(error: BaseException) -> str:
     return text if isinstance(error, HpError) and text else f"{name}: {text}" if text else name
 
 
-def write_error(path: Path, error: BaseException) -> None:
+def write_error(worker: Worker, error: BaseException) -> None:
     """Write one line and the traceback; a full disk must not hide the error."""
     trace = "".join(traceback.format_exception(error))
+    text = f"{one_line(error)}\n\n{trace}"
     try:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(f"{one_line(error)}\n\n{trace}", errors="replace")
-    except OSError:
-        sys.stderr.write(trace)
+        with worker.folder.sub(ERRORS, make=True) as errors:
+            errors.replace(error_file(worker.info.rank), text.encode(errors="replace"))
+    except RunDirectoryError:
+        if not isinstance(error, RunDirectoryError):  # of which the launcher tells as much
+            sys.stderr.write(trace)
 
 
 def set_threads(config: Config, local_world_size: int) -> None:
@@ -104,10 +110,11 @@ def set_threads(config: Config, local_world_size: int) -> None:
     )
 
 
-def report_stacks(path: Path) -> None:
+def report_stacks(worker: Worker) -> None:
     """Write all Python stacks to a file on SIGUSR2, and when this process crashes."""
-    path.parent.mkdir(exist_ok=True)
-    stream = path.open("w")
+    stream: IO[Any] = sys.stderr  # where there is no place for the file, on a full disk for example
+    with contextlib.suppress(RunDirectoryError), worker.folder.sub(ERRORS, make=True) as errors:
+        stream = errors.fresh(stack_file(worker.info.rank))
     faulthandler.enable(stream)
     faulthandler.register(signal.SIGUSR2, stream, all_threads=True)
 

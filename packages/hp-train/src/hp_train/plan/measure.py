@@ -51,7 +51,6 @@ def measure(config: Config) -> tuple[Machine, str]:
         HpError: When a process failed; the launcher has said why.
     """
     scratch = Path(tempfile.mkdtemp(prefix="hp-plan-"))
-    (scratch / "data").mkdir()
     size = config.train.microbatch_size
     try:
         small, large = (_timed(config, scratch, size=times * size) for times in (1, 2))
@@ -132,8 +131,7 @@ def _plain(config: Config) -> Config:
 def _run(scratch: Path, config: Config, function: str) -> dict[str, float]:
     run_dir = scratch / f"{function}-{len(list(scratch.iterdir()))}"
     run_dir.mkdir()
-    (run_dir / "data").symlink_to(Path("..", "data"))
-    status = run_entry(config, run_dir, entry=f"{__name__}:{function}")
+    status = run_entry(config, run_dir, entry=f"{__name__}:{function}", data=scratch / "data")
     if status:
         error = HpError(f"a process that measures ended with status {status}")
         error.exit_code = status

@@ -95,11 +95,9 @@ class Runs:
         if key not in self._runs:
             run_dir = self._scratch / f"run-{len(list(self._scratch.glob('run-*'))):04d}"
             run_dir.mkdir()
-            # All read what the first one has made of the text.
-            (self._scratch / "data").mkdir(exist_ok=True)
-            (run_dir / "data").symlink_to(Path("..", "data"))
             request_run(run_dir, self._request)
-            status = run_entry(config, run_dir, entry=ENTRY)
+            # All read what the first one has made of the text.
+            status = run_entry(config, run_dir, entry=ENTRY, data=self._scratch / "data")
             if status:
                 name = described(config, self.base)
                 raise RunFailedError(f"{name} ended with status {status}", status=status)
