@@ -22,7 +22,8 @@ from hp_schedule import MetaStep, Timeline
 from hp_train.banner import banner
 from hp_train.batches import Batches
 from hp_train.config import Config, to_dict
-from hp_train.data import Dataset, Tokenizer
+from hp_train.data import Tokenizer
+from hp_train.data.dataset import Dataset
 from hp_train.errors import PREEMPTED, DataError, NumericsError
 from hp_train.finiteness import Skips, describe_not_finite
 from hp_train.garbage import garbage_collection
@@ -38,6 +39,7 @@ from hp_train.model import Microbatch
 from hp_train.optimizer import build_optimizer, learning_rate
 from hp_train.parallelize import build_pipeline
 from hp_train.report import planned_and_actual, write_report
+from hp_train.resuming import require_same_position
 from hp_train.startup import connect, prepare_data, require_same_data, vocab_size_of
 from hp_train.state import (
     checkpoint_buffers,
@@ -377,7 +379,9 @@ class Trainer:
             asked = bool(self.config.run.resume)
             return ["no checkpoint to resume from: starting at step 0"] if asked else []
         notes = [f"skipped damaged checkpoint {path}: {why}" for path, why in loaded.skipped]
-        if loaded.extra["data"] not in (None, self.data.digest):  # None: imported, not known
+        require_same_position(loaded.extra, self.config, loaded.path)
+        known = loaded.extra["data"]
+        if known is not None and not self.data.is_known_as(known):  # None: imported, not known
             raise DataError(
                 f"{loaded.path} was trained on other data than {self.worker.run_dir}/data"
             )

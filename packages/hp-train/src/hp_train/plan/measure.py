@@ -21,6 +21,7 @@ import torch.distributed as dist
 from hp_platform import initialize, launch_all_to_all, new_group, shutdown
 from hp_schedule import MetaStepType
 from hp_train.config import Config
+from hp_train.data.folders import share_data
 from hp_train.errors import HpError
 from hp_train.launch.launcher import run_entry
 from hp_train.launch.task import Worker
@@ -51,7 +52,6 @@ def measure(config: Config) -> tuple[Machine, str]:
         HpError: When a process failed; the launcher has said why.
     """
     scratch = Path(tempfile.mkdtemp(prefix="hp-plan-"))
-    (scratch / "data").mkdir()
     size = config.train.microbatch_size
     try:
         small, large = (_timed(config, scratch, size=times * size) for times in (1, 2))
@@ -132,7 +132,7 @@ def _plain(config: Config) -> Config:
 def _run(scratch: Path, config: Config, function: str) -> dict[str, float]:
     run_dir = scratch / f"{function}-{len(list(scratch.iterdir()))}"
     run_dir.mkdir()
-    (run_dir / "data").symlink_to(Path("..", "data"))
+    share_data(scratch, run_dir)
     status = run_entry(config, run_dir, entry=f"{__name__}:{function}")
     if status:
         error = HpError(f"a process that measures ended with status {status}")

@@ -9,6 +9,7 @@ import msgspec
 
 from hp_platform.testing import RunComparison, compare_runs
 from hp_train.config import Config
+from hp_train.data.folders import share_data
 from hp_train.errors import HpError
 from hp_train.launch.launcher import run_entry
 from hp_train.verify.pairs import (
@@ -95,9 +96,7 @@ class Runs:
         if key not in self._runs:
             run_dir = self._scratch / f"run-{len(list(self._scratch.glob('run-*'))):04d}"
             run_dir.mkdir()
-            # All read what the first one has made of the text.
-            (self._scratch / "data").mkdir(exist_ok=True)
-            (run_dir / "data").symlink_to(Path("..", "data"))
+            share_data(self._scratch, run_dir)
             request_run(run_dir, self._request)
             status = run_entry(config, run_dir, entry=ENTRY)
             if status:
