@@ -64,9 +64,7 @@ class Cache:
             if folder is None or not os.path.lexists(folder / key):
                 return False
             try:
-                index = read_index(folder / key)
-                if not isinstance(index, Index) or _key_of(index) != key:
-                    raise DataError("an entry of another name")  # noqa: TRY301 - as damaged
+                index = _index_of(folder / key)
                 with new_folder(directory) as draft:
                     for split in SPLITS:
                         _copy(TokenFile(folder / key, split, index), draft, split, on_progress)
@@ -122,6 +120,13 @@ class Cache:
                 return
             shutil.rmtree(folder / name, ignore_errors=True)
             total -= size
+
+
+def _index_of(entry: Path) -> Index:
+    index = read_index(entry)
+    if not isinstance(index, Index) or _key_of(index) != entry.name:
+        raise DataError(f"{entry} must have the name of what it holds")
+    return index
 
 
 def _key_of(index: Index) -> str:

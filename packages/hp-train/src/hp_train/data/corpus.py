@@ -242,7 +242,7 @@ def _cut(descriptor: int, at: int, source: Source) -> int:
         where = f"{printable(source.path)}: the line at byte {at}"
         raise DataError(f"{where} must not exceed {_LONGEST_LINE} bytes")
     following = os.pread(descriptor, 4, at)
-    return at + next((n for n, byte in enumerate(following) if byte & 0xC0 != 0x80), 0)
+    return at + next((n for n, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following))
 
 
 def _plain_text(source: Source, begin: int, raw: bytes) -> str:

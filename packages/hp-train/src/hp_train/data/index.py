@@ -1,5 +1,6 @@
 """What says of a folder of tokens what they are: ``index.json``, typed and in bounds."""
 
+import hashlib
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -47,6 +48,7 @@ class Index(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         source: Digest of all the text; None: likewise.
         train: To be trained on.
         eval: Held out.
+        seal: Digest of all the others; see `sealed`.
     """
 
     format: Literal[2] = 2
@@ -58,6 +60,7 @@ class Index(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     source: _Digest | None
     train: Split
     eval: Split
+    seal: str = ""
 
 
 class OldSplit(Struct, frozen=True, forbid_unknown_fields=True):
@@ -86,16 +89,7 @@ def read_index(folder: Path) -> Index | OldIndex:
     try:
         with opened_directory(folder) as directory:
             text = read_whole(directory, INDEX, limit=_INDEX_BYTES)
-        index: Index | OldIndex
-        if b'"format"' in text:
-            index = msgspec.json.decode(text, type=Index)
-        else:
-            index = msgspec.json.decode(text, type=OldIndex)
-        if index.separator >= index.vocab_size:
-            problem = f"separator ({index.separator}) must be below vocab_size ({index.vocab_size})"
-            raise DamageError(problem)  # noqa: TRY301 - told with the folder, as the others
-        if isinstance(index, OldIndex) and index.train.dtype != index.eval.dtype:
-            raise DamageError("both splits must have one dtype")  # noqa: TRY301 - likewise
+        return _decoded(text)
     except DamageError as error:
         raise DataError(f"{printable(folder)}: {printable(str(error))}") from None
     except OSError as error:
@@ -103,12 +97,31 @@ def read_index(folder: Path) -> Index | OldIndex:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         path = printable(folder / INDEX)
         raise DataError(f"{path} is not an index: {printable(str(error))[:200]}") from None
+
+
+def _decoded(text: bytes) -> Index | OldIndex:
+    index: Index | OldIndex
+    if b'"format"' in text:
+        index = msgspec.json.decode(text, type=Index)
+        is_good = index == sealed(index)
+    else:
+        index = msgspec.json.decode(text, type=OldIndex)
+        is_good = index.train.dtype == index.eval.dtype
+    if not is_good or index.separator >= index.vocab_size:
+        raise DamageError(f"{INDEX} is not what was written")
     return index
+
+
+def sealed(index: Index) -> Index:
+    """The same index with a digest of what it says, so that no field changes unnoticed."""
+    plain = msgspec.structs.replace(index, seal="")
+    digest = hashlib.blake2b(msgspec.json.encode(plain), digest_size=16).hexdigest()
+    return msgspec.structs.replace(plain, seal=digest)
 
 
 def write_index(folder: Path, index: Index) -> None:
     """Write the index of a folder whose tokens have been written."""
-    replace_file(folder / INDEX, msgspec.json.encode(index))
+    replace_file(folder / INDEX, msgspec.json.encode(sealed(index)))
 
 
 def require_made_for(folder: Path, index: Index, tokenizer: Tokenizer) -> None:
