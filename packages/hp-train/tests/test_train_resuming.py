@@ -40,13 +40,13 @@ def _resume(run: Path, *arguments: str) -> int:
         (
             "data.eval_fraction",
             "0.1",
-            "data.eval_fraction (0.1) must equal data.eval_fraction (0.02)",
+            "data.eval_fraction (0.1) must equal",
         ),
         ("model.num_heads", "8", "model.num_heads (8) must equal model.num_heads (4) of "),
         (
             "model.rope_theta",
             "5e5",
-            "model.rope_theta (500000.0) must equal model.rope_theta (10000.0)",
+            "(500000.0) must equal model.rope_theta (10000.0)",
         ),
         ("model.top_k", "1", "model.top_k (1) must equal model.top_k (2) of "),
     ],

@@ -1,7 +1,8 @@
 """Tokens that are made once for many runs, by as many processes as there are cores."""
 
 import os
-import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -93,9 +94,6 @@ def test_a_process_that_dies_is_told(
 
 
 def test_processes_that_tokenise_have_nothing_of_torch(tmp_path: Path) -> None:
-    import subprocess  # noqa: PLC0415
-    import sys  # noqa: PLC0415
-
     code = "import sys; import hp_train.data.encode; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 
@@ -111,7 +109,7 @@ def _prepare(directory: Path, text: str, tokenizer: Tokenizer, cache: Cache | No
 def test_text_is_tokenised_once(tmp_path: Path, tokenizer: Tokenizer, made: list[int]) -> None:
     text, cache = _text(tmp_path), Cache(tmp_path / "cache", limit_bytes=LIMIT)
     _prepare(tmp_path / "one", text, tokenizer, cache)
-    moved = shutil.move(text, tmp_path / "moved.txt")
+    moved = Path(text).rename(tmp_path / "moved.txt")
     _prepare(tmp_path / "two", str(moved), tokenizer, cache)
     assert len(made) == 1
     assert _files(tmp_path / "one") == _files(tmp_path / "two")
@@ -231,10 +229,9 @@ def test_the_least_recently_used_entries_go(
         newest = max(entries, key=lambda entry: entry.stat().st_mtime_ns)
         os.utime(newest, (used, used))
     assert len(entries) == 2
+    small = Cache(tmp_path / "cache", limit_bytes=1)
     for number, text in enumerate(texts):
-        _prepare(
-            tmp_path / f"{number} again", text, tokenizer, Cache(tmp_path / "cache", limit_bytes=1)
-        )
+        _prepare(tmp_path / f"{number} again", text, tokenizer, small)
     assert len(made) == 5
 
 

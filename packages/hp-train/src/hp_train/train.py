@@ -316,6 +316,7 @@ class Trainer:
             This rank's share of the losses, and the share of the pipeline's wall time that this
             rank spent computing.
         """
+        self._beat("read data")
         args, kwargs, targets = self.batches.cut(self.data, self.next_sequence, step=self.step)
         batch = range(self.next_sequence, self.next_sequence + self.config.train.global_batch_size)
         # Known before forward, and the same in every layout.
@@ -343,6 +344,7 @@ class Trainer:
         size = self.config.train.global_batch_size
         available = max(1, self.held_out.num_sequences // size)
         num_batches = min(self.config.train.eval_batches, available)
+        self._beat("read data")
         loss, num_targets = 0.0, self.held_out.num_targets(range(num_batches * size))
         for batch in range(num_batches):
             args, kwargs, targets = self.batches.cut(self.held_out, batch * size)
