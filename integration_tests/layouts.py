@@ -17,7 +17,8 @@ import torch.distributed as dist
 from hp_platform import RankInfo, initialize, shutdown
 from hp_platform.testing import run_distributed
 from hp_train.config import Config
-from hp_train.data import load_tokenizer, prepare
+from hp_train.data import load_tokenizer
+from hp_train.data.prepare import prepare
 from hp_train.launch.board import Board
 from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker

@@ -50,6 +50,7 @@ class Case:
             None: it must be refused. Empty: nothing need be said.
         names: Text that the line of a refusal must hold, such as the name of the file.
         writes: Whether the command may change the folder of the case.
+        begins: Whether the command may print what it does before it refuses.
         env: Variables to add.
     """
 
@@ -59,6 +60,7 @@ class Case:
     accepted: str | None = None
     names: str = ""
     writes: bool = True
+    begins: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -91,7 +93,9 @@ def problem_of(answer: Answer, case: Case) -> str:
             return f"accepted: {out[-200:]!r} {err[-200:]!r}"
         return "" if case.accepted in out + err else f"not said: {case.accepted!r}: {out[-300:]!r}"
     lines = [line for line in err.splitlines() if not line.startswith("traceback: ")]
-    if status not in case.refusals or len(lines) != 1 or not lines[0].startswith("error: ") or out:
+    printed = out and not case.begins
+    is_line = len(lines) == 1 and lines[0].startswith("error: ")
+    if status not in case.refusals or not is_line or printed:
         return f"status {status}, {len(lines)} lines: {err[-400:]!r} {out[:100]!r}"
     if len(lines[0]) > _LONGEST_LINE:
         return f"{len(lines[0])} characters: {lines[0][:200]!r}"

@@ -1,5 +1,4 @@
 import fcntl
-import json
 import os
 import signal
 import sys
@@ -13,8 +12,11 @@ import pytest
 import torch
 
 from hp_platform.testing import RankError, run_distributed
-from hp_train.data import Dataset, dataset, load_tokenizer, prepare
-from hp_train.data.corpus import read_documents, standard_library
+from hp_train.data import load_tokenizer
+from hp_train.data.corpus import find_sources
+from hp_train.data.dataset import Dataset
+from hp_train.data.prepare import prepare
+from hp_train.data.tokens import TokenWriter
 from hp_train.drafts import remove_drafts, replace_file
 from hp_train.errors import ConfigError, DataError
 
@@ -41,32 +43,28 @@ def test_bytes_round_trip_any_text() -> None:
 
 
 def test_the_standard_library_is_there_without_any_download() -> None:
-    names = [document.name for document, _ in zip(standard_library(), range(50), strict=False)]
-    assert names == sorted(names)
-    assert all(name.endswith(".py") for name in names)
+    paths = [source.path for source in find_sources([])]
+    assert len(paths) > 100
+    assert paths == sorted(paths, key=Path)
+    assert all(path.endswith(".py") for path in paths)
 
 
-def test_every_token_lands_in_exactly_one_split(tmp_path: Path) -> None:
-    directory = _prepare(tmp_path)
-    both = [(directory / f"{s}.bin").read_bytes().split(b"\0") for s in ("train", "eval")]
-    texts = sorted(t.decode() for t in (*both[0], *both[1]) if t)
-    assert texts == sorted(d.text for d in read_documents([str(tmp_path / "corpus")]))
-    assert len(both[1]) > 1
+FILES = {"index.json", "train.bin", "train.sums", "eval.bin", "eval.sums"}
 
 
 def test_two_nodes_may_prepare_the_same_directory_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both_have_read = threading.Barrier(2)
-    tokenize = dataset._tokenize
+    both_have_written = threading.Barrier(2)
+    finish = TokenWriter.finish
 
-    def tokenize_together(*args: Any) -> Any:
-        streams = tokenize(*args)
-        both_have_read.wait(timeout=10)
-        return streams
+    def finish_together(writer: TokenWriter) -> Any:
+        split = finish(writer)
+        both_have_written.wait(timeout=10)
+        return split
 
-    monkeypatch.setattr(dataset, "_tokenize", tokenize_together)
-    corpus, directory = _corpus(tmp_path / "corpus"), tmp_path / "data"
+    monkeypatch.setattr(TokenWriter, "finish", finish_together)
+    corpus, directory = _corpus(tmp_path / "corpus"), tmp_path / "run" / "data"
 
     def prepare_as_node() -> None:
         prepare(directory, paths=[corpus], tokenizer=BYTES, eval_fraction=0.2)
@@ -74,29 +72,34 @@ def test_two_nodes_may_prepare_the_same_directory_at_once(
     with ThreadPoolExecutor(2) as pool:
         for node in [pool.submit(prepare_as_node) for _ in range(2)]:
             node.result()
-    assert Dataset.open(directory, "train", seq_len=8, seed=0).num_sequences
-    assert {path.name for path in directory.iterdir()} == {"index.json", "train.bin", "eval.bin"}
+    data = Dataset.open(directory, "train", seq_len=8, seed=0)
+    assert data.batch(range(data.num_sequences)).tokens.shape == (data.num_sequences, 8)
+    assert {path.name for path in directory.iterdir()} == FILES
+    assert [path.name for path in directory.parent.iterdir()] == ["data"]
 
 
 def test_drafts_of_a_killed_start_are_removed_and_those_of_a_living_one_stay(
     tmp_path: Path,
 ) -> None:
-    corpus, directory = _corpus(tmp_path / "corpus"), tmp_path / "data"
+    corpus, run = _corpus(tmp_path / "corpus"), tmp_path / "run"
     with pytest.raises(RankError, match="SIGKILL"):
-        run_distributed(_killed_before_the_rename, directory, corpus, world_size=1)
-    assert [path.suffix for path in directory.iterdir()] == [".tmp"]
-    with (directory / f"eval.bin.{'0' * 32}.tmp").open("wb") as living:
-        fcntl.flock(living, fcntl.LOCK_EX)
-        prepare(directory, paths=[corpus], tokenizer=BYTES, eval_fraction=0.2)
-        names = {"index.json", "train.bin", "eval.bin"}
-        assert {path.name for path in directory.iterdir()} == {*names, Path(living.name).name}
-    prepare(directory, paths=[corpus], tokenizer=BYTES, eval_fraction=0.2)
-    assert {path.name for path in directory.iterdir()} == names
+        run_distributed(_killed_before_the_rename, run / "data", corpus, world_size=1)
+    assert [path.suffix for path in run.iterdir()] == [".tmp"]
+    living = run / f"data.{'0' * 32}.tmp"
+    living.mkdir()
+    descriptor = os.open(living, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    prepare(run / "data", paths=[corpus], tokenizer=BYTES, eval_fraction=0.2)
+    assert {path.name for path in run.iterdir()} == {"data", living.name}
+    assert {path.name for path in (run / "data").iterdir()} == FILES
+    os.close(descriptor)
+    prepare(run / "data", paths=[corpus], tokenizer=BYTES, eval_fraction=0.2)
+    assert [path.name for path in run.iterdir()] == ["data"]
 
 
 def _killed_before_the_rename(directory: Path, corpus: str) -> None:
-    def kill(event: str, _: object) -> None:
-        if event == "os.rename":
+    def kill(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "os.rename" and str(arguments[1]) == str(directory):
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(kill)
@@ -140,7 +143,7 @@ def test_targets_are_the_inputs_shifted_by_one(tmp_path: Path) -> None:
     assert documents == ((16,),) * 3
     assert data.num_targets(range(3)) == 48
     assert inputs.shape == targets.shape == (3, 16)
-    stream = torch.from_numpy(data.tokens[:49].astype("int64"))
+    stream = torch.from_numpy(data.tokens[0:49].astype("int64"))
     assert torch.equal(inputs.flatten(), stream[:48])
     assert torch.equal(targets.flatten(), stream[1:49])
 
@@ -175,43 +178,9 @@ def test_a_pass_reads_every_sequence_once_in_an_order_fixed_by_the_seed(tmp_path
     assert not torch.equal(data.batch(range(n, 2 * n))[0], rows)
 
 
-def test_jsonl_lines_are_documents(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"text": "one"}) + "\n\n" + json.dumps({"text": "two"}) + "\n")
-    assert [d.text for d in read_documents([str(path)])] == ["one", "two"]
-
-
-@pytest.mark.parametrize("line", ["{", "[]", '{"text": 3}', "1", "[" * 100_000])
-def test_a_bad_jsonl_line_is_named(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"text": "one"}) + "\n" + line + "\n")
-    with pytest.raises(DataError, match=r"a\.jsonl:2: "):
-        list(read_documents([str(path)]))
-
-
-def test_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(DataError, match=r"a\.txt"):
-        list(read_documents([str(tmp_path)]))
-
-
-def test_a_corpus_without_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="no documents for the train split"):
-        prepare(tmp_path / "d", paths=[str(tmp_path / "empty")], tokenizer=BYTES, eval_fraction=0.1)
-
-
 def test_too_little_text_for_one_sequence_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"must exceed data\.seq_len"):
         Dataset.open(_prepare(tmp_path), "train", seq_len=10**6, seed=0)
-
-
-def test_a_file_that_does_not_fit_its_index_is_refused(tmp_path: Path) -> None:
-    directory = _prepare(tmp_path)
-    with (directory / "train.bin").open("ab") as file:
-        file.write(b"x")
-    with pytest.raises(DataError, match="must equal"):
-        Dataset.open(directory, "train", seq_len=16, seed=0)
 
 
 def test_a_hugging_face_tokenizer_file_is_used(tmp_path: Path) -> None:
@@ -235,13 +204,13 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path / "t.json"))
 
 
-def test_every_document_is_a_sign_of_life(tmp_path: Path) -> None:
+def test_every_file_is_a_sign_of_life(tmp_path: Path) -> None:
     beats: list[None] = []
     prepare(
         tmp_path / "data",
         paths=[_corpus(tmp_path / "corpus", 7)],
         tokenizer=BYTES,
         eval_fraction=0.5,
-        on_document=lambda: beats.append(None),
+        on_progress=lambda: beats.append(None),
     )
     assert len(beats) == 7

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hp_context import Documents
 from hp_train.config import Config
-from hp_train.data import Dataset
+from hp_train.data.dataset import Dataset
 from hp_train.mesh import Mesh
 from hp_train.model import DropoutKey, Microbatch, look_ahead
 from hp_train.sequence import SequenceShare

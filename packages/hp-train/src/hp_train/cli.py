@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from hp_train import __version__
+from hp_train import __version__, rules
 from hp_train.environment import speaks_for_node
 from hp_train.errors import ConfigError, HpError
 from hp_train.launch.signals import ignore_stops
@@ -14,6 +14,7 @@ from hp_train.layout import Layout
 from hp_train.options import Resolved, resolve, shipped, split_overrides
 from hp_train.plan import command as plan
 from hp_train.render import to_json, to_lines, to_toml
+from hp_train.resuming import require_same_run
 from hp_train.schema import did_you_mean, fields
 from hp_train.verify import command as verify
 
@@ -91,11 +92,22 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _train(resolved: Resolved, options: argparse.Namespace) -> int:
+    run, data = resolved.config.run, resolved.config.data
+    if run.resume:
+        require_same_run(resolved)
+    if data.tokenizer:
+        from hp_train.data import load_tokenizer  # noqa: PLC0415 - only where there is one
+
+        load_tokenizer(data.tokenizer)
+    if data.paths and not rules.has_tokens(run.resume):
+        from hp_train.data.corpus import look_at  # noqa: PLC0415 - only where there is text
+
+        look_at(data.paths)
     if options.dry_run:
         return _dry_run(resolved)
-    from hp_train.launch.launcher import run  # noqa: PLC0415 - only what trains needs it
+    from hp_train.launch import launcher  # noqa: PLC0415 - only what trains needs it
 
-    return run(resolved)
+    return launcher.run(resolved)
 
 
 def _parser() -> _Parser:

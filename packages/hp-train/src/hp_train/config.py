@@ -321,6 +321,10 @@ class DataConfig(Struct, frozen=True, kw_only=True):
     eval_fraction: Annotated[
         Annotated[float, Meta(gt=0, lt=1)], _help("Share of the text held out for evaluation.")
     ] = 0.02
+    cache_gib: Annotated[
+        CountOrZero,
+        _help("GiB of tokens of tokenizers kept in ~/.cache/hp-train for other runs. 0: none."),
+    ] = 20
 
 
 class TrainConfig(Struct, frozen=True, kw_only=True):

@@ -123,6 +123,16 @@ def resolve(
     return Resolved(config, {key: origins.get(key, "default") for key in fields()}, path.stem)
 
 
+def saved_values(run: Path) -> dict[str, Any]:
+    """What the config of a run directory says, by key.
+
+    Raises:
+        ConfigError: About the first thing that is wrong with it.
+    """
+    path = run / "config.toml"
+    return _from_toml(_read(path), str(path))[0]
+
+
 def build(values: Mapping[str, Any]) -> Config:
     """Make a config of checked values by key, with defaults for the rest; no rule is checked."""
     tables: dict[str, dict[str, Any]] = {section: {} for section in sections()}

@@ -7,7 +7,9 @@ import torch.distributed as dist
 
 from hp_platform import Runtime, agree, initialize, new_group
 from hp_train.config import Config
-from hp_train.data import Tokenizer, load_tokenizer, prepare
+from hp_train.data import Tokenizer, load_tokenizer
+from hp_train.data.cache import Cache
+from hp_train.data.prepare import prepare
 from hp_train.errors import DataError
 from hp_train.launch.task import Worker
 
@@ -66,7 +68,8 @@ def prepare_data(config: Config, worker: Worker, runtime: Runtime) -> Tokenizer:
                 paths=config.data.paths,
                 tokenizer=tokenizer,
                 eval_fraction=config.data.eval_fraction,
-                on_document=beat,
+                cache=Cache.of_user(limit_bytes=config.data.cache_gib << 30),
+                on_progress=beat,
             )
     except Exception as failure:  # noqa: BLE001 - every rank must hear of it
         error = failure

@@ -23,7 +23,8 @@ from hp_schedule import MetaStep, Timeline
 from hp_train.banner import banner
 from hp_train.batches import Batches
 from hp_train.config import Config, to_dict
-from hp_train.data import Dataset, Tokenizer
+from hp_train.data import Tokenizer
+from hp_train.data.dataset import Dataset
 from hp_train.errors import PREEMPTED, DataError, NumericsError, RunDirectoryError
 from hp_train.finiteness import Skips, describe_not_finite
 from hp_train.garbage import garbage_collection
@@ -40,6 +41,7 @@ from hp_train.optimizer import build_optimizer, learning_rate
 from hp_train.parallelize import build_pipeline
 from hp_train.position import Position
 from hp_train.report import planned_and_actual, write_report
+from hp_train.resuming import require_same_position
 from hp_train.startup import connect, prepare_data, require_same_data, vocab_size_of
 from hp_train.state import (
     checkpoint_buffers,
@@ -337,6 +339,7 @@ class Trainer:
             This rank's share of the losses, and the share of the pipeline's wall time that this
             rank spent computing.
         """
+        self._beat("read data")
         args, kwargs, targets = self.batches.cut(self.data, self.next_sequence, step=self.step)
         batch = range(self.next_sequence, self.next_sequence + self.config.train.global_batch_size)
         # Known before forward, and the same in every layout.
@@ -369,6 +372,7 @@ class Trainer:
         size = self.config.train.global_batch_size
         available = max(1, self.held_out.num_sequences // size)
         num_batches = min(self.config.train.eval_batches, available)
+        self._beat("read data")
         loss, num_targets = 0.0, self.held_out.num_targets(range(num_batches * size))
         for batch in range(num_batches):
             args, kwargs, targets = self.batches.cut(self.held_out, batch * size)
@@ -406,8 +410,9 @@ class Trainer:
             asked = bool(self.config.run.resume)
             return ["no checkpoint to resume from: starting at step 0"] if asked else []
         notes = [f"skipped damaged checkpoint {path}: {why}" for path, why in loaded.skipped]
+        require_same_position(loaded.extra, self.config, loaded.path)
         position = Position.of(loaded)
-        if position.data not in (None, self.data.digest):
+        if position.data is not None and not self.data.is_known_as(position.data):
             raise DataError(f"{loaded.path} was trained on other data than {self.worker.data_dir}")
         self._update_twins()
         self.step, self.next_sequence = position.step, position.next_sequence

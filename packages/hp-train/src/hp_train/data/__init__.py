@@ -1,6 +1,12 @@
-"""From text to batches: corpus, tokenizer, and sequences in an order fixed by the seed."""
+"""From text to batches, every token compared with what was written before it is trained on.
 
-from hp_train.data.dataset import Dataset, prepare
+`corpus` finds the text and cuts it into pieces, `tokenizer` turns text into ids, and `encode` does
+so in as many processes as there are cores. `prepare` writes the ids of a run (`tokens`, and
+`index`, which says what they are), of which `holdout` holds some out for evaluation; `cache` keeps
+them for other runs, in `folders` that are there whole or not at all; `renewal` takes over what the
+first version wrote. `dataset` draws sequences from them in an order fixed by the seed.
+"""
+
 from hp_train.data.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Dataset", "Tokenizer", "load_tokenizer", "prepare"]
+__all__ = ["Tokenizer", "load_tokenizer"]

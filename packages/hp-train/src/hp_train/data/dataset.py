@@ -1,4 +1,4 @@
-"""Token files on disk and the order in which sequences are drawn from them.
+"""The order in which sequences are drawn from token files.
 
 Sequence ``g`` of a run (its global index, counted over the whole run and all ranks) is a pure
 function of the seed and of ``g``: no layout, batch size or restart changes it.
@@ -7,9 +7,6 @@ Shape symbols: B sequences, S positions.
 """
 
 import functools
-import hashlib
-import json
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,81 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hp_train.data.corpus import Document, read_documents, standard_library
-from hp_train.data.tokenizer import Tokenizer
-from hp_train.drafts import remove_drafts, replace_file
+from hp_train.data.corpus import printable
+from hp_train.data.index import INDEX, OldIndex, read_index
+from hp_train.data.renewal import old_digest
+from hp_train.data.tokens import TokenFile
 from hp_train.errors import DataError
 from hp_train.randomness import generator
-
-_SPLITS = ("train", "eval")
-
-
-def prepare(
-    directory: Path,
-    *,
-    paths: Sequence[str],
-    tokenizer: Tokenizer,
-    eval_fraction: float,
-    on_document: Callable[[], None] = lambda: None,
-) -> None:
-    """Tokenise the corpus into ``train.bin`` and ``eval.bin``, once per run directory.
-
-    Whole documents are held out, chosen by a hash of their names. What is there already is kept:
-    a resumed run reads the very tokens it began with, even if the sources have changed. On shared
-    storage one process of every node may do this at the same time.
-
-    Args:
-        directory: Where the files go.
-        paths: ``data.paths``; empty for the standard library.
-        tokenizer: Its ids are stored in the narrowest dtype that holds them.
-        eval_fraction: Share of documents held out.
-        on_document: Called before each document, for heartbeats.
-
-    Raises:
-        DataError: When the sources cannot be read or hold no text.
-    """
-    remove_drafts(directory)
-    index = directory / "index.json"
-    if index.exists():
-        return
-    directory.mkdir(parents=True, exist_ok=True)
-    documents = read_documents(paths) if paths else standard_library()
-    streams = _tokenize(documents, tokenizer, eval_fraction, on_document)
-    about: dict[str, Any] = {
-        "vocab_size": tokenizer.vocab_size,
-        "separator": tokenizer.separator,
-    }
-    for split, stream in zip(_SPLITS, streams, strict=True):
-        if not stream.size:
-            held = " (raise data.eval_fraction)" if split == "eval" else ""
-            raise DataError(f"data.paths hold no documents for the {split} split{held}")
-        replace_file(directory / f"{split}.bin", stream.tobytes())
-        digest = hashlib.blake2b(stream.tobytes(), digest_size=16).hexdigest()
-        about[split] = {"tokens": stream.size, "dtype": str(stream.dtype), "digest": digest}
-    replace_file(index, json.dumps(about).encode())
-
-
-def _tokenize(
-    documents: Iterable[Document],
-    tokenizer: Tokenizer,
-    eval_fraction: float,
-    on_document: Callable[[], None],
-) -> tuple[NDArray[Any], NDArray[Any]]:
-    parts: tuple[list[NDArray[Any]], list[NDArray[Any]]] = ([], [])
-    for document in documents:
-        on_document()
-        ids = tokenizer.encode(document.text)
-        parts[_is_held_out(document.name, eval_fraction)].extend(
-            (ids, np.full(1, tokenizer.separator, dtype=ids.dtype))
-        )
-    empty = np.zeros(0, dtype=np.uint8)
-    train, held_out = (np.concatenate(p) if p else empty for p in parts)
-    return train, held_out
-
-
-def _is_held_out(name: str, fraction: float) -> bool:
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") / 2.0**64 < fraction
 
 
 class Batch(NamedTuple):
@@ -115,14 +43,15 @@ class Dataset:
     """Sequences of one split, addressed by global index.
 
     Attributes:
-        tokens: The split's ids, memory-mapped, one-dimensional.
+        tokens: The split's ids, one-dimensional, compared with their digests as they are read.
         seq_len: S.
         seed: Of the order; None keeps the order of the file.
-        digest: Of all tokens: two runs read the same data exactly if these agree.
+        digest: Of all tokens: two runs read the same data exactly if these agree. Of tokens that
+            have not been read, it is what they must be to be read.
         separator: Ends a document; None: sequences are taken for one document each.
     """
 
-    tokens: NDArray[Any]
+    tokens: NDArray[Any] | TokenFile
     seq_len: int
     seed: int | None
     digest: str
@@ -138,7 +67,7 @@ class Dataset:
         seed: int | None,
         separate: bool = True,
     ) -> "Dataset":
-        """Map a split written by :func:`prepare`.
+        """Open a split written by :func:`hp_train.data.prepare.prepare`.
 
         Args:
             directory: Of the files.
@@ -150,18 +79,28 @@ class Dataset:
         Raises:
             DataError: When the file does not fit its index or holds not even one sequence.
         """
-        index = json.loads((directory / "index.json").read_text())
-        about = index[split]
-        path = directory / f"{split}.bin"
-        tokens = np.memmap(path, dtype=np.dtype(about["dtype"]), mode="r")
-        if tokens.size != about["tokens"]:
-            raise DataError(
-                f"{path}: {tokens.size} tokens must equal {about['tokens']} of its index"
-            )
+        index = read_index(directory)
+        if isinstance(index, OldIndex):
+            raise DataError(f"{printable(directory / INDEX)} must be made anew by a start of a run")
+        tokens = TokenFile(directory, split, index)
         if tokens.size <= seq_len:
-            raise DataError(f"{path}: {tokens.size} tokens must exceed data.seq_len ({seq_len})")
-        separator = index["separator"] if separate else None
-        return cls(tokens, seq_len, seed, about["digest"], separator)
+            hint = " (raise data.eval_fraction)" if split == "eval" else ""
+            raise DataError(
+                f"{printable(tokens.path)}: {tokens.size} tokens must exceed data.seq_len "
+                f"({seq_len}){hint}"
+            )
+        digest = (index.train if split == "train" else index.eval).digest
+        return cls(tokens, seq_len, seed, digest, index.separator if separate else None)
+
+    def is_known_as(self, digest: str) -> bool:
+        """Whether a digest is that of these tokens, or the one that the first version had for them.
+
+        Raises:
+            DataError: When that is to be looked at, and the file cannot be read.
+        """
+        if digest == self.digest:
+            return True
+        return isinstance(self.tokens, TokenFile) and digest == old_digest(self.tokens.path)
 
     @property
     def num_sequences(self) -> int:

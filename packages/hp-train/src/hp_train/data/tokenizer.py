@@ -1,14 +1,25 @@
 """Text to token ids and back: bytes by default, a Hugging Face ``tokenizers`` file if given."""
 
+import hashlib
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hp_train.errors import ConfigError
 
-TokenArray = NDArray[np.unsignedinteger]
+TokenArray = NDArray[np.unsignedinteger[Any]]
+
+_SEPARATORS = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "[SEP]",
+)
+"""What families of models call the end of a document."""
 
 
 class Tokenizer(Protocol):
@@ -16,12 +27,32 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Number of different ids."""
+        """One more than the largest id."""
         ...
 
     @property
     def separator(self) -> int:
         """The id put between two documents."""
+        ...
+
+    @property
+    def dtype(self) -> "np.dtype[Any]":
+        """The narrowest unsigned type that holds all ids."""
+        ...
+
+    @property
+    def path(self) -> str:
+        """What `load_tokenizer` makes it from."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """Stands for the ids that it gives: two that agree in it give the same."""
+        ...
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether encoding costs no more than copying, so that results are not worth keeping."""
         ...
 
     def encode(self, text: str) -> TokenArray:
@@ -38,6 +69,10 @@ class ByteTokenizer:
 
     vocab_size = 256
     separator = 0
+    dtype = np.dtype(np.uint8)
+    path = ""
+    identity = "bytes"
+    is_cheap = True
 
     def encode(self, text: str) -> TokenArray:
         """uint8 ids of the text's UTF-8 bytes."""
@@ -55,28 +90,41 @@ class HuggingFaceTokenizer:
         path: The file.
 
     Raises:
-        ConfigError: When the file is not a tokenizer.
+        ConfigError: When the file is not a tokenizer, or knows no end of a document.
     """
+
+    is_cheap = False
 
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer as Backend  # noqa: PLC0415 - optional extra
 
         try:
-            self._backend = Backend.from_file(str(path))
+            content = path.read_bytes()
+            self._backend = Backend.from_str(content.decode())
+            # Settings for the inputs of a model: a text would be cut off or filled up.
+            self._backend.no_truncation()
+            self._backend.no_padding()
+            ids = self._backend.get_vocab().values()
         except Exception as error:  # noqa: BLE001 - the library raises no narrower type
             raise ConfigError(
                 f"data.tokenizer ({path}) must be a tokenizers file: {error}"
             ) from None
-        self.vocab_size: int = self._backend.get_vocab_size()
-        names = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-        known = (self._backend.token_to_id(name) for name in names)
-        self.separator: int = next((i for i in known if i is not None), 0)
+        self.path = str(path)
+        self.identity = hashlib.blake2b(content, digest_size=16).hexdigest()
+        # Ids may have gaps.
+        self.vocab_size: int = max(ids, default=0) + 1
+        self.dtype = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+        known = (self._backend.token_to_id(name) for name in _SEPARATORS)
+        separator: int | None = next((i for i in known if i is not None), None)
+        if separator is None:
+            names = ", ".join(ascii(name)[1:-1] for name in _SEPARATORS)
+            raise ConfigError(f"data.tokenizer ({path}) must have a token among {names}")
+        self.separator = separator
 
     def encode(self, text: str) -> TokenArray:
         """uint16 or uint32 ids, by the size of the vocabulary."""
-        dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        return np.array(ids, dtype=dtype)
+        return np.array(ids, dtype=self.dtype)
 
     def decode(self, ids: list[int]) -> str:
         """Text of the ids."""

@@ -161,7 +161,7 @@ def _vocab_size(config: Config) -> int:
         return config.model.vocab_size
     if not config.data.tokenizer:
         return _BYTE_VOCABULARY
-    from hp_train.data import load_tokenizer  # noqa: PLC0415 - imports torch
+    from hp_train.data import load_tokenizer  # noqa: PLC0415 - imports numpy
 
     return load_tokenizer(config.data.tokenizer).vocab_size
 

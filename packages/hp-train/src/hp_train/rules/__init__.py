@@ -9,12 +9,25 @@ from collections.abc import Iterator
 from hp_train.config import Config
 from hp_train.environment import World
 from hp_train.errors import ConfigError
-from hp_train.rules.files import extra_rules, file_rules, require_run_directory, saving_rules
+from hp_train.rules.files import (
+    extra_rules,
+    file_rules,
+    has_tokens,
+    require_run_directory,
+    saving_rules,
+)
 from hp_train.rules.mesh import mesh_rules, stage_list_rules
 from hp_train.rules.model import model_rules
 from hp_train.rules.pipeline import batch_rules, overlap_rules, pipeline_rules
 
-__all__ = ["allows_mesh", "allows_pipeline", "allows_stages", "check", "require_run_directory"]
+__all__ = [
+    "allows_mesh",
+    "allows_pipeline",
+    "allows_stages",
+    "check",
+    "has_tokens",
+    "require_run_directory",
+]
 
 
 def check(config: Config, world: World | None = None) -> None:

@@ -14,9 +14,11 @@ from hp_train.schema import did_you_mean, shown
 def file_rules(config: Config) -> Iterator[str]:
     """What is read must be there, and what is written must have a place."""
     run, data = config.run, config.data
-    for path in data.paths:
+    for path in () if has_tokens(run.resume) else data.paths:
         if not _exists(path):
             yield f"data.paths ({_path(path)}) must exist{_neighbour(path)}"
+        elif not (_is_file(path) or _is_folder(path)):
+            yield f"data.paths ({_path(path)}) must be a regular file or a folder"
     if data.tokenizer and not _is_file(data.tokenizer):
         yield f"data.tokenizer ({_path(data.tokenizer)}) must be a file{_neighbour(data.tokenizer)}"
     if run.init_from and not _is_file(f"{run.init_from}/config.json"):
@@ -44,6 +46,11 @@ def require_run_directory(path: str) -> None:
             f"run.resume ({_path(path)}) must be a run directory, with a config.toml"
             f"{_neighbour(path)}"
         )
+
+
+def has_tokens(run: str) -> bool:
+    """Whether a run directory has the tokens that it goes on with, wherever the text is now."""
+    return bool(run) and _is_file(f"{run}/data/index.json")
 
 
 def saving_rules(config: Config) -> Iterator[str]:
@@ -83,6 +90,13 @@ def _not_writable(path: str) -> str:
 def _exists(path: str) -> bool:
     try:
         return Path(path).exists()
+    except (OSError, ValueError):
+        return False
+
+
+def _is_folder(path: str) -> bool:
+    try:
+        return Path(path).is_dir()
     except (OSError, ValueError):
         return False
 

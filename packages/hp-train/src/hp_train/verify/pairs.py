@@ -27,7 +27,7 @@ _WITHOUT_EFFECT = (
     "run.name",
     "run.resume",
     "run.tensorboard",
-    "data.eval_fraction",
+    "data.cache_gib",
     "train.*_every",
     "train.eval_batches",
     "train.async_save",

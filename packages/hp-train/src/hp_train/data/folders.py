@@ -1,0 +1,69 @@
+"""Folders that are there whole or not at all, whoever makes them at the same time.
+
+As with files (:mod:`hp_train.drafts`): a folder is filled under a draft's name, locked as long as
+its maker lives, and renamed when it is whole. A draft that nobody has locked is a leftover.
+"""
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+from hp_train.drafts import try_lock
+
+_DRAFT = re.compile(r"\A.+\.[0-9a-f]{32}\.tmp\Z", re.DOTALL)
+_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Make a folder in one step; give where to fill it. If there is one by then, that one stays.
+
+    Args:
+        target: Its path; what it is in exists.
+    """
+    descriptor, draft = _locked_draft(target)
+    try:
+        yield draft
+        try:
+            draft.rename(target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+        os.close(descriptor)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove what makers that died left, where the file system has locks.
+
+    Args:
+        parent: Of the folders that were to be made; it need not exist.
+    """
+    found = list(parent.iterdir()) if parent.is_dir() else []
+    for path in (path for path in found if _DRAFT.match(path.name)):
+        try:
+            descriptor = os.open(path, _FLAGS)
+        except OSError:  # it has its name by now, or is no folder
+            continue
+        try:
+            if try_lock(descriptor, without_locks=False):
+                shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(descriptor)
+
+
+def _locked_draft(target: Path) -> tuple[int, Path]:
+    while True:
+        draft = target.with_name(f"{target.name}.{uuid4().hex}.tmp")
+        draft.mkdir()
+        descriptor = os.open(draft, _FLAGS)
+        # Between the two calls it may have been taken for a leftover.
+        if try_lock(descriptor) and draft.exists():
+            return descriptor, draft
+        os.close(descriptor)

@@ -1,0 +1,165 @@
+"""The tokens of a run: made of the text once, or taken from the cache, and then kept."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from hp_train.data.cache import Cache, key_of
+from hp_train.data.corpus import Piece, Source, find_sources, pieces_of, printable, read_piece
+from hp_train.data.encode import count_processes, digest_of, encode_all
+from hp_train.data.folders import new_folder, remove_leftovers
+from hp_train.data.holdout import HoldOut
+from hp_train.data.index import INDEX, Index, OldIndex, read_index, require_made_for, write_index
+from hp_train.data.renewal import renew
+from hp_train.data.tokenizer import Tokenizer
+from hp_train.data.tokens import SPLITS, TokenWriter
+from hp_train.errors import ConfigError, DataError
+
+OnProgress = Callable[[], None]
+
+
+def prepare(
+    directory: Path,
+    *,
+    paths: Sequence[str],
+    tokenizer: Tokenizer,
+    eval_fraction: float,
+    cache: Cache | None = None,
+    on_progress: OnProgress = lambda: None,
+) -> None:
+    """Make the tokens of a run, once per run directory; see Note [held-out tokens].
+
+    What is there already is kept: a resumed run reads the very tokens it began with, even if the
+    text has changed. On shared storage one process of every node may do this at the same time.
+
+    Args:
+        directory: Where the files go; it appears whole or not at all.
+        paths: ``data.paths``; empty for the standard library.
+        tokenizer: Its ids are stored in the narrowest dtype that holds them.
+        eval_fraction: Share of the tokens held out.
+        cache: Of tokens that other runs have made; None: neither looked at nor filled.
+        on_progress: Called again and again, for heartbeats.
+
+    Raises:
+        DataError: When the text cannot be read, or what is there is not what was written.
+        ConfigError: When what is there was made with another `eval_fraction`.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(directory.parent)
+    if not is_prepared(directory):
+        kept = None if tokenizer.is_cheap else cache
+        _Maker(directory, tokenizer, eval_fraction, on_progress).make(paths, kept)
+    index = read_index(directory)
+    if isinstance(index, OldIndex):
+        index = renew(directory, index, tokenizer)
+    require_made_for(directory, index, tokenizer)
+    if index.eval_fraction not in (None, eval_fraction):
+        raise ConfigError(
+            f"data.eval_fraction ({eval_fraction}) must equal data.eval_fraction "
+            f"({index.eval_fraction}) with which {printable(directory)} was made"
+        )
+
+
+def is_prepared(directory: Path) -> bool:
+    """Whether there is data; an empty folder is none.
+
+    Raises:
+        DataError: When it is a link, no folder, or has no index.
+    """
+    if not os.path.lexists(directory):
+        return False
+    if directory.is_symlink() or not directory.is_dir():
+        raise DataError(f"{printable(directory)} must be a directory and no symbolic link")
+    names = [path.name for path in directory.iterdir()]
+    if names and INDEX not in names:
+        where = printable(directory)
+        raise DataError(f"{where}: {INDEX} is missing; without {where}, data.paths are read again")
+    return bool(names)
+
+
+def digest_of_text(paths: Sequence[str]) -> str:
+    """What stands for the text of some files and folders, see `Index.source`.
+
+    Raises:
+        DataError: When it cannot be read.
+    """
+    return _digest_of(find_sources(paths), lambda: None)
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Makes the tokens of a folder that is not there yet."""
+
+    directory: Path
+    tokenizer: Tokenizer
+    eval_fraction: float
+    on_progress: OnProgress
+
+    def make(self, paths: Sequence[str], cache: Cache | None) -> None:
+        """Take them from the cache, or from the text and put them there."""
+        sources = list(find_sources(paths))
+        if cache is not None and not cache.is_empty:
+            source = _digest_of(sources, self.on_progress)
+            key = key_of(source, self.tokenizer.identity, self.eval_fraction)
+            if cache.fetch(key, self.directory, on_progress=self.on_progress):
+                return
+        with new_folder(self.directory) as draft:
+            index = self._tokenize(draft, sources)
+            write_index(draft, index)
+            if cache is not None:
+                cache.store(draft, index)
+
+    def _tokenize(self, folder: Path, sources: Sequence[Source]) -> Index:
+        """Write both splits; returns their index."""
+        tokenizer, text = self.tokenizer, _TextDigest()
+        num_processes = count_processes(sum(source.size for source in sources), tokenizer)
+        pieces = (piece for source in sources for piece in pieces_of(source))
+        with (
+            closing(TokenWriter(folder, "train", dtype=tokenizer.dtype)) as train,
+            closing(TokenWriter(folder, "eval", dtype=tokenizer.dtype)) as held,
+        ):
+            stream = HoldOut(train, held, tokenizer.separator, fraction=self.eval_fraction)
+            for piece, digest, tokens in encode_all(pieces, tokenizer, num_processes=num_processes):
+                text.add(piece, digest)
+                stream.write(tokens)
+                self.on_progress()
+            stream.finish()
+            for split, writer in zip(SPLITS, (train, held), strict=True):
+                if not writer.tokens:
+                    raise DataError(f"data.paths hold no text for the {split} split")
+            return Index(
+                dtype=tokenizer.dtype.name,  # type: ignore[arg-type] # one of three
+                vocab_size=tokenizer.vocab_size,
+                separator=tokenizer.separator,
+                tokenizer=tokenizer.identity,
+                eval_fraction=self.eval_fraction,
+                source=text.hexdigest(),
+                train=train.finish(),
+                eval=held.finish(),
+            )
+
+
+class _TextDigest:
+    """Stands for the bytes of all files in their order, whatever they are called."""
+
+    def __init__(self) -> None:
+        self._hasher = hashlib.blake2b(digest_size=16)
+
+    def add(self, piece: Piece, digest: bytes) -> None:
+        place = f"{piece.source.kind} {piece.begin} {piece.is_last}\n"
+        self._hasher.update(place.encode() + digest)
+
+    def hexdigest(self) -> str:
+        return self._hasher.hexdigest()
+
+
+def _digest_of(sources: Iterable[Source], on_progress: OnProgress) -> str:
+    text = _TextDigest()
+    for source in sources:
+        for piece in pieces_of(source):
+            text.add(piece, digest_of(read_piece(piece)[1]))
+            on_progress()
+    return text.hexdigest()

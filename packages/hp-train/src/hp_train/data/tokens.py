@@ -1,0 +1,195 @@
+"""Tokens on disk: files that are read only as far as they are what was written.
+
+A folder holds for each split ``NAME.bin``, ids one after the other, and ``NAME.sums``, a digest of
+16 bytes for every 64 KiB of them; its index has the digests of the sums.
+"""
+
+import hashlib
+import os
+import weakref
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hp_train.data.corpus import printable
+from hp_train.data.index import INDEX, Index, Split
+from hp_train.data.tokenizer import TokenArray
+from hp_train.errors import DataError
+from hp_train.folder import DamageError, opened, opened_directory, read_whole
+
+CHUNK_BYTES = 1 << 16
+"""What a digest stands for: the least that is read at the first touch."""
+SPLITS = ("train", "eval")
+
+_DIGEST_BYTES = 16
+
+
+class TokenWriter:
+    """Writes a split, a piece at a time. To be closed.
+
+    Args:
+        folder: It exists.
+        split: Of the two.
+        dtype: Of ids.
+    """
+
+    def __init__(self, folder: Path, split: str, *, dtype: "np.dtype[Any]") -> None:
+        self._dtype = dtype
+        self._file: BinaryIO = (folder / f"{split}.bin").open("xb")
+        self._sums_path = folder / f"{split}.sums"
+        self._sums = bytearray()
+        self._hasher, self._filled = new_hasher(), 0
+        self.tokens = 0
+
+    def write(self, tokens: TokenArray) -> None:
+        """Append ids."""
+        data = np.ascontiguousarray(tokens, dtype=self._dtype).view(np.uint8).data
+        self._file.write(data)
+        self.tokens += tokens.size
+        while data:
+            part = data[: CHUNK_BYTES - self._filled]
+            self._hasher.update(part)
+            self._filled += len(part)
+            data = data[len(part) :]
+            if self._filled == CHUNK_BYTES:
+                self._end_chunk()
+
+    def close(self) -> None:
+        """End the file."""
+        self._file.close()
+
+    def finish(self) -> Split:
+        """Write the digests and tell what was written; at least one token."""
+        if self._filled:
+            self._end_chunk()
+        self._file.flush()
+        self._sums_path.write_bytes(self._sums)
+        digest = digest_of_split(self._sums, self.tokens, self._dtype)
+        return Split(tokens=self.tokens, digest=digest)
+
+    def _end_chunk(self) -> None:
+        self._sums += self._hasher.digest()
+        self._hasher, self._filled = new_hasher(), 0
+
+
+class TokenFile:
+    """The ids of a split, each chunk compared with its digest when it is first read.
+
+    The file is kept open: one of the same name that takes its place is not read. One that is
+    changed in its place is compared again.
+
+    Args:
+        folder: Of the data.
+        split: Of the two.
+        index: Of the folder.
+
+    Raises:
+        DataError: When files do not fit the index.
+    """
+
+    def __init__(self, folder: Path, split: str, index: Index) -> None:
+        about = index.train if split == "train" else index.eval
+        self.path, self.size = folder / f"{split}.bin", about.tokens
+        self._dtype, self._vocab_size = np.dtype(index.dtype), index.vocab_size
+        nbytes = self.size * self._dtype.itemsize
+        num_chunks = -(-nbytes // CHUNK_BYTES)
+        try:
+            with opened_directory(folder) as directory:
+                limit = num_chunks * _DIGEST_BYTES
+                self._sums = read_whole(directory, f"{split}.sums", limit=limit)
+                with opened(directory, f"{split}.bin") as descriptor:
+                    self._descriptor = os.dup(descriptor)
+        except DamageError as error:
+            raise DataError(f"{printable(folder)}: {error}") from None
+        except OSError as error:
+            raise DataError(f"{printable(folder)}: {error.strerror}") from None
+        weakref.finalize(self, os.close, self._descriptor)
+        if digest_of_split(self._sums, self.size, self._dtype) != about.digest:
+            where = printable(folder / f"{split}.sums")
+            raise DataError(f"{where} does not have the digest that {INDEX} says")
+        self._stamp = self._look()
+        if (found := self._stamp[0]) != nbytes:
+            raise DataError(f"{printable(self.path)}: {found} bytes must equal {nbytes} of {INDEX}")
+        self._seen = np.zeros(num_chunks, dtype=bool)
+
+    def __getitem__(self, part: slice) -> NDArray[Any]:
+        """Ids of a range, one-dimensional, read-only.
+
+        Raises:
+            DataError: Naming file and chunk, where they are not what was written.
+        """
+        first, last, _ = part.indices(self.size)
+        itemsize = self._dtype.itemsize
+        begin, end = first * itemsize, last * itemsize
+        stamp = self._look()
+        if stamp != self._stamp:
+            self._stamp, self._seen[:] = stamp, False
+        for chunk in range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
+            if not self._seen[chunk]:
+                self.verified(chunk)
+        return np.frombuffer(self._read(begin, end), dtype=self._dtype)
+
+    @property
+    def num_chunks(self) -> int:
+        """How many digests there are."""
+        return int(self._seen.size)
+
+    @property
+    def sums(self) -> bytes:
+        """The digests of all chunks."""
+        return self._sums
+
+    def verified(self, chunk: int) -> bytes:
+        """The bytes of a chunk, compared with its digest now.
+
+        Raises:
+            DataError: When it is another.
+        """
+        end = min((chunk + 1) * CHUNK_BYTES, self.size * self._dtype.itemsize)
+        data = self._read(chunk * CHUNK_BYTES, end)
+        hasher = new_hasher()
+        hasher.update(data)
+        begin = chunk * _DIGEST_BYTES
+        where = f"{printable(self.path)}: chunk {chunk} of {self._seen.size}"
+        if hasher.digest() != self._sums[begin : begin + _DIGEST_BYTES]:
+            raise DataError(f"{where} is not what was written")
+        largest = int(np.frombuffer(data, dtype=self._dtype).max())
+        if largest >= self._vocab_size:
+            raise DataError(
+                f"{where}: token ({largest}) must be below vocab_size ({self._vocab_size})"
+            )
+        self._seen[chunk] = True
+        return data
+
+    def _read(self, begin: int, end: int) -> bytes:
+        try:
+            data = os.pread(self._descriptor, end - begin, begin)
+            while len(data) < end - begin:
+                more = os.pread(self._descriptor, end - begin - len(data), begin + len(data))
+                if not more:
+                    chunk = (begin + len(data)) // CHUNK_BYTES
+                    where = f"{printable(self.path)}: chunk {chunk} of {self._seen.size}"
+                    raise DataError(f"{where} is cut off")
+                data += more
+        except OSError as error:
+            raise DataError(f"{printable(self.path)}: {error.strerror}") from None
+        return data
+
+    def _look(self) -> tuple[int, int, int]:
+        about = os.fstat(self._descriptor)
+        return about.st_size, about.st_mtime_ns, about.st_ctime_ns
+
+
+def new_hasher() -> "hashlib.blake2b":
+    """For chunks and what stands for all of them."""
+    return hashlib.blake2b(digest_size=_DIGEST_BYTES)
+
+
+def digest_of_split(sums: bytes | bytearray, tokens: int, dtype: "np.dtype[Any]") -> str:
+    """What stands for all tokens of a split: of their number, their type and all chunks."""
+    hasher = new_hasher()
+    hasher.update(f"{tokens} {dtype}\n".encode())
+    hasher.update(sums)
+    return hasher.hexdigest()
