@@ -227,7 +227,7 @@ def test_a_bad_value_is_named_with_the_relation_it_breaks(override: str, message
             'model.qk_norm (true) must be false with model.attention ("mla")',
         ),
         (
-            "model.attention=mla model.rope_head_dim=7",
+            "model.attention=mla model.qk_norm=false model.rope_head_dim=7",
             "model.rope_head_dim (7) must be even",
         ),
         (
