@@ -191,7 +191,6 @@ COMMON: Json = {
     "rms_norm_eps": 1e-6,
     "initializer_range": 0.02,
     "tie_word_embeddings": False,
-    "attention_bias": False,
     "rope_theta": 10000.0,
 }
 """What absent keys mean in most families: defaults of their config classes in transformers 5.23."""

@@ -34,5 +34,10 @@ FAMILY = Family(
     read=_read,
     write=_write,
     defaults=COMMON
-    | {"max_position_embeddings": 2048, "num_key_value_heads": None, "head_dim": None},
+    | {
+        "max_position_embeddings": 2048,
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "attention_bias": False,
+    },
 )

@@ -58,7 +58,7 @@ def _write_moe(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-_DEFAULTS = COMMON | {"max_position_embeddings": 32768}
+_DEFAULTS = COMMON | {"max_position_embeddings": 32768, "attention_bias": False}
 
 DENSE = Family(
     model_type="qwen3",
