@@ -12,7 +12,7 @@ from hp_train.aliases import _CALLED, aliases
 from hp_train.config import Config, to_dict
 from hp_train.environment import World, external_world, slurm_rendezvous
 from hp_train.errors import ConfigError
-from hp_train.options import build, for_saving, resolve, shipped
+from hp_train.options import build, for_saving, resolve, shipped, split_overrides
 from hp_train.render import to_json, to_lines, to_toml
 from hp_train.schema import fields
 
@@ -645,3 +645,44 @@ def test_every_other_name_is_of_a_key_and_is_none() -> None:
 def test_what_is_like_nothing_leads_to_what_there_is() -> None:
     assert "; [train] has steps, " in refusal(("train.qqqqqq", "1"))
     assert refusal(("qqqqqq.zzzzzz", "1")) == "unknown key qqqqqq.zzzzzz"
+
+
+BOMBS = {
+    "200,000 keys": ("[train]\n" + "".join(f"k{n} = 1\n" for n in range(200_000)), []),
+    "many sections": ("".join(f"[k{n}]\n" for n in range(6_000)), []),
+    "50 MB of a string": ("[run]\nname = '" + "y" * 50_000_000 + "'\n", []),
+    "a key of many parts": ("a." * 8_000 + "b = 1\n", []),
+    "lists in lists": ("[train]\nsteps = " + "[" * 60_000, []),
+    "tables in tables": ("a = " + "{a=" * 20_000, []),
+    "thousands of digits": ("[train]\nsteps = 0x" + "f" * 10_000 + "\n", []),
+    "thousands of digits in a list": ("", ["data.paths=[0x" + "f" * 10_000 + "]"]),
+    "a million stages": ("", ["mesh.pp=1000000", "model.num_layers=4000000"]),
+    "many processes": ("", ["mesh.dp_replicate=100000", "train.global_batch_size=400000"]),
+    "a list of stages": ("[mesh]\npp = 20000\nstage_tp = [" + "1," * 20_000 + "]\n", []),
+    "many layers": ("", ["model.num_layers=2147483647"]),
+    "many experts": ("", ["model.num_experts=2147483646"]),
+    "many microbatches": ("", ["train.global_batch_size=2147483640"]),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_is_refused_in_one_line_and_bounded_work(name: str, tmp_path: Path) -> None:
+    text, given = BOMBS[name]
+    (tmp_path / "bomb.toml").write_text(text)
+    fields(), aliases()  # made once
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    overrides, _ = split_overrides(given)
+    sys.setprofile(count)
+    try:
+        with pytest.raises(ConfigError) as caught:
+            resolve(str(tmp_path / "bomb.toml"), overrides, env={})
+    finally:
+        sys.setprofile(None)
+    assert len(str(caught.value)) < 400 + len(str(tmp_path))
+    assert "\n" not in str(caught.value)
+    assert calls < 1_000_000

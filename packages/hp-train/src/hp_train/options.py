@@ -27,6 +27,7 @@ from hp_train.schema import (
 
 _SHIPPED = Path(__file__).parent / "configs"
 _COMMAND_LINE = "command line"
+_MOST_BYTES = 64 << 10  # of a config file; those with every key and its meaning have a quarter
 _FLAG = re.compile(r"--([A-Za-z_][\w-]*\.[\w.-]*)(?:=(.*))?", re.DOTALL)
 _ASSIGNMENT = re.compile(r"([A-Za-z_][\w-]*\.[\w-]*)=(.*)", re.DOTALL)
 _HEADER = re.compile(r"\s*\[\s*([\w.\"'-]+)\s*\]")
@@ -194,7 +195,13 @@ def _find(source: str | None, *, resume: object) -> Path:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise ConfigError(
+                f"config ({shown(str(path))}) must be at most {_MOST_BYTES} bytes long"
+            )
+        return data.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise ConfigError(f"config ({path}) must be UTF-8: byte {error.start} is not") from None
     except (OSError, ValueError) as error:

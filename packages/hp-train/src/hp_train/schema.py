@@ -167,7 +167,12 @@ def shown(value: object, *, limit: int = _SHOWN) -> str:
     if isinstance(value, dict):
         return "a table"
     plain = isinstance(value, str | int | float | list | tuple | NoneType)
-    text = json.dumps(value, default=str) if plain else str(value)
+    try:
+        text = json.dumps(value, default=str) if plain else str(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        return "a number of thousands of digits"
+    except RecursionError:
+        return "a list in a list in a list ..."
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from hp_train.config import ModelConfig
-from hp_train.hugging_face.family import COMMON, MOST_LAYERS, Family, Settings, common, num_experts
+from hp_train.config import MOST_LAYERS, ModelConfig
+from hp_train.hugging_face.family import COMMON, Family, Settings, common, num_experts
 from hp_train.hugging_face.rope import read_rope, write_rope
 
 

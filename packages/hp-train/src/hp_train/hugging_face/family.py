@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hp_train.config import ModelConfig
+from hp_train.config import MOST_EXPERTS, MOST_LAYERS, ModelConfig
 from hp_train.errors import ConfigError
 from hp_train.schema import shown
 
@@ -68,8 +68,6 @@ LAYER_NAMES = {
 
 
 LARGEST = 2**31 - 1
-MOST_LAYERS = 10_000
-MOST_EXPERTS = 200_000  # of all layers together: what is listed one by one before a file is opened
 
 _MISSING = object()
 
