@@ -5,25 +5,17 @@ A program of its own, since it forks for every case and must have nothing of tor
     python -m integration_tests.reliability.garble COUNT SEED
 """
 
-import json
-import os
-import signal
-import subprocess
 import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 
-from hp_train.cli import main
 from hp_train.schema import fields
+from integration_tests.reliability import strangers
 from integration_tests.reliability.outcome import Outcome
 
 _BASES = ("quickstart", "debug-deepseek-v3", "debug-gpt-oss", "debug-llama3", "debug-mixtral")
-_LONGEST_LINE = 400
-_SECONDS = 20.0
 _SHAPES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp", "cp_heads")
 _SIZES = ("num_heads", "num_kv_heads", "num_experts", "top_k", "dim", "num_layers")
 _VALUES = (
@@ -38,13 +30,7 @@ Case = tuple[str, list[str]]
 
 def run(count: int, *, seed: int) -> Outcome:
     """Run the program of this module."""
-    began = time.monotonic()
-    command = [sys.executable, "-m", __name__, str(count), str(seed)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return Outcome("configs", count, [done.stderr[-500:]], time.monotonic() - began)
-    found = json.loads(done.stdout)
-    return Outcome("configs", count, found["failures"], time.monotonic() - began, found["notes"])
+    return strangers.run_program(__name__, "configs", count, seed=seed)
 
 
 def cases(count: int, seed: int) -> list[Case]:
@@ -163,81 +149,25 @@ _MUTATIONS: Sequence[Callable[[str, Random], Case]] = (
 )
 
 
-def _answer(case: Case, folder: Path) -> tuple[int, str, str, float]:
-    """Status, output, error and seconds of `hp train --dry-run` in a process of its own."""
-    config = folder / "case.toml"
-    config.write_text(case[0], errors="replace")
-    began = time.monotonic()
-    pid = os.fork()
-    if pid == 0:
-        _be_the_program(["train", str(config), *case[1], "--dry-run"], folder)
-    while True:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            break
-        if time.monotonic() - began > _SECONDS:
-            os.killpg(pid, signal.SIGKILL)
-        time.sleep(0.001)
-    seconds = time.monotonic() - began
-    texts = [(folder / name).read_text(errors="replace") for name in ("out", "err")]
-    try:
-        os.killpg(pid, signal.SIGKILL)
-        texts[1] += "\nleft a process behind"
-    except ProcessLookupError:
-        pass
-    return os.waitstatus_to_exitcode(status), texts[0], texts[1], seconds
+def _stranger(number: int, case: Case, seed: int) -> strangers.Case:
+    text, argv = case
 
+    def make(room: Path, _theirs: Path) -> list[str]:
+        config = room / "case.toml"
+        config.write_text(text, errors="replace")
+        return ["train", str(config), *argv, "--dry-run"]
 
-def _be_the_program(argv: list[str], folder: Path) -> None:
-    status = 1
-    try:
-        os.setsid()
-        for number, name in enumerate(("out", "err"), start=1):
-            os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        os.chdir(folder)
-        status = main(argv)
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except BaseException:  # noqa: BLE001 - as the interpreter would
-        traceback.print_exc()
-        sys.stderr.flush()
-    finally:
-        os._exit(status)
-
-
-def _problem(status: int, out: str, err: str) -> str:
-    if status == 0 and not err and out.count("\n") == 1:
-        return ""
-    lines = err.splitlines()
-    if status != 2 or len(lines) != 1 or not lines[0].startswith("error: ") or out:
-        return f"status {status}, {len(lines)} lines: {err[-300:]!r} {out[:100]!r}"
-    if len(lines[0]) > _LONGEST_LINE:
-        return f"{len(lines[0])} characters: {lines[0][:200]!r}"
-    if not lines[0].isprintable():
-        return f"not printable: {lines[0][:200]!r}"
-    return ""
+    what = f"garbled config {number}, seed {seed}, {argv}"
+    return strangers.Case(what, make, refusals=(2,), accepted="is good", writes=False)
 
 
 def _main() -> int:
     count, seed = map(int, sys.argv[1:])
-    failures, seconds, accepted = [], [], 0
+    found = [_stranger(*numbered, seed) for numbered in enumerate(cases(count, seed))]
     with tempfile.TemporaryDirectory() as folder:
-        for number, case in enumerate(cases(count, seed)):
-            status, out, err, took = _answer(case, Path(folder))
-            seconds.append(took)
-            accepted += status == 0
-            if problem := _problem(status, out, err):
-                failures.append(f"case {number}, seed {seed}, {case[1]}: {problem}")
-        left = sorted(path.name for path in Path(folder).iterdir())
-    if left != ["case.toml", "err", "out"]:
-        failures.append(f"left behind: {left}")
+        failures, notes = strangers.meet_all(found, Path(folder))
     assert "torch" not in sys.modules
-    median = sorted(seconds)[count // 2]
-    notes = [
-        f"{count - accepted} refused, {accepted} found good after all",
-        f"answered in {median * 1e3:.0f} ms (median), {max(seconds):.2f} s at most",
-    ]
-    sys.stdout.write(json.dumps({"failures": failures, "notes": notes}))
+    strangers.tell(count, failures, notes)
     return 0
 
 
