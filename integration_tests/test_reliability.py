@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent.parent
 
 def test_what_goes_wrong_is_found_and_got_over(tmp_path: Path) -> None:
     counts = {"kills": 3, "flips": 40, "others": 7, "configs": 55, "reloads": 3}
+    counts |= {"models": 40}
     options = [f"--{name}={count}" for name, count in counts.items()]
     done = subprocess.run(
         [sys.executable, "-m", "integration_tests.reliability", *options, f"--folder={tmp_path}"],
@@ -19,5 +20,6 @@ def test_what_goes_wrong_is_found_and_got_over(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for line in ("kills: 3 of 3", "damages: 47 of 47", "configs: 55 of 55", "reloads: 3 of 3"):
+    lines = ("kills: 3 of 3", "damages: 47 of 47", "configs: 55 of 55", "reloads: 3 of 3")
+    for line in (*lines, "models: 40 of 40"):
         assert f"{line} good" in done.stdout

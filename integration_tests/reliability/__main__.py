@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from integration_tests.layouts import write_corpus
-from integration_tests.reliability import damages, garble, kills, reloads
+from integration_tests.reliability import damages, garble, kills, models, reloads
 from integration_tests.reliability.outcome import Outcome
 
 
@@ -22,6 +22,7 @@ def main() -> int:
     parser.add_argument("--flips", type=int, default=300, help="single bits of checkpoints")
     parser.add_argument("--others", type=int, default=140, help="greater damages")
     parser.add_argument("--configs", type=int, default=500, help="garbled configs")
+    parser.add_argument("--models", type=int, default=1000, help="models of strangers")
     parser.add_argument("--reloads", type=int, default=60, help="layouts to load under")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="to be kept; else a temporary one")
@@ -35,6 +36,7 @@ def main() -> int:
             "kills": lambda: kills.run(options.kills, folder, seed=seed, data=data),
             "flips": lambda: damages.run(options.flips, options.others, seed=seed),
             "configs": lambda: garble.run(options.configs, seed=seed),
+            "models": lambda: models.run(options.models, seed=seed),
             "reloads": lambda: reloads.run(options.reloads, folder, seed=seed, data=data),
         }
         failed = False
