@@ -105,7 +105,7 @@ def _case(
 def _values(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Keys with values that no model has."""
     defaults = FAMILIES[settings["model_type"]].defaults
-    read = dict.fromkeys(_SIZES, 1) | dict(defaults)
+    read: dict[str, Any] = {**dict.fromkeys(_SIZES, 1), **defaults}
     for key, value in read.items():
         known = settings.get(key) if value is None else value
         if key in ("layer_types", "mlp_only_layers"):
