@@ -185,7 +185,7 @@ class Settings:
         return ConfigError(f"{self.where}: {key} ({shown(value)}) must be {kind}")
 
 
-COMMON: Json = {
+COMMON: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "initializer_range": 0.02,
     "tie_word_embeddings": False,
