@@ -268,7 +268,7 @@ TRANSFORMERS_TESTS = {
     "hp-expert": "test_expert_transformers*.py",
     "hp-overlap": "test_overlap_transformers.py",
     "hp-schedule": "test_schedule_runtime_split_model.py",
-    "hp-train": "test_train_transformers.py",
+    "hp-train": "test_train_transformers*.py",
 }
 
 

@@ -1,7 +1,6 @@
 """A run over experts and stages ends as files that another layout starts from."""
 
 import json
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,13 @@ from hp_train.render import to_toml
 from hp_train.train import Trainer
 from integration_tests.layouts import _whole, config_of, train_in, worker_of
 
-DEEPSEEK: dict[str, Any] = msgspec.structs.asdict(resolve("debug-deepseek-v3", env={}).config.model)
-MODEL = DEEPSEEK | {"dropout": 0.0, "correction_rate": 0.05}
+
+def _model(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.structs.asdict(resolve(name, env={}).config.model)
+    return found
+
+
+MODEL = _model("debug-deepseek-v3") | {"dropout": 0.0, "correction_rate": 0.05}
 
 
 def _weights_at_start(encoded: bytes, directory: str, address: str) -> dict[str, torch.Tensor]:
@@ -50,44 +54,59 @@ def _all_weights(config: Config, directory: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Config]:
+def _trained(directory: Path, model: dict[str, Any]) -> tuple[Path, Config]:
     """A run of two steps over experts."""
-    directory = tmp_path_factory.mktemp("trained")
     mesh = {"dp_replicate": 2, "ep": 2}
-    config = config_of(mesh=mesh, model=MODEL, train={"steps": 2, "dtype": "bfloat16"})
+    config = config_of(mesh=mesh, model=model, train={"steps": 2, "dtype": "bfloat16"})
     train_in(config, directory, until=2)
     (directory / "config.toml").write_text(to_toml(config))
     return directory, config
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Config]:
+    """A run whose routers have biases that move."""
+    return _trained(tmp_path_factory.mktemp("trained"), MODEL)
+
+
 def test_exported_weights_start_another_layout_bit_for_bit(
-    trained: tuple[Path, Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: tuple[Path, Config], tmp_path: Path
 ) -> None:
-    directory, config = trained
-    folder = tmp_path / "exported"
-    assert main(["export-hf", str(directory), str(folder), "--dtype", "float32"]) == 0
-    assert "step-00000002, float32" in capsys.readouterr().out
-    assert check_weights(folder) > 0
-    assert main(["import-hf", str(folder), "--out", str(tmp_path / "imported.toml")]) == 0
-    imported = resolve(str(tmp_path / "imported.toml"), env={}).config
-    assert imported.run.init_from == str(folder)
-    assert imported.model.vocab_size == load_tokenizer("").vocab_size
-    base = config_of(
-        mesh={"pp": 2},
-        model=msgspec.structs.asdict(imported.model),
-        run={"init_from": str(folder)},
-        train={"dtype": "float32"},
-    )
-    (tmp_path / "run").mkdir()
-    shutil.copytree(directory / "data", tmp_path / "run" / "data")
-    started = _all_weights(base, tmp_path / "run")
-    resumed = _all_weights(config, directory)
-    comparison = compare(started, resumed)
-    assert comparison.ok, comparison
+    resumed = _exported_and_started(*trained, tmp_path)
     biases = [value for name, value in resumed.items() if name.endswith("correction_bias")]
     assert biases
     assert all(bool(value.any()) for value in biases), "two steps must have moved the biases"
+
+
+def test_the_quickstart_is_exported_and_imported_bit_for_bit(tmp_path: Path) -> None:
+    (tmp_path / "trained").mkdir()
+    _exported_and_started(*_trained(tmp_path / "trained", _model("quickstart")), tmp_path)
+    settings = json.loads((tmp_path / "exported" / "config.json").read_text())
+    assert settings["architectures"] == ["Qwen3MoeForCausalLM"]
+
+
+def _exported_and_started(directory: Path, config: Config, folder: Path) -> dict[str, torch.Tensor]:
+    """Export a run, start another layout from the files; the weights that both begin with."""
+    exported, imported = folder / "exported", folder / "imported.toml"
+    assert main(["export-hf", str(directory), str(exported), "--dtype", "float32"]) == 0
+    assert check_weights(exported) > 0
+    assert main(["import-hf", str(exported), "--out", str(imported)]) == 0
+    found = resolve(str(imported), env={}).config
+    assert found.run.init_from == str(exported)
+    assert found.model.vocab_size == load_tokenizer("").vocab_size
+    base = config_of(
+        mesh={"pp": 2},
+        model=msgspec.structs.asdict(found.model),
+        run={"init_from": str(exported)},
+        train={"dtype": "float32"},
+    )
+    (folder / "run").mkdir()
+    shutil.copytree(directory / "data", folder / "run" / "data")
+    started = _all_weights(base, folder / "run")
+    resumed = _all_weights(config, directory)
+    comparison = compare(started, resumed)
+    assert comparison.ok, comparison
+    return resumed
 
 
 def test_a_run_exports_in_the_dtype_it_computes_in(

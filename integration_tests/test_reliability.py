@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 
 def test_what_goes_wrong_is_found_and_got_over(tmp_path: Path) -> None:
     counts = {"kills": 3, "flips": 40, "others": 7, "configs": 55, "reloads": 3}
-    counts |= {"rundirs": 28, "mutants": 14}
+    counts |= {"rundirs": 28, "mutants": 14, "models": 40}
     options = [f"--{name}={count}" for name, count in counts.items()]
     done = subprocess.run(
         [sys.executable, "-m", "integration_tests.reliability", *options, f"--folder={tmp_path}"],
@@ -33,7 +33,8 @@ def test_what_goes_wrong_is_found_and_got_over(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = ("kills: 3 of 3", "damages: 47 of 47", "configs: 55 of 55", "reloads: 3 of 3")
-    for line in (*lines, "mutants: 24 of 24", "run directories: 28 of 28"):
+    lines += ("models: 40 of 40", "mutants: 24 of 24", "run directories: 28 of 28")
+    for line in lines:
         assert f"{line} good" in done.stdout
 
 

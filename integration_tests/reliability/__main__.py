@@ -7,7 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from integration_tests.layouts import write_corpus
-from integration_tests.reliability import damages, garble, kills, mutants, reloads, rundirs
+from integration_tests.reliability import (
+    damages,
+    garble,
+    kills,
+    models,
+    mutants,
+    reloads,
+    rundirs,
+)
 from integration_tests.reliability.outcome import Outcome
 
 
@@ -24,6 +32,7 @@ def main() -> int:
     parser.add_argument("--configs", type=int, default=500, help="garbled configs")
     parser.add_argument("--rundirs", type=int, default=300, help="run directories of strangers")
     parser.add_argument("--mutants", type=int, default=160, help="damaged text and tokens")
+    parser.add_argument("--models", type=int, default=1000, help="models of strangers")
     parser.add_argument("--reloads", type=int, default=60, help="layouts to load under")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="to be kept; else a temporary one")
@@ -39,6 +48,7 @@ def main() -> int:
             "configs": lambda: garble.run(options.configs, seed=seed),
             "rundirs": lambda: rundirs.run(options.rundirs, seed=seed),
             "mutants": lambda: mutants.run(options.mutants, seed=seed),
+            "models": lambda: models.run(options.models, seed=seed),
             "reloads": lambda: reloads.run(options.reloads, folder, seed=seed, data=data),
         }
         failed = False

@@ -134,6 +134,24 @@ def _arguments(text: str, random: Random) -> Case:
     )  # fmt: skip
 
 
+def _bomb(text: str, random: Random) -> Case:
+    """What would take long to be made, or to be read."""
+    bombs: Sequence[Case] = (
+        ("[train]\n" + "".join(f"k{n} = 1\n" for n in range(200_000)), []),
+        (f"[run]\nname = '{'y' * 50_000_000}'\n", []),
+        ("a." * 8_000 + "b = 1\n", []),
+        ("a = " + "{a=" * 20_000, []),
+        ("[train]\nsteps = 0x" + "f" * 10_000 + "\n", []),
+        (text, ["mesh.pp=1000000", "model.num_layers=2147483647"]),
+        (text, ["mesh.pp=1000000", "pipeline.stages_per_rank=1"]),
+        (text, ["mesh.dp_replicate=2147483647"]),
+        (text, ["train.global_batch_size=2147483640", "train.microbatch_size=1"]),
+        (text, ["model.num_experts=2147483647"]),
+        (text, ["mesh.pp=60000", "mesh.stage_tp=[" + "1," * 60_000 + "]"]),
+    )
+    return random.choice(bombs)
+
+
 _MUTATIONS: Sequence[Callable[[str, Random], Case]] = (
     _misspelt_key,
     _wrong_value,
@@ -146,6 +164,7 @@ _MUTATIONS: Sequence[Callable[[str, Random], Case]] = (
     _bytes,
     _lines,
     _arguments,
+    _bomb,
 )
 
 

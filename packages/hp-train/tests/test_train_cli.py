@@ -76,6 +76,9 @@ def test_a_plan_of_a_dense_model_needs_no_torch() -> None:
     ("arguments", "message"),
     [
         ("train --steps 5", "--steps is not a known option; did you mean --train.steps?"),
+        ("train --lr 1", "--lr is not a known option; did you mean --train.learning_rate?"),
+        ("train --batch_size=8", "did you mean --train.global_batch_size?"),
+        ("train --train.lr 1", "unknown key train.lr; did you mean train.learning_rate?"),
         ("train --resum x", "--resum is not a known option; did you mean --resume?"),
         ("train --trian.steps 5", "unknown key trian.steps; did you mean train.steps?"),
         ("train --train.steps", "--train.steps must be followed by a value"),

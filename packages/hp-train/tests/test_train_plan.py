@@ -340,7 +340,7 @@ def test_layouts_that_do_not_fit_are_told_apart() -> None:
 
 
 def test_a_search_that_ends_early_says_so() -> None:
-    config = config_of()
+    config = config_of({"model.expert_hidden": 128, "model.num_shared_experts": 1})
     assert choose(config, 2, H100, vocab_size=VOCAB).is_complete
     early = choose(config, 2, H100, vocab_size=VOCAB, most=2)
     assert not early.is_complete

@@ -39,7 +39,7 @@ def test_deepseek_has_as_many_parameters_as_published_and_a_module_of_prediction
     assert 13e9 < ahead + 2 * model.vocab_size * model.dim < 14e9
 
 
-@pytest.mark.parametrize("name", [name for name in shipped() if name != "quickstart"])
+@pytest.mark.parametrize("name", shipped())
 def test_a_preset_is_a_model_that_hugging_face_has(name: str) -> None:
     config = resolve(name, env={}).config
     model = replace(config.model, vocab_size=config.model.vocab_size or 257, max_positions=4096)

@@ -4,6 +4,8 @@ The tests need `transformers`, which no session installs by itself (`nox -s tran
 """
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hp_platform.testing import compare
+from hp_train.cli import main
 from hp_train.config import ModelConfig
 from hp_train.hugging_face import load_weights, model_config, read_config, save_weights
 from hp_train.model import Microbatch, TransformerStage, look_ahead
@@ -313,4 +316,35 @@ def test_multi_token_prediction_equals_transformers(num_modules: int, tmp_path: 
     load_weights(tmp_path / "gradients", wanted)
     grads = {n: p.grad for n, p in ours.named_parameters() if p.grad is not None}
     comparison = compare(grads, {n: wanted[n] for n in grads}, bound=1e-11)
+    assert comparison.ok, comparison
+
+
+def test_what_the_quickstart_trains_is_a_model_of_transformers(tmp_path: Path) -> None:
+    keys = {
+        "run.output_dir": tmp_path,
+        "run.name": "run",
+        "train.steps": 2,
+        "train.sample_tokens": 0,
+        "train.eval_every": 0,
+    }
+    command = [sys.executable, "-m", "hp_train", "train", *(f"--{k}={v}" for k, v in keys.items())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "exported"
+    assert main(["export-hf", str(tmp_path / "run"), str(folder)]) == 0
+    with _only(torch.float64):
+        theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager", output_loading_info=True
+        )
+    assert type(theirs).__name__ == "Qwen3MoeForCausalLM"
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    theirs.set_experts_implementation("eager")
+    ours = _ours(model_config(read_config(folder)), torch.float64)
+    load_weights(folder, _tensors(ours))
+    tokens = torch.randint(1, 256, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    with _only(torch.float64):
+        expected = theirs(tokens, use_cache=False).logits.detach()
+    actual = ours(tokens, microbatch=Microbatch(2)).detach()
+    comparison = compare({"logits": actual}, {"logits": expected}, bound=1e-12)
     assert comparison.ok, comparison

@@ -15,7 +15,7 @@ from hp_train.options import Resolved, resolve, shipped, split_overrides
 from hp_train.plan import command as plan
 from hp_train.render import to_json, to_lines, to_toml
 from hp_train.resuming import require_same_run
-from hp_train.schema import did_you_mean, fields
+from hp_train.schema import did_you_mean, keys_called
 from hp_train.verify import command as verify
 
 _FLAGS = {
@@ -251,11 +251,9 @@ def _refuse_bare_keys(arguments: Sequence[str]) -> None:
         if not flag.startswith("--") or flag in flags:
             continue
         name = flag[2:].replace("-", "_")
-        namesakes = [f"--{key}" for key, field in fields().items() if field.name == name]
-        hint = f"; did you mean {' or '.join(namesakes)}?" if namesakes else ""
-        hint = hint or did_you_mean(
-            flag, [*flags, *(f"--{field.name}" for field in fields().values())]
-        )
+        hint = did_you_mean(name, [flag[2:] for flag in flags]).replace("mean ", "mean --")
+        if not hint and (meant := keys_called(name)):
+            hint = "; did you mean " + " or ".join(f"--{key}" for key in meant) + "?"
         raise ConfigError(f"{flag} is not a known option{hint}")
 
 

@@ -11,6 +11,9 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, to_builtins
 
 LARGEST = 2**31 - 1
+MOST_LAYERS = 10_000
+MOST_EXPERTS = 200_000
+"""Of all layers together: parameters, files and ranks list every one of them."""
 
 Count = Annotated[int, Meta(ge=1, le=LARGEST)]
 CountOrZero = Annotated[int, Meta(ge=0, le=LARGEST)]

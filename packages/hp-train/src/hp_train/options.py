@@ -28,9 +28,9 @@ from hp_train.schema import (
 
 CONFIG = "config.toml"
 """Name of the config in a run directory."""
-_LONGEST = 1 << 20
 _SHIPPED = Path(__file__).parent / "configs"
 _COMMAND_LINE = "command line"
+_MOST_BYTES = 64 << 10  # of a config file; those with every key and its meaning have a quarter
 _FLAG = re.compile(r"--([A-Za-z_][\w-]*\.[\w.-]*)(?:=(.*))?", re.DOTALL)
 _ASSIGNMENT = re.compile(r"([A-Za-z_][\w-]*\.[\w-]*)=(.*)", re.DOTALL)
 _HEADER = re.compile(r"\s*\[\s*([\w.\"'-]+)\s*\]")
@@ -221,19 +221,25 @@ def _require_name(resume: object, *, where: str = "") -> None:
 def _read_saved(run_dir: Path) -> str:
     """The config in a run directory, which may be a stranger's."""
     with Folder.open(run_dir) as folder:
-        return _decoded(folder.read(CONFIG, limit=_LONGEST), run_dir / CONFIG)
+        return _decoded(folder.read(CONFIG, limit=_MOST_BYTES), run_dir / CONFIG)
 
 
 def _decoded(content: bytes, path: Path) -> str:
     try:
-        return content.decode("utf-8")
+        return content.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise ConfigError(f"config ({path}) must be UTF-8: byte {error.start} is not") from None
 
 
 def _read(path: Path) -> str:
     try:
-        return _decoded(path.read_bytes(), path)
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise ConfigError(
+                f"config ({shown(str(path))}) must be at most {_MOST_BYTES} bytes long"
+            )
+        return _decoded(data, path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(

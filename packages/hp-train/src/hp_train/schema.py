@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 from msgspec import Meta, Struct
 
+from hp_train.aliases import aliases
 from hp_train.config import Config
 from hp_train.errors import ConfigError
 
@@ -31,6 +32,8 @@ _BOUNDS = {
     "lt": ("less than", operator.lt),
 }
 _SHOWN = 60
+_SHORT = 3  # letters
+_LONGEST_KEY = 200  # of what is compared with others
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +167,12 @@ def shown(value: object, *, limit: int = _SHOWN) -> str:
     if isinstance(value, dict):
         return "a table"
     plain = isinstance(value, str | int | float | list | tuple | NoneType)
-    text = json.dumps(value, default=str) if plain else str(value)
+    try:
+        text = json.dumps(value, default=str) if plain else str(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        return "a number of thousands of digits"
+    except RecursionError:
+        return "a list in a list in a list ..."
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
@@ -178,23 +186,43 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
+def keys_called(name: str, section: str = "") -> list[str]:
+    """Keys that somebody may mean by a name without a section; of `section`, where that helps.
+
+    What has the name comes first, then what is called so elsewhere, then what is spelt alike.
+
+    >>> keys_called("lr"), keys_called("sede"), keys_called("xyz")
+    (['train.learning_rate'], ['run.seed'], [])
+    """
+    name = name[:_SHOWN].lower()
+    known, others = fields(), aliases()
+    if namesakes := [field.key for field in known.values() if name and field.name == name]:
+        return namesakes
+    if name in others:
+        return [others[name]]
+    siblings = {field.name: key for key, field in known.items() if field.section == section}
+    # A word of few letters is close to many others by chance.
+    cutoff = 0.6 if len(name) > _SHORT else 0.8
+    for names in (siblings, {**others, **{field.name: key for key, field in known.items()}}):
+        if close := difflib.get_close_matches(name, names, n=1, cutoff=cutoff):
+            return [names[close[0]]]
+        cutoff = 0.75
+    return []
+
+
 def unknown_key(key: str) -> str:
     """The message for a key that does not exist, with the nearest that does.
 
     >>> unknown_key("train.step")
     'unknown key train.step; did you mean train.steps?'
     """
-    section, _, name = key.rpartition(".")
-    known = fields()
-    namesakes = [field.key for field in known.values() if name and field.name == name]
-    siblings = [field.name for field in known.values() if field.section == section]
-    nearest = difflib.get_close_matches(name[:_SHOWN], siblings, n=1)
-    if namesakes:
-        hint = "; did you mean " + " or ".join(namesakes) + "?"
-    elif nearest:
-        hint = f"; did you mean {section}.{nearest[0]}?"
+    section, _, name = key[:_LONGEST_KEY].rpartition(".")
+    meant = keys_called(name, section) if section else []
+    siblings = [field.name for field in fields().values() if field.section == section]
+    if meant:
+        hint = "; did you mean " + " or ".join(meant) + "?"
     elif section in sections():
-        hint = did_you_mean(key, known) or f"; [{section}] has " + ", ".join(siblings)
+        hint = f"; [{section}] has " + ", ".join(siblings)
     else:
-        hint = did_you_mean(key, [*known, *sections()])
+        hint = did_you_mean(key, [*fields(), *sections()])
     return f"unknown key {shown(key)[1:-1]}{hint}"

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hp_context.api import ContextParallel
 from hp_context.attention import Attention, masked_attention
 from hp_context.hugging_face.call import CallMask, Rows
+from hp_context.hugging_face.mixers import current_trial
 from hp_context.layout import SequenceLayout, to_positions
 from hp_context.masks import BlockKind, Documents, Mask
 from hp_context.positions import documents_of_rows, gather_position_ids
@@ -95,6 +96,8 @@ class SpreadAttention:
             hp_platform.PeerError: Another rank has an error.
         """
         del module
+        if (trial := current_trial()) is not None:
+            return trial.attend(query, key, value, others)
         error: Exception | None = None
         try:
             _check_layer(others)

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hp_context.hugging_face.attention import SpreadAttention
 from hp_context.hugging_face.call import make_call_mask
+from hp_context.hugging_face.watch import watch_models
 from hp_context.layout import CONTIGUOUS, HeadTail, SequenceLayout
 from hp_platform import outside_graph
 
@@ -31,6 +32,10 @@ def register_attention(
     The registries are of the process, as their other entries are: a second registration of a name
     replaces the first. Models on other ranks, or of another layout, need another name.
 
+    What mixes positions elsewhere than in attention, such as a convolution or a scan, would see a
+    part of the sequence alone. A model that has it is refused by name, before its first forward:
+    it is run once on two short sequences to find out.
+
     Args:
         mesh_or_group: The ranks that share the sequence, in its order; all of them call. A mesh
             of two axes, outer and inner, stands for both groups of the hybrid mode.
@@ -47,7 +52,8 @@ def register_attention(
     if load_balance and layout not in (CONTIGUOUS, HeadTail()):
         raise ValueError(f"load_balance=True means HeadTail(), but layout ({layout}) is given")
     try:
-        attention: Any = import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+        models: Any = import_module("transformers.modeling_utils")
+        attention: Any = models.ALL_ATTENTION_FUNCTIONS
         masks: Any = import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
     except (ImportError, AttributeError):
         raise ImportError("needs transformers 5: pip install 'transformers>=5'") from None
@@ -63,3 +69,4 @@ def register_attention(
 
     attention.register(name, outside_graph(attend))
     masks.register(name, outside_graph(make_call_mask))
+    watch_models(name, models.PreTrainedModel)

@@ -1,6 +1,5 @@
 """`config.json` of Hugging Face and the `[model]` section of a run, one from the other."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,8 @@ from msgspec.structs import asdict, replace
 from hp_train.config import ModelConfig
 from hp_train.errors import ConfigError
 from hp_train.hugging_face import deepseek_v3, gpt_oss, llama, mixtral, qwen3
-from hp_train.hugging_face.family import Family, Json, common_keys
+from hp_train.hugging_face.family import Family, Json, Settings, common_keys
+from hp_train.hugging_face.json_file import read_json
 from hp_train.options import build
 from hp_train.schema import convert, fields, shown
 
@@ -26,7 +26,8 @@ FAMILIES = {
 }
 """By the `model_type` of `config.json`."""
 
-_DTYPES = {"bfloat16": "bfloat16", "float32": "float32", "float64": "float64"}
+_DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float32", "float64": "float64"}
+_MOST_BYTES = 4 << 20  # of a config.json
 # What training decides, and the weights do not: may differ from what a family reads back.
 _FREE = {"dropout", "balance_coefficient", "correction_rate", "init_std", "mtp_weight"}
 
@@ -37,15 +38,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         hp_train.errors.ConfigError: When it cannot be read.
     """
-    path = folder / "config.json"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        reason = " ".join(str(getattr(error, "strerror", None) or error).split())[:120]
-        raise ConfigError(f'"{path}" must be readable JSON: {reason}') from None
-    if not isinstance(values, dict):
-        raise ConfigError(f'"{path}" must be a JSON object')
-    return values
+    return read_json(folder / "config.json", most_bytes=_MOST_BYTES)
 
 
 def family_of(values: Json) -> Family:
@@ -59,7 +52,7 @@ def family_of(values: Json) -> Family:
         known = ", ".join(FAMILIES)
         raise ConfigError(f"config.json: model_type ({shown(model_type)}) must be one of {known}")
     quantised = values.get("quantization_config")
-    if quantised:
+    if quantised is not None and quantised != {}:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise ConfigError(
             f"config.json: quantization_config ({shown(method)}) must be absent: quantised "
@@ -74,7 +67,8 @@ def model_config(values: Json) -> ModelConfig:
     Raises:
         hp_train.errors.ConfigError: About the first setting that the models here do not have.
     """
-    found = family_of(values).read(values)
+    family = family_of(values)
+    found = family.read(Settings(values, family.defaults))
     checked = {
         f"model.{key}": convert(fields()[f"model.{key}"], value, strict=True)
         for key, value in found.items()
@@ -83,9 +77,17 @@ def model_config(values: Json) -> ModelConfig:
 
 
 def train_dtype(values: Json) -> str:
-    """What `train.dtype` keeps the dtype of the weights: that of `config.json`."""
-    given = str(values.get("dtype") or values.get("torch_dtype") or "float32")
-    return _DTYPES.get(given, "float32")
+    """What `train.dtype` keeps the dtype of the weights: that of `config.json`.
+
+    Raises:
+        hp_train.errors.ConfigError: When it is none that weights can have.
+    """
+    settings = Settings(values, {"dtype": None})
+    key = settings.either("dtype", "torch_dtype")
+    given = settings.raw(key, null="float32")
+    if not isinstance(given, str) or given not in _DTYPES:
+        raise settings.refusal(key, given, " or ".join(_DTYPES))
+    return _DTYPES[given]
 
 
 def hf_config(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
@@ -114,12 +116,17 @@ def _matching(model: ModelConfig) -> Family:
     nearest: list[tuple[int, str, str]] = []
     for family in FAMILIES.values():
         values = common_keys(model) | family.write(model)
-        theirs = asdict(model_config({"model_type": family.model_type} | values))
+        try:
+            theirs = asdict(model_config({"model_type": family.model_type} | values))
+        except ConfigError:  # such as no experts in a family that always has some
+            continue
         compared = ours.keys() - _unused(model)
         wrong = sorted(key for key in compared if theirs[key] != ours[key])
         if not wrong:
             return family
         nearest.append((len(wrong), family.model_type, wrong[0]))
+    if not nearest:
+        raise ConfigError("model must be what a family of Hugging Face has, and is of none")
     count, name, key = min(nearest)
     raise ConfigError(
         f"model.{key} ({shown(ours[key])}) must be what a family of Hugging Face has; {name} is "

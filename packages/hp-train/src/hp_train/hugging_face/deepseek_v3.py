@@ -2,44 +2,44 @@
 
 from typing import Any
 
-from hp_train.config import ModelConfig
-from hp_train.hugging_face.family import Family, Json, Settings, common
+from hp_train.config import MOST_LAYERS, ModelConfig
+from hp_train.hugging_face.family import COMMON, Family, Settings, common, num_experts
 from hp_train.hugging_face.rope import read_rope, write_rope
 
 
-def _read(values: Json) -> dict[str, Any]:
-    settings = Settings(values)
+def _read(settings: Settings) -> dict[str, Any]:
     settings.require("attention_bias", False)
     settings.require("scoring_func", "sigmoid")
     settings.require("topk_method", "noaux_tc")
     settings.require("moe_layer_freq", 1)
-    pairs = "neighbours" if settings.get("rope_interleave", True) else "halves"
+    settings.require("num_key_value_heads", settings.count("num_attention_heads"))
+    ahead = settings.either("num_nextn_predict_layers", "num_mtp_layers")
     return {
         **common(settings),
         **read_rope(settings),
         "attention": "mla",
-        "rope_pairs": pairs,
-        "q_lora_rank": settings.get("q_lora_rank", 0),
-        "kv_lora_rank": settings.need("kv_lora_rank"),
-        "nope_head_dim": settings.need("qk_nope_head_dim"),
-        "rope_head_dim": settings.need("qk_rope_head_dim"),
-        "v_head_dim": settings.need("v_head_dim"),
-        "num_dense_layers": settings.get("first_k_dense_replace", 0),
-        "dense_hidden": settings.need("intermediate_size"),
-        "expert_hidden": settings.need("moe_intermediate_size"),
-        "num_experts": settings.get("n_routed_experts") or settings.need("num_local_experts"),
-        "top_k": settings.need("num_experts_per_tok"),
-        "num_shared_experts": settings.get("n_shared_experts", 0),
-        "router_score": "sigmoid",
-        "router_normalize": bool(settings.get("norm_topk_prob", True)),
-        "router_scale": float(settings.get("routed_scaling_factor", 1.0)),
-        "num_expert_groups": settings.get("n_group", 1),
-        "num_limited_groups": settings.get("topk_group", 1),
-        "correction_bias": True,
-        "balance_coefficient": float(settings.get("aux_loss_alpha", 0.0001)),
-        "num_mtp_modules": settings.get(
-            "num_nextn_predict_layers", settings.get("num_mtp_layers", 0)
+        "rope_pairs": "neighbours" if settings.flag("rope_interleave") else "halves",
+        "q_lora_rank": settings.count("q_lora_rank", null=0),
+        "kv_lora_rank": settings.count("kv_lora_rank"),
+        "nope_head_dim": settings.count("qk_nope_head_dim"),
+        "rope_head_dim": settings.count("qk_rope_head_dim"),
+        "v_head_dim": settings.count("v_head_dim"),
+        "num_dense_layers": settings.count("first_k_dense_replace", least=0),
+        "dense_hidden": settings.count("intermediate_size"),
+        "expert_hidden": settings.count("moe_intermediate_size"),
+        "num_experts": num_experts(
+            settings, settings.either("n_routed_experts", "num_local_experts")
         ),
+        "top_k": settings.count("num_experts_per_tok"),
+        "num_shared_experts": settings.count("n_shared_experts", least=0),
+        "router_score": "sigmoid",
+        "router_normalize": settings.flag("norm_topk_prob"),
+        "router_scale": settings.positive("routed_scaling_factor"),
+        "num_expert_groups": settings.count("n_group"),
+        "num_limited_groups": settings.count("topk_group"),
+        "correction_bias": True,
+        "balance_coefficient": settings.number("aux_loss_alpha"),
+        "num_mtp_modules": settings.count(ahead, least=0, most=MOST_LAYERS),
     }
 
 
@@ -88,5 +88,28 @@ FAMILY = Family(
         "moe.shared.w1": "mlp.shared_experts.gate_proj",
         "moe.shared.w3": "mlp.shared_experts.up_proj",
         "moe.shared.w2": "mlp.shared_experts.down_proj",
+    },
+    # Width of heads is that of the parts; `aux_loss_alpha` is of published files, not of the class.
+    defaults=COMMON
+    | {
+        "max_position_embeddings": 4096,
+        "num_key_value_heads": None,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "rope_interleave": True,
+        "first_k_dense_replace": 3,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_nextn_predict_layers": 1,
+        "aux_loss_alpha": 0.0001,
     },
 )

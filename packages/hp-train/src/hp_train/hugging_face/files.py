@@ -4,7 +4,6 @@ A box is read by as many calls as it has runs of bytes; nothing else of a tensor
 several processes may write boxes of one tensor.
 """
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -21,12 +20,14 @@ from torch import Tensor
 from hp_train.checkpoint.manifest import ITEM_BYTES, RESERVED
 from hp_train.checkpoint.planners import DTYPES, NAME_OF
 from hp_train.errors import ConfigError
+from hp_train.hugging_face.json_file import open_regular, read_json
 from hp_train.hugging_face.plan import Box, Shape
 from hp_train.schema import shown
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_MAX_HEADER_BYTES = 100 << 20  # as the safetensors library has it
+_MAX_HEADER_BYTES = 100 << 20  # as the safetensors library has it; of an index too
+_MOST_DIMS = 8
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -100,13 +101,15 @@ def opened_files(folder: Path) -> Iterator[dict[str, FileTensor]]:
     with ExitStack() as stack:
         found: dict[str, FileTensor] = {}
         for name in _file_names(folder):
-            try:
-                descriptor = os.open(folder / name, os.O_RDONLY)
-            except OSError as error:
-                reason = error.strerror
-                raise ConfigError(f'"{folder / name}" must be readable: {reason}') from None
+            descriptor = open_regular(folder / name)
             stack.callback(os.close, descriptor)
-            found |= _tensors_of(descriptor, str(folder / name))
+            inside = _tensors_of(descriptor, str(folder / name))
+            if twice := found.keys() & inside.keys():
+                raise ConfigError(
+                    f"tensor {shown(min(twice))} must be in one file, not in "
+                    f'"{found[min(twice)].file}" and "{folder / name}"'
+                )
+            found |= inside
         yield found
 
 
@@ -150,17 +153,16 @@ def _runs(shape: Shape, box: Box, item: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _file_names(folder: Path) -> list[str]:
-    if not (folder / INDEX).exists():
+    if not os.path.lexists(folder / INDEX):
         return [_SINGLE]
-    try:
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        names = sorted(set(index["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ConfigError(f'"{folder / INDEX}" must be an index of safetensors files') from None
-    for name in names:
+    index = read_json(folder / INDEX, most_bytes=_MAX_HEADER_BYTES)
+    listed = index.get("weight_map")
+    if not isinstance(listed, dict):
+        raise ConfigError(f"{INDEX}: weight_map ({shown(listed)}) must be an object")
+    for name in listed.values():
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
             raise ConfigError(f"{INDEX}: file ({shown(name)}) must be a name in the folder")
-    return names
+    return sorted(set(listed.values()))
 
 
 def _tensors_of(descriptor: int, path: str) -> dict[str, FileTensor]:
@@ -174,12 +176,18 @@ def _tensors_of(descriptor: int, path: str) -> dict[str, FileTensor]:
         entries = {name: msgspec.json.decode(text, type=_Entry) for name, text in raw.items()}
     except (msgspec.MsgspecError, ValueError, RecursionError):
         raise ConfigError(f'"{path}" must be a safetensors file: its header is none') from None
-    found = {}
-    for name, entry in entries.items():
+    found: dict[str, FileTensor] = {}
+    last = 0
+    for name, entry in sorted(entries.items(), key=lambda e: e[1].data_offsets):
         begin, end = entry.data_offsets
+        if len(entry.shape) > _MOST_DIMS:
+            raise ConfigError(f'"{path}": tensor {shown(name)} must have at most {_MOST_DIMS} dims')
         nbytes = prod(entry.shape) * ITEM_BYTES.get(entry.dtype, 0)  # type: ignore[call-overload]
         fits = 0 <= begin <= end <= size - 8 - length and min((0, *entry.shape)) >= 0
         if not fits or (entry.dtype in ITEM_BYTES and end - begin != nbytes):
             raise ConfigError(f'"{path}": tensor {shown(name)} must lie inside the file')
+        if begin < last:
+            raise ConfigError(f'"{path}": tensor {shown(name)} must not overlap another one')
+        last = end
         found[name] = FileTensor(descriptor, 8 + length + begin, entry.dtype, entry.shape, path)
     return found

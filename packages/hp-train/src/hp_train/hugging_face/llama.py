@@ -3,19 +3,18 @@
 from typing import Any
 
 from hp_train.config import ModelConfig
-from hp_train.hugging_face.family import Family, Json, Settings, common, head_dim
+from hp_train.hugging_face.family import COMMON, Family, Settings, common, head_dim
 from hp_train.hugging_face.rope import read_rope, write_rope
 
 
-def _read(values: Json) -> dict[str, Any]:
-    settings = Settings(values)
+def _read(settings: Settings) -> dict[str, Any]:
     settings.require("mlp_bias", False)
     return {
         **common(settings),
         **read_rope(settings),
         "head_dim": head_dim(settings),
-        "dense_hidden": settings.need("intermediate_size"),
-        "attention_bias": bool(settings.get("attention_bias", False)),
+        "dense_hidden": settings.count("intermediate_size"),
+        "attention_bias": settings.flag("attention_bias"),
     }
 
 
@@ -34,4 +33,11 @@ FAMILY = Family(
     architecture="LlamaForCausalLM",
     read=_read,
     write=_write,
+    defaults=COMMON
+    | {
+        "max_position_embeddings": 2048,
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "attention_bias": False,
+    },
 )

@@ -3,22 +3,21 @@
 from typing import Any
 
 from hp_train.config import ModelConfig
-from hp_train.hugging_face.family import Family, Json, Settings, common, head_dim
+from hp_train.hugging_face.family import COMMON, Family, Settings, common, head_dim, num_experts
 from hp_train.hugging_face.rope import read_rope, write_rope
 
 
-def _read(values: Json) -> dict[str, Any]:
-    settings = Settings(values)
+def _read(settings: Settings) -> dict[str, Any]:
     settings.require("router_jitter_noise", 0, 0.0)
     return {
         **common(settings),
-        **read_rope(settings, theta=1e6),
+        **read_rope(settings),
         "head_dim": head_dim(settings),
-        "sliding_window": settings.get("sliding_window", 0),
-        "num_experts": settings.need("num_local_experts"),
-        "top_k": settings.need("num_experts_per_tok"),
-        "expert_hidden": settings.need("intermediate_size"),
-        "balance_coefficient": float(settings.get("router_aux_loss_coef", 0.001)),
+        "sliding_window": settings.count("sliding_window", null=0),
+        "num_experts": num_experts(settings, settings.either("num_local_experts", "num_experts")),
+        "top_k": settings.count("num_experts_per_tok"),
+        "expert_hidden": settings.count("intermediate_size"),
+        "balance_coefficient": settings.number("router_aux_loss_coef"),
     }
 
 
@@ -43,4 +42,16 @@ FAMILY = Family(
     layer_names={"moe.router": "block_sparse_moe.gate"},
     experts="block_sparse_moe.experts",
     projections=("w1", "w3", "w2"),
+    defaults=COMMON
+    | {
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "head_dim": None,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "sliding_window": None,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.001,
+    },
 )

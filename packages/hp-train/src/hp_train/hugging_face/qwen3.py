@@ -3,39 +3,35 @@
 from typing import Any
 
 from hp_train.config import ModelConfig
-from hp_train.errors import ConfigError
-from hp_train.hugging_face.family import Family, Json, Settings, common, head_dim
+from hp_train.hugging_face.family import COMMON, Family, Settings, common, head_dim, num_experts
 from hp_train.hugging_face.rope import read_rope, write_rope
-from hp_train.schema import shown
 
 
-def _read_dense(values: Json) -> dict[str, Any]:
-    settings = Settings(values)
+def _read_dense(settings: Settings) -> dict[str, Any]:
     settings.require("use_sliding_window", False)
     return {
         **common(settings),
         **read_rope(settings),
         "head_dim": head_dim(settings),
-        "dense_hidden": settings.need("intermediate_size"),
-        "attention_bias": bool(settings.get("attention_bias", False)),
+        "dense_hidden": settings.count("intermediate_size"),
+        "attention_bias": settings.flag("attention_bias"),
         "qk_norm": True,
     }
 
 
-def _read_moe(values: Json) -> dict[str, Any]:
-    settings = Settings(values)
+def _read_moe(settings: Settings) -> dict[str, Any]:
     settings.require("decoder_sparse_step", 1)
-    dense = settings.get("mlp_only_layers", [])
-    if dense != list(range(len(dense))):
-        raise ConfigError(f"config.json: mlp_only_layers ({shown(dense)}) must be the first layers")
+    dense = settings.raw("mlp_only_layers", null=[])
+    if not isinstance(dense, list) or dense != list(range(len(dense))):
+        raise settings.refusal("mlp_only_layers", dense, "a list of the first layers")
     return {
-        **_read_dense(values),
+        **_read_dense(settings),
         "num_dense_layers": len(dense),
-        "num_experts": settings.get("num_experts") or settings.need("num_local_experts"),
-        "top_k": settings.need("num_experts_per_tok"),
-        "expert_hidden": settings.need("moe_intermediate_size"),
-        "router_normalize": bool(settings.get("norm_topk_prob", False)),
-        "balance_coefficient": float(settings.get("router_aux_loss_coef", 0.001)),
+        "num_experts": num_experts(settings, settings.either("num_experts", "num_local_experts")),
+        "top_k": settings.count("num_experts_per_tok"),
+        "expert_hidden": settings.count("moe_intermediate_size"),
+        "router_normalize": settings.flag("norm_topk_prob"),
+        "balance_coefficient": settings.number("router_aux_loss_coef"),
     }
 
 
@@ -62,15 +58,29 @@ def _write_moe(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+_DEFAULTS = COMMON | {"max_position_embeddings": 32768, "attention_bias": False}
+
 DENSE = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     read=_read_dense,
     write=_write_dense,
+    defaults=_DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128},
 )
 MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     read=_read_moe,
     write=_write_moe,
+    defaults=_DEFAULTS
+    | {
+        "num_key_value_heads": 4,
+        "head_dim": None,
+        "mlp_only_layers": None,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.001,
+    },
 )

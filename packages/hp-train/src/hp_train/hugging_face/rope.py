@@ -8,19 +8,20 @@ from typing import Any
 
 from hp_train.config import ModelConfig
 from hp_train.errors import ConfigError
-from hp_train.hugging_face.family import Settings
+from hp_train.hugging_face.family import Json, Settings
 from hp_train.schema import shown
 
-# Ours, theirs, and what an absent one means.
+# Ours, theirs, and what an absent one means; None: it must be there.
+_ORIGINAL = ("rope_original_positions", "original_max_position_embeddings", None)
 _LLAMA3 = (
     ("rope_factor", "factor", None),
     ("rope_low_factor", "low_freq_factor", None),
     ("rope_high_factor", "high_freq_factor", None),
-    ("rope_original_positions", "original_max_position_embeddings", None),
+    _ORIGINAL,
 )
 _YARN = (
     ("rope_factor", "factor", None),
-    ("rope_original_positions", "original_max_position_embeddings", None),
+    _ORIGINAL,
     ("rope_beta_fast", "beta_fast", 32.0),
     ("rope_beta_slow", "beta_slow", 1.0),
     ("rope_truncate", "truncate", True),
@@ -29,43 +30,54 @@ _YARN = (
 )
 _KEYS = {"default": (), "llama3": _LLAMA3, "yarn": _YARN}
 _NAMES = {"default": "none", "llama3": "llama3", "yarn": "yarn"}
+_KNOWN = {theirs for keys in _KEYS.values() for _, theirs, _ in keys} | {
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "attention_factor", "finetuned"),
+}
 
 
-def read_rope(settings: Settings, *, theta: float = 10000.0) -> dict[str, Any]:
+def read_rope(settings: Settings, *, absent: Json | None = None) -> dict[str, Any]:
     """Keys of `ModelConfig`.
 
     Args:
         settings: Of the file.
-        theta: What an absent one means in this family.
+        absent: What it means that the file has neither `rope_scaling` nor `rope_parameters`.
 
     Raises:
         ConfigError: For a kind of scaling that is not known, or one that lacks a number.
     """
-    given = Settings(settings.get("rope_parameters") or settings.get("rope_scaling") or {})
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in _KEYS:
-        known = " or ".join(_KEYS)
-        raise ConfigError(f"config.json: rope_type ({shown(kind)}) must be {known}")
-    given.require("partial_rotary_factor", 1.0)
+    scaling = settings.table("rope_scaling")
+    if scaling is None or not scaling.values:
+        scaling = settings.table("rope_parameters")
+    values = absent or {} if scaling is None or not scaling.values else scaling.values
+    where = f"{settings.where}: rope" if scaling is None else scaling.where
+    given = Settings(values, _defaults(settings), where=where)
+    for key in values:
+        if key not in _KNOWN:
+            raise ConfigError(f"{where}: {shown(key)[1:-1]} must be absent: it is not known")
+    kind = given.raw(given.either("rope_type", "type"))
+    if not isinstance(kind, str) or kind not in _KEYS:
+        raise given.refusal("rope_type", kind, " or ".join(_KEYS))
+    given.require("partial_rotary_factor", 1.0, 1)
+    given.require("attention_factor", None)
     found: dict[str, Any] = {
-        "rope_theta": float(given.get("rope_theta", settings.get("rope_theta", theta))),
+        "rope_theta": given.positive("rope_theta"),
         "rope_scaling": _NAMES[kind],
     }
-    for ours, theirs, default in _KEYS[kind]:
-        value = given.need(theirs) if default is None else given.get(theirs, default)
-        found[ours] = value if isinstance(value, bool) else type_of(ours)(value)
-    if given.get("attention_factor") is not None:
-        raise ConfigError("config.json: attention_factor of rope must be left to its default")
-    return found
+    return found | {ours: _value(given, theirs) for ours, theirs, _ in _KEYS[kind]}
 
 
-def write_rope(model: ModelConfig) -> dict[str, Any]:
-    """Keys of `config.json`."""
+def write_rope(model: ModelConfig, *, is_written: bool = False) -> dict[str, Any]:
+    """Keys of `config.json`.
+
+    Args:
+        model: Ours.
+        is_written: Whether no scaling has to be said, since in this family nothing means another.
+    """
     kind = next(theirs for theirs, ours in _NAMES.items() if ours == model.rope_scaling)
     found: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": None}
-    if kind == "default":
-        return found
     scaling = {"rope_type": kind}
+    if kind == "default":
+        return found | {"rope_scaling": scaling} if is_written else found
     for ours, theirs, default in _KEYS[kind]:
         value = getattr(model, ours)
         if default != 0.0 or value:
@@ -73,6 +85,20 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
     return found | {"rope_scaling": scaling}
 
 
-def type_of(key: str) -> type:
-    """Of a key of `ModelConfig` that is a number."""
-    return int if key == "rope_original_positions" else float
+def _defaults(settings: Settings) -> Json:
+    """What absent keys of the scaling mean; the rest of the file has some of them."""
+    found = {theirs: value for _, theirs, value in _YARN if value is not None}
+    return {
+        **found,
+        "rope_type": "default",
+        "rope_theta": settings.positive("rope_theta"),
+        "original_max_position_embeddings": settings.count("max_position_embeddings"),
+    }
+
+
+def _value(given: Settings, key: str) -> float | bool:
+    if key == "truncate":
+        return given.flag(key)
+    if key == "original_max_position_embeddings":
+        return given.count(key)
+    return given.number(key, least=1.0 if key == "factor" else 0.0)

@@ -19,6 +19,7 @@ from hp_train.rules.files import (
 from hp_train.rules.mesh import mesh_rules, stage_list_rules
 from hp_train.rules.model import model_rules
 from hp_train.rules.pipeline import batch_rules, overlap_rules, pipeline_rules
+from hp_train.rules.sizes import size_rules
 
 __all__ = [
     "allows_mesh",
@@ -64,6 +65,7 @@ def allows_stages(config: Config) -> bool:
 
 
 def _problems(config: Config, world: World | None) -> Iterator[str]:
+    yield from size_rules(config)
     yield from _mesh_problems(config, world)
     yield from _pipeline_problems(config)
     yield from model_rules(config)

@@ -1,0 +1,232 @@
+"""What of a model mixes positions besides its attention, found by trying the model once.
+
+Note [A model is tried, not looked up]
+    Tokens of a rank's part go through all of a model but its attention as if they were the whole
+    sequence. That is right as long as everything but attention treats positions one by one: a
+    convolution, a scan, a shift, a sum over the sequence, or a module that counts positions by
+    itself would see this rank's part alone, and nothing would tell. No list of names can know
+    them all, so the model runs once, before its first forward, on two short sequences. They have
+    some tokens in common, at other places, with their position ids; all others differ. Attention
+    is taken out: its place takes a function that gives each position its own value. Then whatever
+    is computed for a common token must be alike in both sequences, wherever it stands.
+
+    It is compared wherever a tensor enters or leaves a module, and made equal there, so that
+    neither rounding nor a change of experts adds up from layer to layer, and what differs first
+    is the work of the module whose code ran just before.
+
+Shape symbols: S positions of the trial, H query heads, G key/value heads, E head size of values.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from contextvars import ContextVar
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+# Positions of a trial: primes, to be told from other sizes; the largest that the model has places
+# for. Published models that compress keys do so for 128 tokens at most.
+_LENGTHS = (257, 127, 61, 31, 13, 7)
+_MOST_ROUNDING = 2**-6  # two steps of bfloat16, of the largest value
+# What layers of transformers hand on to any attention, and what changes nothing of the numbers.
+_HANDED_ON = {
+    "cache_position",
+    "is_causal",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "past_key_values",
+    "position_embeddings",
+    "return_dict",
+    "sliding_window",
+    "use_cache",
+}
+
+_MIXES = "computes for a token what changes with other tokens, or with its place in a rank's part"
+
+_trial: ContextVar["Trial | None"] = ContextVar("hp_context_trial", default=None)
+
+
+def current_trial() -> "Trial | None":
+    """The trial that this call is part of."""
+    return _trial.get()
+
+
+def find_mixer(model: nn.Module) -> str | None:
+    """Try a model; see Note [A model is tried, not looked up].
+
+    Every rank that holds a part of the model calls: sharded weights are gathered as in a forward.
+
+    Args:
+        model: Of transformers, on its device. Modes, gradients and random numbers are left as
+            they are.
+
+    Returns:
+        Path and class of the first module that mixes positions or counts them by itself, and what
+        it does; None when there is only attention that this package computes.
+
+    Raises:
+        ValueError: The model cannot be run on tokens alone.
+    """
+    trial = Trial(model)
+    modes = [(module, module.training) for module in model.modules()]
+    token = _trial.set(trial)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(torch.autocast(trial.device.type, enabled=False))
+            for module, _ in modes:
+                module.training = False
+            for handle in trial.hooks():
+                stack.callback(handle.remove)
+            model(**trial.inputs())
+    except Exception as error:
+        if trial.found is not None:
+            return trial.found
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ValueError(
+            f"{type(model).__name__} must run on tokens alone with hp_context, which tries it "
+            f"once to find what mixes positions: {reason}"
+        ) from error
+    finally:
+        _trial.reset(token)
+        for module, mode in modes:
+            module.training = mode
+    return trial.found
+
+
+class Trial:
+    """One run of a model on two sequences.
+
+    Attributes:
+        found: The first module that mixes positions; None as long as there is none.
+        device: Of the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._seq = _length(model)
+        self._kept = torch.arange(0, self._seq, 2)  # places of the common tokens in the first
+        self._moved = (5 * self._kept + 3) % self._seq  # sequence, and in the second
+        self._names = {module: name for name, module in model.named_modules()}
+        self._running: list[nn.Module] = []
+        self._eps = 0.0
+        self.found: str | None = None
+        self.device = next(model.parameters()).device
+
+    def inputs(self) -> dict[str, Any]:
+        """Two sequences of random tokens and their position ids [2, S]."""
+        rows = self._model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        drawn = torch.Generator().manual_seed(0)
+        # All others of a sequence are alike, so that their sum or mean differs as much as they do.
+        ids = torch.tensor([[rows // 3], [rows // 2]]).repeat(1, self._seq)
+        ids[0, self._kept] = torch.randint(rows, self._kept.shape, generator=drawn)
+        ids[1, self._moved] = ids[0, self._kept]
+        positions = torch.arange(self._seq).repeat(2, 1)
+        positions[1, (5 * positions[0] + 3) % self._seq] = positions[0]
+        given = {"input_ids": ids.to(self.device), "position_ids": positions.to(self.device)}
+        return {**given, "use_cache": False} if _takes(self._model, "use_cache") else given
+
+    def hooks(self) -> list[Any]:
+        """Watch every module, until the handles are removed."""
+        handles: list[Any] = []
+        for module in self._names:
+            handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leave))
+        return handles
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, others: Mapping[str, Any]
+    ) -> tuple[Tensor, None]:
+        """Take the place of attention: [2, S, H, E], of each position its own value.
+
+        Args:
+            query: [2, H, S, D].
+            key: [2, G, S, D].
+            value: [2, G, S, E].
+            others: What the layer passes besides, that attention of this package does not take.
+        """
+        for tensor in (query, key, value):
+            self._same(tensor)
+        unknown = [n for n, x in others.items() if x is not None and n not in _HANDED_ON]
+        if unknown:
+            self._blame(f"asks its attention for {', '.join(unknown)}")
+        if value.size(2) != query.size(2):
+            self._blame("attends to keys that are not those of its own tokens")
+            return query.new_zeros(*query.shape[:3], value.size(3)).transpose(1, 2), None
+        groups = query.size(1) // value.size(1)
+        return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous(), None
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        args, kwargs = _mapped(self._same, args), _mapped(self._same, kwargs)
+        self._running.append(module)
+        return args, kwargs
+
+    def _leave(self, module: nn.Module, _: Any, output: Any) -> Any:
+        output = _mapped(self._same, output)
+        self._running.remove(module)
+        return output
+
+    def _same(self, x: Tensor) -> Tensor:
+        """Compare what a tensor has of the common tokens, and make it equal."""
+        dim = self._sequence_dim(x)
+        if dim is None:
+            return x
+        whole = x.full_tensor() if isinstance(x, DTensor) else x
+        kept, moved = (places.to(whole.device) for places in (self._kept, self._moved))
+        one = whole[0].index_select(dim - 1, kept)
+        other = whole[1].index_select(dim - 1, moved)
+        self._eps = max(self._eps, torch.finfo(x.dtype).eps)
+        worst = (one - other).double().abs().amax()
+        # Rounding is below; what sees other tokens is far above. NaN is not told from NaN.
+        bound = min(self._eps**0.5, _MOST_ROUNDING) * one.double().abs().amax()
+        if bool(worst > bound):
+            self._blame(_MIXES)
+        if isinstance(x, DTensor):
+            return x
+        equal = x.clone()
+        equal[1].index_copy_(dim - 1, moved, one)
+        return equal
+
+    def _blame(self, why: str) -> None:
+        """Name the module whose code runs, unless another was named before."""
+        culprit = self._running[-1] if self._running else self._model
+        name = self._names[culprit] or "the model"
+        self.found = self.found or f"{name} ({type(culprit).__name__}) {why}"
+
+    def _sequence_dim(self, x: Tensor) -> int | None:
+        """Which dimension is the sequence, in a tensor of both; None if none is for certain."""
+        if not x.is_floating_point() or x.ndim < 3 or x.size(0) != 2 or x.numel() == 0:
+            return None
+        return next((dim for dim in range(1, x.ndim) if x.size(dim) == self._seq), None)
+
+
+def _length(model: nn.Module) -> int:
+    """How many positions a trial of a model has."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    most = getattr(config, "max_position_embeddings", None) or _LENGTHS[0]
+    return next((length for length in _LENGTHS if length <= most), _LENGTHS[-1])
+
+
+def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Put every tensor of nested arguments through a function."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if type(value) in (tuple, list):
+        return type(value)(_mapped(function, item) for item in value)
+    if type(value) is dict:
+        return {name: _mapped(function, item) for name, item in value.items()}
+    if isinstance(value, Mapping):  # what a model returns: its tensors are looked at, and left
+        for item in value.values():
+            _mapped(function, item)
+    return value
+
+
+def _takes(model: nn.Module, name: str) -> bool:
+    found = signature(model.forward).parameters
+    return name in found or any(p.kind is Parameter.VAR_KEYWORD for p in found.values())
