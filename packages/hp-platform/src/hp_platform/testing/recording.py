@@ -95,7 +95,13 @@ class Recorder:
         chosen = self._quantities is None or quantity in self._quantities
         return chosen and (self._tensor_steps is None or self._step in self._tensor_steps)
 
-    def add(self, quantity: str, tensors: Mapping[str, Tensor | Part]) -> None:
+    def add(
+        self,
+        quantity: str,
+        tensors: Mapping[str, Tensor | Part],
+        *,
+        in_every_step: bool = False,
+    ) -> None:
         """Note down tensors of this step as they are now; they are copied.
 
         Args:
@@ -103,8 +109,10 @@ class Recorder:
                 which a difference is looked for first.
             tensors: By name in the whole model. Ranks may add different names, and several parts
                 of the same one.
+            in_every_step: Whether to keep them in steps whose tensors are not wanted, too.
         """
-        if not self.wants(quantity):
+        is_chosen = self._quantities is None or quantity in self._quantities
+        if not ((in_every_step and is_chosen) or self.wants(quantity)):
             return
         names = self._saved.setdefault(quantity, {})
         for name, tensor in tensors.items():
