@@ -13,7 +13,7 @@ from hp_train.launch.task import Worker
 from hp_train.randomness import generator
 from hp_train.train import Losses
 from hp_train.verify import Job
-from hp_train.verify.rank import TrainerJob
+from hp_train.verify.watched import TrainerJob
 
 WRONG = "layers.2.attention.wk.weight"
 

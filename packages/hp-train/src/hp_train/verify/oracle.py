@@ -37,14 +37,26 @@ class Rows(NamedTuple):
     first: int
 
 
+class Losses(NamedTuple):
+    """What the loss of a step consists of.
+
+    Attributes:
+        tokens: Mean cross-entropy of the next token.
+        balance: Balancing loss, as it is added.
+        prediction: Mean cross-entropy of all modules that predict further ahead.
+    """
+
+    tokens: float
+    balance: float
+    prediction: float
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What one step computed.
 
     Attributes:
-        loss: Mean cross-entropy of the next token.
-        balance: Balancing loss, as it is added.
-        prediction: Mean cross-entropy of all modules that predict further ahead.
+        losses: Of all sequences.
         norm: Of all gradients together, before clipping.
         rate: Learning rate.
         gradients: By name, before clipping.
@@ -52,9 +64,7 @@ class Outcome:
         scores: Likewise, what they were chosen by [B, S, E].
     """
 
-    loss: float
-    balance: float
-    prediction: float
+    losses: Losses
     norm: float
     rate: float
     gradients: Mapping[str, Tensor]
@@ -119,40 +129,44 @@ class Oracle:
             skip: Whether the weights are to stay as they are.
         """
         parameters = {name: self.weights[name].requires_grad_() for name in self.names}
-        ahead = range(1, self.model["num_mtp_modules"] + 1)
-        counts = [max(1, int((aims >= 0).sum())) for aims in self.aims(rows.tokens, (0, *ahead))]
-        sums = torch.zeros(3, dtype=torch.float64)
-        found: list[_Pass] = []
-        for start in range(0, len(rows.tokens), self.train["microbatch_size"]):
-            part = rows.tokens[start : start + self.train["microbatch_size"]]
-            drop = (self.seed, self.step, rows.first + start)
-            state, losses = self._forward(part, (0, *ahead), drop)
-            means = [loss / count for loss, count in zip(losses, counts, strict=True)]
-            balance = sum(state.balance, torch.zeros(())) * self.model["balance_coefficient"]
-            terms = [means[0], balance / len(rows.tokens), sum(means[1:]) / max(1, len(ahead))]
-            (terms[0] + terms[1] + self.model["mtp_weight"] * terms[2]).backward()
-            sums += torch.stack([torch.as_tensor(term).detach().double() for term in terms])
-            found.append(state)
-        gradients = {
-            name: torch.zeros_like(p) if p.grad is None else p.grad
-            for name, p in parameters.items()
-        }
-        for parameter in parameters.values():
+        found, losses = self._backward(rows)
+        gradients: dict[str, Tensor] = {}
+        for name, parameter in parameters.items():
+            gradients[name] = (
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            )
             parameter.grad = None
-            parameter.requires_grad_(requires_grad=False)
-        norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
+            parameter.requires_grad_(False)
         outcome = Outcome(
-            *sums.tolist(),
-            norm=norm,
+            losses=losses,
+            norm=math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values())),
             rate=self._rate(),
             gradients=gradients,
             choices={n: torch.cat([f.choices[n] for f in found]) for n in found[0].choices},
             scores={n: torch.cat([f.scores[n] for f in found]) for n in found[0].scores},
         )
         if not skip:
-            self._update(outcome, max_norm / norm if 0 < max_norm < norm else 1.0)
+            self._update(outcome, max_norm)
         self.step += 1
         return outcome
+
+    def _backward(self, rows: Rows) -> tuple[list[_Pass], Losses]:
+        """Add up the gradients of all sequences, some at a time; sums are over all of them."""
+        ahead = range(self.model["num_mtp_modules"] + 1)
+        counts = [max(1, int((aims >= 0).sum())) for aims in self.aims(rows.tokens, ahead)]
+        sums = torch.zeros(3, dtype=torch.float64)
+        found: list[_Pass] = []
+        for start in range(0, len(rows.tokens), self.train["microbatch_size"]):
+            part = rows.tokens[start : start + self.train["microbatch_size"]]
+            state, losses = self._forward(part, ahead, (self.seed, self.step, rows.first + start))
+            mean, *later = [loss / count for loss, count in zip(losses, counts, strict=True)]
+            balance = mean.new_zeros(()) + sum(state.balance) / len(rows.tokens)
+            balance = balance * self.model["balance_coefficient"]
+            prediction = mean.new_zeros(()) + sum(later) / max(1, len(later))
+            (mean + balance + self.model["mtp_weight"] * prediction).backward()
+            sums += torch.stack((mean, balance, prediction)).detach()
+            found.append(state)
+        return found, Losses(*sums.tolist())
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor) -> float:
@@ -171,9 +185,10 @@ class Oracle:
         share = min(1.0, (self.step - warm) / max(1, train["steps"] - warm))
         return float(low + (top - low) * (1 + math.cos(math.pi * share)) / 2)
 
-    def _update(self, outcome: Outcome, scale: float) -> None:
+    def _update(self, outcome: Outcome, max_norm: float) -> None:
         """AdamW (arXiv:1711.05101), and correction biases (arXiv:2408.15664)."""
         self.updates += 1
+        scale = max_norm / outcome.norm if 0 < max_norm < outcome.norm else 1.0
         train, rate = self.train, outcome.rate
         betas = train["beta1"], train["beta2"]
         for name, gradient in outcome.gradients.items():
@@ -353,7 +368,8 @@ class Oracle:
             inner = gate * (gate * self.model["swiglu_alpha"]).sigmoid() * (up + 1)
         else:
             inner = gate * gate.sigmoid() * up
-        return inner @ of["w2"].T + of.get("b2", zero)
+        y: Tensor = inner @ of["w2"].T + of.get("b2", zero)
+        return y
 
     def _gated(self, x: Tensor, name: str) -> Tensor:
         """SwiGLU (arXiv:2002.05202)."""
@@ -375,7 +391,8 @@ class Oracle:
             return x
         seed, step, first = state.drop
         kept = _uniform(x.shape, first, (seed, "dropout", step, place)) >= rate
-        return x * kept / (1 - rate)
+        y: Tensor = x * kept / (1 - rate)
+        return y
 
 
 _EXPERT_PARTS = ("w1", "w2", "w3", "b1", "b2", "b3")
@@ -408,32 +425,34 @@ def _limited(ranked: Tensor, model: Mapping[str, Any]) -> Tensor:
     worth = by_group.sort(dim=-1, descending=True).values[..., :2].sum(-1)
     out = worth.sort(dim=-1, descending=True, stable=True).indices[..., limited:]
     is_out = torch.zeros_like(worth).scatter(-1, out, 1.0).bool()
-    return by_group.masked_fill(is_out[..., None], -math.inf).flatten(-2)
+    left: Tensor = by_group.masked_fill(is_out[..., None], -math.inf).flatten(-2)
+    return left
 
 
 def _frequencies(model: Mapping[str, Any], width: int) -> Tensor:
     """Radians per position of each pair [H / 2], stretched as transformers' `rope_type` says."""
     base, factor = model["rope_theta"], model["rope_factor"]
     original = model["rope_original_positions"]
-    plain = 1.0 / base ** (torch.arange(0, width, 2).double() / width)
+    plain: Tensor = 1.0 / base ** (torch.arange(0, width, 2).double() / width)
+    slow: Tensor = plain / factor
     if model["rope_scaling"] == "llama3":
         low, high = model["rope_low_factor"], model["rope_high_factor"]
         smooth = (original / (2 * math.pi / plain) - low) / (high - low)
-        between = (1 - smooth) * plain / factor + smooth * plain
-        return torch.where(smooth < 0, plain / factor, torch.where(smooth > 1, plain, between))
-    if model["rope_scaling"] == "yarn":  # arXiv:2309.00071
+        between = (1 - smooth) * slow + smooth * plain
+        return torch.where(smooth < 0, slow, torch.where(smooth > 1, plain, between))
+    if model["rope_scaling"] == "none":
+        return plain
 
-        def channel(turns: float) -> float:
-            return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+    def channel(turns: float) -> float:  # YaRN, arXiv:2309.00071
+        return float(width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base)))
 
-        low, high = channel(model["rope_beta_fast"]), channel(model["rope_beta_slow"])
-        if model["rope_truncate"]:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, width - 1)
-        high += 0.001 if low == high else 0.0
-        ramp = ((torch.arange(width // 2).double() - low) / (high - low)).clamp(0, 1)
-        return plain * (1 - ramp) + plain / factor * ramp
-    return plain
+    low, high = channel(model["rope_beta_fast"]), channel(model["rope_beta_slow"])
+    if model["rope_truncate"]:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    high += 0.001 if low == high else 0.0
+    ramp = ((torch.arange(width // 2).double() - low) / (high - low)).clamp(0, 1)
+    return plain * (1 - ramp) + slow * ramp
 
 
 def _growth(factor: float, mscale: float) -> float:
@@ -448,7 +467,8 @@ def _uniform(shape: Sequence[int], first: int, key: tuple[int | str, ...]) -> Te
     bits = _mix(_mix((sequence & _MASK) ^ (seed & _MASK)) ^ (seed >> 32) ^ (sequence >> 32))
     bits = _mix(bits[:, None] ^ _mix(torch.arange(shape[1]) + 1))
     bits = _mix(bits[:, :, None] ^ _mix(torch.arange(shape[2]) + 0x9E3779B9 & _MASK))
-    return (bits >> 8) / 2**24
+    share: Tensor = (bits >> 8) / 2**24
+    return share
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Let the oracle train on what a run was given, and record what it computes beside it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -26,11 +27,23 @@ def record_oracle(actual: Path, directory: Path, *, config: Config, request: Req
     """
     record = Recorder(directory, rank=0, tensor_steps=frozenset(request.tensor_steps) or None)
     oracle: Oracle | None = None
-    for step in read_steps(actual):
-        if oracle is None:
-            oracle = _oracle_of(config, step)
-        _train(oracle, step, record, config=config, request=request)
-        record.end_step()
+    with _one_thread():
+        for step in read_steps(actual):
+            if oracle is None:
+                oracle = _oracle_of(config, step)
+            _train(oracle, step, record, config=config, request=request)
+            record.end_step()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """As the ranks have; of small tensors, a second one only burns time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _oracle_of(config: Config, step: RecordedStep) -> Oracle:
@@ -60,10 +73,10 @@ def _train(
     limit = program.largest_norm(index, config.train.max_grad_norm)
     outcome = oracle.train_step(Rows(rows, first), max_norm=limit, skip=skip)
     if not skip:
-        record.add_scalar("loss", outcome.loss)
-        record.add_scalar("balance loss", outcome.balance)
-        record.add_scalar("prediction loss", outcome.prediction)
-        backwards = dict(reversed(outcome.gradients.items()))
+        record.add_scalar("loss", outcome.losses.tokens)
+        record.add_scalar("balance loss", outcome.losses.balance)
+        record.add_scalar("prediction loss", outcome.losses.prediction)
+        backwards = {name: outcome.gradients[name] for name in reversed(oracle.names)}
         record.add("gradient", _as(backwards, like))
         record.add_scalar("norm", outcome.norm)
     record.add_scalar("skipped", skip)

@@ -1,7 +1,7 @@
 """The training job of hp-train, watched: what its trainer gets, computes, saves and loads."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -74,8 +74,7 @@ class TrainerJob(Job):
             record.add_scalar("balance loss", losses.balance)
             record.add_scalar("prediction loss", losses.prediction)
             # Backward comes from the end of the model.
-            parameters = reversed(self.trainer.parameters)
-            record.add("gradient", _parts(parameters, lambda p: p.local.grad))
+            record.add("gradient", dict(map(_gradient, reversed(self.trainer.parameters))))
             record.add_scalar("norm", grad_norm)
 
         trainer, train = self.trainer, self.config.train
@@ -89,12 +88,10 @@ class TrainerJob(Job):
         record.add_scalar("learning rate", metrics.lr)
         states = trainer.optimizer.state
         for quantity, moment in MOMENTS.items():
-            record.add(
-                quantity,
-                _parts(trainer.parameters, lambda p, moment=moment: states[p.local][moment]),
-            )
+            tensors = {p.name: _part(p, states[p.local][moment]) for p in trainer.parameters}
+            record.add(quantity, tensors)
         record.add_scalar("updates", float(next(iter(states.values()))["step"]))
-        record.add("weight", _parts(trainer.parameters, lambda p: p.local))
+        record.add("weight", {p.name: _part(p, p.local) for p in trainer.parameters})
         record.add("correction bias", checkpoint_buffers(trainer.pipeline.modules.values()))
 
     def close(self) -> None:
@@ -189,15 +186,10 @@ class _Batches(Batches):
         return share
 
 
-def _parts(
-    parameters: Iterable[Parameter], tensor_of: Callable[[Parameter], Tensor | None]
-) -> Mapping[str, Part]:
-    found = {}
-    for parameter in parameters:
-        tensor = tensor_of(parameter)
-        assert tensor is not None, f"{parameter.name} has no gradient"
-        found[parameter.name] = _part(parameter, tensor)
-    return found
+def _gradient(parameter: Parameter) -> tuple[str, Part]:
+    gradient = parameter.local.grad
+    assert gradient is not None, f"{parameter.name} has no gradient"
+    return parameter.name, _part(parameter, gradient)
 
 
 def _part(parameter: Parameter, local: Tensor) -> Part:
