@@ -43,7 +43,7 @@ class Fault:
 
     Attributes:
         layout: Overrides of the layout that has it; empty: one process has it.
-        found: Regular expression of the first difference.
+        found: Regular expression of the first difference, or of the first flaw where that is all.
         apply: Puts it into a trainer, in the process of one rank.
     """
 
@@ -435,7 +435,7 @@ def data_begin_anew_after_a_load(trainer: Trainer) -> None:
     after_call(trainer, "resume", then)
 
 
-@fault(PIPELINE, "step 5, loaded model.embedding.weight")
+@fault(PIPELINE, "step 5: loaded model.embedding.weight: rank-00001 differs")
 def a_tied_copy_is_not_loaded(trainer: Trainer) -> None:
     def then() -> None:
         for parameter in trainer.parameters:
@@ -504,7 +504,7 @@ def adam_has_another_beta(trainer: Trainer) -> None:
         group["betas"] = (0.9 + 1e-9, 0.95)
 
 
-@fault("", "step 2, weight ")
+@fault("", "step 1, updates")
 def bias_corrections_count_one_step_less(trainer: Trainer) -> None:
     def then() -> None:
         if trainer.step == 0:

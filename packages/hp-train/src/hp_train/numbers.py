@@ -34,15 +34,11 @@ def whole(option: str, *, least: int, largest: int = _LARGEST) -> Callable[[str]
     return read
 
 
-def real(
-    option: str, *, least: float = 0.0, above: bool = False, below: float = math.inf
-) -> Callable[[str], float]:
-    """Make what reads a number; neither NaN nor infinity is one.
+def real(option: str, *, below: float = math.inf) -> Callable[[str], float]:
+    """Make what reads a number that is not negative; neither NaN nor infinity is one.
 
     Args:
         option: As it is given, for messages.
-        least: Smallest number that is allowed.
-        above: Whether it has to be more than that.
         below: What it has to be less than.
 
     Returns:
@@ -56,9 +52,8 @@ def real(
             raise ConfigError(f"{option} ({text}) must be a number") from None
         if not math.isfinite(value):
             raise ConfigError(f"{option} ({text}) must be a finite number")
-        if value < least or (above and value == least):
-            relation = "more than" if above else "at least"
-            raise ConfigError(f"{option} ({text}) must be {relation} {least:g}")
+        if value < 0:
+            raise ConfigError(f"{option} ({text}) must be at least 0")
         if value >= below:
             raise ConfigError(f"{option} ({text}) must be less than {below:g}")
         return value

@@ -142,7 +142,7 @@ def run(
         layouts = _generated(config, options)
     num_runs = 1 + len(layouts) if options.generate else 1 + (other is not None)
     _say(f"looks at {LOOKS}")
-    _say(f"{num_runs} runs: {program}")
+    _say(f"{num_runs} run{'s' if num_runs > 1 else ''}: {program}")
     # What follows imports torch, and so does the server that ranks are forked from.
     from hp_train.verify.rank import TRAINER  # noqa: PLC0415
     from hp_train.verify.runs import Runs  # noqa: PLC0415

@@ -39,9 +39,10 @@ def main(config: Config, *, worker: Worker) -> int:
 
 def _say_how_long(request: Request, build: float, step: float) -> None:
     whole = (_FORK_SECONDS + 2 * build + request.program.steps * step) * request.num_runs
+    runs = f"{request.num_runs} run{'s' if request.num_runs > 1 else ''}"
     sys.stdout.write(
-        f"one process needed {step:.1f} s for the first step: {request.num_runs} runs of "
-        f"{request.program.steps} will take about {_rounded(whole)}\n"
+        f"{step:.1f} s for the first step: {runs} of {request.program.steps} steps will take about "
+        f"{_rounded(whole)}\n"
     )
     sys.stdout.flush()
 
