@@ -11,7 +11,7 @@ import pytest
 
 from hp_train.errors import DifferenceError, HangError
 from integration_tests.layouts import write_corpus
-from integration_tests.verify_jobs import WRONG
+from integration_tests.verify_faults import MATRIX
 
 ROOT = Path(__file__).parent
 MODEL = str(ROOT / "verify.toml")
@@ -80,15 +80,14 @@ def test_the_first_difference_is_named_by_step_quantity_and_parameter(corpus: st
         MODEL,
         "--data",
         corpus,
-        "mesh.dp_replicate=2",
+        *("mesh.dp_replicate=2", "run.name=one_gradient_from_step_six"),
         "--job",
-        "integration_tests.verify_jobs:WrongAtStepTwo",
-        "--steps=3",
+        "integration_tests.verify_faults:build",
     )
     assert status == DifferenceError.exit_code, text
-    assert f"first difference: step 2, gradient {WRONG}: 1.0" in text
-    assert f"error: the layouts differ, first at step 2, gradient {WRONG}" in text
-    assert "NOT EQUAL within 1e-12 over 3 steps, " in text
+    assert f"first difference: step 6, gradient {MATRIX}: 1.0" in text
+    assert f"error: the layouts differ, first at step 6, gradient {MATRIX}" in text
+    assert "NOT EQUAL within 1e-12 over 8 steps, " in text
 
 
 def test_one_process_is_compared_with_the_oracle_and_everything_is_looked_at(corpus: str) -> None:

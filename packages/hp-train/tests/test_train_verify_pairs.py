@@ -169,7 +169,7 @@ def test_families_are_what_must_be_bitwise_equal() -> None:
             "verify --against mesh.ep=2",
             "--against mesh.ep=2 is the same training: there is nothing",
         ),
-        ("verify --mesh.pp 1 --mesh.dp_replicate 1 --mesh.ep 1 --job a:b", "nothing to compare"),
+        ("verify debug-llama3 --pipeline.schedule 1f1b --job a:b", "there is nothing to compare"),
         ("verify --against oracle --job a:b", "oracle knows the models of hp-train, not --job a:b"),
         ("verify --generate 3 --against quickstart", "no --against"),
         ("verify --generate 3 --processes 2-4", "--processes (2-4) must be like 2:8"),
