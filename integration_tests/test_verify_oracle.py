@@ -35,7 +35,7 @@ CASES = {
 def test_a_family_computes_what_the_oracle_does(name: str, tmp_path: Path) -> None:
     corpus = str(write_corpus(tmp_path))
     pairs = [setting.partition("=") for setting in CASES[name].split()]
-    overrides = [(key, value) for key, _, value in pairs]
+    overrides: list[tuple[str, object]] = [(key, value) for key, _, value in pairs]
     # Weights large enough that everything matters.
     overrides += [
         ("data.paths", [corpus]),

@@ -1,4 +1,4 @@
-"""Every number that an option of `hp` takes is checked where it is read: one line if it is wrong."""
+"""Every number that an option of `hp` takes is checked where it is read, and answered in a line."""
 
 import pytest
 

@@ -32,7 +32,7 @@ def test_a_dense_layer_by_hand() -> None:
     sys.modules[spec.name] = oracle
     spec.loader.exec_module(oracle)
     dim, vocabulary = 4, 3
-    model = dict.fromkeys(
+    model: dict[str, object] = dict.fromkeys(
         ("num_mtp_modules", "num_experts", "head_dim", "qk_norm", "dropout", "sliding_window"), 0
     )
     model |= {"num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "dim": dim, "norm_eps": 0.0}

@@ -475,4 +475,5 @@ def _mix(x: Tensor) -> Tensor:
     """The hash "lowbias32" of Chris Wellons, of 32 bits held in int64."""
     x = (x ^ (x >> 16)) * 0x7FEB352D & _MASK
     x = (x ^ (x >> 15)) * 0x846CA68B & _MASK
-    return x ^ (x >> 16)
+    y: Tensor = x ^ (x >> 16)
+    return y
