@@ -451,7 +451,7 @@ def _frequencies(model: Mapping[str, Any], width: int) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
     high += 0.001 if low == high else 0.0
-    ramp = ((torch.arange(width // 2).double() - low) / (high - low)).clamp(0, 1)
+    ramp: Tensor = ((torch.arange(width // 2).double() - low) / (high - low)).clamp(0, 1)
     return plain * (1 - ramp) + slow * ramp
 
 

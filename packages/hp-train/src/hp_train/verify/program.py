@@ -10,6 +10,8 @@ from hp_train.config import Config
 
 _REQUEST = "verify.json"
 _EVAL_BATCHES = 2
+_FEW = 4
+"""With fewer steps, once is enough."""
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +39,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def evaluated(self) -> tuple[int, ...]:
         """Steps after which held-out text is read."""
-        return tuple(sorted({self.reload_after, self.steps} - {0}))
+        return (self.reload_after, self.steps) if self.steps >= _FEW else (self.steps,)
 
     @property
     def tensor_steps(self) -> tuple[int, ...]:
