@@ -1,6 +1,7 @@
 """A run over experts and stages ends as files that another layout starts from."""
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any

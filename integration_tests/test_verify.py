@@ -1,6 +1,7 @@
 """`hp verify`: layouts equal one process, wrong ones are found, jobs of one's own work."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ import pytest
 
 from hp_train.errors import DifferenceError, HangError
 from integration_tests.layouts import write_corpus
-from integration_tests.verify_jobs import WRONG
+from integration_tests.verify_faults import MATRIX
 
 ROOT = Path(__file__).parent
 MODEL = str(ROOT / "verify.toml")
@@ -42,6 +43,7 @@ def test_generated_layouts_equal_one_process(corpus: str) -> None:
         MODEL, "--data", corpus, "--generate", "12", "--steps", "2", "--processes", "2:6"
     )
     assert status == 0, text
+    assert "one process equals the oracle" in text
     assert "12 of 12 layouts equal one process" in text
     assert "0 could not be run" in text
 
@@ -70,7 +72,7 @@ def test_schedule_and_recompute_do_not_change_a_bit(layout: str, other: str, cor
     status, text = verify(MODEL, "--data", corpus, *arguments)
     assert status == 0, text
     assert "they differ in nothing that may change a bit" in text
-    assert text.rstrip().endswith("bitwise equal over 2 steps")
+    assert re.search(r"bitwise equal over 2 steps, [\d,]+ numbers$", text.rstrip())
 
 
 def test_the_first_difference_is_named_by_step_quantity_and_parameter(corpus: str) -> None:
@@ -78,21 +80,34 @@ def test_the_first_difference_is_named_by_step_quantity_and_parameter(corpus: st
         MODEL,
         "--data",
         corpus,
-        "mesh.dp_replicate=2",
+        *("mesh.dp_replicate=2", "run.name=one_gradient_from_step_six"),
         "--job",
-        "integration_tests.verify_jobs:WrongAtStepTwo",
+        "integration_tests.verify_faults:build",
     )
     assert status == DifferenceError.exit_code, text
-    assert f"first difference: step 2, gradient {WRONG}: 1.0" in text
-    assert f"error: the layouts differ, first at step 2, gradient {WRONG}" in text
-    assert "NOT EQUAL within 1e-12 over 3 steps" in text
+    assert f"first difference: step 6, gradient {MATRIX}: 1.0" in text
+    assert f"error: the layouts differ, first at step 6, gradient {MATRIX}" in text
+    assert "NOT EQUAL within 1e-12 over 8 steps, " in text
+
+
+def test_one_process_is_compared_with_the_oracle_and_everything_is_looked_at(corpus: str) -> None:
+    status, text = verify("debug-mixtral", "--data", corpus, "--data.eval_fraction=0.2", "--shrink")
+    assert status == 0, text
+    assert "against  oracle, in float64" in text
+    assert "1 run: 8 steps" in text
+    assert re.search(r"the first step: 1 run of 8 steps will take about \d+ s", text)
+    for quantity in ("tokens", "targets", "eval loss", "saved", "loaded", "second moment"):
+        assert quantity in text
+    assert re.search(r"equal within 1e-12 over 8 steps, [\d,]{7,} numbers", text)
 
 
 def test_fp32_is_compared_with_a_wider_bound_and_the_choices_of_experts(corpus: str) -> None:
     keys = ["mesh.pp=2", "mesh.cp=2", "mesh.tp=2", "mesh.ep=2"]
-    status, text = verify(MODEL, "--data", corpus, *keys, "--dtype", "float32", "--shrink")
+    status, text = verify(
+        MODEL, "--data", corpus, *keys, "--dtype", "float32", "--shrink", "--steps=3"
+    )
     assert status == 0, text
-    assert "equal within 1e-05 over 3 steps" in text
+    assert "equal within 1e-05 over 3 steps, " in text
 
 
 @pytest.mark.parametrize(("job", "expected"), [("OwnModel", 0), ("OwnModelUnsummed", 8)])
@@ -104,6 +119,7 @@ def test_a_job_of_ones_own_goes_through_the_same_hook(job: str, expected: int, c
         "mesh.dp_replicate=4",
         "--job",
         f"integration_tests.verify_jobs:{job}",
+        "--steps=3",
     )
     assert status == expected, text
     assert ("first difference: step 1, loss" in text) is (expected != 0)

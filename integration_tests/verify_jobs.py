@@ -1,4 +1,4 @@
-"""Training jobs for the tests of hp verify: right ones, wrong ones, and one that hangs."""
+"""Training jobs for the tests of hp verify: right ones, a wrong one, and one that hangs."""
 
 import time
 
@@ -11,30 +11,8 @@ from hp_platform.testing import Part, Recorder
 from hp_train.config import Config
 from hp_train.launch.task import Worker
 from hp_train.randomness import generator
-from hp_train.train import Losses
 from hp_train.verify import Job
-from hp_train.verify.rank import TrainerJob
-
-WRONG = "layers.2.attention.wk.weight"
-
-
-class WrongAtStepTwo(TrainerJob):
-    """With more than one rank, one gradient is off by one part in a thousand million."""
-
-    def train_step(self, record: Recorder) -> None:
-        original = self.trainer.compute_gradients
-
-        def wrong() -> tuple[Losses, float]:
-            result = original()
-            if self.trainer.step == 1 and self.trainer.mesh.layout.world_size > 1:
-                for parameter in self.trainer.parameters:
-                    if parameter.name == WRONG and parameter.local.grad is not None:
-                        parameter.local.grad.mul_(1 + 1e-9)
-            return result
-
-        self.trainer.compute_gradients = wrong  # type: ignore[method-assign]
-        super().train_step(record)
-        self.trainer.compute_gradients = original  # type: ignore[method-assign]
+from hp_train.verify.watched import TrainerJob
 
 
 class Hanging(TrainerJob):

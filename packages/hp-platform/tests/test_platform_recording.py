@@ -102,7 +102,7 @@ def test_equal_runs_are_bitwise_equal(tmp_path: Path) -> None:
     comparison = compare_runs(*runs)
     assert comparison.ok
     assert comparison.bitwise
-    assert str(comparison).endswith("bitwise equal over 1 steps")
+    assert str(comparison).endswith("bitwise equal over 1 steps, 3 numbers")
 
 
 def test_the_first_difference_is_the_first_in_the_order_of_recording(tmp_path: Path) -> None:
@@ -204,3 +204,50 @@ def test_a_recorder_keeps_only_what_is_wanted(tmp_path: Path) -> None:
 def test_an_empty_recording_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="must hold a recording"):
         list(read_steps(tmp_path))
+
+
+def test_nan_in_both_runs_is_a_difference(tmp_path: Path) -> None:
+    runs = [record(tmp_path / name, gradients(w=torch.full((3,), torch.nan))) for name in "ab"]
+    comparison = compare_runs(*runs, bound=1e-3)
+    assert not comparison.ok
+    assert comparison.first is not None
+    assert comparison.first.difference.error == torch.inf
+
+
+def test_a_quantity_that_one_run_lacks_is_a_difference(tmp_path: Path) -> None:
+    both: Step = {"weight": {"w": torch.ones(3)}}
+    more: Step = {**both, "moment": {"w": torch.ones(3)}}
+    runs = [record(tmp_path / str(i), [step]) for i, step in enumerate((more, both))]
+    for pair in (runs, runs[::-1]):
+        comparison = compare_runs(*pair, bound=0.5)
+        assert not comparison.ok
+        assert "moment w: inf (missing in" in str(comparison.first)
+        assert comparison.num_values == 3
+
+
+def test_runs_without_a_number_are_not_equal(tmp_path: Path) -> None:
+    runs = [record(tmp_path / name, [{}]) for name in "ab"]
+    comparison = compare_runs(*runs)
+    assert not comparison.ok
+    assert comparison.flaws == ("the runs have no numbers in common",)
+
+
+@pytest.mark.parametrize("limit", [torch.nan, torch.inf, -1e-3])
+def test_a_bound_that_nothing_exceeds_is_refused(limit: float, tmp_path: Path) -> None:
+    run = record(tmp_path / "a", gradients(w=torch.ones(3)))
+    with pytest.raises(ValueError, match=r"bound \(.*\) must be finite and not negative"):
+        compare_runs(run, run, bound=limit)
+    with pytest.raises(ValueError, match=r"slack of weight \(.*\) must be finite"):
+        compare_runs(run, run, slack={"weight": limit})
+
+
+def test_some_tensors_are_kept_in_every_step(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, rank=0, tensor_steps=frozenset({2}))
+    for _ in range(2):
+        recorder.add("tokens", {"": torch.ones(1)}, in_every_step=True)
+        recorder.add("weight", {"w": torch.ones(1)})
+        recorder.end_step()
+    assert [list(step.tensors) for step in read_steps(tmp_path)] == [
+        ["tokens"],
+        ["tokens", "weight"],
+    ]

@@ -165,6 +165,12 @@ def test_families_are_what_must_be_bitwise_equal() -> None:
         ),
         ("verify --against mesh.pp", 'config ("mesh.pp") must be a .toml file'),
         ("verify --steps 0", "--steps (0) must be at least 1"),
+        (
+            "verify --against mesh.ep=2",
+            "--against mesh.ep=2 is the same training: there is nothing",
+        ),
+        ("verify debug-llama3 --pipeline.schedule 1f1b --job a:b", "there is nothing to compare"),
+        ("verify --against oracle --job a:b", "oracle knows the models of hp-train, not --job a:b"),
         ("verify --generate 3 --against quickstart", "no --against"),
         ("verify --generate 3 --processes 2-4", "--processes (2-4) must be like 2:8"),
         ("verify --generate 3 --part 4/3", "--part (4/3) must be like 1/3"),

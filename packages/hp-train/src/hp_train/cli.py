@@ -11,6 +11,7 @@ from hp_train.environment import speaks_for_node
 from hp_train.errors import ConfigError, HpError
 from hp_train.launch.signals import ignore_stops
 from hp_train.layout import Layout
+from hp_train.numbers import whole
 from hp_train.options import Resolved, resolve, shipped, split_overrides
 from hp_train.plan import command as plan
 from hp_train.render import to_json, to_lines, to_toml
@@ -191,7 +192,9 @@ def _add_plain_checkpoint(commands: "argparse._SubParsersAction[_Parser]") -> No
     imports.add_argument(
         "config", metavar="CONFIG", nargs="?", help="of the run (what FOLDER was exported with)"
     )
-    imports.add_argument("--step", type=int, metavar="N", help="steps that were trained")
+    imports.add_argument(
+        "--step", type=whole("--step", least=0), metavar="N", help="steps that were trained"
+    )
     _add_export(
         commands, "export-dcp", what="write a checkpoint as torch.distributed.checkpoint would"
     )
@@ -204,7 +207,9 @@ def _add_export(
     parser = commands.add_parser(name, help=what, allow_abbrev=False)
     parser.add_argument("run", metavar="RUN", help="run directory")
     parser.add_argument("folder", metavar="FOLDER", help="to be made")
-    parser.add_argument("--step", type=int, metavar="N", help="of the checkpoint (newest)")
+    parser.add_argument(
+        "--step", type=whole("--step", least=0), metavar="N", help="of the checkpoint (newest)"
+    )
     return parser
 
 
@@ -214,8 +219,6 @@ def _plain_checkpoint(options: argparse.Namespace, overrides: list[tuple[str, st
     folder, run = Path(options.folder), Path(options.run)
     if options.command == "export-dcp":
         return command.export_dcp(run, folder, step=options.step)
-    if options.step is not None and options.step < 0:
-        raise ConfigError(f"--step ({options.step}) must be at least 0")
     resolved = None
     if options.config or overrides:
         resolved = resolve(options.config, overrides)

@@ -18,6 +18,8 @@ CHOICES, SCORES = "expert choice", "expert score"
 """Quantities that explain other differences: experts of each token, and their scores."""
 _EXPLANATIONS = (CHOICES, SCORES)
 _NORM = " norm"
+_ROWS = "gradient"
+"""The quantity whose names have a row each in a table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class RunComparison:
         bound: Largest error that counts as equal.
         slack: Quantity -> factor of the bound, where it is not 1.
         num_steps: Compared.
+        num_values: Numbers of both runs that were compared with each other.
         worst: Quantity -> name -> where it differs most; places of error 0 are at step 1.
         first: Where the first error above the bound is, in the order in which things are computed.
         flip: The first top-k that differs.
@@ -82,6 +85,7 @@ class RunComparison:
 
     bound: float
     num_steps: int
+    num_values: int
     worst: Mapping[str, Mapping[str, Place]]
     first: Place | None
     flip: Flip | None = None
@@ -111,11 +115,13 @@ class RunComparison:
 
     def summary(self) -> str:
         """One line: equal or not, and how far apart."""
+        over = f"over {self.num_steps} steps, {self.num_values:,} numbers"
         if self.bitwise:
-            return f"bitwise equal over {self.num_steps} steps"
-        far = ", ".join(f"{quantity} {error:.1e}" for quantity, error in self.errors.items())
+            return f"bitwise equal {over}"
+        errors = {quantity: error for quantity, error in self.errors.items() if error > 0}
+        far = ", ".join(f"{quantity} {error:.1e}" for quantity, error in errors.items())
         state = "equal" if self.ok else "NOT EQUAL"
-        return f"{state} within {self.bound:g} over {self.num_steps} steps: {far}"
+        return f"{state} within {self.bound:g} {over}: {far}"
 
     def __str__(self) -> str:
         lines = [*_table(self.worst, self.bound, self.slack)]
@@ -155,15 +161,24 @@ def compare_runs(
         slack: Quantity -> factor of the bound. An optimizer that divides by the size of gradients
             makes rounding of tiny ones into large differences of weights.
 
+    Returns:
+        What was found. What only one of them has is a difference, and so is NaN, even if both have
+        it; runs without a number in common are flawed.
+
     Raises:
         FileNotFoundError: If one of them is empty.
+        ValueError: If a bound is not a number that something can exceed.
     """
     slack = dict(slack or {})
+    limits = {"bound": bound, "tie": tie} | {f"slack of {q}": v for q, v in slack.items()}
+    for name, value in limits.items():
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} ({value}) must be finite and not negative")
     worst: dict[str, dict[str, Place]] = {}
     first: Place | None = None
     flip: Flip | None = None
     flaws: list[str] = []
-    num_steps = 0
+    num_steps = num_values = 0
     steps = itertools.zip_longest(read_steps(actual), read_steps(expected))
     for num_steps, (mine, theirs) in enumerate(steps, start=1):
         if mine is None or theirs is None or mine.index != theirs.index:
@@ -172,6 +187,7 @@ def compare_runs(
         for side, step in (("", mine), ("expected run, ", theirs)):
             flaws += [f"{side}step {step.index}: {flaw}" for flaw in step.flaws]
         flip = flip or _first_flip(mine, theirs)
+        num_values += _count_common(mine, theirs)
         for place in _places(mine, theirs, norms_of, bound):
             names = worst.setdefault(place.quantity, {})
             name = place.difference.name
@@ -179,10 +195,25 @@ def compare_runs(
                 names[name] = place
             if first is None and place.difference.error > bound * slack.get(place.quantity, 1.0):
                 first = place
+    if not num_values:
+        flaws.append("the runs have no numbers in common")
     excused = (
         first is not None and flip is not None and flip.step <= first.step and flip.margin < tie
     )
-    return RunComparison(bound, num_steps, worst, first, flip, excused, tuple(flaws), slack)
+    return RunComparison(
+        bound, num_steps, num_values, worst, first, flip, excused, tuple(flaws), slack
+    )
+
+
+def _count_common(mine: RecordedStep, theirs: RecordedStep) -> int:
+    """How many numbers are in both, explanations aside."""
+    return sum(
+        tensor.numel()
+        for quantity, tensors in theirs.tensors.items()
+        if quantity not in _EXPLANATIONS
+        for name, tensor in tensors.items()
+        if name in mine.tensors.get(quantity, {})
+    )
 
 
 def _is_worse(place: Place, than: Place) -> bool:
@@ -265,7 +296,7 @@ def _margin(scores_E: Tensor, mine_K: Tensor, theirs_K: Tensor) -> float:
 def _table(
     worst: Mapping[str, Mapping[str, Place]], bound: float, slack: Mapping[str, float]
 ) -> list[str]:
-    """One line per name with a column per quantity; the scalars come first."""
+    """One line per name with a column per quantity that has these names; before it the others."""
 
     def mark(*places: Place | None) -> str:
         exceeds = any(
@@ -275,12 +306,16 @@ def _table(
         )
         return "FAIL" if exceeds else "ok  "
 
+    named = (names for names in worst.values() if any(names))
+    shared = worst.get(_ROWS) or next(named, {})
+    columns = [q for q, names in worst.items() if (shared.keys() & names.keys()) - {""}]
+    rows = dict.fromkeys(name for column in columns for name in worst[column] if name)
     lines = []
     for quantity, names in worst.items():
-        if "" in names:
-            lines.append(f"{mark(names[''])}  {quantity:<12}  {_cell(names[''])}")
-    columns = [quantity for quantity, names in worst.items() if set(names) - {""}]
-    rows = dict.fromkeys(name for column in columns for name in worst[column] if name)
+        if quantity not in columns and names:
+            place = max(names.values(), key=lambda place: place.difference.error)
+            name = "" if place.difference.is_same else f"  {place.difference.name}"
+            lines.append(f"{mark(place)}  {quantity:<15}  {_cell(place)}{name}".rstrip())
     if rows:
         width = max(map(len, rows))
         heads = "  ".join(f"{column:>22}" for column in columns)

@@ -7,10 +7,14 @@ number of ranks. So a job of any layout can be compared with a job of any other,
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 _Saved = dict[str, dict[str, list[tuple[Tensor, tuple[int, ...], tuple[int, ...]]]]]
 """Quantity -> name -> parts as (local values, shape of the whole, offset)."""
+_INDEX = "index"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,7 +100,13 @@ class Recorder:
         chosen = self._quantities is None or quantity in self._quantities
         return chosen and (self._tensor_steps is None or self._step in self._tensor_steps)
 
-    def add(self, quantity: str, tensors: Mapping[str, Tensor | Part]) -> None:
+    def add(
+        self,
+        quantity: str,
+        tensors: Mapping[str, Tensor | Part],
+        *,
+        in_every_step: bool = False,
+    ) -> None:
         """Note down tensors of this step as they are now; they are copied.
 
         Args:
@@ -103,8 +114,10 @@ class Recorder:
                 which a difference is looked for first.
             tensors: By name in the whole model. Ranks may add different names, and several parts
                 of the same one.
+            in_every_step: Whether to keep them in steps whose tensors are not wanted, too.
         """
-        if not self.wants(quantity):
+        is_chosen = self._quantities is None or quantity in self._quantities
+        if not ((in_every_step and is_chosen) or self.wants(quantity)):
             return
         names = self._saved.setdefault(quantity, {})
         for name, tensor in tensors.items():
@@ -124,7 +137,7 @@ class Recorder:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank-{self._rank:05d}.pt"
         draft = path.with_suffix(f".{os.getpid()}.tmp")
-        torch.save(self._saved, draft)
+        torch.save(_packed(self._saved), draft)
         draft.replace(path)
         self._saved = {}
         self._step += 1
@@ -165,7 +178,8 @@ def _join(index: int, files: Sequence[Path]) -> RecordedStep:
     tensors: dict[str, dict[str, Tensor]] = {}
     flaws: list[str] = []
     ranks: list[tuple[str, _Saved]] = [
-        (file.stem, torch.load(file, map_location="cpu", weights_only=True)) for file in files
+        (file.stem, _unpacked(torch.load(file, map_location="cpu", weights_only=True)))
+        for file in files
     ]
     quantities = dict.fromkeys(itertools.chain.from_iterable(saved for _, saved in ranks))
     for quantity in quantities:
@@ -179,6 +193,31 @@ def _join(index: int, files: Sequence[Path]) -> RecordedStep:
         for name, whole in wholes.items():
             flaws += [f"{quantity} {name}: {flaw}" for flaw in whole.flaws()]
     return RecordedStep(index, tensors, tuple(flaws))
+
+
+def _packed(saved: _Saved) -> dict[str, Any]:
+    """One tensor for each dtype, and where everything is in it: read in a fifth of the time."""
+    flat: dict[str, list[Tensor]] = {}
+    index: list[Any] = []
+    for quantity, names in saved.items():
+        for name, parts in names.items():
+            for local, shape, offset in parts:
+                dtype = str(local.dtype).removeprefix("torch.")
+                flat.setdefault(dtype, []).append(local.reshape(-1))
+                index.append((quantity, name, dtype, tuple(local.shape), shape, offset))
+    return {_INDEX: json.dumps(index), **{dtype: torch.cat(flat[dtype]) for dtype in flat}}
+
+
+def _unpacked(packed: dict[str, Any]) -> _Saved:
+    saved: _Saved = {}
+    taken: Counter[str] = Counter()
+    for quantity, name, dtype, sizes, shape, offset in json.loads(packed[_INDEX]):
+        begin = taken[dtype]
+        taken[dtype] += math.prod(sizes)
+        local = packed[dtype][begin : taken[dtype]].view(sizes)
+        parts = saved.setdefault(quantity, {}).setdefault(name, [])
+        parts.append((local, tuple(shape), tuple(offset)))
+    return saved
 
 
 class _Whole:

@@ -9,6 +9,7 @@ from hp_schedule import SearchResult, search
 from hp_train.config import Config
 from hp_train.environment import external_world
 from hp_train.errors import ConfigError
+from hp_train.numbers import real, whole
 from hp_train.options import Resolved
 from hp_train.plan.choose import Choice, choose
 from hp_train.plan.estimate import Estimate, Plan
@@ -28,6 +29,8 @@ _RATES = {
     "node-latency": "seconds of a message to another node",
     "cores": "devices that compute at the same time; 0: all",
 }
+_COUNTS = {"node-size": 1, "cores": 0}
+"""What is counted, and the least of it."""
 FLAGS = (
     "--gpus",
     "--json",
@@ -39,29 +42,42 @@ FLAGS = (
     *(f"--{rate}" for rate in _RATES),
 )
 _BYTE_VOCABULARY = 256
+_MOST_DEVICES = 2**20
+_MOST_SECONDS = 1e6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     parser.add_argument(
-        "--gpus", type=int, metavar="N", help="devices to use (default: those of the mesh)"
+        "--gpus",
+        type=whole("--gpus", least=1, largest=_MOST_DEVICES),
+        metavar="N",
+        help="devices to use (default: those of the mesh)",
     )
     parser.add_argument(
         "--machine", choices=list(MACHINES), default="h100", help="its rates (default: h100)"
     )
     for rate, meaning in _RATES.items():
-        parser.add_argument(f"--{rate}", type=float, metavar="X", help=meaning)
+        flag = f"--{rate}"
+        read = whole(flag, least=_COUNTS[rate]) if rate in _COUNTS else real(flag)
+        parser.add_argument(flag, type=read, metavar="X", help=meaning)
     parser.add_argument(
         "--measure", action="store_true", help="measure the rates with this model on this machine"
     )
-    parser.add_argument("--top", type=int, default=5, help="layouts to show (default: 5)")
+    parser.add_argument(
+        "--top", type=whole("--top", least=1), default=5, help="layouts to show (default: 5)"
+    )
     parser.add_argument(
         "--search",
-        type=float,
+        type=real("--search", below=_MOST_SECONDS),
         metavar="SECONDS",
         help="look for a schedule that is faster than the best one that has a name",
     )
-    parser.add_argument("--vocab-size", type=int, help="tokens (default: of the tokenizer)")
+    parser.add_argument(
+        "--vocab-size",
+        type=whole("--vocab-size", least=1),
+        help="tokens (default: of the tokenizer)",
+    )
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
@@ -82,8 +98,6 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
     vocab_size = options.vocab_size or _vocab_size(config)
     machine = _machine(config, options)
     num_devices = config.world_size if options.gpus is None else options.gpus
-    if options.top < 1 or num_devices < 1:
-        raise ConfigError("--top and --gpus must be at least 1")
     choice = choose(config, num_devices, machine, vocab_size=vocab_size, count=options.top)
     configured = None
     if config.world_size == num_devices:

@@ -67,9 +67,6 @@ class Machine:
     def with_values(self, **values: float | None) -> "Machine":
         """The same machine with the values that are not None."""
         given = {name: value for name, value in values.items() if value is not None}
-        for name in ("node_size", "cores"):
-            if name in given:
-                given[name] = int(given[name])
         return replace(self, **given)  # type: ignore[arg-type]
 
 

@@ -15,21 +15,32 @@ from typing import TYPE_CHECKING
 from hp_train.config import Config
 from hp_train.environment import external_world
 from hp_train.errors import ConfigError, DifferenceError, HpError
+from hp_train.numbers import real, whole
 from hp_train.options import Resolved, resolve, split_overrides
 from hp_train.space import sample_layouts
 from hp_train.verify.pairs import (
     BOUNDS,
+    ORACLE,
     checked_config,
     described,
+    differing_keys,
     families,
     must_be_exact,
     one_process,
     require_comparable,
 )
+from hp_train.verify.program import Program
 from hp_train.verify.shrinking import shrink
 
 if TYPE_CHECKING:
     from hp_train.verify.runs import Runs, Verdict
+
+LOOKS = (
+    "tokens and targets, losses, gradients, their norm, learning rate, Adam's moments, weights, "
+    "correction biases, evaluation, what is saved and what is loaded"
+)
+_STEPS = 8
+_MOST_RANKS = 1024
 
 FLAGS = (
     "--against",
@@ -52,14 +63,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--against",
         metavar="OTHER",
         help="another config, or overrides of this one like mesh.pp=1,pipeline.schedule=gpipe "
-        "(default: one process)",
+        "(default: one process; of one process: oracle, which is plain torch)",
     )
-    parser.add_argument("--steps", type=int, default=3, help="updates of the weights (default: 3)")
+    parser.add_argument(
+        "--steps",
+        type=whole("--steps", least=1),
+        default=_STEPS,
+        help=f"updates of the weights (default: {_STEPS})",
+    )
     parser.add_argument(
         "--dtype", choices=list(BOUNDS), default="float64", help="to compute in (default: float64)"
     )
     parser.add_argument(
-        "--bound", type=float, help="largest relative error that is equal; 0: every bit"
+        "--bound",
+        type=real("--bound", below=1.0),
+        help="largest relative error that is equal; 0: every bit",
     )
     parser.add_argument(
         "--shrink", action="store_true", help="make widths and batch small; divisibility stays"
@@ -68,9 +86,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--job", metavar="MODULE:CALLABLE", help="builds the training job of a rank, see the docs"
     )
     parser.add_argument(
-        "--generate", type=int, metavar="N", help="verify N layouts that the config allows"
+        "--generate",
+        type=whole("--generate", least=1),
+        metavar="N",
+        help="verify N layouts that the config allows",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of those layouts (default: 0)")
+    parser.add_argument(
+        "--seed", type=whole("--seed", least=0), default=0, help="of those layouts (default: 0)"
+    )
     parser.add_argument(
         "--processes", metavar="A:B", default="2:8", help="of those layouts (default: 2:8)"
     )
@@ -101,50 +124,83 @@ def run(
     """
     if external_world() is not None:
         raise ConfigError("hp verify starts processes of its own: not under torchrun or srun")
-    if options.steps < 1:
-        raise ConfigError(f"--steps ({options.steps}) must be at least 1")
+    _refuse_combinations(options)
+    program = Program(steps=options.steps)
     config = checked_config(resolved.config, dtype=options.dtype)
+    other: Config | None = None
     if options.generate is None:
-        if options.part != "1/1":
-            raise ConfigError(f"--part ({options.part}) is of the layouts of --generate")
         other = _other(resolved, options, given)
-        require_comparable(config, other)
-        if options.shrink:
-            config, other = shrink([config, other])
+        if other is not None:
+            require_comparable(config, other)
+            config, other = _small([config, other], options)
+            config, other = program.applied_to(config), program.applied_to(other)
+        else:
+            [config] = map(program.applied_to, _small([config], options))
         layouts = [config]
     else:
-        if options.against is not None or options.bound is not None:
-            raise ConfigError("--generate compares with one process: no --against, no --bound")
-        if options.shrink:
-            [config] = shrink([config])
-        layouts, other = _generated(config, options), None
+        [config] = map(program.applied_to, _small([config], options))
+        layouts = _generated(config, options)
+    num_runs = 1 + len(layouts) if options.generate else 1 + (other is not None)
+    _say(f"looks at {LOOKS}")
+    _say(f"{num_runs} run{'s' if num_runs > 1 else ''}: {program}")
     # What follows imports torch, and so does the server that ranks are forked from.
     from hp_train.verify.rank import TRAINER  # noqa: PLC0415
     from hp_train.verify.runs import Runs  # noqa: PLC0415
 
     sys.path.insert(0, str(Path.cwd()))  # a job may be next to the config
-    # Of many layouts the curves of all steps, and tensors where they start and where they end.
-    tensor_steps = () if other is not None else tuple({1, options.steps})
     with _scratch(options.keep) as scratch:
         runs = Runs(
             scratch,
             base=config,
-            steps=options.steps,
-            tensor_steps=tensor_steps,
+            program=program,
+            every_tensor=options.generate is None,
+            num_runs=num_runs,
             job=options.job or TRAINER,
         )
-        if other is None:
-            _verify_all(runs, layouts)
+        if options.generate is None:
+            _verify_one(runs, config, other, options)
         else:
-            _verify_two(runs, config, other, options)
+            _verify_all(runs, layouts, has_oracle=options.job is None)
     return 0
+
+
+def _refuse_combinations(options: argparse.Namespace) -> None:
+    if options.generate is None:
+        if options.part != "1/1":
+            raise ConfigError(f"--part ({options.part}) is of the layouts of --generate")
+    elif options.against is not None or options.bound is not None:
+        raise ConfigError("--generate compares with one process: no --against, no --bound")
+    if options.against == ORACLE and options.job is not None:
+        raise ConfigError(f"--against oracle knows the models of hp-train, not --job {options.job}")
+
+
+def _small(configs: Sequence[Config], options: argparse.Namespace) -> list[Config]:
+    return shrink(configs) if options.shrink else list(configs)
 
 
 def _other(
     resolved: Resolved, options: argparse.Namespace, given: Sequence[tuple[str, object]]
-) -> Config:
-    if options.against is None:
-        return checked_config(one_process(resolved.config), dtype=options.dtype)
+) -> Config | None:
+    """What to compare with; None: the oracle.
+
+    Raises:
+        ConfigError: When it would be compared with itself.
+    """
+    config = checked_config(resolved.config, dtype=options.dtype)
+    if options.against == ORACLE:
+        return None
+    if options.against is None and config.world_size == 1 and options.job is None:
+        return None
+    other = one_process(config)
+    if options.against is not None:
+        other = _given(options, given)
+    if not differing_keys(config, other):
+        what = "one process" if options.against is None else f"--against {options.against}"
+        raise ConfigError(f"{what} is the same training: there is nothing to compare")
+    return other
+
+
+def _given(options: argparse.Namespace, given: Sequence[tuple[str, object]]) -> Config:
     if "=" not in options.against:
         return checked_config(resolve(options.against).config, dtype=options.dtype)
     # A comma inside a list parts no overrides.
@@ -156,10 +212,7 @@ def _other(
 
 
 def _generated(config: Config, options: argparse.Namespace) -> list[Config]:
-    try:
-        low, high = map(int, options.processes.split(":"))
-    except ValueError:
-        raise ConfigError(f"--processes ({options.processes}) must be like 2:8") from None
+    low, high = _processes(options.processes)
     part, num_parts = _part(options.part)
     sample = sample_layouts(
         config, options.generate, seed=options.seed, num_processes=range(low, high + 1)
@@ -177,6 +230,14 @@ def _generated(config: Config, options: argparse.Namespace) -> list[Config]:
     if num_parts > 1:
         _say(f"part {part} of {num_parts}: {len(layouts)} of them")
     return layouts
+
+
+def _processes(text: str) -> tuple[int, int]:
+    """Fewest and most."""
+    low, of, high = text.partition(":")
+    if of and low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high) <= _MOST_RANKS:
+        return int(low), int(high)
+    raise ConfigError(f"--processes ({text}) must be like 2:8, at most {_MOST_RANKS}")
 
 
 def _part(text: str) -> tuple[int, int]:
@@ -213,23 +274,28 @@ def _new_folder(keep: str) -> Path:
     return folder
 
 
-def _verify_two(runs: "Runs", config: Config, other: Config, options: argparse.Namespace) -> None:
-    names = described(config, config), described(other, config)
-    exact = must_be_exact(config, other)
+def _verify_one(
+    runs: "Runs", config: Config, other: Config | None, options: argparse.Namespace
+) -> None:
+    exact = other is not None and must_be_exact(config, other)
+    against = ORACLE if other is None else described(other, config)
     why = " (they differ in nothing that may change a bit)" if exact else ""
-    _say(f"{names[0]}  against  {names[1]}{why}: {options.steps} steps in {options.dtype}")
-    comparison = runs.compare(config, other, bound=options.bound)
+    _say(f"{described(config, config)}  against  {against}{why}, in {options.dtype}")
+    if other is None:
+        comparison = runs.compare_with_oracle(config, bound=options.bound)
+    else:
+        comparison = runs.compare(config, other, bound=options.bound)
     _say(str(comparison))
     if not comparison.ok:
         where = comparison.first or comparison.flaws[0]
         raise DifferenceError(f"the layouts differ, first at {where}")
 
 
-def _verify_all(runs: "Runs", layouts: Sequence[Config]) -> None:
+def _verify_all(runs: "Runs", layouts: Sequence[Config], *, has_oracle: bool) -> None:
     from hp_train.verify.runs import judge_all  # noqa: PLC0415 - imports torch
 
     verdicts: list[Verdict] = []
-    for verdict in judge_all(runs, layouts):
+    for verdict in judge_all(runs, layouts, has_oracle=has_oracle):
         _say(str(verdict))
         verdicts.append(verdict)
     _say(summary(verdicts))
@@ -240,7 +306,9 @@ def _verify_all(runs: "Runs", layouts: Sequence[Config]) -> None:
 
 def summary(verdicts: Sequence["Verdict"]) -> str:
     """What many comparisons showed, in lines."""
-    compared = [verdict.comparison for verdict in verdicts if verdict.comparison is not None]
+    by_oracle = [verdict for verdict in verdicts if verdict.against == ORACLE]
+    others = [verdict for verdict in verdicts if verdict.against != ORACLE]
+    compared = [verdict.comparison for verdict in others if verdict.comparison is not None]
     bounded = [comparison for comparison in compared if comparison.bound > 0]
     exact = [comparison for comparison in compared if comparison.bound == 0]
     largest: dict[str, float] = {}
@@ -250,14 +318,19 @@ def summary(verdicts: Sequence["Verdict"]) -> str:
     errors = ", ".join(f"{quantity} {error:.1e}" for quantity, error in largest.items())
     return "\n".join(
         [
+            *(f"one process {_equals(verdict)} the oracle" for verdict in by_oracle),
             (
                 f"{sum(c.ok for c in bounded)} of {len(bounded)} layouts equal one process, "
                 f"{sum(c.bitwise for c in bounded)} of them bitwise; largest errors: {errors}"
             ),
             f"{sum(c.ok for c in exact)} of {len(exact)} pairs that must be bitwise equal are",
-            f"{len(verdicts) - len(compared)} could not be run",
+            f"{sum(verdict.comparison is None for verdict in verdicts)} could not be run",
         ]
     )
+
+
+def _equals(verdict: "Verdict") -> str:
+    return "equals" if verdict.ok else "DOES NOT EQUAL"
 
 
 def _say(text: str) -> None:

@@ -39,7 +39,9 @@ _WITHOUT_EFFECT = (
 
 BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2}
 """Largest relative error that counts as equal, by the dtype that is computed in."""
-SLACK = {"weight": 100.0}
+ORACLE = "oracle"
+"""What one process is compared with, as ``--against`` has it: see `hp_train.verify.oracle`."""
+SLACK = {"weight": 100.0, "saved": 100.0, "loaded": 100.0, "second moment": 4.0}
 """Factors of these bounds in less than fp64: AdamW divides tiny gradients by their own size."""
 TIE = 1e-6
 """Scores of experts closer than this are a tie that rounding may break, in less than fp64."""

@@ -1,4 +1,9 @@
-"""Run layouts, record them, compare the recordings. Ranks are started by `hp_train.launch`."""
+"""Run layouts, record them, compare the recordings. Ranks are started by `hp_train.launch`.
+
+Note [Whose checkpoint]. In the middle of a run a new trainer goes on from a checkpoint: the run
+that came first from its own, every other from that of the first, which had another layout. What a
+run itself has saved is read back whole and compared as well.
+"""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -6,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from hp_platform.testing import RunComparison, compare_runs
 from hp_train.config import Config
@@ -13,6 +19,7 @@ from hp_train.errors import HpError
 from hp_train.launch.launcher import run_entry
 from hp_train.verify.pairs import (
     BOUNDS,
+    ORACLE,
     SLACK,
     TIE,
     described,
@@ -20,7 +27,9 @@ from hp_train.verify.pairs import (
     must_be_exact,
     one_process,
 )
-from hp_train.verify.rank import ENTRY, RECORDING, TRAINER, Request, request_run
+from hp_train.verify.program import Program, Request, request_run
+from hp_train.verify.rank import ENTRY, RECORDING, TRAINER
+from hp_train.verify.reference import record_oracle
 
 
 class RunFailedError(HpError):
@@ -67,8 +76,9 @@ class Runs:
         scratch: An empty folder for them.
         base: What layouts are told apart by: they are named by how they differ from its run in
             one process.
-        steps: To train.
-        tensor_steps: Steps whose tensors are compared; empty: all.
+        program: What happens in each.
+        every_tensor: Whether tensors of all steps are compared, and not of some.
+        num_runs: How many there are to be; the first one says how long they take. 0: it does not.
         job: ``module:callable``, see `Build`.
     """
 
@@ -77,13 +87,16 @@ class Runs:
         scratch: Path,
         *,
         base: Config,
-        steps: int,
-        tensor_steps: tuple[int, ...] = (),
+        program: Program,
+        every_tensor: bool = True,
+        num_runs: int = 0,
         job: str = TRAINER,
     ) -> None:
-        self._scratch, self.base = scratch, base
-        self._request = Request(job=job, steps=steps, tensor_steps=tensor_steps)
+        self._scratch, self.base, self._num_runs = scratch, base, num_runs
+        tensor_steps = () if every_tensor else program.tensor_steps
+        self._request = Request(job=job, program=program, tensor_steps=tensor_steps)
         self._runs: dict[bytes, Path] = {}
+        self._first: Path | None = None
 
     def recording(self, config: Config) -> Path:
         """Run a config, unless it was, and return the directory of its recording.
@@ -95,7 +108,7 @@ class Runs:
         if key not in self._runs:
             run_dir = self._scratch / f"run-{len(list(self._scratch.glob('run-*'))):04d}"
             run_dir.mkdir()
-            request_run(run_dir, self._request)
+            request_run(run_dir, self._request_of(run_dir))
             # All read what the first one has made of the text.
             status = run_entry(config, run_dir, entry=ENTRY, data=self._scratch / "data")
             if status:
@@ -103,6 +116,20 @@ class Runs:
                 raise RunFailedError(f"{name} ended with status {status}", status=status)
             self._runs[key] = run_dir / RECORDING
         return self._runs[key]
+
+    def _request_of(self, run_dir: Path) -> Request:
+        """See Note [Whose checkpoint]."""
+        if self._first is None:
+            self._first = run_dir
+            return replace(self._request, num_runs=self._num_runs)
+        return replace(self._request, source=str(self._first))
+
+    def compare_with_oracle(self, config: Config, *, bound: float | None = None) -> RunComparison:
+        """Run a config and compare it with `hp_train.verify.oracle`; see :meth:`compare`."""
+        actual = self.recording(config)
+        expected = self._scratch / "oracle"
+        record_oracle(actual, expected, config=config, request=self._request)
+        return self._compare(actual, expected, config, bound)
 
     def compare(
         self, config: Config, other: Config, *, bound: float | None = None
@@ -118,40 +145,58 @@ class Runs:
         Raises:
             RunFailedError: When one of them could not be run.
         """
+        if bound is None and must_be_exact(config, other):
+            bound = 0.0
+        expected = self.recording(other)
+        return self._compare(self.recording(config), expected, config, bound)
+
+    def _compare(
+        self, actual: Path, expected: Path, config: Config, bound: float | None
+    ) -> RunComparison:
         dtype = config.train.dtype
-        if bound is None:
-            bound = 0.0 if must_be_exact(config, other) else BOUNDS[dtype]
         return compare_runs(
-            self.recording(config),
-            self.recording(other),
-            bound=bound,
+            actual,
+            expected,
+            bound=BOUNDS[dtype] if bound is None else bound,
             tie=0.0 if dtype == "float64" else TIE,
             slack={} if dtype == "float64" else SLACK,
         )
 
-    def judge(self, config: Config, other: Config) -> Verdict:
-        """Like :meth:`compare`, but a run that failed is a verdict as well."""
+    def judge(self, config: Config, other: Config | None) -> Verdict:
+        """Like :meth:`compare`, but a run that failed is a verdict as well.
+
+        Args:
+            config: To judge.
+            other: To judge by; None: the oracle.
+        """
         began = time.monotonic()
         comparison, problem = None, ""
         try:
-            comparison = self.compare(config, other)
+            if other is None:
+                comparison = self.compare_with_oracle(config)
+            else:
+                comparison = self.compare(config, other)
         except RunFailedError as error:
             if error.exit_code > 128:  # somebody wants all of this to end
                 raise
             problem = str(error)
         seconds = time.monotonic() - began
-        names = [described(either, self.base) for either in (config, other)]
-        return Verdict(names[0], names[1], comparison, seconds, problem)
+        against = described(other, self.base) if other is not None else ORACLE
+        name = described(config, self.base)
+        return Verdict(name, against, comparison, seconds, problem)
 
 
-def judge_all(runs: Runs, layouts: Sequence[Config]) -> Iterator[Verdict]:
-    """Compare every layout with one process, and those that must be bitwise equal with each other.
+def judge_all(runs: Runs, layouts: Sequence[Config], *, has_oracle: bool) -> Iterator[Verdict]:
+    """Compare one process with the oracle, every layout with one process, twins with each other.
 
     Args:
         runs: Takes the recordings.
-        layouts: Of one model, data and batch.
+        layouts: Of one model, data and batch; those that must be bitwise equal are compared too.
+        has_oracle: Whether the job is that of hp-train.
     """
     reference = one_process(runs.base)
+    if has_oracle:
+        yield runs.judge(reference, None)
     for layout in layouts:
         yield runs.judge(layout, reference)
     for first, *others in families(layouts):

@@ -1,0 +1,90 @@
+"""`hp verify` finds every bug of a table and names the quantity that is wrong; nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from hp_train.config import Config
+from hp_train.options import resolve
+from hp_train.verify.pairs import checked_config, one_process
+from hp_train.verify.program import Program
+from hp_train.verify.runs import Runs
+from integration_tests.verify_faults import FAULTS, LAYOUTS
+
+ROOT = Path(__file__).parent
+PROGRAM = Program(steps=8)
+SMALL = {
+    "model.dim": 16,
+    "model.num_layers": 3,
+    "model.num_dense_layers": 1,
+    "model.num_experts": 4,
+    "model.dense_hidden": 16,
+    "model.router_score": "sigmoid",
+    "model.correction_bias": True,
+    "train.global_batch_size": 4,
+    "train.microbatch_size": 2,
+    "train.eval_batches": 1,
+}
+
+
+def config_of(corpus: str, layout: str, *, fault: str = "") -> Config:
+    overrides = [*SMALL.items(), ("data.paths", [corpus]), ("run.name", fault)]
+    overrides += [(key, value) for key, _, value in (o.partition("=") for o in layout.split())]
+    config = resolve(str(ROOT / "verify.toml"), overrides, env={}).config
+    return PROGRAM.applied_to(checked_config(config, dtype="float64"))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Documents so short that most sequences have several."""
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{i}+{i * i}"}) + "\n" for i in range(400)))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def runs(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """All of them share one run of one process, and the server that ranks are forked from."""
+    return Runs(
+        tmp_path_factory.mktemp("runs"),
+        base=config_of(corpus, ""),
+        program=PROGRAM,
+        job="integration_tests.verify_faults:build",
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_without_a_bug_is_equal(layout: str, corpus: str, runs: Runs) -> None:
+    config = config_of(corpus, layout)
+    comparison = runs.compare(config, one_process(config))
+    assert comparison.ok, str(comparison)
+    assert comparison.num_steps == PROGRAM.steps
+    assert comparison.num_values > 50_000
+
+
+def test_one_process_without_a_bug_equals_the_oracle(corpus: str, runs: Runs) -> None:
+    comparison = runs.compare_with_oracle(one_process(config_of(corpus, "")))
+    assert comparison.ok, str(comparison)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_bug_is_found_and_named(name: str, corpus: str, runs: Runs) -> None:
+    fault = FAULTS[name]
+    config = config_of(corpus, fault.layout, fault=name)
+    if fault.layout:
+        comparison = runs.compare(config, one_process(config_of(corpus, "")))
+    else:
+        comparison = runs.compare_with_oracle(config)
+    assert not comparison.ok
+    first = str(comparison.first or comparison.flaws[0])
+    assert re.match(fault.found, first), first
+
+
+def test_the_table_has_every_kind_of_bug() -> None:
+    """What layouts get wrong, and what all of them have in common."""
+    assert sum(bool(fault.layout) for fault in FAULTS.values()) >= 30
+    assert sum(not fault.layout for fault in FAULTS.values()) >= 12

@@ -1,0 +1,73 @@
+"""Which experts every token chose, told by the layers while they run."""
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from hp_expert import MoE, Routing
+from hp_platform.testing import CHOICES, SCORES, Part, Recorder
+from hp_train.model import Microbatch
+from hp_train.model.block import Block
+from hp_train.train import Trainer
+
+
+def listen_to_choices(trainer: Trainer, record: Callable[[], Recorder]) -> None:
+    """Have every layer of experts tell which ones it chose, for each sequence of a step.
+
+    Args:
+        trainer: Its layers tell.
+        record: Gives what takes it down.
+    """
+    current = threading.local()
+
+    def enter(_block: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+        microbatch: Microbatch = kwargs["microbatch"]
+        key = microbatch.key
+        current.places = None
+        if key is not None:
+            current.places = key.sequence_index.tolist(), key.positions.tolist()
+
+    def leave(name: str) -> Any:
+        def hook(moe: MoE, _args: Any, result: tuple[Tensor, Routing]) -> None:
+            places = getattr(current, "places", None)
+            if places is not None:
+                _add(record(), trainer, (name, moe, result[1]), *places)
+
+        return hook
+
+    for stage in trainer.pipeline.modules.values():
+        for name, module in stage.named_modules():
+            if isinstance(module, Block):
+                module.register_forward_pre_hook(enter, with_kwargs=True)
+            if isinstance(module, MoE):
+                module.register_forward_hook(leave(name))
+
+
+def _add(
+    record: Recorder,
+    trainer: Trainer,
+    layer: tuple[str, MoE, Routing],
+    sequences: list[int],
+    positions: list[int],
+) -> None:
+    name, moe, routing = layer
+    bias = moe.router.correction_bias
+    scores = routing.scores.detach() if bias is None else routing.scores.detach() + bias
+    batch, length = trainer.config.train.global_batch_size, trainer.config.data.seq_len
+    for quantity, rows in ((CHOICES, routing.chosen), (SCORES, scores)):
+        width = rows.shape[-1]
+        by_sequence = rows.view(len(sequences), len(positions), width)
+        for index, row in zip(sequences, by_sequence, strict=True):
+            for first, last in runs_of(positions):
+                part = row[None, first:last]
+                offset = (index - trainer.next_sequence, positions[first], 0)
+                record.add(quantity, {name: Part(part, (batch, length, width), offset)})
+
+
+def runs_of(positions: list[int]) -> list[tuple[int, int]]:
+    """First and last + 1 index of every run of positions that follow each other."""
+    breaks = [i for i in range(1, len(positions)) if positions[i] != positions[i - 1] + 1]
+    return list(itertools.pairwise([0, *breaks, len(positions)]))

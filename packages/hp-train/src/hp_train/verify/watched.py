@@ -1,0 +1,197 @@
+"""The training job of hp-train, watched: what its trainer gets, computes, saves and loads."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from torch import Tensor
+
+from hp_platform.testing import Part, Recorder
+from hp_train.batches import Batches, Share
+from hp_train.checkpoint.manifest import parts_of
+from hp_train.checkpoint.reader import ManifestReader
+from hp_train.checkpoint.verify import read_manifest
+from hp_train.config import Config
+from hp_train.data import Dataset
+from hp_train.launch.task import Worker
+from hp_train.parameters import Parameter
+from hp_train.startup import connect, prepare_data
+from hp_train.state import checkpoint_buffers
+from hp_train.train import Losses, Trainer
+from hp_train.verify.choices import listen_to_choices, runs_of
+from hp_train.verify.job import Job
+from hp_train.verify.program import read_request
+
+Kind = Literal["", "eval "]
+MOMENTS = {"first moment": "exp_avg", "second moment": "exp_avg_sq"}
+
+
+class TrainerJob(Job):
+    """The training job of hp-train.
+
+    Args:
+        config: Of the run; its layout is the one to be judged.
+        worker: This process; its run directory has a request.
+
+    Attributes:
+        trainer: In the middle of the run, another one takes its place and loads what was saved.
+    """
+
+    def __init__(self, config: Config, worker: Worker) -> None:
+        runtime = connect(config, worker)
+        tokenizer = prepare_data(config, worker, runtime)
+        request = read_request(worker.run_dir)
+        self.program = request.program
+        self._source = Path(request.source) if request.source else worker.run_dir
+        self._record: Recorder
+        self.config = config
+        self.trainer = self._watch(_Trainer(config, worker, runtime, tokenizer))
+
+    def train_step(self, record: Recorder) -> None:
+        """See :class:`Job`."""
+        self._record = record
+        step = self.trainer.step + 1
+        if step == 1:
+            record.add("start", self._state())
+            record.add_scalar("separator", -1 if (s := self.trainer.data.separator) is None else s)
+        if step == self.program.reload_after + 1 > 1:
+            self._reload()
+            record.add("loaded", self._state())
+        record.add_scalar("first sequence", self.trainer.next_sequence)
+        self._train(record, step)
+        if step in self.program.evaluated:
+            eval_loss = self.trainer.evaluate()
+            record.add_scalar("eval loss", math.nan if eval_loss is None else eval_loss)
+        if step == self.program.reload_after:
+            self._save(record)
+
+    def _train(self, record: Recorder, step: int) -> None:
+        def before_update(losses: Losses, grad_norm: float) -> None:
+            record.add_scalar("loss", losses.tokens)
+            record.add_scalar("balance loss", losses.balance)
+            record.add_scalar("prediction loss", losses.prediction)
+            # Backward comes from the end of the model.
+            record.add("gradient", dict(map(_gradient, reversed(self.trainer.parameters))))
+            record.add_scalar("norm", grad_norm)
+
+        trainer, train = self.trainer, self.config.train
+        limit = self.program.largest_norm(step, train.max_grad_norm)
+        trainer.config = msgspec.structs.replace(
+            self.config, train=msgspec.structs.replace(train, max_grad_norm=limit)
+        )
+        trainer.is_spoiled = step == self.program.skipped
+        metrics, _ = trainer.train_step(before_update=before_update)
+        record.add_scalar("skipped", metrics.skipped is not None)
+        record.add_scalar("learning rate", metrics.lr)
+        states = trainer.optimizer.state
+        for quantity, moment in MOMENTS.items():
+            tensors = {p.name: _part(p, states[p.local][moment]) for p in trainer.parameters}
+            record.add(quantity, tensors)
+        record.add_scalar("updates", float(next(iter(states.values()))["step"]))
+        record.add("weight", {p.name: _part(p, p.local) for p in trainer.parameters})
+        record.add("correction bias", checkpoint_buffers(trainer.pipeline.modules.values()))
+
+    def close(self) -> None:
+        """See :class:`Job`."""
+        self.trainer.close()
+
+    def _watch(self, trainer: "_Trainer") -> "_Trainer":
+        trainer.batches = _Batches(trainer, self._add_batch)
+        # In fp64 a tie within rounding does not come up.
+        if self.config.train.dtype != "float64":
+            listen_to_choices(trainer, lambda: self._record)
+        return trainer
+
+    def _save(self, record: Recorder) -> None:
+        """Save, and note down what then is on the disk, however it was cut."""
+        path = self.trainer.save()
+        if self.trainer.is_main and record.wants("saved"):
+            manifest = read_manifest(path)
+            reader = ManifestReader(path, manifest)
+            for part in parts_of(manifest):
+                chunk = reader.chunk(part.tensor, part.chunk.offsets)
+                shape = manifest.tensors[part.tensor].shape
+                record.add("saved", {part.tensor: Part(chunk, shape, part.chunk.offsets)})
+
+    def _reload(self) -> None:
+        """Go on from a checkpoint with a trainer that has seen nothing else."""
+        old = self.trainer
+        old.pipeline.close()
+        worker = replace(old.worker, run_dir=self._source)
+        self.trainer = self._watch(_Trainer(self.config, worker, old.runtime, old.tokenizer))
+        self.trainer.resume()
+
+    def _state(self) -> Mapping[str, Tensor | Part]:
+        """Everything that a checkpoint has, under its names there."""
+        trainer = self.trainer
+        states = trainer.optimizer.state
+        found: dict[str, Tensor | Part] = {}
+        for parameter in trainer.parameters:
+            found[f"model.{parameter.name}"] = _part(parameter, parameter.local)
+            for moment in MOMENTS.values():
+                tensor = states[parameter.local][moment]
+                found[f"optimizer.{moment}.{parameter.name}"] = _part(parameter, tensor)
+        return found | checkpoint_buffers(trainer.pipeline.modules.values())
+
+    def _add_batch(self, share: Share, first: int, kind: Kind) -> None:
+        """Note down the tokens and targets that this rank has got of a global batch."""
+        whole = self.config.train.global_batch_size, self.config.data.seq_len
+        size, mesh = self.config.train.microbatch_size, self.trainer.mesh
+        positions = self.trainer.pipeline.sequence.attended.tolist()
+        row = mesh.dp_index * (whole[0] // mesh.layout.dp)
+        name = str(first) if kind else ""
+        for (tokens,), targets in zip(share.args, share.targets, strict=True):
+            for begin, end in runs_of(positions):
+                for quantity, ids in ((f"{kind}tokens", tokens), (f"{kind}targets", targets)):
+                    part = Part(ids[:, begin:end], whole, (row, positions[begin]))
+                    self._record.add(quantity, {name: part}, in_every_step=True)
+            row += size
+
+
+class _Trainer(Trainer):
+    """A trainer one of whose steps can be made to be skipped.
+
+    Attributes:
+        is_spoiled: Whether the gradients of the next step are to be infinite.
+    """
+
+    is_spoiled = False
+
+    def compute_gradients(self) -> tuple[Losses, float]:
+        """See :class:`Trainer`."""
+        result = super().compute_gradients()
+        if self.is_spoiled:
+            for parameter in self.parameters:
+                assert parameter.local.grad is not None
+                parameter.local.grad.fill_(math.inf)
+        return result
+
+
+class _Batches(Batches):
+    """Tells what every cut of a global batch gives."""
+
+    def __init__(self, trainer: Trainer, on_cut: Callable[[Share, int, Kind], None]) -> None:
+        super().__init__(
+            trainer.config, trainer.mesh, trainer.pipeline.sequence, device=trainer.device
+        )
+        self._on_cut = on_cut
+
+    def cut(self, data: Dataset, first: int, *, step: int | None = None) -> Share:
+        """See :class:`Batches`."""
+        share = super().cut(data, first, step=step)
+        self._on_cut(share, first, "eval " if step is None else "")
+        return share
+
+
+def _gradient(parameter: Parameter) -> tuple[str, Part]:
+    gradient = parameter.local.grad
+    assert gradient is not None, f"{parameter.name} has no gradient"
+    return parameter.name, _part(parameter, gradient)
+
+
+def _part(parameter: Parameter, local: Tensor) -> Part:
+    """What this rank holds of a tensor that is cut as a parameter is."""
+    return Part(local, parameter.shape, tuple(start for start, _ in parameter.span))
