@@ -12,6 +12,7 @@ from hp_platform import doing
 from hp_schedule.ir import MetaStep, MetaStepType
 from hp_schedule.runtime.backward import Grads
 from hp_schedule.runtime.context import Batch, Chunk, Key, LossFunction, PipelineContext, Values
+from hp_schedule.runtime.gradients import GradientPaths
 from hp_schedule.runtime.mailbox import Expectations, Mailbox
 from hp_schedule.runtime.recorder import Recorder
 from hp_schedule.runtime.sharding import StageSharding
@@ -72,6 +73,7 @@ class StageDriver:
         self._any_graph = False
         self._rank = rank
         self._training = not schedule.is_forward_only
+        self._paths = GradientPaths()
         self._chunks: dict[Key, Chunk] = {}
         self._values = Values()
         self._first_entry = {
@@ -291,7 +293,7 @@ class StageDriver:
         with self._span(MetaStepType.FWD_RECV, key):
             tensors, specs = self._messages.take_input(*key)
         self._values.inputs[key] = tuple(
-            x.requires_grad_(self._training and spec.has_grad)
+            spec.laid_out(x).requires_grad_(self._training and spec.has_grad)
             for x, spec in zip(tensors, specs, strict=True)
         )
 
@@ -302,15 +304,21 @@ class StageDriver:
         with self._span(MetaStepType.BWD_RECV, key):
             self._values.output_grads[key] = self._messages.take_gradient(*key)
 
+    def _expected(self, stage: int) -> Specs | None:
+        after = self._stages.get(self._schedule.downstream[stage])
+        return self._messages.expected(stage) if after is None else after.input_spec
+
     def _pass_outputs(self, key: Key, outputs: tuple[Tensor, ...]) -> None:
         after = self._schedule.downstream[key[0]]
+        if self._training:
+            self._paths.check(*key, outputs, expected=partial(self._expected, key[0]))
         if after in self._stages:
             expected = self._stages[after].input_spec
             if expected is not None:
                 check_expected(outputs, expected, stage=key[0], microbatch=key[1], after=after)
             self._values.inputs[after, key[1]] = tuple(
-                x.detach().requires_grad_(x.requires_grad and (spec is None or spec.has_grad))
-                for x, spec in zip(outputs, expected or (None,) * len(outputs), strict=True)
+                spec.laid_out(x.detach()).requires_grad_(x.requires_grad and spec.has_grad)
+                for x, spec in zip(outputs, expected or map(TensorSpec.of, outputs), strict=True)
             )
         else:
             self._values.outgoing[key] = outputs

@@ -1,0 +1,118 @@
+"""What used to differ from one process without a word: detached outputs, layouts, tied parameters.
+
+One process is the modules one after the other, microbatches in ascending order; of parameters that
+several stages have, each stage adds up a gradient of its own, and these are added by stage.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hp_platform.testing import RankError, run_distributed
+from hp_schedule import (
+    Schedule,
+    interleaved_1f1b,
+    one_f_one_b,
+)
+from hp_schedule.runtime import PipelineStage, SharedParameterInfo, TensorSpec, from_schedule
+
+CPU = torch.device("cpu")
+WIDTH, NUM = 6, 3
+
+
+class Sometimes(nn.Module):
+    """Detaches one of its two outputs for one microbatch, which `x` names."""
+
+    def __init__(self, way: str, microbatch: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.way, self.microbatch = way, microbatch
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.relu(self.layer(x))
+        if int(x[0, 0]) != self.microbatch:
+            return y, y * 2
+        if self.way == "no_grad":
+            with torch.no_grad():
+                return self.layer(x), self.layer(x)
+        return (y, (y * 2).detach()) if self.way == "second" else (y.detach(), y.detach() * 2)
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.layer(x + y)
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().sum()
+
+
+def run(
+    schedule: Schedule,
+    modules: Sequence[nn.Module],
+    inputs: Sequence[Tensor],
+    *,
+    specs: Sequence[TensorSpec] | None = None,
+    shared: Sequence[SharedParameterInfo] = (),
+) -> tuple[list[Tensor], dict[int, list[Tensor | None]]]:
+    """Run this rank's part once; return losses, and gradients by stage."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    stages = [
+        PipelineStage(
+            modules[index],
+            stage_index=index,
+            num_stages=len(modules),
+            device=CPU,
+            input_spec=specs if index else None,
+        )
+        for index in schedule.stages_of(rank)
+    ]
+    runtime = from_schedule(schedule, stages, loss_fn=loss_fn, shared_parameters=shared)
+    losses = runtime.run_microbatches([(x,) for x in inputs], None, [torch.ones(())] * NUM).losses
+    grads = {s.stage_index: [p.grad for p in s.module.parameters()] for s in stages}
+    return losses, grads
+
+
+def numbered() -> list[Tensor]:
+    return [torch.full((2, WIDTH), float(number)) for number in range(NUM)]
+
+
+def detaching(way: str, microbatch: int, spec: TensorSpec | None) -> bool:
+    """Run two stages; whether it came to its end."""
+    specs = None if spec is None else (TensorSpec((2, WIDTH)), spec)
+    schedule = one_f_one_b(2, num_microbatches=NUM)
+    run(schedule, [Sometimes(way, microbatch), Both()], numbered(), specs=specs)
+    return True
+
+
+@pytest.mark.parametrize("way", ["all", "second", "no_grad"])
+@pytest.mark.parametrize("microbatch", [0, 2])
+def test_an_output_that_is_detached_for_one_microbatch_is_refused(
+    way: str, microbatch: int
+) -> None:
+    modules = [Sometimes(way, microbatch), Both()]
+    index = 1 if way == "second" else 0
+    message = f"output {index} of stage 0, microbatch {microbatch} must require grad"
+    schedule = interleaved_1f1b(1, num_microbatches=NUM, num_stages_per_rank=2)
+    with pytest.raises(ValueError, match=message):
+        run(schedule, modules, numbered())
+
+
+@pytest.mark.parametrize("spec", [None, TensorSpec((2, WIDTH))])
+def test_an_output_detached_for_another_rank_is_refused_by_the_rank_that_has_it(
+    spec: TensorSpec | None,
+) -> None:
+    with pytest.raises(RankError, match="output 1 of stage 0, microbatch 2 must require grad"):
+        run_distributed(detaching, "second", 2, spec, world_size=2)
+
+
+def test_an_output_may_be_detached_where_the_next_stage_says_so() -> None:
+    spec = TensorSpec((2, WIDTH), requires_grad=False)
+    assert run_distributed(detaching, "second", 2, spec, world_size=2) == [True] * 2
