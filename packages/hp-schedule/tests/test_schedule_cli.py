@@ -136,6 +136,7 @@ def test_simulate_prints_numbers_and_writes_pictures(
     assert found["makespan"] == 14
     assert found["peak_activations"] == [2, 1]
     assert svg.read_text().startswith("<svg")
+    assert "14 units, bubble" in svg.read_text()
     assert "traceEvents" in json.loads(trace.read_text())
     assert main(["simulate", str(good)]) == 0
     assert "makespan 12" in capsys.readouterr().out

@@ -152,7 +152,9 @@ def _simulate(options: argparse.Namespace) -> int:
         schedule, costs, channels=options.channels, blocking=options.blocking, cores=options.cores
     )
     if options.svg:
-        options.svg.write_text(timeline_svg({"planned": result.timeline}), encoding="utf-8")
+        # Whoever gave the costs knows their unit.
+        picture = timeline_svg({"planned": result.timeline}, in_seconds=False)
+        options.svg.write_text(picture, encoding="utf-8")
     if options.trace:
         trace = json.dumps(chrome_trace({"planned": result.timeline}))
         options.trace.write_text(trace, encoding="utf-8")
