@@ -49,7 +49,8 @@ class Both(nn.Module):
         self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.layer(x + y)
+        z: Tensor = self.layer(x + y)
+        return z
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -192,7 +193,8 @@ class Tied(nn.Module):
         self.own = nn.Parameter(torch.randn(WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x @ self.table) @ self.own
+        y: Tensor = torch.tanh(x @ self.table) @ self.own
+        return y
 
 
 TIED = [0, 1, 3]

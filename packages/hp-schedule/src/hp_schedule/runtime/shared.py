@@ -13,7 +13,7 @@ equal. Which parameters there are is therefore looked up when the first run star
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -68,7 +68,7 @@ class _Shared:
 
     def copies(self) -> list[nn.Parameter]:
         """Return each parameter of this rank once."""
-        return list({id(parameter): parameter for parameter in self.by_stage().values()}.values())
+        return _once(self.by_stage().values())
 
 
 class SharedParameters:
@@ -79,8 +79,12 @@ class SharedParameters:
         self._apart: list[dict[int, Tensor | None]] = [{} for _ in shared]
 
     @cached_property
+    def _by_stage(self) -> list[dict[int, nn.Parameter]]:
+        return [shared.by_stage() for shared in self._shared]
+
+    @cached_property
     def _copies(self) -> list[list[nn.Parameter]]:
-        return [shared.copies() for shared in self._shared]
+        return [_once(parameters.values()) for parameters in self._by_stage]
 
     def broadcast(self) -> None:
         """Give every copy the value of the lowest stage, and freeze it if that one is."""
@@ -115,9 +119,11 @@ class SharedParameters:
     def of_stage(self, stage: int) -> Iterator[None]:
         """Run what adds to the gradients of a stage inside, to have them apart from others'."""
         mine = [
-            (shared.by_stage()[stage], apart)
-            for shared, apart in zip(self._shared, self._apart, strict=True)
-            if len(shared.places) > 1 and stage in shared.by_stage()
+            (parameters[stage], apart)
+            for parameters, copies, apart in zip(
+                self._by_stage, self._copies, self._apart, strict=True
+            )
+            if stage in parameters and len(copies) < len(parameters)
         ]
         for parameter, apart in mine:
             parameter.grad = apart.pop(stage, None)
@@ -132,11 +138,11 @@ class SharedParameters:
         gets the sum too. Frozen parameters are left out, so freeze or unfreeze them on all ranks
         alike.
         """
-        for shared, (first, *others), apart in zip(
-            self._shared, self._copies, self._apart, strict=True
+        for shared, parameters, (first, *others), apart in zip(
+            self._shared, self._by_stage, self._copies, self._apart, strict=True
         ):
             if first.requires_grad:
-                grads = apart or {stage: p.grad for stage, p in shared.by_stage().items()}
+                grads = apart or {stage: p.grad for stage, p in parameters.items()}
                 first.grad = _sum_by_stage(shared, first, grads)
             for other in others if first.requires_grad else ():
                 # Not the same tensor, which what scales gradients in place would scale twice.
@@ -223,6 +229,10 @@ def _alias(info: SharedParameterInfo, stages: Mapping[int, PipelineStage]) -> li
             path, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(path), leaf, first)
     return places
+
+
+def _once(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return list({id(parameter): parameter for parameter in parameters}.values())
 
 
 def _sum_by_stage(
