@@ -228,6 +228,15 @@ def reliability(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def mutations(session: nox.Session) -> None:
+    """Change valid schedules 20,000 times; validation must refuse exactly what does not run."""
+    _install(session, "hp-schedule", group="test")
+    tests = "packages/hp-schedule/tests/test_schedule_mutations.py"
+    env = {"HP_SCHEDULE_MUTANTS": "20000", "HP_SCHEDULE_EXHAUSTIVE": "1"}
+    session.run("python", "-m", "pytest", "-s", tests, *session.posargs, env=env)
+
+
+@nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Run every benchmark, or those named: `nox -s bench -- benchmarks/bench_ranks.py`."""
     found = sorted(str(f) for f in Path("benchmarks").glob("bench_*.py"))

@@ -62,9 +62,68 @@ def test_check_reports_what_is_wrong_with_status_1(tmp_path: Path, capsys: Captu
 def test_check_can_demand_messages(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "compute.csv"
     path.write_text("0F0,0B0\n1F0,1B0\n")
-    assert main(["check", str(path)]) == 0
+    assert main(["check", str(path), "--partial"]) == 0
     assert main(["check", str(path), "--communication"]) == 1
     assert "0SEND_F0 is missing" in capsys.readouterr().out
+
+
+_UNSHARDED = "0UNSHARD,0F0,0B0,{}0RESHARD\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "lacking", "said"),
+    [
+        ("0F0,0B0\n1F0,1B0\n", ["communication"], "compute steps only: sends and receives"),
+        ("0F0,0SEND_F0\n1RECV_F0,1F0\n", ["backward"], "forward only: backwards are missing"),
+        ("0F0\n1F0\n", ["backward", "communication"], "forward only"),
+        (_UNSHARDED.format(""), ["reduce_grad"], "gradients of sharded stages are never reduced"),
+    ],
+)
+def test_check_says_what_a_file_lacks_with_status_3(
+    text: str, lacking: list[str], said: str, tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / "part.csv"
+    path.write_text(text)
+    assert main(["check", str(path)]) == 3
+    shown = capsys.readouterr().out
+    assert shown.startswith("no mistake, but not runnable as it stands: ")
+    assert said in shown
+    assert main(["check", str(path), "--json"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert (found["valid"], found["runnable"]) == (True, False)
+    assert found["lacking"] == lacking
+    assert main(["check", str(path), "--partial"]) == 0
+    assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "status", "said"),
+    [
+        ("0F0,0SEND_F0\n1RECV_F0,1F0\n", "--forward-only", 0, "valid (forward only, with mess"),
+        ("0F0,0B0\n", "--forward-only", 1, "belongs to a backward of a schedule that must have"),
+        ("0F0\n1F0\n", "--forward-only", 3, "compute steps only"),
+        ("0F0,0B0\n", "", 0, "valid (one rank needs no messages)"),
+        ("0F0,0B0\n", "--sharded", 1, "stage 0 is sharded and never unsharded"),
+        (_UNSHARDED.format(""), "--sharded", 1, "stage 0 never reduces its gradients"),
+        (_UNSHARDED.format("0REDUCE_GRAD,"), "--sharded", 0, "valid"),
+        ("0B0,0F0\n", "--partial", 1, "order: "),
+    ],
+)
+def test_flags_say_what_a_file_is_for(
+    text: str, flags: str, status: int, said: str, capsys: Capture
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdin", io.StringIO(text))
+        assert main(["check", "-", *flags.split()]) == status
+    assert said in capsys.readouterr().out
+
+
+def test_a_generator_goes_by_the_name_of_its_function_too(capsys: Capture) -> None:
+    arguments = ["--ranks", "2", "--microbatches", "3", "--csv"]
+    assert main(["generate", "1f1b", *arguments]) == 0
+    short = capsys.readouterr().out
+    assert main(["generate", "one_f_one_b", *arguments]) == 0
+    assert capsys.readouterr().out == short
 
 
 def test_simulate_prints_numbers_and_writes_pictures(
@@ -77,6 +136,7 @@ def test_simulate_prints_numbers_and_writes_pictures(
     assert found["makespan"] == 14
     assert found["peak_activations"] == [2, 1]
     assert svg.read_text().startswith("<svg")
+    assert "14 units, bubble" in svg.read_text()
     assert "traceEvents" in json.loads(trace.read_text())
     assert main(["simulate", str(good)]) == 0
     assert "makespan 12" in capsys.readouterr().out
@@ -108,7 +168,7 @@ def test_check_knows_machines_memory_and_gathered_stages(tmp_path: Path, capsys:
     path = tmp_path / "two.csv"
     path.write_text("0UNSHARD,1UNSHARD,0F0,1F0,0F1,1F1,1B0,0B0,1B1,0B1,0RESHARD,1RESHARD\n")
     for options in ("--memory 2", "--max-active-stages 2", "--channels edge"):
-        assert main(["check", str(path), *options.split()]) == 0
+        assert main(["check", str(path), "--partial", *options.split()]) == 0
     for options, found in (("--memory 1.5", "memory"), ("--max-active-stages 1", "fsdp")):
         assert main(["check", str(path), *options.split()]) == 1
         assert f"{found}: rank 0, cell" in capsys.readouterr().out

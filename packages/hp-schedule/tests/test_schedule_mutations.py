@@ -1,11 +1,16 @@
-"""Whatever single thing is changed in a valid schedule: it is refused, or it computes the same.
+"""Whatever is changed in a valid schedule: it is refused, or it computes the same.
 
-HP_SCHEDULE_EXHAUSTIVE=1 tries twenty times as many changes.
+The judge is `hp_schedule.tracing`, which runs schedules on symbols and knows no rule of validation.
+HP_SCHEDULE_MUTANTS says how many changes are judged both ways on five machines; `nox -s mutations`
+tries 20,000 and prints a table. HP_SCHEDULE_EXHAUSTIVE=1 tries twenty times as many of the others.
 """
 
 import os
 import random
+import sys
 from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -27,8 +32,16 @@ from hp_schedule import (
 )
 from hp_schedule.generators import interleaved_zero_bubble, zero_bubble
 from hp_schedule.packing import (
+    BWD,
+    BWD_INPUT,
+    BWD_WEIGHT,
+    FIRST_COMMUNICATION,
     FIRST_FSDP,
     FIRST_OVERLAP,
+    FSDP_REDUCE_GRAD,
+    FSDP_RESHARD,
+    FSDP_UNSHARD,
+    FWD,
     KIND_MASK,
     MICROBATCH_MASK,
     MICROBATCH_SHIFT,
@@ -37,9 +50,12 @@ from hp_schedule.packing import (
     encode,
     encode_overlap,
     halves,
+    leaves,
+    unpack,
 )
-from hp_schedule.tracing import Trace, trace
+from hp_schedule.tracing import MACHINES, MessageMachine, Trace, trace
 
+_MUTANTS = int(os.environ.get("HP_SCHEDULE_MUTANTS", "150"))
 _MUTATIONS = 24_000 * (20 if os.environ.get("HP_SCHEDULE_EXHAUSTIVE") == "1" else 1)
 
 
@@ -63,6 +79,11 @@ _OVERLAPS = _rows(
     stage_to_rank=[0, 1],
     num_microbatches=4,
 )
+_SHARDED = add_fsdp_reduce_grad(
+    add_fsdp_unshard_reshard(
+        interleaved_1f1b(2, num_microbatches=3, num_stages_per_rank=3), max_active_stages=2
+    )
+)
 _ORIGINALS = {
     "gpipe": gpipe(3, num_microbatches=3),
     "1f1b": one_f_one_b(4, num_microbatches=6),
@@ -74,11 +95,7 @@ _ORIGINALS = {
     "v_shape": _V_SHAPE,
     "overlaps": _OVERLAPS,
     "forward_only": forward_only(3, num_microbatches=3),
-    "sharded": add_fsdp_reduce_grad(
-        add_fsdp_unshard_reshard(
-            interleaved_1f1b(2, num_microbatches=3, num_stages_per_rank=3), max_active_stages=2
-        )
-    ),
+    "sharded": _SHARDED,
 }
 
 
@@ -129,7 +146,7 @@ def _mutate(schedule: Schedule, rng: random.Random) -> Schedule:
 def _meaning(found: Trace) -> object:
     """Return what a schedule computes; gradients are sums, their order is free."""
     grads = {stage: Counter(values) for stage, values in found.weight_grads.items()}
-    return found.outputs, grads, found.reduced
+    return found.outputs, grads, found.reduced, found.gathered
 
 
 @pytest.mark.parametrize("name", _ORIGINALS)
@@ -184,3 +201,270 @@ def _runs(schedule: Schedule, channels: ChannelModel) -> bool:
     except DeadlockError:
         return False
     return True
+
+
+# Wholesale changes: what a pass that was forgotten, or a broken one, leaves behind.
+
+
+def _without(schedule: Schedule, lost: Callable[[int, int], bool]) -> Schedule:
+    """Return a schedule without the steps of which `lost(rank, code)` is true."""
+    return schedule.with_rows(
+        [code for code in row.codes() if code < 0 or not lost(rank, code)]
+        for rank, row in enumerate(schedule.steps)
+    )
+
+
+def _stage(code: int) -> int:
+    return code >> STAGE_SHIFT & STAGE_MASK
+
+
+def _lose_kinds_of_a_stage(schedule: Schedule, rng: random.Random) -> Schedule:
+    kinds = rng.choice([{FSDP_UNSHARD, FSDP_RESHARD}, *({kind} for kind in schedule.kinds)])
+    if rng.random() < 0.25:
+        kinds = {FSDP_UNSHARD, FSDP_RESHARD, FSDP_REDUCE_GRAD}
+    stage = rng.randrange(schedule.num_stages)
+    return _without(schedule, lambda _, code: code & KIND_MASK in kinds and _stage(code) == stage)
+
+
+def _lose_kinds(schedule: Schedule, rng: random.Random) -> Schedule:
+    kinds = {rng.choice(sorted(schedule.kinds))}
+    if schedule.gathered_stages is not None and rng.random() < 0.5:
+        # Where it is not said which stages are sharded, none may be: that is no mutant then.
+        kinds = {FSDP_UNSHARD, FSDP_RESHARD}
+    return _without(schedule, lambda _, code: code & KIND_MASK in kinds)
+
+
+def _lose_an_edge(schedule: Schedule, rng: random.Random) -> Schedule:
+    edge = rng.choice(schedule.edges) if schedule.edges else (0, 0)
+
+    def lost(rank: int, code: int) -> bool:
+        if not FIRST_COMMUNICATION <= code & KIND_MASK < FIRST_FSDP:
+            return False
+        step = unpack(code)
+        onward = step.type.value in {"SEND_F", "RECV_B"}
+        other = (schedule.downstream if onward else schedule.upstream)[step.stage_index or 0]
+        peer = schedule.stage_to_rank[other]
+        return ((rank, peer) if "SEND" in step.type.value else (peer, rank)) == edge
+
+    return _without(schedule, lost)
+
+
+def _lose_a_microbatch(schedule: Schedule, rng: random.Random) -> Schedule:
+    microbatch = rng.randrange(schedule.num_microbatches)
+    shifted = microbatch << MICROBATCH_SHIFT
+    field = MICROBATCH_MASK << MICROBATCH_SHIFT
+    return _without(
+        schedule,
+        lambda _, code: (
+            not FIRST_FSDP <= code & KIND_MASK < FIRST_OVERLAP
+            and all(leaf & field == shifted for leaf in leaves(code))
+        ),
+    )
+
+
+def _lose_a_row(schedule: Schedule, rng: random.Random) -> Schedule:
+    empty = rng.randrange(schedule.num_ranks)
+    return _without(schedule, lambda rank, _: rank == empty)
+
+
+def _exchange_rows(schedule: Schedule, rng: random.Random) -> Schedule:
+    rows = [row.codes() for row in schedule.steps]
+    rng.shuffle(rows)
+    return schedule.with_rows(rows)
+
+
+def _move(schedule: Schedule, rng: random.Random) -> Schedule:
+    """Let steps stand elsewhere in their row, or one in another."""
+    rows = [row.codes() for row in schedule.steps]
+    for _ in range(rng.randrange(1, 4)):
+        row = rng.choice([row for row in rows if row])
+        index = rng.randrange(len(row))
+        step = row.pop(index)
+        if rng.random() < 0.1:
+            row = rng.choice(rows)
+            index = rng.randrange(len(row) + 1)
+        row.insert(max(0, index + rng.randrange(-6, 7)), step)
+    return schedule.with_rows(rows)
+
+
+def _split(schedule: Schedule, rng: random.Random) -> Schedule:
+    """Split a backward in two, or join its halves at the place of one."""
+    rows = [row.codes() for row in schedule.steps]
+    row = rng.choice(rows)
+    whole = [i for i, code in enumerate(row) if code & KIND_MASK == BWD]
+    parts = [i for i, code in enumerate(row) if code & KIND_MASK == BWD_INPUT]
+    if whole and (not parts or rng.random() < 0.5):
+        index = rng.choice(whole)
+        place = row[index] & ~KIND_MASK
+        row[index] = place | BWD_INPUT
+        row.insert(rng.randrange(max(0, index - 2), len(row) + 1), place | BWD_WEIGHT)
+    elif parts:
+        index = rng.choice(parts)
+        place = row[index] & ~KIND_MASK
+        row[index] = place | BWD
+        if rng.random() < 0.8 and place | BWD_WEIGHT in row:
+            row.remove(place | BWD_WEIGHT)
+    return schedule.with_rows(rows)
+
+
+def _pair(schedule: Schedule, rng: random.Random) -> Schedule:
+    """Make one step of a forward and a backward, side by side or not."""
+    rows = [row.codes() for row in schedule.steps]
+    row = rng.choice(rows)
+    ends = [i for i, code in enumerate(row) if code & KIND_MASK in {FWD, BWD, BWD_INPUT}]
+    pairs = [
+        (i, j)
+        for i, j in zip(ends, ends[rng.randrange(1, 3) :], strict=False)
+        if (row[i] & KIND_MASK == FWD) != (row[j] & KIND_MASK == FWD)
+    ]
+    if pairs:
+        first, second = rng.choice(pairs)
+        row[first] = encode_overlap(row[first], row.pop(second))
+    return schedule.with_rows(rows)
+
+
+_WHOLESALE = (
+    _mutate,
+    _mutate,
+    _mutate,
+    _move,
+    _move,
+    _split,
+    _pair,
+    _lose_kinds_of_a_stage,
+    _lose_kinds,
+    _lose_an_edge,
+    _lose_a_microbatch,
+    _lose_a_row,
+    _exchange_rows,
+)
+_UNSAID = replace(_SHARDED, gathered_stages=None, reduced_stages=None)
+_JUDGED = {
+    **{name: add_send_recv(schedule) for name, schedule in _ORIGINALS.items()},
+    "sharded, not said": add_send_recv(_UNSAID),
+    "two sharded of four": add_send_recv(
+        add_fsdp_unshard_reshard(
+            add_fsdp_reduce_grad(interleaved_1f1b(2, num_microbatches=2), stages=[0, 3]),
+            stages=[0, 3],
+        )
+    ),
+    "reduced, not sharded": add_fsdp_reduce_grad(add_send_recv(zero_bubble(3, num_microbatches=3))),
+    "sharded, forward only": add_fsdp_unshard_reshard(
+        add_send_recv(forward_only(2, num_microbatches=2, num_stages_per_rank=2))
+    ),
+}
+
+
+def _sharded_stages(original: Schedule) -> Iterable[int]:
+    if original.gathered_stages is not None:
+        return original.gathered_stages
+    return range(original.num_stages) if FSDP_UNSHARD in original.kinds else ()
+
+
+def _computes(schedule: Schedule, machine: MessageMachine, *, sharded: Iterable[int]) -> object:
+    """Return what a schedule computes on a machine, None if it does not come to its end."""
+    try:
+        return _meaning(trace(schedule, machine, sharded=sharded))
+    except (DeadlockError, KeyError):
+        return None
+
+
+def _accepted(mutant: Schedule, original: Schedule, channels: ChannelModel | None) -> bool:
+    """Whether validation finds nothing, and nothing lacking, in what is to do the original's."""
+    return validate(
+        mutant,
+        forward_only=original.is_forward_only,
+        communication=original.has_communication,
+        channels=channels,
+    ).is_runnable
+
+
+_CHANNELS: dict[str, ChannelModel | None] = {
+    "rendezvous": None,
+    "edge": "edge",
+    "pair": "pair",
+    "rank": "rank",
+}
+
+
+def _compare(mutant: Schedule, original: Schedule, meaning: object) -> dict[str, tuple[bool, bool]]:
+    """Return for each machine whether validation accepts a mutant, and whether it is right to.
+
+    Validation has no buffered machine. What it accepts without a word about channels must run on
+    it; what it refuses even for a communicator per edge cannot.
+    """
+    sharded = _sharded_stages(original)
+    right = {
+        name: _computes(mutant, machine, sharded=sharded) == meaning
+        for name, machine in MACHINES.items()
+    }
+    found = {
+        name: (_accepted(mutant, original, channels), right[name])
+        for name, channels in _CHANNELS.items()
+    }
+    bounds = (found["rendezvous"][0], right["buffered"], found["edge"][0])
+    return found | {"buffered": (sorted(bounds)[1], right["buffered"])}
+
+
+def _mutant(original: Schedule, rng: random.Random) -> tuple[str, Schedule]:
+    """Return what was changed, and a schedule that differs."""
+    while True:
+        way = rng.choice(_WHOLESALE)
+        mutant = way(original, rng)
+        if mutant != original:
+            return way.__name__, mutant
+
+
+def test_validation_accepts_exactly_what_runs_and_computes_the_same_on_five_machines() -> None:
+    counts: Counter[tuple[str, bool, bool]] = Counter()
+    wrong: list[str] = []
+    names = list(_JUDGED)
+    meanings = {
+        name: {
+            machine: _computes(original, MACHINES[machine], sharded=_sharded_stages(original))
+            for machine in MACHINES
+        }
+        for name, original in _JUDGED.items()
+    }
+    for name, found in meanings.items():
+        assert found["rendezvous"] is not None, name
+        assert all(found[machine] == found["rendezvous"] for machine in MACHINES), name
+        assert _accepted(_JUDGED[name], _JUDGED[name], None), name
+    for number in range(_MUTANTS):
+        rng = random.Random(number)
+        name = names[number % len(names)]
+        original = _JUDGED[name]
+        way, mutant = _mutant(original, rng)
+        meaning = meanings[name]["rendezvous"]
+        for machine, (accepted, right) in _compare(mutant, original, meaning).items():
+            counts[machine, accepted, right] += 1
+            if accepted != right:
+                verdict = "missed" if accepted else "false alarm"
+                wrong.append(f"{verdict}: {name}, {way}, seed {number}, {machine}")
+    sys.stdout.write(_table(counts))
+    assert not wrong, wrong[:20]
+    assert counts["rendezvous", True, True] > _MUTANTS * 0.02
+    assert counts["rendezvous", False, False] > _MUTANTS * 0.5
+
+
+def _table(counts: Counter[tuple[str, bool, bool]]) -> str:
+    lines = [f"{_MUTANTS} mutants of {len(_JUDGED)} schedules"]
+    lines.append("machine     refused  accepted  missed  false alarms")
+    for machine in MACHINES:
+        refused, accepted = counts[machine, False, False], counts[machine, True, True]
+        missed, alarms = counts[machine, True, False], counts[machine, False, True]
+        lines.append(f"{machine:10}  {refused:7}  {accepted:8}  {missed:6}  {alarms:12}")
+    return "\n" + "\n".join(lines) + "\n"
+
+
+def test_each_machine_lets_more_run_than_the_one_before() -> None:
+    """So that the verdicts of the five differ somewhere, and not only in their names."""
+    original = _JUDGED["interleaved"]
+    runs: Counter[str] = Counter()
+    for number in range(300):
+        mutant = _move(original, random.Random(number))
+        for name, machine in MACHINES.items():
+            runs[name] += _computes(mutant, machine, sharded=()) is not None
+    assert runs["rendezvous"] < runs["buffered"] < runs["edge"]
+    assert runs["rendezvous"] <= runs["rank"] <= runs["pair"] < runs["edge"]
+    assert runs["rank"] < runs["edge"]

@@ -13,6 +13,8 @@ from hp_schedule import (
     MetaStep,
     MetaStepType,
     Schedule,
+    add_fsdp_reduce_grad,
+    add_fsdp_unshard_reshard,
     add_send_recv,
     forward_only,
     from_csv,
@@ -46,7 +48,12 @@ _SCHEDULES = [
 ]
 
 
-@pytest.mark.parametrize("schedule", [*_SCHEDULES, _OVERLAP])
+_SOME_SHARDED = add_fsdp_unshard_reshard(
+    add_fsdp_reduce_grad(gpipe(2, num_microbatches=1)), stages=[1]
+)
+
+
+@pytest.mark.parametrize("schedule", [*_SCHEDULES, _OVERLAP, _SOME_SHARDED])
 def test_json_reads_back_as_the_same_schedule(schedule: Schedule) -> None:
     assert from_json(to_json(schedule)) == schedule
 
@@ -54,6 +61,14 @@ def test_json_reads_back_as_the_same_schedule(schedule: Schedule) -> None:
 @pytest.mark.parametrize("schedule", _SCHEDULES)
 def test_csv_reads_back_as_the_same_schedule(schedule: Schedule) -> None:
     assert from_csv(to_csv(schedule)) == schedule
+
+
+def test_json_says_which_stages_are_sharded() -> None:
+    document = json.loads(to_json(_SOME_SHARDED))
+    assert (document["gathered_stages"], document["reduced_stages"]) == ([1], [0, 1])
+    # CSV cannot, and what has no such steps need not.
+    assert from_csv(to_csv(_SOME_SHARDED)).gathered_stages is None
+    assert "gathered_stages" not in json.loads(to_json(_OVERLAP))
 
 
 def test_csv_is_that_of_torch() -> None:
@@ -152,6 +167,9 @@ def test_the_order_of_the_halves_tells_which_overlap_it_is() -> None:
         ({"ranks": [[["OVERLAP_F_B", 0, 0]]]}, "rank 0, cell 0: step"),
         ({"ranks": [[["OVERLAP", ["F", 0, 0], ["F", 0, 0]]]]}, "rank 0, cell 0: sub_steps"),
         ({"ranks": [[["UNSHARD", 0, 0]]]}, "rank 0, cell 0: step"),
+        ({"gathered_stages": [1]}, r"gathered_stages \(\[1\]\) must be of the 1 stages"),
+        ({"reduced_stages": "all"}, r"reduced_stages \('all'\) must be a list of whole numbers"),
+        ({"reduced_stages": None}, r"reduced_stages \(None\) must be a list of whole numbers"),
         ({"ranks": [["F"]]}, "rank 0, cell 0: step"),
         ({"ranks": [[["F", 1, 0]]]}, r"rank 0, cell 0: stage \(1\) of 1F0"),
     ],

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import time
 from functools import partial
 from random import Random
 
@@ -259,6 +260,21 @@ def test_candidates_asked_for_are_built_however_long_they_take() -> None:
     find = partial(search, ModelCosts(latency=0.2), num_ranks=3, num_microbatches=4)
     assert find(num_candidates=25, memory_limit=2).num_candidates == 25
     assert find(num_candidates=25, memory_limit=2, time_budget=0).ended_by == "time"
+
+
+def test_a_machine_that_is_busy_with_other_work_takes_nothing_from_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hours = itertools.count(step=3600.0)
+    for clock in ("monotonic", "perf_counter", "time"):
+        monkeypatch.setattr(time, clock, lambda: next(hours))
+    find = partial(search, ModelCosts(latency=0.2), num_ranks=3, num_microbatches=4, memory_limit=2)
+    assert find(num_candidates=25, time_budget=600) == find(num_candidates=25)
+    # It is this thread's processor time that counts.
+    seconds = itertools.count()
+    monkeypatch.setattr(time, "thread_time", lambda: next(seconds))
+    found = find(time_budget=10)
+    assert (found.ended_by, found.num_candidates) == ("time", 10)
 
 
 @given(data=st.data())

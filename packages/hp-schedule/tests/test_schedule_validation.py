@@ -1,21 +1,29 @@
 """What validation finds, and that it misses nothing."""
 
+from dataclasses import replace
+
 import pytest
 
 from hp_schedule import (
     Costs,
     DeadlockError,
     FindingKind,
+    Lacking,
     MetaStep,
     MetaStepType,
     Schedule,
     ScheduleError,
+    add_fsdp_reduce_grad,
     add_fsdp_unshard_reshard,
     add_send_recv,
     forward_only,
+    from_csv,
+    from_json,
     gpipe,
     interleaved_1f1b,
     simulate,
+    to_csv,
+    to_json,
     validate,
 )
 
@@ -203,6 +211,79 @@ def test_parameters_are_left_sharded_and_gradients_reduced(row: str, text: str) 
     (finding,) = validate(schedule).findings
     assert finding.kind is K.FSDP
     assert text in finding.message
+
+
+def _lose(schedule: Schedule, stage: int, *types: MetaStepType) -> Schedule:
+    """Return a schedule without the steps of some types of one stage, or of all (-1)."""
+    rows = [
+        [s for s in row if s and not (s.type in types and stage in (-1, s.stage_index))]
+        for row in schedule.steps
+    ]
+    lost = Schedule.from_steps(
+        rows, stage_to_rank=schedule.stage_to_rank, num_microbatches=schedule.num_microbatches
+    )
+    return schedule.with_rows(row.codes() for row in lost.steps)
+
+
+_GATHERS = (MetaStepType.FSDP_UNSHARD, MetaStepType.FSDP_RESHARD)
+_REDUCES = (MetaStepType.FSDP_REDUCE_GRAD,)
+
+
+@pytest.mark.parametrize("stage", [0, 3, -1])
+@pytest.mark.parametrize(
+    ("lost", "text"),
+    [
+        (_GATHERS, "is sharded and never unsharded"),
+        (_REDUCES, "never reduces its gradients"),
+        ((*_GATHERS, *_REDUCES), "is sharded and never unsharded"),
+    ],
+)
+def test_a_sharded_stage_that_lost_all_steps_of_a_kind_is_found(
+    stage: int, lost: tuple[MetaStepType, ...], text: str
+) -> None:
+    schedule = interleaved_1f1b(2, num_microbatches=2)
+    schedule = add_fsdp_reduce_grad(add_fsdp_unshard_reshard(add_send_recv(schedule)))
+    assert validate(schedule).is_runnable
+    findings = validate(_lose(schedule, stage, *lost)).findings
+    assert findings
+    assert {finding.kind for finding in findings} == {K.FSDP}
+    assert text in findings[0].message
+    assert not validate(_lose(from_csv(to_csv(schedule)), max(stage, 0), *lost))
+
+
+def test_stages_that_a_schedule_says_are_whole_need_no_steps() -> None:
+    schedule = add_send_recv(interleaved_1f1b(2, num_microbatches=2))
+    some = add_fsdp_unshard_reshard(add_fsdp_reduce_grad(schedule, stages=[1]), stages=[1])
+    assert validate(some).is_runnable
+    assert validate(from_json(to_json(some))).is_runnable
+    # A CSV cannot say so: there the steps of one stage ask for those of all.
+    assert {f.kind for f in validate(from_csv(to_csv(some))).findings} == {K.FSDP}
+    other = replace(some, gathered_stages=(0,))
+    assert any("stage 1 is not sharded" in f.message for f in validate(other).findings)
+    reduced = validate(add_fsdp_reduce_grad(schedule, stages=[1]))
+    assert reduced.is_runnable
+
+
+def test_what_is_absent_altogether_is_lacking_unless_somebody_asks_for_it() -> None:
+    compute = interleaved_1f1b(2, num_microbatches=2)
+    assert validate(compute).lacking == (Lacking.COMMUNICATION,)
+    assert validate(compute, communication=False).is_runnable
+    evaluation = forward_only(2, num_microbatches=2)
+    assert validate(evaluation).lacking == (Lacking.BACKWARD, Lacking.COMMUNICATION)
+    assert validate(add_send_recv(evaluation), forward_only=True).is_runnable
+    assert validate(add_fsdp_unshard_reshard(add_send_recv(compute))).lacking == (
+        Lacking.REDUCE_GRAD,
+    )
+    assert validate(add_fsdp_unshard_reshard(add_send_recv(evaluation))).lacking == (
+        Lacking.BACKWARD,
+    )
+    assert validate(interleaved_1f1b(1, num_microbatches=2)).is_runnable
+
+
+@pytest.mark.parametrize("stages", [(1, 0), (0, 0), (4,), (-1,)])
+def test_stages_that_are_declared_must_exist_once_and_in_order(stages: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"gathered_stages \(\[.*\]\) must be of the 4 stages"):
+        replace(interleaved_1f1b(2, num_microbatches=2), gathered_stages=stages)
 
 
 def _two_chains(*rows: str) -> Schedule:

@@ -42,6 +42,7 @@ from hp_schedule.transport import Message, MessageKind, Transport
 from hp_schedule.validation import (
     Finding,
     FindingKind,
+    Lacking,
     ValidationReport,
     validate,
     validate_pipeline_execution,
@@ -56,6 +57,7 @@ __all__ = [
     "Executor",
     "Finding",
     "FindingKind",
+    "Lacking",
     "Message",
     "MessageKind",
     "MetaStep",

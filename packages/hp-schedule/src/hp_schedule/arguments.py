@@ -2,43 +2,11 @@
 
 import argparse
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, NoReturn, get_args
+from typing import Any, NoReturn, get_args
 
-from hp_schedule.generators import (
-    dualpipe_v,
-    forward_only,
-    gpipe,
-    grouped_interleaved,
-    interleaved_1f1b,
-    interleaved_zero_bubble,
-    looped_bfs,
-    one_f_one_b,
-    u_shape,
-    v_half,
-    v_min,
-    zbv,
-    zero_bubble,
-)
-from hp_schedule.schedule import Schedule
+from hp_schedule.generators import GENERATORS
 from hp_schedule.simulation import ChannelModel
-
-GENERATORS: Final[dict[str, Callable[..., Schedule]]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved_1f1b": interleaved_1f1b,
-    "looped_bfs": looped_bfs,
-    "zero_bubble": zero_bubble,
-    "interleaved_zero_bubble": interleaved_zero_bubble,
-    "grouped_interleaved": grouped_interleaved,
-    "zbv": zbv,
-    "v_half": v_half,
-    "v_min": v_min,
-    "dualpipe_v": dualpipe_v,
-    "u_shape": u_shape,
-    "forward_only": forward_only,
-}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,7 +42,22 @@ def parser() -> argparse.ArgumentParser:
     show = _command(commands, "show", "draw a schedule", file=True)
     show.add_argument("--cells", action="store_true", help="as it stands, messages included")
     check = _command(commands, "check", "prove that a schedule runs", file=True)
+    check.epilog = (
+        "exit status: 0 if it trains as it stands or is what a flag says, 1 if it is unsound, "
+        "2 for bad input, 3 if it has no mistake but is not runnable as it stands"
+    )
     check.add_argument("--communication", action="store_true", help="messages must be there")
+    check.add_argument(
+        "--forward-only", action="store_true", help="it is for evaluation, without backwards"
+    )
+    check.add_argument(
+        "--sharded",
+        action="store_true",
+        help="the parameters of all stages are sharded, unless the file says of which",
+    )
+    check.add_argument(
+        "--partial", action="store_true", help="status 0 also for what lacks something"
+    )
     check.add_argument(
         "--channels",
         choices=get_args(ChannelModel),
@@ -110,7 +93,11 @@ def parser() -> argparse.ArgumentParser:
     find.add_argument(
         "--memory", type=float, default=math.inf, help="microbatches a rank may hold; default: all"
     )
-    find.add_argument("--time-budget", type=float, help="seconds; default: 10 without --candidates")
+    find.add_argument(
+        "--time-budget",
+        type=float,
+        help="seconds of processor time; default: 10 without --candidates",
+    )
     find.add_argument("--candidates", type=int, help="stop after so many, for equal results")
     find.add_argument("--seed", type=int, default=0)
     find.add_argument("--whole-backward", action="store_true", help="do not split backwards")

@@ -1,7 +1,8 @@
 """The command ``hp-schedule``.
 
-Exit status: 0 if all is well, 1 if `check` finds a schedule unsound, 2 for bad input, which is
-answered in one line.
+Exit status: 0 if all is well, 2 for bad input, which is answered in one line. Of `check`: 0 for a
+schedule that trains as it stands or is what a flag says it is, 1 for an unsound one, 3 for one
+without a mistake that lacks something.
 """
 
 import argparse
@@ -10,11 +11,13 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from hp_schedule.arguments import GENERATORS, parser
+from hp_schedule.arguments import parser
 from hp_schedule.errors import ScheduleError
+from hp_schedule.generators import GENERATORS
 from hp_schedule.model_costs import ModelCosts
 from hp_schedule.notation import parse, to_csv, to_json
 from hp_schedule.passes import add_send_recv, pair_overlap
@@ -22,7 +25,9 @@ from hp_schedule.render import chrome_trace, step_grid, timeline_svg, timetable
 from hp_schedule.schedule import Schedule
 from hp_schedule.searching import SearchResult, search
 from hp_schedule.simulation import Simulation, simulate
-from hp_schedule.validation import validate
+from hp_schedule.validation import ValidationReport, validate
+
+_INCOMPLETE: Final = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,28 +94,55 @@ def _show(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     schedule = _load(options.file)
+    if options.sharded:
+        every = tuple(range(schedule.num_stages))
+        gathered, reduced = schedule.gathered_stages, schedule.reduced_stages
+        schedule = replace(
+            schedule,
+            gathered_stages=every if gathered is None else gathered,
+            reduced_stages=every if reduced is None else reduced,
+        )
     report = validate(
         schedule,
+        forward_only=True if options.forward_only else None,
         communication=True if options.communication else None,
         channels=options.channels,
         max_active_stages=options.max_active_stages,
         memory_limit=options.memory,
     )
+    status = _INCOMPLETE if report.lacking and not options.partial else 0
     if options.json:
-        findings = [
-            {"kind": f.kind.value, "rank": f.rank, "cell": f.position, "message": f.message}
-            for f in report.findings
-        ]
-        print(json.dumps({"valid": bool(report), **_summary(schedule), "findings": findings}))
-        return 0 if report else 1
+        print(json.dumps(_verdict(report)))
+        return status if report else 1
     try:
         report.raise_if_failed()
     except ScheduleError as error:
         print(error)
         return 1
-    kind = "with messages" if schedule.has_communication else "compute steps only"
-    print(f"valid ({kind}): {_describe(schedule)}")
-    return 0
+    if report.is_runnable:
+        kind = "with messages" if schedule.has_communication else "one rank needs no messages"
+        kind = f"forward only, {kind}" if schedule.is_forward_only else kind
+        print(f"valid ({kind}): {_describe(schedule)}")
+    else:
+        print(f"no mistake, but not runnable as it stands: {_describe(schedule)}")
+    for lack in report.lacking:
+        print(lack)
+    return status
+
+
+def _verdict(report: ValidationReport) -> dict[str, Any]:
+    findings = [
+        {"kind": f.kind.value, "rank": f.rank, "cell": f.position, "message": f.message}
+        for f in report.findings
+    ]
+    return {
+        "valid": bool(report),
+        "runnable": report.is_runnable,
+        "forward_only": report.schedule.is_forward_only,
+        "lacking": [lack.value for lack in report.lacking],
+        **_summary(report.schedule),
+        "findings": findings,
+    }
 
 
 def _simulate(options: argparse.Namespace) -> int:
@@ -120,7 +152,9 @@ def _simulate(options: argparse.Namespace) -> int:
         schedule, costs, channels=options.channels, blocking=options.blocking, cores=options.cores
     )
     if options.svg:
-        options.svg.write_text(timeline_svg({"planned": result.timeline}), encoding="utf-8")
+        # Whoever gave the costs knows their unit.
+        picture = timeline_svg({"planned": result.timeline}, in_seconds=False)
+        options.svg.write_text(picture, encoding="utf-8")
     if options.trace:
         trace = json.dumps(chrome_trace({"planned": result.timeline}))
         options.trace.write_text(trace, encoding="utf-8")

@@ -1,18 +1,21 @@
 """Schedules as text: the CSV of ``torch.distributed.pipelining`` and the JSON of this package.
 
 CSV has one line per rank and one step per field, an empty field for an empty cell. It does not
-say where stages live or how many microbatches there are; both follow from the steps.
+say where stages live or how many microbatches there are; both follow from the steps. Nor does it
+say which stages are sharded: if any step gathers, or reduces, those of all stages must.
 
 JSON, version 1::
 
     {"version": 1, "num_ranks": 2, "num_microbatches": 1, "stage_to_rank": [0, 1],
-     "chains": [[0, 1]],
+     "chains": [[0, 1]], "gathered_stages": [0, 1], "reduced_stages": [0, 1],
      "ranks": [[["F", 0, 0], ["SEND_F", 0, 0], null], ...]}
 
-"chains" may be left out when all stages form one chain in order. A step is its type in the step
-notation (`hp_schedule.ir`), then stage, then microbatch; ["UNSHARD", 0] and the other FSDP steps
-have no microbatch. ["OVERLAP", step, step] is a forward and a backward in the order given. null is
-an empty cell. RECV_F is the input of the stage it names, SEND_B the gradient of that input.
+"chains" may be left out when all stages form one chain in order, "gathered_stages" and
+"reduced_stages" where it is not said which stages are sharded (`hp_schedule.Schedule`). A step is
+its type in the step notation (`hp_schedule.ir`), then stage, then microbatch; ["UNSHARD", 0] and
+the other FSDP steps have no microbatch. ["OVERLAP", step, step] is a forward and a backward in the
+order given. null is an empty cell. RECV_F is the input of the stage it names, SEND_B the gradient
+of that input.
 """
 
 import json
@@ -26,6 +29,7 @@ from hp_schedule.schedule import Schedule
 
 _VERSION = 1
 _REQUIRED = ("version", "num_ranks", "num_microbatches", "stage_to_rank", "ranks")
+_DECLARED = ("gathered_stages", "reduced_stages")
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -87,6 +91,8 @@ def to_json(schedule: Schedule) -> str:
         "stage_to_rank": schedule.stage_to_rank,
         "chains": schedule.chains,
     }
+    declared = {name: getattr(schedule, name) for name in _DECLARED}
+    head |= {name: stages for name, stages in declared.items() if stages is not None}
     lines = (
         "  " + json.dumps([_to_document(step) for step in row], separators=(",", ":"))
         for row in schedule.steps
@@ -116,6 +122,7 @@ def from_json(text: str) -> Schedule:
         stage_to_rank=document["stage_to_rank"],
         num_microbatches=document["num_microbatches"],
         chains=document.get("chains", ()),
+        **{name: document.get(name) for name in _DECLARED},
     )
 
 
@@ -180,7 +187,7 @@ def _check_document(document: Any) -> None:
     for key in _REQUIRED:
         _require(key in document, f"schedule must have {key!r}")
     for key in document:
-        known = key in {*_REQUIRED, "chains"}
+        known = key in {*_REQUIRED, "chains", *_DECLARED}
         _require(known, f"key ({key!r}) must be one of version {_VERSION}'s")
     version = document["version"]
     _require(
@@ -193,6 +200,7 @@ def _check_document(document: Any) -> None:
     _require(isinstance(chains, list), f"chains ({chains!r}) must be a list of lists")
     lists = {"stage_to_rank": document["stage_to_rank"]}
     lists |= {f"chains[{index}]": chain for index, chain in enumerate(chains)}
+    lists |= {name: document[name] for name in _DECLARED if name in document}
     for name, value in lists.items():
         counts = isinstance(value, list) and all(map(_is_count, value))
         _require(counts, f"{name} ({value!r}) must be a list of whole numbers >= 0")

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Self, overload
@@ -71,6 +71,10 @@ class Schedule:
         num_microbatches: Microbatches, numbered from 0, that pass through every chain.
         chains: Logical pipelines: each a sequence of stages that hand their output to the next.
             Every stage belongs to exactly one. Default: one chain of all stages in order.
+        gathered_stages: Those whose parameters are sharded, so that UNSHARD and RESHARD steps must
+            gather and free them. None: not said, then all if there are any such steps.
+        reduced_stages: Those whose gradients REDUCE_GRAD steps must reduce. None: not said, then
+            all if there are any such steps.
 
     Raises:
         ValueError: If the placement, the chains or the counts do not fit each other. Whether the
@@ -81,6 +85,8 @@ class Schedule:
     stage_to_rank: tuple[int, ...]
     num_microbatches: int
     chains: tuple[tuple[int, ...], ...] = ()
+    gathered_stages: tuple[int, ...] | None = None
+    reduced_stages: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.chains:
@@ -107,6 +113,12 @@ class Schedule:
                 f"chains ({[list(chain) for chain in self.chains]}) must hold each of the "
                 f"{self.num_stages} stages once"
             )
+        for name in ("gathered_stages", "reduced_stages"):
+            stages = list(getattr(self, name) or ())
+            if stages != sorted(set(stages).intersection(range(self.num_stages))):
+                raise ValueError(
+                    f"{name} ({stages}) must be of the {self.num_stages} stages, ascending"
+                )
 
     @classmethod
     def from_steps(
@@ -116,6 +128,8 @@ class Schedule:
         stage_to_rank: Sequence[int],
         num_microbatches: int,
         chains: Sequence[Sequence[int]] = (),
+        gathered_stages: Sequence[int] | None = None,
+        reduced_stages: Sequence[int] | None = None,
     ) -> Self:
         """Build a schedule from steps per rank; see the class for the arguments.
 
@@ -132,6 +146,8 @@ class Schedule:
             stage_to_rank=tuple(stage_to_rank),
             num_microbatches=num_microbatches,
             chains=tuple(tuple(chain) for chain in chains),
+            gathered_stages=None if gathered_stages is None else tuple(gathered_stages),
+            reduced_stages=None if reduced_stages is None else tuple(reduced_stages),
         )
 
     @property
@@ -202,13 +218,8 @@ class Schedule:
         return tuple(s for s, place in enumerate(self.stage_to_rank) if place == rank)
 
     def with_rows(self, rows: Iterable[Iterable[int]]) -> "Schedule":
-        """Return the same placement with other packed steps; the tool of passes."""
-        return Schedule(
-            steps=tuple(Row(row) for row in rows),
-            stage_to_rank=self.stage_to_rank,
-            num_microbatches=self.num_microbatches,
-            chains=self.chains,
-        )
+        """Return the same schedule with other packed steps; the tool of passes."""
+        return replace(self, steps=tuple(Row(row) for row in rows))
 
 
 def _check_cells(

@@ -3,7 +3,7 @@
 from hp_schedule.generators.building_blocks import v_half, v_min
 from hp_schedule.generators.closed_form import ClosedForm
 from hp_schedule.generators.dualpipe import dualpipe_v
-from hp_schedule.generators.forms import closed_form
+from hp_schedule.generators.forms import GENERATORS, closed_form
 from hp_schedule.generators.forward import forward_only
 from hp_schedule.generators.gpipe import gpipe, looped_bfs
 from hp_schedule.generators.interleaved import interleaved_1f1b
@@ -17,6 +17,7 @@ from hp_schedule.generators.zero_bubble import (
 )
 
 __all__ = [
+    "GENERATORS",
     "ClosedForm",
     "closed_form",
     "dualpipe_v",

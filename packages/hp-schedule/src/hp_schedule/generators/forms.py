@@ -40,6 +40,12 @@ _FORMS: Final[Mapping[Generator, Callable[..., ClosedForm]]] = {
     zero_bubble: zero_bubble_form,
 }
 
+GENERATORS: Final[Mapping[str, Generator]] = {
+    "1f1b": one_f_one_b,
+    **{generator.__name__: generator for generator in _FORMS},
+}
+"""By the name of the function; 1F1B also as people write it."""
+
 
 def closed_form(generator: Generator, num_ranks: int, **options: Any) -> ClosedForm:
     """Return the rule by which a generator makes its rows, to make the row of one rank alone.

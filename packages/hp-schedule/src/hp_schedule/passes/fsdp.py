@@ -6,6 +6,7 @@ the same order of collectives.
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from hp_schedule.packing import (
     ANY_MICROBATCH,
@@ -45,7 +46,8 @@ def add_fsdp_unshard_reshard(
         max_active_stages: Stages that a rank may hold gathered at once, at least 1, and at least 2
             if an overlap uses two.
         prefetch: Stages to gather ahead, less than `max_active_stages`; default: one less.
-        stages: Those whose parameters are sharded; default: all.
+        stages: Those whose parameters are sharded; default: all. The result says so
+            (`gathered_stages`), so that the absence of a step is an error.
 
     Raises:
         ValueError: If a number is out of range, or the schedule has such steps already.
@@ -60,9 +62,10 @@ def add_fsdp_unshard_reshard(
             f"prefetch ({prefetch}) must be >= 0 and < max_active_stages ({max_active_stages})"
         )
     sharded = frozenset(range(schedule.num_stages) if stages is None else stages)
-    return schedule.with_rows(
+    found = schedule.with_rows(
         _gather_in_time(row.codes(), sharded, max_active_stages, prefetch) for row in schedule.steps
     )
+    return replace(found, gathered_stages=tuple(sorted(sharded)))
 
 
 def add_fsdp_reduce_grad(schedule: Schedule, *, stages: Iterable[int] | None = None) -> Schedule:
@@ -70,7 +73,8 @@ def add_fsdp_reduce_grad(schedule: Schedule, *, stages: Iterable[int] | None = N
 
     Args:
         schedule: With or without communication steps; the messages of that last step go first.
-        stages: Those whose gradients are to be reduced; default: all.
+        stages: Those whose gradients are to be reduced; default: all. The result says so
+            (`reduced_stages`).
 
     Raises:
         ValueError: If the schedule has such steps already.
@@ -78,7 +82,8 @@ def add_fsdp_reduce_grad(schedule: Schedule, *, stages: Iterable[int] | None = N
     if FSDP_REDUCE_GRAD in schedule.kinds:
         raise ValueError("schedule must have no REDUCE_GRAD steps")
     sharded = frozenset(range(schedule.num_stages) if stages is None else stages)
-    return schedule.with_rows(_reduce_at_last(row.codes(), sharded) for row in schedule.steps)
+    found = schedule.with_rows(_reduce_at_last(row.codes(), sharded) for row in schedule.steps)
+    return replace(found, reduced_stages=tuple(sorted(sharded)))
 
 
 def _reduce_at_last(row: list[int], sharded: frozenset[int]) -> list[int]:

@@ -62,7 +62,7 @@ _LETTER = {
 }
 
 
-def timeline_svg(timelines: Mapping[str, Timeline]) -> str:
+def timeline_svg(timelines: Mapping[str, Timeline], *, in_seconds: bool = True) -> str:
     """Return timelines stacked over one time axis, one row per rank.
 
     Compute steps are blocks with their microbatch where it fits, in another tone for each of a
@@ -70,7 +70,8 @@ def timeline_svg(timelines: Mapping[str, Timeline]) -> str:
     Pointing at a block tells step and times.
 
     Args:
-        timelines: By title, in seconds, for example a plan and a measurement; each starts at 0.
+        timelines: By title, for example a plan and a measurement; each starts at 0.
+        in_seconds: Whether times are seconds; otherwise they are printed as numbers of units.
 
     Raises:
         ValueError: If there is no timeline.
@@ -81,7 +82,7 @@ def timeline_svg(timelines: Mapping[str, Timeline]) -> str:
     body: list[str] = []
     top = 10.0
     for title, timeline in timelines.items():
-        panel = _Panel(title, timeline, longest=longest, top=top)
+        panel = _Panel(title, timeline, longest=longest, top=top, in_seconds=in_seconds)
         body += panel.draw()
         top = panel.bottom + _AXIS + _PANEL_GAP
     body += _legend(timelines, top)
@@ -105,11 +106,15 @@ class _Panel:
     Args:
         title: Above the lanes.
         timeline: What is drawn.
-        longest: Seconds that the axis spans.
+        longest: Time that the axis spans.
         top: Where the panel begins, in pixels.
+        in_seconds: Whether times are seconds.
     """
 
-    def __init__(self, title: str, timeline: Timeline, *, longest: float, top: float) -> None:
+    def __init__(
+        self, title: str, timeline: Timeline, *, longest: float, top: float, in_seconds: bool
+    ) -> None:
+        self._in_seconds = in_seconds
         self._title = title
         self._timeline = timeline
         self._origin = timeline.start
@@ -130,7 +135,7 @@ class _Panel:
     def _heading(self) -> list[str]:
         bubble = self._timeline.bubble
         average = sum(bubble) / len(bubble) if bubble else 0.0
-        unit, factor = _unit(self._longest)
+        unit, factor = _unit(self._longest, self._in_seconds)
         summary = f"{_number(self._timeline.makespan * factor)} {unit}, bubble {average:.1%}"
         y = self._top + 18
         title = f'<text class="title" x="{_LEFT:g}" y="{y:g}">{escape(self._title)}'
@@ -151,7 +156,7 @@ class _Panel:
         return parts
 
     def _axis(self) -> list[str]:
-        unit, factor = _unit(self._longest)
+        unit, factor = _unit(self._longest, self._in_seconds)
         step = _tick(self._longest)
         last = int(self._longest / step * (1 + 1e-9)) if step > 0 else 0
         y1, y2 = self._top + _TITLE - 4, self.bottom
@@ -169,7 +174,7 @@ class _Panel:
         x = _LEFT + (span.start - self._origin) * self._scale
         y = self._lanes[span.rank]
         width = (span.end - span.start) * self._scale
-        tip = f"<title>{escape(_tip(span, self._origin))}</title>"
+        tip = f"<title>{escape(_tip(span, self._origin, self._in_seconds))}</title>"
         if not span.step.type.is_compute:
             return [_rect("wait0", (x, y + _ROW - 3, width, 3), tip)] if width > 0 else []
         leaves = list(span.step.leaves())
@@ -239,8 +244,8 @@ def _tones(timeline: Timeline) -> dict[tuple[int, int], int]:
     }
 
 
-def _tip(span: Span, origin: float) -> str:
-    unit, factor = _unit(span.end - origin)
+def _tip(span: Span, origin: float, in_seconds: bool) -> str:
+    unit, factor = _unit(span.end - origin, in_seconds)
     start, end = (_number((time - origin) * factor) for time in (span.start, span.end))
     what = " with ".join(_describe(leaf) for leaf in span.step.leaves())
     return f"rank {span.rank}, {what}: {start} to {end} {unit}"
@@ -251,8 +256,10 @@ def _describe(step: MetaStep) -> str:
     return f"{name} of stage {step.stage_index}, microbatch {step.microbatch_index}"
 
 
-def _unit(longest: float) -> tuple[str, float]:
-    """Return the unit for times up to `longest` seconds, and how many of it a second has."""
+def _unit(longest: float, in_seconds: bool) -> tuple[str, float]:
+    """Return the unit for times up to `longest`, and what to multiply them by."""
+    if not in_seconds:
+        return "units", 1.0
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if longest * factor >= 1 or unit == "us":
             break

@@ -12,9 +12,11 @@ from hp_platform import doing
 from hp_schedule.ir import MetaStep, MetaStepType
 from hp_schedule.runtime.backward import Grads
 from hp_schedule.runtime.context import Batch, Chunk, Key, LossFunction, PipelineContext, Values
+from hp_schedule.runtime.gradients import GradientPaths
 from hp_schedule.runtime.mailbox import Expectations, Mailbox
 from hp_schedule.runtime.recorder import Recorder
 from hp_schedule.runtime.sharding import StageSharding
+from hp_schedule.runtime.shared import SharedParameters
 from hp_schedule.runtime.specs import Specs, TensorSpec, check_expected
 from hp_schedule.runtime.stage import PipelineStage
 from hp_schedule.schedule import Schedule
@@ -35,6 +37,7 @@ class StageDriver:
         transport: Moves messages; None if the schedule has none.
         expectations: Of the stages after this rank's, kept from run to run.
         sharding: Does the FSDP steps; None leaves them to registered functions.
+        shared: Keeps the gradients of parameters that several stages have apart by stage.
         loss_fn: Applied to what a chain's last stage returns; None takes that for the loss.
         batch: The microbatches.
         keep_outputs: Whether to keep what the last stages return, detached.
@@ -54,6 +57,7 @@ class StageDriver:
         transport: Transport[tuple[Tensor, ...]] | None,
         expectations: Expectations,
         sharding: StageSharding | None,
+        shared: SharedParameters | None,
         loss_fn: LossFunction | None,
         batch: Batch,
         keep_outputs: bool,
@@ -64,6 +68,7 @@ class StageDriver:
         self._schedule = schedule
         self._stages = stages
         self._sharding = sharding
+        self._shared = shared
         self._loss_fn = loss_fn
         self._batch = batch
         self._keep_outputs = keep_outputs
@@ -72,6 +77,7 @@ class StageDriver:
         self._any_graph = False
         self._rank = rank
         self._training = not schedule.is_forward_only
+        self._paths = GradientPaths()
         self._chunks: dict[Key, Chunk] = {}
         self._values = Values()
         self._first_entry = {
@@ -138,7 +144,8 @@ class StageDriver:
         key = (stage_index, microbatch_index)
         self._ready_stage(stage_index)
         finish = self._values.weight_grads.pop(key)
-        with self._span(MetaStepType.BWD_WEIGHT, key), _without_autocast(self._stages[key[0]]):
+        without_autocast = _without_autocast(self._stages[stage_index])
+        with self._span(MetaStepType.BWD_WEIGHT, key), without_autocast, self._apart(stage_index):
             finish()
 
     def overlap(self, step: MetaStep) -> None:
@@ -272,7 +279,7 @@ class StageDriver:
         ]
         arguments = [x for x, _ in starts], [grad for _, grad in starts]
         inputs = [x for x in chunk.received if x.requires_grad]
-        with self._span(step_type, key), _without_autocast(stage):
+        with self._span(step_type, key), _without_autocast(stage), self._apart(key[0]):
             if step_type is MetaStepType.BWD:
                 found = stage.backward_one_chunk(*arguments, inputs=inputs)
             elif starts:
@@ -291,7 +298,7 @@ class StageDriver:
         with self._span(MetaStepType.FWD_RECV, key):
             tensors, specs = self._messages.take_input(*key)
         self._values.inputs[key] = tuple(
-            x.requires_grad_(self._training and spec.has_grad)
+            spec.laid_out(x).requires_grad_(self._training and spec.has_grad)
             for x, spec in zip(tensors, specs, strict=True)
         )
 
@@ -302,15 +309,24 @@ class StageDriver:
         with self._span(MetaStepType.BWD_RECV, key):
             self._values.output_grads[key] = self._messages.take_gradient(*key)
 
+    def _apart(self, stage: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._shared is None else self._shared.of_stage(stage)
+
+    def _expected(self, stage: int) -> Specs | None:
+        after = self._stages.get(self._schedule.downstream[stage])
+        return self._messages.expected(stage) if after is None else after.input_spec
+
     def _pass_outputs(self, key: Key, outputs: tuple[Tensor, ...]) -> None:
         after = self._schedule.downstream[key[0]]
+        if self._training:
+            self._paths.check(*key, outputs, expected=partial(self._expected, key[0]))
         if after in self._stages:
             expected = self._stages[after].input_spec
             if expected is not None:
                 check_expected(outputs, expected, stage=key[0], microbatch=key[1], after=after)
             self._values.inputs[after, key[1]] = tuple(
-                x.detach().requires_grad_(x.requires_grad and (spec is None or spec.has_grad))
-                for x, spec in zip(outputs, expected or (None,) * len(outputs), strict=True)
+                spec.laid_out(x.detach()).requires_grad_(x.requires_grad and spec.has_grad)
+                for x, spec in zip(outputs, expected or map(TensorSpec.of, outputs), strict=True)
             )
         else:
             self._values.outgoing[key] = outputs

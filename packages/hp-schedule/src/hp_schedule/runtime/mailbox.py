@@ -149,7 +149,7 @@ class Mailbox:
         Raises:
             ValueError: If it is not what the next stage expects.
         """
-        expected = self._expected(stage)
+        expected = self.expected(stage)
         message = self._to(self._schedule.downstream[stage], microbatch, MessageKind.INPUT)
         after = message.stage_index
         if expected is None:
@@ -159,6 +159,14 @@ class Mailbox:
         else:
             check_expected(values, expected, stage=stage, microbatch=microbatch, after=after)
         self._send(message, tuple(value.detach() for value in values))
+
+    def expected(self, stage: int) -> Specs | None:
+        """Return what the stage after one expects; the first time waits until it has said so."""
+        known = self._expectations.specs
+        if stage not in known:
+            (header,), _ = self._take(self._request(self._schedule.downstream[stage]))
+            known[stage] = from_header(header)
+        return known[stage]
 
     def want_input(self, stage: int, microbatch: int) -> None:
         """Post the receive of a stage's input, or of the header that tells its shapes."""
@@ -226,14 +234,6 @@ class Mailbox:
                 message = self._request(stage)
                 wanted = _Wanted(message, here[before].device, lambda: _HEADER_SPECS)
                 self._inboxes[message.edge].want(wanted)
-
-    def _expected(self, stage: int) -> Specs | None:
-        """Return what the stage after one expects; the first time waits until it has said so."""
-        known = self._expectations.specs
-        if stage not in known:
-            (header,), _ = self._take(self._request(self._schedule.downstream[stage]))
-            known[stage] = from_header(header)
-        return known[stage]
 
     def _take(self, message: Message) -> tuple[Tensors, Specs]:
         with _noted("waiting for", message):

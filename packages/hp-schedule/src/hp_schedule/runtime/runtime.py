@@ -223,6 +223,7 @@ class PipelineScheduleRuntime:
                 transport=self._transport,
                 expectations=self._expectations,
                 sharding=self._sharding,
+                shared=shared,
                 loss_fn=self._loss_fn,
                 batch=batch(),
                 keep_outputs=keep,

@@ -1,7 +1,9 @@
 """Parameters that several stages have, for example an embedding tied to the output layer.
 
-[Note: Gradients of one run] Every stage adds its own gradient to its own copy. At the end of a run
-the copies are summed over the ranks. What earlier runs have left in `grad` is a sum already, so it
+[Note: Gradients of one run] Every stage adds up a gradient of its own, also where stages of one
+rank have one parameter: whose turn comes when is the schedule's, and sums in another order are
+other numbers. At the end of a run these are added up in the order of the stages, so that they have
+the same bits wherever the stages are. What earlier runs have left in `grad` is a sum already, so it
 is put aside while a run lasts and added afterwards: gradients accumulate over runs.
 
 [Note: Copies] Stages of one rank have one and the same `Parameter`. Where `fully_shard` is applied
@@ -11,7 +13,7 @@ equal. Which parameters there are is therefore looked up when the first run star
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -41,8 +43,8 @@ class SharedParameterInfo:
     names: Mapping[int, str]
 
 
-_Place = tuple[nn.Module, str]
-"""A module and the name that a parameter has in it."""
+_Place = tuple[int, nn.Module, str]
+"""A stage, its module and the name that a parameter has in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +54,21 @@ class _Shared:
     Attributes:
         places: This rank's modules that have it, with its name in each.
         group: Of the ranks that have it; None if this is the only one.
-        source: The global rank that gives the value.
+        owners: The global rank of each stage that has it, by stage in ascending order; the first
+            one gives the value.
     """
 
     places: Sequence[_Place]
     group: ProcessGroup | None
-    source: int
+    owners: Mapping[int, int]
+
+    def by_stage(self) -> dict[int, nn.Parameter]:
+        """Return the parameters of this rank's stages, one object if not sharded (Note: Copies)."""
+        return {stage: module.get_parameter(name) for stage, module, name in self.places}
 
     def copies(self) -> list[nn.Parameter]:
-        """Return this rank's parameters, one if it is not sharded (Note: Copies)."""
-        found = [module.get_parameter(name) for module, name in self.places]
-        return list({id(parameter): parameter for parameter in found}.values())
+        """Return each parameter of this rank once."""
+        return _once(self.by_stage().values())
 
 
 class SharedParameters:
@@ -70,19 +76,25 @@ class SharedParameters:
 
     def __init__(self, shared: Sequence[_Shared]) -> None:
         self._shared = list(shared)
+        self._apart: list[dict[int, Tensor | None]] = [{} for _ in shared]
+
+    @cached_property
+    def _by_stage(self) -> list[dict[int, nn.Parameter]]:
+        return [shared.by_stage() for shared in self._shared]
 
     @cached_property
     def _copies(self) -> list[list[nn.Parameter]]:
-        return [shared.copies() for shared in self._shared]
+        return [_once(parameters.values()) for parameters in self._by_stage]
 
     def broadcast(self) -> None:
         """Give every copy the value of the lowest stage, and freeze it if that one is."""
         for shared in self._shared:
             first, *others = shared.copies()
             if shared.group is not None:
-                dist.broadcast(_local(first.detach()), shared.source, group=shared.group)
+                source = next(iter(shared.owners.values()))
+                dist.broadcast(_local(first.detach()), source, group=shared.group)
                 trains = torch.tensor(int(first.requires_grad), device=first.device)
-                dist.broadcast(trains, shared.source, group=shared.group)
+                dist.broadcast(trains, source, group=shared.group)
                 first.requires_grad_(bool(trains))
             for other in others:
                 _local(other.detach()).copy_(_local(first.detach()))
@@ -95,30 +107,47 @@ class SharedParameters:
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
+        for apart in self._apart:
+            apart.clear()
         yield
         self.sync_shared_parameters_grad()
         for parameter, grad in zip(parameters, before, strict=True):
             if grad is not None:
                 parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
 
-    def sync_shared_parameters_grad(self) -> None:
-        """Sum the gradients of all copies; every rank calls it ([Note: Gradients of one run]).
+    @contextmanager
+    def of_stage(self, stage: int) -> Iterator[None]:
+        """Run what adds to the gradients of a stage inside, to have them apart from others'."""
+        mine = [
+            (parameters[stage], apart)
+            for parameters, copies, apart in zip(
+                self._by_stage, self._copies, self._apart, strict=True
+            )
+            if stage in parameters and len(copies) < len(parameters)
+        ]
+        for parameter, apart in mine:
+            parameter.grad = apart.pop(stage, None)
+        yield
+        for parameter, apart in mine:
+            apart[stage], parameter.grad = parameter.grad, None
 
-        The runtime does so at the end of every run. A copy without a gradient adds nothing and gets
-        the sum too. Frozen parameters are left out, so freeze or unfreeze them on all ranks alike.
+    def sync_shared_parameters_grad(self) -> None:
+        """Sum the gradients of all stages; every rank calls it ([Note: Gradients of one run]).
+
+        The runtime does so at the end of every run. A stage without a gradient adds nothing and
+        gets the sum too. Frozen parameters are left out, so freeze or unfreeze them on all ranks
+        alike.
         """
-        for shared, (first, *others) in zip(self._shared, self._copies, strict=True):
-            if not first.requires_grad:
-                continue
-            for other in others:
-                _add_grad(first, other.grad)
-            if shared.group is not None:
-                if first.grad is None:
-                    first.grad = torch.zeros_like(first)
-                dist.all_reduce(_local(first.grad), group=shared.group)
-            for other in others:
+        for shared, parameters, (first, *others), apart in zip(
+            self._shared, self._by_stage, self._copies, self._apart, strict=True
+        ):
+            if first.requires_grad:
+                grads = apart or {stage: p.grad for stage, p in parameters.items()}
+                first.grad = _sum_by_stage(shared, first, grads)
+            for other in others if first.requires_grad else ():
                 # Not the same tensor, which what scales gradients in place would scale twice.
                 other.grad = None if first.grad is None else first.grad.clone()
+            apart.clear()
 
     def close(self) -> None:
         """Close this rank's connections; ranks that wait for it fail."""
@@ -165,17 +194,20 @@ def share_parameters(
                 f"num_stages ({schedule.num_stages})"
             )
         places = [schedule.stage_to_rank[stage] for stage in sorted(info.names)]
-        group = source = None
+        group, owners = None, dict.fromkeys(sorted(info.names), 0)
         if len(set(places)) > 1:
             lists = [sorted({ranks[place] for place in places}) for ranks in pipelines]
             group = new_group(
                 lists, name=f"shared parameter {number}", backend=backend, timeout=timeout
             )
             me = dist.get_rank()
-            source = next((ranks[places[0]] for ranks in pipelines if me in ranks), None)
+            own = next((ranks for ranks in pipelines if me in ranks), ())
+            owners = dict(
+                zip(owners, [own[place] for place in places] if own else [], strict=False)
+            )
         mine = _alias(info, here)
         if mine:
-            shared.append(_Shared(mine, group, 0 if source is None else source))
+            shared.append(_Shared(mine, group, owners))
     result = SharedParameters(shared)
     result.broadcast()
     return result
@@ -184,9 +216,10 @@ def share_parameters(
 def _alias(info: SharedParameterInfo, stages: Mapping[int, PipelineStage]) -> list[_Place]:
     """Let the stages of this rank use the parameter of the first of them; return the places."""
     mine = [stage for stage in sorted(info.names) if stage in stages]
-    places = [(stages[stage].module, info.names[stage]) for stage in mine]
-    for stage, (module, name) in zip(mine[1:], places[1:], strict=True):
-        first, other = places[0][0].get_parameter(places[0][1]), module.get_parameter(name)
+    places = [(stage, stages[stage].module, info.names[stage]) for stage in mine]
+    for stage, module, name in places[1:]:
+        first = places[0][1].get_parameter(places[0][2])
+        other = module.get_parameter(name)
         if other.shape != first.shape:
             raise ValueError(
                 f"shape ({list(other.shape)}) of {name} of stage {stage} must equal that of stage "
@@ -198,9 +231,29 @@ def _alias(info: SharedParameterInfo, stages: Mapping[int, PipelineStage]) -> li
     return places
 
 
-def _add_grad(parameter: nn.Parameter, grad: Tensor | None) -> None:
-    if grad is not None:
-        parameter.grad = grad.clone() if parameter.grad is None else parameter.grad.add_(grad)
+def _once(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return list({id(parameter): parameter for parameter in parameters}.values())
+
+
+def _sum_by_stage(
+    shared: _Shared, like: Tensor, grads: Mapping[int, Tensor | None]
+) -> Tensor | None:
+    """Add up the gradients of all stages in ascending order; None if no rank but this has any.
+
+    Args:
+        shared: Whose.
+        like: A parameter of this rank.
+        grads: Of this rank's stages.
+    """
+    total: Tensor | None = None
+    for stage, owner in shared.owners.items():
+        grad = grads.get(stage)
+        if shared.group is not None:
+            grad = torch.zeros_like(like.detach()) if grad is None else grad
+            dist.broadcast(_local(grad), owner, group=shared.group)
+        if grad is not None:
+            total = grad.clone() if total is None else total.add_(grad)
+    return total
 
 
 def _local(x: Tensor) -> Tensor:

@@ -1,8 +1,13 @@
 """What tensors travel between two stages: shapes and dtypes, and how a rank tells another of them.
 
 A header is one int64 tensor of a fixed size, so that it can be received before anything is known:
-the number of tensors, then for each its dtype, whether it requires grad, its number of dimensions
-and its shape.
+the number of tensors, then for each its dtype, whether it requires grad and has a layout of its
+own, its number of dimensions, its shape and that layout.
+
+[Note: Layouts] Matrix products add up in another order for operands that lie otherwise in memory.
+To give the bits of one process, where a stage gets the very tensor that the one before has
+returned, a received tensor is put where that one lies: with its strides, and as far from a boundary
+of 64 bytes. Gradients come as dense tensors; in no case that was tried did that change a bit.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,6 +20,12 @@ HEADER_SIZE = 256
 """Numbers in a header: enough for 36 tensors of four dimensions."""
 
 _UNKNOWN = -1
+_HAS_GRAD, _HAS_LAYOUT = 1, 2
+_ALIGNMENT = 64
+"""Bytes."""
+_MAX_SPREAD = 8
+"""Tensors that lie in more than so many times their own memory are received as dense ones."""
+
 _DTYPES = (
     torch.float64,
     torch.float32,
@@ -42,16 +53,33 @@ class TensorSpec:
         dtype: Of its elements.
         requires_grad: Whether the stage before gets a gradient of it; None means that it does if
             the dtype can have one.
+        strides: How it lies in memory when the stage gets it ([Note: Layouts]); None: densely, in
+            the order of its dims.
+        offset: At how many elements from a boundary of 64 bytes it then begins.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     requires_grad: bool | None = None
+    strides: tuple[int, ...] | None = None
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        if self.strides is not None and _extent(self.shape, self.strides) is None:
+            raise ValueError(
+                f"strides ({list(self.strides)}) must give each element of {list(self.shape)} a "
+                f"place of its own, or the same along a dim (0), within {_MAX_SPREAD} times its "
+                "memory"
+            )
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorSpec":
         """Return the spec of a tensor."""
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+        offset = _offset(tensor)
+        if (tensor.is_contiguous() and not offset) or _extent(shape, strides) is None:
+            return cls(shape, tensor.dtype, tensor.requires_grad)
+        return cls(shape, tensor.dtype, tensor.requires_grad, strides, offset)
 
     @property
     def has_grad(self) -> bool:
@@ -68,12 +96,55 @@ class TensorSpec:
         """Return an uninitialised tensor of this shape and dtype."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
+    def laid_out(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of this shape where it is to lie, itself if it does already."""
+        strides, offset = self.strides or _dense(self.shape), self.offset
+        lies_so = tensor.is_contiguous() if self.strides is None else tensor.stride() == strides
+        if lies_so and _offset(tensor) == offset:
+            return tensor
+        extent = _extent(self.shape, strides) or tensor.numel()
+        place = tensor.new_empty(offset + extent)
+        source = tensor
+        for dim, stride in enumerate(strides):
+            if stride == 0 and self.shape[dim] > 1:
+                source = source.narrow(dim, 0, 1)
+        place.as_strided(source.shape, strides, offset).copy_(source)
+        return place.as_strided(self.shape, strides, offset)
+
     def __str__(self) -> str:
         return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
 
 
 Specs = tuple[TensorSpec, ...]
 """One per tensor of a message."""
+
+
+def _dense(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _offset(tensor: Tensor) -> int:
+    if not tensor.numel():
+        return 0
+    return tensor.storage_offset() * tensor.element_size() % _ALIGNMENT // tensor.element_size()
+
+
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int | None:
+    """Return how many elements a layout spans, None if elements meet or lie too far apart."""
+    if len(shape) != len(strides) or not all(shape):
+        return None
+    extent = size_of_all = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1 and stride:
+            if stride < extent:
+                return None
+            extent += stride * (size - 1)
+            size_of_all *= size
+    return extent if extent <= _MAX_SPREAD * size_of_all else None
 
 
 def as_specs(specs: TensorSpec | Sequence[TensorSpec] | None) -> Specs | None:
@@ -124,7 +195,10 @@ def to_header(specs: Specs | None) -> Tensor:
         if spec.dtype not in _DTYPES:
             raise ValueError(f"dtype ({spec.dtype}) must be one of {_DTYPES} to pass a stage")
         code = _DTYPES.index(spec.dtype)
-        numbers += [code, int(spec.has_grad), len(spec.shape), *spec.shape]
+        flags = spec.has_grad * _HAS_GRAD + (spec.strides is not None) * _HAS_LAYOUT
+        numbers += [code, flags, len(spec.shape), *spec.shape]
+        if spec.strides is not None:
+            numbers += [*spec.strides, spec.offset]
     if len(numbers) > HEADER_SIZE:
         raise ValueError(
             f"numbers that describe a stage's {len(specs)} tensors ({len(numbers)}) must be <= "
@@ -142,7 +216,10 @@ def from_header(header: Tensor) -> Specs | None:
         return None
     specs = []
     for _ in range(count):
-        dtype, requires_grad = _DTYPES[next(numbers)], bool(next(numbers))
+        dtype, flags = _DTYPES[next(numbers)], next(numbers)
         shape = tuple(next(numbers) for _ in range(next(numbers)))
-        specs.append(TensorSpec(shape, dtype, requires_grad))
+        strides, offset = None, 0
+        if flags & _HAS_LAYOUT:
+            strides, offset = tuple(next(numbers) for _ in shape), next(numbers)
+        specs.append(TensorSpec(shape, dtype, bool(flags & _HAS_GRAD), strides, offset))
     return tuple(specs)

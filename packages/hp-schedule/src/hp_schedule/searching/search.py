@@ -22,7 +22,7 @@ Place = tuple[int, PlacementStyle]
 
 _EPSILON = 1e-9
 _DEFAULT_BUDGET = 10.0
-"""Seconds."""
+"""Seconds of processor time."""
 _TIGHTENED = 3
 """From how many closed forms and first plans of each space the search starts."""
 _WIDE, _NARROW = 0.3, 0.04
@@ -130,7 +130,8 @@ def search(
         split_backward: Whether to split backwards into I and W; without, weight gradients are
             computed with the input's.
         num_candidates: Plans to build at most; default: until the time is up.
-        time_budget: Seconds; the closed forms and the bounds are worked out however little.
+        time_budget: Seconds of processor time of the calling thread, so that a busy machine gets
+            the same plans, later; the closed forms and the bounds are worked out however little.
             Default: 10, or as many as `num_candidates` take.
         seed: Of the variations.
 
@@ -142,7 +143,7 @@ def search(
         time_budget = _DEFAULT_BUDGET if num_candidates is None else math.inf
     check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
     _check_limits(memory_limit, num_candidates, time_budget)
-    deadline = time.monotonic() + time_budget
+    deadline = time.thread_time() + time_budget
     if latency is not None:
         costs = replace(costs, latency=latency)
     virtual = tuple(dict.fromkeys(virtual))
@@ -159,7 +160,7 @@ def search(
     built = 0
     ended_by: Literal["bound", "candidates", "time"] = "bound"
     for build in spaces.candidates(random):
-        if built == num_candidates or time.monotonic() > deadline:
+        if built == num_candidates or time.thread_time() > deadline:
             ended_by = "candidates" if built == num_candidates else "time"
             break
         build()

@@ -1,6 +1,6 @@
 """Proof that a schedule runs: every step once, in a possible order, without a deadlock."""
 
-from hp_schedule.validation.report import Finding, FindingKind, ValidationReport
+from hp_schedule.validation.report import Finding, FindingKind, Lacking, ValidationReport
 from hp_schedule.validation.validate import validate
 
 validate_pipeline_execution = validate
@@ -9,6 +9,7 @@ validate_pipeline_execution = validate
 __all__ = [
     "Finding",
     "FindingKind",
+    "Lacking",
     "ValidationReport",
     "validate",
     "validate_pipeline_execution",

@@ -35,6 +35,26 @@ class FindingKind(Enum):
     """Activations in flight exceed the limit."""
 
 
+class Lacking(Enum):
+    """What a schedule without a mistake has not yet, and needs to train as it stands."""
+
+    BACKWARD = "backward"
+    """It is forward only."""
+    COMMUNICATION = "communication"
+    """It has compute steps only: stages of different ranks send and receive nothing."""
+    REDUCE_GRAD = "reduce_grad"
+    """Gradients of stages whose parameters are sharded are never reduced."""
+
+    def __str__(self) -> str:
+        return {
+            Lacking.BACKWARD: "forward only: backwards are missing",
+            Lacking.COMMUNICATION: "compute steps only: sends and receives are missing",
+            Lacking.REDUCE_GRAD: (
+                "without REDUCE_GRAD: gradients of sharded stages are never reduced"
+            ),
+        }[self]
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One broken rule.
@@ -63,13 +83,21 @@ class ValidationReport:
         schedule: What was checked.
         findings: Broken rules, at most 20; deadlocks are looked for only in schedules that break
             no other rule.
+        lacking: What is not there at all, unless the caller has said that it must be there (then
+            its absence is a finding) or must not.
     """
 
     schedule: Schedule
     findings: tuple[Finding, ...]
+    lacking: tuple[Lacking, ...] = ()
 
     def __bool__(self) -> bool:
         return not self.findings
+
+    @property
+    def is_runnable(self) -> bool:
+        """Whether it trains as it stands, or does what the caller has said it is for."""
+        return not self.findings and not self.lacking
 
     def raise_if_failed(self) -> None:
         """Raise if anything was found.

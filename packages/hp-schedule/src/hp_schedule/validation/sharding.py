@@ -21,26 +21,47 @@ from hp_schedule.schedule import Schedule
 from hp_schedule.validation.report import Finding, FindingKind
 
 
+def gathered_stages(schedule: Schedule) -> frozenset[int]:
+    """Return the stages whose parameters must be gathered: those declared, else all or none."""
+    if schedule.gathered_stages is not None:
+        return frozenset(schedule.gathered_stages)
+    return _all_or_none(schedule, {FSDP_UNSHARD, FSDP_RESHARD})
+
+
+def reduced_stages(schedule: Schedule) -> frozenset[int]:
+    """Return the stages whose gradients must be reduced: those declared, else all or none."""
+    if schedule.reduced_stages is not None:
+        return frozenset(schedule.reduced_stages)
+    return _all_or_none(schedule, {FSDP_REDUCE_GRAD})
+
+
+def _all_or_none(schedule: Schedule, kinds: set[int]) -> frozenset[int]:
+    return frozenset(range(schedule.num_stages) if schedule.kinds & kinds else ())
+
+
 class ShardingCheck:
     """Follows the parameters of each rank's stages through its row.
 
-    Stages that are never unsharded are not looked at, save for their gradients.
-
     Args:
         schedule: The schedule.
+        forward_only: Whether it has no gradients to reduce.
         max_active_stages: Most stages a rank may hold gathered at once; None for no limit.
     """
 
-    def __init__(self, schedule: Schedule, *, max_active_stages: int | None) -> None:
+    def __init__(
+        self, schedule: Schedule, *, forward_only: bool, max_active_stages: int | None
+    ) -> None:
         self._schedule = schedule
         self._cap = max_active_stages
-        self._reduces = FSDP_REDUCE_GRAD in schedule.kinds
+        self._managed = gathered_stages(schedule)
+        self._to_reduce = frozenset() if forward_only else reduced_stages(schedule)
         self._gathered: set[int] = set()
         self._reduced: set[int] = set()
 
     def findings(self) -> Iterator[Finding]:
         """Yield every broken rule, row by row."""
-        if not self._schedule.kinds & {FSDP_UNSHARD, FSDP_RESHARD, FSDP_REDUCE_GRAD}:
+        steps = self._schedule.kinds & {FSDP_UNSHARD, FSDP_RESHARD, FSDP_REDUCE_GRAD}
+        if not (steps or self._managed or self._to_reduce):
             return
         for rank, row in enumerate(self._schedule.steps):
             yield from self._row(rank, row.codes())
@@ -49,7 +70,10 @@ class ShardingCheck:
         self._gathered.clear()
         marks = [p for p, code in enumerate(row) if FIRST_FSDP <= code & KIND_MASK < FIRST_OVERLAP]
         steps = [(row[p] & KIND_MASK, row[p] >> STAGE_SHIFT & STAGE_MASK) for p in marks]
-        managed = {stage for kind, stage in steps if kind == FSDP_UNSHARD}
+        here = set(self._schedule.stages_of(rank))
+        managed = {stage for kind, stage in steps if kind == FSDP_UNSHARD} & self._managed
+        for stage in sorted(here & self._managed - managed):
+            yield _finding("is sharded and never unsharded", stage, rank, None)
         begin = 0
         for mark, (kind, stage) in zip(marks, steps, strict=True):
             yield from self._uses(rank, row, range(begin, mark), managed)
@@ -60,7 +84,7 @@ class ShardingCheck:
         yield from self._uses(rank, row, range(begin, len(row)), managed)
         for stage in sorted(self._gathered):
             yield _finding("is left unsharded", stage, rank, None)
-        for stage in sorted(managed - self._reduced if self._reduces else ()):
+        for stage in sorted(here & self._to_reduce - self._reduced):
             yield _finding("never reduces its gradients", stage, rank, None)
 
     def _uses(
@@ -86,20 +110,29 @@ class ShardingCheck:
     def _apply(self, kind: int, stage: int) -> str | None:
         """Take an FSDP step; returns what is wrong with it."""
         if kind == FSDP_REDUCE_GRAD:
-            again = stage in self._reduced
-            self._reduced.add(stage)
-            return "reduces its gradients twice" if again else None
+            return self._reduce(stage)
+        if stage not in self._managed:
+            return "is not sharded"
         if kind == FSDP_RESHARD:
-            if stage not in self._gathered:
-                return "is not unsharded"
-            self._gathered.remove(stage)
-            return None
+            was_gathered = stage in self._gathered
+            self._gathered.discard(stage)
+            return None if was_gathered else "is not unsharded"
+        return self._gather(stage)
+
+    def _gather(self, stage: int) -> str | None:
         if stage in self._gathered:
             return "is unsharded already"
         self._gathered.add(stage)
         if self._cap is not None and len(self._gathered) > self._cap:
             return f"is one of {len(self._gathered)} unsharded, that must be <= {self._cap}"
         return None
+
+    def _reduce(self, stage: int) -> str | None:
+        again = stage in self._reduced
+        self._reduced.add(stage)
+        if stage not in self._to_reduce:
+            return "reduces gradients that are not to be reduced"
+        return "reduces its gradients twice" if again else None
 
 
 def _finding(text: str, stage: int, rank: int, position: int | None) -> Finding:

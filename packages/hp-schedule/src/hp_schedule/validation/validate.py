@@ -9,9 +9,9 @@ from hp_schedule.simulation.channels import ChannelModel, check_model
 from hp_schedule.validation.memory import memory_findings
 from hp_schedule.validation.queues import QueueMachine
 from hp_schedule.validation.rendezvous import Rendezvous, order_deadlock
-from hp_schedule.validation.report import MAX_FINDINGS, Finding, ValidationReport
+from hp_schedule.validation.report import MAX_FINDINGS, Finding, Lacking, ValidationReport
 from hp_schedule.validation.rows import RowCheck
-from hp_schedule.validation.sharding import ShardingCheck
+from hp_schedule.validation.sharding import ShardingCheck, gathered_stages, reduced_stages
 
 
 def validate(
@@ -33,11 +33,18 @@ def validate(
     they serve, gradients reduced once and last; activations within memory; and that the rows run
     to their end. Linear in the number of steps.
 
+    Which stages are sharded the schedule says itself (`Schedule.gathered_stages`,
+    `reduced_stages`). Where it does not, a stage without UNSHARD or REDUCE_GRAD is an error if
+    another one has such steps. What is absent altogether is reported as lacking, unless an
+    argument asks for it.
+
     Args:
         schedule: Any.
-        forward_only: Whether there must be no backward at all; default: whether there is none.
-        communication: Whether messages must be there; default: whether there are any. Without,
-            the order of the compute steps is checked as if values were everywhere at once.
+        forward_only: Whether there must be no backward at all; default: whether there is none, and
+            then backwards are lacking.
+        communication: Whether messages must be there; default: whether there are any, and if not
+            they are lacking. Without, the order of the compute steps is checked as if values were
+            everywhere at once.
         channels: The machine on which messages must not deadlock: one that has a communicator for
             each directed edge, for each pair of ranks, or one for all, and on which sends and
             receives hold up nobody. Default: every machine, even one on which each send and each
@@ -53,12 +60,15 @@ def validate(
     """
     if channels is not None:
         check_model(channels)
+    lacking = tuple(_lacking(schedule, forward_only, communication))
     if forward_only is None:
         forward_only = schedule.is_forward_only
     if communication is None:
         communication = schedule.has_communication
     rows = RowCheck(schedule, forward_only=forward_only, communication=communication)
-    sharding = ShardingCheck(schedule, max_active_stages=max_active_stages)
+    sharding = ShardingCheck(
+        schedule, forward_only=forward_only, max_active_stages=max_active_stages
+    )
     found: Iterator[Finding] = chain(rows.findings(), sharding.findings())
     if memory_limit is not None:
         activation = costs.activation if costs else schedule.num_ranks / schedule.num_stages
@@ -67,7 +77,20 @@ def validate(
     if not findings:
         finding = _deadlock(schedule, channels) if communication else order_deadlock(schedule)
         findings = () if finding is None else (finding,)
-    return ValidationReport(schedule, findings)
+    return ValidationReport(schedule, findings, lacking)
+
+
+def _lacking(
+    schedule: Schedule, forward_only: bool | None, communication: bool | None
+) -> Iterator[Lacking]:
+    """Yield what is absent altogether and the caller has said nothing about."""
+    if forward_only is None and schedule.is_forward_only:
+        yield Lacking.BACKWARD
+    if communication is None and schedule.edges and not schedule.has_communication:
+        yield Lacking.COMMUNICATION
+    trains = not (schedule.is_forward_only if forward_only is None else forward_only)
+    if trains and gathered_stages(schedule) - reduced_stages(schedule):
+        yield Lacking.REDUCE_GRAD
 
 
 def _deadlock(schedule: Schedule, channels: ChannelModel | None) -> Finding | None:
