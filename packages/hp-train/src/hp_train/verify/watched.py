@@ -15,7 +15,7 @@ from hp_train.checkpoint.manifest import parts_of
 from hp_train.checkpoint.reader import ManifestReader
 from hp_train.checkpoint.verify import read_manifest
 from hp_train.config import Config
-from hp_train.data import Dataset
+from hp_train.data.dataset import Dataset
 from hp_train.launch.task import Worker
 from hp_train.parameters import Parameter
 from hp_train.startup import connect, prepare_data
