@@ -125,6 +125,7 @@ class Trainer:
             vocab_size=vocab_size_of(config, tokenizer),
             timeout=timeout,
             on_step=self._on_pipeline_step,
+            on_progress=lambda: self._beat("make weights"),
         )
         self.runner = self.pipeline.training(self._loss)
         self.parameters = self.pipeline.parameters
