@@ -279,7 +279,7 @@ def test_gloo_for_gpus_is_a_choice_that_is_said_once(
     with caplog.at_level(logging.WARNING, logger="hp_platform"):
         assert machine(SHARED, two_gpus, backend="gloo") == [("gloo", None)] * 4
     (notice,) = caplog.messages
-    assert notice == "backend (gloo) moves what GPUs exchange through the host, which is far slower"
+    assert notice == "backend (gloo) moves what GPUs exchange through the host: far slower"
 
 
 @pytest.mark.usefixtures("clean")

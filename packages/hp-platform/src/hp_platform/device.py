@@ -41,9 +41,9 @@ def local_device(local_rank: int = 0, *, device_type: str = "auto") -> torch.dev
 def ranks_per_device(device: torch.device, world_size: int, store: _internals.Store) -> int:
     """Count the ranks that share the busiest device of the world; 1 where all are CPUs.
 
-    How many devices a process sees does not tell: Slurm shows each task one GPU, all of them by the
-    same index, and they may be one GPU or as many as there are tasks. So ranks tell each other which
-    one they have. All of them call this together, and all get the same answer.
+    How many devices a process sees does not tell: Slurm shows each task one GPU, all of them by
+    the same index, and they may be one GPU or as many as there are tasks. So ranks tell each other
+    which one they have. All of them call this together, and all get the same answer.
 
     Args:
         device: Of this rank.

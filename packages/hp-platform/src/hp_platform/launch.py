@@ -171,7 +171,7 @@ def _create_default_group(
         # pipelines here have them, is the remedy that the warning asks for.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     elif device.type == "cuda" and info.rank == 0:
-        _log.warning("backend (gloo) moves what GPUs exchange through the host, which is far slower")
+        _log.warning("backend (gloo) moves what GPUs exchange through the host: far slower")
     dist.init_process_group(
         backend,
         store=_internals.PrefixStore("default_pg", store),

@@ -114,7 +114,8 @@ def _cut(size: int, span: Span, step: int) -> Iterator[tuple[int, int, slice, sl
     for index in range(first // step, -(-last // step) if last > first else 0):
         start, stop = index * step, min(size, (index + 1) * step)
         low, high = max(first, start), min(last, stop)
-        yield index, stop - start, slice(low - start, high - start), slice(low - first, high - first)
+        held, into = slice(low - start, high - start), slice(low - first, high - first)
+        yield index, stop - start, held, into
 
 
 class _Draw(NamedTuple):

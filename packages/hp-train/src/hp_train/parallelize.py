@@ -247,9 +247,7 @@ def build_pipeline(
         if stage and module.embedding is not None and 0 in modules:
             share_table(modules[0], module)
         found = named_parameters(module, shapes, mesh)
-        initialize_parameters(
-            found, config.model, seed=config.run.seed, on_progress=on_progress
-        )
+        initialize_parameters(found, config.model, seed=config.run.seed, on_progress=on_progress)
         modules[stage] = module
         parameters += found
     return Pipeline(

@@ -46,6 +46,7 @@ from hp_train.state import (
     set_optimizer_steps,
 )
 from hp_train.tensor_parallel import cross_entropy
+from hp_train.timeouts import Timeouts
 
 
 def main(config: Config, *, worker: Worker) -> int:
@@ -116,7 +117,7 @@ class Trainer:
         self._norms_before: list[Tensor] = []
         self._cpu_before = time.process_time()
         self._beat("build")
-        timeout = timedelta(seconds=config.launch.step_timeout_seconds)
+        timeout = timedelta(seconds=Timeouts.of(config).step)
         self.mesh = build_mesh(Layout.of(config.mesh), runtime, timeout=timeout)
         self.pipeline = build_pipeline(
             config,

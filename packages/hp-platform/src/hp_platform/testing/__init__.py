@@ -1,4 +1,4 @@
-"""Run ranks in tests: processes or threads, a slow link, comparisons, operators, devices, exchanges.
+"""Run ranks in tests: processes or threads, a slow link, comparisons, operators, exchanges.
 
 Needs no test framework; pytest, if there is one, is imported ahead for the ranks.
 """

@@ -28,6 +28,7 @@ from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker, drop_empty, error_file, stack_file
 from hp_train.launch.worker import report_stacks, run_guarded
 from hp_train.options import Resolved
+from hp_train.timeouts import Timeouts
 
 _STORE_TIMEOUT = timedelta(minutes=5)
 
@@ -66,7 +67,7 @@ def run(resolved: Resolved, *, entry: str) -> int:
         if warning := why_no_node_is_replaced(os.environ):
             sys.stderr.write(f"warning: {warning}\n")
     if store is not None:
-        timeout = timedelta(seconds=launch.init_timeout_seconds)
+        timeout = timedelta(seconds=Timeouts.of(resolved.config).init)
         _served = meet(store, info, os.environ, timeout=timeout)
     report_stacks(stack_file(run_dir, info.rank))
     board = Board.unwatched()

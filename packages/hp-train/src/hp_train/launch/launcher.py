@@ -20,6 +20,7 @@ from hp_train.launch.rundir import locked, make_run_directory, write_config
 from hp_train.launch.signals import STOP_SIGNALS, StopTrap
 from hp_train.launch.supervise import Verdict, Watch, gone, kill_ranks, most_suspect
 from hp_train.launch.task import Task, drop_empty, error_file, stack_file
+from hp_train.timeouts import Timeouts
 
 if TYPE_CHECKING:
     from hp_train.config import Config
@@ -144,10 +145,11 @@ def _attempt(config: Config, run_dir: Path, trap: StopTrap, entry: str, *, resum
             return _stopped(run_dir, "before any process was started, nothing to save", resumable)
         task = Task(config, run_dir, heartbeat, os.getpid(), entry)
         ranks = ElasticRanks(task, num_processes=config.world_size)
+        timeouts = Timeouts.of(config)
         watch = Watch(
             board,
-            hang_seconds=config.launch.hang_seconds,
-            start_seconds=config.launch.init_timeout_seconds,
+            hang_seconds=timeouts.hang,
+            start_seconds=timeouts.init,
         )
         grace = config.launch.stop_grace_seconds
         started = _Run(
