@@ -30,13 +30,22 @@ from torch._subclasses import FakeTensor
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed import _functional_collectives as functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 AsyncCollectiveTensor = functional.AsyncCollectiveTensor
 
-__all__ = ["FakeTensor", "HashStore", "PrefixStore", "Store", "TCPStore", "TorchDispatchMode"]
+__all__ = [
+    "FakeTensor",
+    "HashStore",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "TorchDispatchMode",
+    "tree_leaves",
+]
 
 
 # Renamed in 2.13, where the old names warn.

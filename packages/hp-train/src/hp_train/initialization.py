@@ -126,17 +126,18 @@ class _Draw(NamedTuple):
     seed: int
     purpose: tuple[str | int, ...]
 
-    def __call__(self, tile: _Tile) -> None:
+    def __call__(self, tile: _Tile) -> _Tile:
         stream = generator(self.seed, "init", *self.purpose, *tile.place)
         here = self.values[tile.into]
         if here.shape == tile.shape and here.is_contiguous():
             here.normal_(0.0, self.std, generator=stream)
-            return
+            return tile
         drawn = torch.empty(tile.shape, dtype=torch.float32, device="cpu")
         here.copy_(drawn.normal_(0.0, self.std, generator=stream)[tile.held])
+        return tile
 
 
-def _in_threads(pool: ThreadPoolExecutor, draw: _Draw, tiles: Iterator[_Tile]) -> Iterator[None]:
+def _in_threads(pool: ThreadPoolExecutor, draw: _Draw, tiles: Iterator[_Tile]) -> Iterator[_Tile]:
     if torch.get_num_threads() == 1 or draw.values.numel() < _FEW:
         yield from map(draw, tiles)
     while window := list(islice(tiles, _WINDOW)):

@@ -22,10 +22,9 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from hp_platform import _internals
-from hp_platform._internals import FakeTensor, TorchDispatchMode
+from hp_platform._internals import FakeTensor, TorchDispatchMode, tree_leaves
 from hp_platform.shared_memory import Channel
 
 STAND_IN = torch.device("cpu", 0)
@@ -168,7 +167,8 @@ def _changes(places: _Places) -> Iterator[tuple[Any, str, Any]]:
         with _Watch(places):
             plain_run(thread)
 
-    moved, plain_run = _Move.apply, Thread.run
+    apply: Any = _Move.apply
+    moved, plain_run = apply, Thread.run
     plain_to, plain_cpu, plain_numpy = Tensor.to, Tensor.cpu, Tensor.numpy
     yield Tensor, "device", property(device)
     yield Tensor, "to", to
@@ -185,12 +185,12 @@ class _Move(torch.autograd.Function):
     """Copy to another device; the gradient comes back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, device: torch.device) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, device: torch.device) -> Tensor:
         ctx.device = x.device
         return torch.empty_like(x, device=device).copy_(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.to(ctx.device), None
 
 
