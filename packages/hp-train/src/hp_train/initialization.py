@@ -10,6 +10,7 @@ global index, so the same expert starts the same wherever it lives.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
@@ -118,7 +119,8 @@ def _cut(size: int, span: Span, step: int) -> Iterator[tuple[int, int, slice, sl
         yield index, stop - start, held, into
 
 
-class _Draw(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Draw:
     """Draws tiles into the local part of a matrix."""
 
     values: Tensor
