@@ -14,7 +14,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from hp_platform import RankInfo, initialize, shutdown
+from hp_platform import RankInfo, backend_for, initialize, shutdown
 from hp_platform.testing import run_distributed
 from hp_train.config import Config
 from hp_train.data import load_tokenizer
@@ -134,7 +134,9 @@ def _train_rank(
     assert info is not None
     if device != "cpu":
         shutdown()  # the world that `run_distributed` has made is one of Gloo
-    runtime = initialize(info, device_type=device, init_method=address)
+    sharers = -(-info.world_size // max(1, torch.cuda.device_count()))
+    backend = backend_for(torch.device(device), ranks_per_device=sharers)
+    runtime = initialize(info, device_type=device, init_method=address, backend=backend)
     worker = worker_of(info, Path(directory))
     trainer = Trainer(config, worker, runtime, load_tokenizer(""))
     trainer.resume()

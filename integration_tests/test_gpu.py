@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hp_platform import backend_for
 from hp_platform.testing import compare
 from hp_train.launch import launcher
 from integration_tests.layouts import config_of, train_in, write_corpus
@@ -74,6 +75,9 @@ def test_the_command_that_trains_on_a_cpu_trains_and_resumes_on_gpus(tmp_path: P
     runs: dict[str, Path] = {}
     for device in ("cpu", "cuda"):
         out = {"run.output_dir": str(tmp_path / device), "launch.device": device}
+        sharers = -(-4 // torch.cuda.device_count())
+        if backend_for(torch.device(device), ranks_per_device=sharers) == "gloo":
+            out["launch.backend"] = "gloo"
         status, output = finish(start([], **TINY, **corpus, **out), timeout=300)
         assert status == 0, output
         assert f"4 processes on {device}" in output

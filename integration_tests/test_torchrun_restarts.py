@@ -26,7 +26,7 @@ TAKES_MINUTES = pytest.mark.skipif(
     os.environ.get("HP_SLOW_RESTARTS") != "1", reason="takes minutes; nox -s reliability runs it"
 )
 WAIT_SECONDS = 240.0
-BOUND_SECONDS = 90.0  # between a fault and the next step, on a busy machine
+BOUND_SECONDS = 300.0  # between a fault and the next step; 38 s on a quiet machine
 SETTINGS: dict[str, object] = {
     "mesh.pp": 2,
     "mesh.dp_replicate": 1,

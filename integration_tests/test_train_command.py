@@ -265,9 +265,9 @@ def test_a_rank_that_dies_or_hangs_ends_the_job_and_is_named(
     ranks = _at_work(process, Path(str(tiny["run.output_dir"])) / name, steps=2)
     os.kill(ranks[2], signum)
     began = time.monotonic()
-    got, output = finish(process, timeout=60)
+    got, output = finish(process, timeout=200)
     assert got == status, output
     assert says in output
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 100  # 5 s on a quiet machine; 100,000 steps take hours
     for pid in ranks:
         assert not Path(f"/proc/{pid}").exists()

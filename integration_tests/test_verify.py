@@ -140,4 +140,4 @@ def test_a_layout_that_hangs_is_ended_and_named(corpus: str) -> None:
     assert "error: rank 1 hangs at step" in text
     assert "time.sleep(3600)" in text or "verify_jobs.py" in text
     assert "ended with status 5" in text
-    assert time.monotonic() - began < 240
+    assert time.monotonic() - began < 600  # of an hour; 20 s on a quiet machine

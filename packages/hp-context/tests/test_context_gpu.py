@@ -22,7 +22,7 @@ from hp_context import kernels as k_module
 from hp_context.kernels import Kernel, block_backward, block_forward, choose_kernel
 from hp_context.masks import block_tensor
 from hp_context.merge import Merge, for_backward
-from hp_platform import RankInfo, initialize, shutdown
+from hp_platform import RankInfo, backend_for, initialize, shutdown
 from hp_platform.testing import run_distributed
 
 pytestmark = [
@@ -158,7 +158,9 @@ def modes(address: str) -> list[float]:
     shutdown()
     info = RankInfo.from_env()
     assert info is not None
-    runtime = initialize(info, device_type="cuda", init_method=address)
+    sharers = -(-info.world_size // torch.cuda.device_count())
+    backend = backend_for(torch.device("cuda"), ranks_per_device=sharers)
+    runtime = initialize(info, device_type="cuda", init_method=address, backend=backend)
     group = dist.group.WORLD
     assert group is not None
     generator = torch.Generator().manual_seed(0)

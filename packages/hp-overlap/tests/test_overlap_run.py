@@ -314,7 +314,7 @@ def test_keyboard_interrupt_stops_both_sides() -> None:
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt) as caught:
         overlap.run(chunk(co, "forward", 3), chunk(co, "backward", 3, visit=interrupt))
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60  # no turn was waited for in vain; 0.3 s on a quiet machine
     assert passed == [None, "D", "C", "B"]
     assert "backward party stopped at hook A" in caught.value.__notes__[0]
 

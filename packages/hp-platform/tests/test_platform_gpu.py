@@ -24,6 +24,7 @@ from hp_platform import (
     all_to_all,
     all_to_all_lazy,
     all_to_all_wait,
+    backend_for,
     current_stream,
     initialize,
     irecv,
@@ -54,7 +55,11 @@ def _on_gpus(address: str) -> Runtime:
     shutdown()
     info = RankInfo.from_env()
     assert info is not None
-    return initialize(info, device_type="cuda", timeout=TIMEOUT, init_method=address)
+    sharers = -(-RANKS // torch.cuda.device_count())
+    backend = backend_for(torch.device("cuda"), ranks_per_device=sharers)
+    return initialize(
+        info, device_type="cuda", timeout=TIMEOUT, init_method=address, backend=backend
+    )
 
 
 def _group(name: str) -> ProcessGroup:

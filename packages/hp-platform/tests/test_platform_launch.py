@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ import torch.distributed as dist
 
 from hp_platform import RankInfo, backend_for, initialize, local_device, new_group, shutdown
 from hp_platform import device as device_module
+from hp_platform import launch as launch_module
 from hp_platform._internals import HashStore
 from hp_platform.launch import _create_default_group
 from hp_platform.testing import run_distributed
@@ -151,7 +156,6 @@ def test_gpus_are_dealt_in_rounds() -> None:
     devices = [local_device(rank) for rank in range(4)]
     assert [device.index for device in devices] == [0, 1, 0, 1]
     assert local_device(3, device_type="cpu") == CPU
-    assert [device_module.ranks_per_device(GPU, n) for n in (1, 2, 3, 4, 5)] == [1, 1, 2, 2, 3]
 
 
 @pytest.mark.usefixtures("clean")
@@ -176,27 +180,114 @@ def test_ranks_that_share_a_gpu_need_a_new_nccl(two_gpus: pytest.MonkeyPatch) ->
     assert backend_for(GPU, ranks_per_device=2) == "nccl"
 
 
-def _started_with(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-    started: dict[str, object] = {}
+@dataclass
+class Task:
+    """A process of a fake machine: what CUDA tells it of the device that it has."""
 
-    def record(backend: str, **arguments: object) -> None:
-        started.update(backend=backend, **arguments)
+    rank: int
+    host: str
+    gpu: str
+    visible: str = "0"
 
-    monkeypatch.setattr(dist, "init_process_group", record)
+
+def machine(
+    tasks: list[Task], monkeypatch: pytest.MonkeyPatch, **choice: str
+) -> list[tuple[str, object]]:
+    """What each task starts: backend and device, or the error.
+
+    Every task is a thread that sees one device, `cuda:0`, as under `srun --gpus-per-task=1`.
+    """
+    store, here = HashStore(), threading.local()
+    started: list[tuple[str, object]] = [("", None)] * len(tasks)
+
+    def begin(backend: str, **arguments: object) -> None:
+        started[here.task.rank] = (backend, arguments["device_id"])
+
+    def meet(_address: str, rank: int, size: int, **_: object) -> Iterator[tuple[object, int, int]]:
+        yield store, rank, size
+
+    properties = lambda _device: SimpleNamespace(uuid=here.task.gpu)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(socket, "gethostname", lambda: here.task.host)
+    monkeypatch.setattr(dist, "init_process_group", begin)
+    monkeypatch.setattr(launch_module, "rendezvous", meet)
+
+    def run(task: Task) -> None:
+        here.task = task
+        info = RankInfo(task.rank, len(tasks), task.rank % 2, 2)
+        device = local_device(info.local_rank)
+        try:
+            _create_default_group(info, device, timedelta(seconds=30), None, **choice)
+        except ValueError as error:
+            started[task.rank] = ("error", str(error))
+
+    threads = [threading.Thread(target=run, args=(task,)) for task in tasks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
     return started
 
 
-def test_sharing_through_gloo_says_so_once(
+TWO_NODES = [Task(rank, f"node{rank // 2}", f"gpu-{rank}") for rank in range(4)]
+SHARED = [Task(rank, f"node{rank // 2}", f"gpu-{max(rank, 1)}") for rank in range(4)]
+
+
+def test_tasks_that_see_one_gpu_each_use_nccl_where_it_is_their_own(
+    two_gpus: pytest.MonkeyPatch,
+) -> None:
+    assert machine(TWO_NODES, two_gpus) == [("nccl", GPU)] * 4
+    assert SWITCH not in os.environ
+
+
+def test_hosts_may_number_their_gpus_alike(two_gpus: pytest.MonkeyPatch) -> None:
+    tasks = [Task(rank, f"node{rank // 2}", f"gpu-{rank % 2}") for rank in range(4)]
+    assert machine(tasks, two_gpus) == [("nccl", GPU)] * 4
+
+
+def test_parts_of_one_gpu_are_devices_of_their_own(two_gpus: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    two_gpus.setattr(
+        torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(uuid="gpu-0")
+    )
+    for part in ("MIG-1", "MIG-2"):
+        two_gpus.setenv("CUDA_VISIBLE_DEVICES", part)
+        assert device_module.ranks_per_device(GPU, 1, store) == 1
+
+
+def test_a_gpu_that_is_shared_is_no_reason_to_take_gloo_in_silence(
+    two_gpus: pytest.MonkeyPatch,
+) -> None:
+    message = (
+        "backend (auto) must be gloo, through the host and far slower, where 2 ranks share a GPU, "
+        "which NCCL (2.29.7) cannot serve: give every rank a GPU of its own"
+    )
+    assert machine(SHARED, two_gpus) == [("error", message)] * 4  # also where no GPU is shared
+
+
+def test_torch_without_nccl_is_no_reason_either(two_gpus: pytest.MonkeyPatch) -> None:
+    two_gpus.setattr(dist, "is_nccl_available", lambda: False)
+    for kind, text in machine(TWO_NODES, two_gpus):
+        assert kind == "error"
+        assert "torch is built without NCCL" in str(text)
+
+
+def test_gloo_for_gpus_is_a_choice_that_is_said_once(
     two_gpus: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    started = _started_with(two_gpus)
     with caplog.at_level(logging.WARNING, logger="hp_platform"):
-        for rank in range(4):
-            _create_default_group(RankInfo(rank, 4, rank, 4), GPU, timedelta(1), None)
-    assert started["backend"] == "gloo"
-    assert started["device_id"] is None
+        assert machine(SHARED, two_gpus, backend="gloo") == [("gloo", None)] * 4
     (notice,) = caplog.messages
-    assert notice == "2 ranks share a GPU and this NCCL cannot: using Gloo through the host"
+    assert notice == "backend (gloo) moves what GPUs exchange through the host: far slower"
+
+
+@pytest.mark.usefixtures("clean")
+def test_an_unknown_backend_and_nccl_for_cpus_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"backend \(mpi\) must be one of auto, gloo, nccl"):
+        initialize(backend="mpi")
+    with pytest.raises(ValueError, match=r"backend \(nccl\) must be auto or gloo for device"):
+        initialize(backend="nccl")
 
 
 @pytest.mark.parametrize("wanted", [None, "true"])
@@ -207,8 +298,7 @@ def test_sends_on_groups_of_their_own_are_not_warned_of(
     two_gpus.setenv(name, wanted or "")
     if wanted is None:
         two_gpus.delenv(name)
-    _started_with(two_gpus)
-    _create_default_group(RankInfo(0, 2, 0, 2), GPU, timedelta(1), None)
+    machine(TWO_NODES, two_gpus)
     assert os.environ[name] == (wanted or "false")
 
 
@@ -216,8 +306,5 @@ def test_sharing_through_nccl_turns_its_switch_on(two_gpus: pytest.MonkeyPatch) 
     two_gpus.setenv(SWITCH, "")
     two_gpus.delenv(SWITCH)
     two_gpus.setattr(device_module, "_nccl_version", lambda: (2, 30, 7))
-    started = _started_with(two_gpus)
-    _create_default_group(RankInfo(0, 4, 0, 4), GPU, timedelta(1), None)
-    assert started["backend"] == "nccl"
-    assert started["device_id"] == GPU
+    assert machine(SHARED, two_gpus) == [("nccl", GPU)] * 4
     assert os.environ[SWITCH] == "1"

@@ -50,18 +50,18 @@ def test_a_partial_is_a_function_too() -> None:
     assert run_distributed(function, Answer(0, torch.ones(1)), world_size=1)[0].rank == 0
 
 
-def _nothing() -> None:
-    pass
+def _parent() -> int:
+    return os.getppid()
 
 
-def test_later_calls_start_in_well_under_a_second() -> None:
-    run_distributed(_nothing, world_size=2)
-    seconds = []
-    for _ in range(3):
-        start = time.monotonic()
-        run_distributed(_nothing, world_size=4)
-        seconds.append(time.monotonic() - start)
-    assert min(seconds) < 3  # 0.1 on a quiet machine
+def test_ranks_of_all_calls_are_forked_from_one_process_that_has_torch() -> None:
+    """So that a later call takes a tenth of a second, and not the import of torch."""
+    parents = {parent for n in (2, 4, 4) for parent in run_distributed(_parent, world_size=n)}
+    assert len(parents) == 1
+    assert os.getpid() not in parents
+    mapped = Path(f"/proc/{parents.pop()}/maps")
+    if mapped.exists():
+        assert "libtorch" in mapped.read_text()
 
 
 def _state() -> tuple[int, str | None, str, str, bool]:
@@ -102,8 +102,8 @@ def _fails_in(rank: int) -> None:
 def test_an_exception_names_the_rank_and_brings_its_traceback_and_output() -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match=r"^rank 1 of 3 raised ZeroDivisionError: the cause") as e:
-        run_distributed(_fails_in, 1, world_size=3, timeout=30)
-    assert time.monotonic() - start < 25
+        run_distributed(_fails_in, 1, world_size=3, timeout=600)
+    assert time.monotonic() - start < 200  # not the time-out; 1 s on a quiet machine
     assert e.value.rank == 1
     assert 'raise ZeroDivisionError("the cause")' in str(e.value)
     assert "the last words" in str(e.value)
@@ -206,7 +206,7 @@ def test_a_local_function_is_refused_before_anything_is_started() -> None:
 
 def test_at_least_one_rank_is_needed() -> None:
     with pytest.raises(ValueError, match=r"world_size \(0\) must be at least 1"):
-        run_distributed(_nothing, world_size=0)
+        run_distributed(_parent, world_size=0)
 
 
 def _leaves() -> None:

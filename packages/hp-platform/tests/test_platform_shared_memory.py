@@ -68,7 +68,7 @@ def test_more_exchanges_than_slots_bring_everybodys_bytes() -> None:
 
 
 def without_one_rank(how: str) -> tuple[str, float]:
-    channel = connect(seconds=0.5 if how == "late" else 30.0)
+    channel = connect(seconds=0.5 if how == "late" else 600.0)
     assert channel is not None
     got: dict[tuple[int, int], list[int]] = {}
     post(channel, 0, 4, got).wait()
@@ -88,12 +88,12 @@ def without_one_rank(how: str) -> tuple[str, float]:
     ("how", "why"), [("ended", "it has ended"), ("late", "it did not come within 0:00:00.5")]
 )
 def test_a_rank_that_does_not_come_is_named(how: str, why: str) -> None:
-    found = run_distributed(without_one_rank, how, world_size=3)
+    found = run_distributed(without_one_rank, how, world_size=3, timeout=300)
     for rank in (0, 2):
         message, seconds = found[rank]
         assert message.startswith("an exchange with rank 1 failed: ")
         assert why in message
-        assert seconds < 10
+        assert seconds < 100  # not the time-out of 600; 0.6 s on a quiet machine
 
 
 def descriptors() -> int:

@@ -167,10 +167,11 @@ def report_late_stage() -> str:
 
 
 def test_a_stage_that_takes_longer_than_the_time_out_fails_its_neighbours_by_name() -> None:
-    found = run_distributed(report_late_stage, world_size=3, timeout=20)
+    # 1.5 s on a quiet machine; what must not happen is that somebody waits for ever.
+    found = run_distributed(report_late_stage, world_size=3, timeout=200)
     assert "while waiting for the input of stage 2, microbatch 0, rank 1 -> rank 2" in found[2]
     assert "rank 2, stage 2, microbatch 0: in step 2F0" in found[2]
-    assert all("no error" not in text and float(text.split()[0]) < 10 for text in found)
+    assert all("no error" not in text and float(text.split()[0]) < 100 for text in found)
 
 
 def report_wrong_batch() -> str:

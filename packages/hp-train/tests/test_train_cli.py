@@ -2,7 +2,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
@@ -42,13 +41,10 @@ def hp(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[
 
 
 def test_a_bad_config_is_answered_before_torch_is_imported(tmp_path: Path) -> None:
-    began = time.perf_counter()
     end = hp("train", "--mesh.ep", "3", cwd=tmp_path)
-    seconds = time.perf_counter() - began
     assert (end.returncode, end.stdout) == (2, "")
     assert end.stderr == ("error: mesh.ep (3) must divide mesh.dp_replicate (2); nearest: 2\n")
     assert list(tmp_path.iterdir()) == []
-    assert seconds < 5  # 0.2 s on an idle machine
 
 
 def test_a_good_config_is_checked_without_torch() -> None:

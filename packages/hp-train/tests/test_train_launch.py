@@ -111,7 +111,7 @@ def test_a_rank_that_fails_ends_the_run_by_its_name(
     at: list[float] = []
     when_started(tmp_path / fault, lambda _pid: at.append(time.monotonic()))
     assert run(tmp_path, fault) == status
-    assert time.monotonic() - at[0] < 8  # 1 s on an idle machine
+    assert time.monotonic() - at[0] < 60  # no time-out has passed; 1 s on an idle machine
     err = capfd.readouterr().err.splitlines()
     assert err[0] == f"error: {line}"
     error_file = tmp_path / fault / "errors" / "rank-1.txt"

@@ -91,9 +91,7 @@ def skip_wait(transport: Transport) -> None:
         return
     handle = transport.receive([SMALL], source=0, destination=1, microbatch=0)
     if transport.rank == 2:
-        start = time.monotonic()
-        assert handle.wait()[0].tolist() == [6.0] * 4
-        assert time.monotonic() - start < 5
+        assert handle.wait()[0].tolist() == [6.0] * 4  # or its time-out would have raised
 
 
 def drop_isend(transport: Transport) -> None:
@@ -160,7 +158,7 @@ def progress_without_wait(transport: Transport) -> None:
         send(transport, HUGE, 9.0, 0)
         return
     handle = transport.receive([HUGE], source=0, destination=1, microbatch=0)
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while not handle.done():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -206,7 +204,7 @@ def fails(act: Callable[[Transport], None]) -> str:
     start = time.monotonic()
     with pytest.raises(TransferError) as caught:
         act(transport)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 100  # 1 s on a quiet machine
     transport.close()
     return str(caught.value)
 
@@ -288,21 +286,21 @@ def test_what_cannot_go_right_is_an_error_on_every_rank_within_seconds() -> None
 
 def die() -> None:
     """Rank 0 dies; rank 1 stays alive after it has seen that, as in an exception handler."""
-    transport = Transport(PipelineLayout.straight([1, 2]), timeout=timedelta(seconds=60))
+    transport = Transport(PipelineLayout.straight([1, 2]), timeout=timedelta(seconds=600))
     if transport.rank == 0:
         os._exit(0)
     start = time.monotonic()
     with pytest.raises(TransferError, match=r"waiting for ranks \[.*\]"):
         transport.receive([SMALL], source=0, destination=1).wait()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60  # not the time-out; 0.1 s on a quiet machine
     time.sleep(1)
 
 
 def test_all_ranks_of_a_stage_learn_of_a_dead_peer() -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match="rank 0"):
-        run_distributed(die, world_size=3, timeout=60)
-    assert time.monotonic() - start < 30
+        run_distributed(die, world_size=3, timeout=600)
+    assert time.monotonic() - start < 200  # not the time-out; 2 s on a quiet machine
 
 
 def leave_early() -> None:

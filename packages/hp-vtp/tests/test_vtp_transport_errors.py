@@ -12,7 +12,7 @@ from hp_platform.testing import RankError, run_distributed
 from hp_vtp import PipelineLayout, Sharded, StageLayout
 from hp_vtp.transport import TensorMeta, TransferError, Transport
 
-TIMEOUT = timedelta(seconds=30)  # also for connecting, on a busy machine
+TIMEOUT = timedelta(seconds=600)  # also for connecting; nothing here waits for it
 
 
 def transfer(transport: Transport, sent: TensorMeta, expected: TensorMeta) -> None:
@@ -30,7 +30,7 @@ def disagree(sent: TensorMeta, expected: TensorMeta) -> str:
         start = time.monotonic()
         with pytest.raises(TransferError) as caught:
             transfer(transport, sent, expected)
-        assert time.monotonic() - start < 10  # long before the time-out
+        assert time.monotonic() - start < 60  # long before the time-out; 0.1 s on a quiet machine
         assert caught.value.edge == transport.layout.edge(0, 1)
         assert caught.value.peers
         with pytest.raises(TransferError, match=r"edge 0 -> 1 .*failed before: "):
@@ -81,7 +81,7 @@ def wait_for_absent_sender() -> str:
         start = time.monotonic()
         with pytest.raises(TransferError) as caught:
             transport.receive([TensorMeta((4,), torch.float32)], source=0, destination=1).wait()
-        assert time.monotonic() - start < 15
+        assert time.monotonic() - start < 60  # 4 s, if nobody else has the machine
         assert caught.value.peers == (0,)
         dist.barrier()
         return str(caught.value)
@@ -95,7 +95,7 @@ def test_a_late_sender_is_named_after_the_timeout() -> None:
 
 
 def die_before_sending() -> None:
-    transport = Transport(PipelineLayout.straight([1, 2]), timeout=timedelta(seconds=20))
+    transport = Transport(PipelineLayout.straight([1, 2]), timeout=TIMEOUT)
     if transport.rank == 0:
         os._exit(7)
     transport.receive([TensorMeta((4,), torch.float32)], source=0, destination=1).wait()
@@ -104,8 +104,8 @@ def die_before_sending() -> None:
 def test_a_dead_sender_fails_the_receivers_before_their_timeout() -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match=r"rank 0"):
-        run_distributed(die_before_sending, world_size=3)
-    assert time.monotonic() - start < 15
+        run_distributed(die_before_sending, world_size=3, timeout=600)
+    assert time.monotonic() - start < 200  # not the time-out; 2 s on a quiet machine
 
 
 def misuse() -> None:

@@ -36,7 +36,7 @@ from hp_platform.launch import RankInfo, Runtime, initialize, shutdown
 from hp_platform.p2p import irecv, isend, isend_irecv
 from hp_platform.pending import Pending
 from hp_platform.places import doing, mark_place, place_of
-from hp_platform.streams import Event, current_stream, use_stream
+from hp_platform.streams import Event, current_stream, side_stream, use_stream
 from hp_platform.sync_hooks import sync_hook
 from hp_platform.threads import ThreadContext
 from hp_platform.weight_grads import WeightGradQueue, linear, submit_weight_grad
@@ -90,6 +90,7 @@ __all__ = [
     "set_fsdp_exchanges",
     "set_fsdp_frees_parameters",
     "shutdown",
+    "side_stream",
     "start_all_to_all",
     "submit_weight_grad",
     "sync_hook",

@@ -7,6 +7,7 @@ torch has no public spelling for these. A release that moves one of them breaks 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,16 +26,26 @@ from torch._C._distributed_c10d import (
     _unregister_process_group,
 )
 from torch._compile import _disable_dynamo
+from torch._subclasses import FakeTensor
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed import _functional_collectives as functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 AsyncCollectiveTensor = functional.AsyncCollectiveTensor
 
-__all__ = ["HashStore", "PrefixStore", "Store", "TCPStore", "TorchDispatchMode"]
+__all__ = [
+    "FakeTensor",
+    "HashStore",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "TorchDispatchMode",
+    "tree_leaves",
+]
 
 
 # Renamed in 2.13, where the old names warn.
@@ -149,6 +160,24 @@ def coalesces(group: ProcessGroup, device: torch.device) -> bool:
     except RuntimeError:
         return False
     return bool(backend.supports_coalescing)
+
+
+def device_of(x: Tensor) -> torch.device:
+    """The device of `x` as torch has it, whatever `Tensor.device` says meanwhile."""
+    device: torch.device = torch._C.TensorBase.device.__get__(x)
+    return device
+
+
+@contextmanager
+def fsdp_on(device: torch.device) -> Iterator[None]:
+    """Let FSDP2 keep on `device` what it makes for modules that are sharded inside."""
+    module: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
+    usual = module._get_device_from_mesh
+    module._get_device_from_mesh = lambda _mesh: device
+    try:
+        yield
+    finally:
+        module._get_device_from_mesh = usual
 
 
 def group_timeout(group: ProcessGroup | None, device: torch.device) -> timedelta | None:

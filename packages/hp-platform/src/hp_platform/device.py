@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import os
+import socket
+from itertools import count
 
 import torch
 import torch.distributed as dist
+
+from hp_platform import _internals
 
 _MULTI_RANK = "NCCL_MULTI_RANK_GPU_ENABLE"
 _MULTI_RANK_SINCE = (2, 30)
@@ -25,29 +28,51 @@ def local_device(local_rank: int = 0, *, device_type: str = "auto") -> torch.dev
     """
     if device_type not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device_type ({device_type}) must be one of auto, cpu, cuda")
-    count = 0 if device_type == "cpu" else torch.cuda.device_count()
-    if device_type == "cuda" and count == 0:
+    num_devices = 0 if device_type == "cpu" else torch.cuda.device_count()
+    if device_type == "cuda" and num_devices == 0:
         raise ValueError("device_type (cuda) must be cpu or auto: this process sees no GPU")
-    if count == 0:
+    if num_devices == 0:
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank % count)
+    device = torch.device("cuda", local_rank % num_devices)
     torch.cuda.set_device(device)
     return device
 
 
-def ranks_per_device(device: torch.device, local_world_size: int) -> int:
-    """How many ranks share the busiest device of this machine; 1 on a CPU."""
+def ranks_per_device(device: torch.device, world_size: int, store: _internals.Store) -> int:
+    """Count the ranks that share the busiest device of the world; 1 where all are CPUs.
+
+    How many devices a process sees does not tell: Slurm shows each task one GPU, all of them by
+    the same index, and they may be one GPU or as many as there are tasks. So ranks tell each other
+    which one they have. All of them call this together, and all get the same answer.
+
+    Args:
+        device: Of this rank.
+        world_size: Number of ranks.
+        store: Where they meet.
+    """
     if device.type == "cpu":
         return 1
-    return math.ceil(local_world_size / torch.cuda.device_count())
+    place = store.add(f"ranks of {socket.gethostname()} {_identity(device)}", 1)
+    store.add(f"devices with {place} ranks", 1)
+    if store.add("ranks that told their device", 1) == world_size:
+        store.set("all devices told", "")
+    store.wait(["all devices told"])
+    return next(n for n in count(1) if not store.check([f"devices with {n + 1} ranks"]))
+
+
+def _identity(device: torch.device) -> str:
+    """What a GPU of a machine is known by in every process, and a part of one (MIG) as well."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    part = visible if visible.startswith("MIG-") else ""
+    return f"{torch.cuda.get_device_properties(device).uuid} {part}"
 
 
 def backend_for(device: torch.device, *, ranks_per_device: int = 1) -> str:
-    """Choose `"nccl"` or `"gloo"` for tensors on `device`.
+    """Name what can serve tensors on `device`: `"nccl"` or `"gloo"`.
 
     NCCL refuses two ranks on one GPU before 2.30, and later unless `NCCL_MULTI_RANK_GPU_ENABLE` is
-    set (this function does not set it, `initialize` does). Gloo then moves CUDA tensors through the
-    host; setting the variable to 1 oneself overrules the version check.
+    set (this function does not set it, `initialize` does). What is left is Gloo, which moves CUDA
+    tensors through the host; setting the variable to 1 oneself overrules the version check.
     """
     if device.type == "cpu" or not dist.is_nccl_available():
         return "gloo"
@@ -67,6 +92,14 @@ def nccl_shares_devices() -> bool:
 def allow_shared_devices() -> None:
     """Turn on NCCL's switch for several ranks on one GPU; before NCCL is initialised."""
     os.environ.setdefault(_MULTI_RANK, "1")
+
+
+def why_no_nccl(*, ranks_per_device: int) -> str:
+    """Why NCCL cannot serve GPUs that this many ranks share, for a message."""
+    if not dist.is_nccl_available():
+        return "torch is built without NCCL"
+    version = ".".join(map(str, _nccl_version()))
+    return f"{ranks_per_device} ranks share a GPU, which NCCL ({version}) cannot serve"
 
 
 def _nccl_version() -> tuple[int, ...]:

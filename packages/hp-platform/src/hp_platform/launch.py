@@ -11,14 +11,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.rendezvous import rendezvous
 
 from hp_platform import _internals
 from hp_platform.device import (
     allow_shared_devices,
     backend_for,
     local_device,
-    nccl_shares_devices,
     ranks_per_device,
+    why_no_nccl,
 )
 from hp_platform.pending import release_completed
 from hp_platform.roll_call import stop_watching, watch
@@ -102,6 +103,7 @@ def initialize(
     device_type: str = "auto",
     timeout: timedelta = DEFAULT_TIMEOUT,
     init_method: str | None = None,
+    backend: str = "auto",
 ) -> Runtime:
     """Choose the device and backend, and create the default group and the control group.
 
@@ -113,9 +115,12 @@ def initialize(
         timeout: Of each collective; a default group that exists keeps its own.
         init_method: Address as in `torch.distributed.init_process_group`; None: `env://`, or
             nothing for a world of one.
+        backend: `"auto"`: NCCL for GPUs and Gloo for CPUs. `"gloo"` for GPUs as well, through the
+            host: for ranks that share a GPU where NCCL cannot serve that, and far slower.
 
     Raises:
-        ValueError: If the environment, `info` and an existing default group contradict each other.
+        ValueError: If the environment, `info` and an existing default group contradict each other,
+            or if NCCL cannot serve the GPUs and Gloo was not asked for; then on every rank.
     """
     info = info or RankInfo.from_env() or _existing_world() or RankInfo(0, 1, 0, 1)
     device = local_device(info.local_rank, device_type=device_type)
@@ -123,16 +128,16 @@ def initialize(
         _require_existing(info)
         timeout = _internals.group_timeout(dist.group.WORLD, device) or timeout
     else:
-        _create_default_group(info, device, timeout, init_method)
+        _create_default_group(info, device, timeout, init_method, backend=backend)
     world = dist.group.WORLD
     assert world is not None
     with _internals.on_gloo_devices_of(world):
         control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
-    backend = _internals.backend_name(world, device)
+    served_by = _internals.backend_name(world, device)
     watch()
-    if backend is None:
+    if served_by is None:
         raise ValueError(f"the default group ({dist.get_backend()}) must serve device ({device})")
-    return Runtime(info, device, backend, timeout, control)
+    return Runtime(info, device, served_by, timeout, control)
 
 
 def shutdown() -> None:
@@ -144,45 +149,55 @@ def shutdown() -> None:
 
 
 def _create_default_group(
-    info: RankInfo, device: torch.device, timeout: timedelta, init_method: str | None
+    info: RankInfo,
+    device: torch.device,
+    timeout: timedelta,
+    init_method: str | None,
+    *,
+    backend: str = "auto",
 ) -> None:
-    shared = ranks_per_device(device, info.local_world_size)
-    backend = backend_for(device, ranks_per_device=shared)
-    if shared > 1 and backend == "nccl":
-        allow_shared_devices()
+    if init_method is None and info.world_size == 1 and "MASTER_ADDR" not in os.environ:
+        store: _internals.Store = _internals.HashStore()
+    else:
+        address = init_method or "env://"
+        store, _, _ = next(rendezvous(address, info.rank, info.world_size, timeout=timeout))
+        store.set_timeout(timeout)
+    shared = ranks_per_device(device, info.world_size, store)
+    backend = _choose(backend, device, shared)
     if backend == "nccl":
+        if shared > 1:
+            allow_shared_devices()
         # Several lines from every rank at its first send. A group for each directed edge, as
         # pipelines here have them, is the remedy that the warning asks for.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-    if shared > 1 and backend == "gloo" and info.local_rank == 0 and not nccl_shares_devices():
-        _log.warning(
-            "%d ranks share a GPU and this NCCL cannot: using Gloo through the host", shared
-        )
-    if init_method is None and info.world_size == 1 and "MASTER_ADDR" not in os.environ:
-        _init(info, device, backend, timeout, store=_internals.HashStore())
-    else:
-        _init(info, device, backend, timeout, init_method=init_method or "env://")
-
-
-def _init(
-    info: RankInfo,
-    device: torch.device,
-    backend: str,
-    timeout: timedelta,
-    *,
-    store: _internals.Store | None = None,
-    init_method: str | None = None,
-) -> None:
+    elif device.type == "cuda" and info.rank == 0:
+        _log.warning("backend (gloo) moves what GPUs exchange through the host: far slower")
     dist.init_process_group(
         backend,
-        init_method=init_method,
-        store=store,
+        store=_internals.PrefixStore("default_pg", store),
         rank=info.rank,
         world_size=info.world_size,
         timeout=timeout,
         # Naming the device makes NCCL connect now instead of at its first collective.
         device_id=device if backend == "nccl" else None,
     )
+
+
+def _choose(asked: str, device: torch.device, shared: int) -> str:
+    """The backend for a device that so many ranks share; the same on all ranks."""
+    if asked not in ("auto", "gloo", "nccl"):
+        raise ValueError(f"backend ({asked}) must be one of auto, gloo, nccl")
+    if asked == "gloo" or (asked == "auto" and device.type == "cpu"):
+        return "gloo"
+    if device.type == "cpu":
+        raise ValueError("backend (nccl) must be auto or gloo for device (cpu)")
+    if backend_for(device, ranks_per_device=shared) != "nccl":
+        # A run at a fiftieth of the speed is no run that anybody asked for.
+        raise ValueError(
+            f"backend ({asked}) must be gloo, through the host and far slower, where "
+            f"{why_no_nccl(ranks_per_device=shared)}: give every rank a GPU of its own"
+        )
+    return "nccl"
 
 
 def _existing_world() -> RankInfo | None:

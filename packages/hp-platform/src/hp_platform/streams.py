@@ -6,6 +6,7 @@ A stream is a `torch.cuda.Stream` on CUDA and None on a CPU, where work is done 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from threading import Lock
 
 import torch
 
@@ -18,6 +19,28 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
 def use_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
     """Send the work of this thread to `stream` inside the context; None: leave it as it is."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def side_stream(device: torch.device, purpose: str) -> torch.cuda.Stream | None:
+    """Return the one stream of this process for a purpose on `device`; None on a CPU.
+
+    torch hands out 32 streams of a device and then the same ones again, so that a stream for every
+    call soon shares one with NCCL, with FSDP, or with another purpose, and waits for its work.
+
+    Args:
+        device: With its index.
+        purpose: What the stream is for, such as `"read counts"`.
+    """
+    if device.type != "cuda":
+        return None
+    with _lock:
+        if (device, purpose) not in _side_streams:
+            _side_streams[device, purpose] = torch.cuda.Stream(device)
+        return _side_streams[device, purpose]
+
+
+_lock = Lock()
+_side_streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 
 
 class Event:

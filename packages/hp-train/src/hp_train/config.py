@@ -18,6 +18,7 @@ MOST_EXPERTS = 200_000
 Count = Annotated[int, Meta(ge=1, le=LARGEST)]
 CountOrZero = Annotated[int, Meta(ge=0, le=LARGEST)]
 Seconds = Annotated[float, Meta(gt=0, le=1e9)]
+SecondsOrZero = Annotated[float, Meta(ge=0, le=1e9)]
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
 BelowOne = Annotated[float, Meta(ge=0, lt=1)]
@@ -60,18 +61,33 @@ class LaunchConfig(Struct, frozen=True, kw_only=True):
     device: Annotated[
         Literal["auto", "cpu", "cuda"], _help("auto: GPUs where there are any, else the CPU.")
     ] = "auto"
+    backend: Annotated[
+        Literal["auto", "gloo"],
+        _help("auto: NCCL on GPUs, Gloo on CPUs. gloo: on GPUs through the host, far slower."),
+    ] = "auto"
     threads_per_process: Annotated[
         CountOrZero, _help("Threads per process. 0: the cores shared out, at least 1.")
     ] = 0
     init_timeout_seconds: Annotated[
-        Seconds, _help("Seconds for processes to start and find each other.")
-    ] = 60.0
+        SecondsOrZero,
+        _help(
+            "Seconds for processes to start and find each other. 0: 60, and 0.25 for each process."
+        ),
+    ] = 0.0
     step_timeout_seconds: Annotated[
-        Seconds, _help("Seconds for one collective or message between ranks.")
-    ] = 300.0
+        SecondsOrZero,
+        _help(
+            "Seconds for one collective or message between ranks. "
+            "0: 300, and 0.5 for each process; 300 more with train.compile inductor."
+        ),
+    ] = 0.0
     hang_seconds: Annotated[
-        Seconds, _help("Seconds without progress of any rank after which the run is ended.")
-    ] = 120.0
+        SecondsOrZero,
+        _help(
+            "Seconds without progress of any rank after which the run is ended. "
+            "0: 120, and 0.5 for each process; 300 more with train.compile inductor."
+        ),
+    ] = 0.0
     max_restarts: Annotated[
         CountOrZero,
         _help("Restarts after a rank is lost or hangs, in a row without a new checkpoint."),

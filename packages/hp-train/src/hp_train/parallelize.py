@@ -171,6 +171,7 @@ def build_pipeline(
     vocab_size: int,
     timeout: timedelta,
     on_step: Callable[[MetaStep], None] | None = None,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> Pipeline:
     """Build, shard and initialise this rank's part of the model. All ranks call this together.
 
@@ -181,6 +182,7 @@ def build_pipeline(
         vocab_size: Of the tokenizer.
         timeout: Of every message between stages.
         on_step: Called before each step of a schedule, for heartbeats.
+        on_progress: Likewise while weights are made, which may take minutes.
     """
     num_stages = count_stages(config)
     layers = split_layers(config.model.num_layers, num_stages)
@@ -245,7 +247,7 @@ def build_pipeline(
         if stage and module.embedding is not None and 0 in modules:
             share_table(modules[0], module)
         found = named_parameters(module, shapes, mesh)
-        initialize_parameters(found, config.model, seed=config.run.seed)
+        initialize_parameters(found, config.model, seed=config.run.seed, on_progress=on_progress)
         modules[stage] = module
         parameters += found
     return Pipeline(

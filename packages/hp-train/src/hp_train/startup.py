@@ -12,6 +12,7 @@ from hp_train.data.cache import Cache
 from hp_train.data.prepare import prepare
 from hp_train.errors import DataError
 from hp_train.launch.task import Worker
+from hp_train.timeouts import Timeouts
 
 
 def connect(config: Config, worker: Worker) -> Runtime:
@@ -22,17 +23,18 @@ def connect(config: Config, worker: Worker) -> Runtime:
         worker: This process.
     """
     worker.board.beat(step=0, phase="connect", waiting=True)
-    launch = config.launch
+    launch, timeouts = config.launch, Timeouts.of(config)
     runtime = initialize(
         worker.info,
         device_type=launch.device,
-        timeout=timedelta(seconds=launch.init_timeout_seconds),
+        timeout=timedelta(seconds=timeouts.init),
+        backend=launch.backend,
     )
     control = new_group(
         [range(runtime.info.world_size)],
         name="control",
         backend="gloo",
-        timeout=timedelta(seconds=launch.step_timeout_seconds),
+        timeout=timedelta(seconds=timeouts.step),
     )
     assert control is not None, "every rank is in the control group"
     return replace(runtime, control=control)

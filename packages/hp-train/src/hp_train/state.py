@@ -24,7 +24,8 @@ def materialize_optimizer(optimizer: torch.optim.AdamW) -> None:
         for tensor in group["params"]:
             state = optimizer.state[tensor]
             if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
+                # Beside the parameter: a fused update on a GPU takes nothing from the host.
+                state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
                 for moment in _MOMENTS:
                     state[moment] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
 

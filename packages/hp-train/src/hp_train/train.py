@@ -50,6 +50,7 @@ from hp_train.state import (
     set_optimizer_steps,
 )
 from hp_train.tensor_parallel import cross_entropy
+from hp_train.timeouts import Timeouts
 
 
 def main(config: Config, *, worker: Worker) -> int:
@@ -123,7 +124,7 @@ class Trainer:
         self._norms_before: list[Tensor] = []
         self._cpu_before = time.process_time()
         self._beat("build")
-        timeout = timedelta(seconds=config.launch.step_timeout_seconds)
+        timeout = timedelta(seconds=Timeouts.of(config).step)
         self.mesh = build_mesh(Layout.of(config.mesh), runtime, timeout=timeout)
         self.pipeline = build_pipeline(
             config,
@@ -132,6 +133,7 @@ class Trainer:
             vocab_size=vocab_size_of(config, tokenizer),
             timeout=timeout,
             on_step=self._on_pipeline_step,
+            on_progress=lambda: self._beat("make weights"),
         )
         self.runner = self.pipeline.training(self._loss)
         self.parameters = self.pipeline.parameters

@@ -3,12 +3,14 @@
 Shape symbols: T tokens, K experts per token, E experts, W ranks, B numbers told to a rank.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hp_platform import Event, Pending, use_stream
+from hp_platform import Event, Pending, side_stream, use_stream
 
 
 class SlotCounts(NamedTuple):
@@ -77,14 +79,39 @@ def read_exchange(
     if told.device.type != "cuda":
         heard = exchange.wait()
         return heard, *read_host(torch.stack([told[..., :num_columns], heard[..., :num_columns]]))
-    done, stream = Event(told.device), torch.cuda.Stream(told.device)
+    done, stream = Event(told.device), side_stream(told.device, "read counts")
     with use_stream(stream):
         heard = exchange.wait()
         both = torch.stack([told[..., :num_columns], heard[..., :num_columns]])
-        on_host = torch.empty(both.shape, dtype=both.dtype, device="cpu", pin_memory=True)
-        on_host.copy_(both, non_blocking=True)
-        done.record(stream)
+        with _landings.lend(both) as on_host:
+            on_host.copy_(both, non_blocking=True)
+            done.record(stream)
+            # Also keeps `told` and `both` alive for as long as the other stream reads them.
+            done.synchronize()
+            mine, theirs = read_host(on_host)
     done.wait()
-    # Also keeps `told` and `both` alive for as long as the other stream reads them.
-    done.synchronize()
-    return heard, *read_host(on_host)
+    return heard, mine, theirs
+
+
+class _Landings:
+    """Pinned memory that copies to the host land in; each piece serves one read at a time."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []  # adding and taking are one step each, in any thread
+
+    @contextmanager
+    def lend(self, source: Tensor) -> Iterator[Tensor]:
+        """Memory of the shape and dtype of `source` for as long as the context lasts."""
+        try:
+            memory = self._free.pop()
+        except IndexError:
+            memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if memory.numel() < source.nbytes:
+            size = max(_SMALLEST, 1 << (source.nbytes - 1).bit_length())
+            memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        yield memory[: source.nbytes].view(source.dtype).view(source.shape)
+        self._free.append(memory)  # not after an error: the device may yet write to it
+
+
+_SMALLEST = 1 << 14
+_landings = _Landings()

@@ -12,6 +12,7 @@ from hp_platform.testing.agreeing import (
     compare_runs,
 )
 from hp_platform.testing.comparing import Comparison, Difference, compare
+from hp_platform.testing.devices import STAND_IN, watch_devices
 from hp_platform.testing.exchanges import Exchange, record_exchanges
 from hp_platform.testing.operators import watch_operators
 from hp_platform.testing.processes import RankError, run_distributed
@@ -22,6 +23,7 @@ from hp_platform.testing.threaded import run_in_threads
 __all__ = [
     "CHOICES",
     "SCORES",
+    "STAND_IN",
     "Comparison",
     "Difference",
     "Exchange",
@@ -40,5 +42,6 @@ __all__ = [
     "run_distributed",
     "run_in_threads",
     "slow_group",
+    "watch_devices",
     "watch_operators",
 ]

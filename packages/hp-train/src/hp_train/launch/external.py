@@ -35,6 +35,7 @@ from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import ERRORS, Worker, drop_empty, error_file, read_error, stack_file
 from hp_train.launch.worker import one_line, report_stacks, run_guarded
 from hp_train.options import Resolved
+from hp_train.timeouts import Timeouts
 
 _STORE_TIMEOUT = timedelta(minutes=5)
 
@@ -76,7 +77,7 @@ def run(resolved: Resolved, *, entry: str) -> int:
         if warning := why_no_node_is_replaced(os.environ):
             sys.stderr.write(f"warning: {warning}\n")
     if store is not None:
-        timeout = timedelta(seconds=launch.init_timeout_seconds)
+        timeout = timedelta(seconds=Timeouts.of(resolved.config).init)
         _served = meet(store, info, os.environ, timeout=timeout)
     board = Board.unwatched()
     worker = Worker(info=info, run_dir=run_dir, board=board, stop=stop)

@@ -42,6 +42,7 @@ from hp_train.launch.task import (
     read_error,
     stack_file,
 )
+from hp_train.timeouts import Timeouts
 
 if TYPE_CHECKING:
     from hp_train.config import Config
@@ -173,10 +174,11 @@ def _attempt(task: Task, folder: Folder, trap: StopTrap, *, resumable: bool) -> 
             when = "before any process was started, nothing to save"
             return _stopped(task.run_dir, when, resumable)
         ranks = ElasticRanks(task, num_processes=config.world_size)
+        timeouts = Timeouts.of(config)
         watch = Watch(
             board,
-            hang_seconds=config.launch.hang_seconds,
-            start_seconds=config.launch.init_timeout_seconds,
+            hang_seconds=timeouts.hang,
+            start_seconds=timeouts.init,
         )
         grace = config.launch.stop_grace_seconds
         started = _Run(

@@ -29,6 +29,7 @@ from hp_train.plan.machine import Machine
 from hp_train.plan.memory import static_memory
 from hp_train.plan.modules import whole_model
 from hp_train.space import with_keys
+from hp_train.timeouts import Timeouts
 from hp_train.train import start
 from hp_train.verify.pairs import checked_config, one_process
 
@@ -184,7 +185,8 @@ def time_link(config: Config, *, worker: Worker) -> int:
     runtime = initialize(
         worker.info,
         device_type=launch.device,
-        timeout=timedelta(seconds=launch.step_timeout_seconds),
+        timeout=timedelta(seconds=Timeouts.of(config).step),
+        backend=launch.backend,
     )
     group = new_group([[0, 1]], name="link")
     assert group is not None

@@ -12,6 +12,7 @@ from hp_train.errors import ConfigError
 from hp_train.schedules import count_stages, placement, split_layers
 from hp_train.schema import fields, shown
 from hp_train.space import with_keys
+from hp_train.timeouts import Timeouts
 
 EXACT = ("pipeline.schedule", "pipeline.overlap", "train.recompute")
 """Keys that change when or how often something is computed, but no sum: bits must stay the same.
@@ -58,7 +59,7 @@ def checked_config(config: Config, *, dtype: str) -> Config:
         config.launch,
         num_processes=0,
         threads_per_process=1,
-        init_timeout_seconds=max(config.launch.init_timeout_seconds, _START_SECONDS),
+        init_timeout_seconds=max(Timeouts.of(config).init, _START_SECONDS),
     )
     run = replace(config.run, resume="", tensorboard=False)
     train = replace(config.train, dtype=dtype)
