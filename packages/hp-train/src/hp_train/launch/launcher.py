@@ -23,7 +23,7 @@ from hp_train.launch.task import Task, drop_empty, error_file, stack_file
 
 if TYPE_CHECKING:
     from hp_train.config import Config
-    from hp_train.launch.elastic import ElasticRanks
+    from hp_train.launch.ranks import Ranks
     from hp_train.options import Resolved
 
 _ENTRY = "hp_train.train:main"
@@ -43,10 +43,7 @@ _KEEP_MEMORY = ":".join(
 
 # torch imports the last three by itself at the first use of an optimizer, of a lazy collective and
 # of a checkpoint; every rank would take seconds for each of them, all at the same time.
-_PRELOADED = (
-    "hp_train.launch.zygote",
-    "torch.distributed.elastic.multiprocessing",
-)
+_PRELOADED = ("hp_train.launch.zygote", "hp_train.launch.ranks")
 _PRELOADED_FOR_TRAINING = (
     "torch._dynamo",
     "torch.distributed.tensor",
@@ -103,9 +100,7 @@ def _run_ranks(
 ) -> int:
     """Run the ranks to their end; start them again where a rank is lost or hangs.
 
-    Every start begins with the last good checkpoint. The elastic agent could restart ranks by
-    itself, but knows neither of hangs nor of whom to blame, and waits for ranks that are to be
-    killed; so it is given one attempt at a time.
+    Every start begins with the last good checkpoint.
     """
     in_a_row, newest = 0, ""
     while True:
@@ -132,22 +127,24 @@ def _attempt(config: Config, run_dir: Path, trap: StopTrap, entry: str, *, resum
     # Imported while the server does the same.
     import torch  # noqa: PLC0415
 
-    from hp_train.launch.elastic import ElasticRanks  # noqa: PLC0415
+    from hp_train.launch.ranks import Ranks  # noqa: PLC0415
 
     if config.launch.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError('launch.device ("cuda") must be cpu or auto where there is no GPU')
     heartbeat = run_dir / "heartbeat"
     board = Board.create(heartbeat, num_ranks=config.world_size)
     trap.is_watched = True
+    ranks: Ranks | None = None
     try:
         if trap.first:
             return _stopped(run_dir, "before any process was started, nothing to save", resumable)
         task = Task(config, run_dir, heartbeat, os.getpid(), entry)
-        ranks = ElasticRanks(task, num_processes=config.world_size)
+        ranks = Ranks(task, num_processes=config.world_size)
         watch = Watch(
             board,
             hang_seconds=config.launch.hang_seconds,
             start_seconds=config.launch.init_timeout_seconds,
+            ended=ranks.ended,
         )
         grace = config.launch.stop_grace_seconds
         started = _Run(
@@ -155,7 +152,8 @@ def _attempt(config: Config, run_dir: Path, trap: StopTrap, entry: str, *, resum
         )
         return started.finish()
     except BaseException:
-        kill_ranks(board.slots())
+        if ranks is not None:
+            ranks.kill()
         raise
     finally:
         heartbeat.unlink(missing_ok=True)
@@ -194,7 +192,7 @@ class _Run:
         run_dir: Path,
         trap: StopTrap,
         board: Board,
-        ranks: ElasticRanks,
+        ranks: Ranks,
         watch: Watch,
         *,
         stop_grace_seconds: float,
@@ -230,7 +228,7 @@ class _Run:
                 return self._fail(verdict)
         if self._all_returned():
             return self._returned(max(slot.status for slot in self.board.slots()))
-        return self._agent_gave_up()
+        return self._ended_unseen()
 
     def _all_returned(self) -> bool:
         return all(slot.state is State.RETURNED for slot in self.board.slots())
@@ -263,7 +261,7 @@ class _Run:
         if verdict.state is State.FAILED:
             reason = _first_line(error_file(self.run_dir, verdict.rank))
         elif not verdict.is_hang:
-            code = self.ranks.exit_codes.get(verdict.rank)
+            code = self.ranks.ended().get(verdict.rank)
             if self.trap.first and code == -self.trap.first:
                 when = "before the first step, nothing to save"
                 return _stopped(self.run_dir, when, self.resumable)
@@ -275,20 +273,15 @@ class _Run:
             _say(line)
         return verdict.status
 
-    def _agent_gave_up(self) -> int:
-        """The agent saw the end of a process, or failed itself, before the watch saw anything."""
-        if self.ranks.exit_codes:
-            return self._fail(gone(self.board.slots()[min(self.ranks.exit_codes)]))
-        self._kill()
-        _say(f"error: the elastic launcher failed: {self.ranks.error}")
-        return 1
+    def _ended_unseen(self) -> int:
+        """All processes have ended, some without a result, before the watch saw anything."""
+        lost = [slot for slot in self.board.slots() if slot.state is not State.RETURNED]
+        codes = self.ranks.ended()
+        return self._fail(gone(min(lost, key=lambda slot: codes[slot.rank] == 0)))
 
     def _kill(self) -> None:
-        """Again and again: a rank that only starts has told nobody yet which process it is."""
-        deadline = time.monotonic() + _REAP_SECONDS
-        while not self.ranks.is_done and time.monotonic() < deadline:
-            kill_ranks(self.board.slots())
-            self.ranks.join(_LOOK_SECONDS)
+        self.ranks.kill()
+        self.ranks.join(_REAP_SECONDS)
 
     def _stack_of(self, rank: int) -> list[str]:
         """The stack of a rank's main thread, which its fault handler writes even when blocked."""
@@ -313,9 +306,9 @@ def _stopped(run_dir: Path, when: str = "", resumable: bool = True) -> int:
 
 
 def _describe_exit(code: int | None) -> str:
-    if code is None:
+    if not code:
         return "its process ended without a result"
-    if code >= 0:
+    if code > 0:
         return f"its process ended with status {code}"
     try:
         return f"killed by {signal.Signals(-code).name}"

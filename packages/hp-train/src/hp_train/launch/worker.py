@@ -32,8 +32,12 @@ _ECHOES = (
 """What gloo, NCCL and the store say when another rank is gone or late."""
 
 
-def work(task: Task) -> int:
+def work(task: Task, *, init_method: str) -> int:
     """Be one rank, in a process that the launcher has started.
+
+    Args:
+        task: Of all ranks.
+        init_method: Where the ranks meet.
 
     Returns:
         Exit status of the rank. After a failure the process waits for the launcher to end it, so
@@ -41,13 +45,15 @@ def work(task: Task) -> int:
     """
     die_with(task.launcher_pid)
     info = RankInfo.from_env()
-    assert info is not None, "the elastic launcher sets RANK"
+    assert info is not None, "the launcher sets RANK"
     board = Board.attach(task.board, rank=info.local_rank)
     stop = StopFlag(passed_on=board.stop_requested)
     stop.install()
     board.join()
     report_stacks(stack_file(task.run_dir, info.rank))
-    worker = Worker(info=info, run_dir=task.run_dir, board=board, stop=stop)
+    worker = Worker(
+        info=info, run_dir=task.run_dir, board=board, stop=stop, init_method=init_method
+    )
     status = run_guarded(task.entry, task.config, worker)
     if status is None:
         time.sleep(_HOLD_SECONDS)
