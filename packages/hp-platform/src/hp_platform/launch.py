@@ -20,6 +20,8 @@ from hp_platform.device import (
     nccl_shares_devices,
     ranks_per_device,
 )
+from hp_platform.groups import secret_of_call
+from hp_platform.membership import require_members
 from hp_platform.pending import release_completed
 
 _log = logging.getLogger("hp_platform")
@@ -118,7 +120,8 @@ def initialize(
     """
     info = info or RankInfo.from_env() or _existing_world() or RankInfo(0, 1, 0, 1)
     device = local_device(info.local_rank, device_type=device_type)
-    if dist.is_initialized():
+    is_own = not dist.is_initialized()
+    if not is_own:
         _require_existing(info)
         timeout = _internals.group_timeout(dist.group.WORLD, device) or timeout
     else:
@@ -127,6 +130,10 @@ def initialize(
     assert world is not None
     with _internals.on_gloo_devices_of(world):
         control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
+    secret = secret_of_call("initialize", [range(world.size())], "gloo", rank=world.rank())
+    for group, name in ((world, "default"), (control, "control")):
+        if is_own or group is control:
+            require_members(group, secret=secret, name=name)
     backend = _internals.backend_name(world, device)
     if backend is None:
         raise ValueError(f"the default group ({dist.get_backend()}) must serve device ({device})")
