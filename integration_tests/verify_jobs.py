@@ -50,9 +50,7 @@ class OwnModel(Job):
     """Data-parallel training of somebody's own model: two matrices, the second one sharded."""
 
     def __init__(self, config: Config, worker: Worker) -> None:
-        self.runtime = initialize(
-            worker.info, device_type=config.launch.device, init_method=worker.init_method
-        )
+        self.runtime = initialize(worker.info, device_type=config.launch.device)
         self.rank, self.size = worker.info.rank, worker.info.world_size
         self.batch, self.step = config.train.global_batch_size, 0
         first, second = (

@@ -9,6 +9,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from hp_platform import INIT_METHOD_VARIABLE
 from hp_train.config import Config
 from hp_train.errors import PREEMPTED, DataError
 from hp_train.launch.launcher import run
@@ -88,8 +89,9 @@ def _tell_started(worker: Worker) -> None:
 
 
 def _connect(worker: Worker) -> None:
+    where = os.environ[INIT_METHOD_VARIABLE]
     rank, size = worker.info.rank, worker.info.world_size
-    dist.init_process_group("gloo", init_method=worker.init_method, rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size)
 
 
 def _fault(name: str, step: int, worker: Worker) -> None:

@@ -18,7 +18,7 @@ from hp_platform.compiling import outside_graph
 from hp_platform.device import backend_for, local_device
 from hp_platform.fsdp import set_fsdp_exchanges, set_fsdp_frees_parameters
 from hp_platform.groups import mesh_of, new_group, resolve_group
-from hp_platform.launch import RankInfo, Runtime, initialize, shutdown
+from hp_platform.launch import INIT_METHOD_VARIABLE, RankInfo, Runtime, initialize, shutdown
 from hp_platform.messages import all_gather_json, on_one_rank
 from hp_platform.p2p import irecv, isend, isend_irecv
 from hp_platform.pending import Pending
@@ -28,6 +28,7 @@ from hp_platform.threads import ThreadContext
 from hp_platform.weight_grads import WeightGradQueue, linear, submit_weight_grad
 
 __all__ = [
+    "INIT_METHOD_VARIABLE",
     "Event",
     "PeerError",
     "Pending",

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import (
+    FileStore,
     HashStore,
     PrefixStore,
     Store,
-    TCPStore,
     _register_process_group,
     _resolve_process_group,
     _unregister_process_group,
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 AsyncCollectiveTensor = functional.AsyncCollectiveTensor
 
-__all__ = ["HashStore", "PrefixStore", "Store", "TCPStore", "TorchDispatchMode"]
+__all__ = ["FileStore", "HashStore", "PrefixStore", "Store", "TorchDispatchMode"]
 
 
 # Renamed in 2.13, where the old names warn.

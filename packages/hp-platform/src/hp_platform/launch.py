@@ -27,6 +27,8 @@ from hp_platform.pending import release_completed
 _log = logging.getLogger("hp_platform")
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+INIT_METHOD_VARIABLE = "HP_INIT_METHOD"
+"""Environment variable that says where the ranks meet, in place of MASTER_ADDR and MASTER_PORT."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +114,13 @@ def initialize(
         info: Place of this process; None: from the environment, else a world of one.
         device_type: As in `local_device`.
         timeout: Of each collective; a default group that exists keeps its own.
-        init_method: Address as in `torch.distributed.init_process_group`; None: `env://`, or
-            nothing for a world of one.
+        init_method: Address as in `torch.distributed.init_process_group`; None: that of the
+            variable `HP_INIT_METHOD`, else `env://`, or nothing for a world of one.
 
     Raises:
         ValueError: If the environment, `info` and an existing default group contradict each other.
     """
+    init_method = init_method or os.environ.get(INIT_METHOD_VARIABLE)
     info = info or RankInfo.from_env() or _existing_world() or RankInfo(0, 1, 0, 1)
     device = local_device(info.local_rank, device_type=device_type)
     is_own = not dist.is_initialized()

@@ -25,7 +25,6 @@ def connect(config: Config, worker: Worker) -> Runtime:
         worker.info,
         device_type=launch.device,
         timeout=timedelta(seconds=launch.init_timeout_seconds),
-        init_method=worker.init_method,
     )
     control = new_group(
         [range(runtime.info.world_size)],

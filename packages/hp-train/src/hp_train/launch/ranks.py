@@ -15,6 +15,7 @@ from multiprocessing import reduction
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from hp_platform import INIT_METHOD_VARIABLE
 from hp_train.errors import RankLostError
 from hp_train.launch.task import Task
 from hp_train.launch.worker import work
@@ -90,7 +91,8 @@ class _Inherited:
 
 def _be(task: Task, environment: dict[str, str], meeting: _Inherited) -> int:
     os.environ.update(environment)
-    return work(task, init_method=f"file:///proc/self/fd/{meeting.descriptor}")
+    os.environ[INIT_METHOD_VARIABLE] = f"file:///proc/self/fd/{meeting.descriptor}"
+    return work(task)
 
 
 def _environment(rank: int, world_size: int) -> dict[str, str]:

@@ -25,14 +25,12 @@ class Worker:
         run_dir: Where the run is kept.
         board: Takes its heartbeats.
         stop: Whether to save and stop.
-        init_method: Where the ranks meet, as in `hp_platform.initialize`.
     """
 
     info: RankInfo
     run_dir: Path
     board: Board
     stop: StopFlag
-    init_method: str | None = None
 
 
 @dataclass(frozen=True)

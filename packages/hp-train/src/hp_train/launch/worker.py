@@ -32,12 +32,8 @@ _ECHOES = (
 """What gloo, NCCL and the store say when another rank is gone or late."""
 
 
-def work(task: Task, *, init_method: str) -> int:
+def work(task: Task) -> int:
     """Be one rank, in a process that the launcher has started.
-
-    Args:
-        task: Of all ranks.
-        init_method: Where the ranks meet.
 
     Returns:
         Exit status of the rank. After a failure the process waits for the launcher to end it, so
@@ -51,9 +47,7 @@ def work(task: Task, *, init_method: str) -> int:
     stop.install()
     board.join()
     report_stacks(stack_file(task.run_dir, info.rank))
-    worker = Worker(
-        info=info, run_dir=task.run_dir, board=board, stop=stop, init_method=init_method
-    )
+    worker = Worker(info=info, run_dir=task.run_dir, board=board, stop=stop)
     status = run_guarded(task.entry, task.config, worker)
     if status is None:
         time.sleep(_HOLD_SECONDS)

@@ -187,7 +187,6 @@ def time_link(config: Config, *, worker: Worker) -> int:
         worker.info,
         device_type=launch.device,
         timeout=timedelta(seconds=launch.step_timeout_seconds),
-        init_method=worker.init_method,
     )
     group = new_group([[0, 1]], name="link")
     assert group is not None
