@@ -89,7 +89,7 @@ def _tell_started(worker: Worker) -> None:
 
 
 def _connect(worker: Worker) -> None:
-    where = os.environ[INIT_METHOD_VARIABLE]
+    where = os.environ.get(INIT_METHOD_VARIABLE)
     rank, size = worker.info.rank, worker.info.world_size
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size)
 
