@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import encodings.idna  # noqa: F401  # sockets need it, and another user may not be able to read it
 import json
 import os
 import pickle
@@ -114,11 +115,11 @@ def _try_all(
 ) -> list[str]:
     done = []
     for pid in pids:
-        for entry in ("mem", "environ", "fd", "cwd/."):
+        for name in ("mem", "environ", "fd", "cwd/."):
             with contextlib.suppress(OSError):
-                flag = os.O_RDWR if entry == "mem" else os.O_RDONLY
-                os.close(os.open(f"/proc/{pid}/{entry}", flag))
-                done.append(f"opened /proc/{pid}/{entry}")
+                flag = os.O_RDWR if name == "mem" else os.O_RDONLY
+                os.close(os.open(f"/proc/{pid}/{name}", flag))
+                done.append(f"opened /proc/{pid}/{name}")
     public = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/tty", "/dev/pts")
     for target, entry in opened.items():
         for path in (str(entry), target):
@@ -126,14 +127,14 @@ def _try_all(
                 if path.startswith("/") and not path.startswith(public):
                     os.close(os.open(path, os.O_RDWR))
                     done.append(f"opened {path}: {target}")
-    for path in unix:
+    for named in unix:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
-            client.connect("\0" + path[1:] if path.startswith("@") else path)
-            done.append(f"connected to {path}")
-    for path in Path("/dev/shm").iterdir():
-        if any(str(path) in target for target in opened):
-            with contextlib.suppress(OSError), path.open("r+b"):
-                done.append(f"opened {path}")
+            client.connect("\0" + named[1:] if named.startswith("@") else named)
+            done.append(f"connected to {named}")
+    for shared in Path("/dev/shm").iterdir():
+        if any(str(shared) in target for target in opened):
+            with contextlib.suppress(OSError), shared.open("r+b"):
+                done.append(f"opened {shared}")
     for port in ports:
         done += _write_to_store(port, *plant)
         _write_junk(port)
