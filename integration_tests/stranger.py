@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import signal
 import socket
 import struct
 import traceback
@@ -143,12 +144,17 @@ def _try_all(
 
 def _write_to_store(port: int, name: str, marker: Path) -> list[str]:
     key, pickled = f"torch.rendezvous.{name}", base64.b64encode(pickle.dumps(_Leaves(marker)))
-    try:
-        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=1))
-        store.set(key, pickled.decode())
-    except (RuntimeError, OSError):
-        return []
-    return [f"wrote {key} to the store at port {port}"]
+    child = os.fork()
+    if child == 0:  # a client of the store waits for ever for an answer of what is none
+        signal.alarm(5)
+        try:
+            store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=1))
+            store.set(key, pickled.decode())
+        except (RuntimeError, OSError):
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return [f"wrote {key} to the store at port {port}"] if status == 0 else []
 
 
 def _write_junk(port: int) -> None:
