@@ -14,7 +14,7 @@ _LOOPBACK = ("0100007F", "00000000000000000000000001000000")
 
 
 def _settings(folder: Path) -> dict[str, object]:
-    steps = int(os.environ.get("HP_STRANGER_STEPS", "60"))
+    steps = int(os.environ.get("HP_STRANGER_STEPS", "300"))
     changed = {
         "mesh.dp_replicate": 1,
         "mesh.ep": 1,
