@@ -118,13 +118,13 @@ def test_a_lost_rank_ends_the_agreement_and_keeps_the_own_error() -> None:
 def _made_once() -> tuple[list[int], str]:
     group = new_group([range(dist.get_world_size())], name="control", backend="gloo")
     assert group is not None
-    made = on_one_rank(lambda: [dist.get_rank(), os.getpid()], group=group)
+    made = on_one_rank(lambda: [dist.get_rank(), os.getpid()], of=list[int], group=group)
 
     def fail() -> int:
         raise ValueError(f"memory ({dist.get_rank()}) must be >= 1")
 
     try:
-        on_one_rank(fail, group=group, where="the search")
+        on_one_rank(fail, of=int, group=group, where="the search")
     except (ValueError, PeerError) as error:
         return made, f"{type(error).__name__}: {error}"
     return made, ""

@@ -9,6 +9,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from hp_platform import INIT_METHOD_VARIABLE
 from hp_train.config import Config
 from hp_train.errors import PREEMPTED, DataError
 from hp_train.launch.launcher import run
@@ -25,7 +26,7 @@ def returns(_config: Config, *, worker: Worker) -> int:
 
 def trains(config: Config, *, worker: Worker) -> int:
     """Step by step with the others until one of them is asked to stop, as the real loop does."""
-    _connect()
+    _connect(worker)
     for step in range(STEPS):
         _fault(config.run.name, step, worker)
         worker.board.beat(step=step, phase="forward")
@@ -44,7 +45,7 @@ def trains(config: Config, *, worker: Worker) -> int:
 
 def trains_in_attempts(config: Config, *, worker: Worker) -> int:
     """A few steps with the fault that the list has for this attempt."""
-    _connect()
+    _connect(worker)
     attempts = worker.run_dir / "attempts"
     attempt = len(attempts.read_text()) if attempts.exists() else 0
     dist.barrier()
@@ -87,8 +88,10 @@ def _tell_started(worker: Worker) -> None:
     file.rename(worker.run_dir / "started")
 
 
-def _connect() -> None:
-    dist.init_process_group("gloo")
+def _connect(worker: Worker) -> None:
+    where = os.environ.get(INIT_METHOD_VARIABLE)
+    rank, size = worker.info.rank, worker.info.world_size
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size)
 
 
 def _fault(name: str, step: int, worker: Worker) -> None:

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import (
+    FileStore,
     HashStore,
     PrefixStore,
     Store,
-    TCPStore,
     _register_process_group,
     _resolve_process_group,
     _unregister_process_group,
@@ -39,10 +39,10 @@ AsyncCollectiveTensor = functional.AsyncCollectiveTensor
 
 __all__ = [
     "FakeTensor",
+    "FileStore",
     "HashStore",
     "PrefixStore",
     "Store",
-    "TCPStore",
     "TorchDispatchMode",
     "tree_leaves",
 ]

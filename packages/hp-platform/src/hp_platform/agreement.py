@@ -1,20 +1,14 @@
-"""`agree` and `on_one_rank`: all ranks go on together, or all of them raise."""
+"""`agree`: all ranks go on together, or all of them raise."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_platform import _internals
 from hp_platform.failures import FailureReport, PeerError, mark_agreed
 from hp_platform.groups import global_ranks
-
-T = TypeVar("T")
 
 
 def agree(error: BaseException | None = None, *, group: ProcessGroup, where: str = "") -> None:
@@ -57,34 +51,6 @@ def agree(error: BaseException | None = None, *, group: ProcessGroup, where: str
         raised = PeerError(listed, rank=first, report=reports[first])
         mark_agreed(raised, ranks)
         raise raised
-
-
-def on_one_rank(make: Callable[[], T], *, group: ProcessGroup, where: str = "") -> T:
-    """Make a value on the first rank and give it to all, or raise on all.
-
-    For what must be the same everywhere and need not be made everywhere: a searched schedule, a
-    file that is read.
-
-    Args:
-        make: Called on the first rank of the group alone; what it returns is pickled.
-        group: CPU group, usually `Runtime.control`. Every rank of it must call.
-        where: What was about to happen, for the message.
-
-    Raises:
-        Exception: What `make` raised, on the first rank.
-        PeerError: On all others then.
-        RuntimeError: If a rank is gone.
-    """
-    box: list[Any] = [None]
-    error: Exception | None = None
-    if group.rank() == 0:
-        try:
-            box[0] = make()
-        except Exception as raised:  # noqa: BLE001 - told to all ranks, then raised
-            error = raised
-    agree(error, group=group, where=where)
-    dist.broadcast_object_list(box, group_src=0, group=group)
-    return cast("T", box[0])
 
 
 def _all_gather(x: Tensor, group: ProcessGroup) -> Tensor:

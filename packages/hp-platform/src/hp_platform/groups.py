@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_platform import _internals
+from hp_platform.membership import SECRET_DIGITS, new_secret, require_members
 
 _serial = count()  # how many times this process called new_group: the global order of construction
 
@@ -59,7 +60,7 @@ def new_group(
         raise RuntimeError("the default process group must be initialised before new_group")
     _validate(rank_lists, world_size=world.size())
     backend = backend or str(dist.get_backend(world))
-    _require_same_call(name, rank_lists, backend, rank=world.rank())
+    secret = secret_of_call(name, rank_lists, backend, rank=world.rank())
     on_cuda = _serves_cuda(backend)
     if timeout is None:
         timeout = _internals.group_timeout(world, _device(on_cuda=_serves_cuda_now(world)))
@@ -77,6 +78,8 @@ def new_group(
             )
             if world.rank() in ranks:
                 mine = group
+    if mine is not None:
+        require_members(mine, secret=secret, name=name)
     if mine is not None and on_cuda:
         # NCCL may otherwise connect at the first use, and ranks may differ in which group that is.
         dist.all_reduce(torch.zeros(1, device=_device(on_cuda=True)), group=mine)
@@ -153,23 +156,34 @@ def _validate(rank_lists: Sequence[Sequence[int]], *, world_size: int) -> None:
         raise ValueError(f"rank_lists ({list(rank_lists)}) must be ascending")
 
 
-def _require_same_call(
+def secret_of_call(
     name: str, rank_lists: Sequence[Sequence[int]], backend: str, *, rank: int
-) -> None:
-    """Compare this call with that of rank 0: a wrong order would otherwise end in a hang."""
+) -> str:
+    """Compare this call with that of rank 0: a wrong order would otherwise end in a hang.
+
+    Returns:
+        A secret that rank 0 has made up for it.
+
+    Raises:
+        ValueError: If the calls differ.
+    """
     serial = next(_serial)
     mine = f"{name} {[list(part) for part in rank_lists]} {backend}"
     store = _internals.default_store()
     key = f"hp_platform/new_group/{serial}"
+    call = mine[:200] + hashlib.sha256(mine.encode()).hexdigest()
     if rank == 0:
-        store.set(key, mine[:200] + hashlib.sha256(mine.encode()).hexdigest())
-        return
-    theirs = store.get(key).decode()
-    if theirs != mine[:200] + hashlib.sha256(mine.encode()).hexdigest():
+        secret = new_secret()
+        store.set(key, call + secret)
+        return secret
+    told = store.get(key).decode()
+    theirs, secret = told[:-SECRET_DIGITS], told[-SECRET_DIGITS:]
+    if theirs != call:
         raise ValueError(
             f"rank {rank}: new_group call {serial} ({mine[:200]}) must equal that of rank 0 "
             f"({theirs[:-64]}): every rank makes every group in one order"
         )
+    return secret
 
 
 def _serves_cuda(backend: str) -> bool:

@@ -21,12 +21,16 @@ from hp_platform.device import (
     ranks_per_device,
     why_no_nccl,
 )
+from hp_platform.groups import secret_of_call
+from hp_platform.membership import require_members
 from hp_platform.pending import release_completed
 from hp_platform.roll_call import stop_watching, watch
 
 _log = logging.getLogger("hp_platform")
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+INIT_METHOD_VARIABLE = "HP_INIT_METHOD"
+"""Environment variable that says where the ranks meet, in place of MASTER_ADDR and MASTER_PORT."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +117,8 @@ def initialize(
         info: Place of this process; None: from the environment, else a world of one.
         device_type: As in `local_device`.
         timeout: Of each collective; a default group that exists keeps its own.
-        init_method: Address as in `torch.distributed.init_process_group`; None: `env://`, or
-            nothing for a world of one.
+        init_method: Address as in `torch.distributed.init_process_group`; None: that of the
+            variable `HP_INIT_METHOD`, else `env://`, or nothing for a world of one.
         backend: `"auto"`: NCCL for GPUs and Gloo for CPUs. `"gloo"` for GPUs as well, through the
             host: for ranks that share a GPU where NCCL cannot serve that, and far slower.
 
@@ -122,9 +126,11 @@ def initialize(
         ValueError: If the environment, `info` and an existing default group contradict each other,
             or if NCCL cannot serve the GPUs and Gloo was not asked for; then on every rank.
     """
+    init_method = init_method or os.environ.get(INIT_METHOD_VARIABLE)
     info = info or RankInfo.from_env() or _existing_world() or RankInfo(0, 1, 0, 1)
     device = local_device(info.local_rank, device_type=device_type)
-    if dist.is_initialized():
+    is_own = not dist.is_initialized()
+    if not is_own:
         _require_existing(info)
         timeout = _internals.group_timeout(dist.group.WORLD, device) or timeout
     else:
@@ -133,6 +139,10 @@ def initialize(
     assert world is not None
     with _internals.on_gloo_devices_of(world):
         control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
+    secret = secret_of_call("initialize", [range(world.size())], "gloo", rank=world.rank())
+    for group, name in ((world, "default"), (control, "control")):
+        if is_own or group is control:
+            require_members(group, secret=secret, name=name)
     served_by = _internals.backend_name(world, device)
     watch()
     if served_by is None:

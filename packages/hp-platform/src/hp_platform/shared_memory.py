@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_platform.groups import global_ranks
+from hp_platform.messages import all_gather_json
 
 _TOKEN_BYTES = 16
 _POSTED, _READ = 0, 1
@@ -37,13 +38,14 @@ class _Offer(NamedTuple):
 
     Attributes:
         pid: Of the rank.
-        token: What its memory begins with, which tells its process from one of another machine.
+        token: What its memory begins with, hexadecimal, which tells its process from one of
+            another machine.
         memories: File descriptors, one per slot.
         inlets: Group rank -> file descriptor of the end of a pipe into which that rank writes.
     """
 
     pid: int
-    token: bytes
+    token: str
     memories: tuple[int, ...]
     inlets: dict[int, int]
 
@@ -125,14 +127,16 @@ class Channel:
         memories[rank] = mine
         files = tuple(memory.file for memory in mine)
         inlets = {other: ends[1] for other, ends in pipes.items()}
-        offers: list[_Offer] = [None] * group.size()  # type: ignore[list-item]
-        dist.all_gather_object(offers, _Offer(os.getpid(), token, files, inlets), group=group)
+        offer = _Offer(os.getpid(), token.hex(), files, inlets)
+        offers = all_gather_json(offer, of=_Offer, group=group)
         with suppress(OSError, KeyError):
             for other in others:
                 offer = offers[other]
                 folder = f"/proc/{offer.pid}/fd"
                 for file in offer.memories:
-                    memories[other].append(_Memory.open(f"{folder}/{file}", offer.token))
+                    memories[other].append(
+                        _Memory.open(f"{folder}/{file}", bytes.fromhex(offer.token))
+                    )
                 inlet = f"{folder}/{offer.inlets[rank]}"
                 outlets[other] = os.open(inlet, os.O_WRONLY | os.O_CLOEXEC)
         done = len(outlets) == len(others) and all(len(m) == num_slots for m in memories)

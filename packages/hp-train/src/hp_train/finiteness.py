@@ -12,10 +12,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hp_platform import all_gather_json
 from hp_train.config import TrainConfig
 from hp_train.errors import NumericsError
 from hp_train.parameters import Parameter
@@ -85,8 +85,7 @@ def describe_not_finite(
     if math.isfinite(loss):
         alone = [p.local.grad for p in parameters if not p.has_copies and p.local.grad is not None]
         mine = not all(bool(part.isfinite().all()) for part in (*before, *alone))
-    everyone = [False] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
+    everyone = all_gather_json(mine, of=bool, group=group)
     ranks = [str(rank) for rank, is_source in enumerate(everyone) if is_source]
     source = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}" if ranks else ""
     if not math.isfinite(loss):

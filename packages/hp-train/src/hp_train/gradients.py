@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hp_platform import all_gather_json
 from hp_train.mesh import Mesh
 from hp_train.parameters import Parameter
 
@@ -79,8 +80,7 @@ class GradientNorm:
             if names and is_first and all(mesh.index(group) == 0 for group in parameter.replicas):
                 self._spoken.append((parameter.local, len(names)))
                 spoken_names += names
-        everyone: list[dict[str, int]] = [{} for _ in range(control.size())]
-        dist.all_gather_object(everyone, mine, group=control)
+        everyone = all_gather_json(mine, of=dict[str, int], group=control)
         self.sizes = dict(sorted({k: v for rank in everyone for k, v in rank.items()}.items()))
         position = {name: i for i, name in enumerate(self.sizes)}
         self._positions = torch.tensor([position[name] for name in spoken_names], dtype=torch.int64)

@@ -3,13 +3,14 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from hp_platform import all_gather_json
 from hp_schedule import (
+    MetaStep,
     Schedule,
     Span,
     Timeline,
@@ -25,6 +26,15 @@ from hp_train.metrics import read_metrics
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 360, 56, 16, 40, 44
 _COLOURS = {"loss": "#4c78a8", "eval_loss": "#e45756"}
 _LABELS = {"loss": "training", "eval_loss": "held out"}
+
+
+class _Timed(NamedTuple):
+    """A `Span` as ranks send it, its step as text."""
+
+    rank: int
+    step: str
+    start: float
+    end: float
 
 
 def planned_and_actual(
@@ -43,10 +53,14 @@ def planned_and_actual(
     Returns:
         ``planned`` and ``actual``, the same on every rank.
     """
-    everyone: list[Sequence[Span]] = [()] * control.size()
-    dist.all_gather_object(everyone, list(timeline), group=control)
+    mine = [_Timed(span.rank, str(span.step), span.start, span.end) for span in timeline]
+    everyone = all_gather_json(mine, of=list[_Timed], group=control)
     first_ranks = [stage.first for stage in mesh.layout.stages]
-    actual = Timeline(span for rank in first_ranks for span in everyone[rank])
+    actual = Timeline(
+        Span(span.rank, MetaStep.from_str(span.step), span.start, span.end)
+        for rank in first_ranks
+        for span in everyone[rank]
+    )
     costs = measured_costs(
         actual, num_stages=schedule.num_stages, num_microbatches=schedule.num_microbatches
     )

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from hp_platform import Runtime, agree, initialize, new_group
+from hp_platform import Runtime, agree, all_gather_json, initialize, new_group
 from hp_train.config import Config
 from hp_train.data import Tokenizer, load_tokenizer
 from hp_train.data.cache import Cache
@@ -109,8 +109,7 @@ def require_same_data(digests: tuple[str, ...], *, control: dist.ProcessGroup) -
     Raises:
         DataError: On every rank, when two of them differ.
     """
-    everyone: list[tuple[str, ...]] = [()] * control.size()
-    dist.all_gather_object(everyone, digests, group=control)
+    everyone = all_gather_json(digests, of=tuple[str, ...], group=control)
     other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
     if other is not None:
         raise DataError(f"ranks 0 and {other} must read the same text, but their tokens differ")

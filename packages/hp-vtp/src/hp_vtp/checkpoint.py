@@ -15,14 +15,14 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hp_platform import agree
+from hp_platform import agree, all_gather_json
 from hp_vtp.checkpoint_reader import FORMAT, INDEX, CheckpointError, Reader
 from hp_vtp.placement import cut
 from hp_vtp.topology import PipelineLayout
@@ -68,11 +68,10 @@ def save_checkpoint(
     path, rank = Path(path), dist.get_rank()
     scratch = path.with_name(f".{path.name}.part")
     mine = [
-        (name, list(x.shape), str(x.dtype).removeprefix("torch."), sharded_dim(name))
+        _Part(name, list(x.shape), str(x.dtype).removeprefix("torch."), sharded_dim(name))
         for name, x in tensors.items()
     ]
-    every: list[Any] = [None] * group.size()
-    dist.all_gather_object(every, mine, group=group)
+    every = all_gather_json(mine, of=list[_Part], group=group)
     error: Exception | None = None
     try:
         index = _make_index(every, layout)
@@ -230,7 +229,16 @@ def remove_unfinished(path: str | os.PathLike[str]) -> bool:
     return found
 
 
-def _make_index(every: list[Any], layout: PipelineLayout) -> dict[str, dict[str, Any]]:
+class _Part(NamedTuple):
+    """What a rank has of a tensor, and the dimension along which it is cut, if it is."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+    dim: int | None
+
+
+def _make_index(every: list[list[_Part]], layout: PipelineLayout) -> dict[str, dict[str, Any]]:
     """What is in the checkpoint and who writes it: of copies the lowest rank."""
     holders: dict[str, dict[int, tuple[int, Any]]] = {}
     for rank, entries in enumerate(every):

@@ -6,14 +6,13 @@ Shape symbols: E experts, D width, H hidden width.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hp_expert.experts import GroupedExperts
 from hp_expert.styles.ranks import ExpertRanks
-from hp_platform import PeerError
+from hp_platform import PeerError, all_gather_json
 
 # The dim of a parameter that is hidden width; None: it has none, and every rank has all of it.
 HIDDEN_DIMS = {"w1": 1, "w3": 1, "w2": 2, "b1": 1, "b3": 1, "b2": None}
@@ -97,8 +96,7 @@ def agree_on(found: Sequence[nn.Module], error: Exception | None, ranks: ExpertR
     """
     said = [mine := _say(found, error, ranks)]
     for group in ranks.groups():
-        heard: list[list[_Said]] = [[]] * group.size()
-        dist.all_gather_object(heard, said, group=group)
+        heard = all_gather_json(said, of=list[_Said], group=group)
         said = [entry for part in heard for entry in part]
     if error is not None:
         raise error
@@ -143,7 +141,7 @@ class _Said(NamedTuple):
     ep_rank: int
     tp_rank: int
     column: list[int]
-    experts: list[dict[str, tuple[int | torch.dtype, ...]]]
+    experts: list[dict[str, tuple[int | str, ...]]]
     error: str
 
 
@@ -154,7 +152,8 @@ def _say(found: Sequence[nn.Module], error: Exception | None, ranks: ExpertRanks
         tp_rank=ranks.tp_rank,
         column=[] if ranks.ep is None else dist.get_process_group_ranks(ranks.ep),
         experts=[
-            {n: (*p.shape, p.dtype) for n, p in e.named_parameters(recurse=False)} for e in found
+            {n: (*p.shape, str(p.dtype)) for n, p in e.named_parameters(recurse=False)}
+            for e in found
         ],
         error="" if error is None else f"{type(error).__name__}: {error}",
     )

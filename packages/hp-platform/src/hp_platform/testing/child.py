@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hp_platform._internals import AsyncCollectiveTensor, TCPStore, functional_wait
+from hp_platform._internals import AsyncCollectiveTensor, FileStore, functional_wait
 
 _PR_SET_PDEATHSIG = 1
 
@@ -38,7 +38,7 @@ class Task:
     Attributes:
         rank: Of this process.
         world_size: Number of ranks.
-        port: Of the store on the loopback interface.
+        store: File in which the ranks meet, in a folder of the caller's own.
         timeout: Seconds for the function.
         threads: Intra-op threads of torch.
         env: The whole environment.
@@ -50,7 +50,7 @@ class Task:
 
     rank: int
     world_size: int
-    port: int
+    store: str
     timeout: float
     threads: int
     env: Mapping[str, str]
@@ -183,10 +183,9 @@ def _import(name: str, file: str | None) -> None:
 
 
 def _connect(task: Task) -> None:
-    store = TCPStore("127.0.0.1", task.port, is_master=False)
     dist.init_process_group(
         "gloo",
-        store=store,
+        store=FileStore(task.store, task.world_size),
         rank=task.rank,
         world_size=task.world_size,
         # Longer than the task's own, which reports more.

@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hp_platform._internals import TCPStore
+from hp_platform.launch import INIT_METHOD_VARIABLE
 from hp_platform.testing.child import Failure, Task, describe, run_rank
 
 T = TypeVar("T")
@@ -59,10 +59,10 @@ def run_distributed(
     """Run `fn(*args)` on `world_size` ranks, each a process in one Gloo world on this machine.
 
     The default process group is initialised before `fn` is called; `RANK`, `WORLD_SIZE` and the
-    other variables of torchrun are set, so `hp_platform.initialize` works in it as well. Processes
-    are forked from a server that has imported torch: the first call of a program takes seconds, the
-    others 0.1-0.3 s. None outlives the call, nor the calling process. What ranks print is printed
-    here at the end, in rank order.
+    like are set, so `hp_platform.initialize` works in it as well. Processes are forked from a
+    server that has imported torch: the first call of a program takes seconds, the others 0.1-0.3 s.
+    None outlives the call, nor the calling process. Other users of the machine cannot reach the
+    file in which they meet. What ranks print is printed here at the end, in rank order.
 
     Args:
         fn: A function at the top level of a module, or a `functools.partial` of one.
@@ -84,7 +84,6 @@ def run_distributed(
     if world_size < 1:
         raise ValueError(f"world_size ({world_size}) must be at least 1")
     payload = _pickle(fn, args)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         ranks: list[_Rank] = []
         try:
@@ -93,10 +92,10 @@ def run_distributed(
                 task = Task(
                     rank=rank,
                     world_size=world_size,
-                    port=store.port,
+                    store=str(Path(folder, "store")),
                     timeout=timeout,
                     threads=threads,
-                    env=_environment(rank, world_size, store.port, threads),
+                    env=_environment(rank, world_size, folder, threads),
                     output=str(Path(folder, f"rank{rank}.txt")),
                     module=module,
                     module_file=file,
@@ -261,20 +260,17 @@ def _pickle(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
         ) from error
 
 
-def _environment(rank: int, world_size: int, port: int, threads: int) -> dict[str, str]:
+def _environment(rank: int, world_size: int, folder: str, threads: int) -> dict[str, str]:
     env = dict(os.environ)
     if sys.platform == "linux":
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name need not resolve
+        env["GLOO_SOCKET_IFNAME"] = "lo"  # nobody else needs to reach them
     env |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        # The store at that port runs here, not in rank 0.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": str(threads),
+        INIT_METHOD_VARIABLE: f"file://{folder}/again",  # for `initialize` after `shutdown`
     }
     return env
 

@@ -1,13 +1,12 @@
 """Which ranks of the world make up each pipeline."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from hp_platform import resolve_group
+from hp_platform import all_gather_json, resolve_group
 
 Pipelines = Sequence[Sequence[int]] | DeviceMesh | ProcessGroup
 """The global ranks of every pipeline in order, or the pipeline axis of a mesh, or its group."""
@@ -26,10 +25,9 @@ def pipelines_of(given: Pipelines | None) -> Sequence[Sequence[int]]:
     world = list(range(dist.get_world_size() if dist.is_initialized() else 1))
     if isinstance(given, DeviceMesh | ProcessGroup):
         mine = dist.get_process_group_ranks(resolve_group(given))
-        every: list[Any] = [mine]
+        every = [mine]
         if len(mine) < len(world):
-            every = [None] * len(world)
-            dist.all_gather_object(every, mine)
+            every = all_gather_json(mine, of=list[int], group=dist.group.WORLD)
         return [list(ranks) for ranks in sorted(set(map(tuple, every)))]
     return [world] if given is None else given
 

@@ -7,10 +7,11 @@ of another microbatch than its own schedule says: gradients would be wrong witho
 from array import array
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import Any
+from typing import NamedTuple
 
 import torch.distributed as dist
 
+from hp_platform import all_gather_json
 from hp_schedule.packing import FIRST_FSDP, FIRST_OVERLAP, KIND_MASK
 from hp_schedule.schedule import Schedule
 
@@ -27,21 +28,29 @@ def check_same_schedule(schedule: Schedule, ranks: Sequence[int]) -> None:
     Raises:
         ValueError: If ranks of one pipeline have different schedules, or pipelines different edges.
     """
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (tuple(ranks), schedule.edges, _digest(schedule)))
-    first: dict[Any, int] = {}
+    said = _Said(tuple(ranks), schedule.edges, _digest(schedule))
+    every = all_gather_json(said, of=_Said, group=dist.group.WORLD)
+    first: dict[tuple[int, ...], int] = {}
     for rank, (pipeline, edges, digest) in enumerate(every):
         same = first.setdefault(pipeline, rank)
-        if digest != every[same][2]:
+        if digest != every[same].digest:
             raise ValueError(
                 f"schedule of rank {rank} must equal that of rank {same}; if it was searched, do "
                 "so on one rank and send it to the others"
             )
-        if edges != every[0][1]:
+        if edges != every[0].edges:
             raise ValueError(
                 f"edges of the schedule of rank {rank} ({edges}) must equal those of rank 0 "
-                f"({every[0][1]})"
+                f"({every[0].edges})"
             )
+
+
+class _Said(NamedTuple):
+    """What a rank tells the others: the ranks of its pipeline, its edges, its steps."""
+
+    pipeline: tuple[int, ...]
+    edges: tuple[tuple[int, int], ...]
+    digest: str
 
 
 def _digest(schedule: Schedule) -> str:

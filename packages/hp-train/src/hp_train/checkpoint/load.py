@@ -17,7 +17,7 @@ from hp_train.checkpoint.directory import (
     remove_leftovers,
 )
 from hp_train.checkpoint.extra import decode_extra
-from hp_train.checkpoint.manifest import Manifest
+from hp_train.checkpoint.manifest import Manifest, decode, encode
 from hp_train.checkpoint.planners import StrictLoadPlanner
 from hp_train.checkpoint.reader import ManifestReader
 from hp_train.checkpoint.together import (
@@ -79,39 +79,46 @@ def load_latest(
             message says otherwise.
         RuntimeError: If a rank is gone.
     """
-    candidates = on_rank_zero(lambda: _scan(directory), group=group)
+    candidates = on_rank_zero(lambda: _scan(directory), of=list[str], group=group)
     skipped: list[tuple[Path, str]] = []
-    for path in candidates:
-        manifest, damage = on_rank_zero(lambda: _manifest_or_damage(path), group=group)  # noqa: B023
-        if manifest is not None:
+    for path in map(Path, candidates):
+        text, damage = on_rank_zero(
+            lambda: _manifest_or_damage(path),  # noqa: B023
+            of=tuple[str, str],
+            group=group,
+        )
+        if not damage:
+            manifest = decode(text.encode())
             damage = verify_together(path, manifest, group=group, on_progress=on_progress)
-            if damage is None:
+            if not damage:
                 _copy(path, manifest, tensors, group, on_progress)
                 return Loaded(manifest.step, decode_extra(bytes(manifest.extra)), path, skipped)
-        aside = on_rank_zero(lambda: quarantine(path), group=group)  # noqa: B023
-        skipped.append((aside, damage or ""))
+        aside = on_rank_zero(lambda: str(quarantine(path)), of=str, group=group)  # noqa: B023
+        skipped.append((Path(aside), damage))
     if skipped:
         listed = "; ".join(f"{path}: {damage}" for path, damage in skipped)
         raise CheckpointError(f"every checkpoint in {directory} is damaged: {listed}")
-    set_aside = on_rank_zero(lambda: bad_checkpoints(directory), group=group)
+    set_aside = on_rank_zero(
+        lambda: [path.name for path in bad_checkpoints(directory)], of=list[str], group=group
+    )
     if set_aside:
         raise CheckpointError(
-            f"{directory} has damaged checkpoints only ({', '.join(p.name for p in set_aside)}); "
+            f"{directory} has damaged checkpoints only ({', '.join(set_aside)}); "
             "remove them to start anew"
         )
     return None
 
 
-def _scan(directory: Path) -> list[Path]:
+def _scan(directory: Path) -> list[str]:
     remove_leftovers(directory)
-    return complete_checkpoints(directory)
+    return [str(path) for path in complete_checkpoints(directory)]
 
 
-def _manifest_or_damage(path: Path) -> tuple[Manifest | None, str | None]:
+def _manifest_or_damage(path: Path) -> tuple[str, str]:
     try:
-        return read_manifest(path), None
+        return encode(read_manifest(path)).decode(), ""
     except DamageError as damage:
-        return None, str(damage)
+        return "", str(damage)
 
 
 def _copy(

@@ -153,4 +153,4 @@ def _commit(writer: ManifestWriter, step: int, group: ProcessGroup) -> Path:
         damage = verify_together(staging, manifest, group=group, on_progress=writer.on_progress)
         if damage:
             raise CheckpointError(f"{staging} was not written well: {damage}")
-    return on_rank_zero(lambda: commit(staging, step), group=group)
+    return Path(on_rank_zero(lambda: str(commit(staging, step)), of=str, group=group))

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
-from hp_platform import PeerError, agree, on_one_rank
+from hp_platform import PeerError, agree, all_gather_json, on_one_rank
 from hp_train.checkpoint.manifest import Manifest, Part, parts_of
 from hp_train.checkpoint.verify import share_of, verify_parts
 from hp_train.errors import CheckpointError
@@ -33,14 +33,14 @@ def silent(phase: str, *, waiting: bool = False) -> None:
     """Tell nobody."""
 
 
-def on_rank_zero(call: Callable[[], T], *, group: ProcessGroup) -> T:
-    """Run `call` on the first rank and return its result on all.
+def on_rank_zero(call: Callable[[], T], *, of: type[T], group: ProcessGroup) -> T:
+    """Run `call` on the first rank and return its result, which is of the form `of`, on all.
 
     Raises:
         CheckpointError: On all ranks, if it raised that or an OSError.
     """
     try:
-        return on_one_rank(call, group=group, where="using a checkpoint")
+        return on_one_rank(call, of=of, group=group, where="using a checkpoint")
     except OSError as error:
         raise CheckpointError(str(error)) from None
     except PeerError as peer:
@@ -69,18 +69,18 @@ def run_planned(call: Callable[[], object], *, group: ProcessGroup) -> None:
 
 def verify_together(
     path: Path, manifest: Manifest, *, group: ProcessGroup, on_progress: OnProgress = silent
-) -> str | None:
+) -> str:
     """Check all chunks, every rank a share of them.
 
     Returns:
-        What is damaged; None if nothing is.
+        What is damaged; empty if nothing is.
 
     Raises:
         CheckpointError: On all ranks, if one cannot read the checkpoint, or finds damage where the
             first rank finds none: then the reader is at fault, not the checkpoint.
     """
     parts = parts_of(manifest)
-    damage: str | None = None
+    damage = ""
     error: CheckpointError | None = None
     try:
         share = share_of(parts, rank=group.rank(), world_size=group.size())
@@ -91,20 +91,19 @@ def verify_together(
         error = CheckpointError(f"{path}: {raised}")
     on_progress("verify", waiting=True)
     agree_all(error, group=group, where="using a checkpoint")
-    reports: list[str | None] = [None] * group.size()
-    dist.all_gather_object(reports, damage, group=group)
+    reports = all_gather_json(damage, of=str, group=group)
     for rank, report in enumerate(reports):
-        if report is not None:
+        if report:
             share = share_of(parts, rank=rank, world_size=group.size())
             on_progress("verify")
-            confirmed = on_rank_zero(lambda: _damage(path, manifest, share), group=group)  # noqa: B023
-            if confirmed is None:
+            confirmed = on_rank_zero(lambda: _damage(path, manifest, share), of=str, group=group)  # noqa: B023
+            if not confirmed:
                 raise CheckpointError(
                     f"rank {dist.get_global_rank(group, rank)}: {path}: {report}, but not as rank "
                     "0 reads it: the directory must be on storage that all ranks share"
                 )
             return confirmed
-    return None
+    return ""
 
 
 def agree_all(error: CheckpointError | None, *, group: ProcessGroup, where: str) -> None:
@@ -115,9 +114,9 @@ def agree_all(error: CheckpointError | None, *, group: ProcessGroup, where: str)
         raise CheckpointError(str(peer)) from None
 
 
-def _damage(path: Path, manifest: Manifest, parts: list[Part]) -> str | None:
+def _damage(path: Path, manifest: Manifest, parts: list[Part]) -> str:
     try:
         verify_parts(path, manifest, parts)
     except DamageError as damage:
         return str(damage)
-    return None
+    return ""

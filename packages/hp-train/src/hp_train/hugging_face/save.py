@@ -14,11 +14,11 @@ from math import prod
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_expert import StackedPart
+from hp_platform import all_gather_json
 from hp_train.checkpoint.files import created, fsync_directory, write
 from hp_train.config import ModelConfig
 from hp_train.drafts import replace_file
@@ -188,9 +188,7 @@ def _boxes_of_all(
 ) -> list[Mapping[str, list[Box]]]:
     if group is None:
         return [boxes]
-    everyone: list[Mapping[str, list[Box]]] = [{} for _ in range(group.size())]
-    dist.all_gather_object(everyone, dict(boxes), group=group)
-    return everyone
+    return [*all_gather_json(dict(boxes), of=dict[str, list[Box]], group=group)]
 
 
 def _mine(

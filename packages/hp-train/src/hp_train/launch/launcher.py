@@ -47,7 +47,7 @@ from hp_train.timeouts import Timeouts
 if TYPE_CHECKING:
     from hp_train.config import Config
     from hp_train.folder import Folder
-    from hp_train.launch.elastic import ElasticRanks
+    from hp_train.launch.ranks import Ranks
     from hp_train.options import Resolved
 
 _ENTRY = "hp_train.train:main"
@@ -67,10 +67,7 @@ _KEEP_MEMORY = ":".join(
 
 # torch imports the last three by itself at the first use of an optimizer, of a lazy collective and
 # of a checkpoint; every rank would take seconds for each of them, all at the same time.
-_PRELOADED = (
-    "hp_train.launch.zygote",
-    "torch.distributed.elastic.multiprocessing",
-)
+_PRELOADED = ("hp_train.launch.zygote", "hp_train.launch.ranks")
 _PRELOADED_FOR_TRAINING = (
     "torch._dynamo",
     "torch.distributed.tensor",
@@ -133,9 +130,7 @@ def run_entry(config: Config, run_dir: Path, *, entry: str, data: Path | None = 
 def _run_ranks(task: Task, folder: Folder, trap: StopTrap, *, resumable: bool) -> int:
     """Run the ranks to their end; start them again where a rank is lost or hangs.
 
-    Every start begins with the last good checkpoint. The elastic agent could restart ranks by
-    itself, but knows neither of hangs nor of whom to blame, and waits for ranks that are to be
-    killed; so it is given one attempt at a time.
+    Every start begins with the last good checkpoint.
     """
     in_a_row, newest, most = 0, "", task.config.launch.max_restarts
     while True:
@@ -163,22 +158,24 @@ def _attempt(task: Task, folder: Folder, trap: StopTrap, *, resumable: bool) -> 
     # Imported while the server does the same.
     import torch  # noqa: PLC0415
 
-    from hp_train.launch.elastic import ElasticRanks  # noqa: PLC0415
+    from hp_train.launch.ranks import Ranks  # noqa: PLC0415
 
     if config.launch.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError('launch.device ("cuda") must be cpu or auto where there is no GPU')
     board = Board.create(task.board, num_ranks=config.world_size)
     trap.is_watched = True
+    ranks: Ranks | None = None
     try:
         if trap.first:
             when = "before any process was started, nothing to save"
             return _stopped(task.run_dir, when, resumable)
-        ranks = ElasticRanks(task, num_processes=config.world_size)
+        ranks = Ranks(task, num_processes=config.world_size)
         timeouts = Timeouts.of(config)
         watch = Watch(
             board,
             hang_seconds=timeouts.hang,
             start_seconds=timeouts.init,
+            ended=ranks.ended,
         )
         grace = config.launch.stop_grace_seconds
         started = _Run(
@@ -186,7 +183,8 @@ def _attempt(task: Task, folder: Folder, trap: StopTrap, *, resumable: bool) -> 
         )
         return started.finish()
     except BaseException:
-        kill_ranks(board.slots())
+        if ranks is not None:
+            ranks.kill()
         raise
     finally:
         folder.remove(HEARTBEAT)
@@ -225,7 +223,7 @@ class _Run:
         folder: Folder,
         trap: StopTrap,
         board: Board,
-        ranks: ElasticRanks,
+        ranks: Ranks,
         watch: Watch,
         *,
         stop_grace_seconds: float,
@@ -264,7 +262,7 @@ class _Run:
                 return self._fail(verdict)
         if self._all_returned():
             return self._returned(max(slot.status for slot in self.board.slots()))
-        return self._agent_gave_up()
+        return self._ended_unseen()
 
     def _all_returned(self) -> bool:
         return all(slot.state is State.RETURNED for slot in self.board.slots())
@@ -308,7 +306,7 @@ class _Run:
         if verdict.state is State.FAILED:
             reason = next(iter(read_error(self.folder, error_file(verdict.rank))), "").strip()
         elif not verdict.is_hang:
-            code = self.ranks.exit_codes.get(verdict.rank)
+            code = self.ranks.ended().get(verdict.rank)
             if self.trap.first and code == -self.trap.first:
                 when = "before the first step, nothing to save"
                 return _stopped(self.run_dir, when, self.resumable)
@@ -320,20 +318,15 @@ class _Run:
             _say(line)
         return verdict.status
 
-    def _agent_gave_up(self) -> int:
-        """The agent saw the end of a process, or failed itself, before the watch saw anything."""
-        if self.ranks.exit_codes:
-            return self._fail(gone(self.board.slots()[min(self.ranks.exit_codes)]))
-        self._kill()
-        _say(f"error: the elastic launcher failed: {self.ranks.error}")
-        return 1
+    def _ended_unseen(self) -> int:
+        """All processes have ended, some without a result, before the watch saw anything."""
+        lost = [slot for slot in self.board.slots() if slot.state is not State.RETURNED]
+        codes = self.ranks.ended()
+        return self._fail(gone(min(lost, key=lambda slot: codes[slot.rank] == 0)))
 
     def _kill(self) -> None:
-        """Again and again: a rank that only starts has told nobody yet which process it is."""
-        deadline = time.monotonic() + _REAP_SECONDS
-        while not self.ranks.is_done and time.monotonic() < deadline:
-            kill_ranks(self.board.slots())
-            self.ranks.join(_LOOK_SECONDS)
+        self.ranks.kill()
+        self.ranks.join(_REAP_SECONDS)
 
     def _stack_of(self, rank: int) -> list[str]:
         """The stack of a rank's main thread, which its fault handler writes even when blocked."""
@@ -359,9 +352,9 @@ def _stopped(run_dir: Path, when: str = "", resumable: bool = True) -> int:
 
 
 def _describe_exit(code: int | None) -> str:
-    if code is None:
+    if not code:
         return "its process ended without a result"
-    if code >= 0:
+    if code > 0:
         return f"its process ended with status {code}"
     try:
         return f"killed by {signal.Signals(-code).name}"

@@ -6,7 +6,7 @@ The conclusion is a `Verdict`: the rank, the sentence about it, the exit status.
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -58,6 +58,7 @@ class Watch:
         start_seconds: For all ranks to come.
         clock: Monotonic seconds.
         is_alive: Whether a process exists.
+        ended: Exit status by rank of those whose process is known to have ended.
     """
 
     board: Board
@@ -65,6 +66,7 @@ class Watch:
     start_seconds: float
     clock: Callable[[], float] = time.monotonic
     is_alive: Callable[[int], bool] = lambda pid: process_state(pid) not in ("", "Z", "X")
+    ended: Callable[[], Mapping[int, int]] = dict
     _progress: tuple[int, ...] = ()
     _progress_at: float = 0.0
     _looked_at: float = 0.0
@@ -80,8 +82,10 @@ class Watch:
         if now - self._looked_at > _LONGEST_PAUSE:
             self._progress_at += now - self._looked_at
         self._looked_at = now
+        ended = self.ended()
         for slot in slots:
-            if slot.state is State.RUNNING and not self.is_alive(slot.pid):
+            is_gone = slot.state is State.ABSENT and slot.rank in ended
+            if is_gone or (slot.state is State.RUNNING and not self.is_alive(slot.pid)):
                 self._lost_at.setdefault(slot.rank, now)
         if self._failing_since is None:
             if self._lost_at or any(slot.state is State.FAILED for slot in slots):

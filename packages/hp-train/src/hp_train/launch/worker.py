@@ -33,7 +33,7 @@ def work(task: Task) -> int:
     """
     die_with(task.launcher_pid)
     info = RankInfo.from_env()
-    assert info is not None, "the elastic launcher sets RANK"
+    assert info is not None, "the launcher sets RANK"
     try:
         board = Board.attach(task.board, rank=info.local_rank)
     except RunDirectoryError as error:

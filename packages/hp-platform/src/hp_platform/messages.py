@@ -1,0 +1,194 @@
+"""What ranks tell each other: JSON of a stated form, and nothing that could be executed.
+
+Note [no pickles]: the object collectives of torch unpickle what comes from another process, and a
+pickle runs whatever it says. Nobody who writes to a socket of a run may have that, so ranks send
+JSON, which can only be wrong, and is checked against the form that the receiver expects.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hp_platform import _internals
+from hp_platform.agreement import agree
+from hp_platform.failures import PeerError
+from hp_platform.groups import global_ranks
+
+T = TypeVar("T")
+
+MAX_BYTES = 256 << 20
+_FAILED = -1
+_PLAIN = (bool, int, float, str, NoneType)
+
+
+def all_gather_json(value: T, *, of: type[T], group: ProcessGroup | None) -> list[T]:
+    """Exchange values as JSON; see Note [no pickles].
+
+    Args:
+        value: Of this rank.
+        of: What every rank's must be, for example ``dict[str, list[int]]``: made of bool, int,
+            float, str, None, lists, tuples, dicts with str or int as keys, unions and named tuples.
+        group: Every rank of it must call; None: the default group. One that has no CPU tensors
+            sends through the current CUDA device.
+
+    Returns:
+        What every rank gave, by group rank.
+
+    Raises:
+        ValueError: If the value of this rank is not JSON, or has more than `MAX_BYTES`.
+        PeerError: On the others then; on all of them if a rank sent anything else than `of`.
+        RuntimeError: If a rank is gone.
+    """
+    group = group or dist.group.WORLD
+    if group is None:
+        raise ValueError("group (None) must be given where there is no default group")
+    text, error = b"", None
+    try:
+        text = _encode(value)
+    except ValueError as raised:
+        error = raised
+    device = _device(group)
+    lengths = torch.empty(group.size(), dtype=torch.int64, device=device)
+    mine = torch.tensor([len(text) if error is None else _FAILED], device=device)
+    _internals.all_gather(lengths, mine, group)
+    sizes: list[int] = lengths.tolist()
+    if _FAILED in sizes:
+        agree(error, group=group, where="telling each other")
+    longest = max(_checked_size(size, rank, group) for rank, size in enumerate(sizes))
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    received = torch.empty(group.size() * longest, dtype=torch.uint8, device=device)
+    _internals.all_gather(received, padded.to(device), group)
+    told = _bytes(received)
+    rows = (told[rank * longest :][:size] for rank, size in enumerate(sizes))
+    return [_decode(row, of, rank, group) for rank, row in enumerate(rows)]
+
+
+def on_one_rank(make: Callable[[], T], *, of: type[T], group: ProcessGroup, where: str = "") -> T:
+    """Make a value on the first rank and give it to all as JSON, or raise on all.
+
+    For what must be the same everywhere and need not be made everywhere: a searched schedule as
+    text, a file that is read.
+
+    Args:
+        make: Called on the first rank of the group alone.
+        of: What it returns, as in `all_gather_json`; the first rank as well has it from JSON.
+        group: CPU group, usually `Runtime.control`. Every rank of it must call.
+        where: What was about to happen, for the message.
+
+    Raises:
+        Exception: What `make` raised, on the first rank.
+        PeerError: On all others then.
+        RuntimeError: If a rank is gone.
+    """
+    text = b""
+    error: Exception | None = None
+    if group.rank() == 0:
+        try:
+            text = _encode(make())
+        except Exception as raised:  # noqa: BLE001 - told to all ranks, then raised
+            error = raised
+    agree(error, group=group, where=where)
+    size = torch.tensor([len(text)], device="cpu")
+    dist.broadcast(size, group_src=0, group=group)
+    told = torch.empty(_checked_size(int(size), 0, group), dtype=torch.uint8, device="cpu")
+    if group.rank() == 0:
+        told.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    dist.broadcast(told, group_src=0, group=group)
+    return _decode(_bytes(told), of, 0, group)
+
+
+def _encode(value: object) -> bytes:
+    try:
+        text = json.dumps(value, separators=(",", ":")).encode()
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"value ({type(value).__name__}) must be JSON: {error}") from None
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"JSON of value ({len(text)} bytes) must have at most {MAX_BYTES} bytes")
+    return text
+
+
+def _checked_size(size: int, rank: int, group: ProcessGroup) -> int:
+    if not 0 < size <= MAX_BYTES:
+        sender = global_ranks(group)[rank]
+        text = f"bytes that rank {sender} sends ({size}) must be in [1, {MAX_BYTES}]"
+        raise PeerError(text, rank=sender)
+    return size
+
+
+def _decode(text: bytes, of: type[T], rank: int, group: ProcessGroup) -> T:
+    try:
+        return cast("T", _as(of, json.loads(text)))
+    except (ValueError, RecursionError) as error:
+        sender = global_ranks(group)[rank]
+        raise PeerError(f"what rank {sender} sent must be {of}: {error}", rank=sender) from None
+
+
+def _as(form: Any, value: Any) -> Any:
+    """What JSON has read, as the form that it must have.
+
+    Raises:
+        ValueError: If it has another one.
+    """
+    origin, parts = get_origin(form), get_args(form)
+    if form in _PLAIN and type(value) is form:
+        found = value
+    elif form is float and type(value) is int:
+        found = float(value)
+    elif origin is list and isinstance(value, list):
+        found = [_as(parts[0], item) for item in value]
+    elif origin is dict and isinstance(value, dict):
+        found = {_as_key(parts[0], key): _as(parts[1], item) for key, item in value.items()}
+    elif origin is tuple:
+        found = _as_tuple(parts, value)
+    elif hasattr(form, "_fields"):  # a named tuple
+        hints = get_type_hints(form)
+        found = form(*_as_tuple(tuple(hints[name] for name in form._fields), value))
+    elif origin in (Union, UnionType):
+        found = _as_one_of(parts, value)
+    else:
+        raise ValueError(f"{str(value)[:80]!r} must be {form}")
+    return found
+
+
+def _as_tuple(parts: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
+    if isinstance(value, list) and parts[1:] == (...,):
+        return tuple(_as(parts[0], item) for item in value)
+    if not isinstance(value, list) or len(value) != len(parts):
+        raise ValueError(f"{str(value)[:80]!r} must be a list of {len(parts)}")
+    return tuple(_as(part, item) for part, item in zip(parts, value, strict=True))
+
+
+def _as_one_of(forms: tuple[Any, ...], value: Any) -> Any:
+    for form in forms:
+        try:
+            return _as(form, value)
+        except ValueError:
+            continue
+    raise ValueError(f"{str(value)[:80]!r} must be one of {forms}")
+
+
+def _as_key(form: Any, key: str) -> str | int:
+    return int(key) if form is int else key
+
+
+def _device(group: ProcessGroup) -> torch.device:
+    cpu = torch.device("cpu")
+    if _internals.backend_name(group, cpu) is not None:
+        return cpu
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _bytes(x: Tensor) -> bytes:
+    """The bytes of a tensor, uint8 [N]; without NumPy, which need not be there."""
+    buffer = bytearray(x.numel())
+    torch.frombuffer(buffer, dtype=torch.uint8).copy_(x)
+    return bytes(buffer)

@@ -1,0 +1,107 @@
+"""Ranks on this machine: processes forked from a server that has imported what they need.
+
+Note [no door]: other users of a machine can connect to every port, also of the loopback interface,
+and can write to a store that listens on one. So ranks that a launcher starts meet in a file without
+a name, which only they have open. Nothing listens but Gloo and NCCL, and those on loopback.
+
+Importing this takes as long as importing torch; `hp_train.launch.launcher` does so when the server
+is already under way.
+"""
+
+import multiprocessing
+import os
+import time
+from multiprocessing import reduction
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from hp_platform import INIT_METHOD_VARIABLE
+from hp_train.errors import RankLostError
+from hp_train.launch.task import Task
+from hp_train.launch.worker import work
+
+_LOOPBACK = "lo"
+
+
+class Ranks:
+    """The ranks of a run, started by this process and joined by it.
+
+    Args:
+        task: What every rank gets.
+        num_processes: Number of ranks.
+
+    Raises:
+        RankLostError: When a process cannot be started; those before it are killed.
+    """
+
+    def __init__(self, task: Task, *, num_processes: int) -> None:
+        self._processes: list[BaseProcess] = []
+        context = multiprocessing.get_context("forkserver")
+        meeting = os.memfd_create("hp-train", os.MFD_CLOEXEC)
+        try:
+            for rank in range(num_processes):
+                given = (task, _environment(rank, num_processes), _Inherited(meeting))
+                process = context.Process(target=_be, args=given, name=f"rank {rank}")
+                process.start()
+                self._processes.append(process)
+        except (OSError, EOFError) as error:
+            self.kill()
+            raise RankLostError(f"rank {rank} could not be started: {error}") from None
+        finally:
+            os.close(meeting)
+
+    def ended(self) -> dict[int, int]:
+        """Exit status by rank of those whose process has ended; negative: killed by that signal."""
+        codes = {rank: process.exitcode for rank, process in enumerate(self._processes)}
+        return {rank: code for rank, code in codes.items() if code is not None}
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all processes have ended."""
+        return len(self.ended()) == len(self._processes)
+
+    def join(self, timeout: float) -> None:
+        """Wait until `is_done`, for so many seconds at most."""
+        deadline = time.monotonic() + timeout
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+
+    def kill(self) -> None:
+        """End all processes that have not ended."""
+        for process in self._processes:
+            process.kill()
+
+
+class _Inherited:
+    """A file descriptor that goes with the arguments of a process to where that is started.
+
+    Args:
+        descriptor: Of this process.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __getstate__(self) -> object:
+        return reduction.DupFd(self.descriptor)
+
+    def __setstate__(self, state: Any) -> None:
+        self.descriptor = state.detach()
+
+
+def _be(task: Task, environment: dict[str, str], meeting: _Inherited) -> int:
+    os.environ.update(environment)
+    os.environ[INIT_METHOD_VARIABLE] = f"file:///proc/self/fd/{meeting.descriptor}"
+    return work(task)
+
+
+def _environment(rank: int, world_size: int) -> dict[str, str]:
+    """Variables of torchrun that libraries look for, and the interface that ranks connect over."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GLOO_SOCKET_IFNAME": _LOOPBACK,
+        "NCCL_SOCKET_IFNAME": _LOOPBACK,
+    }
