@@ -36,7 +36,7 @@ CONNECT_SECONDS = 10
 PIPELINE = {"mesh": {"pp": 2, "dp_replicate": 2, "ep": 2}, "pipeline": {"stages_per_rank": 1}}
 OVERLAP = {
     "mesh": {"pp": 2, "dp_replicate": 2, "ep": 2},
-    "pipeline": {"schedule": "dualpipev", "stages_per_rank": 2, "overlap": True},
+    "pipeline": {"schedule": "dualpipe_v", "stages_per_rank": 2, "overlap": True},
 }
 CONTEXT = {"mesh": {"pp": 2, "cp": 2, "ep": 2}, "pipeline": {"stages_per_rank": 1}}
 PLACE = ("step ", "stage ", "microbatch ")
@@ -72,7 +72,7 @@ FAULTS = {
     "build": Fault(
         hp_train.train, "build_pipeline", ("build",), call=1, timeout_seconds=CONNECT_SECONDS
     ),
-    "data": Fault(Batches, "cut", ("step 3",)),
+    "data": Fault(Batches, "cut", ("step ",)),
     "forward": Fault(attention.GroupedQueryAttention, "forward", PLACE, rank=3),
     "attention over context": Fault(attention, "_attend", PLACE, layout=CONTEXT, rank=2),
     "router": Fault(TopKRouter, "forward", (*PLACE, "router"), rank=2),
@@ -87,9 +87,7 @@ FAULTS = {
     "overlapped pair, backward": Fault(
         GroupedExperts, "_compute", ("step ", "stage "), OVERLAP, call=30, in_backward=True
     ),
-    "pipeline message": Fault(
-        hp_schedule.runtime.TorchTransport, "send", ("step 1", "stage ", "microbatch "), rank=0
-    ),
+    "pipeline message": Fault(hp_schedule.runtime.TorchTransport, "send", PLACE, rank=0),
     "gradient reduction": Fault(
         hp_train.train, "reduce_gradients", ("step 3", "gradient reduction")
     ),

@@ -32,6 +32,8 @@ _LOOK_SECONDS = 0.5
 _ANSWER_SECONDS = 3.0
 _SLOW_SECONDS = 15.0  # for processes of this machine that are there and not stopped
 _POLL_SECONDS = 0.05
+_GONE = "is gone"
+_LATE = "did not come"
 _RANKS_PER_LOOK = 512  # a store of one host serves so many questions at a time without delay
 
 
@@ -86,8 +88,18 @@ def whom_to_blame(error: BaseException) -> FailureReport:
     answers = {} if watcher is None else watcher.call()
     if answers is None:
         holder = "" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "it held the "
-        return FailureReport(0, "", f"is gone: {holder}store cannot be reached ({text})")
+        return FailureReport(0, "", f"{_GONE}: {holder}store cannot be reached ({text})")
     return blame(answers, me=me, world_size=world.size(), place=place_of(error), text=text)
+
+
+def is_loss(report: FailureReport) -> bool:
+    """Whether a report says that a rank is gone."""
+    return report.error.startswith(_GONE)
+
+
+def is_hang(report: FailureReport) -> bool:
+    """Whether a report says that a rank is there and others wait for it."""
+    return report.error.startswith((_LATE, "HangError"))
 
 
 def blame(
@@ -107,14 +119,12 @@ def blame(
     if (missing and len(missing) < world_size - 1) or (world_size == 2 and missing):
         more = f", nor do ranks {missing[1:]}" if len(missing) > 1 else ""
         return FailureReport(
-            missing[0], "", f"is gone or stopped: it does not answer{more}; {waited}"
+            missing[0], "", f"{_GONE} or stopped: it does not answer{more}; {waited}"
         )
     busy = [rank for rank, answer in answers.items() if rank != me and not answer.waits]
     if busy:
         culprit = answers[busy[0]]
-        return FailureReport(
-            busy[0], culprit.place, f"did not come: {waited}", tuple(culprit.stack)
-        )
+        return FailureReport(busy[0], culprit.place, f"{_LATE}: {waited}", tuple(culprit.stack))
     others = "; ".join(
         f"rank {rank} in {a.place or 'an unnamed place'}" for rank, a in answers.items()
     )

@@ -14,7 +14,7 @@ from typing import NoReturn
 from torch.distributed import Store  # type: ignore[attr-defined] # exported, but untyped
 from torch.distributed.rendezvous import rendezvous
 
-from hp_platform import RankInfo
+from hp_platform import PeerError, RankInfo
 from hp_train.environment import slurm_rendezvous
 from hp_train.errors import PREEMPTED, ConfigError
 from hp_train.launch.agent import (
@@ -24,6 +24,7 @@ from hp_train.launch.agent import (
     why_no_node_is_replaced,
 )
 from hp_train.launch.board import Board
+from hp_train.launch.hangs import end_when_stuck, print_report
 from hp_train.launch.rundir import (
     finished,
     make_run_directory,
@@ -82,19 +83,23 @@ def run(resolved: Resolved, *, entry: str) -> int:
     board = Board.unwatched()
     worker = Worker(info=info, run_dir=run_dir, board=board, stop=stop)
     report_stacks(worker)
+    end_when_stuck(worker, hang_seconds=Timeouts.of(config).hang)
     status = run_guarded(entry, config, worker)
     drop_empty(folder, [stack_file(info.rank)])
     if isinstance(status, BaseException):
-        _end_failed(worker, one_line(status))
+        _end_failed(worker, status)
     elif info.rank == 0:
         _say_where(run_dir, status)
     return status
 
 
-def _end_failed(worker: Worker, reason: str) -> NoReturn:
+def _end_failed(worker: Worker, error: BaseException) -> NoReturn:
+    """End with one message, which names the rank that failed first, and where."""
     fate, rank = worker.board.slots()[0], worker.info.rank
-    if not fate.is_echo:
-        sys.stderr.write(f"error: rank {rank} failed at {fate.place}: {reason}\n")
+    if isinstance(error, PeerError):
+        print_report(error.report, rank=rank)
+    else:
+        sys.stderr.write(f"error: rank {rank} failed at {fate.place}: {one_line(error)}\n")
         if read_error(worker.folder, error_file(rank)):
             sys.stderr.write(f"traceback: {worker.run_dir / ERRORS / error_file(rank)}\n")
         sys.stderr.flush()

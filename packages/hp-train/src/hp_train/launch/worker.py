@@ -13,9 +13,10 @@ from typing import IO, Any
 
 import torch
 
-from hp_platform import RankInfo, is_echo
+from hp_platform import PeerError, RankInfo, is_echo
+from hp_platform.roll_call import is_hang, is_loss
 from hp_train.config import Config
-from hp_train.errors import HpError, RunDirectoryError
+from hp_train.errors import HangError, HpError, RankLostError, RunDirectoryError
 from hp_train.launch.board import Board
 from hp_train.launch.lifetime import die_with
 from hp_train.launch.signals import StopFlag
@@ -76,6 +77,10 @@ def exit_status(error: BaseException) -> int:
     """Exit status of a process that ends with this error."""
     if isinstance(error, HpError):
         return error.exit_code
+    if isinstance(error, PeerError) and is_loss(error.report):
+        return RankLostError.exit_code
+    if isinstance(error, PeerError) and is_hang(error.report):
+        return HangError.exit_code
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return error.code
     return 1
@@ -87,7 +92,13 @@ def one_line(error: BaseException) -> str:
     if len(text) > 500:
         text = text[:497] + "..."
     name = type(error).__name__
-    return text if isinstance(error, HpError) and text else f"{name}: {text}" if text else name
+    return (
+        text
+        if isinstance(error, HpError | PeerError) and text
+        else f"{name}: {text}"
+        if text
+        else name
+    )
 
 
 def write_error(worker: Worker, error: BaseException) -> None:
