@@ -92,7 +92,9 @@ def test_ranks_with_different_lengths_all_raise() -> None:
     def call(group: ProcessGroup) -> None:
         attend(heads(8, seq=4 + group.rank()))(group)
 
-    refused(ValueError, r"local sequence lengths \(\[4, 5\]\) must be equal", call)
+    refused(
+        ValueError, r"local sequence lengths of ranks \[1\] must equal those of ranks \[0\]", call
+    )
 
 
 def test_the_peers_of_a_rank_with_bad_input_do_not_hang() -> None:
@@ -101,7 +103,10 @@ def test_the_peers_of_a_rank_with_bad_input_do_not_hang() -> None:
         with pytest.raises(ValueError if bad else PeerError) as caught:
             attend(heads(6, 4 if bad else 3))(group)
         if not bad:
-            assert str(caught.value) == "rank 1 of the context group cannot use its q, k, v"
+            assert str(caught.value) == (
+                "rank 1 failed before attention: "
+                "ValueError: heads of k (4) must divide heads of q (6)"
+            )
 
     run_in_threads(rank, world_size=3, timeout=20)
 
@@ -116,7 +121,7 @@ def test_a_mask_that_only_one_rank_has_wrong_is_told_to_all() -> None:
     run_in_threads(rank, world_size=2, timeout=20)
 
 
-def test_lengths_are_compared_once_per_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_compare_once_per_layer_and_once_per_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     gathers: list[int] = []
     gather = torch.distributed.all_gather
 
@@ -131,9 +136,11 @@ def test_lengths_are_compared_once_per_shape(monkeypatch: pytest.MonkeyPatch) ->
         layers = [parallel.apply(Attention(), group) for _ in range(3)]
         for layer in layers * 2:
             layer(*heads(8))
+        for layer in layers * 2:
+            layer(*heads(8, seq=6))
 
     run_in_threads(rank, world_size=2)
-    assert len(gathers) == 2
+    assert len(gathers) == 2 * (3 + 1)
 
 
 @dataclass(frozen=True)
@@ -410,7 +417,11 @@ def test_masks_of_parts_of_the_sequence_are_noticed(ring: bool) -> None:
         core = ContextParallel(1, ring=ring).apply(Attention(), group)
         core(*heads(8), attn_mask=Documents((3, 5) if group.rank() else (4, 4)))
 
-    refused(ValueError, r"masks of the ranks \(fingerprints \[.*\]\) must be equal", call)
+    refused(
+        ValueError,
+        r"masks of ranks \[1\] must equal those of ranks \[0\]; on rank \d: Documents",
+        call,
+    )
 
 
 def test_a_copy_of_a_strange_module_is_guarded_with_its_own_state() -> None:

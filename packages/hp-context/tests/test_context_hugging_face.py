@@ -283,7 +283,7 @@ def gathers(recompute: bool | None) -> list[list[int]]:
 def test_a_forward_gathers_positions_once_for_all_layers_and_recomputes(
     recompute: bool | None,
 ) -> None:
-    numbers = 8 * (1 + 4 + 2)  # failed, what must agree, shape of the positions
+    numbers = 8 * (1 + 4)  # failed, what must agree
     for result in run_distributed(gathers, recompute, world_size=2):
         assert result == [[numbers, 8 * SEQ // 2], []]
 
@@ -306,6 +306,9 @@ def refused(case: str) -> dict[str, Any]:
         "padding": {"attention_mask": holes},
         "padding on one rank": {"attention_mask": holes if rank else ones},
         "a mask on one rank": {"attention_mask": ones} if rank else {},
+        "another mask on one rank": {
+            "context_mask": Causal() & Documents((4, 20) if rank else (20, 4))
+        },
         "documents and a mask": {
             "attention_mask": ones,
             "position_ids": shard_sequence(SAME, world()),
@@ -340,7 +343,8 @@ MESSAGES = {
     "positions of three axes": r"position_ids \(\(3, 1, 12\)\) must be \[2, 12\] or \[1, 12\]",
     "padding": "attention_mask must not mask padding",
     "padding on one rank": "attention_mask must not mask padding",
-    "a mask on one rank": r"shapes and masks that the ranks pass .* must agree",
+    "a mask on one rank": r"masks that attention is given of ranks \[1\] must equal",
+    "another mask on one rank": r"masks that attention is given of ranks \[1\] must equal",
     "documents and a mask": "attention_mask must be None where position_ids pack documents",
     "a mask of four dims": r"attention_mask \(\(2, 1, 12, 12\)\) must be left to the model",
     "a whole mask": r"attention_mask \(\(2, 24\)\) must be of this rank's part",
@@ -350,7 +354,7 @@ MESSAGES = {
     "flash's documents": "cu_seq_lens_q must be None.*: documents are told by position_ids",
     "a window the mask lacks": r"sliding_window of the layer \(5\) must equal .* \(None\)",
     "a tensor as a mask": r"context_mask \(Tensor\) must be a hp_context.Mask",
-    "another length on one rank": r"shapes and masks that the ranks pass .* must agree",
+    "another length on one rank": r"shapes of queries, keys and values of ranks \[1\] must equal",
     "cache": r"past_key_values \(queries 12, keys 24, offset 12\) must be None",
     "bidirectional": r"is_causal \(False\) must be True",
     "a mask function of the model": "the model adds a mask function of its own",

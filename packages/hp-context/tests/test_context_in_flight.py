@@ -4,7 +4,8 @@ import copy
 import gc
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -34,7 +35,7 @@ from hp_context import (
     Attention,
     in_flight,
 )
-from hp_platform import Pending, WeightGradQueue, _internals, linear
+from hp_platform import Pending, ThreadContext, WeightGradQueue, _internals, linear
 from hp_platform.pending import release_completed
 from hp_platform.testing import run_in_threads
 
@@ -276,19 +277,28 @@ def test_two_threads_share_modules_and_pass_backward_on() -> None:
 
     def run(block: Block, group: ProcessGroup) -> list[Tensor]:
         batches = [hidden(group), (hidden(group).detach() * 3).requires_grad_()]
+        context = ThreadContext.capture()
+
+        def of_this_one(fn: Callable[..., Any], *args: Any) -> Any:
+            with context.apply():
+                return fn(*args)
+
+        def in_turn(pool: ThreadPoolExecutor) -> Callable[..., Future[Any]]:
+            return lambda fn, *args: pool.submit(of_this_one, fn, *args)
+
         with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-            threads = (one, other)
+            threads = [in_turn(one), in_turn(other)]
             pairs = list(zip(threads, batches, strict=True))
-            made = [thread.submit(block.project, x).result() for thread, x in pairs]
+            made = [thread(block.project, x).result() for thread, x in pairs]
             outs = [
-                thread.submit(block.finish, x, *qkv).result()
+                thread(block.finish, x, *qkv).result()
                 for (thread, x), qkv in zip(pairs, made, strict=True)
             ]
             results: list[Tensor] = []
             for thread, out, x in zip(reversed(threads), outs, batches, strict=True):
                 leaves = [x, *block.parameters()]
                 loss = out.square().sum()
-                results += thread.submit(torch.autograd.grad, loss, leaves).result()
+                results += thread(torch.autograd.grad, loss, leaves).result()
         return results
 
     def rank(group: ProcessGroup) -> tuple[bool, Any]:

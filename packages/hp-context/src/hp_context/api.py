@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,7 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from hp_context.all_gather import GatheredMask, gather_keys
 from hp_context.attention import Attention
 from hp_context.call import Call, parts_of_rank, recall, remember
-from hp_context.checks import Dims, check_between_ranks, check_local
+from hp_context.checks import Dims, check_local, check_parts, content_of
+from hp_context.compare import compare, is_new, set_compared
 from hp_context.core_mask import CoreMask, check_core, check_used
 from hp_context.guard import PositionsOnly, guard
 from hp_context.heads import HeadSplit, split_heads
@@ -126,7 +128,9 @@ class ContextParallel:
         self.layout = HeadTail() if load_balance else layout
         self._hybrid: dict[str, Axes] = {}  # by the name of the group that was split
         self._meshes: dict[DeviceMesh, ProcessGroup] = {}
+        # What ranks have compared: shapes, with the group, and core attentions.
         self._agreed: set[tuple[object, ...]] = set()
+        self._known_modules: WeakSet[nn.Module] = WeakSet()
 
     def apply(self, module: M, mesh_or_group: DeviceMesh | ProcessGroup) -> M:
         """Hook the exchange around the forward of a core attention.
@@ -180,15 +184,15 @@ class ContextParallel:
         slots = self._slots(args, kwargs)
         values: dict[int | str, Any] = dict(enumerate(args)) | kwargs
         q, k, v = (values[slot] for slot in slots)
-        mask_slot: int | str = self.mask_kwarg_name
-        if mask_position is not None and mask_position < len(args):
-            mask_slot = mask_position
+        by_position = mask_position is not None and mask_position < len(args)
+        mask_slot: Any = mask_position if by_position else self.mask_kwarg_name
         axes = self._axes(group)
+        given = self.mask if values.get(mask_slot) is None else values[mask_slot]
         error: Exception | None = None
         mask: Mask | Tensor | None = None
         spread: Spread | None = None
         split: HeadSplit | None = None
-        placed, fingerprint = None, 0
+        placed, runs = None, tuple[tuple[range, ...], ...]()
         try:
             (q, k, v), placed = parts_of_rank([q, k, v], self.dims)
             check_local(q, k, v, dims=self.dims, num_ranks=axes.degree)
@@ -199,17 +203,19 @@ class ContextParallel:
                 split = self._split(q, k, axes.inner)
             share = None if split is None or axes.inner is None else split.share(axes.inner.rank())
             core = CoreMask(self.mask_kwarg_name, axes.mode, seq_len, spread, share)
-            given = values.get(mask_slot)
-            given = self.mask if given is None else given
             if isinstance(module, Attention):
                 mask = core.of_attention(module, given, q, takes=mask_position is not None)
                 mask = self._over_parts(mask, core, axes, q.device.type)
-                fingerprint = mask.fingerprint if isinstance(mask, PartsMask) else 0
             else:
                 mask = core.of_other(given, q.device)
         except (TypeError, ValueError) as caught:
             error = caught
-        self._agree(error, (q, k, v), group, fingerprint)
+
+        def settings() -> object:
+            needs = mask.fingerprint if isinstance(mask, PartsMask) else None
+            return axes.mode, runs, self._settings(q.device.type), _terms_of(module), needs
+
+        self._agree(error, (module, given), (q, k, v), settings, group)
         if mask is not None:
             values[mask_slot] = mask
         if axes.inner is not None:
@@ -318,21 +324,47 @@ class ContextParallel:
     def _agree(
         self,
         error: Exception | None,
+        core: tuple[nn.Module, Any],
         qkv: tuple[Tensor, Tensor, Tensor],
+        settings: Callable[[], object],
         group: ProcessGroup,
-        fingerprint: int,
     ) -> None:
-        """Raise on all ranks or on none, once per shape.
+        """Raise on all ranks or on none; see Note [When ranks compare] of `compare`.
 
-        A rank that comes with another shape later cannot be told apart from one that is late,
-        short of one more collective in every call.
+        A rank that comes with another shape and no mask of its data cannot be told apart from one
+        that is late, short of one more collective in every call.
         """
-        shapes = (group.group_name, *(x.shape for x in qkv), qkv[0].dtype)
-        if shapes not in self._agreed:
-            check_between_ranks(error, qkv[0], dims=self.dims, group=group, fingerprint=fingerprint)
-            self._agreed.add(shapes)
-        if error is not None:
-            raise error
+        (module, mask), (q, k, v) = core, qkv
+        if mask is None and isinstance(module, Attention):
+            mask = module.mask
+        shapes = (group.group_name, q.shape, k.shape, v.shape, q.dtype)
+        is_first = shapes not in self._agreed
+        if not is_first and module in self._known_modules and not is_new(mask, group):
+            if error is not None:
+                raise error
+            return
+        facts: dict[str, object] = {
+            "local sequence lengths": q.size(self.dims.seq) if error is None else None,
+            "shapes and dtypes of q, k, v": [*(tuple(x.shape) for x in (q, k, v)), str(q.dtype)],
+            "masks": mask,
+            "settings of attention": settings() if error is None else None,
+        }
+        if is_first and error is None:
+            content = content_of(q, dims=self.dims)
+        else:
+            content = torch.zeros(2, dtype=torch.int64, device=q.device)
+        contents = compare(error, facts, group=group, device=q.device, content=content)
+        if is_first:
+            check_parts(contents, q, group=group)
+        self._agreed.add(shapes)
+        self._known_modules.add(module)
+        if isinstance(mask, Mask):
+            set_compared(mask, group)
+
+    def _settings(self, device_type: str) -> object:
+        """Return what else must be the same on all ranks."""
+        del device_type
+        return None
 
     def _resolve(self, mesh_or_group: DeviceMesh | ProcessGroup) -> ProcessGroup:
         """Return the group of all ranks; make those of the hybrid mode, once for all layers."""
@@ -372,6 +404,15 @@ class ContextParallel:
         if self.mask is not None and own not in (Full(), self.mask):
             raise ValueError(f"mask ({self.mask}) must equal the mask of the module ({own})")
         return list(parameters).index(self.mask_kwarg_name) if known else None
+
+
+def _terms_of(module: nn.Module) -> object:
+    """Return what an `Attention` computes with, beside its mask."""
+    if not isinstance(module, Attention):
+        return type(module).__qualname__
+    dropout = module.dropout if module.training else 0.0
+    sinks = None if module.sinks is None else tuple(module.sinks.shape)
+    return module.scale, module.softcap, dropout, sinks
 
 
 def _check_output(output: Any, q: Tensor, dims: Dims) -> None:

@@ -210,6 +210,9 @@ class AsyncContextParallel(ContextParallel):
             return None
         return FREE if self.overlap is True else self.rates or default_rates(device_type)
 
+    def _settings(self, device_type: str) -> object:
+        return self.overlap, self.rates or default_rates(device_type)
+
     def _exchanges(self, q: Tensor, k: Tensor, group: ProcessGroup) -> list[Exchange]:
         """Return what has to be done with q, k, v."""
         split = self._split(q, k, group)

@@ -6,12 +6,12 @@ Shape symbols: N ranks, s local sequence, H query heads, G key/value heads, D he
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from hp_platform import PeerError
+from hp_platform import mark_agreed
+from hp_platform.groups import global_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,63 +80,36 @@ def _check_heads(num_heads: int, num_kv_heads: int, num_v_heads: int, num_ranks:
         )
 
 
-def check_between_ranks(
-    error: Exception | None, q: Tensor, *, dims: Dims, group: ProcessGroup, fingerprint: int = 0
-) -> None:
-    """Compare q over the ranks of `group`; every rank calls, and all of them raise or none.
+def content_of(q: Tensor, *, dims: Dims) -> Tensor:
+    """Return int64 [2]: whether the values of q vary along the sequence, and the bits of their sum.
 
-    Costs one all-gather of a few numbers and a synchronisation with the device.
+    Equal positions, such as padding, say nothing about how a sequence was split.
+    """
+    values = q.detach()
+    total = values.sum(dtype=torch.float64)
+    varies = (values != values.narrow(dims.seq, 0, 1)).any() & total.isfinite()
+    return torch.stack([varies.to(torch.int64), total.view(torch.int64)])
+
+
+def check_parts(contents: list[list[int]], q: Tensor, *, group: ProcessGroup) -> None:
+    """Raise on all ranks if they hold the same values: a full sequence instead of a part.
 
     Args:
-        error: What is wrong with the input of this rank.
-        q: [s, H, D] and more dims, as `dims` says.
-        dims: Where the sequence is.
+        contents: `content_of` each rank.
+        q: Of this rank, for the message.
         group: The ranks that share the sequence.
-        fingerprint: Of the mask, where it decides what is sent.
 
     Raises:
-        Exception: `error`.
-        ValueError: Ranks hold different numbers of positions; or all of them hold
-            the same ones, that is a full sequence instead of a part; or their masks differ.
-        PeerError: Another rank has an error.
+        ValueError: They do.
     """
-    mine = _summary(error, q, dims, fingerprint)
-    gathered = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(gathered, mine, group=group)
-    rows = torch.stack(gathered).tolist()
-    if error is not None:
-        raise error
-    for rank, (failed, *_) in enumerate(rows):
-        if failed:
-            raise PeerError(f"rank {rank} of the context group cannot use its q, k, v", rank=rank)
-    lengths = [int(row[1]) for row in rows]
-    if len(set(lengths)) > 1:
-        raise ValueError(f"local sequence lengths ({lengths}) must be equal on all ranks")
-    if len({row[4] for row in rows}) > 1:
-        masks = [int(row[4]) for row in rows]
-        raise ValueError(
-            f"masks of the ranks (fingerprints {masks}) must be equal: each rank describes the "
-            f"whole sequence, not its part of it"
-        )
-    varies, content = all(row[2] for row in rows), {row[3] for row in rows}
-    if varies and len(content) == 1 and group.size() > 1:
-        raise ValueError(
+    varies, sums = all(row[0] for row in contents), {row[1] for row in contents}
+    if varies and len(sums) == 1 and group.size() > 1:
+        error = ValueError(
             f"q ({tuple(q.shape)}) must be this rank's part of the sequence, but all "
             f"{group.size()} ranks passed the same values: split them with shard_sequence"
         )
-
-
-def _summary(error: Exception | None, q: Tensor, dims: Dims, fingerprint: int) -> Tensor:
-    """Return float64 [5]: failed, s, whether values vary along s, their sum, the fingerprint."""
-    if error is not None:
-        return torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64, device=q.device)
-    values = q.detach()
-    # Equal positions, such as padding, say nothing about how a sequence was split.
-    varies = (values != values.narrow(dims.seq, 0, 1)).any()
-    failed, length = torch.zeros_like(varies), torch.full_like(varies, True) * q.size(dims.seq)
-    mask = torch.full_like(varies, fingerprint, dtype=torch.float64)
-    parts = [failed, length, varies, values.sum(dtype=torch.float64), mask]
-    return torch.stack([part.to(torch.float64) for part in parts])
+        mark_agreed(error, global_ranks(group))
+        raise error
 
 
 def _without(x: Tensor, dim: int) -> tuple[int, ...]:

@@ -3,16 +3,16 @@
 Shape symbols: B sequences of a batch, S whole sequence, N ranks, s = S / N.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hp_context.compare import compare
 from hp_context.layout import SequenceLayout, to_positions
 from hp_context.masks import Documents
-from hp_platform import PeerError
 
 
 def documents_of(position_ids: Tensor) -> Documents:
@@ -65,7 +65,7 @@ def gather_position_ids(
     position_ids: Tensor | None,
     *,
     error: Exception | None,
-    same: Sequence[int],
+    same: Mapping[str, object],
     device: torch.device,
     layout: SequenceLayout,
     group: ProcessGroup,
@@ -77,7 +77,7 @@ def gather_position_ids(
     Args:
         position_ids: int [B, s] of this rank; None if it has none.
         error: What is wrong on this rank.
-        same: What else must be equal on all ranks; as many numbers on each.
+        same: What else must be equal on all ranks: see `compare`.
         device: Where the ranks communicate.
         layout: Which positions are whose.
         group: The ranks that share the sequence; all of them call.
@@ -87,21 +87,13 @@ def gather_position_ids(
 
     Raises:
         Exception: `error`.
-        ValueError: Ranks differ in what must be equal, or in the shape of their positions.
+        ValueError: Ranks differ in what must be equal, or in the shape of their positions; the
+            message names them.
         PeerError: Another rank has an error.
     """
-    shape = (0, 0) if error is not None or position_ids is None else position_ids.shape
-    numbers = [error is not None, *same, *shape]
-    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-    headers = torch.stack(_all_gather(mine, group)).tolist()
-    if error is not None:
-        raise error
-    for rank, (failed, *_) in enumerate(headers):
-        if failed:
-            raise PeerError(f"rank {rank} of the context group cannot run attention", rank=rank)
-    calls = [tuple(header[1:]) for header in headers]
-    if len(set(calls)) > 1:
-        raise ValueError(f"shapes and masks that the ranks pass to attention ({calls}) must agree")
+    shape = None if position_ids is None else tuple(position_ids.shape)
+    facts = {**same, "shapes of position_ids": shape}
+    compare(error, facts, group=group, device=device)
     if position_ids is None:
         return None
     parts = torch.cat(_all_gather(position_ids.to(device, torch.int64), group), 1).cpu()

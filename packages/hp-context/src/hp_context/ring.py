@@ -19,8 +19,8 @@ Note [Gradients travel behind the keys]
 
 Note [A step is one operation]
     What a rank sends and receives in a step is posted as one (`hp_platform.isend_irecv`), in the
-    same order of steps on all ranks; two threads that share a group must keep to one order of
-    calls, as with any collective. Nothing is left in flight: a step is waited for even where an
+    same order of steps on all ranks; threads that share a group must keep to one order of calls, as
+    with any collective. Nothing is left in flight: a step is waited for even where an
     exception ends the walk, since the next call would take its message for its own.
 
 Shape symbols: B batch, s queries of this rank, K keys of a rank that travel, N ranks, H query

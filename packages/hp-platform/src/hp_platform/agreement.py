@@ -11,7 +11,13 @@ from hp_platform.failures import FailureReport, PeerError, mark_agreed
 from hp_platform.groups import global_ranks
 
 
-def agree(error: BaseException | None = None, *, group: ProcessGroup, where: str = "") -> None:
+def agree(
+    error: BaseException | None = None,
+    *,
+    group: ProcessGroup,
+    where: str = "",
+    device: torch.device | str = "cpu",
+) -> None:
     """Exchange status before a collective phase; return on all ranks or raise on all of them.
 
     Without it, a rank that raises leaves the others blocked in their next collective. Costs one
@@ -19,8 +25,9 @@ def agree(error: BaseException | None = None, *, group: ProcessGroup, where: str
 
     Args:
         error: What went wrong on this rank, or None.
-        group: CPU group, usually `Runtime.control`. Every rank of it must call.
+        group: Usually `Runtime.control`. Every rank of it must call.
         where: What was about to happen, for the message.
+        device: Where the group communicates; on a GPU it costs a synchronisation.
 
     Raises:
         BaseException: `error` itself, on the ranks that pass one.
@@ -31,7 +38,7 @@ def agree(error: BaseException | None = None, *, group: ProcessGroup, where: str
     mine = ranks[group.rank()]
     text = b"" if error is None else FailureReport.of(error, rank=mine).encode().encode()
     try:
-        lengths = _all_gather(torch.tensor([len(text)], device="cpu"), group)
+        lengths = _all_gather(torch.tensor([len(text)], device=device), group)
         reports = _reports(text, lengths, group) if any(lengths.tolist()) else {}
     except RuntimeError as lost:
         if error is not None:
@@ -61,8 +68,8 @@ def _all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def _reports(text: bytes, lengths: Tensor, group: ProcessGroup) -> dict[int, FailureReport]:
     """Exchange reports, padded to the longest; by global rank, of failed ranks alone."""
-    padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device="cpu")
-    padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
+    padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device=lengths.device)
+    padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device=lengths.device)
     gathered = _all_gather(padded, group)
     rows = zip(global_ranks(group), gathered, lengths.flatten().tolist(), strict=True)
     texts = {rank: bytes(row[:length].tolist()) for rank, row, length in rows if length}

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from torch.distributed import ProcessGroup
 from hp_platform import _internals
 from hp_platform.groups import global_ranks
 from hp_platform.places import doing, mark_place, place_of
+from hp_platform.use import Scope, current_scope, in_scope
 
 _MAX_CHARACTERS = 1500
 _SETTLE_SECONDS = 1.0  # for a rank that breaks connections to have left its report everywhere
@@ -180,48 +181,6 @@ def group_note(group: ProcessGroup) -> FailureNote:
     return default_note(f"hp_platform/failure/group/{group.group_name}")
 
 
-class _Scope:
-    """The groups that were used inside a `failing_together`, by whichever thread."""
-
-    __slots__ = ("groups", "parent")
-
-    def __init__(self, parent: _Scope | None) -> None:
-        self.parent = parent
-        self.groups: dict[int, ProcessGroup] = {}
-
-
-_scopes: dict[int, _Scope] = {}
-
-
-def note_use(group: ProcessGroup) -> None:
-    """Remember that a collective runs on a group: see Note [Which groups]."""
-    scope = _scopes.get(threading.get_ident())
-    while scope is not None:
-        scope.groups.setdefault(id(group), group)
-        scope = scope.parent
-
-
-@contextmanager
-def in_scope(scope: Any) -> Iterator[None]:
-    """Let a helper thread belong to what `current_scope` returned in the thread that starts it."""
-    thread = threading.get_ident()
-    before = _scopes.get(thread)
-    if scope is not None:
-        _scopes[thread] = scope
-    try:
-        yield
-    finally:
-        if before is None:
-            _scopes.pop(thread, None)
-        else:
-            _scopes[thread] = before
-
-
-def current_scope() -> Any:
-    """What this thread's collectives are counted to; opaque."""
-    return _scopes.get(threading.get_ident())
-
-
 @contextmanager
 def failing_together(
     *words: str,
@@ -244,8 +203,7 @@ def failing_together(
     Raises:
         PeerError: If this rank fails because another one did.
     """
-    scope = _Scope(current_scope())
-    scope.groups |= {id(group): group for group in groups}
+    scope = Scope(current_scope(), groups)
     with doing(*words), in_scope(scope):
         try:
             yield
@@ -290,7 +248,7 @@ def give_up(error: BaseException) -> BaseException:
     Returns:
         What this rank is to raise.
     """
-    scope = _scopes.get(threading.get_ident())
+    scope = current_scope()
     groups = [] if scope is None else list(scope.groups.values())
     mark_place(error)
     if not groups or is_agreed(error, groups):

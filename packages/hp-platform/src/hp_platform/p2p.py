@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_platform import _internals
-from hp_platform.failures import note_use
 from hp_platform.groups import global_ranks
 from hp_platform.pending import Pending
+from hp_platform.use import note_use
 
 
 def isend(x: Tensor, dst: int, *, group: ProcessGroup, tag: int = 0) -> Pending[None]:
@@ -74,8 +74,10 @@ def isend_irecv(
         The buffers of `receives`, in order; both lists may be empty.
 
     Raises:
-        ValueError: As `isend` and `irecv`, before anything is posted.
+        ValueError: As `isend` and `irecv`, before anything is posted; or another thread has used
+            the group before and is still alive.
     """
+    note_use(group)
     messages = [_incoming(buffer, src, group) for buffer, src in receives]
     messages += [_outgoing(x, dst, group) for x, dst in sends]
     if messages and _internals.coalesces(group, messages[0].tensor.device):
@@ -143,7 +145,7 @@ def _needs_host(x: Tensor, group: ProcessGroup) -> bool:
 
 
 def _peer(rank: int, group: ProcessGroup, *, name: str) -> int:
-    note_use(group)
+    note_use(group, ordered=False)
     ranks = global_ranks(group)
     if rank not in ranks or ranks.index(rank) == group.rank():
         others = [r for i, r in enumerate(ranks) if i != group.rank()]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from hp_platform import _internals
-from hp_platform.failures import current_scope, in_scope
 from hp_platform.places import doing, words_of_thread
+from hp_platform.use import Belonging, belonging, belonging_to
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
@@ -27,7 +27,8 @@ class ThreadContext:
         autocast_cache: Whether autocast keeps cast weights.
         multithreading: Whether backward may use the device threads of the autograd engine.
         words: What the thread is doing, for messages about failures.
-        scope: What its collectives are counted to, so that a failure breaks their groups.
+        belonging: Whose groups it may use, and what its uses are counted to, so that a failure
+            breaks them.
     """
 
     stream: torch.cuda.Stream | None
@@ -37,7 +38,7 @@ class ThreadContext:
     autocast_cache: bool
     multithreading: bool
     words: tuple[str, ...]
-    scope: object
+    belonging: Belonging
 
     @classmethod
     def capture(cls) -> ThreadContext:
@@ -55,7 +56,7 @@ class ThreadContext:
             autocast_cache=torch.is_autocast_cache_enabled(),
             multithreading=_internals.is_multithreading_enabled(),
             words=words_of_thread(),
-            scope=current_scope(),
+            belonging=belonging(),
         )
 
     @contextmanager
@@ -65,7 +66,7 @@ class ThreadContext:
         torch.get_num_threads()
         with ExitStack() as stack:
             stack.enter_context(doing(*self.words))
-            stack.enter_context(in_scope(self.scope))
+            stack.enter_context(belonging_to(self.belonging))
             if self.stream is not None:
                 stack.enter_context(torch.cuda.device(self.stream.device))
                 stack.enter_context(torch.cuda.stream(self.stream))

@@ -10,6 +10,7 @@ Shape symbols: B sequences of a batch, S whole sequence, N ranks, s = S / N, H q
 key/value heads, D head size of queries and keys, E head size of values.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hp_context.api import ContextParallel
 from hp_context.attention import Attention, masked_attention
+from hp_context.compare import set_compared
 from hp_context.hugging_face.call import CallMask, Rows
 from hp_context.hugging_face.mixers import current_trial
 from hp_context.layout import SequenceLayout, to_positions
@@ -109,7 +111,16 @@ class SpreadAttention:
             error = caught
         call = attention_mask if isinstance(attention_mask, CallMask) else None
         if call is None or call.masks is None:
-            call = self._filled_in(call, error, query, position_ids, context_mask)
+            sinks = None if s_aux is None else tuple(s_aux.shape)
+            shapes = tuple(tuple(x.shape) for x in (query, key, value))
+            same = {
+                "shapes of queries, keys and values": shapes,
+                "masks that attention is given": (*_known(call), context_mask),
+                "settings of attention": (scaling, dropout, softcap, sinks, str(query.dtype)),
+            }
+            call = self._filled_in(
+                call, position_ids, context_mask, error=error, query=query, same=same
+            )
         elif error is not None:
             raise error
         assert call.masks is not None
@@ -130,17 +141,18 @@ class SpreadAttention:
     def _filled_in(
         self,
         call: CallMask | None,
-        error: Exception | None,
-        query: Tensor,
         position_ids: Tensor | None,
         context_mask: Mask | None,
+        *,
+        error: Exception | None,
+        query: Tensor,
+        same: Mapping[str, object],
     ) -> CallMask:
         """Exchange position ids and errors; see Note [Masks come from position ids]."""
-        known = call is not None and call.has_attention_mask, context_mask is not None
         whole = gather_position_ids(
             position_ids,
             error=error,
-            same=(query.size(0), query.size(2), *known),
+            same=same,
             device=query.device,
             layout=self._layout,
             group=self._group,
@@ -155,6 +167,8 @@ class SpreadAttention:
         elif whole is not None:
             order = f", in the order of {self._layout}" if self._group.size() > 1 else ""
             call.masks = _masks(call, documents_of_rows(whole, order=order))
+        for mask, _ in call.masks or ():
+            set_compared(mask, self._group)
         return call
 
     def _check_counted(self, whole: Tensor, context_mask: Mask | None) -> None:
@@ -214,6 +228,10 @@ class _Core(Attention):
     def needs_share(self) -> bool:
         """A call may have sinks or dropout."""
         return True
+
+
+def _known(call: CallMask | None) -> tuple[object, ...]:
+    return () if call is None else (call.window, call.has_attention_mask)
 
 
 def _check_layer(others: dict[str, Any]) -> None:

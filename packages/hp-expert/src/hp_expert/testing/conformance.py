@@ -31,7 +31,7 @@ from hp_expert.testing.problem import (
     make_batch,
     make_matrices,
 )
-from hp_platform import launch_all_to_all
+from hp_platform import ThreadContext, launch_all_to_all
 from hp_platform.testing import compare
 
 _DEFAULT = Case()
@@ -267,12 +267,14 @@ def _check_concurrency(
 
 
 def _in_threads(works: list[Callable[[], Any]]) -> None:
-    """Run each in a thread of its own; raise what the first of them raised."""
+    """Run each in a thread of its own, for this one; raise what the first of them raised."""
     errors: list[BaseException] = []
+    context = ThreadContext.capture()
 
     def guarded(work: Callable[[], Any]) -> None:
         try:
-            work()
+            with context.apply():
+                work()
         except BaseException as error:  # noqa: BLE001  # raised below
             errors.append(error)
 
