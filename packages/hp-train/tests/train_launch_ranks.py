@@ -9,7 +9,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from hp_platform import INIT_METHOD_VARIABLE
+from hp_platform.launch import INIT_METHOD_VARIABLE
 from hp_train.config import Config
 from hp_train.errors import PREEMPTED, DataError
 from hp_train.launch.launcher import run

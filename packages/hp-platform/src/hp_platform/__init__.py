@@ -32,7 +32,7 @@ from hp_platform.failures import (
 )
 from hp_platform.fsdp import set_fsdp_exchanges, set_fsdp_frees_parameters
 from hp_platform.groups import mesh_of, new_group, resolve_group
-from hp_platform.launch import INIT_METHOD_VARIABLE, RankInfo, Runtime, initialize, shutdown
+from hp_platform.launch import RankInfo, Runtime, initialize, shutdown
 from hp_platform.messages import all_gather_json, on_one_rank
 from hp_platform.p2p import irecv, isend, isend_irecv
 from hp_platform.pending import Pending
@@ -43,7 +43,6 @@ from hp_platform.threads import ThreadContext
 from hp_platform.weight_grads import WeightGradQueue, linear, submit_weight_grad
 
 __all__ = [
-    "INIT_METHOD_VARIABLE",
     "Event",
     "FailureNote",
     "FailureReport",

@@ -15,7 +15,7 @@ from multiprocessing import reduction
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from hp_platform import INIT_METHOD_VARIABLE
+from hp_platform.launch import INIT_METHOD_VARIABLE
 from hp_train.errors import RankLostError
 from hp_train.launch.task import Task
 from hp_train.launch.worker import work
