@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hp_platform import (
     FailureNote,
@@ -278,3 +279,21 @@ def test_an_agreement_of_some_ranks_is_told_to_the_others() -> None:
     said = run_distributed(_agreed_by_some, world_size=3, timeout=30)
     assert said[2].startswith("PeerError: rank ")
     assert "ValueError: both" in said[2]
+
+
+def _recomputes(early_stop: bool) -> float:
+    group = _group()
+    x = torch.ones(3, 2, requires_grad=True)
+
+    def exchange(x: torch.Tensor) -> torch.Tensor:
+        with failing_together("layer"):
+            return all_to_all(x * x, group=group).sin()
+
+    with set_checkpoint_early_stop(early_stop):
+        checkpoint(exchange, x, use_reentrant=False).sum().backward()
+    return float(all_to_all(torch.ones(3, 1), group=group).sum())
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_recomputation_that_ends_early_is_no_failure(early_stop: bool) -> None:
+    assert run_distributed(_recomputes, early_stop, world_size=3) == [3.0] * 3

@@ -27,6 +27,7 @@ from hp_platform.failures import (
     first_failure,
     give_up,
     is_echo,
+    is_no_failure,
     mark_agreed,
     raise_first,
 )
@@ -72,6 +73,7 @@ __all__ = [
     "initialize",
     "irecv",
     "is_echo",
+    "is_no_failure",
     "is_waited",
     "isend",
     "isend_irecv",

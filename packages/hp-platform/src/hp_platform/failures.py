@@ -208,6 +208,8 @@ def failing_together(
         try:
             yield
         except BaseException as error:
+            if is_no_failure(error):
+                raise
             mark_place(error)
             used = list(scope.groups.values())
             if not dist.is_initialized() or is_agreed(error, used, everything=everything):
@@ -233,6 +235,8 @@ def raise_first(
         BaseException: The error itself where it is one of this rank.
         PeerError: Where it only came of another rank's.
     """
+    if is_no_failure(error):
+        raise error
     raised = _broken_by(error, list(groups), everything=everything)
     if raised is error:
         raise error
@@ -250,9 +254,9 @@ def give_up(error: BaseException) -> BaseException:
     """
     scope = current_scope()
     groups = [] if scope is None else list(scope.groups.values())
-    mark_place(error)
-    if not groups or is_agreed(error, groups):
+    if is_no_failure(error) or not groups or is_agreed(error, groups):
         return error
+    mark_place(error)
     return _broken_by(error, groups, everything=False)
 
 
@@ -324,6 +328,13 @@ def is_echo(error: BaseException) -> bool:
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(echo in text for echo in _ECHOES)
+
+
+def is_no_failure(error: BaseException) -> bool:
+    """Whether an exception only ends something early, as in recomputation when all is there."""
+    is_checkpoints = type(error).__module__ == "torch.utils.checkpoint"
+    early = is_checkpoints and type(error).__name__ == "_StopRecomputationError"
+    return early or isinstance(error, GeneratorExit)
 
 
 def _told(error: BaseException) -> FailureReport | None:

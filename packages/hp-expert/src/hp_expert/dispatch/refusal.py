@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_expert.batch import ExpertBatch
-from hp_platform import PeerError, doing, failing_together, mark_agreed
+from hp_platform import PeerError, doing, failing_together, is_no_failure, mark_agreed
 from hp_platform.groups import global_ranks
 
 _refused: ContextVar[Exception | None] = ContextVar("refused", default=None)
@@ -74,7 +74,7 @@ def refuse(dispatcher: Any, x_TD: Tensor, error: Exception) -> None:
         error: Why it takes no part.
     """
     groups = groups_of(dispatcher)
-    if not groups:
+    if not groups or is_no_failure(error):
         return
     before = _refused.set(error)
     try:
