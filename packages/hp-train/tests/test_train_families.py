@@ -130,7 +130,8 @@ def test_a_window_hides_what_is_too_far_back() -> None:
     other = tokens.clone()
     other[0, 8] = (other[0, 8] + 1) % VOCABULARY
     a, b = (stage(t, microbatch=Microbatch(1))[0] for t in (tokens, other))
-    changed = [i for i in range(LENGTH) if not torch.equal(a[i], b[i])]
+    # Which tokens share an expert changes, and with it the order of sums of the others.
+    changed = [i for i in range(LENGTH) if not torch.allclose(a[i], b[i], rtol=1e-5, atol=1e-6)]
     assert changed == [8, 9, 10, 11]
 
 

@@ -10,6 +10,7 @@ from hp_train.config import Config, to_dict
 from hp_train.data import load_tokenizer
 from hp_train.data.prepare import prepare
 from hp_train.errors import CheckpointError, ConfigError
+from hp_train.folder import Folder
 from hp_train.launch.rundir import write_config
 from hp_train.options import resolve
 from hp_train.resuming import require_same_position
@@ -23,7 +24,7 @@ def run(tmp_path: Path) -> Path:
     text.write_text("some words in a row\n" * 1000)
     run = tmp_path / "run"
     run.mkdir()
-    write_config(run, resolve("quickstart", [("data.paths", [str(text)])], env={}))
+    write_config(Folder.open(run), resolve("quickstart", [("data.paths", [str(text)])], env={}))
     prepare(run / "data", paths=[str(text)], tokenizer=load_tokenizer(""), eval_fraction=0.02)
     return run
 
