@@ -82,10 +82,10 @@ FAULTS = {
     ),
     "backward of experts": Fault(GroupedExperts, "_compute", PLACE, in_backward=True, rank=3),
     "overlapped pair, forward": Fault(
-        GroupedExperts, "_compute", (*PLACE, "experts"), OVERLAP, call=30
+        GroupedExperts, "_compute", (*PLACE, "experts"), OVERLAP, call=7
     ),
     "overlapped pair, backward": Fault(
-        GroupedExperts, "_compute", ("step ", "stage "), OVERLAP, call=30, in_backward=True
+        GroupedExperts, "_compute", ("step ", "stage "), OVERLAP, call=7, in_backward=True
     ),
     "pipeline message": Fault(hp_schedule.runtime.TorchTransport, "send", PLACE, rank=0),
     "gradient reduction": Fault(

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from hp_train.config import Config
-from hp_train.options import fields
+from hp_train.schema import fields
 from hp_train.timeouts import Timeouts
 
 

@@ -48,6 +48,7 @@ _ECHOES = (
     "broken pipe",
     "timed out",
     "timeout after",
+    "wait timeout",
     "it has ended",
     "did not come within",
     "nccl",
