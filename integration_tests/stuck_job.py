@@ -18,5 +18,5 @@ def get_stuck(trainer: Trainer, *args: Any) -> None:
 
 update = Trainer._update
 if __name__ == "__main__":
-    Trainer._update = get_stuck  # type: ignore[method-assign]
+    Trainer._update = get_stuck  # type: ignore[method-assign, assignment]
     os._exit(main(sys.argv[2:]))

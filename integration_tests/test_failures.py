@@ -34,7 +34,7 @@ CONNECT_SECONDS = 10
 """Where ranks are about to make a group with one that has failed, nothing but this ends them."""
 
 PIPELINE = {"mesh": {"pp": 2, "dp_replicate": 2, "ep": 2}, "pipeline": {"stages_per_rank": 1}}
-OVERLAP = {
+OVERLAP: dict[str, dict[str, Any]] = {
     "mesh": {"pp": 2, "dp_replicate": 2, "ep": 2},
     "pipeline": {"schedule": "dualpipe_v", "stages_per_rank": 2, "overlap": True},
 }

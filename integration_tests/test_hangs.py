@@ -46,13 +46,13 @@ def test_every_rank_ends_and_names_the_one_that_hangs(how: str, tmp_path: Path) 
             rank.kill()
             rank.wait()
     said = [(tmp_path / f"rank-{rank}.txt").read_text() for rank in range(WORLD)]
-    for rank in range(WORLD) if how == "sleeps" else (0, 2):
-        errors = [line for line in said[rank].splitlines() if line.startswith("error: ")]
-        assert len(errors) == 1, said[rank]
+    for number in range(WORLD) if how == "sleeps" else (0, 2):
+        errors = [line for line in said[number].splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1, said[number]
         if how == "sleeps":
-            assert errors[0].startswith("error: rank 1, step 3, optimizer: "), said[rank]
+            assert errors[0].startswith("error: rank 1, step 3, optimizer: "), said[number]
         else:
-            assert errors[0].startswith("error: rank 1: is gone or stopped"), said[rank]
+            assert errors[0].startswith("error: rank 1: is gone or stopped"), said[number]
     if how == "sleeps":
         assert ends == [HangError.exit_code] * WORLD
         assert "stuck_job.py" in said[0]

@@ -32,8 +32,15 @@ def test_what_goes_wrong_is_found_and_got_over(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = ("kills: 3 of 3", "damages: 47 of 47", "configs: 55 of 55", "reloads: 3 of 3")
-    lines += ("models: 40 of 40", "mutants: 24 of 24", "run directories: 28 of 28")
+    lines = [
+        "kills: 3 of 3",
+        "damages: 47 of 47",
+        "configs: 55 of 55",
+        "reloads: 3 of 3",
+        "models: 40 of 40",
+        "mutants: 24 of 24",
+        "run directories: 28 of 28",
+    ]
     for line in lines:
         assert f"{line} good" in done.stdout
 

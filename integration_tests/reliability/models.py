@@ -139,6 +139,7 @@ def _texts(text: str) -> Iterator[tuple[str, bytes]]:
 def _indices(good: Path) -> Iterator[tuple[str, bytes]]:
     index = json.loads((good / INDEX).read_text())
     name = next(iter(index["weight_map"]))
+    wrong: Any
     for wrong in ("../x", "/etc/passwd", "", ".", "a/b", 5, None, [], {}, "none.safetensors", "\0"):
         changed = {**index, "weight_map": {**index["weight_map"], name: wrong}}
         yield f"file {wrong!r}", json.dumps(changed).encode()
