@@ -17,7 +17,7 @@ from hp_platform.testing.exchanges import Exchange, record_exchanges
 from hp_platform.testing.operators import watch_operators
 from hp_platform.testing.processes import RankError, run_distributed
 from hp_platform.testing.recording import Part, RecordedStep, Recorder, parts_of, read_steps
-from hp_platform.testing.slow import slow_group
+from hp_platform.testing.slow import CountedClock, slow_group
 from hp_platform.testing.threaded import run_in_threads
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "SCORES",
     "STAND_IN",
     "Comparison",
+    "CountedClock",
     "Difference",
     "Exchange",
     "Flip",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,8 +21,44 @@ from hp_platform.groups import global_ranks
 _serial = count()
 
 
+class CountedClock:
+    """Seconds of one rank that are counted and not spent, the same on any machine.
+
+    Compute says with `spend` how long it takes; operations of a `slow_group` with this clock end
+    when they would, and whoever waits for one goes on at that time.
+
+    Attributes:
+        now: Seconds since the clock was made.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._link_is_free = 0.0
+        self._lock = threading.Lock()
+
+    def spend(self, seconds: float) -> None:
+        """Let time pass, as compute does."""
+        with self._lock:
+            self.now += seconds
+
+    def transfer(self, seconds: float) -> float:
+        """Put an operation on the link, which does one after the other; return when it ends."""
+        with self._lock:
+            self._link_is_free = max(self.now, self._link_is_free) + seconds
+            return self._link_is_free
+
+    def reach(self, then: float) -> None:
+        """Wait until a time."""
+        with self._lock:
+            self.now = max(self.now, then)
+
+
 def slow_group(
-    group: ProcessGroup, *, latency: float = 0.0, bandwidth: float = math.inf
+    group: ProcessGroup,
+    *,
+    latency: float = 0.0,
+    bandwidth: float = math.inf,
+    clock: CountedClock | None = None,
 ) -> ProcessGroup:
     """Wrap `group` in one whose operations take `latency + bytes / bandwidth` seconds longer.
 
@@ -33,6 +70,7 @@ def slow_group(
         group: Group of this rank, for example of `run_in_threads` or the default one.
         latency: Seconds.
         bandwidth: Bytes per second.
+        clock: Of this rank: the delay is counted there and not spent.
 
     Raises:
         ValueError: If `latency` is negative or `bandwidth` not positive.
@@ -41,20 +79,24 @@ def slow_group(
         raise ValueError(f"latency ({latency}) must not be negative")
     if bandwidth <= 0:
         raise ValueError(f"bandwidth ({bandwidth}) must be positive")
-    slow = _SlowGroup(group, latency, bandwidth)
+    slow = _SlowGroup(group, latency, bandwidth, clock)
     name = f"slow{next(_serial)}/{group.group_name}"
     _internals.register_group(name, slow, global_ranks(group))
     return slow
 
 
 class _SlowWork(dist.Work):
-    def __init__(self, future: Future[None], tensors: object) -> None:
+    def __init__(
+        self, future: Future[None], tensors: object, clock: CountedClock | None, end: float
+    ) -> None:
         super().__init__()
-        self._future = future
+        self._future, self._clock, self._end = future, clock, end
         self._tensors = tensors  # alive until the operation is done
 
     def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002  # the group has its own
         self._future.result()
+        if self._clock is not None:
+            self._clock.reach(self._end)
         return True
 
     def is_completed(self) -> bool:
@@ -66,13 +108,15 @@ def _delayed(name: str, *, sent: int) -> Callable[..., _SlowWork]:
 
     def method(self: _SlowGroup, *args: Any, **kwargs: Any) -> _SlowWork:
         seconds = self.latency + (_num_bytes(args[sent]) if args else 0) / self.bandwidth
+        end = 0.0 if self.clock is None else self.clock.transfer(seconds)
 
         def transfer() -> None:
             with record_function(f"slow:{name}"):  # for a profiler that sees all threads
-                time.sleep(seconds)
+                if self.clock is None:
+                    time.sleep(seconds)
                 getattr(self.inner, name)(*args, **kwargs).wait()
 
-        return _SlowWork(self.link.submit(transfer), args)
+        return _SlowWork(self.link.submit(transfer), args, self.clock, end)
 
     return method
 
@@ -80,8 +124,11 @@ def _delayed(name: str, *, sent: int) -> Callable[..., _SlowWork]:
 class _SlowGroup(ProcessGroup):
     """Delays what another group does. Newer torch calls some operations by their newer names."""
 
-    def __init__(self, inner: ProcessGroup, latency: float, bandwidth: float) -> None:
+    def __init__(
+        self, inner: ProcessGroup, latency: float, bandwidth: float, clock: CountedClock | None
+    ) -> None:
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # no store
+        self.clock = clock
         self.inner, self.latency, self.bandwidth = inner, latency, bandwidth
         self.link = ThreadPoolExecutor(1, thread_name_prefix="slow-link")
         self._name = ""
