@@ -47,7 +47,7 @@ class _Strips(torch.autograd.Function):
             keys = slice(rows.stop)
             w_HRK = torch.bmm(q[b, :, rows], k[b, :, keys].mT).mul_(scale)
             size = rows.stop - rows.start
-            later = torch.ones(size, size, dtype=torch.bool).triu_(1)
+            later = q.new_ones(size, size, dtype=torch.bool).triu_(1)
             w_HRK[:, :, rows].masked_fill_(later, -torch.inf)
             torch.softmax(w_HRK, -1, out=w_HRK)
             out[b, :, rows] = torch.bmm(w_HRK, v[b, :, keys])
@@ -62,7 +62,7 @@ class _Strips(torch.autograd.Function):
         q, k, v, out, *weights = ctx.saved_tensors
         (grad,) = _rows(grad)
         dq = _like_rows(q, q.size(-1))
-        dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (k, v))
+        dk, dv = (x.new_empty(x.shape) for x in (k, v))
         delta = (grad * out).sum(-1, keepdim=True)
         # From the last strip, which meets all keys: it begins their gradients, others add.
         for (b, rows), w_HRK in reversed(list(zip(_strips(q), weights, strict=True))):

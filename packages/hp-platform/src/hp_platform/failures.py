@@ -363,9 +363,13 @@ def break_group(group: ProcessGroup) -> None:
     Gloo has no call that wakes a thread of this process, but it gives up all connections of a group
     as soon as one wait in it has taken too long. The group cannot be used any more.
     """
-    if group.size() == 1 or not _internals.knows_ranks(group):  # the latter: destroyed already
+    if group.size() == 1:
         return
-    if "nccl" in dist.get_backend(group):
+    try:
+        backend = dist.get_backend(group)
+    except ValueError:  # it was destroyed already
+        return
+    if "nccl" in backend:
         # It waits for kernels of other groups too, which must not hold up the error.
         threading.Thread(target=group.abort, daemon=True).start()
         return
