@@ -304,6 +304,8 @@ def explained(error: BaseException, first: FailureReport) -> BaseException:
 
 
 def _report_of_another(error: BaseException, notes: Sequence[FailureNote]) -> FailureReport | None:
+    # What ended the whole program breaks the groups of its parts as well.
+    notes = [*notes, world_note()]
     if (told := _told(error)) is not None:
         return next(filter(None, (note.read() for note in notes)), told)
     from hp_platform.roll_call import whom_to_blame  # noqa: PLC0415 - which needs this module

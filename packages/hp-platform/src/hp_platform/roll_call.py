@@ -146,6 +146,7 @@ class Watcher:
         self._note = FailureNote(self._store, WORLD_KEY)
         self._scale = max(1.0, self._size / _RANKS_PER_LOOK)
         self._next = 0
+        self._is_broken = False
         self._store.set(f"{_PROCESS_KEY}/{self._rank}", _process())
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hp-platform-watch", daemon=True)
@@ -200,8 +201,8 @@ class Watcher:
         while self._store.check([key := f"{_KEY}/{self._next}"]):
             self._store.set(f"{key}/{self._rank}", Answer.now().encode())
             self._next += 1
-        if self._note.read() is not None:
-            self._stopped.set()
+        if not self._is_broken and self._note.read() is not None:
+            self._is_broken = True
             # Wakes the threads that wait; each finds the report and raises with it.
             for group in _internals.all_groups():
                 break_group(group)
