@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -113,7 +114,7 @@ def test_the_ranks_of_a_slow_group_are_those_of_the_group() -> None:
     ("arguments", "message"),
     [({"latency": -1.0}, "must not be negative"), ({"bandwidth": 0.0}, "must be positive")],
 )
-def test_impossible_links_are_refused(arguments: dict[str, float], message: str) -> None:
+def test_impossible_links_are_refused(arguments: dict[str, Any], message: str) -> None:
     def rank_main(group: ProcessGroup) -> None:
         with pytest.raises(ValueError, match=message):
             slow_group(group, **arguments)

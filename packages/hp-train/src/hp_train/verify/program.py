@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from hp_train.config import Config
 
 _REQUEST = "verify.json"
+_LEAST_EPS = 1e-6
 _EVAL_BATCHES = 2
 _FEW = 4
 """With fewer steps, once is enough."""
@@ -59,11 +60,16 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
         return (0.0, configured, configured / 100)[step % 3]
 
     def applied_to(self, config: Config) -> Config:
-        """The same training with its whole learning-rate schedule in these steps."""
+        """The same training with its whole learning-rate schedule in these steps.
+
+        Where gradients are near `adam_eps`, an update multiplies their rounding by a quarter of the
+        rate over it, so that it is at least 1e-6: a weight then differs by rounding or by a bug.
+        """
         train = replace(
             config.train,
             steps=self.steps,
             warmup_steps=min(config.train.warmup_steps, math.ceil(self.steps / 4)),
+            adam_eps=max(config.train.adam_eps, _LEAST_EPS),
             eval_batches=min(config.train.eval_batches, _EVAL_BATCHES),
             not_finite="skip",
         )
