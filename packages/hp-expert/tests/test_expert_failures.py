@@ -1,6 +1,5 @@
 """A failure inside a layer on one rank: all ranks end, and say which rank, where and why."""
 
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -52,7 +51,7 @@ def _break(layer: MoE, where: str) -> None:
         layer.experts.register_forward_hook(lambda _module, _args, y: broken(y))
 
 
-def _fail(where: str) -> tuple[str, str, float]:
+def _fail(where: str) -> tuple[str, str]:
     runtime = initialize()
     group = new_group([range(WORLD)], name="ep", timeout=timedelta(seconds=60))
     assert group is not None
@@ -63,12 +62,11 @@ def _fail(where: str) -> tuple[str, str, float]:
     ExpertParallel().apply(layer, group)
     if rank == FAILS:
         _break(layer, where)
-    began = time.monotonic()
     kind: Any = MemoryError if rank == FAILS else PeerError
     with pytest.raises(kind) as caught:
         _step(layer)
     notes = " ".join(getattr(caught.value, "__notes__", ()))
-    return type(caught.value).__name__, f"{caught.value} {notes}", time.monotonic() - began
+    return type(caught.value).__name__, f"{caught.value} {notes}"
 
 
 def _step(layer: MoE) -> None:
@@ -81,8 +79,7 @@ def _step(layer: MoE) -> None:
 def test_every_rank_ends_and_names_the_one_that_failed(where: str) -> None:
     said = run_distributed(_fail, where, world_size=WORLD, timeout=45)
     place = "step 7" if where == "backward of experts" else f"step 7, {where}"
-    for rank, (kind, text, seconds) in enumerate(said):
-        assert seconds < 30  # half of the groups' time-out
+    for rank, (kind, text) in enumerate(said):
         if rank == FAILS:
             assert (kind, "no room" in text) == ("MemoryError", True)
         elif where == "router":
