@@ -17,7 +17,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -187,7 +187,6 @@ def failing_together(
     *words: str,
     groups: Iterable[ProcessGroup] = (),
     everything: bool = False,
-    on_failure: Callable[[], object] | None = None,
 ) -> Iterator[None]:
     """Run what ranks do together: if it fails on one of them, it fails on all within seconds.
 
@@ -199,7 +198,6 @@ def failing_together(
         *words: What is being done, as for `doing`.
         groups: To be broken besides those that were used inside.
         everything: Break all groups of this process, for example around a training step.
-        on_failure: Called with the first failure known and before connections are broken.
 
     Raises:
         PeerError: If this rank fails because another one did.
@@ -215,8 +213,6 @@ def failing_together(
             used = list(scope.groups.values())
             if not dist.is_initialized() or is_agreed(error, used, everything=everything):
                 raise
-            if on_failure is not None:
-                on_failure()
             raise_first(error, used, everything=everything)
         finally:
             scope.parent = None
