@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from hp_train.config import Config
 
 _REQUEST = "verify.json"
-_LEAST_EPS = 1e-6
+_LEAST_EPS = 1e-3
 _EVAL_BATCHES = 2
 _FEW = 4
 """With fewer steps, once is enough."""
@@ -62,8 +62,9 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     def applied_to(self, config: Config) -> Config:
         """The same training with its whole learning-rate schedule in these steps.
 
-        Where gradients are near `adam_eps`, an update multiplies their rounding by a quarter of the
-        rate over it, so that it is at least 1e-6: a weight then differs by rounding or by a bug.
+        An update multiplies the rounding of a gradient by up to the rate over `adam_eps`, and a bias
+        that starts at zero is no larger than the rate. So `adam_eps` is at least 1e-3: a weight then
+        differs by rounding or by a bug. Moments are compared by themselves.
         """
         train = replace(
             config.train,
