@@ -1,0 +1,288 @@
+"""What one rank did in a dry run: events in the order in which its host issued them. No torch.
+
+A trace is what is looked at: memory is replayed from it, the order of streams and of ranks is
+proven on it, and it is what reports are drawn from. Blocks are pieces of device memory (storages),
+named by numbers that are not used twice. Streams, events and works are numbers too; stream 0 is
+the default stream, and every communicator has a stream of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self, TypeAlias
+
+Shapes: TypeAlias = "tuple[tuple[tuple[int, ...], str], ...]"
+"""Shape and dtype (such as `"bfloat16"`) of each tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """What all events have.
+
+    Attributes:
+        at: `file:line` of the innermost line outside torch and of its callers, joined by `" < "`.
+        place: What the thread was doing, as `hp_platform.doing` says it, such as
+            `"step 1, microbatch 2, stage 0, layers.3.attention"`.
+        thread: Number of the thread of the host, 0 for the first that was seen.
+    """
+
+    at: str = ""
+    place: str = ""
+    thread: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate(Event):
+    """Memory of the device was asked for, on `stream`."""
+
+    block: int
+    num_bytes: int
+    stream: int
+    what: str
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Release(Event):
+    """The host let go of a block: the last reference went, or FSDP shrank it to nothing."""
+
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Borrow(Event):
+    """`Tensor.record_stream`: the block is not used again before `stream` is done with it."""
+
+    block: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class Label(Event):
+    """What a block is for, one of `KINDS`; the last label counts."""
+
+    block: int
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Launch(Event):
+    """An operator was queued on `stream`.
+
+    Attributes:
+        what: Name of the operator, such as `"aten.mm.default"`.
+        num_kernels: Kernels that CUDA launches for it; 0 for one that only looks at shapes.
+        num_bytes: Read and written, every operand once.
+        flops: Multiplications and additions of products; 0 for other operators.
+        reads: Blocks.
+        writes: Blocks.
+    """
+
+    what: str
+    stream: int
+    num_kernels: int
+    num_bytes: int
+    flops: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HostWait(Event):
+    """The host waited for the device.
+
+    Attributes:
+        what: Such as `"aten._local_scalar_dense"`, `"copy to host"`, `"Event.synchronize"`.
+        stream: Waited for; -1 for all streams of the device.
+        event: Waited for; -1 if it was a stream.
+        num_bytes: Copied to the host.
+    """
+
+    what: str
+    stream: int
+    event: int = -1
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RecordEvent(Event):
+    """`event` is reached when all that `stream` was given so far is done."""
+
+    event: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class WaitEvent(Event):
+    """What `stream` is given from now on waits for `event`, as it was recorded last."""
+
+    event: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class Collective(Event):
+    """An operation between ranks was queued on the stream of its communicator.
+
+    It begins after what `issuer` was given so far. Sends and receives are such operations too.
+
+    Attributes:
+        op: `all_gather`, `all_reduce`, `reduce_scatter`, `all_to_all`, `broadcast`, `reduce`,
+            `gather`, `scatter`, `barrier`, `send`, `recv`.
+        group: Name of the communicator, a key of `Trace.groups`.
+        issuer: Stream that was current.
+        stream: Of the communicator.
+        inputs: Shapes and dtypes.
+        outputs: Shapes and dtypes.
+        reads: Blocks.
+        writes: Blocks.
+        work: What `WaitWork` names.
+        detail: The rest that ranks must agree on: reduction, root, such as `"sum"`, `"root 3"`.
+        input_splits: Rows to every rank, where they are unequal.
+        output_splits: Rows from every rank, where they are unequal.
+        peer: Global rank of the other side of a message; -1 otherwise.
+        batch: Operations that are started as one have one number; -1: it is on its own.
+    """
+
+    op: str
+    group: str
+    issuer: int
+    stream: int
+    inputs: Shapes
+    outputs: Shapes
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    work: int
+    detail: str = ""
+    input_splits: tuple[int, ...] = ()
+    output_splits: tuple[int, ...] = ()
+    peer: int = -1
+    batch: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class WaitWork(Event):
+    """What `stream` is given from now on waits for a collective; the host does not, on NCCL."""
+
+    work: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostMessage(Event):
+    """An operation between the hosts of ranks (Gloo, a store): the host waits until it is done.
+
+    Attributes:
+        op: As of `Collective`.
+        group: A key of `Trace.groups`.
+        shapes: Of what this rank gives.
+        detail: As of `Collective`.
+        peer: As of `Collective`.
+        waits: Whether the host goes on only when the operation is done.
+    """
+
+    op: str
+    group: str
+    shapes: Shapes
+    detail: str = ""
+    peer: int = -1
+    waits: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Fault(Event):
+    """What the device would refuse, found while it was issued: operands on two devices and such."""
+
+    what: str
+
+
+KINDS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "gathered parameters",
+    "activations",
+    "exchange buffers",
+    "logits",
+    "casts",
+    "other",
+)
+"""What device memory is for; memory without a label is `"activations"` if a module made it."""
+
+_CLASSES: dict[str, type[Event]] = {
+    each.__name__: each
+    for each in (
+        Allocate,
+        Release,
+        Borrow,
+        Label,
+        Launch,
+        HostWait,
+        RecordEvent,
+        WaitEvent,
+        Collective,
+        WaitWork,
+        HostMessage,
+        Fault,
+    )
+}
+
+
+@dataclass(slots=True)
+class Trace:
+    """What one rank did.
+
+    Attributes:
+        rank: Global rank.
+        world_size: Number of ranks.
+        groups: Global ranks of every communicator that this rank is in, by its name.
+        events: In the order of the host.
+    """
+
+    rank: int
+    world_size: int
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self.events)
+
+    def write(self, path: Path) -> None:
+        """Write it as lines of JSON: a head, then the name of an event and its values."""
+        head = {"rank": self.rank, "world_size": self.world_size, "groups": self.groups}
+        with path.open("w") as file:
+            file.write(json.dumps(head) + "\n")
+            for event in self.events:
+                values = [getattr(event, each.name) for each in fields(event)]
+                file.write(json.dumps([type(event).__name__, *values]) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read what `write` wrote.
+
+        Raises:
+            ValueError: If it is none.
+        """
+        with path.open() as file:
+            try:
+                head = json.loads(file.readline())
+                groups = {name: tuple(ranks) for name, ranks in head["groups"].items()}
+                events = list(_decoded(json.loads(line) for line in file))
+                return cls(head["rank"], head["world_size"], groups, events)
+            except (KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"{path} must be a trace: {error}") from error
+
+
+def _decoded(lines: Iterable[Sequence[Any]]) -> Iterator[Event]:
+    for name, *values in lines:
+        kind = _CLASSES[name]
+        names = (each.name for each in fields(kind))
+        yield kind(**{key: _frozen(value) for key, value in zip(names, values, strict=True)})
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(each) for each in value) if isinstance(value, list) else value

@@ -1,0 +1,41 @@
+"""What the host reads of the device, where a device that computes nothing has to be answered for.
+
+Code that looks at values of device memory copies them to the host, waits, and passes the copy
+through `arrived`. On a CPU or a GPU that is all. In a dry run the copy holds zeros, and the numbers
+come from what `answering` was given: a model of what the values would be, by their purpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+Answer = Callable[[Tensor, str], Tensor]
+"""Takes the copy on the host and the purpose; returns what is to be read instead."""
+
+_answers: list[Answer] = []
+
+
+def arrived(copy: Tensor, *, purpose: str) -> Tensor:
+    """Return numbers that have come from the device, to be read by the host.
+
+    Args:
+        copy: On the host, complete.
+        purpose: What they are, such as `"rows per expert"`: what a dry run knows them by.
+
+    Returns:
+        `copy`; in a dry run a tensor of its shape and dtype, with the numbers of a model.
+    """
+    return _answers[-1](copy, purpose) if _answers else copy
+
+
+@contextmanager
+def answering(answer: Answer) -> Iterator[None]:
+    """Let `answer` say what every thread of this process reads of the device inside the context."""
+    _answers.append(answer)
+    try:
+        yield
+    finally:
+        _answers.remove(answer)
