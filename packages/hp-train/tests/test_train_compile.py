@@ -107,7 +107,7 @@ def test_blocks_share_graphs_that_serve_every_step(
 
 
 def _route_as(other: nn.Module, one: nn.Module) -> None:
-    """Let `other` choose the experts that `one` has chosen: scores that round apart are no error."""
+    """Let `other` choose the experts that `one` chose: scores that round apart are no error."""
     chosen: dict[str, Tensor] = {}
 
     def note(name: str) -> Callable[[nn.Module, Any, Routing], None]:
