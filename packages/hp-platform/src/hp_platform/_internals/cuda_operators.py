@@ -1,3 +1,4 @@
+# ruff: noqa: SLF001  # operators that other operators are composed of
 """Operators that torch composes differently on CUDA than on `meta`.
 
 Note [what CUDA composes]: `scaled_dot_product_attention`, `dropout` and `rms_norm` are no kernels
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.backends import cuda as switches
+from torch.nn import functional
 
 from hp_platform.own_kernels import launch
 
@@ -51,7 +53,7 @@ def _attention(  # noqa: PLR0917 # torch's own
     v: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
-    is_causal: bool = False,  # noqa: FBT001, FBT002
+    is_causal: bool = False,
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
@@ -59,25 +61,24 @@ def _attention(  # noqa: PLR0917 # torch's own
     options = {"scale": scale}
     bias = _as_bias(attn_mask, q)
     is_plain = q.dim() == 4 and 0 not in (*q.shape, *k.shape)
-    if is_plain and _flash_takes(capability, q, k, v) and attn_mask is None:
-        if not is_causal or q.shape[2] == k.shape[2]:
-            return _flash(q, k, v, dropout_p, is_causal, scale)
-    if is_plain and _efficient_takes(capability, q, k, v):
+    fits_causal = attn_mask is None and (not is_causal or q.shape[2] == k.shape[2])
+    out: Tensor
+    if is_plain and fits_causal and _flash_takes(capability, q, k, v):
+        out = _flash(q, k, v, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
+    elif is_plain and _efficient_takes(capability, q, k, v):
         keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        padded = _padded(bias, q, k)
-        y: Tensor = aten._scaled_dot_product_efficient_attention(
-            q, k, v, padded, keeps, dropout_p, is_causal, **options
+        out = aten._scaled_dot_product_efficient_attention(
+            q, k, v, _padded(bias, q, k), keeps, dropout_p, is_causal, **options
         )[0]
-        return y
-    if is_plain and _only_cudnn() and q.dtype in _HALF:
-        y = aten._scaled_dot_product_cudnn_attention(
+    elif is_plain and _only_cudnn() and q.dtype in _HALF:
+        out = aten._scaled_dot_product_cudnn_attention(
             q, k, v, bias, True, dropout_p, is_causal, False, **options
         )[0]
-        return y
-    y = aten._scaled_dot_product_attention_math(
-        q, k, v, bias, dropout_p, is_causal, None, **options, enable_gqa=enable_gqa
-    )[0]
-    return y
+    else:
+        out = aten._scaled_dot_product_attention_math(
+            q, k, v, bias, dropout_p, is_causal, None, **options, enable_gqa=enable_gqa
+        )[0]
+    return out
 
 
 def _flash_takes(capability: tuple[int, int], q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -90,18 +91,13 @@ def _flash_takes(capability: tuple[int, int], q: Tensor, k: Tensor, v: Tensor) -
     )
 
 
-def _flash(  # noqa: PLR0917
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,  # noqa: FBT001
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float, is_causal: bool, scale: float | None
 ) -> Tensor:
     size = q.shape[-1]
     if padding := -size % 8:
         scale = size**-0.5 if scale is None else scale
-        q, k, v = (torch.nn.functional.pad(x, (0, padding)) for x in (q, k, v))
+        q, k, v = (functional.pad(x, (0, padding)) for x in (q, k, v))
     y: Tensor = aten._scaled_dot_product_flash_attention(
         q, k, v, dropout_p, is_causal, False, scale=scale
     )[0]
@@ -120,8 +116,8 @@ def _efficient_takes(capability: tuple[int, int], q: Tensor, k: Tensor, v: Tenso
 
 
 def _only_cudnn() -> bool:
-    others = (switches.flash_sdp_enabled, switches.mem_efficient_sdp_enabled)
-    return switches.cudnn_sdp_enabled() and not any(enabled() for enabled in others)
+    others = switches.flash_sdp_enabled() or switches.mem_efficient_sdp_enabled()
+    return switches.cudnn_sdp_enabled() and not others
 
 
 def _as_bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
@@ -135,11 +131,11 @@ def _padded(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     if bias is None:
         return None
     if padding := -bias.shape[-1] % _BIAS_MULTIPLE:
-        bias = torch.nn.functional.pad(bias, (0, padding))[..., : k.shape[2]]
+        bias = functional.pad(bias, (0, padding))[..., : k.shape[2]]
     return bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 
 
-def _dropout(x: Tensor, p: float, train: bool) -> Tensor:  # noqa: FBT001
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     """One kernel, which keeps a mask of bools."""
     if not train or p == 0 or x.numel() == 0:
         return x
@@ -152,8 +148,9 @@ def _rms_norm(
 ) -> Tensor:
     """One kernel, which keeps the reciprocal of the norm, unless dtypes differ."""
     if weight is None or weight.dtype == x.dtype:
-        y: Tensor = _RmsNorm.apply(x, tuple(shape), weight)  # type: ignore[no-untyped-call]
-        return y
+        apply: Any = _RmsNorm.apply
+        fused: Tensor = apply(x, tuple(shape), weight)
+        return fused
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     eps = torch.finfo(wide.dtype).eps if eps is None else eps
     dims = tuple(range(-len(shape), 0))
