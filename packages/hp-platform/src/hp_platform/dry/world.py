@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from hp_platform import messages
 from hp_platform._internals import dry_world, group_of_name
 from hp_platform._internals.dry import is_meta
-from hp_platform.dry import backends, sites, values
+from hp_platform.dry import backends, objects, sites
 from hp_platform.dry.changes import change
 from hp_platform.dry.classes import Classes
 from hp_platform.dry.communicators import Communicator, Families
@@ -70,7 +70,7 @@ class DryWorld:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             backends.enter_stand_ins(stack, self)
-            values.enter_stand_ins(stack, self)
+            objects.enter_stand_ins(stack, self)
             names = dry_world.operator_names()
             kernels = {name: self._kernel(name) for name in names}
             stack.enter_context(dry_world.c10d_kernels(kernels))
