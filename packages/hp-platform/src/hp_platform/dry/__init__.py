@@ -2,6 +2,8 @@
 
 from hp_platform.dry.device import DryDevice, active_device, is_dry
 from hp_platform.dry.gpu import Gpu
+from hp_platform.dry.matching import Problem
+from hp_platform.dry.order import prove, same_program
 from hp_platform.dry.run import DryRun, DryRunError, run_ranks
 
 __all__ = [
@@ -9,7 +11,10 @@ __all__ = [
     "DryRun",
     "DryRunError",
     "Gpu",
+    "Problem",
     "active_device",
     "is_dry",
+    "prove",
     "run_ranks",
+    "same_program",
 ]
