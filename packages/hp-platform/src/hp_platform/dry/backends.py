@@ -24,8 +24,6 @@ class Options:
         self.is_high_priority_stream = is_high_priority_stream
         self._timeout = timedelta(minutes=10)
         self._devices: list[Any] = []
-        self.split_from: Any = None
-        self.split_color = 0
         self.global_ranks_in_group: list[int] = []
         self.group_name = ""
         self.config: Any = None
@@ -102,9 +100,6 @@ class DryNccl(DryBackend):
     def eager_connect_single_device(self, _: Any) -> None:
         """Connect now; the world knows that it is so from the device of the group."""
 
-    def perform_nocolor_split(self, _: Any) -> None:
-        """Take part in the making of a communicator that this rank is not in."""
-
     def comm_split_count(self) -> int:
         """How many groups were split off."""
         return self.num_splits
@@ -150,10 +145,23 @@ def enter_stand_ins(stack: ExitStack, world: DryWorld) -> None:
         "is_nccl_available": lambda: True,
         "is_gloo_available": lambda: True,
         "_NCCL_AVAILABLE": True,
+        "_get_split_source": lambda *_: None,  # no communicator that C++ could split
         "default_pg_nccl_timeout": timedelta(minutes=10),
     }
+    plugins = {"NCCL": _maker(nccl), "GLOO": _maker(gloo)}
+    stack.enter_context(dry_world.backend_plugins(**plugins))
     stack.enter_context(dry_world.torch_functions(**functions, **_noting_groups(world)))
     stack.enter_context(dry_world.accelerator(torch.device("cuda")))
+
+
+def _maker(kind: Any) -> Callable[[Any, Any], Any]:
+    """What makes a back end of options as plugins of torch are given them."""
+
+    def make(given: Any, options: Any) -> Any:
+        own = options if isinstance(options, Options) else None
+        return kind(given.store, given.group_rank, given.group_size, own, given.timeout)
+
+    return make
 
 
 def _splitter(nccl: Any) -> Callable[..., Any]:

@@ -245,8 +245,9 @@ def _child(
             "traceback": "".join(traceback.format_exception(error)),
         }
         text = json.dumps(told)
-    device.trace.write(folder / f"{rank}.trace")
-    unfinished = folder / f"{rank}.tmp"
+    unfinished = folder / f"{rank}.tmp"  # this process may be ended at any time
+    device.trace.write(unfinished)
+    unfinished.rename(folder / f"{rank}.trace")
     unfinished.write_text(text)
     unfinished.rename(folder / f"{rank}.json")
     sys.stdout.flush()
