@@ -89,7 +89,7 @@ def _properties(device: DryDevice) -> Any:
         "shared_memory_per_block_optin": 227 << 10,
         "shared_memory_per_multiprocessor": 228 << 10,
         "L2_cache_size": 50 << 20,
-        "uuid": f"GPU-dry-{device.index}",
+        "uuid": f"GPU-dry-{device.trace.rank}",
     }
     return make_dataclass("DeviceProperties", values)(**values)
 
