@@ -6,9 +6,9 @@ collectives as soon as an axis has that size. `new_group` therefore always makes
 its own, and `mesh_of` builds a mesh over such groups.
 
 Note [One split]. NCCL makes all parts of a partition in one collective of the whole world
-(`split_group`), while a call of torch's `new_group` for each part makes as many, on every rank: over
-a thousand at 256 ranks. Where there is nothing to split, as with Gloo, each rank makes the group
-that it is in, and none of the others. torch 2.11 and later give each part a colour of its own
+(`split_group`), while a call of torch's `new_group` for each part makes as many, on every rank:
+over a thousand at 256 ranks. Where there is nothing to split, as with Gloo, each rank makes the
+group that it is in, and none of the others. torch 2.11 and later give each part a colour of its own
 (pytorch #173687; before, hashes of different pairs were equal from 128 ranks on).
 """
 
@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -150,52 +150,66 @@ def _make_groups(
     rank_lists: Mapping[str, Sequence[Sequence[int]]], kind: _Kind
 ) -> dict[str, ProcessGroup]:
     world = kind.world
-    for parts in rank_lists.values():
-        _validate(parts, world_size=world.size())
-    mine: dict[str, ProcessGroup] = {}
-    for parts_by_name in _rounds(rank_lists):
-        named = "; ".join(f"{name} {parts}" for name, parts in parts_by_name.items())
-        call = agree_on_call(f"{named} {kind.backend}", range(world.size()))
-        parts = [(name, part) for name, parts in parts_by_name.items() for part in parts]
-        name, ranks = next(
-            ((name, part) for name, part in parts if world.rank() in part), ("", None)
-        )
-        # Unlike torch's own names the same on all members, however many groups each of them has.
-        torch_name = f"{call.key}/{ranks[0] if ranks else None}/{name}"
-        group: ProcessGroup | None = None
-        if kind.on_cuda and _internals.can_split(world):
-            with _internals.naming_groups(torch_name):
-                group = dist.split_group(
-                    split_ranks=[part for _, part in parts],
-                    timeout=kind.timeout,
-                    pg_options=kind.options(),
-                    group_desc=name,
-                )
-        elif ranks is not None:
-            group = _make_alone(ranks, torch_name, kind, name=name)
-        if group is not None:
-            mine[name] = _finish(group, call, kind, name=name)
-    return mine
+    for lists in rank_lists.values():
+        _validate(lists, world_size=world.size())
+    found: dict[str, ProcessGroup] = {}
+    for parts in _rounds(rank_lists):
+        what = "; ".join(f"{part.name} {part.ranks}" for part in parts)
+        call = agree_on_call(f"{what} {kind.backend}", range(world.size()))
+        mine = next((part for part in parts if world.rank() in part.ranks), None)
+        group = _make_own(parts, mine, kind, call)
+        if mine is not None and group is not None:
+            found[mine.name] = _finish(group, call, kind, name=mine.name)
+    return found
 
 
-def _rounds(
-    rank_lists: Mapping[str, Sequence[Sequence[int]]],
-) -> Iterator[dict[str, list[list[int]]]]:
+class _Part(NamedTuple):
+    name: str
+    ranks: list[int]
+
+
+def _rounds(rank_lists: Mapping[str, Sequence[Sequence[int]]]) -> Iterator[list[_Part]]:
     """Put each list into the first round in which none of its ranks has another."""
-    rounds: list[tuple[set[int], dict[str, list[list[int]]]]] = []
-    for name, parts in rank_lists.items():
-        for part in map(list, parts):
-            place = next((each for each in rounds if each[0].isdisjoint(part)), None)
-            if place is None:
-                place = (set(), {})
-                rounds.append(place)
-            place[0].update(part)
-            place[1].setdefault(name, []).append(part)
+    rounds: list[tuple[set[int], list[_Part]]] = []
+    for name, lists in rank_lists.items():
+        for ranks in map(list, lists):
+            taken, parts = next(
+                (each for each in rounds if each[0].isdisjoint(ranks)), (set[int](), list[_Part]())
+            )
+            if not parts:
+                rounds.append((taken, parts))
+            taken.update(ranks)
+            parts.append(_Part(name, ranks))
     return (parts for _, parts in rounds)
 
 
+def _make_own(
+    parts: Sequence[_Part], mine: _Part | None, kind: _Kind, call: Call
+) -> ProcessGroup | None:
+    """Make the groups of some parts in which no rank is twice; return that of this rank."""
+    # Unlike torch's own names the same on all members, however many groups each of them has.
+    torch_name = call.key if mine is None else f"{call.key}/{mine.ranks[0]}/{mine.name}"
+    group: ProcessGroup | None = None
+    splits = kind.on_cuda and _internals.can_split(kind.world)
+    shared = [part.ranks for part in parts if len(part.ranks) > 1]
+    if splits and shared:
+        with _internals.naming_groups(torch_name):
+            group = dist.split_group(
+                split_ranks=shared,
+                timeout=kind.timeout,
+                pg_options=kind.options(),
+                group_desc=parts[0].name if mine is None else mine.name,
+            )
+    if mine is not None and (len(mine.ranks) == 1 or not splits):
+        group = _make_alone(mine.ranks, torch_name, kind, name=mine.name)
+    return group
+
+
 def _make_alone(ranks: Sequence[int], torch_name: str, kind: _Kind, *, name: str) -> ProcessGroup:
-    """Make a group without those outside; torch would let them take part in a split."""
+    """Make a group without those outside, and do not connect one of a single rank.
+
+    It would take 512 MiB of the device for peers that it does not have (NVIDIA/nccl #2363).
+    """
     with (
         _unbound(kind.world) as device,
         _internals.on_gloo_devices_of(kind.world),
@@ -208,7 +222,7 @@ def _make_alone(ranks: Sequence[int], torch_name: str, kind: _Kind, *, name: str
             pg_options=kind.options(),
             use_local_synchronization=True,
             group_desc=name,
-            device_id=device if kind.on_cuda else None,
+            device_id=device if kind.on_cuda and len(ranks) > 1 else None,
         )
     return group
 
@@ -216,7 +230,7 @@ def _make_alone(ranks: Sequence[int], torch_name: str, kind: _Kind, *, name: str
 def _finish(group: ProcessGroup, call: Call, kind: _Kind, *, name: str) -> ProcessGroup:
     """Prove that the members are ranks, and connect them."""
     require_members(group, secret=call.secret, name=name)
-    if kind.on_cuda:
+    if kind.on_cuda and group.size() > 1:
         # NCCL may otherwise connect at the first use, and ranks may differ in which group that is.
         dist.all_reduce(torch.zeros(1, device=_device(on_cuda=True)), group=group)
         torch.cuda.synchronize()
