@@ -380,7 +380,7 @@ class _LiveBytes(TorchDispatchMode):
     """The most bytes that tensors made inside hold at once, those of at least `least` bytes."""
 
     def __init__(self, least: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.least, self.now, self.peak = least, 0, 0
         self.known: set[int] = set()
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, ProcessGroup
+from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 from hp_context.hybrid import split_group
@@ -84,7 +84,7 @@ def _start(calls: Calls, config: MeshConfig, schedule: str = "1f1b") -> int:
     calls.lists.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
-    dist.init_process_group("fake", rank=0, world_size=layout.world_size, store=HashStore())
+    dist.init_process_group("fake", rank=0, world_size=layout.world_size, store=_internals.HashStore())
     world = dist.group.WORLD
     assert world is not None
     info = RankInfo(0, layout.world_size, 0, 8)
@@ -151,7 +151,7 @@ def test_what_the_calls_of_a_layout_are_for(calls: Calls) -> None:
 
 
 def test_a_ring_of_an_odd_number_of_stages_takes_six_calls(calls: Calls) -> None:
-    dist.init_process_group("fake", rank=0, world_size=15, store=HashStore())
+    dist.init_process_group("fake", rank=0, world_size=15, store=_internals.HashStore())
     pipelines = [[place + 3 * stage for stage in range(5)] for place in range(3)]
     build_edge_groups(pipelines, backend="nccl", timeout=_MINUTE)
     assert len(calls.lists) <= 6
