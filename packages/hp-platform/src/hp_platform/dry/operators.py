@@ -1,0 +1,263 @@
+"""Every operator of a dry run: what it is given and makes, and what the device would do for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hp_platform._internals import FakeTensor
+from hp_platform._internals.dry import (
+    DisableTorchFunction,
+    DispatchMode,
+    default_device,
+    is_fake_mode_active,
+    is_meta,
+    schema_of,
+)
+from hp_platform.device_rules import may_mix
+from hp_platform.dry import launches
+from hp_platform.dry.trace import Launch
+from hp_platform.dry.values import STAND_INS, Again
+
+if TYPE_CHECKING:
+    from hp_platform.dry.device import DryDevice
+
+PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
+META = torch.device("meta")
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Operator:
+    """What is known of an overload of an operator.
+
+    Attributes:
+        name: Such as `"aten.mm.default"`.
+        base: Such as `"aten::mm"`.
+        writes: Places and names of the arguments that it writes.
+        overwrites: Whether it does so without reading them.
+        makes: Whether it makes tensors: not a view, and not one that only writes.
+        is_silent: Whether CUDA launches nothing for it.
+        resizes: Whether storages that it is given may have another size after it.
+        is_collective: Whether ranks meet in it.
+        num_lists: How many of its arguments are lists of tensors.
+        flops: Counts them, by the arguments and the result.
+        stand_in: What is called in its place, because the host reads values or memory of both is
+            involved.
+    """
+
+    name: str
+    base: str
+    writes: tuple[int | str, ...]
+    overwrites: bool
+    makes: bool
+    is_silent: bool
+    resizes: bool
+    is_collective: bool
+    num_lists: int
+    flops: Callable[..., int] | None
+    stand_in: Callable[[DryDevice, Any, Any, Any], Any] | None
+
+
+_known: dict[Any, _Operator] = {}
+
+
+def _describe(func: Any) -> _Operator:
+    schema = schema_of(func)
+    writes: list[int | str] = []
+    is_out = False
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            writes.append(argument.name if argument.kwarg_only else place)
+            is_out = is_out or argument.kwarg_only
+    aliases = [each.alias_info for each in schema.returns]
+    makes = any(alias is None for alias in aliases)
+    is_view = bool(aliases) and not makes and not writes
+    base = schema.name
+    return _Operator(
+        name=str(func),
+        base=base,
+        writes=tuple(writes),
+        overwrites=is_out or base in launches.OVERWRITES,
+        makes=makes,
+        is_silent=is_view or base in launches.NO_KERNELS,
+        resizes=is_out or "resize" in base or "::set_" in base,
+        is_collective=func.namespace in _COLLECTIVES,
+        num_lists=sum("List[Tensor" in str(each.type) for each in schema.arguments),
+        flops=launches.flops_of(func),
+        stand_in=STAND_INS.get(base),
+    )
+
+
+class Operators(DispatchMode):
+    """Looks at the operators of one thread."""
+
+    def __init__(self, device: DryDevice) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with DisableTorchFunction():
+            return self._dispatch(func, args, kwargs or {})
+
+    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        device = self._device
+        if is_fake_mode_active():
+            return device.run_kernel(func, args, kwargs)  # torch works out shapes
+        given: list[Tensor] = []
+        _collect(args, given)
+        if kwargs:
+            _collect(kwargs.values(), given)
+        for x in given:
+            if type(x) not in PLAIN:
+                if isinstance(x, FakeTensor):
+                    return device.run_kernel(func, args, kwargs)
+                return NotImplemented  # DTensor and its like: what they are made of comes here
+        dry = [x for x in given if is_meta(x)]
+        asked = kwargs.get("device")
+        if not dry and (asked is None or asked.type not in ("cuda", "meta")):
+            if kwargs.get("pin_memory"):
+                return device.pin(func(*args, **{**kwargs, "pin_memory": False}))
+            return func(*args, **kwargs)
+        if asked is not None and asked.type == "cuda":
+            device.check_index(asked)
+            kwargs = {**kwargs, "device": META}
+        elif self._is_deferred(dry, given):
+            out = device.run_kernel(func, args, kwargs)
+            for x in tensors_of(out):
+                device.storages.defer(x)
+            return out
+        return self._on_device(func, args, kwargs, dry=dry, num_given=len(given))
+
+    def _is_deferred(self, dry: list[Tensor], given: list[Tensor]) -> bool:
+        """Whether what is made is to be on `meta`, where there is no memory."""
+        if self._device.thread.asked_meta:
+            return True
+        if dry:
+            return all(map(self._device.storages.is_deferred, dry))
+        default = default_device()
+        return not given and default is not None and default.type == "meta"
+
+    def _on_device(
+        self, func: Any, args: Any, kwargs: Any, *, dry: list[Tensor], num_given: int
+    ) -> Any:
+        device = self._device
+        op = _known.get(func)
+        if op is None:
+            op = _known[func] = _describe(func)
+        device.follow_backward()
+        if op.is_collective:
+            out = device.on_collective(func, args, kwargs)
+            self._made(op, out)
+            return out
+        if len(dry) < num_given and dry and not may_mix(func, args, is_meta):
+            _report_two_devices(device, op.name, args, kwargs)
+        if kwargs.get("generator") is not None:
+            device.check_generator(kwargs["generator"], op.name)
+        if op.stand_in is not None:
+            out = device.run_kernel(op.stand_in, (device, func, args, kwargs), {})
+            if isinstance(out, Again):
+                args = out.args
+            elif out is not NotImplemented:
+                self._made(op, out)
+                device.remember(out)
+                return out
+        out = device.run_kernel(func, args, kwargs)
+        made = self._made(op, out) if op.makes else []
+        if op.resizes:
+            for x in dry:
+                device.storages.resized(x.untyped_storage(), op.name, device.thread.stream)
+        if not op.is_silent:
+            written = _written(op, args, kwargs)
+            flops = 0 if op.flops is None else op.flops(*args, **kwargs, out_val=out)
+            _launch(device, op, (dry, written, made), flops)
+        device.remember(out)
+        return out
+
+    def _made(self, op: _Operator, out: Any) -> list[Tensor]:
+        """Take what an operator returns for memory of the device."""
+        device = self._device
+        made = [x for x in tensors_of(out) if type(x) in PLAIN and is_meta(x)]
+        for x in made:
+            device.storages.see(x, op.name, device.thread.stream)
+        return made
+
+
+def _written(op: _Operator, args: Any, kwargs: Any) -> list[Tensor]:
+    written: list[Tensor] = []
+    for place in op.writes:
+        if isinstance(place, int):
+            _collect(args[place : place + 1], written)
+        elif place in kwargs:
+            _collect((kwargs[place],), written)
+    return written
+
+
+def _launch(
+    device: DryDevice,
+    op: _Operator,
+    operands: tuple[list[Tensor], list[Tensor], list[Tensor]],
+    flops: int,
+) -> None:
+    dry, written, made = operands
+    find, num_bytes = device.storages.find, 0
+    reads: list[int] = []
+    writes: list[int] = []
+    own = {id(x) for x in written}
+    for x in (*written, *made):
+        num_bytes += x.numel() * x.element_size()
+        if (block := find(x)) is not None:
+            writes.append(block.number)
+    for x in dry:
+        if op.overwrites and id(x) in own:
+            continue
+        num_bytes += x.numel() * x.element_size()
+        if (block := find(x)) is not None:
+            reads.append(block.number)
+    if not num_bytes:
+        return  # nothing is launched for nothing
+    at, place, thread = device.where()
+    device.trace.events.append(
+        Launch(
+            at=at,
+            place=place,
+            thread=thread,
+            what=op.name,
+            stream=device.thread.stream,
+            num_kernels=launches.num_kernels(op.base, dry, op.num_lists),
+            num_bytes=num_bytes,
+            flops=flops,
+            reads=tuple(reads),
+            writes=tuple(writes),
+        )
+    )
+
+
+def _report_two_devices(device: DryDevice, name: str, args: Any, kwargs: Any) -> None:
+    given: list[Tensor] = []
+    _collect((*args, *kwargs.values()), given)
+    on_host = [x for x in given if not is_meta(x)]
+    first = f"{str(on_host[0].dtype)[6:]}{list(on_host[0].shape)}"
+    device.fault(f"{name}: {len(on_host)} of {len(given)} operands on the host, first {first}")
+
+
+def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
+    for x in values:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, list | tuple):
+            _collect(x, found)
+
+
+def tensors_of(out: Any) -> list[Tensor]:
+    """The tensors that an operator returns."""
+    if isinstance(out, Tensor):
+        return [out]
+    found: list[Tensor] = []
+    if isinstance(out, list | tuple):
+        _collect(out, found)
+    return found
