@@ -84,7 +84,9 @@ def _start(calls: Calls, config: MeshConfig, schedule: str = "1f1b") -> int:
     calls.lists.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
-    dist.init_process_group("fake", rank=0, world_size=layout.world_size, store=_internals.HashStore())
+    dist.init_process_group(
+        "fake", rank=0, world_size=layout.world_size, store=_internals.HashStore()
+    )
     world = dist.group.WORLD
     assert world is not None
     info = RankInfo(0, layout.world_size, 0, 8)

@@ -157,6 +157,11 @@ def naming_groups(name: str) -> Iterator[None]:
         module._process_group_name = usual
 
 
+def assert_async(condition: Tensor, message: str) -> None:
+    """Let the device itself stop where a value of it is zero or False; the host does not wait."""
+    torch._assert_async(condition, message)
+
+
 def version_of(x: Tensor) -> int:
     """How many in-place writes the storage of `x` has seen."""
     return x._version
