@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from hp_schedule import add_send_recv, validate
 from hp_train import gpu_settings
 from hp_train.banner import banner
 from hp_train.config import Config
 from hp_train.gpu_settings import Versions, in_force, settings
+from hp_train.schedules import KINDS
 from hp_train.space import with_keys
 
 NEW = Versions(nccl=(2, 29), cuda=(13, 0), driver=(13, 0))
@@ -41,8 +43,20 @@ def test_an_order_that_nccl_cannot_keep_while_kernels_overlap_is_not_asked_for(
     assert "NCCL_LAUNCH_ORDER_IMPLICIT" not in settings(ALONE, {}, versions)
 
 
-def test_between_stages_early_receives_must_not_hold_up_what_they_need() -> None:
-    assert "NCCL_LAUNCH_ORDER_IMPLICIT" not in settings(STAGES, {}, NEW)
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if not kind.returns])
+def test_the_order_in_which_ranks_of_a_pipeline_launch_has_no_cycle(name: str) -> None:
+    """Why it is set there: the default of `validate` asks for more than NCCL's order does."""
+    config = with_keys(STAGES, {"pipeline.schedule": name})
+    assert settings(config, {}, NEW)["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
+    kind = KINDS[name]
+    for pp, microbatches in ((2, 4), (4, 8), (8, 16)):
+        schedule = kind.build(pp, microbatches, kind.stages_per_rank or 2)
+        assert validate(add_send_recv(schedule)), f"{name} of {pp} ranks"
+
+
+def test_threads_of_their_own_launch_in_no_order_that_could_be_kept() -> None:
+    for keys in ({"mesh.stage_tp": (1, 2)}, {"pipeline.schedule": "u_shape"}):
+        assert "NCCL_LAUNCH_ORDER_IMPLICIT" not in settings(with_keys(STAGES, keys), {}, NEW)
 
 
 @pytest.mark.parametrize("allocator", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -3,12 +3,13 @@
 Nothing that the user has set is changed. All of it is read once, when a process first uses the GPU.
 
 Note [Order of launches]. A kernel of NCCL waits on the device for those of other ranks. NCCL asks
-that kernels of several communicators start in one order everywhere, and does that itself if asked
-to: each starts after the one before it has started (NVIDIA's guide, "Using multiple NCCL
-communicators concurrently"). Where no stages send to each other, all ranks launch the same
-operations in one order from one thread at a time, and this is what they need. Between stages of a
-pipeline it is not: receives are posted early, and the second one of an edge cannot start before the
-first has arrived, so a send behind both would wait for what may need that very send.
+that kernels of several communicators start in one order everywhere, and sees to it if it is asked:
+each starts after the one that the host launched before it has started (NVIDIA's guide, "Using
+multiple NCCL communicators concurrently"). That needs a host order without a cycle over the ranks,
+and one thread at a time that launches. `hp_schedule.validate` proves the order for every schedule
+that `add_send_recv` has completed, even where each message held up its rank until the other side
+is there, early receives and collectives inside compute steps included. Stages of different sizes,
+and chains that come back to the first ranks, launch from a second thread: there it is not set.
 Before CUDA 12.3 NCCL keeps the order by letting each kernel end first, which undoes all overlap.
 """
 
@@ -20,6 +21,8 @@ import torch
 import torch.distributed as dist
 
 from hp_train.config import Config
+from hp_train.layout import Layout
+from hp_train.schedules import KINDS
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -61,7 +64,7 @@ def settings(config: Config, env: Mapping[str, str], versions: Versions) -> dict
     found[_CONNECTIONS] = "32"
     newest = min(versions.cuda, versions.driver)
     if (
-        config.mesh.pp == 1
+        _launches_from_one_thread(config)
         and versions.nccl >= _ORDERED_SINCE_NCCL
         and newest >= _OVERLAPS_SINCE_CUDA
     ):
@@ -92,6 +95,12 @@ def in_force(env: Mapping[str, str]) -> list[str]:
     """What is set, whoever has set it, as `NAME=value`."""
     names = (*_ALLOCATOR, _CONNECTIONS, _ORDER)
     return [f"{name}={env[name]}" for name in names if name in env]
+
+
+def _launches_from_one_thread(config: Config) -> bool:
+    """Whether messages between stages are the runtime's own, and not those of hp-vtp's threads."""
+    even = Layout.of(config.mesh).is_even
+    return config.mesh.pp == 1 or (even and not KINDS[config.pipeline.schedule].returns)
 
 
 def _driver() -> tuple[int, int]:
