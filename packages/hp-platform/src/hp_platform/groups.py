@@ -111,7 +111,9 @@ def new_group_of_members(
     kind = _Kind.of(backend, None)
     _validate([ranks], world_size=kind.world.size())
     call = agree_on_call(f"{name} {list(ranks)} {kind.backend}", ranks)
-    return _finish(_make_alone(ranks, f"{call.key}/{name}", kind, name=name), call, kind, name=name)
+    group = _make_alone(ranks, f"{call.key}/{name}", kind, name=name)
+    assert group is not None, "a rank that is not among them does not call this"
+    return _finish(group, call, kind, name=name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,12 +202,17 @@ def _make_own(
                 pg_options=kind.options(),
                 group_desc=parts[0].name if mine is None else mine.name,
             )
-    if mine is not None and (len(mine.ranks) == 1 or not splits):
-        group = _make_alone(mine.ranks, torch_name, kind, name=mine.name)
+    for part in parts:
+        if len(part.ranks) == 1 or not splits:
+            # Of those outside torch wants nothing; a dry run notes what there is.
+            made = _make_alone(part.ranks, torch_name, kind, name=part.name)
+            group = made if part is mine else group
     return group
 
 
-def _make_alone(ranks: Sequence[int], torch_name: str, kind: _Kind, *, name: str) -> ProcessGroup:
+def _make_alone(
+    ranks: Sequence[int], torch_name: str, kind: _Kind, *, name: str
+) -> ProcessGroup | None:
     """Make a group without those outside, and do not connect one of a single rank.
 
     It would take 512 MiB of the device for peers that it does not have (NVIDIA/nccl #2363).
@@ -215,7 +222,7 @@ def _make_alone(ranks: Sequence[int], torch_name: str, kind: _Kind, *, name: str
         _internals.on_gloo_devices_of(kind.world),
         _internals.naming_groups(torch_name),
     ):
-        group: ProcessGroup = dist.new_group(
+        group: ProcessGroup | None = dist.new_group(
             list(ranks),
             timeout=kind.timeout,
             backend=kind.backend,

@@ -186,11 +186,22 @@ def _splitter(nccl: Any) -> Callable[..., Any]:
 def _noting_groups(world: DryWorld) -> dict[str, Any]:
     """Functions of torch that make groups, which tell the world of every one."""
     module = dry_world.TORCH_MODULE
-    make, split, destroy = (
+    make, tagged, split, destroy = (
         module._new_process_group_helper,  # noqa: SLF001
+        module._new_group_with_tag,  # noqa: SLF001
         module.split_group,
         module.destroy_process_group,
     )
+
+    def make_tagged(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # Members alone make it; the others of hp_platform's calls are asked all the same.
+        world.makes_alone = bool(kwargs.get("use_local_synchronization"))
+        try:
+            if world.makes_alone and ranks is not None and world.rank not in ranks:
+                world.note_group(kwargs.get("group_desc") or "undefined", sorted(ranks))
+            return tagged(ranks, *args, **kwargs)
+        finally:
+            world.makes_alone = False
 
     def make_group(size: int, rank: int, ranks: list[int], *args: Any, **kwargs: Any) -> Any:
         purpose = kwargs.get("group_desc") or "undefined"
@@ -219,6 +230,7 @@ def _noting_groups(world: DryWorld) -> dict[str, Any]:
 
     return {
         "_new_process_group_helper": make_group,
+        "_new_group_with_tag": make_tagged,
         "split_group": split_group,
         "destroy_process_group": destroy_group,
     }
