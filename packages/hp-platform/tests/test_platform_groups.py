@@ -11,10 +11,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
-from hp_platform import all_to_all, launch_all_to_all, mesh_of, new_group, resolve_group
+from hp_platform import (
+    _internals,
+    all_to_all,
+    launch_all_to_all,
+    mesh_of,
+    new_group,
+    new_group_of_members,
+    new_groups,
+    resolve_group,
+)
+from hp_platform import groups as groups_module
 from hp_platform.testing import RankError, run_distributed
 
 
@@ -174,6 +184,131 @@ def test_wrong_lists_are_refused(lists: list[list[int]], message: str) -> None:
 def test_groups_need_a_default_group() -> None:
     with pytest.raises(RuntimeError, match="must be initialised"):
         new_group([[0]], name="x")
+
+
+def _overlapping() -> tuple[dict[str, tuple[list[int], float]], int]:
+    """Groups of a line of five ranks, whose ends have fewer than the middle; all are used."""
+    calls = 0
+    make = dist.new_group
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        group = make(*args, **kwargs)
+        calls += group is not None
+        return group
+
+    dist.new_group = counted
+    lists = {f"{rank}->{rank + 1}": [[rank, rank + 1]] for rank in range(4)}
+    lists["ends"] = [[0, 4]]
+    found = {}
+    for _ in range(2):  # the same again is not the same groups
+        groups = new_groups(lists)
+        for name, group in groups.items():
+            total = torch.tensor(10.0 ** dist.get_rank())
+            dist.all_reduce(total, group=group)
+            found[name] = (dist.get_process_group_ranks(group), total.item())
+    after = new_group([[0, 1, 2, 3, 4]], name="after")
+    assert after is not None
+    dist.all_reduce(torch.ones(1), group=after)
+    return found, calls
+
+
+def test_groups_that_overlap_are_made_in_rounds_by_their_members_alone() -> None:
+    results = run_distributed(_overlapping, world_size=5, timeout=60)
+    for rank, (found, calls) in enumerate(results):
+        line = {f"{a}->{a + 1}": [a, a + 1] for a in range(4) if rank in (a, a + 1)}
+        expected = line | ({"ends": [0, 4]} if rank in (0, 4) else {})
+        assert found == {
+            name: (ranks, sum(10.0**each for each in ranks)) for name, ranks in expected.items()
+        }
+        assert calls == 5, "two groups, twice, and one"
+
+
+def _of_members() -> list[float]:
+    """Ranks 1 and 3 make groups while 0 makes others and 2 none at all."""
+    rank, sums = dist.get_rank(), []
+    if rank != 2:
+        ranks = [1, 3] if rank else [0]
+        for _ in range(2):
+            group = new_group_of_members(ranks, name="some")
+            total = torch.ones(1) * rank
+            dist.all_reduce(total, group=group)
+            sums.append(total.item())
+    everyone = new_group([[0, 1, 2, 3]], name="all")
+    assert everyone is not None
+    dist.barrier(group=everyone)
+    return sums
+
+
+def test_some_ranks_make_a_group_without_the_others() -> None:
+    results = run_distributed(_of_members, world_size=4, timeout=60)
+    assert results == [[0.0, 0.0], [4.0, 4.0], [], [4.0, 4.0]]
+
+
+def _other_members_call() -> None:
+    new_group_of_members([0, 1], name=f"rank {dist.get_rank()}")
+
+
+def test_members_that_make_something_else_are_told() -> None:
+    message = r"rank 1: new_group call 0 \(rank 1 .* must equal that of rank 0 \(rank 0"
+    with pytest.raises(RankError, match=message):
+        run_distributed(_other_members_call, world_size=2, timeout=20)
+
+
+class _Splits:
+    """torch's calls for groups, as a rank of an NCCL world makes them."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.split: list[list[list[int]]] = []
+        self.names: list[str] = []
+        patch.setattr(_internals, "can_split", lambda _world: True)
+        patch.setattr(_internals, "nccl_options", lambda **_: None)
+        patch.setattr(groups_module, "_finish", lambda group, *_, **__: group)
+        patch.setattr(dist, "split_group", self._split)
+        patch.setattr(dist, "new_group", self._alone)
+
+    def _split(self, *, split_ranks: list[list[int]], **_: object) -> ProcessGroup | None:
+        self.split.append(split_ranks)
+        self._note()
+        return _world() if any(dist.get_rank() in ranks for ranks in split_ranks) else None
+
+    def _alone(self, ranks: list[int], *, device_id: object, **_: object) -> ProcessGroup | None:
+        assert len(ranks) == 1
+        if ranks != [dist.get_rank()]:
+            return None
+        assert device_id is None, "a communicator of one rank is not connected"
+        self._note()
+        return _world()
+
+    def _note(self) -> None:
+        self.names.append(distributed_c10d._process_group_name([], use_hashed_name=True))
+
+
+def _on_nccl() -> tuple[list[list[list[int]]], list[str], list[bool]]:
+    with pytest.MonkeyPatch.context() as patch:
+        calls = _Splits(patch)
+        made = [
+            new_group([[0, 1], [2, 3]], name="ep", backend="nccl"),
+            new_group([[0], [1], [2, 3]], name="tp", backend="nccl"),
+            new_group([[0], [1], [2], [3]], name="alone", backend="nccl"),
+            new_group([[1, 2]], name="pair", backend="nccl"),
+        ]
+    return calls.split, calls.names, [group is not None for group in made]
+
+
+def test_nccl_splits_its_world_once_for_all_parts_and_never_for_one_rank() -> None:
+    results = run_distributed(_on_nccl, world_size=4, timeout=60)
+    split = [[[0, 1], [2, 3]], [[2, 3]], [[1, 2]]]
+    assert [result[0] for result in results] == [split] * 4, "all ranks take part in every split"
+    assert [result[2] for result in results] == [
+        [True, True, True, False],
+        [True, True, True, True],
+        [True, True, True, True],
+        [True, True, True, False],
+    ]
+    # Members of a part have one name for it, other parts another.
+    first = [names[0] for _, names, _ in results]
+    assert first[0] == first[1] != first[2] == first[3]
 
 
 def _bound_device_while_making_groups() -> tuple[object, object]:

@@ -300,10 +300,10 @@ def messages_of_building(pipelines: list[list[int]]) -> list[tuple[str, int, int
 
 def test_every_edge_is_connected_when_it_is_built() -> None:
     found = run_distributed(messages_of_building, [[0, 2, 1]], world_size=3)
-    # Edges by places in the pipeline: 0-1, 0-2, 1-0, 1-2, 2-0, 2-1.
-    assert found[0] == [("to", 2, 2), ("to", 1, 2), ("from", 2, 2), ("from", 1, 2)]
+    # Edges by places in the pipeline: 0-1, 1-0, 0-2, 2-0, 1-2, 2-1.
+    assert found[0] == [("to", 2, 2), ("from", 2, 2), ("to", 1, 2), ("from", 1, 2)]
     assert found[2] == [("from", 0, 2), ("to", 0, 2), ("to", 1, 2), ("from", 1, 2)]
-    assert found[1] == [("from", 0, 2), ("from", 2, 2), ("to", 0, 2), ("to", 2, 2)]
+    assert found[1] == [("from", 0, 2), ("to", 0, 2), ("from", 2, 2), ("to", 2, 2)]
 
 
 class Detached(nn.Module):

@@ -3,6 +3,7 @@ import math
 
 import pytest
 
+from hp_train.communicators import GROUPS, partitions
 from hp_train.config import MeshConfig
 from hp_train.layout import GRIDS, Axis, Layout
 
@@ -113,3 +114,15 @@ def test_axes_of_two_grids_make_no_group() -> None:
     assert layout.dp == math.prod((layout.stages[0].expert_shard, layout.stages[0].ep))
     with pytest.raises(ValueError, match="must be of one grid"):
         layout.ranks("dp_shard", "ep")
+
+
+def test_every_rank_is_in_one_group_of_each_kind() -> None:
+    for layout in LAYOUTS:
+        everyone = list(range(layout.world_size))
+        for name, lists in partitions(layout).items():
+            assert sorted(itertools.chain.from_iterable(lists)) == everyone, name
+        missing = {name for name in GROUPS if name not in partitions(layout)}
+        assert missing == {
+            name for name, axes in GROUPS.items() if all(s.size(*axes) == 1 for s in layout.stages)
+        }
+        assert ("alone" in partitions(layout)) == bool(missing)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import weakref
 from dataclasses import fields, replace
 from typing import Any
 
@@ -10,19 +11,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hp_schedule import Costs, simulate
 from hp_train import rules
 from hp_train.cli import main
-from hp_train.config import Config, ModelConfig
+from hp_train.communicators import Held, held
+from hp_train.config import Config, MeshConfig, ModelConfig
 from hp_train.cuts import name_in_block
 from hp_train.errors import ConfigError
 from hp_train.layout import Layout, StageLayout
 from hp_train.model import DropoutKey, Microbatch, TransformerStage, look_ahead
+from hp_train.model.transformer import cross_entropy
 from hp_train.options import resolve
 from hp_train.plan import MACHINES, Machine, choose, estimate
 from hp_train.plan.choose import _is_repeated, _Search, plan_axes
 from hp_train.plan.estimate import Plan
+from hp_train.plan.machine import GPU_MARGIN
 from hp_train.plan.memory import (
     BYTES,
     buffer_bytes,
@@ -31,13 +37,14 @@ from hp_train.plan.memory import (
     static_memory,
 )
 from hp_train.plan.modules import Weight, Work, layer, stage, stages, whole_model
-from hp_train.plan.report import details, reasons
+from hp_train.plan.report import as_dict, details, reasons
 from hp_train.plan.traffic import edge_link, expert_exchanges, gradient_transfers, shard_transfer
 from hp_train.schedules import KINDS, split_layers
 from hp_train.space import enumerate_layouts, enumerate_meshes, with_keys
 
 VOCAB = 256
 H100 = MACHINES["h100"]
+TENSORS_ALONE = H100.with_values(**dict.fromkeys(GPU_MARGIN, 0.0))
 MODELS = {
     "experts": ModelConfig(),
     "dropout": ModelConfig(dropout=0.1),
@@ -259,7 +266,7 @@ def test_stages_of_different_sizes_are_priced_by_their_own_ranks(schedule: str) 
     keys: dict[str, object] = {"pipeline.schedule": schedule, "pipeline.stages_per_rank": 1}
     keys |= {"mesh.ep": 1, "mesh.dp_replicate": 1, "model.num_layers": 6}
     even, uneven = (
-        Plan(config_of(keys | mesh), H100, vocab_size=VOCAB)
+        Plan(config_of(keys | mesh), TENSORS_ALONE, vocab_size=VOCAB)
         for mesh in ({"mesh.tp": 2}, {"mesh.stage_tp": (1, 2)})
     )
     for mine, theirs, place in zip(
@@ -339,14 +346,92 @@ def test_layouts_that_do_not_fit_are_told_apart() -> None:
         choose(config, 2, H100.with_values(memory=1e5), vocab_size=VOCAB)
 
 
+def test_a_gpu_gives_less_than_all_of_its_memory_to_tensors() -> None:
+    config = config_of({"mesh.pp": 2, "mesh.dp_replicate": 2, "mesh.ep": 2})
+    found = estimate(config, H100, vocab_size=VOCAB)
+    bare = estimate(config, TENSORS_ALONE, vocab_size=VOCAB).memory
+    memory = found.memory
+    # Default, world, dp_replicate, ep, tokens, two edges; three peers, one in exchanges of experts.
+    nccl = held(config, Layout.of(config.mesh).stages[0], node_size=8)
+    assert nccl == Held(communicators=7, peers=3)
+    assert memory.context == H100.context_memory
+    assert memory.communicators == 7 * H100.communicator_memory + 3 * H100.peer_memory
+    assert memory.fragmentation == round(H100.fragmentation * bare.total)
+    assert memory.total == bare.total + sum(
+        memory.kinds[kind] for kind in ("context", "communicators", "fragmentation")
+    )
+    # As 79.8 of 80 GB did, tensors that alone fill the device do not pass.
+    full = H100.with_values(memory=bare.total)
+    with pytest.raises(ConfigError, match="must be at most the memory of a device"):
+        choose(config, 4, full, vocab_size=VOCAB, most=40)
+    text = "\n".join(details(found))
+    assert "context 1.0 GB, communicators 2.8 GB, fragmentation " in text
+    assert as_dict(found)["memory"] == memory.kinds | {"total": memory.total}
+
+
+def test_peers_on_other_nodes_share_a_buffer() -> None:
+    layout = Layout.of(MeshConfig(dp_shard=16, ep=16))
+    config = with_keys(Config(), {"mesh.dp_shard": 16, "mesh.ep": 16})
+    assert [held(config, layout.stages[0], node_size=n).peers for n in (8, 16, 1)] == [8, 15, 1]
+    assert held(Config(), Layout().stages[0], node_size=8) == Held(0, 0)
+
+
+class _LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made inside hold at once, those of at least `least` bytes."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.least, self.now, self.peak = least, 0, 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            storage = x.untyped_storage() if isinstance(x, Tensor) else None
+            if storage is None or storage.nbytes() < self.least or storage._cdata in self.known:
+                continue
+            self.known.add(storage._cdata)
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+        return result
+
+    def _freed(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_copies_of_logits_that_a_loss_makes_are_counted(dtype: str) -> None:
+    tokens, rows = 64, 512
+    logits = torch.randn(tokens, rows).to(getattr(torch, dtype)).requires_grad_()
+    live = _LiveBytes(tokens * rows * logits.element_size())
+    with live:
+        # As Trainer._loss does, which gives up what it has cast when it returns.
+        loss = cross_entropy(logits.to(torch.float32), torch.arange(tokens))
+        loss.backward()
+    keys = {"train.dtype": dtype, "train.microbatch_size": 1, "data.seq_len": tokens}
+    config = config_of(keys)
+    work = whole_model(config, rows)
+    headless = replace(work, weights=tuple(w for w in work.weights if w.name != "norm.weight"))
+    with_head, without = (
+        buffer_bytes(config, [part], StageLayout(), active_stages=2) for part in (work, headless)
+    )
+    kept = 4 * tokens * rows
+    assert live.peak <= kept + with_head - without + 4 * tokens * 8
+    assert live.peak > kept + (with_head - without) / 2
+
+
 def test_a_search_that_ends_early_says_so() -> None:
     config = config_of({"model.expert_hidden": 128, "model.num_shared_experts": 1})
     assert choose(config, 2, H100, vocab_size=VOCAB).is_complete
-    early = choose(config, 2, H100, vocab_size=VOCAB, most=2)
+    early = choose(config, 2, TENSORS_ALONE, vocab_size=VOCAB, most=2)
     assert not early.is_complete
     assert reasons(early, H100)[0].startswith("best of the 2 most promising layouts of ")
     # The first is not left out by what it needs at least, but it needs more.
-    tight = H100.with_values(memory=0.99 * early.best[0].memory.total)
+    tight = TENSORS_ALONE.with_values(memory=0.99 * early.best[0].memory.total)
     with pytest.raises(ConfigError, match=r"^none of the 1 most promising layouts of 2 processes"):
         choose(config, 2, tight, vocab_size=VOCAB, most=1)
 

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hp_context.checks import check_two_axes
 from hp_context.layout import SequenceLayout
+from hp_platform import new_group_of_members
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +92,8 @@ def split_group(group: ProcessGroup, degree: int, *, ring: bool = False) -> Axes
     ranks, mine = dist.get_process_group_ranks(group), group.rank()
     row = ranks[mine - mine % degree :][:degree]
     # All inner groups come before any outer one, on every rank: none waits for another in a circle.
-    inner, outer = (_new_group(members, group) for members in (row, ranks[mine % degree :: degree]))
-    if ring:
-        _connect(outer)
+    inner = _new_group(row, group, name="cp inner")
+    outer = _new_group(ranks[mine % degree :: degree], group, name="cp outer")
     return Axes(inner, outer, ring)
 
 
@@ -105,18 +105,16 @@ def axes_of_mesh(mesh: DeviceMesh, degree: int, *, ring: bool = False) -> tuple[
     """
     check_two_axes(mesh, degree)
     outer, inner = mesh.get_group(0), mesh.get_group(1)
-    whole = _new_group(mesh.mesh.flatten().tolist(), outer)
+    whole = _new_group(mesh.mesh.flatten().tolist(), outer, name="cp")
     if ring:
         _connect(outer)
     inner_axis, outer_axis = (axis if axis.size() > 1 else None for axis in (inner, outer))
     return whole, Axes(inner_axis, outer_axis, ring)
 
 
-def _new_group(ranks: list[int], like: ProcessGroup) -> ProcessGroup:
-    group: ProcessGroup = dist.new_group(
-        sorted(ranks), backend=dist.get_backend(like), use_local_synchronization=True
-    )
-    return group
+def _new_group(ranks: list[int], like: ProcessGroup, *, name: str) -> ProcessGroup:
+    backend = str(dist.get_backend(like))
+    return new_group_of_members(sorted(ranks), name=name, backend=backend)
 
 
 def _connect(group: ProcessGroup) -> None:

@@ -32,7 +32,13 @@ from hp_platform.failures import (
     raise_first,
 )
 from hp_platform.fsdp import set_fsdp_exchanges, set_fsdp_frees_parameters
-from hp_platform.groups import mesh_of, new_group, resolve_group
+from hp_platform.groups import (
+    mesh_of,
+    new_group,
+    new_group_of_members,
+    new_groups,
+    resolve_group,
+)
 from hp_platform.launch import RankInfo, Runtime, initialize, shutdown
 from hp_platform.messages import all_gather_json, on_one_rank
 from hp_platform.p2p import irecv, isend, isend_irecv
@@ -85,6 +91,8 @@ __all__ = [
     "mark_place",
     "mesh_of",
     "new_group",
+    "new_group_of_members",
+    "new_groups",
     "on_one_rank",
     "outside_graph",
     "place_of",

@@ -4,16 +4,22 @@ Note [A group of its own]. `DeviceMesh` gives a mesh axis that spans the world t
 expert, context, data-parallel and control traffic would share one queue and one sequence of
 collectives as soon as an axis has that size. `new_group` therefore always makes a communicator of
 its own, and `mesh_of` builds a mesh over such groups.
+
+Note [One split]. NCCL makes all parts of a partition in one collective of the whole world
+(`split_group`), while a call of torch's `new_group` for each part makes as many, on every rank:
+over a thousand at 256 ranks. Where there is nothing to split, as with Gloo, each rank makes the
+group that it is in, and none of the others. torch 2.11 and later give each part a colour of its own
+(pytorch #173687; before, hashes of different pairs were equal from 128 ranks on).
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from itertools import chain, count, pairwise
-from typing import Any
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,9 +27,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_platform import _internals
-from hp_platform.membership import SECRET_DIGITS, new_secret, require_members
-
-_serial = count()  # how many times this process called new_group: the global order of construction
+from hp_platform.group_calls import Call, agree_on_call
+from hp_platform.membership import require_members
 
 
 def new_group(
@@ -55,36 +60,188 @@ def new_group(
             those that rank 0 passed in its call of the same number.
         RuntimeError: If the default process group is not initialised.
     """
-    world = dist.group.WORLD
-    if world is None:
-        raise RuntimeError("the default process group must be initialised before new_group")
-    _validate(rank_lists, world_size=world.size())
-    backend = backend or str(dist.get_backend(world))
-    secret = secret_of_call(name, rank_lists, backend, rank=world.rank())
-    on_cuda = _serves_cuda(backend)
-    if timeout is None:
-        timeout = _internals.group_timeout(world, _device(on_cuda=_serves_cuda_now(world)))
-    options = None
-    if on_cuda:
-        options = _internals.nccl_options(high_priority=high_priority, timeout=timeout)
-    mine: ProcessGroup | None = None
-    with (
-        _unbound(world) if not on_cuda else nullcontext(),
-        _internals.on_gloo_devices_of(world),
-    ):
-        for ranks in rank_lists:
-            group = dist.new_group(
-                list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=name
+    kind = _Kind.of(backend, timeout, high_priority=high_priority)
+    return _make_groups({name: rank_lists}, kind).get(name)
+
+
+def new_groups(
+    rank_lists: Mapping[str, Sequence[Sequence[int]]],
+    *,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+) -> dict[str, ProcessGroup]:
+    """Create the groups of several purposes in as few calls of torch as their ranks allow.
+
+    Groups of different purposes that have no rank in common are made together (Note [One split]),
+    such as those of every other edge of a pipeline. Every rank of the default group must call this.
+
+    Args:
+        rank_lists: What `new_group` takes, by its name. Lists of different names may overlap.
+        backend: As for `new_group`.
+        timeout: As for `new_group`.
+
+    Returns:
+        The groups that contain this rank, by name.
+
+    Raises:
+        ValueError: As `new_group`.
+        RuntimeError: If the default process group is not initialised.
+    """
+    return _make_groups(rank_lists, _Kind.of(backend, timeout)) if rank_lists else {}
+
+
+def new_group_of_members(
+    ranks: Sequence[int], *, name: str, backend: str | None = None
+) -> ProcessGroup:
+    """Create one connected process group, with the help of its members alone.
+
+    For what some ranks do while others do something else. Each of them calls this, in the same
+    order as its other calls with the same ranks.
+
+    Args:
+        ranks: Ascending global ranks, among them this one.
+        name: As for `new_group`.
+        backend: As for `new_group`.
+
+    Raises:
+        ValueError: If the ranks are not ascending and inside the world, or the arguments differ
+            from those of the first rank.
+        RuntimeError: If the default process group is not initialised.
+    """
+    kind = _Kind.of(backend, None)
+    _validate([ranks], world_size=kind.world.size())
+    call = agree_on_call(f"{name} {list(ranks)} {kind.backend}", ranks)
+    group = _make_alone(ranks, f"{call.key}/{name}", kind, name=name)
+    assert group is not None, "a rank that is not among them does not call this"
+    return _finish(group, call, kind, name=name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What groups that are made together have in common."""
+
+    world: ProcessGroup
+    backend: str
+    timeout: timedelta | None
+    high_priority: bool
+
+    @classmethod
+    def of(
+        cls, backend: str | None, timeout: timedelta | None, *, high_priority: bool = False
+    ) -> _Kind:
+        world = dist.group.WORLD
+        if world is None:
+            raise RuntimeError("the default process group must be initialised before new_group")
+        world_backend = str(dist.get_backend(world))
+        if timeout is None:
+            timeout = _internals.group_timeout(world, _device(on_cuda=_serves_cuda(world_backend)))
+        return cls(world, backend or world_backend, timeout, high_priority)
+
+    @property
+    def on_cuda(self) -> bool:
+        return _serves_cuda(self.backend)
+
+    def options(self) -> Any:
+        """New ones for each group, which writes into them."""
+        if not self.on_cuda:
+            return None
+        return _internals.nccl_options(high_priority=self.high_priority, timeout=self.timeout)
+
+
+def _make_groups(
+    rank_lists: Mapping[str, Sequence[Sequence[int]]], kind: _Kind
+) -> dict[str, ProcessGroup]:
+    world = kind.world
+    for lists in rank_lists.values():
+        _validate(lists, world_size=world.size())
+    found: dict[str, ProcessGroup] = {}
+    for parts in _rounds(rank_lists):
+        what = "; ".join(f"{part.name} {part.ranks}" for part in parts)
+        call = agree_on_call(f"{what} {kind.backend}", range(world.size()))
+        mine = next((part for part in parts if world.rank() in part.ranks), None)
+        group = _make_own(parts, mine, kind, call)
+        if mine is not None and group is not None:
+            found[mine.name] = _finish(group, call, kind, name=mine.name)
+    return found
+
+
+class _Part(NamedTuple):
+    name: str
+    ranks: list[int]
+
+
+def _rounds(rank_lists: Mapping[str, Sequence[Sequence[int]]]) -> Iterator[list[_Part]]:
+    """Put each list into the first round in which none of its ranks has another."""
+    rounds: list[tuple[set[int], list[_Part]]] = []
+    for name, lists in rank_lists.items():
+        for ranks in map(list, lists):
+            taken, parts = next(
+                (each for each in rounds if each[0].isdisjoint(ranks)), (set[int](), list[_Part]())
             )
-            if world.rank() in ranks:
-                mine = group
-    if mine is not None:
-        require_members(mine, secret=secret, name=name)
-    if mine is not None and on_cuda:
+            if not parts:
+                rounds.append((taken, parts))
+            taken.update(ranks)
+            parts.append(_Part(name, ranks))
+    return (parts for _, parts in rounds)
+
+
+def _make_own(
+    parts: Sequence[_Part], mine: _Part | None, kind: _Kind, call: Call
+) -> ProcessGroup | None:
+    """Make the groups of some parts in which no rank is twice; return that of this rank."""
+    # Unlike torch's own names the same on all members, however many groups each of them has.
+    torch_name = call.key if mine is None else f"{call.key}/{mine.ranks[0]}/{mine.name}"
+    group: ProcessGroup | None = None
+    splits = kind.on_cuda and _internals.can_split(kind.world)
+    shared = [part.ranks for part in parts if len(part.ranks) > 1]
+    if splits and shared:
+        with _internals.naming_groups(torch_name):
+            group = dist.split_group(
+                split_ranks=shared,
+                timeout=kind.timeout,
+                pg_options=kind.options(),
+                group_desc=parts[0].name if mine is None else mine.name,
+            )
+    for part in parts:
+        if len(part.ranks) == 1 or not splits:
+            # Of those outside torch wants nothing; a dry run notes what there is.
+            made = _make_alone(part.ranks, torch_name, kind, name=part.name)
+            group = made if part is mine else group
+    return group
+
+
+def _make_alone(
+    ranks: Sequence[int], torch_name: str, kind: _Kind, *, name: str
+) -> ProcessGroup | None:
+    """Make a group without those outside, and do not connect one of a single rank.
+
+    It would take 512 MiB of the device for peers that it does not have (NVIDIA/nccl #2363).
+    """
+    with (
+        _unbound(kind.world) as device,
+        _internals.on_gloo_devices_of(kind.world),
+        _internals.naming_groups(torch_name),
+    ):
+        group: ProcessGroup | None = dist.new_group(
+            list(ranks),
+            timeout=kind.timeout,
+            backend=kind.backend,
+            pg_options=kind.options(),
+            use_local_synchronization=True,
+            group_desc=name,
+            device_id=device if kind.on_cuda and len(ranks) > 1 else None,
+        )
+    return group
+
+
+def _finish(group: ProcessGroup, call: Call, kind: _Kind, *, name: str) -> ProcessGroup:
+    """Prove that the members are ranks, and connect them."""
+    require_members(group, secret=call.secret, name=name)
+    if kind.on_cuda and group.size() > 1:
         # NCCL may otherwise connect at the first use, and ranks may differ in which group that is.
-        dist.all_reduce(torch.zeros(1, device=_device(on_cuda=True)), group=mine)
+        dist.all_reduce(torch.zeros(1, device=_device(on_cuda=True)), group=group)
         torch.cuda.synchronize()
-    return mine
+    return group
 
 
 def resolve_group(mesh_or_group: DeviceMesh | ProcessGroup) -> ProcessGroup:
@@ -156,36 +313,6 @@ def _validate(rank_lists: Sequence[Sequence[int]], *, world_size: int) -> None:
         raise ValueError(f"rank_lists ({list(rank_lists)}) must be ascending")
 
 
-def secret_of_call(
-    name: str, rank_lists: Sequence[Sequence[int]], backend: str, *, rank: int
-) -> str:
-    """Compare this call with that of rank 0: a wrong order would otherwise end in a hang.
-
-    Returns:
-        A secret that rank 0 has made up for it.
-
-    Raises:
-        ValueError: If the calls differ.
-    """
-    serial = next(_serial)
-    mine = f"{name} {[list(part) for part in rank_lists]} {backend}"
-    store = _internals.default_store()
-    key = f"hp_platform/new_group/{serial}"
-    call = mine[:200] + hashlib.sha256(mine.encode()).hexdigest()
-    if rank == 0:
-        secret = new_secret()
-        store.set(key, call + secret)
-        return secret
-    told = store.get(key).decode()
-    theirs, secret = told[:-SECRET_DIGITS], told[-SECRET_DIGITS:]
-    if theirs != call:
-        raise ValueError(
-            f"rank {rank}: new_group call {serial} ({mine[:200]}) must equal that of rank 0 "
-            f"({theirs[:-64]}): every rank makes every group in one order"
-        )
-    return secret
-
-
 def _serves_cuda(backend: str) -> bool:
     """Whether NCCL is part of a backend as `torch.distributed.new_group` takes it."""
     if backend == "undefined":  # what torch calls its own choice: NCCL where there is a GPU
@@ -193,24 +320,20 @@ def _serves_cuda(backend: str) -> bool:
     return "nccl" in backend
 
 
-def _serves_cuda_now(world: ProcessGroup) -> bool:
-    return _serves_cuda(str(dist.get_backend(world)))
-
-
 def _device(*, on_cuda: bool) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
 
 @contextmanager
-def _unbound(world: ProcessGroup) -> Iterator[None]:
-    """Hide the device of the default group while Gloo groups are made.
+def _unbound(world: ProcessGroup) -> Iterator[torch.device | None]:
+    """Hide the device of the default group while a group is made that is no part of it.
 
-    Otherwise torch takes part, on the ranks outside a new group alone, in splitting the default
-    NCCL communicator, for which they would wait forever.
+    Otherwise torch takes part in splitting the default NCCL communicator: with Gloo on the ranks
+    outside a new group alone, with NCCL on the members alone, and they would wait forever.
     """
     device, world.bound_device_id = world.bound_device_id, None
     try:
-        yield
+        yield device
     finally:
         world.bound_device_id = device
 

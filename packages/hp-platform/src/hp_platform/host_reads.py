@@ -12,6 +12,8 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from hp_platform import _internals
+
 Answer = Callable[[Tensor, str], Tensor]
 """Takes the copy on the host and the purpose; returns what is to be read instead."""
 
@@ -29,6 +31,22 @@ def arrived(copy: Tensor, *, purpose: str) -> Tensor:
         `copy`; in a dry run a tensor of its shape and dtype, with the numbers of a model.
     """
     return _answers[-1](copy, purpose) if _answers else copy
+
+
+def require_on_device(condition: Tensor, message: str) -> None:
+    """Require a value of the device that the host does not read.
+
+    A GPU ends with its assertion error, which the next call that waits for it raises, as for an
+    index out of range. A CPU raises at once.
+
+    Args:
+        condition: Bool, of one element.
+        message: Of the error on a CPU, and what a GPU prints.
+
+    Raises:
+        RuntimeError: On a CPU, if it is False.
+    """
+    _internals.assert_async(condition, message)
 
 
 @contextmanager

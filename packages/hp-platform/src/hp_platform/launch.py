@@ -21,7 +21,7 @@ from hp_platform.device import (
     ranks_per_device,
     why_no_nccl,
 )
-from hp_platform.groups import secret_of_call
+from hp_platform.group_calls import agree_on_call
 from hp_platform.membership import require_members
 from hp_platform.pending import release_completed
 from hp_platform.roll_call import stop_watching, watch
@@ -139,7 +139,7 @@ def initialize(
     assert world is not None
     with _internals.on_gloo_devices_of(world):
         control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
-    secret = secret_of_call("initialize", [range(world.size())], "gloo", rank=world.rank())
+    secret = agree_on_call("initialize", range(world.size())).secret
     for group, name in ((world, "default"), (control, "control")):
         if is_own or group is control:
             require_members(group, secret=secret, name=name)

@@ -1,10 +1,13 @@
 """The first lines of a run: what is trained, where, and how it is laid out."""
 
+import os
+
 import torch
 
 from hp_platform import Runtime
 from hp_train import __version__
 from hp_train.config import Config
+from hp_train.gpu_settings import in_force
 from hp_train.gradients import GradientNorm
 from hp_train.mesh import Mesh
 
@@ -28,9 +31,12 @@ def banner(config: Config, mesh: Mesh, runtime: Runtime, norm: GradientNorm) -> 
     experts = experts if model.num_experts else "dense"
     size = f"{total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active per token"
     batch = f"{train.global_batch_size} sequences x {config.data.seq_len} tokens"
-    return [
+    lines = [
         f"hp-train {__version__}, torch {torch.__version__}: {where}",
         f"mesh   {mesh.layout}, schedule {schedule}",
         f"model  {size}: {model.num_layers} layers of {model.dim}, {experts}",
         f"batch  {batch} in microbatches of {train.microbatch_size}, {train.steps} steps",
     ]
+    if runtime.device.type == "cuda":
+        lines.append(f"gpu    {' '.join(in_force(os.environ)) or 'nothing set'}")
+    return lines

@@ -1,8 +1,6 @@
 """The process groups that a rank belongs to.
 
-Every axis has groups of its own even where the ranks coincide; only axes of one rank, along which
-nothing is ever sent, share one, as every group costs threads, memory and time to start. All ranks
-build those of all stages in one order, whatever the sizes of these.
+All ranks build those of all stages in one order, whatever the sizes of these.
 """
 
 from collections.abc import Mapping
@@ -14,21 +12,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_platform import Runtime, mesh_of, new_group
-from hp_train.layout import GRIDS, Axis, Layout, StageLayout
-
-GROUPS: Mapping[str, tuple[Axis, ...]] = {
-    "dp_replicate": ("dp_replicate",),
-    "fsdp": ("dp_shard", "cp"),
-    "cp": ("cp",),
-    "tp": ("tp",),
-    "expert_replicate": ("expert_replicate",),
-    "expert_shard": ("expert_shard",),
-    "ep": ("ep",),
-    "etp": ("etp",),
-    "sequence": ("cp", "tp"),
-    "tokens": ("dp_replicate", "dp_shard", "cp", "tp"),
-}
-"""Each group, and the axes along which its ranks differ. None of them reaches beyond a stage."""
+from hp_train.communicators import ALONE, GROUPS, WORLD, partitions
+from hp_train.layout import GRIDS, Layout, StageLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +23,7 @@ class Mesh:
     Attributes:
         layout: The arithmetic of all stages.
         rank: Global rank.
-        groups: By name, see :data:`GROUPS`.
+        groups: By name, see :data:`hp_train.communicators.GROUPS`.
         world: All ranks, for the step's scalars.
         device_type: ``"cpu"`` or ``"cuda"``.
     """
@@ -120,20 +105,12 @@ def build_mesh(layout: Layout, runtime: Runtime, *, timeout: timedelta) -> Mesh:
         assert mine is not None, f"rank {rank} is in no {name} group"
         return mine
 
-    groups: dict[str, ProcessGroup] = {}
-    alone: ProcessGroup | None = None
-    for name, axes in GROUPS.items():
-        ranks = layout.ranks(*axes)
-        if max(map(len, ranks)) > 1:
-            groups[name] = build(name, ranks)
-        else:
-            if alone is None:
-                alone = build("alone", ranks)
-            groups[name] = alone
+    made = {name: build(name, ranks) for name, ranks in partitions(layout).items()}
+    groups = {name: made[name if name in made else ALONE] for name in GROUPS}
     return Mesh(
         layout=layout,
         rank=rank,
         groups=groups,
-        world=build("world", [list(range(world_size))]),
+        world=made[WORLD],
         device_type=runtime.device.type,
     )

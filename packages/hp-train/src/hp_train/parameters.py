@@ -24,7 +24,7 @@ class Cut(NamedTuple):
     """One cut of a parameter over the ranks of a group.
 
     Attributes:
-        group: Name, see :data:`hp_train.mesh.GROUPS`.
+        group: Name, see :data:`hp_train.communicators.GROUPS`.
         dim: Dim that is cut, in chunks as `torch.chunk` makes them.
     """
 

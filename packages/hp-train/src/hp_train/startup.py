@@ -1,11 +1,13 @@
 """What ranks do together before a run is built: meet, and let one of each node prepare the data."""
 
+import os
 from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from hp_platform import Runtime, agree, all_gather_json, initialize, new_group
+from hp_train import gpu_settings
 from hp_train.config import Config
 from hp_train.data import Tokenizer, load_tokenizer
 from hp_train.data.cache import Cache
@@ -23,6 +25,7 @@ def connect(config: Config, worker: Worker) -> Runtime:
         worker: This process.
     """
     worker.board.beat(step=0, phase="connect", waiting=True)
+    gpu_settings.apply(config, os.environ)
     launch, timeouts = config.launch, Timeouts.of(config)
     runtime = initialize(
         worker.info,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from hp_platform import new_group
+from hp_platform import new_groups
 from hp_vtp.channel import EdgeGroups
 from hp_vtp.topology import Edge, PipelineLayout
 
@@ -28,19 +28,34 @@ def build_edge_groups(
         backend: Of the groups that carry tensors.
         timeout: Of each operation; by default that of the default group.
     """
-    found: dict[Edge, EdgeGroups] = {}
-    for edge in layout.edges:
-        label = f"{name}/{edge.source}-{edge.destination}/{edge.domain}"
-        cross = new_group([edge.ranks], name=label, backend=backend, timeout=timeout)
-        if backend == "gloo":
-            if cross is not None:
-                found[edge] = EdgeGroups(cross, cross, cross)
-            continue
-        control = new_group([edge.ranks], name=f"{label}/control", backend="gloo", timeout=timeout)
-        local = None
-        if len(edge.destination_ranks) > 1:
-            members = sorted(edge.destination_ranks)
-            local = new_group([members], name=f"{label}/local", backend=backend, timeout=timeout)
-        if cross is not None and control is not None:
-            found[edge] = EdgeGroups(cross, local, control)
-    return found
+    names = {
+        edge: f"{name}/{edge.source}-{edge.destination}/{edge.domain}" for edge in layout.edges
+    }
+    cross = new_groups(
+        {names[edge]: [edge.ranks] for edge in layout.edges}, backend=backend, timeout=timeout
+    )
+    mine = [edge for edge in layout.edges if names[edge] in cross]
+    if backend == "gloo":
+        return {edge: EdgeGroups(*[cross[names[edge]]] * 3) for edge in mine}
+    control = new_groups(
+        {f"{names[edge]}/control": [edge.ranks] for edge in layout.edges},
+        backend="gloo",
+        timeout=timeout,
+    )
+    local = new_groups(
+        {
+            f"{names[edge]}/local": [sorted(edge.destination_ranks)]
+            for edge in layout.edges
+            if len(edge.destination_ranks) > 1
+        },
+        backend=backend,
+        timeout=timeout,
+    )
+    return {
+        edge: EdgeGroups(
+            cross[names[edge]],
+            local.get(f"{names[edge]}/local"),
+            control[f"{names[edge]}/control"],
+        )
+        for edge in mine
+    }

@@ -74,7 +74,7 @@ class DispatchState:
             where they leave, and after it of those received, possibly still on their way.
         order: Slot of the arrived rows at each position of expert order, int64; None where it
             comes with the rows.
-        counts: Positions of each local expert, on the host.
+        counts: Positions of each local expert, on the host; None if they stay on the device.
         num_tokens_per_expert: The same on the device, int64 [L].
         input_splits: Rows sent to each rank.
         output_splits: Rows received from each rank.
@@ -84,7 +84,7 @@ class DispatchState:
     permutation: Permutation
     weights: Tensor | None
     order: Tensor | None
-    counts: tuple[int, ...]
+    counts: tuple[int, ...] | None
     num_tokens_per_expert: Tensor
     input_splits: tuple[int, ...] = ()
     output_splits: tuple[int, ...] = ()

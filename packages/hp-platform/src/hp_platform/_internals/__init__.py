@@ -128,6 +128,40 @@ def nccl_options(*, high_priority: bool, timeout: timedelta | None) -> Any:
     return options
 
 
+def can_split(world: ProcessGroup) -> bool:
+    """Whether groups of NCCL can be parts of the communicator of `world`, which must be connected.
+
+    That is so if torch connected it when it was made, for the device it is bound to; and if it
+    serves nothing beside: `split_group` would split what serves the CPU as well.
+    """
+    device = world.bound_device_id
+    if device is None or str(dist.get_backend(world)) != "nccl":
+        return False
+    backend: Any = world._get_backend(device)
+    return bool(getattr(backend, "supports_splitting", False))
+
+
+@contextmanager
+def naming_groups(name: str) -> Iterator[None]:
+    """Let torch give `name` to the group that is made inside.
+
+    Its own is a hash that counts the groups of this process; it begins the group's keys in the
+    store, so members that have different numbers of groups would never find each other.
+    """
+    module: Any = distributed_c10d
+    usual = module._process_group_name
+    module._process_group_name = lambda *_args, **_kwargs: name
+    try:
+        yield
+    finally:
+        module._process_group_name = usual
+
+
+def assert_async(condition: Tensor, message: str) -> None:
+    """Let the device itself stop where a value of it is zero or False; the host does not wait."""
+    torch._assert_async(condition, message)
+
+
 def version_of(x: Tensor) -> int:
     """How many in-place writes the storage of `x` has seen."""
     return x._version

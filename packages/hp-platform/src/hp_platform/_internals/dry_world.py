@@ -39,10 +39,15 @@ def backend_methods() -> tuple[Callable[..., None], Callable[..., Any]]:
     return ProcessGroup._register_backend, ProcessGroup._get_backend
 
 
-def group_functions() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., None]]:
-    """What makes every group of torch, what splits one, and what destroys them."""
+def group_functions() -> tuple[Callable[..., Any], ...]:
+    """What makes every group of torch, what `new_group` calls, what splits one, and destroys."""
     module = TORCH_MODULE
-    return module._new_process_group_helper, module.split_group, module.destroy_process_group
+    return (
+        module._new_process_group_helper,
+        module._new_group_with_tag,
+        module.split_group,
+        module.destroy_process_group,
+    )
 
 
 class _Work(dist.Work):

@@ -192,7 +192,17 @@ def _splitter(nccl: Any) -> Callable[..., Any]:
 
 def _noting_groups(world: DryWorld) -> dict[str, Any]:
     """Functions of torch that make groups, which tell the world of every one."""
-    make, split, destroy = dry_world.group_functions()
+    make, tagged, split, destroy = dry_world.group_functions()
+
+    def make_tagged(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # Members alone make it; the others of hp_platform's calls are asked all the same.
+        world.makes_alone = bool(kwargs.get("use_local_synchronization"))
+        try:
+            if world.makes_alone and ranks is not None and world.rank not in ranks:
+                world.note_group(kwargs.get("group_desc") or "undefined", sorted(ranks))
+            return tagged(ranks, *args, **kwargs)
+        finally:
+            world.makes_alone = False
 
     def make_group(size: int, rank: int, ranks: list[int], *args: Any, **kwargs: Any) -> Any:
         purpose = kwargs.get("group_desc") or "undefined"
@@ -221,6 +231,7 @@ def _noting_groups(world: DryWorld) -> dict[str, Any]:
 
     return {
         "_new_process_group_helper": make_group,
+        "_new_group_with_tag": make_tagged,
         "split_group": split_group,
         "destroy_process_group": destroy_group,
     }

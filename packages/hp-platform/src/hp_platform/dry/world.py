@@ -57,6 +57,7 @@ class DryWorld:
     def __init__(self, device: DryDevice, classes: Classes, client: HubClient) -> None:
         self.device, self.classes, self.client = device, classes, client
         self.rank, self.size = device.trace.rank, device.trace.world_size
+        self.makes_alone = False
         self.families = Families(classes)
         self.exchange = Exchange(client, self.families, self.rank)
         self.thread = _Thread()
@@ -102,7 +103,7 @@ class DryWorld:
         """Note that a group is made, by every rank of the world; return its name and family."""
         name, family = self.families.add("world" if is_first else purpose, ranks)
         self.device.trace.families[family] = tuple(self.families.lists[family])
-        if not is_first:
+        if not is_first and not self.makes_alone:
             self._tell_of_group("new_group", name)
         return name, family
 

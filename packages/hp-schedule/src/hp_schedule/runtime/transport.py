@@ -26,7 +26,7 @@ from hp_platform import (
     first_failure,
     irecv,
     isend,
-    new_group,
+    new_groups,
 )
 from hp_platform.pending import release_completed
 from hp_schedule.schedule import Schedule
@@ -102,19 +102,24 @@ def build_edge_groups(
     if num_ranks == 0 or any(len(ranks) != num_ranks for ranks in pipelines):
         lengths = [len(ranks) for ranks in pipelines]
         raise ValueError(f"lengths of pipelines ({lengths}) must be equal and >= 1")
-    wanted = sorted(set(_ring(num_ranks) if edges is None else edges))
-    groups: dict[Edge, ProcessGroup] = {}
+    wanted = sorted(
+        set(_ring(num_ranks) if edges is None else edges), key=lambda edge: (*sorted(edge), edge)
+    )
+    pairs: dict[Edge, list[list[int]]] = {}
     for edge in wanted:
         source, destination = edge
         if source == destination or not all(0 <= rank < num_ranks for rank in edge):
             raise ValueError(f"edge ({edge}) must join two of {num_ranks} ranks")
-        pairs = [sorted((ranks[source], ranks[destination])) for ranks in pipelines]
-        group = new_group(
-            pairs, name=f"pipeline {source}->{destination}", backend=backend, timeout=timeout
-        )
-        if group is not None:
-            groups[edge] = group
-            _connect(group, [ranks[source] for ranks in pipelines])
+        pairs[edge] = [sorted((ranks[source], ranks[destination])) for ranks in pipelines]
+    names = {edge: f"pipeline {edge[0]}->{edge[1]}" for edge in wanted}
+    # Every other edge of a pipeline is made at once: as many calls as a rank has edges, no matter
+    # how long the pipeline is; two more around a ring of an odd number of ranks.
+    made = new_groups(
+        {names[edge]: pairs[edge] for edge in wanted}, backend=backend, timeout=timeout
+    )
+    groups = {edge: made[names[edge]] for edge in wanted if names[edge] in made}
+    for (source, _), group in groups.items():
+        _connect(group, [ranks[source] for ranks in pipelines])
     return EdgeGroups(groups, note=default_note(_note_key(pipelines)))
 
 

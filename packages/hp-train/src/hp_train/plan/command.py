@@ -28,6 +28,10 @@ _RATES = {
     "node-bandwidth": "bytes per second of a device to other nodes",
     "node-latency": "seconds of a message to another node",
     "cores": "devices that compute at the same time; 0: all",
+    "context-memory": "bytes of a device that are taken before the first tensor",
+    "communicator-memory": "bytes of a rank's end of a communicator",
+    "peer-memory": "bytes more for each rank that it sends to one by one",
+    "fragmentation": "share of tensors' bytes that the allocator holds beside them",
 }
 _COUNTS = {"node-size": 1, "cores": 0}
 """What is counted, and the least of it."""
@@ -189,7 +193,8 @@ def _search(
         return None  # nothing to order, or a chain that the search does not know
     plan = Plan(config, machine, vocab_size=vocab_size)
     costs = plan.costs(plan.schedule())
-    spare = machine.memory - (best.memory.total - best.memory.activations)
+    room = (machine.memory - best.memory.total) / (1 + machine.fragmentation)
+    spare = room + best.memory.activations
     return search(
         costs,
         num_ranks=config.mesh.pp,

@@ -323,13 +323,14 @@ class Plan:
 
     def _memory(self, stages: Sequence[Work], place: StageLayout, activations: float) -> Memory:
         parameters, gradients, optimizer = static_memory(self.config, stages, place)
-        return Memory(
+        tensors = Memory(
             parameters=parameters,
             gradients=gradients,
             optimizer=optimizer,
             activations=round(activations),
             buffers=buffer_bytes(self.config, stages, place, active_stages=ACTIVE_STAGES),
         )
+        return tensors.with_margin(self.config, place, self.machine)
 
     def _ends(self, stages: Sequence[Work], place: StageLayout) -> dict[str, float]:
         """Seconds after the pipeline: sums over replicas, and the update of the weights."""

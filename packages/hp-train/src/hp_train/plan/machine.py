@@ -1,8 +1,21 @@
 """What hardware does: rates, links and memory, given, taken from data sheets, or measured."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
+
+_MAY_BE_ZERO = frozenset(
+    (
+        "layer_seconds",
+        "latency",
+        "node_latency",
+        "cores",
+        "context_memory",
+        "communicator_memory",
+        "peer_memory",
+        "fragmentation",
+    )
+)
 
 
 class Link(NamedTuple):
@@ -35,6 +48,10 @@ class Machine:
         node_latency: Seconds of a message to another node.
         cores: Devices that compute at the same time: fewer than ranks where they share cores. 0:
             all.
+        context_memory: Bytes of a device that are taken before the first tensor.
+        communicator_memory: Bytes that a rank's end of a communicator takes.
+        peer_memory: Bytes more for each rank that it sends to or receives from one by one.
+        fragmentation: Share of what tensors take that the allocator holds beside them.
     """
 
     flops: float
@@ -47,11 +64,15 @@ class Machine:
     node_bandwidth: float
     node_latency: float
     cores: int = 0
+    context_memory: float = 0.0
+    communicator_memory: float = 0.0
+    peer_memory: float = 0.0
+    fragmentation: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            least = 0 if field.name in ("layer_seconds", "latency", "node_latency", "cores") else 1
+            least = int(field.name not in _MAY_BE_ZERO)
             if not value >= least:
                 raise ValueError(f"{field.name} ({value}) must be >= {least}")
 
@@ -70,6 +91,21 @@ class Machine:
         return replace(self, **given)  # type: ignore[arg-type]
 
 
+GPU_MARGIN: Mapping[str, float] = {
+    "context_memory": 1.0e9,
+    "communicator_memory": 0.2e9,
+    "peer_memory": 0.47e9,
+    "fragmentation": 0.05,
+}
+"""What a GPU gives to others than tensors, as others have measured it; docs/hp-train/plan.md.
+
+Context: 1.06 GB beside torch's tensors on an H100 whose communicator has done nothing yet
+(NVIDIA/nccl #1685). Communicators: 544 to 688 MB each on four A100 (NVIDIA/nccl #964), of which
+NCCL leaves two parts of seven since 2.22, which connects what is used alone. Peers: 3.28 GB more
+after the first all-to-all with seven of them (NVIDIA/nccl #1685). Fragmentation is assumed.
+"""
+
+
 def _gpu(*, teraflops: float, gigabytes: float, terabytes_per_second: float) -> Machine:
     """Half of the dense bf16 rate of the data sheet; NVLink; 400 Gb/s per device between nodes."""
     return Machine(
@@ -81,7 +117,7 @@ def _gpu(*, teraflops: float, gigabytes: float, terabytes_per_second: float) -> 
         latency=1e-5,
         node_bandwidth=0.8 * 50e9,
         node_latency=2e-5,
-    )
+    ).with_values(**GPU_MARGIN)
 
 
 MACHINES = {

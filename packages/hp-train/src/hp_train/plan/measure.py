@@ -25,7 +25,7 @@ from hp_train.errors import HpError
 from hp_train.launch.launcher import run_entry
 from hp_train.launch.task import Worker
 from hp_train.layout import StageLayout
-from hp_train.plan.machine import Machine
+from hp_train.plan.machine import GPU_MARGIN, Machine
 from hp_train.plan.memory import static_memory
 from hp_train.plan.modules import whole_model
 from hp_train.space import with_keys
@@ -70,6 +70,7 @@ def measure(config: Config) -> tuple[Machine, str]:
         "bandwidth": machine.bandwidth,
         "latency": machine.latency,
         "cores": machine.cores,
+        **{name.replace("_", "-"): getattr(machine, name) for name in GPU_MARGIN},
     }
     return machine, " ".join(f"--{name} {value:.3g}" for name, value in flags.items())
 
@@ -111,7 +112,7 @@ def machine_of(
         node_bandwidth=bandwidth,
         node_latency=link["small"],
         cores=int(small["cores"]),
-    )
+    ).with_values(**(GPU_MARGIN if small.get("is_gpu") else {}))
 
 
 def _timed(config: Config, scratch: Path, *, size: int) -> dict[str, float]:
@@ -168,6 +169,7 @@ def time_model(config: Config, *, worker: Worker) -> int:
         "optimizer": statistics.median(updates[1:]),
         "vocab_size": trainer.tokenizer.vocab_size,
         "memory": memory,
+        "is_gpu": float(trainer.device.type == "cuda"),
         "cores": _cores() if on_cpu else 0,
     }
     if worker.info.rank == 0:

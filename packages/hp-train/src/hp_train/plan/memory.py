@@ -6,13 +6,15 @@ Activations depend on the schedule: :mod:`hp_train.plan.estimate` counts them.
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
+from hp_train.communicators import held
 from hp_train.config import Config
 from hp_train.cuts import HIDDEN_DIM, chunk, cut_dim, name_in_block
 from hp_train.layout import StageLayout
-from hp_train.plan.modules import Weight, Work, kept_once
+from hp_train.plan.machine import Machine
+from hp_train.plan.modules import WIDE_BYTES, Weight, Work, kept_once
 
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 _STEP_BYTES = 4
@@ -29,7 +31,10 @@ class Memory:
         optimizer: Both moments and the count of steps.
         activations: At their peak.
         buffers: Gathered parameters, those cast to be computed with, gradients laid side by side
-            to be summed, messages.
+            to be summed, messages, copies of logits.
+        context: What the device's driver and libraries take.
+        communicators: What NCCL takes.
+        fragmentation: What the allocator holds beside tensors.
     """
 
     parameters: int
@@ -37,11 +42,31 @@ class Memory:
     optimizer: int
     activations: int
     buffers: int
+    context: int = 0
+    communicators: int = 0
+    fragmentation: int = 0
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """By their names, those of tensors first."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
+        return sum(self.kinds.values())
+
+    def with_margin(self, config: Config, place: StageLayout, machine: Machine) -> "Memory":
+        """What the same tensors take on a rank of a machine, where more than tensors is held."""
+        nccl = held(config, place, node_size=machine.node_size)
+        return replace(
+            self,
+            context=round(machine.context_memory),
+            communicators=round(
+                nccl.communicators * machine.communicator_memory + nccl.peers * machine.peer_memory
+            ),
+            fragmentation=round(machine.fragmentation * self.total),
+        )
 
 
 def local_elements(weight: Weight, layout: StageLayout, *, first: bool = True) -> int:
@@ -153,9 +178,26 @@ def buffer_bytes(
     )
     if layout.fsdp > 1 or layout.expert_shard > 1:  # held while parameters are gathered
         casts = casts[:active_stages]
-    return (
-        (gathered + flat) * per_element + round(sum(casts)) + messages + _recomputed(config, layout)
-    )
+    again = max(_recomputed(config, layout), _losing(config, stages, layout))
+    return (gathered + flat) * per_element + round(sum(casts)) + messages + again
+
+
+def _losing(config: Config, stages: Sequence[Work], layout: StageLayout) -> int:
+    """What a loss holds beside the logarithms that it keeps: copies of the logits.
+
+    In backward two gradients of their size, of the logarithms and of the logits; where ranks share
+    the vocabulary one, of which a copy in the dtype of activations is made.
+    """
+    last = next((s for s in stages if any(w.name == "norm.weight" for w in s.weights)), None)
+    if last is None:
+        return 0
+    output = next((w for w in last.weights if w.name == "output.weight"), table_of(last))
+    assert output is not None, "the stage with the final norm has the logits"
+    size = BYTES[config.train.dtype]
+    wide = max(size, WIDE_BYTES)
+    copies = 2 * wide if layout.tp == 1 else wide + size
+    tokens = config.train.microbatch_size * config.data.seq_len // layout.cp
+    return copies * tokens * -(-output.shape[0] // layout.tp)
 
 
 def _recomputed(config: Config, layout: StageLayout) -> int:

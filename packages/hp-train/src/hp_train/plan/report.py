@@ -31,16 +31,10 @@ def details(estimate: Estimate) -> list[str]:
     parts = ", ".join(
         f"{part} {_seconds(seconds)}" for part, seconds in estimate.parts.items() if seconds
     )
-    kinds = {
-        "parameters": memory.parameters,
-        "gradients": memory.gradients,
-        "optimizer": memory.optimizer,
-        "activations": memory.activations,
-        "buffers": memory.buffers,
-    }
     lines = [
         f"time    {parts}",
-        "memory  " + ", ".join(f"{kind} {_bytes(size)}" for kind, size in kinds.items()),
+        "memory  "
+        + ", ".join(f"{kind} {_bytes(size)}" for kind, size in memory.kinds.items() if size),
     ]
     for transfer in estimate.transfers:
         link = "between nodes" if transfer.between_nodes else "within a node"
@@ -65,12 +59,10 @@ def reasons(choice: Choice, machine: Machine) -> list[str]:
         lines.append(f"  {title}, {name(other)}: {slower:.1%} slower{_difference(best, other)}")
     if choice.too_large is not None:
         large = choice.too_large
-        most = max(
-            ("parameters", "gradients", "optimizer", "activations", "buffers"),
-            key=lambda kind: getattr(large.memory, kind),
-        )
+        kinds = large.memory.kinds
+        most = max(kinds, key=lambda kind: kinds[kind])
         excess = _bytes(large.memory.total - machine.memory)
-        size = _bytes(getattr(large.memory, most))
+        size = _bytes(kinds[most])
         lines.append(f"  does not fit, by {excess}: {name(large)}, most of it {most} ({size})")
     return lines
 
@@ -126,10 +118,7 @@ def as_dict(estimate: Estimate) -> Mapping[str, Any]:
         "exposed_seconds": estimate.exposed,
         "bubble": estimate.bubble,
         "tokens_per_second": estimate.tokens_per_second,
-        "memory": {
-            kind: getattr(memory, kind)
-            for kind in ("parameters", "gradients", "optimizer", "activations", "buffers")
-        },
+        "memory": memory.kinds | {"total": memory.total},
         "sent": {transfer.purpose: transfer.bytes for transfer in estimate.transfers},
     }
 

@@ -1,0 +1,88 @@
+"""Experts that are all here: what the host reads, and what it does not."""
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from hp_expert import GroupedExperts, LocalDispatcher, MoE, TopKRouter
+from hp_expert.dispatch import local
+from hp_expert.experts import swiglu
+from hp_expert.experts.grouped import Grouped
+from hp_expert.testing import host_reads
+from hp_platform.dry import DryDevice, Gpu
+from hp_platform.dry.trace import Fault, HostWait
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TOKENS, DIM, HIDDEN, EXPERTS, TOP_K = 24, 16, 32, 8, 2
+
+
+def layer(x: Tensor, experts: Tensor, weights: Tensor, module: GroupedExperts) -> Tensor:
+    dispatcher = LocalDispatcher(EXPERTS)
+    rows, state = dispatcher.launch_dispatch(*dispatcher.prepare(x, experts, weights))
+    out = module(dispatcher.finish_dispatch(rows, state))
+    return dispatcher.finish_combine(dispatcher.launch_combine(out, state), state)
+
+
+def run(experts: Tensor) -> tuple[list[str], list[Tensor]]:
+    """Reads of the host, and output and gradients of the layer with grouped products."""
+    torch.manual_seed(0)
+    module = GroupedExperts(EXPERTS, DIM, HIDDEN).to(torch.bfloat16)
+    x = torch.randn(TOKENS, DIM).to(torch.bfloat16).requires_grad_()
+    weights = torch.rand(TOKENS, TOP_K, requires_grad=True)
+    with patch.object(swiglu, "_fastest", lambda *_: Grouped()), host_reads() as reads:
+        y = layer(x, experts, weights, module)
+        y.backward(torch.ones_like(y))
+    leaves: list[Tensor] = [x, weights, *module.parameters()]
+    return reads, [y.detach(), *[leaf.grad for leaf in leaves if leaf.grad is not None]]
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_counts_on_the_device_are_the_same_numbers_bit_for_bit(dropped: bool) -> None:
+    torch.manual_seed(1)
+    experts = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(TOKENS)])
+    if dropped:
+        experts[3], experts[7, 1] = -1, -1
+    reads, expected = run(experts)
+    assert reads == ["tolist"]
+    with patch.object(local, "stays_on_device", lambda _rows: True):
+        reads, actual = run(experts)
+    assert reads == []
+    assert len(actual) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_an_expert_that_does_not_exist_is_no_silent_zero() -> None:
+    experts = torch.zeros(TOKENS, TOP_K, dtype=torch.int64)
+    experts[5, 1] = EXPERTS
+    with (
+        patch.object(local, "stays_on_device", lambda _rows: True),
+        pytest.raises(RuntimeError, match=r"experts must be in \[0, num_experts \(8\)\)"),
+    ):
+        run(experts)
+
+
+def host_waits(gpu: Gpu, dtype: torch.dtype) -> list[str]:
+    """Where the host waits in forward and backward of an MoE layer on a GPU, without one."""
+    with DryDevice(gpu=gpu) as device:
+        moe: Any = MoE(TopKRouter(DIM, EXPERTS, TOP_K), GroupedExperts(EXPERTS, DIM, HIDDEN))
+        moe = moe.to(device="cuda", dtype=dtype)
+        x = torch.randn(TOKENS, DIM, device="cuda", dtype=dtype, requires_grad=True)
+        before = len(device.trace.events)
+        y, _ = moe(x)
+        y.sum().backward()
+        events = device.trace.events[before:]
+        assert not [event for event in events if isinstance(event, Fault)]
+        return [event.what for event in events if isinstance(event, HostWait)]
+
+
+def test_on_an_h100_in_bf16_nothing_waits_for_the_device() -> None:
+    assert host_waits(Gpu(), torch.bfloat16) == []
+
+
+def test_before_sm_90_or_in_fp32_the_counts_are_read_once() -> None:
+    assert len(host_waits(Gpu(name="A100", capability=(8, 0)), torch.bfloat16)) == 1
+    assert len(host_waits(Gpu(), torch.float32)) == 1
