@@ -187,8 +187,8 @@ def check_expected(
         found, wanted = _place(TensorSpec.of(value)), _place(spec)
         if found != wanted:
             raise ValueError(
-                f"strides and offset {found} of an output of stage {stage}, microbatch {microbatch} "
-                f"must be those of input_spec {wanted} of stage {after}: return "
+                f"strides and offset {found} of an output of stage {stage}, microbatch "
+                f"{microbatch} must be those of input_spec {wanted} of stage {after}: return "
                 "x.contiguous().clone(), leave out the input_spec or make it by TensorSpec.of(x)"
             )
 
