@@ -265,6 +265,14 @@ def kernels(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def cubins(session: nox.Session) -> None:
+    """Compile all Triton kernels for GPUs that need not be there; `-- --write` records limits."""
+    _install(session, *map(_with_extras, PACKAGES), group="test-triton")
+    session.run("python", "-m", "integration_tests.cubins", *session.posargs)
+    session.run("python", "-m", "pytest", "integration_tests/test_cubins.py")
+
+
+@nox.session(default=False)
 def transformers(session: nox.Session) -> None:
     """Test packages on real models of Hugging Face's transformers, and in accelerate's loop."""
     _install(session, *map(_with_extras, TRANSFORMERS_TESTS), group="test-transformers")

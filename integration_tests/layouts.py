@@ -164,6 +164,23 @@ def _train_rank(
     return Result(losses, ahead, norms, eval_loss, gradients, parameters, moments)
 
 
+def trained_a_step(encoded: bytes, directory: str, address: str) -> Trainer:
+    """On each rank: a trainer after its first step. Whoever calls it shuts down.
+
+    Args:
+        encoded: JSON of the config.
+        directory: Of the run.
+        address: Where its ranks meet, from `prepare_run`.
+    """
+    config = msgspec.json.decode(encoded, type=Config)
+    info = RankInfo.from_env()
+    assert info is not None
+    runtime = initialize(info, init_method=address)
+    trainer = Trainer(config, worker_of(info, Path(directory)), runtime, load_tokenizer(""))
+    trainer.train_step()
+    return trainer
+
+
 def worker_of(info: RankInfo, directory: Path) -> Worker:
     """A worker whose heartbeats nobody watches."""
     board = Board.create(directory / f"board-{info.rank}", num_ranks=info.world_size)

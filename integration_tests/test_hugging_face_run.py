@@ -10,9 +10,11 @@ from uuid import uuid4
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 
 from hp_platform import RankInfo, initialize, shutdown
 from hp_platform.testing import compare, run_distributed
+from hp_train.checkpoint import save_checkpoint
 from hp_train.cli import main
 from hp_train.config import Config
 from hp_train.data import load_tokenizer
@@ -164,3 +166,39 @@ def test_a_family_trains_alike_over_stages_and_experts(name: str, tmp_path: Path
     assert comparison.ok, comparison
     assert spread.losses == pytest.approx(alone.losses, rel=1e-12)
     assert spread.norms == pytest.approx(alone.norms, rel=1e-12)
+
+
+def _saved_config(encoded: bytes, checkpoints: str) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    config = msgspec.to_builtins(msgspec.json.decode(encoded, type=Config))
+    tensors = {"model.a": torch.zeros(2)}
+    save_checkpoint(
+        Path(checkpoints), step=1, tensors=tensors, extra={"config": config}, group=group, keep=1
+    )
+
+
+@pytest.mark.parametrize("place", ["outside", "behind a link", "inside", "as an option"])
+def test_a_strangers_checkpoint_copies_no_file_of_yours(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret, run, out = tmp_path / "id_rsa", tmp_path / "run", tmp_path / "out"
+    secret.write_text("mine alone")
+    run.mkdir()
+    named = run / "tokenizer.json" if place in ("behind a link", "inside") else secret
+    if place == "behind a link":
+        named.symlink_to(secret)
+    elif place == "inside":
+        named.write_text("{}")
+    config = config_of(model=MODEL, data={"tokenizer": str(named)})
+    (run / "config.toml").write_text(to_toml(config))
+    save = partial(_saved_config, msgspec.json.encode(config), str(run / "checkpoints"))
+    run_distributed(save, world_size=1, timeout=60)
+    option = ["--tokenizer", str(secret)] if place == "as an option" else []
+    # The checkpoint of one tensor is no model: what gets as far as that has passed.
+    passes = place in ("inside", "as an option")
+    assert main(["export-hf", str(run), str(out), *option]) != 0
+    error = capsys.readouterr().err
+    assert ("data.tokenizer" not in error) if passes else ("or be given as --tokenizer" in error)
+    assert error.count("\n") == 1
+    assert passes or not out.exists()

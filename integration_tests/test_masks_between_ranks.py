@@ -9,13 +9,10 @@ import pytest
 import torch
 
 from hp_context import Documents
-from hp_platform import RankInfo, initialize, shutdown
+from hp_platform import shutdown
 from hp_platform.testing import record_exchanges, run_distributed
 from hp_train import batches
-from hp_train.config import Config
-from hp_train.data import load_tokenizer
-from hp_train.train import Trainer
-from integration_tests.layouts import config_of, prepare_run, worker_of
+from integration_tests.layouts import config_of, prepare_run, trained_a_step
 
 BATCH = 8
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -32,19 +29,9 @@ OF_A_RUN: dict[str, dict[str, Any]] = {
 }
 
 
-def _trainer(encoded: bytes, directory: str, address: str) -> Trainer:
-    config = msgspec.json.decode(encoded, type=Config)
-    info = RankInfo.from_env()
-    assert info is not None
-    runtime = initialize(info, init_method=address)
-    trainer = Trainer(config, worker_of(info, Path(directory)), runtime, load_tokenizer(""))
-    trainer.train_step()
-    return trainer
-
-
 def _compared(encoded: bytes, directory: str, address: str) -> int:
     """How often ranks compare masks in one step after the first."""
-    trainer = _trainer(encoded, directory, address)
+    trainer = trained_a_step(encoded, directory, address)
     group = trainer.mesh.groups["cp"].group_name
     with record_exchanges() as exchanges:
         trainer.compute_gradients()
@@ -56,7 +43,7 @@ def _compared(encoded: bytes, directory: str, address: str) -> int:
 
 def _different(encoded: bytes, directory: str, address: str) -> str:
     """Rank 1 takes a document for two in the second step, as with a wrong file of offsets."""
-    trainer = _trainer(encoded, directory, address)
+    trainer = trained_a_step(encoded, directory, address)
 
     def cut(lengths: tuple[int, ...]) -> Documents:
         first, *others = lengths

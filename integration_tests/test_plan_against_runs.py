@@ -9,15 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hp_platform import RankInfo, initialize, shutdown
+from hp_platform import shutdown
 from hp_platform.testing import record_exchanges, run_distributed
-from hp_train.config import Config
-from hp_train.data import load_tokenizer
 from hp_train.plan import MACHINES, estimate
 from hp_train.plan.estimate import Plan
 from hp_train.plan.measure import measure
 from hp_train.train import Trainer
-from integration_tests.layouts import config_of, prepare_run, worker_of, write_corpus
+from integration_tests.layouts import config_of, prepare_run, trained_a_step, write_corpus
 
 VOCAB = 256
 SLOWER, FASTER = 3.0, 1 / 3.0
@@ -96,7 +94,7 @@ def test_messages_inside_layers_are_those_that_are_sent(name: str, tmp_path: Pat
 
 def _exchanges(encoded: bytes, directory: str, address: str) -> int:
     """How many there are in forward and backward, sums of numbers apart."""
-    trainer = _after_a_step(encoded, directory, address)
+    trainer = trained_a_step(encoded, directory, address)
     with record_exchanges() as exchanges:
         trainer.compute_gradients()
     inside = [exchange for exchange in exchanges if exchange.kind != "all_reduce"]
@@ -120,18 +118,8 @@ def test_rates_of_this_machine_are_measured_and_told_as_flags(tmp_path: Path) ->
     assert estimate(config, machine, vocab_size=VOCAB).seconds > 0
 
 
-def _after_a_step(encoded: bytes, directory: str, address: str) -> Trainer:
-    config = msgspec.json.decode(encoded, type=Config)
-    info = RankInfo.from_env()
-    assert info is not None
-    runtime = initialize(info, init_method=address)
-    trainer = Trainer(config, worker_of(info, Path(directory)), runtime, load_tokenizer(""))
-    trainer.train_step()
-    return trainer
-
-
 def _train(encoded: bytes, directory: str, address: str) -> dict[str, float]:
-    trainer = _after_a_step(encoded, directory, address)
+    trainer = trained_a_step(encoded, directory, address)
     kept = _PeakOfKept(trainer)
     with kept:
         trainer.compute_gradients()

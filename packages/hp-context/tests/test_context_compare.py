@@ -54,7 +54,9 @@ def _qkv(seed: int) -> list[Tensor]:
     return [torch.randn(1, SEQ, HEADS, 4, generator=generator) for _ in range(3)]
 
 
-def _attend(core: Attention, seed: int, mask: Mask, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+def _attend(
+    core: Attention, seed: int, mask: Mask | None, group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
     """Forward and backward of a microbatch: this rank's part of the output, and of dq."""
     q, k, v = (shard_sequence(x, group).requires_grad_() for x in _qkv(seed))
     out = core(q, k, v, attn_mask=mask)
@@ -80,6 +82,27 @@ def _other_documents(mode: str) -> tuple[str, float]:
     # All have raised together, so that the group still works.
     _attend(core, 1, Causal() & Documents(lengths), group)
     return str(caught.value), error
+
+
+def _none_on_one(mode: str, when: str) -> str:
+    """Rank 1 gives no documents where the others do, in the first or in a later microbatch."""
+    group = _world()
+    core = MODES[mode][1]().apply(Attention(mask=Causal()), group)
+    if when == "later":
+        for lengths in ((7, 9, 8), (11, 13)):
+            _attend(core, 1, Causal() & Documents(lengths), group)
+    mask = None if group.rank() == 1 else Causal() & Documents((16, 8))
+    with pytest.raises(ValueError, match="masks of ranks") as caught:
+        _attend(core, 2, mask, group)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("when", ["first", "later"])
+@pytest.mark.parametrize("mode", ["ulysses", "all-gather", "ring", "async"])
+def test_a_rank_that_gives_no_documents_is_named_by_all(mode: str, when: str) -> None:
+    found = run_distributed(_none_on_one, mode, when, world_size=3, timeout=60)
+    for message in found:
+        assert message.startswith("masks of ranks [1] must equal those of ranks [0, 2]")
 
 
 def _alone(seed: int, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:

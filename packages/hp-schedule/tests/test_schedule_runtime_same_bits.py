@@ -185,6 +185,28 @@ def test_a_stage_gets_what_lies_in_memory_as_in_one_process_and_gives_its_bits()
         assert rank == [True] * 4
 
 
+def otherwise(way: str, world_size: int) -> None:
+    modules, inputs = turned(way)
+    schedule = one_f_one_b(world_size, num_microbatches=NUM)
+    if world_size == 1:
+        schedule = interleaved_1f1b(1, num_microbatches=NUM, num_stages_per_rank=2)
+    run(schedule, modules, inputs, specs=[TensorSpec((1, 64, 64))])
+
+
+SAYS = r"strides and offset .* of stage 0, microbatch 0 must be those of input_spec .*"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_output_that_does_not_lie_as_the_input_spec_says_is_refused(way: str) -> None:
+    with pytest.raises(ValueError, match=SAYS):
+        otherwise(way, 1)
+
+
+def test_so_it_is_between_ranks() -> None:
+    with pytest.raises(RankError, match=SAYS):
+        run_distributed(otherwise, "transpose", 2, world_size=2)
+
+
 class Tied(nn.Module):
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -233,3 +255,22 @@ def test_a_tied_parameter_gets_its_stages_gradients_added_in_their_order() -> No
     for expected, *found in run_distributed(tied, world_size=2):
         for grad in found:
             torch.testing.assert_close(grad, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_one_parameter_in_one_graph_gives_the_same_gradients_to_rounding(
+    dtype: torch.dtype,
+) -> None:
+    """Also on one rank: of autograd, which adds both parts of every microbatch first."""
+    torch.manual_seed(5)
+    inputs = [torch.randn(4, WIDTH, dtype=dtype) for _ in range(NUM)]
+    schedule = interleaved_1f1b(1, num_microbatches=NUM, num_stages_per_rank=4)
+    modules = [Tied(seed).to(dtype) for seed in range(4)]
+    run(schedule, modules, inputs, shared=[SharedParameterInfo(dict.fromkeys(TIED, "table"))])
+    alone = [Tied(seed).to(dtype) for seed in range(4)]
+    for index in TIED:
+        alone[index].table = alone[0].table
+    of_one_process(alone, inputs)
+    bound = 1e-12 if dtype == torch.float64 else 1e-5
+    for mine, other in zip(modules, alone, strict=True):
+        torch.testing.assert_close(mine.table.grad, other.table.grad, rtol=bound, atol=bound)

@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # exported, but untyped
@@ -39,6 +40,33 @@ def test_every_start_meets_in_a_store_of_its_own() -> None:
     agents = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     found = [start(agents.port, world_size=size) for size in (3, 3, 2)]
     assert [len(ports) for ports in found] == [1, 1, 1]
+
+
+def _addresses_that_listen(port: int) -> set[str]:
+    """Hexadecimal, as the kernel lists them."""
+    tables = [Path("/proc/net", name).read_text() for name in ("tcp", "tcp6")]
+    rows = [row.split() for table in tables for row in table.splitlines()]
+    local = [row[1].split(":") for row in rows if row[3] == "0A"]
+    return {address for address, number in local if int(number, 16) == port}
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux")
+def test_ranks_of_one_machine_meet_on_loopback() -> None:
+    agents = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    env = {"MASTER_ADDR": "localhost", "NCCL_SOCKET_IFNAME": "eth7"}
+    found: list[set[str]] = []
+
+    def rank_of(rank: int) -> None:
+        mine = dict(env)
+        served = meet(agents.clone(), RankInfo(rank, 2, rank, 2), mine, timeout=_SECONDS)
+        assert (mine["MASTER_ADDR"], mine["GLOO_SOCKET_IFNAME"]) == ("127.0.0.1", "lo")
+        assert mine["NCCL_SOCKET_IFNAME"] == "eth7"
+        if served is not None:
+            found.append(_addresses_that_listen(int(mine["MASTER_PORT"])))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(rank_of, range(2)))
+    assert found == [{"0100007F"}]
 
 
 def test_the_word_of_a_dead_rank_does_not_pass_for_that_of_its_successor() -> None:

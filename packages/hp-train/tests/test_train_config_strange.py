@@ -1,5 +1,7 @@
 """Keys under other names, and configs that would make more work than any run."""
 
+import os
+import socket
 import sys
 from pathlib import Path
 
@@ -109,3 +111,26 @@ def test_a_bomb_is_refused_in_one_line_and_bounded_work(name: str, tmp_path: Pat
     assert len(str(caught.value)) < 400 + len(str(tmp_path))
     assert "\n" not in str(caught.value)
     assert calls < 1_000_000
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "socket", "folder"])
+def test_a_config_that_is_no_regular_file_is_refused_at_once(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "my.toml"
+    with socket.socket(socket.AF_UNIX) as listening:
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "device":
+            path.symlink_to("/dev/zero")
+        elif kind == "socket":
+            listening.bind(str(path))
+        else:
+            path.mkdir()
+        with pytest.raises(ConfigError, match="must be a readable file") as caught:
+            resolve(str(path), env={})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_may_be_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real.toml").write_text("[train]\nsteps = 7\n")
+    (tmp_path / "link.toml").symlink_to(tmp_path / "real.toml")
+    assert resolve(str(tmp_path / "link.toml"), env={}).config.train.steps == 7

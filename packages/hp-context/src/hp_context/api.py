@@ -17,7 +17,7 @@ key/value heads, D head size.
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from hp_context.all_gather import GatheredMask, gather_keys
 from hp_context.attention import Attention
 from hp_context.call import Call, parts_of_rank, recall, remember
 from hp_context.checks import Dims, check_local, check_parts, content_of
-from hp_context.compare import compare, is_new, set_compared
+from hp_context.compare import compare, is_new, is_of_the_data, set_compared
 from hp_context.core_mask import CoreMask, check_core, check_used
 from hp_context.guard import PositionsOnly, guard
 from hp_context.heads import HeadSplit, split_heads
@@ -130,7 +130,7 @@ class ContextParallel:
         self._meshes: dict[DeviceMesh, ProcessGroup] = {}
         # What ranks have compared: shapes, with the group, and core attentions.
         self._agreed: set[tuple[object, ...]] = set()
-        self._known_modules: WeakSet[nn.Module] = WeakSet()
+        self._had_documents: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
     def apply(self, module: M, mesh_or_group: DeviceMesh | ProcessGroup) -> M:
         """Hook the exchange around the forward of a core attention.
@@ -339,7 +339,9 @@ class ContextParallel:
             mask = module.mask
         shapes = (group.group_name, q.shape, k.shape, v.shape, q.dtype)
         is_first = shapes not in self._agreed
-        if not is_first and module in self._known_modules and not is_new(mask, group):
+        has_documents = is_of_the_data(mask)
+        as_before = self._had_documents.get(module) is has_documents
+        if not is_first and as_before and not is_new(mask, group):
             if error is not None:
                 raise error
             return
@@ -357,7 +359,7 @@ class ContextParallel:
         if is_first:
             check_parts(contents, q, group=group)
         self._agreed.add(shapes)
-        self._known_modules.add(module)
+        self._had_documents[module] = has_documents
         if isinstance(mask, Mask):
             set_compared(mask, group)
 

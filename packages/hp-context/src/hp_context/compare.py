@@ -3,7 +3,8 @@
 Note [When ranks compare]
     In the first call with a shape, the first call of each core attention, and the first call with a
     mask that comes with the data: once in a microbatch, not in each layer, and not in backward or
-    when something is computed again. It costs one all-gather of some numbers and one host read.
+    when something is computed again. Also when a core attention gets no such mask after it had one:
+    the others may have a new one. It costs one all-gather of some numbers and one host read.
     All ranks must come to that all-gather or none. So a mask is new by who it is, never by what it
     says: a rank whose documents differ would otherwise be alone in finding them new, or known. The
     masks that have been compared carry the names of the groups, for as long as they live; a layer
@@ -46,6 +47,11 @@ def is_new(mask: Any, group: ProcessGroup) -> bool:
         return True
     name = group.group_name
     return any(name not in part.__dict__.get(_COMPARED, ()) for part in _of_the_data(mask))
+
+
+def is_of_the_data(mask: Any) -> bool:
+    """Whether a mask has parts that may be others in each microbatch, as documents are."""
+    return isinstance(mask, Mask) and any(True for _ in _of_the_data(mask))
 
 
 def set_compared(mask: Mask, group: ProcessGroup) -> None:

@@ -26,7 +26,7 @@ _FLAGS = {
     "verify": ("--data", "--resume", *verify.FLAGS),
     "plan": ("--data", "--resume", *plan.FLAGS),
     "import-hf": ("--out", "--step", "--dtype"),
-    "export-hf": ("--out", "--step", "--dtype"),
+    "export-hf": ("--out", "--step", "--dtype", "--tokenizer"),
     "import-dcp": ("--step",),
     "export-dcp": ("--step",),
 }
@@ -169,6 +169,9 @@ def _add_hugging_face(commands: "argparse._SubParsersAction[_Parser]") -> None:
         choices=("bfloat16", "float32", "float64"),
         help="of the files (what the run computes in)",
     )
+    exports.add_argument(
+        "--tokenizer", metavar="FILE", help="to be copied (the run's, if it is in its directory)"
+    )
 
 
 def _hugging_face(options: argparse.Namespace) -> int:
@@ -177,7 +180,11 @@ def _hugging_face(options: argparse.Namespace) -> int:
     folder = Path(options.folder)
     if options.command == "import-hf":
         return command.import_hf(folder, Path(options.out) if options.out else None)
-    return command.export_hf(Path(options.run), folder, step=options.step, dtype=options.dtype)
+    tokenizer = Path(options.tokenizer) if options.tokenizer else None
+    if tokenizer is not None and not tokenizer.is_file():
+        raise ConfigError(f"--tokenizer ({tokenizer}) must be a file")
+    run, step = Path(options.run), options.step
+    return command.export_hf(run, folder, step=step, dtype=options.dtype, tokenizer=tokenizer)
 
 
 def _add_plain_checkpoint(commands: "argparse._SubParsersAction[_Parser]") -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import stat
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -233,7 +234,7 @@ def _decoded(content: bytes, path: Path) -> str:
 
 def _read(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with os.fdopen(_regular_file(path), "rb") as file:
             data = file.read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
             raise ConfigError(
@@ -245,6 +246,15 @@ def _read(path: Path) -> str:
         raise ConfigError(
             f"config ({shown(str(path))}) must be a readable file: {reason}"
         ) from None
+
+
+def _regular_file(path: Path) -> int:
+    """Descriptor of a file that can be read to its end; a pipe would be waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError("it is no regular file")
+    return descriptor
 
 
 def _from_toml(text: str, path: str) -> tuple[dict[str, Any], dict[str, str]]:

@@ -127,6 +127,13 @@ def _dense(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def _place(spec: TensorSpec) -> tuple[tuple[int, ...], int]:
+    """Return strides, 0 where there is nothing to step over, and the offset."""
+    strides = spec.strides or _dense(spec.shape)
+    stepped = (n if size > 1 else 0 for n, size in zip(strides, spec.shape, strict=True))
+    return tuple(stepped), spec.offset
+
+
 def _offset(tensor: Tensor) -> int:
     if not tensor.numel():
         return 0
@@ -165,7 +172,8 @@ def check_expected(
     """Refuse outputs of a stage that the stage after it does not expect.
 
     Raises:
-        ValueError: If their number, a shape or a dtype differs.
+        ValueError: If their number, a shape, a dtype or how one lies in memory ([Note: Layouts])
+            differs.
     """
     if len(values) != len(expected) or not all(
         spec.fits(value) for spec, value in zip(expected, values, strict=True)
@@ -175,6 +183,14 @@ def check_expected(
             f"{microbatch} must be as input_spec ({describe(expected)}) of stage {after}; without "
             "an input_spec shapes may differ"
         )
+    for value, spec in zip(values, expected, strict=True):
+        found, wanted = _place(TensorSpec.of(value)), _place(spec)
+        if found != wanted:
+            raise ValueError(
+                f"strides and offset {found} of an output of stage {stage}, microbatch "
+                f"{microbatch} must be those of input_spec {wanted} of stage {after}: return "
+                "x.contiguous().clone(), leave out the input_spec or make it by TensorSpec.of(x)"
+            )
 
 
 def to_header(specs: Specs | None) -> Tensor:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from hp_train.checkpoint.directory import (
     bad_checkpoints,
@@ -18,12 +17,12 @@ from hp_train.checkpoint.directory import (
 )
 from hp_train.checkpoint.extra import decode_extra
 from hp_train.checkpoint.manifest import Manifest, decode, encode
+from hp_train.checkpoint.planned import load_planned
 from hp_train.checkpoint.planners import StrictLoadPlanner
 from hp_train.checkpoint.reader import ManifestReader
 from hp_train.checkpoint.together import (
     OnProgress,
     on_rank_zero,
-    run_planned,
     silent,
     verify_together,
 )
@@ -132,11 +131,6 @@ def _copy(
     planner = StrictLoadPlanner()
     try:
         with torch.no_grad():
-            run_planned(
-                lambda: load(
-                    dict(tensors), storage_reader=reader, planner=planner, process_group=group
-                ),
-                group=group,
-            )
+            load_planned(tensors, reader, planner, group=group)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error.__cause__

@@ -8,17 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from hp_platform import agree
 from hp_train.checkpoint.directory import commit, purge, remove_leftovers
 from hp_train.checkpoint.extra import encode_extra
+from hp_train.checkpoint.planned import save_planned
 from hp_train.checkpoint.planners import StrictSavePlanner
 from hp_train.checkpoint.together import (
     OnProgress,
     agree_all,
     on_rank_zero,
-    run_planned,
     silent,
     verify_together,
 )
@@ -112,12 +111,7 @@ def write_checkpoint(
             remove_leftovers(writer.directory)
     try:
         with torch.no_grad():
-            run_planned(
-                lambda: save(
-                    dict(tensors), storage_writer=writer, planner=planner, process_group=group
-                ),
-                group=group,
-            )
+            save_planned(tensors, writer, planner, group=group)
         return _commit(writer, step, group)
     finally:
         writer.discard()

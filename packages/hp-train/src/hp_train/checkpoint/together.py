@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.api import CheckpointException
 
 from hp_platform import PeerError, agree, all_gather_json, on_one_rank
 from hp_train.checkpoint.manifest import Manifest, Part, parts_of
@@ -47,24 +46,39 @@ def on_rank_zero(call: Callable[[], T], *, of: type[T], group: ProcessGroup) -> 
         raise CheckpointError(str(peer)) from None
 
 
-def run_planned(call: Callable[[], object], *, group: ProcessGroup) -> None:
-    """Run a save or a load of `torch.distributed.checkpoint`.
+def run_together(call: Callable[[], T], *, group: ProcessGroup) -> T:
+    """Run `call` on every rank; return on all of them or raise on all of them.
 
     Raises:
         CheckpointError: On all ranks, naming one that failed and its error.
         BaseException: What interrupted this rank, such as a KeyboardInterrupt.
     """
+    raised: BaseException | None = None
     try:
-        call()
-    except CheckpointException as failed:
-        own = failed.failures.get(group.rank())
-        if own is not None and not isinstance(own[0], Exception):
-            raise own[0] from None
-        rank, (error, _) = min(failed.failures.items())
-        where = f"rank {dist.get_global_rank(group, rank)}"
-        if isinstance(error, CheckpointError):
-            raise CheckpointError(f"{where}: {error}") from None
-        raise CheckpointError(f"{where}: {type(error).__name__}: {error}") from error
+        result = call()
+    except BaseException as error:  # noqa: BLE001 - told to all ranks, then raised
+        raised = error
+    errors = all_gather_json(_told(raised), of=str, group=group)
+    if raised is not None and not isinstance(raised, Exception):
+        raise raised
+    failed = next((rank for rank, error in enumerate(errors) if error), None)
+    if failed is not None:
+        where = f"rank {dist.get_global_rank(group, failed)}"
+        cause = None if isinstance(raised, CheckpointError) else raised
+        raise CheckpointError(f"{where}: {errors[failed]}") from cause
+    return result
+
+
+def on_first_rank(call: Callable[[], T], *, of: type[T], group: ProcessGroup) -> T:
+    """`run_together` of what the first rank alone does; return its result on all."""
+    made = run_together(lambda: call() if group.rank() == 0 else None, group=group)
+    return on_rank_zero(lambda: cast("T", made), of=of, group=group)
+
+
+def _told(error: BaseException | None) -> str:
+    if error is None or isinstance(error, CheckpointError):
+        return "" if error is None else str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def verify_together(

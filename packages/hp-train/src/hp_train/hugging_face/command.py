@@ -25,7 +25,7 @@ from hp_train.hugging_face.plan import Box
 from hp_train.hugging_face.save import write_model
 from hp_train.options import build
 from hp_train.render import to_toml
-from hp_train.schema import fields
+from hp_train.schema import fields, shown
 
 _PREFIX = "model."
 _SEQ_LEN = 4096  # of the config that is printed, unless the model is made for less
@@ -74,7 +74,9 @@ def import_hf(folder: Path, out: Path | None) -> int:
     return 0
 
 
-def export_hf(run: Path, folder: Path, *, step: int | None, dtype: str | None) -> int:
+def export_hf(
+    run: Path, folder: Path, *, step: int | None, dtype: str | None, tokenizer: Path | None = None
+) -> int:
     """Write the weights of a checkpoint as a folder that transformers loads.
 
     One chunk of the checkpoint is in memory at a time, and is compared with its hash.
@@ -84,12 +86,14 @@ def export_hf(run: Path, folder: Path, *, step: int | None, dtype: str | None) -
         folder: To be made.
         step: Of the checkpoint; None: the newest.
         dtype: Of the files; None: what the run computed in.
+        tokenizer: To be copied; None: what the run names, which must lie in its directory.
 
     Returns:
         Exit status.
 
     Raises:
-        ConfigError: When there is no such run, no family has its model, or `folder` is in use.
+        ConfigError: When there is no such run, no family has its model, `folder` is in use, or the
+            run's tokenizer lies elsewhere.
         CheckpointError: When the checkpoint is missing or damaged, or a file cannot be written.
     """
     rules.require_run_directory(str(run))
@@ -102,6 +106,7 @@ def export_hf(run: Path, folder: Path, *, step: int | None, dtype: str | None) -
         raise CheckpointError(f"{path}: {damage}") from None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    tokenizer = tokenizer or _tokenizer_inside(config.data.tokenizer, run)
     model = _whole_config(config, manifest)
     boxes: dict[str, list[Box]] = {
         name.removeprefix(_PREFIX): [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]
@@ -115,10 +120,27 @@ def export_hf(run: Path, folder: Path, *, step: int | None, dtype: str | None) -
 
     name = dtype or config.train.dtype
     write_model(folder, boxes, read, model, dtype=getattr(torch, name))
-    if config.data.tokenizer and Path(config.data.tokenizer).is_file():
-        shutil.copyfile(config.data.tokenizer, folder / "tokenizer.json")
+    if tokenizer is not None:
+        shutil.copyfile(tokenizer, folder / "tokenizer.json")
     sys.stdout.write(f"wrote {folder} from {path}, {name}\n")
     return 0
+
+
+def _tokenizer_inside(named: str, run: Path) -> Path | None:
+    """What a checkpoint names, if that is a file of its run: a stranger's may name any of yours.
+
+    Raises:
+        ConfigError: When it lies elsewhere, or leads there.
+    """
+    if not named:
+        return None
+    path = Path(named).resolve()
+    if not path.is_relative_to(run.resolve()) or not path.is_file():
+        raise ConfigError(
+            f"data.tokenizer ({shown(named)}) of the run must be a file in {run}, or be given as "
+            "--tokenizer FILE"
+        )
+    return path
 
 
 def _whole_config(config: Config, manifest: Manifest) -> ModelConfig:

@@ -4,21 +4,26 @@ Note [stale keys]: the agent keeps one store for all starts of its ranks, and no
 which start it is. A rank that is started again may find there the Gloo address or the NCCL id of
 one that is dead, and ends or waits in vain. So the ranks of a start use this store only to tell
 each other the port of another one that rank 0 makes for them. Nothing from an earlier start can
-pass for its answer, since it answers to a word that each rank has just made up.
+pass for its answer, since it answers to a word that each rank has just made up. Where all ranks are
+on one machine that store, Gloo and NCCL listen on loopback alone; torchrun's own store does not.
 """
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 from datetime import timedelta
+from typing import Any
 from uuid import uuid4
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined] # exported, but untyped
 
 from hp_platform import RankInfo
 from hp_train.errors import HangError
+from hp_train.launch.ranks import LOOPBACK
 
+_LOOPBACK = "127.0.0.1"
 _KEY = "hp_train/meeting"
 _POLL_SECONDS = 0.02
 _LOOK_SECONDS = 0.5
@@ -38,7 +43,8 @@ def meet(
     Args:
         agents: The agent's store.
         info: Place of this process.
-        env: `env://` will mean the new store, which rank 0 serves on the host of the old one.
+        env: `env://` will mean the new store, which rank 0 serves on the host of the old one, or on
+            loopback if all ranks are on one machine; what it says of interfaces stays.
         timeout: For all ranks to come.
 
     Returns:
@@ -48,10 +54,13 @@ def meet(
         HangError: When a rank does not come in time.
     """
     served: Store | None = None
+    if info.local_world_size == info.world_size:
+        env["MASTER_ADDR"] = _LOOPBACK
+        for library in ("GLOO", "NCCL"):
+            env.setdefault(f"{library}_SOCKET_IFNAME", LOOPBACK)
     try:
         if info.rank == 0:
-            host = env["MASTER_ADDR"]
-            served = TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+            served = _serve(env["MASTER_ADDR"])
             port = str(served.port)
             _answer(agents, info.world_size, port, time.monotonic() + timeout.total_seconds())
         else:
@@ -61,6 +70,17 @@ def meet(
     env["MASTER_PORT"] = port
     env["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     return served
+
+
+def _serve(host: str) -> TCPStore:
+    """A store at any free port of a host; TCPStore itself would listen on all of its addresses."""
+    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
+    if host != _LOOPBACK:
+        return TCPStore(host, 0, **options)
+    with socket.create_server((host, 0)) as listening:
+        port = listening.getsockname()[1]
+        # The store closes what it is given.
+        return TCPStore(host, port, master_listen_fd=listening.detach(), **options)
 
 
 def _ask(agents: Store, rank: int, timeout: timedelta) -> str:

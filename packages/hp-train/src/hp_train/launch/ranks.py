@@ -17,7 +17,7 @@ from typing import Any
 from hp_train.errors import RankLostError
 from hp_train.launch.task import Task
 
-_LOOPBACK = "lo"
+LOOPBACK = "lo"
 
 
 class Ranks:
@@ -102,6 +102,6 @@ def _environment(rank: int, world_size: int) -> dict[str, str]:
         "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(world_size),
-        "GLOO_SOCKET_IFNAME": _LOOPBACK,
-        "NCCL_SOCKET_IFNAME": _LOOPBACK,
+        "GLOO_SOCKET_IFNAME": LOOPBACK,
+        "NCCL_SOCKET_IFNAME": LOOPBACK,
     }

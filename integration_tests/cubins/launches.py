@@ -1,0 +1,93 @@
+"""What the packages' launchers launch, for the shapes and dtypes of the models there are."""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime.jit import KernelInterface
+
+from hp_expert.kernels import triton_rows
+from integration_tests.cubins.limits import Resources
+from integration_tests.cubins.toolchain import collecting_launches, resources
+
+PACKAGES = "platform", "schedule", "expert", "context", "overlap", "vtp", "train"
+WIDTHS = 2048, 4096, 7168
+CHOICES = range(1, 9)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+TOKENS = 4096
+
+_ids = partial(torch.empty, dtype=torch.int64, device="meta")
+_weights = partial(torch.empty, dtype=torch.float32, device="meta")
+
+
+def discover(packages: Iterable[str]) -> set[str]:
+    """Return the full names of all kernels, found by importing every module of the packages.
+
+    Raises:
+        ImportError: Of a module: a kernel could be in it.
+    """
+    found = set()
+    for package in map(importlib.import_module, packages):
+        walked = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+        for name in (m.name for m in walked if not m.name.endswith("__main__")):
+            held = vars(importlib.import_module(name)).values()
+            kernels = [k for k in held if isinstance(k, KernelInterface)]
+            # Those made elsewhere are imports.
+            found |= {full_name(k) for k in kernels if full_name(k).startswith(f"{name}.")}
+    return found
+
+
+def full_name(kernel: Any) -> str:
+    """Return module and name, also of a kernel that `triton.autotune` has wrapped."""
+    while not hasattr(kernel, "__module__") or not hasattr(kernel, "__name__"):
+        kernel = kernel.fn
+    return f"{kernel.__module__}.{kernel.__name__}"
+
+
+def compiled_launches(capability: int) -> dict[str, dict[str, Resources]]:
+    """Compile what every launcher launches.
+
+    Returns:
+        By full name of the kernel and dtype of the rows: the most that a program takes, over all
+        widths and numbers of choices.
+    """
+    found: dict[str, dict[str, Resources]] = {}
+    for dtype, torch_dtype in DTYPES.items():
+        with collecting_launches(capability) as launched:
+            for width in WIDTHS:
+                rows: Callable[[int], Tensor] = partial(_rows, width=width, dtype=torch_dtype)
+                for launch in LAUNCHES:
+                    launch(rows)
+        # Equal specialisations share one compiled kernel.
+        for kernel, compiled in {c.hash: (k, c) for k, c in launched}.values():
+            most, one = found.setdefault(full_name(kernel), {}), resources(compiled, capability)
+            most[dtype] = one.most(most[dtype]) if dtype in most else one
+    return found
+
+
+def _rows(number: int, width: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(number, width, dtype=dtype, device="meta")
+
+
+def _gather_rows(rows: Callable[[int], Tensor]) -> None:
+    triton_rows.gather_rows(rows(TOKENS), _ids(TOKENS * 8), holes=True)
+
+
+def _sum_rows(rows: Callable[[int], Tensor]) -> None:
+    for k in CHOICES:
+        for weights in (None, _weights(TOKENS, k)):
+            triton_rows.sum_rows(rows(TOKENS * k), _ids(TOKENS, k), weights, holes=True)
+
+
+def _sum_rows_backward(rows: Callable[[int], Tensor]) -> None:
+    for k in CHOICES:
+        many, slots, weights = rows(TOKENS * k), _ids(TOKENS * k), _weights(TOKENS, k)
+        triton_rows.sum_rows_backward(rows(TOKENS), many, slots, weights, holes=True)
+
+
+LAUNCHES = _gather_rows, _sum_rows, _sum_rows_backward
+"""Each calls launchers with rows of one width and dtype. A new kernel needs one here."""

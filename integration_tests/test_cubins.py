@@ -1,0 +1,102 @@
+"""No Triton kernel without a compiled launch and limits, and limits that bind."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+from integration_tests.cubins import limits
+from integration_tests.cubins.limits import Resources
+
+ROOT = Path(__file__).resolve().parents[1]
+ONE = Resources(registers=32, stack=0, shared=64, size=9000)
+
+
+def _kernels_in_sources() -> set[str]:
+    """Functions that are decorated with something of a module named triton."""
+    found = set()
+    for file in ROOT.glob("packages/*/src/**/*.py"):
+        module = ".".join(file.relative_to(file.parents[-1]).with_suffix("").parts).split(".src.")[
+            1
+        ]
+        for node in ast.walk(ast.parse(file.read_text())):
+            decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
+            if any(ast.unparse(d).startswith("triton.") for d in decorators):
+                found.add(f"{module}.{node.name}")  # type: ignore[attr-defined]
+    return found
+
+
+def test_every_kernel_in_the_sources_has_limits() -> None:
+    _, table = limits.read()
+    kernels = _kernels_in_sources()
+    assert len(kernels) >= 3
+    assert kernels == {name.split()[0] for name in table} - {"inductor"}
+
+
+def test_no_thread_of_a_kernel_of_ours_has_a_stack() -> None:
+    _, table = limits.read()
+    assert all(most.stack == 0 for name, most in table.items())
+
+
+def test_a_kernel_that_nothing_launches_is_named() -> None:
+    table = {"a.kernel bf16 sm_90": ONE}
+    assert not limits.problems(table, table, kernels={"a.kernel"})
+    [line] = limits.problems(table, table, kernels={"a.kernel", "a.new"})
+    assert line.startswith("a.new: no launch of it is compiled")
+
+
+@pytest.mark.parametrize("name", ["registers", "stack", "shared", "size"])
+def test_what_exceeds_its_limit_is_named(name: str) -> None:
+    row = "a.kernel bf16 sm_90"
+    more = Resources(**{**vars(ONE), name: getattr(ONE, name) + 1})
+    [line] = limits.problems({row: more}, {row: ONE}, kernels=())
+    assert line.startswith(f"{row}: {name} ({getattr(more, name)}) must be <= ")
+
+
+def test_a_row_without_limits_and_limits_without_a_row_are_named() -> None:
+    lines = limits.problems({"new bf16 sm_90": ONE}, {"old bf16 sm_90": ONE}, kernels=())
+    assert [line.split(":")[0] for line in lines] == ["old bf16 sm_90", "new bf16 sm_90"]
+
+
+def test_the_table_reads_as_it_was_written(tmp_path: Path) -> None:
+    table, versions = {"a.kernel bf16 sm_90": ONE}, {"torch": "2.13.0", "triton": "3.9.0"}
+    limits.write(versions, table, tmp_path / "limits.toml")
+    assert limits.read(tmp_path / "limits.toml") == (versions, table)
+
+
+def test_a_new_kernel_is_found_by_importing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="nox -s cubins")
+    from integration_tests.cubins import launches  # noqa: PLC0415
+
+    package = tmp_path / "stranger"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "rows.py").write_text(
+        "import triton\nfrom hp_expert.kernels.triton_rows import _gather\n\n"
+        "@triton.autotune([triton.Config({})], key=[])\n@triton.jit\ndef fresh(x):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    found = launches.discover(["stranger"])
+    monkeypatch.delitem(sys.modules, "stranger.rows")
+    assert found == {"stranger.rows.fresh"}
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_what_launchers_launch_compiles_within_its_limits(capability: int) -> None:
+    triton = pytest.importorskip("triton", reason="nox -s cubins")
+    from integration_tests.cubins import launches  # noqa: PLC0415
+
+    versions, table = limits.read()
+    if versions["triton"] != triton.__version__:
+        pytest.skip(f"limits are those of Triton {versions['triton']}")
+    kernels = launches.discover(f"hp_{package}" for package in launches.PACKAGES)
+    measured = {
+        f"{kernel} {dtype} sm_{capability}": most
+        for kernel, by_dtype in launches.compiled_launches(capability).items()
+        for dtype, most in by_dtype.items()
+    }
+    allowed = {name: most for name, most in table.items() if name in measured}
+    assert limits.problems(measured, allowed, kernels=kernels) == []
