@@ -98,6 +98,11 @@ class Runs:
         self._runs: dict[bytes, Path] = {}
         self._first: Path | None = None
 
+    def adopt(self, config: Config, run_dir: Path) -> None:
+        """Take over what an earlier process has run and recorded; it counts as the first run."""
+        self._runs[msgspec.json.encode(config)] = run_dir / RECORDING
+        self._first = self._first or run_dir
+
     def recording(self, config: Config) -> Path:
         """Run a config, unless it was, and return the directory of its recording.
 
