@@ -7,6 +7,7 @@ matter that some do so at a 64th of their rate. float32 and bfloat16 run as well
 bounds that `hp verify` states, since their kernels are others.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,9 @@ import msgspec
 from hp_train.schedules import KINDS
 
 PREREQUISITE = "one process"
+AGAINST_CPU = "against the CPU"
+TIMED = ("rates", "train", "plan", "dry_run", "rival")
+"""Kinds of work that are about time."""
 _SCHEDULE_STAGES = {"looped_bfs": 2, "interleaved_1f1b": 2, "interleaved_zero_bubble": 2}
 _BF16_SINCE = (8, 0)
 _ORDER_SINCE = (2, 26)
@@ -101,6 +105,7 @@ def cases_of(place: Place) -> list[Case]:
         *_others(place),
         *_checkers(place),
         *_large(),
+        _tests(place),
     ]
     return [_fitted(case, place) for case in found]
 
@@ -185,9 +190,9 @@ def _axes() -> Iterator[Case]:
     )
     yield _layout(
         "bfloat16",
-        "What most train in; choices of experts that rounding decides are excused.",
+        "What most train in; tokens go to all experts, as rounding would decide choices of some.",
         2,
-        "mesh.dp_shard=2 mesh.ep=2",
+        "mesh.dp_shard=2 mesh.ep=2 model.top_k=8",
         dtype="bfloat16",
     )
     yield _layout(
@@ -262,7 +267,7 @@ def _others(place: Place) -> Iterator[Case]:
     )
     no_gpu = "" if place.device == "cuda" else "there is no GPU"
     yield _layout(
-        "against the CPU",
+        AGAINST_CPU,
         "A layout on GPUs against one process on the CPU, checkpoint included.",
         2,
         "mesh.dp_shard=2 mesh.ep=2",
@@ -322,6 +327,17 @@ def _checkers(place: Place) -> Iterator[Case]:
         work="fork",
         needs=(),
         left_out=no_gpu,
+    )
+
+
+def _tests(place: Place) -> Case:
+    return Case(
+        name="tests",
+        what="The tests of the packages that need a GPU, where this is a checkout with pytest.",
+        work="tests",
+        needs=(),
+        seconds=900.0,
+        left_out="" if place.device == "cuda" else "there is no GPU",
     )
 
 
@@ -394,6 +410,28 @@ def _speed(place: Place) -> Iterator[Case]:
                 needs=(f"{model} on 1",),
                 seconds=240.0,
             )
+
+
+def cases_over(num_nodes: int, each: int) -> list[Case]:
+    """Layouts over several machines of so many ranks each: what is split between machines."""
+    ranks = num_nodes * each
+    common = f"train.microbatch_size=1 train.global_batch_size={2 * ranks}"
+    layouts = (
+        ("parameters", f"mesh.dp_shard={ranks}"),
+        ("experts", f"mesh.dp_shard={ranks} mesh.ep={math.gcd(ranks, 8)}"),
+        ("pipeline", f"mesh.pp={num_nodes} mesh.dp_shard={each} pipeline.schedule=1f1b"),
+        ("replicas", f"mesh.dp_replicate={num_nodes} mesh.dp_shard={each}"),
+    )
+    return [
+        _layout(
+            f"{num_nodes} nodes, {name}",
+            f"{name.capitalize()} split between machines.",
+            ranks,
+            f"{keys} {common}",
+            needs=(),
+        )
+        for name, keys in layouts
+    ]
 
 
 def chosen(cases: Sequence[Case], only: Sequence[str], *, quick: bool) -> list[Case]:

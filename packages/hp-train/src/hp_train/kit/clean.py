@@ -5,39 +5,33 @@ errors, tracebacks, tables of drivers) goes through here. No torch.
 """
 
 import os
+import pwd
 import re
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-_LEAST = 6  # letters of a value of the environment that could not be a common word
+_LEAST, _LEAST_SECRET = 6, 4
+"""Letters of a value of the environment that could not be a common word, and of one that is named
+like a secret."""
 _SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CRED|AUTH", re.IGNORECASE)
-_WORD = r"(?<![A-Za-z0-9_.-])({})(?![A-Za-z0-9_-])"
+_NAMES = ("HOSTNAME", "HOST", "USER", "LOGNAME", "USERNAME")
+_OURS = ("NCCL_", "TORCH_", "CUDA_", "PYTHON", "OMP_", "HP_", "LC_", "LANG", "TERM")
+_WORDS = frozenset({"float32", "bfloat16", "float64"})
+_WORD = r"(?<![A-Za-z0-9_-]){}(?![A-Za-z0-9_-])"
 _HEX = "[0-9a-f]{1,4}"
-_ENDINGS = "py|pyx|so|json|jsonl|toml|txt|cpp|hpp|cu|cuh|h|c"
-_PATTERNS = (
-    (re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s'\"<>]+", re.IGNORECASE), "<address>"),
-    (re.compile(r"\b[\w.+-]+@[\w-]+(\.[\w-]+)+\b"), "<address>"),
-    (re.compile(r"\b(?:\d{1,3}\.){3}\d{1,3}\b"), "<address>"),
-    (re.compile(r"\b(?:[0-9a-f]{1,4}:){4,7}[0-9a-f]{1,4}\b", re.IGNORECASE), "<address>"),
-    (
-        re.compile(rf"\b{_HEX}(?::{_HEX})*::(?:{_HEX}(?::{_HEX})*)?(?!\w)", re.IGNORECASE),
-        "<address>",
-    ),
-    (re.compile(r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", re.IGNORECASE), "<id>"),
-    # Of a path the packages and modules below it, or the name of a source file.
-    (
-        re.compile(
-            rf"(?:~|\.{{0,2}})/[^\s'\",:;()<>]*?/((?:hp_\w+|torch|triton)/[\w/.-]+\.(?:{_ENDINGS})\b)"
-        ),
-        r"\1",
-    ),
-    (
-        re.compile(rf"(?:~|\.{{0,2}})/(?:[^\s'\",:;()<>/]+/)+([\w.-]+\.(?:{_ENDINGS})\b)"),
-        r"<path>/\1",
-    ),
-    (re.compile(r"(?<![\w>./])(?:~|\.{1,2})?/[^\s'\",:;()<>/]+(?:/[^\s'\",:;()<>]*)*"), "<path>"),
+_ADDRESSES = (
+    (r"\b[a-z][a-z0-9+.-]*://[^\s'\"<>]+", "<address>"),
+    (r"\b[\w.+-]+@[\w-]+(\.[\w-]+)+\b", "<address>"),
+    (r"\b(?:\d{1,3}\.){3}\d{1,3}\b", "<address>"),
+    (rf"\b(?:{_HEX}:){{4,7}}{_HEX}\b", "<address>"),
+    (rf"\b{_HEX}(?::{_HEX})*::(?:{_HEX}(?::{_HEX})*)?(?!\w)", "<address>"),
+    (r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", "<id>"),
 )
+_QUOTED = re.compile(r"(?P<quote>[\"'])(?P<path>(?:~|\.{1,2})?/[^\"'\n]*)(?P=quote)")
+_BARE = re.compile(r"(?<![\w>./~-])(?P<path>(?:~|\.{1,2})?/[^\s'\",:;()<>]+)")
+_ENDING = r"\.(?:py|pyx|so|json|jsonl|toml|txt|cpp|hpp|cu|cuh|h|c)"
+_KNOWN_SOURCE = re.compile(rf"(?:^|/)((?:hp_\w+|torch|triton|transformers)/[\w/.-]+{_ENDING})$")
+_FILE = re.compile(rf"/([\w.-]+{_ENDING})$")
 
 
 def cleaner(*, env: Mapping[str, str] = os.environ) -> Callable[[str], str]:
@@ -46,16 +40,20 @@ def cleaner(*, env: Mapping[str, str] = os.environ) -> Callable[[str], str]:
     Args:
         env: Whose values are taken out.
     """
-    known = sorted(set(_known(env)), key=lambda pair: -len(pair[0]))
+    before = list(_replacements(_values(env), "<environment>"))
+    before += [(re.compile(pattern, re.IGNORECASE), put) for pattern, put in _ADDRESSES]
+    host = os.uname().nodename
+    hosts = {host, host.partition(".")[0], env.get("HOSTNAME", ""), env.get("HOST", "")}
+    users = {_user(), *(env.get(name, "") for name in ("USER", "LOGNAME", "USERNAME"))}
+    after = [*_replacements(hosts, "<host>"), *_replacements(users, "<user>")]
 
     def clean(text: str) -> str:
-        for value, instead in known:
-            if value.isalnum() and len(value) < 2 * _LEAST:
-                text = re.sub(_WORD.format(re.escape(value)), instead, text)
-            else:
-                text = text.replace(value, instead)
-        for pattern, instead in _PATTERNS:
-            text = pattern.sub(instead, text)
+        for pattern, put in before:
+            text = pattern.sub(put, text)
+        text = _QUOTED.sub(lambda m: f"{m['quote']}{_shown(m['path'])}{m['quote']}", text)
+        text = _BARE.sub(lambda m: _shown(m["path"]), text)
+        for pattern, put in after:
+            text = pattern.sub(put, text)
         return text
 
     return clean
@@ -72,31 +70,30 @@ def cleaned(value: Any, clean: Callable[[str], str]) -> Any:
     return value
 
 
-def _known(env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    host = os.uname().nodename
-    for name in {host, host.partition(".")[0], env.get("HOSTNAME", "")}:
-        if name:
-            yield name, "<host>"
-    for name in {env.get("USER", ""), env.get("LOGNAME", ""), _user()}:
-        if name:
-            yield name, "<user>"
-    for path in {env.get("HOME", ""), str(Path.cwd()), str(Path.home())}:
-        if len(path) > 1:
-            yield path, "<path>"
+def _shown(path: str) -> str:
+    """Of a path what helps: a module of a known package, or the name of a source file."""
+    if known := _KNOWN_SOURCE.search(path):
+        return known[1]
+    file = _FILE.search(path)
+    return f"<path>/{file[1]}" if file else "<path>"
+
+
+def _values(env: Mapping[str, str]) -> Iterator[str]:
+    """Values that tell something; paths are known by their form."""
     for name, value in env.items():
-        is_plain = value.replace(".", "").isdigit() or value in ("float32", "bfloat16", "float64")
-        least = 4 if _SECRET.search(name) else _LEAST
-        if (
-            len(value) >= least
-            and not is_plain
-            and not name.startswith(("NCCL_", "TORCH_", "CUDA_L"))
-        ):
-            yield value, "<environment>"
+        least = _LEAST_SECRET if _SECRET.search(name) else _LEAST
+        is_plain = value in _WORDS or name in _NAMES or name.startswith(_OURS)
+        if len(value) >= least and not is_plain and value[0] not in "/~.":
+            yield value
+
+
+def _replacements(values: Iterable[str], put: str) -> Iterator[tuple[re.Pattern[str], str]]:
+    """The longest first; as whole words, since a host may be called `a`."""
+    for value in sorted({value for value in values if value}, key=len, reverse=True):
+        yield re.compile(_WORD.format(re.escape(value))), put
 
 
 def _user() -> str:
-    import pwd  # noqa: PLC0415 - not everywhere
-
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:

@@ -14,7 +14,7 @@ import msgspec
 from hp_train.environment import external_world
 from hp_train.errors import ConfigError, DifferenceError, HpError
 from hp_train.kit import process
-from hp_train.kit.cases import Case, Place, cases_of, chosen, slug
+from hp_train.kit.cases import TIMED, Case, Place, cases_of, chosen, slug
 from hp_train.kit.outcome import BAD, Outcome, Status, read
 from hp_train.kit.page import write
 from hp_train.numbers import real, whole
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if external_world() is not None:
             from hp_train.kit.nodes import main as over_nodes  # noqa: PLC0415 - imports torch
 
-            return over_nodes(Path(options.out), minutes=options.minutes, device=options.device)
+            return over_nodes(options)
         return Kit(options).run()
     except HpError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -128,7 +128,7 @@ class Kit:
         """Ask a process what the machine is; refuse results of another."""
         options = self._options
         task = {"work": str(self.work), "device": options.device, "ranks": options.ranks}
-        ended = process.run(task, self.work / "machine", seconds=_LOOK_SECONDS, env={})
+        ended = process.run(task, self.work / "machine", seconds=_LOOK_SECONDS, env=os.environ)
         if ended.found is None or "place" not in ended.found.figures:
             problem = ended.problem or (ended.found.summary if ended.found else "")
             log = process.last_lines(self.work / "machine")
@@ -169,7 +169,10 @@ class Kit:
         folder = self.work / "cases" / slug(case.name)
         task = {"work": str(self.work.resolve()), "case": asdict(case), "place": place}
         began = time.monotonic()
-        ended = process.run(task, folder, seconds=seconds, env=case.env)
+        # What is timed is run as everyone runs it; a person's own settings are kept.
+        checks = {} if case.work in TIMED else process.checking(folder)
+        env = {**checks, **os.environ, **case.env}
+        ended = process.run(task, folder, seconds=seconds, env=env)
         spent = time.monotonic() - began
         if ended.found is not None:
             status, summary, figures = (

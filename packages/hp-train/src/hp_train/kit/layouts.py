@@ -13,9 +13,10 @@ import msgspec
 
 from hp_platform.testing import RunComparison
 from hp_train.config import Config
-from hp_train.kit.cases import Case, Place, slug
+from hp_train.kit.cases import AGAINST_CPU, Case, Place, slug
 from hp_train.kit.outcome import Found
 from hp_train.options import resolve
+from hp_train.render import to_toml
 from hp_train.space import with_keys
 from hp_train.verify.pairs import checked_config, one_process
 from hp_train.verify.program import Program
@@ -68,12 +69,44 @@ def reference(case: Case, place: Place, work: Path) -> Found:
 def layout(case: Case, place: Place, work: Path) -> Found:
     """A layout against one process on the same device."""
     config = config_of(case, place, work)
-    alone = one_process(with_keys(config, {"launch.backend": "auto"}))
-    if case.name == "against the CPU":
-        alone = with_keys(alone, {"launch.device": "cpu"})
-    runs = _runs(alone, work / "layouts" / slug(case.name))
-    runs.adopt(alone, reference_run(alone, work))
+    runs, alone = _beside(case, config, work)
     return judged(runs.compare(config, alone))
+
+
+def request(case: Case, place: Place, work: Path) -> Found:
+    """Make the run directory of a layout whose ranks are started on several machines."""
+    config = config_of(case, place, work)
+    run_dir = _beside(case, config, work)[0].requested()
+    named = {"run.output_dir": str(run_dir.parent), "run.name": run_dir.name}
+    path = run_dir.with_suffix(".toml")
+    path.write_text(to_toml(with_keys(config, named)))
+    figures = {"config": str(path), "run": str(run_dir)}
+    return Found(status="passed", summary="asked for", figures=figures)
+
+
+def compare_requested(case: Case, place: Place, work: Path) -> Found:
+    """Compare with one process what those ranks have recorded."""
+    config = config_of(case, place, work)
+    run_dir = next(_recorded(_layout_folder(case, work)))
+    alone = one_process(with_keys(config, {"launch.backend": "auto"}))
+    runs = _runs(alone, work / "compared")
+    for known, recorded in ((alone, reference_run(alone, work)), (config, run_dir)):
+        runs.adopt(known, recorded)
+    return judged(runs.compare(config, alone))
+
+
+def _beside(case: Case, config: Config, work: Path) -> tuple[Runs, Config]:
+    """Runs that know that of one process, and its config."""
+    alone = one_process(with_keys(config, {"launch.backend": "auto"}))
+    if case.name == AGAINST_CPU:
+        alone = with_keys(alone, {"launch.device": "cpu"})
+    runs = _runs(alone, _layout_folder(case, work))
+    runs.adopt(alone, reference_run(alone, work))
+    return runs, alone
+
+
+def _layout_folder(case: Case, work: Path) -> Path:
+    return work / "layouts" / slug(case.name)
 
 
 def reference_run(config: Config, work: Path) -> Path:
@@ -93,7 +126,7 @@ def judged(comparison: RunComparison) -> Found:
         "bound": comparison.bound,
         "largest error": max(comparison.errors.values(), default=0.0),
         "numbers": comparison.num_values,
-        "errors": dict(comparison.errors),
+        "errors": {name: error for name, error in comparison.errors.items() if error > 0},
     }
     if not comparison.ok:
         figures["first difference"] = str(comparison.first or comparison.flaws[0])

@@ -22,12 +22,16 @@ _SHOWN_LINES, _SHOWN_LETTERS = 40, 4000
 NCCL_CHECKS = {
     "NCCL_DEBUG": "WARN",
     "NCCL_CHECK_POINTERS": "1",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
     "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
 """For cases that look for mistakes: NCCL's warnings, its check of pointers (since 2.2.12), and
-torch's flight recorder, under both of its names, which is dumped where a collective times out."""
+torch's flight recorder, which is dumped where a collective times out."""
+
+
+def checking(folder: Path) -> dict[str, str]:
+    """`NCCL_CHECKS`, and where the flight recorder is to be dumped."""
+    return {**NCCL_CHECKS, "TORCH_FR_DUMP_TEMP_FILE": str(folder.resolve() / "flight-")}
 
 
 class Ended:
@@ -52,7 +56,7 @@ def run(
         task: What it reads.
         folder: Of the case: gets its log and what it found.
         seconds: After which it and all that it has started is killed.
-        env: Variables beside those of this process.
+        env: Its variables; those of a case among them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     found = folder / FOUND
@@ -60,40 +64,45 @@ def run(
     request = folder / "task.json"
     request.write_bytes(msgspec.json.encode(task))
     command = [sys.executable, "-m", "hp_train.kit.work", str(request)]
-    return ended(command, folder, seconds=seconds, env=env, found=found)
-
-
-def ended(
-    command: list[str], folder: Path, *, seconds: float, env: Mapping[str, str], found: Path
-) -> Ended:
-    """Run a command to its end, or end it; see :func:`run`."""
     began = time.monotonic()
-    is_late = False
-    recorder = {
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(folder / "flight-"),
-        "TORCH_FR_DUMP_TEMP_FILE": str(folder / "flight-"),
-    }
+    status = status_of(command, folder, seconds=seconds, env=env)
+    left = read_found(found)
+    if left is not None:
+        return Ended(left, "")
+    if status is None:
+        return Ended(None, f"not done after {time.monotonic() - began:.0f} s", is_late=True)
+    return Ended(None, _end_of(status))
+
+
+def status_of(
+    command: list[str], folder: Path, *, seconds: float, env: Mapping[str, str]
+) -> int | None:
+    """Run a command to its end, or end it; what it prints goes into the log of a case.
+
+    Args:
+        command: Gets a session of its own, of which nothing is left.
+        folder: Of the case.
+        seconds: After which it is ended.
+        env: Its variables.
+
+    Returns:
+        Its exit status, negative: the signal that ended it; None: its time was up.
+    """
     with (folder / LOG).open("wb") as log:
         process = subprocess.Popen(  # noqa: S603 - this interpreter
             command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **NCCL_CHECKS, **recorder, **env},
+            env=env,
             start_new_session=True,
         )
         try:
-            process.wait(seconds)
+            return process.wait(seconds)
         except subprocess.TimeoutExpired:
-            is_late = True
+            return None
         finally:
             _end(process)
-    left = read_found(found)
-    if is_late and left is None:
-        return Ended(None, f"not done after {time.monotonic() - began:.0f} s", is_late=True)
-    if left is None:
-        return Ended(None, _end_of(process.returncode))
-    return Ended(left, "")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

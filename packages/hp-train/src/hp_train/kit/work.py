@@ -1,6 +1,8 @@
 """What happens in the process of a case: ``python -m hp_train.kit.work TASK``."""
 
+import importlib.util
 import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -67,12 +69,15 @@ def _work(name: str) -> Work:
     works: dict[str, Work] = {
         "reference": layouts.reference,
         "layout": layouts.layout,
+        "request": layouts.request,
+        "compare": layouts.compare_requested,
         "rates": speed.rates,
         "train": speed.train,
         "plan": speed.plan,
         "dry_run": speed.dry_run,
         "rival": rivals.rival,
         "fork": _fork,
+        "tests": _tests,
     }
     return works[name]
 
@@ -83,6 +88,17 @@ def _fork(_case: Case, _place: Place, _work: Path) -> Found:
     if untouched_by_imports():
         return Found(status="passed", summary="a fork of what was imported uses the GPU")
     return Found(status="failed", summary="what is imported has touched the GPU: see the log")
+
+
+def _tests(_case: Case, _place: Place, _work: Path) -> Found:
+    root = Path(__file__).resolve().parents[5]
+    if not (root / "integration_tests").is_dir() or not importlib.util.find_spec("pytest"):
+        return Found(status="left out", summary="no checkout with pytest")
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "packages", "integration_tests"]
+    status = subprocess.run(command, cwd=root, check=False).returncode  # noqa: S603 - ours
+    if status:
+        return Found(status="failed", summary=f"pytest ended with status {status}: see the log")
+    return Found(status="passed", summary="all passed")
 
 
 if __name__ == "__main__":
