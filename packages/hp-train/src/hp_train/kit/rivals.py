@@ -46,22 +46,24 @@ def rival(case: Case, place: Place, work: Path) -> Found:
         return Found(status="left out", summary=f"{name} is not installed")
     folder = work / "speed" / slug(case.keys["of"])
     config = resolve(str(folder / "config.toml"), env={}).config
-    if not config.model.vocab_size:
-        config = with_keys(config, {"model.vocab_size": _VOCABULARY})
+    model = config.model
+    sizes = (model.vocab_size or _VOCABULARY, model.max_positions or config.data.seq_len)
+    names = ("model.vocab_size", "model.max_positions")
+    config = with_keys(config, dict(zip(names, sizes, strict=True)))
     device = torch.device(place.device)
     try:
-        model, logits = _BUILD[name](config.model, device)
+        built, logits = _BUILD[name](config.model, device)
     except Exception as error:  # noqa: BLE001 - its interface is its own, and changes
         reason = " ".join(str(error).split())[:200]
         return Found(status="left out", summary=f"{name}: {type(error).__name__}: {reason}")
-    seconds = _train(model, logits, config, device)
+    seconds = _train(built, logits, config, device)
     tokens = config.train.global_batch_size * config.data.seq_len
     peak = peak_flops(place.name, config.train.dtype)
     flops = model_flops(config, vocab_size=config.model.vocab_size)
     memory = MemoryUse.of(device)
     ours = json.loads((folder / "figures.json").read_text())
     figures: dict[str, Any] = {
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": sum(p.numel() for p in built.parameters()),
         "step seconds": seconds,
         "tokens/s": tokens / seconds,
         "MFU": None if peak is None else flops * tokens / seconds / peak,
