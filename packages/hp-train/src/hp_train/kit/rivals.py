@@ -1,8 +1,7 @@
 """The same model in other programs, in one process: its time per step and its memory.
 
 As one would train with them: fp32 weights under torch's autocast, fused AdamW, as many microbatches
-of the same length. Attention is over whole sequences, so theirs is the larger work where hp-train
-stops at the ends of documents; MFU counts the same operations for both.
+of the same length, attention over whole sequences. MFU counts the same operations for both.
 """
 
 import importlib

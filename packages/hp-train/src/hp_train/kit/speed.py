@@ -2,7 +2,8 @@
 
 Note [What is measured]. A step is all of `Trainer.train_step`: reading the batch, every microbatch,
 reduction, clipping, optimizer; seconds are the median of the steps after the first few. MFU is as
-defined in `hp_train.utilization`. One step is profiled, and not counted.
+defined in `hp_train.utilization`. One step is profiled, and not counted. The text is that of
+Python's standard library, its documents joined.
 """
 
 import gzip
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,7 @@ def plan(case: Case, place: Place, work: Path) -> Found:
     )
 
 
-def dry_run(case: Case, _place: Place, work: Path) -> Found:
+def dry_run(case: Case, place: Place, work: Path) -> Found:
     """`hp dry-run` of a model that was trained."""
     known = subprocess.run(
         [sys.executable, "-m", "hp_train", "dry-run", "--help"], capture_output=True, check=False
@@ -227,27 +228,26 @@ def dry_run(case: Case, _place: Place, work: Path) -> Found:
     folder = _folder(work, case.keys["of"])
     measured = json.loads((folder / "figures.json").read_text())
     foretold = json.loads(_hp("dry-run", str(folder / "config.toml"), "--json"))
-    figures = {
-        "measured peak bytes": measured["peak bytes"],
-        "measured reserved bytes": measured["reserved bytes"],
-        **dict(_memory_of(foretold)),
-    }
-    return Found(status="passed", summary="ran", figures=figures)
-
-
-def _memory_of(value: Any, name: str = "dry run") -> Iterator[tuple[str, float]]:
-    """Numbers of a nested answer whose names are about the most memory."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _memory_of(item, f"{name}.{key}")
-    elif isinstance(value, int | float) and any(w in name for w in ("peak", "reserved", "live")):
-        yield name, value
+    memories = [rank["memory"] for rank in foretold["ranks"]]
+    figures: dict[str, Any] = {"problems": foretold.get("problems", [])}
+    for name, key in (("peak", "peak_live"), ("reserved", "peak_reserved")):
+        told = max((memory[key] or 0 for memory in memories), default=0)
+        real = measured[f"{name} bytes"]
+        figures |= {f"foretold {name} bytes": told, f"measured {name} bytes": real}
+        if real and place.device == "cuda":  # the resident set of a process is something else
+            figures[f"foretold / measured {name}"] = told / real
+    figures["beside tensors"] = foretold.get("beside", {})
+    if figures["problems"]:
+        summary = f"it ran, but the dry run says: {figures['problems'][0]}"
+        return Found(status="failed", summary=summary, figures=figures)
+    told = figures["foretold peak bytes"] / 2**20
+    return Found(status="passed", summary=f"a peak of {told:,.0f} MiB foretold", figures=figures)
 
 
 def _hp(*arguments: str) -> str:
     command = [sys.executable, "-m", "hp_train", *arguments]
     end = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)  # noqa: S603
-    if end.returncode:
+    if end.returncode and not end.stdout:
         raise HpError(f"hp {arguments[0]} ended with status {end.returncode}: see the log")
     return end.stdout
 
@@ -274,8 +274,10 @@ def _config(case: Case, place: Place, work: Path) -> Config:
     """The largest model of a kind that fits."""
     kind, ranks = case.keys["model"], case.ranks
     common: dict[str, Any] = {
-        "data.paths": [str(corpus(work))],
+        # As others attend: over whole sequences.
+        "data.documents": "joined",
         "launch.device": place.device,
+        "launch.init_timeout_seconds": 180.0,
         "launch.backend": place.backend(ranks),
         "mesh.dp_shard": ranks,
         "mesh.ep": ranks if kind == "moe" else 1,
@@ -289,7 +291,8 @@ def _config(case: Case, place: Place, work: Path) -> Config:
         "train.sample_tokens": 0,
     }
     if place.device == "cpu":
-        return _resolved(_SMALL[kind], common | {"data.eval_fraction": 0.2})
+        small = {"data.paths": [str(corpus(work))], "data.eval_fraction": 0.2}
+        return _resolved(_SMALL[kind], common | small)
     for preset, keys in _LARGE[kind]:
         config = _resolved(preset, common | keys)
         if (fitting := _fitting(config, place)) is not None:
