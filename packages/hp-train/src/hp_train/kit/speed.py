@@ -227,7 +227,8 @@ def dry_run(case: Case, place: Place, work: Path) -> Found:
         return Found(status="left out", summary="this version has no hp dry-run")
     folder = _folder(work, case.keys["of"])
     measured = json.loads((folder / "figures.json").read_text())
-    foretold = json.loads(_hp("dry-run", str(folder / "config.toml"), "--json"))
+    on_gpus = ("launch.device=auto", "launch.backend=auto")
+    foretold = json.loads(_hp("dry-run", str(folder / "config.toml"), "--json", *on_gpus))
     memories = [rank["memory"] for rank in foretold["ranks"]]
     figures: dict[str, Any] = {"problems": foretold.get("problems", [])}
     for name, key in (("peak", "peak_live"), ("reserved", "peak_reserved")):
