@@ -247,10 +247,9 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def gpu(session: nox.Session) -> None:
-    """Run the tests marked `gpu`, on the torch that HP_TORCH or HP_TORCH_INDEX name."""
-    _install(session, *map(_with_extras, PACKAGES), group="test-torch")
-    session.run("python", "-c", "import torch; print(torch.cuda.get_device_name())")
-    session.run("python", "-m", "pytest", "-m", "gpu", "packages", "integration_tests")
+    """Run the acceptance kit (docs/gpus.md), on the torch that HP_TORCH or HP_TORCH_INDEX name."""
+    _install(session, *map(_with_extras, PACKAGES), group="test-transformers")
+    session.run("python", "-m", "hp_train.kit", *session.posargs)
 
 
 @nox.session(default=False)

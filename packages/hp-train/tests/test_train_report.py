@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -6,7 +7,7 @@ import pytest
 
 from hp_train.folder import Folder
 from hp_train.metrics import MetricsWriter, StepMetrics, read_metrics
-from hp_train.report import loss_curve_svg
+from hp_train.report import loss_curve_svg, write_report
 
 
 def _metrics(step: int, eval_loss: float | None = None) -> StepMetrics:
@@ -37,6 +38,38 @@ def test_metrics_have_the_documented_keys(tmp_path: Path) -> None:
     assert required <= first.keys()
     assert "eval_loss" not in first
     assert second["eval_loss"] == 3.0
+
+
+def test_a_run_on_gpus_tells_its_utilization_and_memory(tmp_path: Path) -> None:
+    on_cpu = _metrics(1)
+    on_gpu = replace(
+        on_cpu, mfu=0.4127, allocated_memory_bytes=3 << 20, reserved_memory_bytes=8 << 20
+    )
+    keys = {"mfu", "allocated_memory_bytes", "reserved_memory_bytes"}
+    assert not keys & on_cpu.as_dict().keys()
+    assert "MFU" not in str(on_cpu)
+    assert str(on_gpu).endswith("reserved 8 MiB  MFU 41.3%")
+    writer = MetricsWriter(Folder.open(tmp_path), resume_step=0, tensorboard=False)
+    writer.write(on_gpu)
+    writer.close()
+    write_report(Folder.open(tmp_path), {})
+    [(_, row)] = read_metrics(Folder.open(tmp_path))
+    assert keys <= row.keys()
+    for name, texts in (
+        ("mfu", ["% 41.270"]),
+        ("memory", ["reserved 0.008", "between steps 0.003"]),
+    ):
+        drawn = ET.fromstring((tmp_path / f"{name}.svg").read_text())
+        shown = [element.text or "" for element in drawn.iter() if element.tag.endswith("text")]
+        assert set(texts) <= set(shown)
+
+
+def test_a_run_on_cpus_has_no_pictures_of_gpus(tmp_path: Path) -> None:
+    writer = MetricsWriter(Folder.open(tmp_path), resume_step=0, tensorboard=False)
+    writer.write(_metrics(1))
+    writer.close()
+    write_report(Folder.open(tmp_path), {})
+    assert sorted(path.name for path in tmp_path.glob("*.svg")) == ["loss.svg"]
 
 
 def test_resuming_drops_lines_after_the_checkpoint_and_a_torn_last_line(tmp_path: Path) -> None:

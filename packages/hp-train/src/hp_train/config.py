@@ -399,6 +399,13 @@ class TrainConfig(Struct, frozen=True, kw_only=True):
         CountOrZero,
         _help("Steps between runs of Python's garbage collector. 0: whenever Python likes."),
     ] = 100
+    profile: Annotated[
+        tuple[Count, ...],
+        _help("Steps to profile: a trace of each, and of CUDA memory a snapshot. []: none."),
+    ] = ()
+    profile_ranks: Annotated[
+        tuple[CountOrZero, ...], _help("Ranks that are profiled then. []: the first.")
+    ] = ()
     sample_tokens: Annotated[
         CountOrZero, _help("Tokens of the continuation printed at the end. 0: none.")
     ] = 200

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import IO, Any, NoReturn, TypeAlias
+from typing import IO, Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from tqdm import tqdm
@@ -36,8 +36,15 @@ class StepMetrics:
         tokens_per_second: Of this step, over all ranks.
         step_seconds: Wall time of this step.
         cpu_seconds: CPU time of all ranks since the step before, evaluation and saving included.
-        peak_memory_bytes: The largest of any rank: CUDA allocations, resident set on the CPU.
+        peak_memory_bytes: Most that any rank has held at once so far: CUDA allocations; on a CPU
+            the resident set.
         bubble: Share of the ranks' time in the pipeline that went into no stage's compute.
+        mfu: Model FLOPs utilization of the step, see `hp_train.utilization`; on GPUs whose peak is
+            known.
+        allocated_memory_bytes: CUDA allocations after the step, the largest of any rank: what stays
+            from step to step.
+        reserved_memory_bytes: Most that torch's allocator has taken of the GPU so far, likewise.
+            Both are of GPUs alone.
         prediction_loss: Mean cross-entropy of the modules of multi-token prediction, where there
             are some.
         eval_loss: Mean cross-entropy on held-out text, where it was evaluated.
@@ -56,6 +63,9 @@ class StepMetrics:
     cpu_seconds: float
     peak_memory_bytes: int
     bubble: float
+    mfu: float | None = None
+    allocated_memory_bytes: int | None = None
+    reserved_memory_bytes: int | None = None
     prediction_loss: float | None = None
     eval_loss: float | None = None
     skipped: str | None = None
@@ -78,6 +88,10 @@ class StepMetrics:
             f"  {self.step_seconds * 1e3:.0f} ms  {self.peak_memory_bytes / 2**20:,.0f} MiB"
             f"  bubble {self.bubble:.0%}"
         )
+        if self.reserved_memory_bytes is not None:
+            line += f"  reserved {self.reserved_memory_bytes / 2**20:,.0f} MiB"
+        if self.mfu is not None:
+            line += f"  MFU {self.mfu:.1%}"
         return line if self.eval_loss is None else f"{line}  eval loss {self.eval_loss:.4f}"
 
 
@@ -88,12 +102,29 @@ _KINDS = {
 """Types that JSON may have for each key; none of them is bool."""
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this process has held: CUDA allocations, or resident set on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+class MemoryUse(NamedTuple):
+    """Bytes that a process holds, or the largest of several processes; see `StepMetrics`."""
+
+    peak: int
+    allocated: int | None = None
+    reserved: int | None = None
+
+    @classmethod
+    def of(cls, device: torch.device) -> "MemoryUse":
+        """Of this process, by now."""
+        if device.type == "cuda":
+            return cls(
+                torch.cuda.max_memory_allocated(device),
+                torch.cuda.memory_allocated(device),
+                torch.cuda.max_memory_reserved(device),
+            )
+        unit = 1 if sys.platform == "darwin" else 1024
+        return cls(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+
+    @property
+    def known(self) -> list[int]:
+        """Those of them that there are."""
+        return [size for size in self if size is not None]
 
 
 class Console:

@@ -24,8 +24,14 @@ from hp_train.mesh import Mesh
 from hp_train.metrics import read_metrics
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 360, 56, 16, 40, 44
-_COLOURS = {"loss": "#4c78a8", "eval_loss": "#e45756"}
-_LABELS = {"loss": "training", "eval_loss": "held out"}
+_COLOURS = ("#4c78a8", "#e45756", "#54a24b")
+_LOSSES = {"loss": "training", "eval_loss": "held out"}
+_MFU = {"mfu": "%"}
+_MEMORY = {
+    "reserved_memory_bytes": "reserved",
+    "peak_memory_bytes": "allocated at most",
+    "allocated_memory_bytes": "between steps",
+}
 
 
 class _Timed(NamedTuple):
@@ -68,15 +74,23 @@ def planned_and_actual(
 
 
 def write_report(folder: Folder, timelines: Mapping[str, Timeline]) -> None:
-    """Write loss.svg, timeline.svg and timeline.json into a run directory.
+    """Write the pictures of a run into its directory: loss.svg, timeline.svg and timeline.json.
+
+    Of GPUs also memory.svg, and mfu.svg where their peak is known.
 
     Args:
         folder: Of the run; holds metrics.jsonl.
         timelines: For example ``{"planned": ..., "actual": ...}``; none leaves the timeline out.
     """
-    keys = ("step", *_COLOURS)
+    keys = ("step", *_LOSSES, *_MFU, *_MEMORY)
     rows = [{key: row.get(key) for key in keys} for _, row in read_metrics(folder)]
     folder.replace("loss.svg", loss_curve_svg(rows).encode())
+    if any(row["mfu"] is not None for row in rows):
+        svg = _curves_svg("model FLOPs utilization (%)", rows, _MFU, scale=100.0)
+        folder.replace("mfu.svg", svg.encode())
+    if any(row["reserved_memory_bytes"] is not None for row in rows):
+        svg = _curves_svg("memory (GiB)", rows, _MEMORY, scale=2.0**-30)
+        folder.replace("memory.svg", svg.encode())
     if timelines:
         folder.replace("timeline.svg", timeline_svg(timelines).encode())
         folder.replace("timeline.json", json.dumps(chrome_trace(timelines)).encode())
@@ -88,9 +102,16 @@ def loss_curve_svg(rows: Sequence[Mapping[str, Any]]) -> str:
     Args:
         rows: Lines of metrics.jsonl.
     """
+    return _curves_svg("loss (nats per token)", rows, _LOSSES)
+
+
+def _curves_svg(
+    title: str, rows: Sequence[Mapping[str, Any]], labels: Mapping[str, str], *, scale: float = 1.0
+) -> str:
+    """Some keys of metrics.jsonl over the steps, times a factor, as a picture."""
     series = {
-        key: [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-        for key in _COLOURS
+        key: [(row["step"], row[key] * scale) for row in rows if row.get(key) is not None]
+        for key in labels
     }
     points = [point for line in series.values() for point in line]
     if not points:
@@ -105,7 +126,7 @@ def loss_curve_svg(rows: Sequence[Mapping[str, Any]]) -> str:
         down = _TOP + (y_high - y) / y_span * (_HEIGHT - _TOP - _BOTTOM)
         return round(across, 1), round(down, 1)
 
-    parts = [_text(_LEFT, 22, "loss (nats per token)", "start")]
+    parts = [_text(_LEFT, 22, title, "start")]
     for y in y_ticks:
         _, down = place(x_low, y)
         parts.append(f'<path class="grid" d="M{_LEFT} {down}H{_WIDTH - _RIGHT}"/>')
@@ -116,11 +137,12 @@ def loss_curve_svg(rows: Sequence[Mapping[str, Any]]) -> str:
     parts.append(_text(_WIDTH / 2, _HEIGHT - 8, "step", "middle"))
     for number, (key, line) in enumerate(series.items()):
         if line:
+            colour = _COLOURS[number]
             path = "M" + "L".join(f"{x} {y}" for x, y in (place(*point) for point in line))
-            parts.append(f'<path class="line" stroke="{_COLOURS[key]}" d="{path}"/>')
-            last = f"{_LABELS[key]} {line[-1][1]:.3f}"
+            parts.append(f'<path class="line" stroke="{colour}" d="{path}"/>')
+            last = f"{labels[key]} {line[-1][1]:.3f}"
             across = _WIDTH - _RIGHT - 150 * (len(series) - number - 1)
-            parts.append(_text(across, 22, last, "end", _COLOURS[key]))
+            parts.append(_text(across, 22, last, "end", colour))
     return _SVG.format(width=_WIDTH, height=_HEIGHT, body="\n".join(parts))
 
 

@@ -24,7 +24,7 @@ from hp_train.config import Config
 from hp_train.errors import ConfigError
 
 _KINDS = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string"}
-_LISTS = {int: "integers, each at least 1", str: "strings"}
+_LISTS = {int: "integers", str: "strings"}
 _BOUNDS = {
     "ge": ("at least", operator.ge),
     "gt": ("greater than", operator.gt),
@@ -90,7 +90,11 @@ class Field:
         """What a value has to be, in words: ``"an integer"``."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        return f"a list of {_LISTS[self.item]}" if self.is_list else _KINDS[self.base]
+        if not self.is_list:
+            return _KINDS[self.base]
+        metas = typing.get_args(typing.get_args(self.base)[0])[1:]
+        least = [f", each at least {meta.ge}" for meta in metas if meta.ge is not None]
+        return "".join([f"a list of {_LISTS[self.item]}", *least])
 
     def bounds(self, value: Any = None) -> str:
         """What a value of that kind has to fulfil, in words; empty if nothing.

@@ -35,11 +35,12 @@ from hp_train.keeper import Keeper
 from hp_train.launch.task import Worker
 from hp_train.layout import Layout
 from hp_train.mesh import build_mesh
-from hp_train.metrics import Console, MetricsWriter, StepMetrics, peak_memory_bytes
+from hp_train.metrics import Console, MemoryUse, MetricsWriter, StepMetrics
 from hp_train.model import Microbatch
 from hp_train.optimizer import build_optimizer, learning_rate
 from hp_train.parallelize import build_pipeline
 from hp_train.position import Position
+from hp_train.profiler import Profiler
 from hp_train.report import planned_and_actual, write_report
 from hp_train.resuming import require_same_position
 from hp_train.startup import connect, prepare_data, require_same_data, vocab_size_of
@@ -51,6 +52,7 @@ from hp_train.state import (
 )
 from hp_train.tensor_parallel import cross_entropy
 from hp_train.timeouts import Timeouts
+from hp_train.utilization import Utilization
 
 
 def main(config: Config, *, worker: Worker) -> int:
@@ -126,11 +128,14 @@ class Trainer:
         self._beat("build")
         timeout = timedelta(seconds=Timeouts.of(config).step)
         self.mesh = build_mesh(Layout.of(config.mesh), runtime, timeout=timeout)
+        vocab_size = vocab_size_of(config, tokenizer)
+        self.utilization = Utilization.of(config, runtime, vocab_size=vocab_size)
+        self.profiler = Profiler(config.train, worker, self.device, tell=self._warn)
         self.pipeline = build_pipeline(
             config,
             self.mesh,
             runtime,
-            vocab_size=vocab_size_of(config, tokenizer),
+            vocab_size=vocab_size,
             timeout=timeout,
             on_step=self._on_pipeline_step,
             on_progress=lambda: self._beat("make weights"),
@@ -196,7 +201,8 @@ class Trainer:
             if before is not None:
                 console.print(f"before training: eval loss {before:.4f}")
         while self.step < train.steps and not stopped:
-            step_metrics, stopped = self.train_step()
+            with self.profiler.watching(self.step + 1):
+                step_metrics, stopped = self.train_step()
             self._tell(console)
             if self._is_due(train.eval_every) and not stopped:
                 eval_loss = self.evaluate()
@@ -277,6 +283,7 @@ class Trainer:
         self.step += 1
         self.next_sequence += train.global_batch_size
         seconds = time.perf_counter() - began
+        rate_of_tokens = train.global_batch_size * self.config.data.seq_len / seconds
         metrics = StepMetrics(
             step=self.step,
             loss=losses.tokens,
@@ -285,11 +292,14 @@ class Trainer:
             grad_norm=grad_norm,
             lr=rate,
             tokens=self.next_sequence * self.config.data.seq_len,
-            tokens_per_second=train.global_batch_size * self.config.data.seq_len / seconds,
+            tokens_per_second=rate_of_tokens,
             step_seconds=seconds,
             cpu_seconds=cpu_seconds,
-            peak_memory_bytes=memory,
+            peak_memory_bytes=memory.peak,
             bubble=1.0 - busy / self.runtime.info.world_size,
+            mfu=None if self.utilization is None else self.utilization.at(rate_of_tokens),
+            allocated_memory_bytes=memory.allocated,
+            reserved_memory_bytes=memory.reserved,
             skipped=skipped,
         )
         return metrics, stops > 0
@@ -467,6 +477,13 @@ class Trainer:
         for parameter in self.parameters:
             parameter.update_twins()
 
+    def _warn(self, problem: str) -> None:
+        """Have the console say it, or where another rank has that, do so by itself."""
+        if self.is_main:
+            self.problems.append(problem)
+        else:
+            sys.stderr.write(f"{problem}\n")
+
     def _tell(self, console: Console) -> None:
         """Print what went wrong without ending the run."""
         while self.problems:
@@ -497,21 +514,23 @@ class Trainer:
         tp, first = self.mesh.groups["tp"], self.pipeline.vocabulary.start
         return cross_entropy(rows, target.flatten(), first=first, group=tp)
 
-    def _sum_over_ranks(self, scalars: Sequence[float]) -> tuple[list[float], Tensor, int]:
+    def _sum_over_ranks(self, scalars: Sequence[float]) -> tuple[list[float], Tensor, MemoryUse]:
         """Sum scalars and squared gradient norms over all ranks; see Note [one agreed step].
 
         Returns:
-            The sums, the squares by entry (fp64, CPU), and the largest peak memory of any rank.
+            The sums, the squares by entry (fp64, CPU), and of memory the largest of any rank.
         """
-        memory = [0.0] * self.runtime.info.world_size
-        memory[self.mesh.rank] = peak_memory_bytes(self.device)
-        head = torch.tensor([*scalars, *memory], dtype=torch.float64)
+        mine = torch.tensor(MemoryUse.of(self.device).known, dtype=torch.float64)
+        memory = torch.zeros(self.runtime.info.world_size, len(mine), dtype=torch.float64)
+        memory[self.mesh.rank] = mine
+        head = torch.cat((torch.tensor(scalars, dtype=torch.float64), memory.flatten()))
         vector = torch.cat((head.to(self.device), self.norm.local_squares(self.device)))
         dist.all_reduce(vector, group=self.mesh.world)
         values, memories, squares = vector.cpu().split(
-            [len(scalars), len(memory), len(self.norm.sizes)]
+            [len(scalars), memory.numel(), len(self.norm.sizes)]
         )
-        return values.tolist(), squares, int(memories.max())
+        largest = memories.view_as(memory).amax(dim=0)
+        return values.tolist(), squares, MemoryUse(*map(int, largest.tolist()))
 
     def _tensors(self) -> dict[str, Tensor]:
         tensors = checkpoint_tensors(self.parameters, self.optimizer, self.mesh)

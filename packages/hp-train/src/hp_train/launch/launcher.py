@@ -67,8 +67,8 @@ _KEEP_MEMORY = ":".join(
 
 # torch imports the last three by itself at the first use of an optimizer, of a lazy collective and
 # of a checkpoint; every rank would take seconds for each of them, all at the same time.
-_PRELOADED = ("hp_train.launch.zygote", "hp_train.launch.ranks", "hp_train.launch.worker")
-_PRELOADED_FOR_TRAINING = (
+PRELOADED = ("hp_train.launch.zygote", "hp_train.launch.ranks", "hp_train.launch.worker")
+PRELOADED_FOR_TRAINING = (
     "torch._dynamo",
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
@@ -199,8 +199,8 @@ def _start_server(entry: str) -> None:
     os.environ.setdefault("GLIBC_TUNABLES", _KEEP_MEMORY)
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     module = entry.partition(":")[0]
-    needed = _PRELOADED_FOR_TRAINING if module.startswith("hp_train.") else ()
-    multiprocessing.set_forkserver_preload([*_PRELOADED, module, *needed])
+    needed = PRELOADED_FOR_TRAINING if module.startswith("hp_train.") else ()
+    multiprocessing.set_forkserver_preload([*PRELOADED, module, *needed])
     # What is started here inherits blocked signals: the tracker keeps them blocked, the server
     # unblocks them when it is ready to ignore them.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)

@@ -106,10 +106,61 @@ after the first all-to-all with seven of them (NVIDIA/nccl #1685). Fragmentation
 """
 
 
-def _gpu(*, teraflops: float, gigabytes: float, terabytes_per_second: float) -> Machine:
+PEAK_TERAFLOPS: dict[str, dict[str, float]] = {
+    "A100": {"bfloat16": 312, "float32": 19.5, "float64": 19.5},
+    "A800": {"bfloat16": 312, "float32": 19.5},
+    "H100 NVL": {"bfloat16": 835, "float32": 60, "float64": 60},
+    "H100 PCIe": {"bfloat16": 756, "float32": 51, "float64": 51},
+    "H100": {"bfloat16": 989, "float32": 67, "float64": 67},
+    "H800": {"bfloat16": 989},
+    "H200 NVL": {"bfloat16": 835, "float32": 60, "float64": 60},
+    "H200": {"bfloat16": 989, "float32": 67, "float64": 67},
+    "H20": {"bfloat16": 148},
+    "GH200": {"bfloat16": 989, "float32": 67, "float64": 67},
+    "B200": {"bfloat16": 2250, "float32": 75},
+    "GB200": {"bfloat16": 2500, "float32": 80},
+    "T4": {"float32": 8.1, "float64": 0.254},
+    "V100-SXM2": {"float32": 15.7, "float64": 7.8},
+    "V100-SXM3": {"float32": 15.7, "float64": 7.8},
+    "V100-PCIE": {"float32": 14.0, "float64": 7.0},
+    "A10": {"bfloat16": 125, "float32": 31.2},
+    "A40": {"bfloat16": 149.7, "float32": 37.4},
+    "L4": {"bfloat16": 121, "float32": 30.3},
+    "L40": {"bfloat16": 181, "float32": 90.5},
+    "L40S": {"bfloat16": 362, "float32": 91.6},
+    "GeForce RTX 3090": {"bfloat16": 71, "float32": 35.6},
+    "GeForce RTX 4090": {"bfloat16": 165.2, "float32": 82.6},
+    "GeForce RTX 5090": {"bfloat16": 209.5, "float32": 104.8},
+}
+"""Dense peaks of data sheets by words of CUDA's device name and by `train.dtype`.
+
+float32 without TF32, which torch leaves off by default; float64 on tensor cores, where there are
+such. What is not listed is not known: a T4 has no bf16.
+"""
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Operations per second that a data sheet promises; None where that is not known.
+
+    Of several entries the longest counts that is whole words of the name:
+
+    >>> peak_flops("NVIDIA H100 80GB HBM3", "bfloat16"), peak_flops("NVIDIA H100 PCIe", "bfloat16")
+    (989000000000000.0, 756000000000000.0)
+    >>> peak_flops("Tesla T4", "bfloat16") is None
+    True
+    """
+    words = f" {device_name.replace('-', ' ')} "
+    fitting = [name for name in PEAK_TERAFLOPS if f" {name.replace('-', ' ')} " in words]
+    if not fitting or " MIG " in words or " Laptop " in words:
+        return None
+    teraflops = PEAK_TERAFLOPS[max(fitting, key=len)].get(dtype)
+    return None if teraflops is None else teraflops * 1e12
+
+
+def _gpu(device: str, *, gigabytes: float, terabytes_per_second: float) -> Machine:
     """Half of the dense bf16 rate of the data sheet; NVLink; 400 Gb/s per device between nodes."""
     return Machine(
-        flops=0.5 * teraflops * 1e12,
+        flops=0.5 * PEAK_TERAFLOPS[device]["bfloat16"] * 1e12,
         memory=gigabytes * 1e9,
         memory_bandwidth=0.8 * terabytes_per_second * 1e12,
         layer_seconds=2e-4,
@@ -121,11 +172,11 @@ def _gpu(*, teraflops: float, gigabytes: float, terabytes_per_second: float) -> 
 
 
 MACHINES = {
-    "a100": _gpu(teraflops=312, gigabytes=80, terabytes_per_second=2.0).with_values(
+    "a100": _gpu("A100", gigabytes=80, terabytes_per_second=2.0).with_values(
         bandwidth=0.8 * 300e9, node_bandwidth=0.8 * 25e9
     ),
-    "h100": _gpu(teraflops=989, gigabytes=80, terabytes_per_second=3.35),
-    "h200": _gpu(teraflops=989, gigabytes=141, terabytes_per_second=4.8),
+    "h100": _gpu("H100", gigabytes=80, terabytes_per_second=3.35),
+    "h200": _gpu("H200", gigabytes=141, terabytes_per_second=4.8),
     "cpu": Machine(
         flops=2e10,
         memory=8e9,

@@ -6,6 +6,9 @@ from hp_train.config import MOST_EXPERTS, MOST_LAYERS, Config
 from hp_train.schedules import count_stages
 
 _MOST_PROCESSES = 65_536
+_MOST_PROFILED = (
+    16  # of steps and of ranks: a trace of a large model has 100 MB before it is packed
+)
 _MOST_STEPS_OF_STAGES = 1_000_000  # forwards of all stages in one step of training
 
 
@@ -33,3 +36,16 @@ def size_rules(config: Config) -> Iterator[str]:
             f"{count_stages(config)} stages ({forwards} forwards) must be at most "
             f"{_MOST_STEPS_OF_STAGES}"
         )
+    yield from _profile_rules(config)
+
+
+def _profile_rules(config: Config) -> Iterator[str]:
+    """What profiles take is bounded."""
+    train = config.train
+    for key, values in (("profile", train.profile), ("profile_ranks", train.profile_ranks)):
+        if len(values) > _MOST_PROFILED:
+            yield f"train.{key} ({len(values)} of them) must be at most {_MOST_PROFILED}"
+    last = max(train.profile_ranks, default=0)
+    if train.profile and last >= config.world_size:
+        size = config.world_size
+        yield f"train.profile_ranks ({last}) must be below the processes of the mesh ({size})"

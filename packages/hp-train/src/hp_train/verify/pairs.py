@@ -33,6 +33,7 @@ _WITHOUT_EFFECT = (
     "train.eval_batches",
     "train.async_save",
     "train.keep_checkpoints",
+    "train.profile*",
     "train.max_skipped_steps",
     "train.not_finite",
     "train.sample_*",

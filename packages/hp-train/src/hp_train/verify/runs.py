@@ -98,6 +98,11 @@ class Runs:
         self._runs: dict[bytes, Path] = {}
         self._first: Path | None = None
 
+    def adopt(self, config: Config, run_dir: Path) -> None:
+        """Take over what an earlier process has run and recorded; it counts as the first run."""
+        self._runs[msgspec.json.encode(config)] = run_dir / RECORDING
+        self._first = self._first or run_dir
+
     def recording(self, config: Config) -> Path:
         """Run a config, unless it was, and return the directory of its recording.
 
@@ -106,9 +111,7 @@ class Runs:
         """
         key = msgspec.json.encode(config)
         if key not in self._runs:
-            run_dir = self._scratch / f"run-{len(list(self._scratch.glob('run-*'))):04d}"
-            run_dir.mkdir()
-            request_run(run_dir, self._request_of(run_dir))
+            run_dir = self.requested()
             # All read what the first one has made of the text.
             status = run_entry(config, run_dir, entry=ENTRY, data=self._scratch / "data")
             if status:
@@ -116,6 +119,13 @@ class Runs:
                 raise RunFailedError(f"{name} ended with status {status}", status=status)
             self._runs[key] = run_dir / RECORDING
         return self._runs[key]
+
+    def requested(self) -> Path:
+        """Make the directory of a run, with what is asked of its ranks."""
+        run_dir = self._scratch / f"run-{len(list(self._scratch.glob('run-*'))):04d}"
+        run_dir.mkdir()
+        request_run(run_dir, self._request_of(run_dir))
+        return run_dir
 
     def _request_of(self, run_dir: Path) -> Request:
         """See Note [Whose checkpoint]."""

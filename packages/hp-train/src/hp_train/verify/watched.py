@@ -120,7 +120,7 @@ class TrainerJob(Job):
         """Go on from a checkpoint with a trainer that has seen nothing else."""
         old = self.trainer
         old.pipeline.close()
-        worker = replace(old.worker, run_dir=self._source)
+        worker = replace(old.worker, run_dir=self._source, data=old.worker.data_dir)
         self.trainer = self._watch(_Trainer(self.config, worker, old.runtime, old.tokenizer))
         self.trainer.resume()
 

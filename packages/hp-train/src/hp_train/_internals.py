@@ -1,0 +1,23 @@
+# ruff: noqa: SLF001  # the purpose of this module
+"""Every private torch symbol that hp-train itself uses, in one place; others are hp-platform's."""
+
+import torch
+
+
+def record_memory_history(*, most: int) -> None:
+    """Begin to note down allocations of CUDA memory, with Python's stacks.
+
+    Args:
+        most: Kept at once, the latest.
+    """
+    torch.cuda.memory._record_memory_history("all", stacks="python", max_entries=most)
+
+
+def end_memory_history() -> None:
+    """Note down no more, and forget."""
+    torch.cuda.memory._record_memory_history(None)
+
+
+def dump_memory_history(path: str) -> None:
+    """Write what was noted down for the viewer at pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(path)
