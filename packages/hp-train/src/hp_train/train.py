@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hp_expert import take_loads, update_correction_biases
 from hp_platform import Runtime, doing, failing_together, mark_agreed, new_group, shutdown
+from hp_platform.host_reads import arrived
 from hp_schedule import MetaStep, Timeline
 from hp_train.banner import banner
 from hp_train.batches import Batches
@@ -51,6 +52,10 @@ from hp_train.state import (
 )
 from hp_train.tensor_parallel import cross_entropy
 from hp_train.timeouts import Timeouts
+
+
+SQUARES = "squared gradient norms"
+"""What a dry run knows them by, which decide whether gradients are clipped."""
 
 
 def main(config: Config, *, worker: Worker) -> int:
@@ -511,6 +516,7 @@ class Trainer:
         values, memories, squares = vector.cpu().split(
             [len(scalars), len(memory), len(self.norm.sizes)]
         )
+        squares = arrived(squares, purpose=SQUARES)
         return values.tolist(), squares, int(memories.max())
 
     def _tensors(self) -> dict[str, Tensor]:
