@@ -1,4 +1,4 @@
-"""A trace of a dry run is written and read back as it was; what a host reads can be answered for."""
+"""A trace comes back as it was written; what a host reads can be answered for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_trace_comes_back_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["{}", '{"rank": 0, "world_size": 1, "groups": {}}\n["No"]', "["])
 def test_what_is_no_trace_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "trace.jsonl").write_text(text)
-    with pytest.raises(ValueError, match="must be a trace|Expecting"):
+    with pytest.raises(ValueError, match=r"must be a trace|Expecting"):
         Trace.read(tmp_path / "trace.jsonl")
 
 

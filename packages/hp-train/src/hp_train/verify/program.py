@@ -62,9 +62,9 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     def applied_to(self, config: Config) -> Config:
         """The same training with its whole learning-rate schedule in these steps.
 
-        An update multiplies the rounding of a gradient by up to the rate over `adam_eps`, and a bias
-        that starts at zero is no larger than the rate. So `adam_eps` is at least 1e-3: a weight then
-        differs by rounding or by a bug. Moments are compared by themselves.
+        An update multiplies the rounding of a gradient by up to the rate over `adam_eps`, and a
+        bias that starts at zero is no larger than the rate. So `adam_eps` is at least 1e-3: a
+        weight then differs by rounding or by a bug. Moments are compared by themselves.
         """
         train = replace(
             config.train,
