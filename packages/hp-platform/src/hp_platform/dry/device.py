@@ -19,7 +19,7 @@ from hp_platform.dry.operators import Operators
 from hp_platform.dry.storages import Storages
 from hp_platform.dry.trace import Event, Fault, Label, Trace
 from hp_platform.places import current_place
-from hp_platform._internals.dry import is_meta, operator_kernels
+from hp_platform._internals.dry import around_backward, is_meta, operator_kernels
 
 META = torch.device("meta")
 _GROUP_STREAMS = 1000
@@ -29,6 +29,17 @@ _active: list[DryDevice] = []
 def is_dry() -> bool:
     """Whether this process is inside a `DryDevice`."""
     return bool(_active)
+
+
+def active_device() -> DryDevice:
+    """The `DryDevice` that this process is inside.
+
+    Raises:
+        RuntimeError: If there is none.
+    """
+    if not _active:
+        raise RuntimeError("this process must be inside a DryDevice")
+    return _active[-1]
 
 
 class _Thread(threading.local):
@@ -93,6 +104,7 @@ class DryDevice:
             stack.enter_context(operator_kernels(attention.kernels()))
             stack.enter_context(cuda_api.stand_ins(self))
             stack.enter_context(methods.stand_ins(self))
+            stack.enter_context(around_backward(lambda: methods.AskedForMeta(self)))
             stack.enter_context(self.watching())
             self._stack = stack.pop_all()
         return self

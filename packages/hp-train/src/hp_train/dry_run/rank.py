@@ -9,7 +9,8 @@ from torch import Tensor
 
 from hp_expert import ExchangeRead
 from hp_platform import RankInfo, doing, failing_together
-from hp_platform.dry import Trace, active_device
+from hp_platform.dry import active_device
+from hp_platform.dry.trace import Trace
 from hp_platform.host_reads import answering
 from hp_platform.places import current_place
 from hp_train.checkpoint.planners import StrictSavePlanner
