@@ -13,6 +13,7 @@ from hp_platform.dry import active_device
 from hp_platform.dry.trace import Trace
 from hp_platform.host_reads import answering
 from hp_platform.places import current_place
+from hp_schedule.runtime import HeaderRead
 from hp_train.checkpoint.planners import StrictSavePlanner
 from hp_train.config import Config
 from hp_train.data import load_tokenizer
@@ -168,6 +169,8 @@ class _Answers:
             )
             rows = rows_per_rank(slots, purpose.num_tokens, purpose.top_k, purpose.num_ranks)
             return purpose.numbers(slots, rows, like=copy)
+        if isinstance(purpose, HeaderRead):
+            return purpose.numbers(like=copy)
         if purpose == SQUARES:
             return torch.full_like(copy, 1e12)  # so large that gradients are clipped
         return copy
