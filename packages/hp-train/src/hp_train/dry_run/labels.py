@@ -17,23 +17,22 @@ REDUCTION = "gradient reduction"
 """What `hp_train.train.Trainer` does when gradients are complete on every rank."""
 
 
-def add_labels(trace: Trace, *, logits_width: int, sharding: frozenset[str]) -> None:
+def add_labels(trace: Trace, *, logits_width: int = 0) -> None:
     """Append labels to a trace; blocks that have one keep it.
 
     Args:
-        trace: Of hp-train.
-        logits_width: Tokens whose logits this rank computes.
-        sharding: Names of the communicators over which FSDP shards parameters.
+        trace: Of one rank.
+        logits_width: Tokens whose logits this rank computes; 0: not known.
     """
-    found = _Labels(logits_width, sharding)
+    found = _Labels(logits_width)
     for event in trace.events:
         found.see(event)
     trace.events += found.labels()
 
 
 class _Labels:
-    def __init__(self, logits_width: int, sharding: frozenset[str]) -> None:
-        self._logits_width, self._sharding = logits_width, sharding
+    def __init__(self, logits_width: int) -> None:
+        self._logits_width = logits_width
         self._given: dict[int, str] = {}
         self._found: dict[int, str] = {}
         self._alive: dict[int, Allocate] = {}
@@ -50,7 +49,7 @@ class _Labels:
         self._see_reduction(event)
         if isinstance(event, Allocate):
             self._alive[event.block] = event
-            if event.shape and event.shape[-1] == self._logits_width and len(event.shape) > 1:
+            if len(event.shape) > 1 and event.shape[-1] == self._logits_width:
                 self._found.setdefault(event.block, LOGITS)
         elif isinstance(event, Release):
             self._alive.pop(event.block, None)
@@ -69,19 +68,16 @@ class _Labels:
         self._is_reducing = is_reducing
 
     def _see_collective(self, event: Collective) -> None:
-        if event.group in self._sharding:
-            if event.op == "all_gather":
-                self._set(event.writes, GATHERED)
-            elif event.op == "reduce_scatter":
-                self._set((*event.reads, *event.writes), GRADIENTS)
-        elif event.op == "all_to_all":
+        if event.op == "all_to_all":
             self._set((*event.reads, *event.writes), EXCHANGE)
+        elif event.op == "reduce_scatter":
+            if any(self._kind(block) == GRADIENTS for block in event.reads):
+                self._set(event.writes, GRADIENTS)
 
     def _see_launch(self, event: Launch) -> None:
-        if "split_with_sizes_copy" in event.what:
-            if any(self._kind(block) == GATHERED for block in event.reads):
-                self._set(event.writes, GATHERED)
-        elif "chunk_cat" in event.what:
+        if event.what.startswith(("fsdp.all_gather", "fsdp.split_with_sizes")):
+            self._set(event.writes, GATHERED)
+        elif event.what.startswith("fsdp.chunk_cat"):
             self._set((*event.reads, *event.writes), GRADIENTS)
         elif "_to_copy" in event.what and event.reads and event.writes:
             kinds = {self._kind(block) for block in event.reads if block not in event.writes}

@@ -107,13 +107,9 @@ def _train(job: Job, worker: Worker) -> RankReport:
         trainer.train_step()
     with doing(f"step {trainer.step}", "plan of a save"):
         saved = _plan_of_save(trainer)
-    mesh = trainer.mesh
-    sharding = frozenset(
-        mesh.groups[name].group_name for name in ("fsdp", "expert_shard") if mesh.size(name) > 1
-    )
     trainer.close()
-    width = len(vocabulary_of(mesh, vocab_size_of(config, tokenizer)))
-    add_labels(device.trace, logits_width=width, sharding=sharding)
+    width = len(vocabulary_of(trainer.mesh, vocab_size_of(config, tokenizer)))
+    add_labels(device.trace, logits_width=width)
     return RankReport(
         trace=device.trace,
         saved=saved,
