@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed.fsdp  # registers operators
+import torch.nn.attention.varlen  # likewise
 
 from hp_platform.dry.launches import _TABLE, num_kernels
 
@@ -138,9 +140,6 @@ def test_what_is_not_in_place_copies_first() -> None:
 
 
 def test_the_table_names_operators_that_torch_has() -> None:
-    import torch.distributed.fsdp
-    import torch.nn.attention.varlen  # noqa: F401 - they register operators
-
     missing = []
     for name in _TABLE:
         namespace, operator = name.split(".")[:2]
