@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry
 
 Rule = Callable[[Sequence[Any], Mapping[str, Any]], int]
 
@@ -57,6 +58,17 @@ def num_kernels(
     if isinstance(rule, int):
         return rule if rule == 0 or not _all_empty(args) else 0
     return 0 if _all_empty(args) else rule(args, kwargs)
+
+
+def is_silent(func: Any) -> bool:
+    """Whether CUDA launches nothing for an operator, whatever it is given."""
+    return _rule(func) == 0
+
+
+def flops_of(func: Any) -> Callable[..., int] | None:
+    """The function of torch that counts the flops of an operator; None if it has no products."""
+    found: Callable[..., int] | None = flop_registry.get(func.overloadpacket)
+    return found
 
 
 @cache
