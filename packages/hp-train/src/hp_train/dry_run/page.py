@@ -4,7 +4,7 @@ from html import escape
 
 from hp_platform.dry.trace import KINDS
 from hp_train.dry_run.curve import colours, curve_svg
-from hp_train.dry_run.report import problems, verdict
+from hp_train.dry_run.report import about, found_problems, verdict
 from hp_train.dry_run.summary import Summary
 from hp_train.dry_run.tables import Table, tables
 
@@ -26,7 +26,7 @@ p{margin:.3rem 0}
 table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}
 caption{text-align:left;color:#57606a;font-size:.9rem;caption-side:bottom;padding-top:.4rem}
 th,td{padding:.25rem .8rem .25rem 0;text-align:right;vertical-align:top;white-space:nowrap}
-th.word,td.word,tbody th{text-align:left;white-space:normal;overflow-wrap:anywhere;min-width:6rem}
+th.word,td.word{text-align:left;white-space:normal;overflow-wrap:anywhere;min-width:6rem}
 thead th{border-bottom:2px solid #d0d7de;font-weight:600}
 tbody th{font-weight:400}
 tbody tr+tr>*{border-top:1px solid #d0d7de}
@@ -82,12 +82,9 @@ def page(summary: Summary) -> str:
 
 
 def _head(summary: Summary) -> list[str]:
-    layout = f", {summary.layout}" if summary.layout else ""
-    num_classes = len({each.rank for each in summary.ranks})
     fits = bool(summary.ranks) and summary.share(summary.worst) <= 1
-    ranks = f"{summary.world_size:,} ranks in {num_classes:,} classes{layout}, {summary.gpu}"
     return [
-        f"<p>{escape(ranks)}</p>",
+        f"<p>{escape(about(summary))}, {escape(summary.gpu)}</p>",
         f'<p><span class="{"good" if fits else "bad"}">{escape(verdict(summary))}</span></p>',
     ]
 
@@ -101,11 +98,11 @@ def _contents(found: list[Table]) -> list[str]:
 
 
 def _problems(summary: Summary) -> list[str]:
-    found = problems(summary)
-    if not found:
-        return ['<p><span class="good">no problems between ranks or on a device</span></p>']
-    items = "".join(f"<li>{escape(each)}</li>" for each in found)
-    head = f'<h2 id="problems"><span class="bad">{len(found)} problems</span></h2>'
+    found = found_problems(summary)
+    if not summary.problems:
+        return [f'<p><span class="good">{found}</span></p>']
+    items = "".join(f"<li>{escape(each)}</li>" for each in summary.problems)
+    head = f'<h2 id="problems"><span class="bad">{found}</span></h2>'
     return [f'<section aria-labelledby="problems">{head}<ol>{items}</ol></section>']
 
 
@@ -144,7 +141,7 @@ def _row(table: Table, row: tuple[str, ...]) -> str:
     cells = "".join(
         f"<td{_word(table, index)}>{escape(word)}</td>" for index, word in enumerate(others, 1)
     )
-    return f'<tr><th scope="row">{swatch}{escape(first)}</th>{cells}</tr>'
+    return f'<tr><th scope="row"{_word(table, 0)}>{swatch}{escape(first)}</th>{cells}</tr>'
 
 
 def _word(table: Table, index: int) -> str:

@@ -27,22 +27,32 @@ def verdict(summary: Summary) -> str:
     return f"{fits}: {needs}, {share:.0%} of {size(summary.gpu_bytes)}"
 
 
-def problems(summary: Summary) -> list[str]:
-    """What would go wrong: between ranks, and what devices would refuse."""
-    found = list(summary.problems)
-    for each in summary.ranks:
-        found += [f"rank {each.rank}: {fault}" for fault in each.faults]
-    return list(dict.fromkeys(found))
+def about(summary: Summary) -> str:
+    """What was run, in a line."""
+    classes = count(len({each.rank for each in summary.ranks}), "class", "classes")
+    layout = f", {summary.layout}" if summary.layout else ""
+    took = f", in {summary.seconds:.0f} s" if summary.seconds else ""
+    return f"{count(summary.world_size, 'rank', 'ranks')} in {classes}{layout}{took}"
+
+
+def found_problems(summary: Summary) -> str:
+    """How many problems there are."""
+    number = len(summary.problems)
+    if not number:
+        return "no problems between ranks or on a device"
+    return count(number, "problem", "problems")
+
+
+def count(number: int, one: str, several: str) -> str:
+    """A number and what it counts."""
+    return f"{number:,} {one if number == 1 else several}"
 
 
 def _head(summary: Summary) -> Iterator[str]:
-    num_classes = len({each.rank for each in summary.ranks})
-    layout = f", {summary.layout}" if summary.layout else ""
-    yield f"{summary.name}{layout}: {summary.world_size} ranks in {num_classes} classes"
+    yield f"{summary.name}: {about(summary)}"
     yield f"{summary.gpu}: {verdict(summary)}"
-    found = problems(summary)
-    yield f"{len(found)} problems" if found else "no problems between ranks or on a device"
-    yield from (f"  {each}" for each in found)
+    yield found_problems(summary)
+    yield from (f"  {each}" for each in summary.problems)
 
 
 def _printed(table: Table) -> Iterator[str]:

@@ -4,13 +4,29 @@ from collections.abc import Sequence
 
 import msgspec
 
-from hp_platform.dry.trace import Fault, Trace
+from hp_platform.dry.trace import Trace
 from hp_train.dry_run.memory import Memory, Reserved, memory_of
 from hp_train.dry_run.traffic import Traffic, traffic_of
 from hp_train.dry_run.work import Work, work_of
 
 VERSION = 1
 """Of the JSON; another number where a key changed its meaning or went."""
+
+
+class Saved(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank would write of a checkpoint.
+
+    Attributes:
+        file: Its name.
+        num_tensors: That this rank holds, or parts of them.
+        num_bytes: Of these; the host copies them first where a save runs behind the training.
+        own_bytes: Of these, what no other rank holds, and of the rest its share.
+    """
+
+    file: str
+    num_tensors: int
+    num_bytes: int
+    own_bytes: int
 
 
 class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +39,8 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
         memory: Of the device.
         work: Of the device, in one step.
         traffic: With other ranks.
-        faults: What the device would refuse, with the line.
+        num_parameters: Elements of parameters that it has; -1 if nobody counted.
+        saved: What it would write of a checkpoint; None if nobody asked.
     """
 
     rank: int
@@ -32,7 +49,8 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
     memory: Memory
     work: Work
     traffic: Traffic
-    faults: tuple[str, ...] = ()
+    num_parameters: int = -1
+    saved: Saved | None = None
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +65,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         beside: Bytes of each rank that are no tensors, by what they are, such as the context.
         ranks: One for each class of ranks and each routing model.
         problems: What would go wrong between ranks or on a device; none is a proof.
+        seconds: That it took.
         version: Of this form.
     """
 
@@ -58,6 +77,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     beside: dict[str, int]
     ranks: tuple[RankSummary, ...]
     problems: tuple[str, ...] = ()
+    seconds: float = 0.0
     version: int = VERSION
 
     @property
@@ -86,6 +106,8 @@ def summarize(
     stands_for: Sequence[int] = (),
     skew: str = "uniform",
     usage: Reserved | None = None,
+    num_parameters: int = -1,
+    saved: Saved | None = None,
 ) -> RankSummary:
     """Look at what one rank did.
 
@@ -94,8 +116,9 @@ def summarize(
         stands_for: Ranks of its class; none: itself.
         skew: Model of the routing.
         usage: The trace replayed through the caching allocator; None: live bytes alone.
+        num_parameters: Elements of parameters that it has.
+        saved: Plan of a save.
     """
-    faults = (event for event in trace.events if isinstance(event, Fault))
     return RankSummary(
         rank=trace.rank,
         stands_for=tuple(stands_for) or (trace.rank,),
@@ -103,7 +126,8 @@ def summarize(
         memory=memory_of(trace, usage),
         work=work_of(trace),
         traffic=traffic_of(trace),
-        faults=tuple(dict.fromkeys(f"{fault.what} at {fault.at}" for fault in faults)),
+        num_parameters=num_parameters,
+        saved=saved,
     )
 
 

@@ -46,6 +46,7 @@ def tables(summary: Summary) -> list[Table]:
         microbatches(worst),
         waits(worst),
         communicators(worst),
+        saves(summary),
     ]
     return [table for table in found if table.rows]
 
@@ -222,6 +223,25 @@ def communicators(rank: RankSummary) -> Table:
     columns = ("communicator", "ranks", "operation", "times", "bytes", "first of it")
     note = "bytes of the larger of what the rank gives and gets; the JSON lists all of it in order"
     return Table("Between ranks", columns, rows, frozenset({0, 1, 2, 5}), note)
+
+
+def saves(summary: Summary) -> Table:
+    """What each rank would write of a checkpoint."""
+    found = {each.rank: (each.num_parameters, each.saved) for each in summary.ranks}
+    rows = [
+        (
+            str(rank),
+            f"{number:,}" if number >= 0 else "",
+            saved.file,
+            f"{saved.num_tensors:,}",
+            size(saved.num_bytes),
+            size(saved.own_bytes),
+        )
+        for rank, (number, saved) in sorted(found.items())
+        if saved is not None
+    ]
+    columns = ("rank", "parameters", "file", "tensors", "held", "written, about")
+    return Table("A checkpoint", columns, rows[:_MOST_ROWS], frozenset({0, 2}))
 
 
 def when(rank: RankSummary) -> str:
