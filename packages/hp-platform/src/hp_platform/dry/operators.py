@@ -68,13 +68,12 @@ def _describe(func: Any) -> Operator:
     aliases = [each.alias_info for each in schema.returns]
     makes = any(alias is None for alias in aliases)
     base = schema.name
-    is_view = bool(aliases) and not makes and not any(alias.is_write for alias in aliases)
     return Operator(
         name=str(func),
         base=base,
         written=tuple(written),
         makes=makes,
-        is_silent=is_view or base in launches.NO_KERNELS,
+        is_silent=launches.is_silent(func),
         resizes="resize" in base or "set_" in base or func.is_out_variant
         if hasattr(func, "is_out_variant")
         else "resize" in base or "set_" in base or "out" in str(func),
@@ -215,7 +214,7 @@ class Operators(TorchDispatchMode):
                 thread=device.thread_number(),
                 what=op.name,
                 stream=device.thread.stream,
-                num_kernels=launches.num_kernels(op.base, len(on_meta)),
+                num_kernels=launches.num_kernels(func, args, kwargs),
                 num_bytes=num_bytes,
                 flops=flops,
                 reads=tuple(reads),

@@ -1,1 +1,1 @@
-"""The real code of one rank of every class of ranks, on devices that compute nothing: `hp dry-run`."""
+"""`hp dry-run`: the real code of every class of ranks, on devices that compute nothing."""
