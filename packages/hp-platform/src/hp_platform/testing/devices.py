@@ -25,18 +25,16 @@ from torch import Tensor, nn
 
 from hp_platform import _internals
 from hp_platform._internals import FakeTensor, TorchDispatchMode, tree_leaves
+from hp_platform.device_rules import may_mix
 from hp_platform.shared_memory import Channel
 
 STAND_IN = torch.device("cpu", 0)
 """The device that plays the accelerator inside `watch_devices`."""
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
-_COPIES = ("aten::copy_", "aten::_to_copy", "aten::_foreach_copy_")
 _BY_OPTIONS = ("aten::_to_copy", "aten::new_empty_strided")
 """With them torch casts and copies gradients, by the options of a tensor, which say `cpu` for both
 devices; what a program asks `Tensor.to` for does not come there."""
-_INDEXED = ("aten::index.", "aten::index_put", "aten::_index_put_impl")
-_FILLED = ("aten::fill", "aten::masked_fill")
 
 
 @contextmanager
@@ -98,7 +96,7 @@ class _Watch(TorchDispatchMode):
         if any(type(x) not in _PLAIN for x in given):
             return NotImplemented  # DTensor and its like: what they are made of comes here
         devices = [self._places.has(x) for x in given]
-        if len(set(devices)) > 1 and not _may_mix(func, args, self._places.has):
+        if len(set(devices)) > 1 and not may_mix(func, args, self._places.has):
             strangers = [x for x, there in zip(given, devices, strict=True) if not there]
             first = f"{str(strangers[0].dtype).removeprefix('torch.')}{list(strangers[0].shape)}"
             self._places.report(
@@ -114,24 +112,6 @@ class _Watch(TorchDispatchMode):
                 if isinstance(x, Tensor) and id(x.untyped_storage()) not in known:
                     self._places.put(x)
         return out
-
-
-def _may_mix(func: Any, args: Any, is_there: Callable[[Tensor], bool]) -> bool:
-    """Whether CUDA runs an operator although some operands are on the host."""
-    name = func.name()
-    if name.startswith(_COPIES):
-        return True
-    if name.startswith(_INDEXED):  # the list of indices may be anywhere
-        args = (args[0], *args[2:])
-    tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
-    on_host = [x for x in tensors if not is_there(x)]
-    if not on_host:
-        return True
-    takes_scalars = (torch.Tag.pointwise in func.tags and "::_f" not in name) or name.startswith(
-        (*_INDEXED, *_FILLED)
-    )
-    writes_to_host = name.split(".")[0].endswith("_") and on_host[0] is tensors[0]
-    return takes_scalars and not writes_to_host and all(x.dim() == 0 for x in on_host)
 
 
 def _changes(places: _Places) -> Iterator[tuple[Any, str, Any]]:

@@ -1,0 +1,64 @@
+# ruff: noqa: SLF001  # the purpose of this module
+"""The private torch symbols of `hp_platform.dry`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunction
+from torch.utils import _device
+
+__all__ = ["DisableTorchFunction"]
+
+
+def is_meta(x: Tensor) -> bool:
+    """Whether torch keeps `x` on `meta`, whatever `Tensor.is_meta` says meanwhile."""
+    with DisableTorchFunction():
+        on_meta: bool = torch._C.TensorBase.is_meta.__get__(x)
+    return on_meta
+
+
+def raw_device(x: Tensor) -> torch.device:
+    """The device of `x` as torch has it, whatever `Tensor.device` says meanwhile."""
+    with DisableTorchFunction():
+        device: torch.device = torch._C.TensorBase.device.__get__(x)
+    return device
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """A number that no other storage has while this one lives."""
+    key: int = storage._cdata
+    return key
+
+
+def is_fake_mode_active() -> bool:
+    """Whether torch works out shapes with fake tensors on this thread."""
+    key: Any = torch._C._TorchDispatchModeKey.FAKE
+    return torch._C._get_dispatch_mode(key) is not None
+
+
+def default_device() -> torch.device | None:
+    """The device of `with torch.device(...)` or `torch.set_default_device`; None without one."""
+    device: Any = _device.CURRENT_DEVICE
+    return device  # type: ignore[no-any-return]
+
+
+def schema_of(func: Any) -> Any:
+    """The schema of an overload of an operator."""
+    return func._schema
+
+
+@contextmanager
+def operator_kernels(kernels: dict[str, Callable[..., Any]]) -> Iterator[None]:
+    """Let aten operators of meta tensors, that torch composes of others, be these functions."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for name, kernel in kernels.items():
+            library.impl(name, kernel, "AutogradMeta")
+        yield
+    finally:
+        library._destroy()

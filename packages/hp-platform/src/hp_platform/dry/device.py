@@ -1,0 +1,214 @@
+"""`DryDevice`: a GPU that computes nothing, for one rank."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import fields
+from types import TracebackType
+from typing import Any, Self
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from hp_platform.dry import alone, attention, cuda_api, methods, sites
+from hp_platform.dry.gpu import Gpu
+from hp_platform.dry.operators import Operators
+from hp_platform.dry.storages import Storages
+from hp_platform.dry.trace import Event, Fault, Label, Trace
+from hp_platform.places import current_place
+from hp_platform._internals.dry import is_meta, operator_kernels
+
+META = torch.device("meta")
+_GROUP_STREAMS = 1000
+_active: list[DryDevice] = []
+
+
+def is_dry() -> bool:
+    """Whether this process is inside a `DryDevice`."""
+    return bool(_active)
+
+
+class _Thread(threading.local):
+    """What a thread of the host has of its own."""
+
+    number = -1
+    stream = 0  # current one
+    index = 0  # of the current device
+    in_kernel = 0  # torch's own kernels in Python see `meta`
+    asked_meta = False
+    modes: Any = None
+
+
+class DryDevice:
+    """The GPU of one rank, which computes nothing: the code that runs on it, runs for its shapes.
+
+    Inside the context `cuda` is a device, whatever torch is built for: tensors on it have shapes,
+    dtypes and a storage, but no memory, and what happens to them is written into `trace`. Tensors
+    on the CPU stay real. The host reads zeros from the device. Methods of torch's classes are changed
+    meanwhile, so that there is one such context in a process at a time; threads that are started
+    inside are in it too.
+
+    Attributes:
+        trace: What has happened so far.
+        gpu: What it pretends to be.
+        local_rank: On its machine.
+        index: Of the device.
+        on_collective: Is given every operator of `c10d` and its like whose tensors are on the
+            device, with its arguments; returns what the operator does.
+        storages: Memory of the device.
+    """
+
+    def __init__(
+        self, rank: int = 0, world_size: int = 1, *, gpu: Gpu | None = None, local_rank: int = 0
+    ) -> None:
+        """Pretend to be a rank.
+
+        Args:
+            rank: Global rank.
+            world_size: Number of ranks.
+            gpu: By default an H100.
+            local_rank: On its machine.
+        """
+        self.trace = Trace(rank, world_size)
+        self.gpu = gpu or Gpu()
+        self.local_rank, self.index = local_rank, 0
+        self.thread = _Thread()
+        self.storages = Storages(self._emit)
+        self.on_collective: Callable[[Any, Any, Any], Any] = alone.Alone(self)
+        self._num_threads = self._num_events = self._num_works = 0
+        self._group_streams: dict[str, int] = {}
+        self._stack = ExitStack()
+        self._pinned: WeakSet[torch.UntypedStorage] = WeakSet()
+
+    def __enter__(self) -> Self:
+        if _active:
+            raise RuntimeError("this process is inside a DryDevice already")
+        with ExitStack() as stack:
+            _active.append(self)
+            stack.callback(_active.remove, self)
+            stack.callback(self.storages.forget)
+            stack.enter_context(operator_kernels(attention.kernels()))
+            stack.enter_context(cuda_api.stand_ins(self))
+            stack.enter_context(methods.stand_ins(self))
+            stack.enter_context(self.watching())
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def watching(self) -> ExitStack:
+        """Look at the operators of this thread inside the context."""
+        stack = ExitStack()
+        stack.enter_context(methods.AskedForMeta(self))
+        stack.enter_context(Operators(self))
+        return stack
+
+    @property
+    def device(self) -> torch.device:
+        """What tensors of the device say."""
+        return torch.device("cuda", self.index)
+
+    def current_stream(self) -> int:
+        """Number of the stream that work of this thread goes to."""
+        return self.thread.stream
+
+    def stream_of_group(self, name: str) -> int:
+        """Number of the stream of a communicator's own."""
+        return self._group_streams.setdefault(name, _GROUP_STREAMS + len(self._group_streams))
+
+    def new_event(self) -> int:
+        """Return a number for an event."""
+        self._num_events += 1
+        return self._num_events
+
+    def new_work(self) -> int:
+        """Return a number for an operation between ranks."""
+        self._num_works += 1
+        return self._num_works
+
+    def block_of(self, x: Tensor) -> int:
+        """Number of the block of a tensor on the device; -1 if it has none."""
+        block = self.storages.find(x)
+        return -1 if block is None else block.number
+
+    def see(self, x: Tensor, what: str) -> int:
+        """Number of the block of a tensor on the device, made now by `what` if it is not known."""
+        return self.storages.see(x, what, self.thread.stream)
+
+    def run_kernel(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call an operator as torch's own code in Python expects it: tensors say `meta` inside."""
+        thread = self.thread
+        thread.in_kernel += 1
+        try:
+            return func(*args, **kwargs)
+        finally:
+            thread.in_kernel -= 1
+
+    def label(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Say what the memory of tensors is for, one of `trace.KINDS`; others are passed over."""
+        for x in tensors:
+            local = x.to_local() if hasattr(x, "to_local") else x  # of a DTensor
+            if (number := self.block_of(local)) >= 0:
+                self._emit(Label, {"block": number, "kind": kind})
+
+    def emit(self, event: Event) -> None:
+        """Append an event, saying where and by whom it was issued if it does not."""
+        values = {each.name: getattr(event, each.name) for each in fields(event)}
+        where = {name: values.pop(name) for name in ("at", "place", "thread")}
+        self._emit(type(event), values | {name: x for name, x in where.items() if x})
+
+    def fault(self, what: str) -> None:
+        """Note what the device would refuse."""
+        self._emit(Fault, {"what": what})
+
+    def use_index(self, index: int) -> None:
+        """Let `cuda` mean another device of this machine on this thread."""
+        if index >= self.gpu.num_devices or index < 0:
+            raise RuntimeError(
+                f"device index ({index}) must be below num_devices ({self.gpu.num_devices})"
+            )
+        self.thread.index = index
+        if not self.storages.num_allocations:
+            self.index = index
+
+    def check_index(self, asked: torch.device) -> None:
+        """Find memory that is asked for on a device that is not this rank's."""
+        index = self.thread.index if asked.index is None else asked.index
+        if index != self.index and not self.storages.num_allocations:
+            self.index = index
+        if index != self.index:
+            self.fault(f"memory on cuda:{index} of a rank whose device is cuda:{self.index}")
+
+    def pin(self, x: Tensor) -> Tensor:
+        """Take a tensor on the host for one in pinned memory."""
+        self._pinned.add(x.untyped_storage())
+        return x
+
+    def is_pinned(self, x: Tensor) -> bool:
+        """Whether a tensor is on the host, in pinned memory."""
+        return not is_meta(x) and x.untyped_storage() in self._pinned
+
+    def thread_number(self) -> int:
+        """Number of this thread of the host."""
+        thread = self.thread
+        if thread.number < 0:
+            thread.number, self._num_threads = self._num_threads, self._num_threads + 1
+        return thread.number
+
+    def _emit(self, kind: type[Event], values: dict[str, Any]) -> None:
+        values = {
+            "at": sites.here(),
+            "place": current_place(),
+            "thread": self.thread_number(),
+            **values,
+        }
+        self.trace.events.append(kind(**values))
