@@ -1,4 +1,4 @@
-"""The model of routing: exact sums, the Gini coefficient that was asked for, the same everywhere."""
+"""The model of routing: exact sums, the Gini coefficient asked for, the same everywhere."""
 
 import json
 from pathlib import Path

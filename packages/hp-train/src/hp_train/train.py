@@ -54,10 +54,6 @@ from hp_train.tensor_parallel import cross_entropy
 from hp_train.timeouts import Timeouts
 
 
-SQUARES = "squared gradient norms"
-"""What a dry run knows them by, which decide whether gradients are clipped."""
-
-
 def main(config: Config, *, worker: Worker) -> int:
     """Train as one rank of a world that is being started now.
 
@@ -516,7 +512,7 @@ class Trainer:
         values, memories, squares = vector.cpu().split(
             [len(scalars), len(memory), len(self.norm.sizes)]
         )
-        squares = arrived(squares, purpose=SQUARES)
+        squares = arrived(squares, purpose="squared gradient norms")
         return values.tolist(), squares, int(memories.max())
 
     def tensors(self) -> dict[str, Tensor]:

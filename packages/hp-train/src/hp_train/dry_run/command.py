@@ -1,7 +1,6 @@
 """The command ``hp dry-run``. Nothing here imports torch before ranks are to be started."""
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from hp_train.environment import external_world
 from hp_train.errors import ConfigError
 from hp_train.layout import Layout
 from hp_train.numbers import whole
-from hp_train.options import COMMAND_LINE, Resolved, resolve
+from hp_train.options import COMMAND_LINE, resolve
 from hp_train.space import with_keys
 
 FLAGS = (
@@ -100,25 +99,21 @@ def run(options: argparse.Namespace, given: Sequence[tuple[str, object]]) -> int
     resolved = resolve(options.config, given, fit=fit_to(options.gpus))
     require_possible(resolved.config, options.rank)
     skews = [parse_skew(text, resolved.config.model) for text in options.skew or ["uniform"]]
-    # What follows imports torch.
-    from hp_train.dry_run.rehearsal import Rehearsal, rehearse  # noqa: PLC0415
     from hp_train.dry_run.outcome import show  # noqa: PLC0415
+    from hp_train.dry_run.rehearsal import rehearse  # noqa: PLC0415 - imports torch
 
-    rehearsals: list[Rehearsal] = []
+    config = dry_config(resolved.config)
     with tempfile.TemporaryDirectory(prefix="hp-dry-run-") as folder:
-        data = write_data(resolved.config, Path(folder), documents=options.documents)
-        for skew in skews:
-            rehearsals.append(
-                rehearse(
-                    dry_config(resolved.config),
-                    skew,
-                    data=data,
-                    steps=options.steps,
-                    apart=options.rank,
-                    gpus_per_node=options.gpus_per_node,
-                )
-            )
-    return show(rehearsals, options)
+        found = rehearse(
+            config,
+            skews,
+            name=resolved.name,
+            data=write_data(config, Path(folder), documents=options.documents),
+            steps=options.steps,
+            apart=options.rank,
+            gpus_per_node=options.gpus_per_node,
+        )
+    return show(*found, options)
 
 
 def run_script(
@@ -143,13 +138,13 @@ def run_script(
     if not Path(script[0]).is_file():
         raise ConfigError(f"-- {script[0]} must be a Python script")
     num_ranks = options.gpus or 1
-    from hp_train.dry_run.outcome import show  # noqa: PLC0415 - imports torch
-    from hp_train.dry_run.script import rehearse_script  # noqa: PLC0415 - likewise
+    from hp_train.dry_run.outcome import show  # noqa: PLC0415
+    from hp_train.dry_run.script import rehearse_script  # noqa: PLC0415 - imports torch
 
-    rehearsal = rehearse_script(
+    found = rehearse_script(
         script, num_ranks=num_ranks, ranks=options.rank, gpus_per_node=options.gpus_per_node
     )
-    return show([rehearsal], options)
+    return show(*found, options)
 
 
 def fit_to(gpus: int | None) -> Callable[[Config, Mapping[str, str]], Mapping[str, object]]:
@@ -214,8 +209,9 @@ def require_possible(config: Config, ranks: Sequence[int]) -> None:
         )
     for rank in ranks:
         if rank >= config.world_size:
-            raise ConfigError(f"--rank ({rank}) must be below the number of ranks "
-                              f"({config.world_size})")
+            raise ConfigError(
+                f"--rank ({rank}) must be below the number of ranks ({config.world_size})"
+            )
 
 
 def dry_config(config: Config) -> Config:

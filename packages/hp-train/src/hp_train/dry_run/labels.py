@@ -1,10 +1,10 @@
 """What device memory is for, as far as a trace itself tells. No torch.
 
 Parameters and the state of the optimizer are labelled where they are made (`hp_train.dry_run.rank`).
-The rest follows from what is done with a block: what FSDP gathers into, what gradients are laid side
-by side from, what an exchange reads or writes, what is cast from a parameter. What is alive when
-gradients are about to be summed over copies, and is nothing else, is a gradient. Logits are known by
-their width.
+The rest follows from what is done with a block: what FSDP gathers into, what gradients are laid
+side by side from, what an exchange reads or writes, what is cast from a parameter. What is alive
+when gradients are about to be summed over copies, and is nothing else, is a gradient. Logits are
+known by their width.
 """
 
 from collections.abc import Iterator
@@ -70,9 +70,10 @@ class _Labels:
     def _see_collective(self, event: Collective) -> None:
         if event.op == "all_to_all":
             self._set((*event.reads, *event.writes), EXCHANGE)
-        elif event.op == "reduce_scatter":
-            if any(self._kind(block) == GRADIENTS for block in event.reads):
-                self._set(event.writes, GRADIENTS)
+        elif event.op == "reduce_scatter" and any(
+            self._kind(block) == GRADIENTS for block in event.reads
+        ):
+            self._set(event.writes, GRADIENTS)
 
     def _see_launch(self, event: Launch) -> None:
         if event.what.startswith(("fsdp.all_gather", "fsdp.split_with_sizes")):

@@ -40,9 +40,7 @@ def document_lengths(seq_len: int, num_documents: int) -> list[int]:
     return lengths
 
 
-def write_tokens(
-    folder: Path, tokenizer: Tokenizer, *, seq_len: int, num_documents: int
-) -> None:
+def write_tokens(folder: Path, tokenizer: Tokenizer, *, seq_len: int, num_documents: int) -> None:
     """Write both splits into an empty folder.
 
     Args:

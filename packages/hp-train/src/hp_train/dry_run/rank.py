@@ -4,27 +4,23 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from hp_expert import ExchangeRead
 from hp_platform import RankInfo, doing, failing_together
-from hp_platform.dry import active_device
-from hp_platform.dry.trace import Trace
+from hp_platform.dry import active_device, check_streams, replay
+from hp_platform.dry.trace import Fault, Trace
 from hp_platform.host_reads import answering
-from hp_platform.places import current_place
-from hp_schedule.runtime import HeaderRead
 from hp_train.checkpoint.planners import StrictSavePlanner
 from hp_train.config import Config
 from hp_train.data import load_tokenizer
-from hp_train.dry_run.labels import add_labels
-from hp_train.dry_run.routing import ALL_LAYERS, Skew, rows_per_rank
+from hp_train.dry_run.answers import Answers
+from hp_train.dry_run.labels import PARAMETERS, add_labels
+from hp_train.dry_run.routing import Skew
+from hp_train.dry_run.summary import RankSummary, Saved, summarize
 from hp_train.launch.board import Board
 from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
 from hp_train.parallelize import vocabulary_of
 from hp_train.startup import connect, vocab_size_of
-from hp_train.train import SQUARES, Trainer
+from hp_train.train import Trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,35 +41,20 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """What a rank would write of a checkpoint.
-
-    Attributes:
-        file: Its name.
-        num_tensors: That this rank holds, or parts of them.
-        num_bytes: Of these; the host copies all of them first where a save runs behind the training.
-        own_bytes: Of these, what no other rank holds, and of the rest its share.
-    """
-
-    file: str
-    num_tensors: int
-    num_bytes: int
-    own_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
     """What a rank did.
 
     Attributes:
         trace: With labels.
-        saved: Plan of a save.
-        num_parameters: Elements of parameters that are here.
+        summary: Of it.
+        problems: What the device would refuse, a line each.
+        stopped: Where a script ended before its end; empty: it did not.
     """
 
     trace: Trace
-    saved: Saved
-    num_parameters: int
+    summary: RankSummary
+    problems: tuple[str, ...]
+    stopped: str = ""
 
 
 def run_rank(job: Job) -> RankReport:
@@ -88,7 +69,7 @@ def run_rank(job: Job) -> RankReport:
             stop=StopFlag(),
             data=job.data,
         )
-        with answering(_Answers(job.skew)), failing_together(everything=True):
+        with answering(Answers(job.skew)), failing_together(everything=True):
             return _train(job, worker)
 
 
@@ -99,22 +80,53 @@ def _train(job: Job, worker: Worker) -> RankReport:
     with doing("build"):
         trainer = Trainer(config, worker, runtime, tokenizer)
     modules = list(trainer.pipeline.modules.values())
-    device.label((p.local for p in trainer.parameters), "parameters")
-    device.label((t for module in modules for t in module.parameters()), "parameters")
+    device.label((p.local for p in trainer.parameters), PARAMETERS)
+    device.label((t for module in modules for t in module.parameters()), PARAMETERS)
     states = trainer.optimizer.state.values()
     device.label((t for state in states for t in state.values()), "optimizer")
     for _ in range(job.steps):
         trainer.train_step()
-    with doing(f"step {trainer.step}", "plan of a save"):
+    with doing("plan of a save"):
         saved = _plan_of_save(trainer)
     trainer.close()
     width = len(vocabulary_of(trainer.mesh, vocab_size_of(config, tokenizer)))
     add_labels(device.trace, logits_width=width)
-    return RankReport(
-        trace=device.trace,
-        saved=saved,
+    return report_of(
+        device.trace,
+        skew=job.skew.name,
         num_parameters=sum(p.local.numel() for p in trainer.parameters),
+        saved=saved,
     )
+
+
+def report_of(
+    trace: Trace,
+    *,
+    skew: str = "",
+    num_parameters: int = -1,
+    saved: Saved | None = None,
+    stopped: str = "",
+) -> RankReport:
+    """Look at what a rank did.
+
+    Args:
+        trace: With labels.
+        skew: Of the routing.
+        num_parameters: Elements of parameters that are here.
+        saved: Plan of a save.
+        stopped: As the attribute.
+    """
+    summary = summarize(
+        trace, skew=skew, usage=replay(trace), num_parameters=num_parameters, saved=saved
+    )
+    faults = (
+        f"rank {trace.rank}: {event.place}: {event.at}: {event.what}"
+        for event in trace
+        if isinstance(event, Fault)
+    )
+    hazards = (f"rank {trace.rank}: {hazard}" for hazard in check_streams(trace))
+    problems = tuple(dict.fromkeys((*faults, *hazards)))
+    return RankReport(trace=trace, summary=summary, problems=problems, stopped=stopped)
 
 
 def _plan_of_save(trainer: Trainer) -> Saved:
@@ -146,34 +158,3 @@ def _holders(trainer: Trainer, replicas: tuple[str, ...]) -> int:
     for group in replicas:
         number *= trainer.mesh.size(group)
     return number
-
-
-class _Answers:
-    """What the host reads of the device; see `hp_platform.host_reads`."""
-
-    def __init__(self, skew: Skew) -> None:
-        self._skew = skew
-
-    def __call__(self, copy: Tensor, purpose: object) -> Tensor:
-        if isinstance(purpose, ExchangeRead):
-            slots = self._skew.slots(
-                _layer(),
-                num_tokens=purpose.num_tokens,
-                top_k=purpose.top_k,
-                num_experts=purpose.num_experts,
-                num_ranks=purpose.num_ranks,
-            )
-            rows = rows_per_rank(slots, purpose.num_tokens, purpose.top_k, purpose.num_ranks)
-            return purpose.numbers(slots, rows, like=copy)
-        if isinstance(purpose, HeaderRead):
-            return purpose.numbers(like=copy)
-        if purpose == SQUARES:
-            return torch.full_like(copy, 1e12)  # so large that gradients are clipped
-        return copy
-
-
-def _layer() -> str:
-    """Name of the layer that this thread computes."""
-    words = current_place().split(", ")
-    names = (word for word in reversed(words) if word.startswith(("layers.", "mtp.")))
-    return next(names, ALL_LAYERS)

@@ -1,64 +1,50 @@
 """A dry run: one process for each class of ranks, and what their traces prove for all of them."""
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from hp_platform.dry import check_streams, prove, run_ranks
-from hp_platform.dry.trace import Fault, Trace
+from msgspec.structs import replace
+
+from hp_platform.dry import Gpu, prove, run_ranks
+from hp_platform.dry.trace import Trace
 from hp_train.config import Config
 from hp_train.data import load_tokenizer
 from hp_train.dry_run.classes import classes_of
 from hp_train.dry_run.rank import Job, RankReport, run_rank
 from hp_train.dry_run.routing import Skew
+from hp_train.dry_run.summary import Summary
 from hp_train.layout import Layout
 from hp_train.startup import vocab_size_of
 
-_SECONDS = 3600.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rehearsal:
-    """What came of a dry run.
-
-    Attributes:
-        title: What was run.
-        skew: What experts were taken to get.
-        classes: Ranks that each process stands for, by its rank.
-        reports: Of each process of a trainer, by rank.
-        traces: Of each process, by rank.
-        problems: Why a run would fail, a line each; none is a proof that the ranks fit together.
-        seconds: It took.
-    """
-
-    title: str
-    skew: str
-    classes: Mapping[int, tuple[int, ...]]
-    traces: Mapping[int, Trace]
-    reports: Mapping[int, RankReport] = field(default_factory=dict)
-    problems: Sequence[str] = ()
-    seconds: float = 0.0
+SECONDS = 3600.0
+"""That a dry run may take."""
 
 
 def rehearse(
     config: Config,
-    skew: Skew,
+    skews: Sequence[Skew],
     *,
+    name: str,
     data: Path,
     steps: int = 2,
     apart: Sequence[int] = (),
     gpus_per_node: int = 8,
-) -> Rehearsal:
-    """Run the trainer as one rank of every class.
+) -> tuple[Summary, list[Trace]]:
+    """Run the trainer as one rank of every class, once for each model of the routing.
 
     Args:
         config: See `hp_train.dry_run.command.dry_config`.
-        skew: Decides what experts get.
+        skews: Decide what experts get.
+        name: Of the config.
         data: Folder with tokens.
         steps: Updates of the weights.
         apart: Ranks that get a process of their own.
         gpus_per_node: Devices of a machine.
+
+    Returns:
+        What was found, and what the ranks did under the first of the models.
 
     Raises:
         hp_train.errors.HpError: What the trainer refuses.
@@ -66,38 +52,81 @@ def rehearse(
     """
     began = time.monotonic()
     vocab_size = vocab_size_of(config, load_tokenizer(config.data.tokenizer))
-    classes = classes_of(config, skew, vocab_size=vocab_size, apart=apart)
-    job = Job(config=config, skew=skew, data=data, steps=steps)
-    reports = run_ranks(
-        run_rank,
-        job,
-        world_size=config.world_size,
-        representatives=classes,
-        timeout=_SECONDS,
-        local_world_size=gpus_per_node,
-    )
-    traces = {rank: report.trace for rank, report in reports.items()}
-    return Rehearsal(
-        title=f"{Layout.of(config.mesh)}, {config.pipeline.schedule}",
-        skew=skew.name,
-        classes=classes,
-        reports=reports,
-        traces=traces,
-        problems=problems_of(traces, classes),
+    found: list[Summary] = []
+    traces: list[Trace] = []
+    for skew in skews:
+        classes = classes_of(config, skew, vocab_size=vocab_size, apart=apart)
+        job = Job(config=config, skew=skew, data=data, steps=steps)
+        reports = run_classes(run_rank, job, classes=classes, gpus_per_node=gpus_per_node)
+        layout = f"{Layout.of(config.mesh)}, {config.pipeline.schedule}"
+        found.append(summary_of(reports, classes, name=name, layout=layout))
+        traces = traces or [report.trace for report in reports]
+    whole = replace(
+        found[0],
+        ranks=tuple(rank for each in found for rank in each.ranks),
+        problems=tuple(dict.fromkeys(line for each in found for line in each.problems)),
         seconds=time.monotonic() - began,
     )
+    return whole, traces
 
 
-def problems_of(
-    traces: Mapping[int, Trace], classes: Mapping[int, tuple[int, ...]]
-) -> list[str]:
-    """Why ranks would not fit together, or a device refuse what it is given; one line each."""
-    found = [str(problem) for problem in prove(traces, classes)]
-    for rank, trace in traces.items():
-        found += [f"rank {rank}: {problem}" for problem in check_streams(trace)]
-        found += [
-            f"rank {rank}: {event.place}: {event.at}: {event.what}"
-            for event in trace
-            if isinstance(event, Fault)
-        ]
-    return list(dict.fromkeys(found))
+def run_classes(
+    function: Callable[..., RankReport],
+    *args: Any,
+    classes: Mapping[int, Sequence[int]],
+    gpus_per_node: int,
+) -> list[RankReport]:
+    """Call a function in a process for each class, each a rank of a dry world.
+
+    Args:
+        function: Of a module.
+        *args: Its arguments.
+        classes: Ranks that each process stands for, by its rank.
+        gpus_per_node: Devices of a machine.
+    """
+    world_size = sum(map(len, classes.values()))
+    reports = run_ranks(
+        function,
+        *args,
+        world_size=world_size,
+        representatives=classes,
+        timeout=SECONDS,
+        local_world_size=min(gpus_per_node, world_size),
+    )
+    return [reports[rank] for rank in sorted(reports)]
+
+
+def summary_of(
+    reports: Sequence[RankReport],
+    classes: Mapping[int, Sequence[int]],
+    *,
+    name: str,
+    layout: str = "",
+) -> Summary:
+    """Put together what the processes did, for all ranks.
+
+    Args:
+        reports: Of each process.
+        classes: Ranks that each stands for.
+        name: Of what was run.
+        layout: In words.
+    """
+    gpu = Gpu()
+    traces = [report.trace for report in reports]
+    stopped = [
+        f"rank {each.trace.rank} stopped: {each.stopped}" for each in reports if each.stopped
+    ]
+    own = [line for report in reports for line in report.problems]
+    between = [str(problem) for problem in prove(traces, classes)]
+    return Summary(
+        name=name,
+        layout=layout,
+        world_size=traces[0].world_size,
+        gpu=gpu.name,
+        gpu_bytes=gpu.memory_bytes,
+        beside={},
+        ranks=tuple(
+            replace(each.summary, stands_for=tuple(classes[each.trace.rank])) for each in reports
+        ),
+        problems=(*stopped, *between, *own),
+    )

@@ -1,4 +1,4 @@
-"""How many slots each expert gets, where no router has run: a model, the same on all ranks. No torch.
+"""How many slots each expert gets where no router runs: a model, the same on all ranks. No torch.
 
 Shape symbols: T tokens of a rank, K experts per token, E experts, W ranks that share them.
 """
@@ -110,7 +110,7 @@ def rounded(shares: tuple[float, ...], total: int, *, most: int) -> tuple[int, .
 
 @lru_cache(maxsize=256)
 def unequal(wanted: float, count: int, *, most: float) -> tuple[float, ...]:
-    """Shares of sum 1 with a Gini coefficient, none above `most`, in an order that is always the same.
+    """Shares of sum 1 with a Gini coefficient, none above `most`, always in the same order.
 
     A Lorenz curve x ** power, whose power is searched for.
     """
