@@ -91,6 +91,10 @@ def _main(argv: Sequence[str]) -> int:
         given.append(("data.paths", options.data))
     if options.resume is not None:
         given.append(("run.resume", options.resume))
+    return _with_config(options, given)
+
+
+def _with_config(options: argparse.Namespace, given: list[tuple[str, object]]) -> int:
     if options.command == "dry-run":
         return dry_run.run(options, given)
     resolved = resolve(options.config, given)

@@ -1,8 +1,8 @@
 """Which ranks run the same program: one of them stands for all. Arithmetic alone, no torch.
 
-Ranks differ by what they hold and by what is asked of them: the stages of the pipeline, the sizes of
-their parts of parameters, whether they speak for a parameter that others have too, their part of a
-sequence in a ring, the rows that experts get. All else is the same code with the same shapes.
+Ranks differ by what they hold and by what is asked of them: the stages of the pipeline, the sizes
+of their parts of parameters, whether they speak for a parameter that others have too, their part of
+a sequence in a ring, the rows that experts get. All else is the same code with the same shapes.
 """
 
 from collections.abc import Hashable, Sequence

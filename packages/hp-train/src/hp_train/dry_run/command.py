@@ -94,7 +94,7 @@ def run(options: argparse.Namespace, given: Sequence[tuple[str, object]]) -> int
 
     Raises:
         ConfigError: When it cannot be rehearsed.
-        DryRunError: When a run would fail.
+        RehearsalError: When a run would fail.
     """
     resolved = resolve(options.config, given, fit=fit_to(options.gpus))
     require_possible(resolved.config, options.rank)
@@ -131,7 +131,7 @@ def run_script(
 
     Raises:
         ConfigError: When it cannot be rehearsed.
-        DryRunError: When a run would fail.
+        RehearsalError: When a run would fail.
     """
     if given or options.config:
         raise ConfigError(f"-- {script[0]} takes the place of a config: give neither that nor keys")

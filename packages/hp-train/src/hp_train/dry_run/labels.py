@@ -1,6 +1,6 @@
 """What device memory is for, as far as a trace itself tells. No torch.
 
-Parameters and the state of the optimizer are labelled where they are made (`hp_train.dry_run.rank`).
+Parameters and the optimizer's state are labelled where they are made (`hp_train.dry_run.rank`).
 The rest follows from what is done with a block: what FSDP gathers into, what gradients are laid
 side by side from, what an exchange reads or writes, what is cast from a parameter. What is alive
 when gradients are about to be summed over copies, and is nothing else, is a gradient. Logits are

@@ -10,7 +10,7 @@ from hp_train.dry_run.curve import curve_svg
 from hp_train.dry_run.page import page
 from hp_train.dry_run.report import report
 from hp_train.dry_run.summary import Summary, to_json
-from hp_train.errors import ConfigError, DryRunError
+from hp_train.errors import ConfigError, RehearsalError
 
 
 def show(summary: Summary, traces: Sequence[Trace], options: argparse.Namespace) -> int:
@@ -26,7 +26,7 @@ def show(summary: Summary, traces: Sequence[Trace], options: argparse.Namespace)
 
     Raises:
         ConfigError: When a file cannot be written.
-        DryRunError: When something is wrong; it was printed.
+        RehearsalError: When something is wrong; it was printed.
     """
     text = to_json(summary).decode() if options.json else "\n".join(report(summary))
     sys.stdout.write(text + "\n")
@@ -49,7 +49,7 @@ def show(summary: Summary, traces: Sequence[Trace], options: argparse.Namespace)
     if summary.problems:
         number = len(summary.problems)
         several = f"{number} problems, first" if number > 1 else "a problem"
-        raise DryRunError(f"{several}: {summary.problems[0]}")
+        raise RehearsalError(f"{several}: {summary.problems[0]}")
     return 0
 
 

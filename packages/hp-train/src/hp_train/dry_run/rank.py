@@ -3,6 +3,9 @@
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from hp_platform import RankInfo, doing, failing_together
 from hp_platform.dry import active_device, check_streams, replay
@@ -40,25 +43,22 @@ class Job:
     steps: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankReport:
-    """What a rank did.
+class RankReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank did, besides its trace.
 
     Attributes:
-        trace: With labels.
-        summary: Of it.
+        summary: Of its trace.
         problems: What the device would refuse, a line each.
         stopped: Where a script ended before its end; empty: it did not.
     """
 
-    trace: Trace
     summary: RankSummary
     problems: tuple[str, ...]
     stopped: str = ""
 
 
-def run_rank(job: Job) -> RankReport:
-    """Train for some steps as one rank; inside a `DryDevice`, in a dry world."""
+def run_rank(job: Job) -> Any:
+    """Train for some steps as one rank of a dry world; returns a `RankReport` as plain values."""
     info = RankInfo.from_env()
     assert info is not None, "a dry world sets RANK"
     with tempfile.TemporaryDirectory(prefix="hp-dry-") as folder:
@@ -73,7 +73,7 @@ def run_rank(job: Job) -> RankReport:
             return _train(job, worker)
 
 
-def _train(job: Job, worker: Worker) -> RankReport:
+def _train(job: Job, worker: Worker) -> Any:
     config, device = job.config, active_device()
     runtime = connect(config, worker)
     tokenizer = load_tokenizer(config.data.tokenizer)
@@ -106,8 +106,8 @@ def report_of(
     num_parameters: int = -1,
     saved: Saved | None = None,
     stopped: str = "",
-) -> RankReport:
-    """Look at what a rank did.
+) -> Any:
+    """Look at what a rank did; returns a `RankReport` as plain values.
 
     Args:
         trace: With labels.
@@ -126,7 +126,8 @@ def report_of(
     )
     hazards = (f"rank {trace.rank}: {hazard}" for hazard in check_streams(trace))
     problems = tuple(dict.fromkeys((*faults, *hazards)))
-    return RankReport(trace=trace, summary=summary, problems=problems, stopped=stopped)
+    report = RankReport(summary=summary, problems=problems, stopped=stopped)
+    return msgspec.to_builtins(report)
 
 
 def _plan_of_save(trainer: Trainer) -> Saved:

@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
-from hp_platform.dry import Gpu, prove, run_ranks
+from hp_platform.dry import DryRun, DryRunError, Gpu, prove, run_ranks
 from hp_platform.dry.trace import Trace
 from hp_train.config import Config
 from hp_train.data import load_tokenizer
@@ -15,6 +16,7 @@ from hp_train.dry_run.classes import classes_of
 from hp_train.dry_run.rank import Job, RankReport, run_rank
 from hp_train.dry_run.routing import Skew
 from hp_train.dry_run.summary import Summary
+from hp_train.errors import RehearsalError
 from hp_train.layout import Layout
 from hp_train.startup import vocab_size_of
 
@@ -47,8 +49,7 @@ def rehearse(
         What was found, and what the ranks did under the first of the models.
 
     Raises:
-        hp_train.errors.HpError: What the trainer refuses.
-        RuntimeError: When a rank fails.
+        RehearsalError: When a rank fails, or waits for what never comes.
     """
     began = time.monotonic()
     vocab_size = vocab_size_of(config, load_tokenizer(config.data.tokenizer))
@@ -57,10 +58,10 @@ def rehearse(
     for skew in skews:
         classes = classes_of(config, skew, vocab_size=vocab_size, apart=apart)
         job = Job(config=config, skew=skew, data=data, steps=steps)
-        reports = run_classes(run_rank, job, classes=classes, gpus_per_node=gpus_per_node)
+        run = run_classes(run_rank, job, classes=classes, gpus_per_node=gpus_per_node)
         layout = f"{Layout.of(config.mesh)}, {config.pipeline.schedule}"
-        found.append(summary_of(reports, classes, name=name, layout=layout))
-        traces = traces or [report.trace for report in reports]
+        found.append(summary_of(run, classes, name=name, layout=layout))
+        traces = traces or list(run.traces.values())
     whole = replace(
         found[0],
         ranks=tuple(rank for each in found for rank in each.ranks),
@@ -71,11 +72,11 @@ def rehearse(
 
 
 def run_classes(
-    function: Callable[..., RankReport],
+    function: Callable[..., Any],
     *args: Any,
     classes: Mapping[int, Sequence[int]],
     gpus_per_node: int,
-) -> list[RankReport]:
+) -> DryRun:
     """Call a function in a process for each class, each a rank of a dry world.
 
     Args:
@@ -83,21 +84,26 @@ def run_classes(
         *args: Its arguments.
         classes: Ranks that each process stands for, by its rank.
         gpus_per_node: Devices of a machine.
+
+    Raises:
+        RehearsalError: When a rank fails, or waits for what never comes.
     """
     world_size = sum(map(len, classes.values()))
-    reports = run_ranks(
-        function,
-        *args,
-        world_size=world_size,
-        representatives=classes,
-        timeout=SECONDS,
-        local_world_size=min(gpus_per_node, world_size),
-    )
-    return [reports[rank] for rank in sorted(reports)]
+    try:
+        return run_ranks(
+            function,
+            *args,
+            world_size=world_size,
+            representatives=classes,
+            timeout=SECONDS,
+            local_world_size=min(gpus_per_node, world_size),
+        )
+    except DryRunError as error:
+        raise RehearsalError(str(error).partition("\n")[0]) from error
 
 
 def summary_of(
-    reports: Sequence[RankReport],
+    run: DryRun,
     classes: Mapping[int, Sequence[int]],
     *,
     name: str,
@@ -106,27 +112,25 @@ def summary_of(
     """Put together what the processes did, for all ranks.
 
     Args:
-        reports: Of each process.
+        run: The traces of all processes, and a `RankReport` of each.
         classes: Ranks that each stands for.
         name: Of what was run.
         layout: In words.
     """
     gpu = Gpu()
-    traces = [report.trace for report in reports]
-    stopped = [
-        f"rank {each.trace.rank} stopped: {each.stopped}" for each in reports if each.stopped
-    ]
+    reports = [msgspec.convert(result, RankReport) for result in run.results.values()]
+    stopped = [f"rank {r.summary.rank} stopped {r.stopped}" for r in reports if r.stopped]
     own = [line for report in reports for line in report.problems]
-    between = [str(problem) for problem in prove(traces, classes)]
+    between = [str(problem) for problem in prove(run.traces, classes)]
     return Summary(
         name=name,
         layout=layout,
-        world_size=traces[0].world_size,
+        world_size=sum(map(len, classes.values())),
         gpu=gpu.name,
         gpu_bytes=gpu.memory_bytes,
         beside={},
         ranks=tuple(
-            replace(each.summary, stands_for=tuple(classes[each.trace.rank])) for each in reports
+            replace(each.summary, stands_for=tuple(classes[each.summary.rank])) for each in reports
         ),
         problems=(*stopped, *between, *own),
     )

@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -17,7 +18,7 @@ from hp_platform.dry.trace import Trace
 from hp_platform.host_reads import answering
 from hp_train.dry_run.answers import Answers
 from hp_train.dry_run.labels import GRADIENTS, PARAMETERS, add_labels
-from hp_train.dry_run.rank import RankReport, report_of
+from hp_train.dry_run.rank import report_of
 from hp_train.dry_run.rehearsal import run_classes, summary_of
 from hp_train.dry_run.routing import Skew
 from hp_train.dry_run.summary import Summary
@@ -53,12 +54,12 @@ def rehearse_script(
     others = tuple(rank for rank in range(num_ranks) if rank not in named)
     classes = {rank: (rank,) for rank in named}
     classes[named[0]] = tuple(sorted((named[0], *others)))
-    reports = run_classes(_run, list(command), classes=classes, gpus_per_node=gpus_per_node)
-    summary = summary_of(reports, classes, name=Path(command[0]).name)
-    return replace(summary, seconds=time.monotonic() - began), [r.trace for r in reports]
+    run = run_classes(_run, list(command), classes=classes, gpus_per_node=gpus_per_node)
+    summary = summary_of(run, classes, name=Path(command[0]).name)
+    return replace(summary, seconds=time.monotonic() - began), list(run.traces.values())
 
 
-def _run(command: list[str]) -> RankReport:
+def _run(command: list[str]) -> Any:
     """Be one rank of the script."""
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).resolve().parent))
