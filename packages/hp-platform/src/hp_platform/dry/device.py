@@ -32,13 +32,13 @@ def is_dry() -> bool:
 
 
 def active_device() -> DryDevice:
-    """The `DryDevice` that this process is inside.
+    """The `DryDevice` that this process is inside of.
 
     Raises:
         RuntimeError: If there is none.
     """
     if not _active:
-        raise RuntimeError("this process must be inside a DryDevice")
+        raise RuntimeError("this process is in no DryDevice")
     return _active[-1]
 
 
