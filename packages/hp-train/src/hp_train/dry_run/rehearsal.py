@@ -121,7 +121,7 @@ def summary_of(
     reports = [msgspec.convert(result, RankReport) for result in run.results.values()]
     stopped = [f"rank {r.summary.rank} stopped {r.stopped}" for r in reports if r.stopped]
     own = [line for report in reports for line in report.problems]
-    between = [str(problem) for problem in prove(run.traces, classes)]
+    between = [str(problem) for problem in prove(run.traces, classes=classes)]
     return Summary(
         name=name,
         layout=layout,
