@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from torch import Tensor
 from torch._C import DisableTorchFunction
 from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
-__all__ = ["DisableTorchFunction"]
+__all__ = ["DisableTorchFunction", "tree_map_only"]
 
 
 class DispatchMode(TorchDispatchMode):
@@ -56,29 +57,21 @@ def default_device() -> torch.device | None:
     return device  # type: ignore[no-any-return]
 
 
+def wrapper_maker() -> Callable[..., Any]:
+    """What makes tensors that wrap others, such as those whose collective is under way."""
+    maker: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+    return maker
+
+
+def grouping() -> tuple[Any, str, Callable[..., Any]]:
+    """What sorts tensors by device for optimizers: its module, its name, and itself."""
+    name = "_group_tensors_by_device_and_dtype"
+    return torch._C, name, torch._C._group_tensors_by_device_and_dtype
+
+
 def schema_of(func: Any) -> Any:
     """The schema of an overload of an operator."""
     return func._schema
-
-
-@contextmanager
-def around_backward(entered: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Let every run of the autograd engine happen inside a context.
-
-    `Tensor.backward` is Python that torch calls without the function mode it went through.
-    """
-    plain: Any = torch.autograd._engine_run_backward
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with entered():
-            return plain(*args, **kwargs)
-
-    module: Any = torch.autograd
-    module._engine_run_backward = run
-    try:
-        yield
-    finally:
-        module._engine_run_backward = plain
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from hp_platform._internals.dry import (
     is_fake_mode_active,
     is_meta,
     schema_of,
+    tree_map_only,
 )
 from hp_platform.device_rules import may_mix
 from hp_platform.dry import launches
@@ -153,9 +154,7 @@ class Operators(DispatchMode):
             self._made(op, out)
             return out
         if len(dry) < num_given and dry and not may_mix(func, args, is_meta):
-            _report_two_devices(device, op.name, args, kwargs)
-        if kwargs.get("generator") is not None:
-            device.check_generator(kwargs["generator"], op.name)
+            args, kwargs = _all_on_device(device, op.name, args, kwargs)
         if op.stand_in is not None:
             out = device.run_kernel(op.stand_in, (device, func, args, kwargs), {})
             if isinstance(out, Again):
@@ -171,7 +170,9 @@ class Operators(DispatchMode):
                 device.storages.resized(x.untyped_storage(), op.name, device.thread.stream)
         if not op.is_silent:
             written = _written(op, args, kwargs)
-            flops = 0 if op.flops is None else op.flops(*args, **kwargs, out_val=out)
+            flops = 0
+            if op.flops is not None:
+                flops = device.run_kernel(op.flops, args, {**kwargs, "out_val": out})
             num_kernels = launches.num_kernels(func, args, kwargs)
             _launch(device, op, (dry, written, made), (num_kernels, flops))
         device.remember(out)
@@ -236,12 +237,18 @@ def _launch(
     )
 
 
-def _report_two_devices(device: DryDevice, name: str, args: Any, kwargs: Any) -> None:
+def _all_on_device(device: DryDevice, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Note that operands are on two devices, and go on as if they were on one."""
     given: list[Tensor] = []
     _collect((*args, *kwargs.values()), given)
     on_host = [x for x in given if not is_meta(x)]
     first = f"{str(on_host[0].dtype)[6:]}{list(on_host[0].shape)}"
     device.fault(f"{name}: {len(on_host)} of {len(given)} operands on the host, first {first}")
+
+    def moved(x: Tensor) -> Tensor:
+        return x if is_meta(x) else torch.empty_like(x, device=META)
+
+    return tree_map_only(Tensor, moved, (args, kwargs))  # type: ignore[return-value]
 
 
 def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
