@@ -286,7 +286,7 @@ def test_labels_name_the_memory_of_tensors() -> None:
 
 def test_what_runs_as_a_graph_is_refused_in_one_sentence() -> None:
     with DryDevice():
-        with pytest.raises(RuntimeError, match="torch.compile is not there in a dry run"):
+        with pytest.raises(RuntimeError, match=r"torch\.compile is not there in a dry run"):
             torch.compile(nn.Linear(2, 2))
         with pytest.raises(RuntimeError, match="CUDAGraph is not there in a dry run"):
             torch.cuda.CUDAGraph()

@@ -101,7 +101,7 @@ def adam_with_a_step_on_the_host(**options: Any) -> Callable[[], object]:
 
 
 FAULTS: dict[str, Callable[[], object]] = {
-    "_fused_adamw_": lambda: adam_with_a_step_on_the_host(fused=True)(),
+    "_fused_adamw_": lambda: (adam_with_a_step_on_the_host(fused=True)(),),
     "addmm": lambda: nn.Linear(4, 4)(torch.zeros(2, 4, device="cuda")),
     "add.Tensor": lambda: torch.zeros(4, device="cuda") + torch.zeros(4),
     "_foreach_add_": lambda: torch._foreach_add_(

@@ -4,17 +4,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction
+from torch._subclasses import fake_tensor
 from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 __all__ = ["DisableTorchFunction", "tree_map_only"]
+
+
+_base: Any = torch._C.TensorBase
+_is_meta, _device_of = _base.is_meta.__get__, _base.device.__get__
 
 
 class DispatchMode(TorchDispatchMode):
@@ -28,14 +33,14 @@ class DispatchMode(TorchDispatchMode):
 def is_meta(x: Tensor) -> bool:
     """Whether torch keeps `x` on `meta`, whatever `Tensor.is_meta` says meanwhile."""
     with DisableTorchFunction():
-        on_meta: bool = torch._C.TensorBase.is_meta.__get__(x)
+        on_meta: bool = _is_meta(x)
     return on_meta
 
 
 def raw_device(x: Tensor) -> torch.device:
     """The device of `x` as torch has it, whatever `Tensor.device` says meanwhile."""
     with DisableTorchFunction():
-        device: torch.device = torch._C.TensorBase.device.__get__(x)
+        device: torch.device = _device_of(x)
     return device
 
 
@@ -63,6 +68,21 @@ def wrapper_maker() -> Callable[..., Any]:
     return maker
 
 
+@contextmanager
+def without_gpu_contexts() -> Iterator[None]:
+    """Let fake tensors not set up the GPU that they would be on, as versions before 2.13 do."""
+    usual = getattr(fake_tensor, "init_gpu_context", None)
+    if usual is None:
+        yield
+        return
+    module: Any = fake_tensor
+    module.init_gpu_context = lambda _device: None
+    try:
+        yield
+    finally:
+        module.init_gpu_context = usual
+
+
 def grouping() -> tuple[Any, str, Callable[..., Any]]:
     """What sorts tensors by device for optimizers: its module, its name, and itself."""
     name = "_group_tensors_by_device_and_dtype"
@@ -72,6 +92,26 @@ def grouping() -> tuple[Any, str, Callable[..., Any]]:
 def schema_of(func: Any) -> Any:
     """The schema of an overload of an operator."""
     return func._schema
+
+
+@contextmanager
+def around_backward(entered: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Let every run of the autograd engine happen inside a context.
+
+    `Tensor.backward` is Python that torch calls without the function mode it went through.
+    """
+    module: Any = torch.autograd
+    usual: Any = module._engine_run_backward
+
+    def _engine_run_backward(*args: Any, **kwargs: Any) -> Any:
+        with entered():
+            return usual(*args, **kwargs)
+
+    module._engine_run_backward = _engine_run_backward
+    try:
+        yield
+    finally:
+        module._engine_run_backward = usual
 
 
 @contextmanager

@@ -112,7 +112,7 @@ def _devices(stack: ExitStack, device: DryDevice) -> None:
         finally:
             device.thread.index = before
 
-    count, is_there = lambda: gpu.num_devices, lambda: True  # noqa: E731
+    count, is_there = lambda: gpu.num_devices, lambda: True
 
     def current_index() -> int:
         return device.thread.index

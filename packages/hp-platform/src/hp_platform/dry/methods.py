@@ -159,7 +159,8 @@ def _moves(stack: ExitStack, device: DryDevice) -> None:
 
 
 def _reads(stack: ExitStack, device: DryDevice) -> None:
-    plain_numpy, plain_repr = Tensor.numpy, Tensor.__repr__
+    plain_numpy: Any = Tensor.numpy
+    plain_repr: Any = Tensor.__repr__
 
     def numpy(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if x.is_cuda:
@@ -173,7 +174,8 @@ def _reads(stack: ExitStack, device: DryDevice) -> None:
 
     def represent(x: Tensor, **kwargs: Any) -> str:
         if type(x) not in PLAIN or not x.is_cuda:
-            return plain_repr(x, **kwargs)
+            told: str = plain_repr(x, **kwargs)
+            return told
         kind = "Parameter(...)" if isinstance(x, nn.Parameter) else "tensor(...)"
         return f"{kind[:-1]}, device='{x.device}', size={tuple(x.shape)}, dtype={x.dtype})"
 
