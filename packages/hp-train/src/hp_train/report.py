@@ -1,10 +1,8 @@
 """Pictures of a run: the loss curve, and the pipeline's timeline as planned and as it went."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-from xml.sax.saxutils import escape
 
 from torch.distributed import ProcessGroup
 
@@ -22,6 +20,7 @@ from hp_schedule import (
 from hp_train.folder import Folder
 from hp_train.mesh import Mesh
 from hp_train.metrics import read_metrics
+from hp_train.svg import text, ticks
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 360, 56, 16, 40, 44
 _COLOURS = ("#4c78a8", "#e45756", "#54a24b")
@@ -118,7 +117,7 @@ def _curves_svg(
         points = [(0, 0.0), (1, 1.0)]
     x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
     y_low, y_high = min(y for _, y in points), max(y for _, y in points)
-    x_ticks, y_ticks = _ticks(x_low, x_high), _ticks(y_low, y_high)
+    x_ticks, y_ticks = ticks(x_low, x_high), ticks(y_low, y_high)
     x_span, y_span = max(x_high - x_low, 1e-9), max(y_high - y_low, 1e-9)
 
     def place(x: float, y: float) -> tuple[float, float]:
@@ -126,15 +125,15 @@ def _curves_svg(
         down = _TOP + (y_high - y) / y_span * (_HEIGHT - _TOP - _BOTTOM)
         return round(across, 1), round(down, 1)
 
-    parts = [_text(_LEFT, 22, title, "start")]
+    parts = [text(_LEFT, 22, title)]
     for y in y_ticks:
         _, down = place(x_low, y)
         parts.append(f'<path class="grid" d="M{_LEFT} {down}H{_WIDTH - _RIGHT}"/>')
-        parts.append(_text(_LEFT - 8, down + 4, f"{y:g}", "end"))
+        parts.append(text(_LEFT - 8, down + 4, f"{y:g}", "end"))
     for x in x_ticks:
         across, _ = place(x, y_low)
-        parts.append(_text(across, _HEIGHT - _BOTTOM + 18, f"{x:g}", "middle"))
-    parts.append(_text(_WIDTH / 2, _HEIGHT - 8, "step", "middle"))
+        parts.append(text(across, _HEIGHT - _BOTTOM + 18, f"{x:g}", "middle"))
+    parts.append(text(_WIDTH / 2, _HEIGHT - 8, "step", "middle"))
     for number, (key, line) in enumerate(series.items()):
         if line:
             colour = _COLOURS[number]
@@ -142,7 +141,7 @@ def _curves_svg(
             parts.append(f'<path class="line" stroke="{colour}" d="{path}"/>')
             last = f"{labels[key]} {line[-1][1]:.3f}"
             across = _WIDTH - _RIGHT - 150 * (len(series) - number - 1)
-            parts.append(_text(across, 22, last, "end", colour))
+            parts.append(text(across, 22, last, "end", f"fill:{colour}"))
     return _SVG.format(width=_WIDTH, height=_HEIGHT, body="\n".join(parts))
 
 
@@ -156,16 +155,3 @@ text {{ fill: #24292f }} .grid {{ stroke: #8884; fill: none }}
 {body}
 </svg>
 """
-
-
-def _text(x: float, y: float, text: str, anchor: str, colour: str = "") -> str:
-    style = f' style="fill:{colour}"' if colour else ""
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}"{style}>{escape(text)}</text>'
-
-
-def _ticks(low: float, high: float, count: int = 6) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten within [low, high], about ``count`` of them."""
-    wanted = max(high - low, 1e-9) / count
-    power = 10.0 ** math.floor(math.log10(wanted))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= wanted)
-    return [round(i * step, 10) for i in range(math.ceil(low / step), math.floor(high / step) + 1)]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -98,6 +98,26 @@ def grouping() -> tuple[Any, str, Callable[..., Any]]:
 def schema_of(func: Any) -> Any:
     """The schema of an overload of an operator."""
     return func._schema
+
+
+@contextmanager
+def around_backward(entered: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Let every run of the autograd engine happen inside a context.
+
+    `Tensor.backward` is Python that torch calls without the function mode it went through.
+    """
+    module: Any = torch.autograd
+    usual: Any = module._engine_run_backward
+
+    def _engine_run_backward(*args: Any, **kwargs: Any) -> Any:
+        with entered():
+            return usual(*args, **kwargs)
+
+    module._engine_run_backward = _engine_run_backward
+    try:
+        yield
+    finally:
+        module._engine_run_backward = usual
 
 
 @contextmanager

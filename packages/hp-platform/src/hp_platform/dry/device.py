@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from hp_platform._internals import cuda_operators
-from hp_platform._internals.dry import is_meta, operator_kernels, without_gpu_contexts
+from hp_platform._internals.dry import (
+    around_backward,
+    is_meta,
+    operator_kernels,
+    without_gpu_contexts,
+)
 from hp_platform.dry import alone, cuda_api, methods, operators, random_state, sites
 from hp_platform.dry.backward import Backward, Origin
 from hp_platform.dry.current import entered
@@ -96,6 +101,7 @@ class DryDevice:
             stack.enter_context(cuda_api.stand_ins(self))
             stack.enter_context(random_state.stand_ins(self))
             stack.enter_context(methods.stand_ins(self))
+            stack.enter_context(around_backward(lambda: methods.Functions(self)))
             stack.enter_context(self.watching())
             self._stack = stack.pop_all()
         return self

@@ -46,7 +46,6 @@ class _Operator:
         is_silent: Whether CUDA launches nothing for it.
         resizes: Whether storages that it is given may have another size after it.
         is_collective: Whether ranks meet in it.
-        num_lists: How many of its arguments are lists of tensors.
         flops: Counts them, by the arguments and the result.
         stand_in: What is called in its place, because the host reads values or memory of both is
             involved.
@@ -60,7 +59,6 @@ class _Operator:
     is_silent: bool
     resizes: bool
     is_collective: bool
-    num_lists: int
     flops: Callable[..., int] | None
     stand_in: Callable[[DryDevice, Any, Any, Any], Any] | None
 
@@ -86,10 +84,9 @@ def _describe(func: Any) -> _Operator:
         writes=tuple(writes),
         overwrites=is_out or base in launches.OVERWRITES,
         makes=makes,
-        is_silent=is_view or base in launches.NO_KERNELS,
+        is_silent=is_view or launches.is_silent(func),
         resizes=is_out or "resize" in base or "::set_" in base,
         is_collective=func.namespace in _COLLECTIVES,
-        num_lists=sum("List[Tensor" in str(each.type) for each in schema.arguments),
         flops=launches.flops_of(func),
         stand_in=STAND_INS.get(base),
     )
@@ -182,7 +179,8 @@ class Operators(DispatchMode):
             if op.flops is not None:
                 flops = device.run_kernel(op.flops, args, {**kwargs, "out_val": out})
             made = tensors_of(out) if op.makes else []
-            _launch(device, op, (dry, written, made), flops)
+            num_kernels = launches.num_kernels(func, args, kwargs)
+            _launch(device, op, (dry, written, made), (num_kernels, flops))
         device.remember(out)
         return out
 
@@ -209,7 +207,7 @@ def _launch(
     device: DryDevice,
     op: _Operator,
     operands: tuple[list[Tensor], list[Tensor], list[Tensor]],
-    flops: int,
+    cost: tuple[int, int],
 ) -> None:
     dry, written, made = operands
     find, num_bytes = device.storages.find, 0
@@ -236,9 +234,9 @@ def _launch(
             thread=thread,
             what=op.name,
             stream=device.thread.stream,
-            num_kernels=launches.num_kernels(op.base, dry, op.num_lists),
+            num_kernels=cost[0],
             num_bytes=num_bytes,
-            flops=flops,
+            flops=cost[1],
             reads=tuple(reads),
             writes=tuple(writes),
         )

@@ -21,6 +21,7 @@ _HERE = str(Path(__file__).parent)
 _PLUMBING = (
     _TORCH,
     _HERE,
+    str(Path(__file__).parents[1] / "_internals"),
     threading.__file__,
     contextlib.__file__,
     functools.__file__,

@@ -1,0 +1,313 @@
+"""Memory of a rank over a dry run: peaks by kind, what is alive then, the curve. No torch."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from hp_platform.dry.trace import KINDS, Allocate, Label, Launch, Release, Trace
+from hp_train.dry_run.sites import Site, site
+
+_BUCKETS = 360
+_NUM_LARGEST = 10
+
+
+class Reserved(Protocol):
+    """What torch's caching allocator takes from the device, as `hp_platform.dry.replay` has it."""
+
+    @property
+    def peak_reserved(self) -> int:
+        """Bytes."""
+        ...
+
+    @property
+    def fragmentation(self) -> float:
+        """Share of them that no tensor had."""
+        ...
+
+    @property
+    def indices(self) -> Sequence[int]:
+        """Of the events of the trace after which `reserved` is told."""
+        ...
+
+    @property
+    def reserved(self) -> Sequence[int]:
+        """Bytes after each of `indices`."""
+        ...
+
+
+class Block(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory that is alive at the peak.
+
+    Attributes:
+        bytes: Of it.
+        kind: One of `KINDS`.
+        shape: Of the tensor that it was made for; empty if that is not known.
+        dtype: Likewise.
+        what: The operator that made it.
+        at: Line that made it, and the lines that called it.
+        place: What the rank was doing.
+    """
+
+    bytes: int
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    what: str
+    at: str
+    place: str
+
+
+class Moment(msgspec.Struct, frozen=True, kw_only=True):
+    """When something happened.
+
+    Attributes:
+        event: Index in the trace.
+        launches: Given to the device before.
+        place: In words.
+        step: -1 outside of steps.
+        schedule_step: Such as `"1F3"`; empty outside of a schedule.
+        microbatch: -1 outside of one.
+        module: Such as `"layers.3, experts"`.
+        at: Line.
+    """
+
+    event: int
+    launches: int
+    place: str
+    step: int
+    schedule_step: str
+    microbatch: int
+    module: str
+    at: str
+
+
+class Point(msgspec.Struct, frozen=True, array_like=True):
+    """One point of the curve, which is written as a list.
+
+    Attributes:
+        launches: Given to the device before.
+        live: Bytes of each of `KINDS`.
+        reserved: Bytes; 0 if it was not worked out.
+    """
+
+    launches: int
+    live: tuple[int, ...]
+    reserved: int
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """A part of the run: its name, and the launches before and after it; written as a list."""
+
+    name: str
+    begin: int
+    end: int
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory of a rank over a run.
+
+    Attributes:
+        peak_live: Most bytes of tensors that were alive at once.
+        peak_reserved: Most bytes that the caching allocator held; None if not worked out.
+        fragmentation: Share of them that no tensor had.
+        peak: When the most were alive.
+        at_peak: Bytes then, of each kind that has some.
+        peak_by_kind: The most of each kind at any time.
+        largest: The largest blocks that are alive at the peak, at most ten.
+        at_end: Bytes that are alive at the end of the trace.
+        curve: Bounded in number; peaks and troughs are in it exactly.
+        spans: Parts of the run, in order.
+    """
+
+    peak_live: int
+    peak_reserved: int | None
+    fragmentation: float
+    peak: Moment | None
+    at_peak: dict[str, int]
+    peak_by_kind: dict[str, int]
+    largest: tuple[Block, ...]
+    at_end: int
+    curve: tuple[Point, ...]
+    spans: tuple[Span, ...]
+
+    @property
+    def needed(self) -> int:
+        """Reserved bytes, live ones where those are not known."""
+        return self.peak_live if self.peak_reserved is None else self.peak_reserved
+
+
+class _Change(NamedTuple):
+    """Memory after an event."""
+
+    event: int
+    launches: int
+    total: int
+
+
+def memory_of(trace: Trace, usage: Reserved | None = None) -> Memory:
+    """Account for the memory of a trace.
+
+    Args:
+        trace: Of a rank.
+        usage: Of the same trace, replayed through the caching allocator.
+    """
+    kinds = _kinds(trace)
+    changes = list(_changes(trace))
+    highest = max(changes, key=lambda change: change.total, default=None)
+    reserved = [] if usage is None else list(zip(usage.indices, usage.reserved, strict=True))
+    kept = _kept(changes, reserved)
+    peak_by_kind, curve, at_end = _walk(trace, kinds, kept, reserved)
+    alive = [] if highest is None else _alive(trace, highest.event)
+    at_peak = dict.fromkeys(KINDS, 0)
+    for each in alive:
+        at_peak[kinds[each.block]] += each.num_bytes
+    largest = sorted(alive, key=lambda each: -each.num_bytes)[:_NUM_LARGEST]
+    return Memory(
+        peak_live=highest.total if highest else 0,
+        peak_reserved=None if usage is None else usage.peak_reserved,
+        fragmentation=0.0 if usage is None else usage.fragmentation,
+        peak=None if highest is None else _moment(trace, highest),
+        at_peak={kind: size for kind, size in at_peak.items() if size},
+        peak_by_kind=peak_by_kind,
+        largest=tuple(_block(each, kinds) for each in largest),
+        at_end=at_end,
+        curve=curve,
+        spans=tuple(_spans(trace)),
+    )
+
+
+def _kinds(trace: Trace) -> dict[int, str]:
+    """The kind of each block: its last label, else what the place says where it was made."""
+    kinds: dict[int, str] = {}
+    for event in trace.events:
+        if isinstance(event, Allocate):
+            in_module = site(event.place).microbatch >= 0
+            kinds[event.block] = "activations" if in_module else "other"
+        elif isinstance(event, Label):
+            kinds[event.block] = event.kind
+    return kinds
+
+
+def _changes(trace: Trace) -> Iterator[_Change]:
+    sizes: dict[int, int] = {}
+    total = launches = 0
+    for index, event in enumerate(trace.events):
+        if isinstance(event, Launch):
+            launches += event.num_kernels
+            continue
+        if isinstance(event, Allocate):
+            sizes[event.block] = event.num_bytes
+            total += event.num_bytes
+        elif isinstance(event, Release):
+            total -= sizes.pop(event.block, 0)
+        else:
+            continue
+        yield _Change(index, launches, total)
+
+
+def _kept(changes: Sequence[_Change], reserved: Sequence[tuple[int, int]]) -> set[int]:
+    """Events that the curve shows: of each part of the run its highest and its lowest point."""
+    if not changes:
+        return set()
+    kept = {changes[0].event, changes[-1].event}
+    size = -(-len(changes) // _BUCKETS)
+    for begin in range(0, len(changes), size):
+        part = changes[begin : begin + size]
+        kept.add(max(part, key=lambda change: change.total).event)
+        kept.add(min(part, key=lambda change: change.total).event)
+    held = {change.event for change in changes}
+    size = max(-(-len(reserved) // _BUCKETS), 1)
+    for begin in range(0, len(reserved), size):
+        event = max(reserved[begin : begin + size], key=lambda point: point[1])[0]
+        if event in held:
+            kept.add(event)
+    return kept
+
+
+def _walk(
+    trace: Trace, kinds: dict[int, str], kept: set[int], reserved: Sequence[tuple[int, int]]
+) -> tuple[dict[str, int], tuple[Point, ...], int]:
+    """The most of each kind, the kept points, and what is alive at the end."""
+    place_of_kind = {kind: index for index, kind in enumerate(KINDS)}
+    live = [0] * len(KINDS)
+    most = [0] * len(KINDS)
+    sizes: dict[int, int] = {}
+    points: list[Point] = []
+    launches = held = at = 0
+    for index, event in enumerate(trace.events):
+        if isinstance(event, Launch):
+            launches += event.num_kernels
+            continue
+        if isinstance(event, Allocate):
+            kind = place_of_kind[kinds[event.block]]
+            sizes[event.block] = event.num_bytes
+            live[kind] += event.num_bytes
+            most[kind] = max(most[kind], live[kind])
+        elif isinstance(event, Release):
+            live[place_of_kind[kinds.get(event.block, "other")]] -= sizes.pop(event.block, 0)
+        if index in kept:
+            while at < len(reserved) and reserved[at][0] <= index:
+                held, at = reserved[at][1], at + 1
+            points.append(Point(launches, tuple(live), held))
+    by_kind = {kind: size for kind, size in zip(KINDS, most, strict=True) if size}
+    return by_kind, tuple(points), sum(live)
+
+
+def _alive(trace: Trace, until: int) -> list[Allocate]:
+    """Blocks that are alive after an event."""
+    alive: dict[int, Allocate] = {}
+    for event in trace.events[: until + 1]:
+        if isinstance(event, Allocate):
+            alive[event.block] = event
+        elif isinstance(event, Release):
+            alive.pop(event.block, None)
+    return list(alive.values())
+
+
+def _block(each: Allocate, kinds: dict[int, str]) -> Block:
+    return Block(
+        bytes=each.num_bytes,
+        kind=kinds[each.block],
+        shape=each.shape,
+        dtype=each.dtype,
+        what=each.what,
+        at=each.at,
+        place=each.place,
+    )
+
+
+def _moment(trace: Trace, change: _Change) -> Moment:
+    event = trace.events[change.event]
+    where = site(event.place)
+    return Moment(
+        event=change.event,
+        launches=change.launches,
+        place=event.place,
+        step=where.step,
+        schedule_step=where.schedule_step,
+        microbatch=where.microbatch,
+        module=where.module,
+        at=event.at,
+    )
+
+
+def _spans(trace: Trace) -> Iterator[Span]:
+    """The build, the pipeline of each step, and what else places name, where there are launches."""
+    name, begin, launches = "", 0, 0
+    for event in trace.events:
+        if not isinstance(event, Launch) or not event.num_kernels:
+            continue
+        now = _part(site(event.place))
+        if now != name:
+            if launches > begin:
+                yield Span(name, begin, launches)
+            name, begin = now, launches
+        launches += event.num_kernels
+    if launches > begin:
+        yield Span(name, begin, launches)
+
+
+def _part(where: Site) -> str:
+    beside = where.phase and not where.schedule_step and where.phase != "between"
+    return f"step {where.step}" if where.step >= 0 and not beside else where.phase

@@ -1,0 +1,316 @@
+"""What a dry run found, as tables of words: printed and drawn from the same rows. No torch."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hp_train.dry_run.sites import line
+from hp_train.dry_run.summary import RankSummary, Summary
+from hp_train.dry_run.work import Cost
+
+_MOST_ROWS = 40
+_MOST_RANKS = 4
+_COSTS = ("launches", "moved", "products", "host waits")
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of words.
+
+    Attributes:
+        title: What it says.
+        columns: Their names.
+        rows: As many words as columns each.
+        words: Columns that hold words rather than numbers; those stand at the left.
+        note: What is to be known of it.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    words: frozenset[int] = field(default=frozenset({0}))
+    note: str = ""
+
+
+def tables(summary: Summary) -> list[Table]:
+    """All tables of a dry run, those without rows left out."""
+    if not summary.ranks:
+        return []
+    worst = summary.worst
+    found = [
+        classes(summary),
+        skews(summary),
+        kinds(summary, worst),
+        largest(worst),
+        phases(worst),
+        layers(worst),
+        microbatches(worst),
+        waits(worst),
+        communicators(worst),
+        saves(summary),
+    ]
+    return [table for table in found if table.rows]
+
+
+def classes(summary: Summary) -> Table:
+    """A line for each class of ranks."""
+    several = len(summary.skews) > 1
+    rows = [
+        (
+            str(each.rank),
+            several_ranks(each.stands_for),
+            *([each.skew] if several else []),
+            size(each.memory.peak_live),
+            reserved(each),
+            f"{summary.share(each):.0%}",
+            f"{each.work.total.launches:,}",
+            size(each.work.total.bytes),
+            f"{each.work.total.host_waits:,}",
+            f"{sum(c.total.count for c in each.traffic.communicators):,}",
+            size(sum(c.total.bytes for c in each.traffic.communicators if not c.on_host)),
+        )
+        for each in sorted(summary.ranks, key=lambda each: -each.memory.needed)
+    ]
+    columns = (
+        "rank",
+        "stands for",
+        *(["skew"] if several else []),
+        "live",
+        "reserved",
+        "of device",
+        "launches",
+        "moved",
+        "host waits",
+        "operations",
+        "exchanged",
+    )
+    steps = {each.work.step for each in summary.ranks}
+    note = f"launches, bytes moved and waits of the host are those of step {max(steps)}; " * (
+        max(steps) >= 0
+    )
+    note += "operations between ranks are those of the whole run"
+    return Table(
+        "Classes of ranks", columns, rows, frozenset({0, 1, 2} if several else {0, 1}), note
+    )
+
+
+def skews(summary: Summary) -> Table:
+    """What the rank with most memory needs under each routing model, where there are several."""
+    worst = summary.skews
+    least = min((each.memory.needed for each in worst.values()), default=0)
+    rows = [
+        (
+            name,
+            str(each.rank),
+            size(each.memory.peak_live),
+            reserved(each),
+            f"{summary.share(each):.0%}",
+            f"+{size(each.memory.needed - least)}" if each.memory.needed > least else "least",
+            f"{each.work.total.launches:,}",
+        )
+        for name, each in worst.items()
+    ]
+    columns = ("skew", "rank", "live", "reserved", "of device", "beside the least", "launches")
+    return Table("Routing", columns, rows if len(rows) > 1 else [])
+
+
+def kinds(summary: Summary, rank: RankSummary) -> Table:
+    """Memory at the peak by kind, and what is there beside tensors."""
+    memory = rank.memory
+    rows = [
+        (
+            kind,
+            size(memory.at_peak.get(kind, 0)),
+            part(memory.at_peak.get(kind, 0), memory.peak_live),
+            size(most),
+        )
+        for kind, most in memory.peak_by_kind.items()
+    ]
+    rows.append(("all tensors", size(memory.peak_live), "100%", ""))
+    if memory.peak_reserved is not None:
+        lost = f"{memory.fragmentation:.0%} of it in no tensor"
+        rows.append(("reserved", size(memory.peak_reserved), "", lost))
+    rows += [(name, size(number), "", "") for name, number in summary.beside.items()]
+    rows.append(
+        (
+            "in all, of the device",
+            size(summary.gpu_bytes * summary.share(rank)),
+            "",
+            f"{summary.share(rank):.1%} of {size(summary.gpu_bytes)}",
+        )
+    )
+    columns = ("memory", "at the peak", "share", "most at any time")
+    return Table(f"Memory of rank {rank.rank}", columns, rows, frozenset({0}), when(rank))
+
+
+def largest(rank: RankSummary) -> Table:
+    """The largest blocks that are alive at the peak."""
+    rows = [
+        (
+            size(each.bytes),
+            each.kind,
+            f"{list(each.shape)} {each.dtype}".strip() if each.shape else each.dtype,
+            line(each.at),
+            each.what,
+        )
+        for each in rank.memory.largest
+    ]
+    columns = ("bytes", "kind", "shape", "made at", "by")
+    return Table("Largest tensors at the peak", columns, rows, frozenset({1, 2, 3, 4}))
+
+
+def phases(rank: RankSummary) -> Table:
+    """What the parts of a step cost, and what came before it."""
+    work = rank.work
+    rows = [(phase, *cost(each)) for phase, each in work.by_phase().items()]
+    rows.append(("the step", *cost(work.total)))
+    if work.step >= 0:
+        rows.append(("before the first step", *cost(work.before)))
+    title = f"Work in step {work.step}" if work.step >= 0 else "Work"
+    return Table(title, ("part", *_COSTS), rows)
+
+
+def layers(rank: RankSummary) -> Table:
+    """What layers cost in all microbatches; equal ones that follow each other share a row."""
+    by_layer = rank.work.by_layer()
+    named = {name: each for name, each in by_layer.items() if name}
+    rows = list(_alike(named)) if named else []
+    if named and "" in by_layer:
+        rows.append(("outside of layers", *cost(by_layer[""])))
+    return Table("Work by layer, all microbatches", ("layer", *_COSTS), rows[:_MOST_ROWS])
+
+
+def microbatches(rank: RankSummary) -> Table:
+    """What microbatches cost in all layers; equal ones that follow each other share a row."""
+    by_microbatch = rank.work.by_microbatch()
+    named = {f"microbatch {i}": each for i, each in by_microbatch.items() if i >= 0}
+    rows = list(_alike(named)) if named else []
+    if named and -1 in by_microbatch:
+        rows.append(("outside of microbatches", *cost(by_microbatch[-1])))
+    return Table("Work by microbatch, all layers", ("microbatch", *_COSTS), rows[:_MOST_ROWS])
+
+
+def waits(rank: RankSummary) -> Table:
+    """Lines at which the host waits for the device."""
+    rows = [
+        (
+            line(each.at),
+            each.what,
+            f"{each.count:,}",
+            size(each.bytes),
+            f"{each.layers:,}",
+            f"{each.microbatches:,}",
+        )
+        for each in rank.work.waits[:_MOST_ROWS]
+    ]
+    columns = ("line", "by", "times", "copied", "layers", "microbatches")
+    return Table("The host waits for the device", columns, rows, frozenset({0, 1}))
+
+
+def communicators(rank: RankSummary) -> Table:
+    """What is exchanged over each communicator."""
+    rows = [
+        (
+            each.name,
+            several_ranks(each.ranks),
+            operation,
+            f"{count.count:,}",
+            size(count.bytes),
+            ", ".join(each.first) if index == 0 else "",
+        )
+        for each in rank.traffic.communicators
+        for index, (operation, count) in enumerate(each.operations.items())
+    ]
+    columns = ("communicator", "ranks", "operation", "times", "bytes", "first of it")
+    note = "bytes of the larger of what the rank gives and gets; the JSON lists all of it in order"
+    return Table("Between ranks", columns, rows, frozenset({0, 1, 2, 5}), note)
+
+
+def saves(summary: Summary) -> Table:
+    """What each rank would write of a checkpoint."""
+    found = {each.rank: (each.num_parameters, each.saved) for each in summary.ranks}
+    rows = [
+        (
+            str(rank),
+            f"{number:,}" if number >= 0 else "",
+            saved.file,
+            f"{saved.num_tensors:,}",
+            size(saved.num_bytes),
+            size(saved.own_bytes),
+        )
+        for rank, (number, saved) in sorted(found.items())
+        if saved is not None
+    ]
+    columns = ("rank", "parameters", "file", "tensors", "held", "written, about")
+    return Table("A checkpoint", columns, rows[:_MOST_ROWS], frozenset({0, 2}))
+
+
+def when(rank: RankSummary) -> str:
+    """When the peak is reached, in words."""
+    peak = rank.memory.peak
+    if peak is None:
+        return "nothing was allocated"
+    place = f"in {peak.place}, " if peak.place else ""
+    return f"the peak is reached {place}after {peak.launches:,} launches, at {line(peak.at)}"
+
+
+def cost(each: Cost) -> tuple[str, str, str, str]:
+    """Words for a cost."""
+    return f"{each.launches:,}", size(each.bytes), flops(each.flops), f"{each.host_waits:,}"
+
+
+def reserved(rank: RankSummary) -> str:
+    """Words for reserved bytes."""
+    found = rank.memory.peak_reserved
+    return "not known" if found is None else size(found)
+
+
+def part(number: int, whole: int) -> str:
+    """A share of a whole."""
+    return f"{number / whole:.0%}" if whole else ""
+
+
+def size(number: float) -> str:
+    """Bytes in binary units.
+
+    >>> size(2.5 * 2**30), size(700), size(0)
+    ('2.50 GiB', '700 B', '0')
+    """
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if number >= 2**power:
+            return f"{number / 2**power:.2f} {unit}"
+    return f"{number:.0f} B" if number else "0"
+
+
+def flops(number: int) -> str:
+    """Multiplications and additions in decimal units."""
+    for unit, power in (("P", 15), ("T", 12), ("G", 9), ("M", 6)):
+        if number >= 10**power:
+            return f"{number / 10**power:.2f} {unit}FLOP"
+    return f"{number:,} FLOP" if number else "0"
+
+
+def several_ranks(ranks: Sequence[int]) -> str:
+    """Ranks in words.
+
+    >>> several_ranks([3]), several_ranks(range(8)), several_ranks([0, 8, 16]), several_ranks([])
+    ('1: 3', '8: 0 to 7', '3: 0, 8, 16', '')
+    """
+    if not ranks:
+        return ""
+    if len(ranks) > 1 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
+        return f"{len(ranks)}: {ranks[0]} to {ranks[-1]}"
+    shown = ", ".join(map(str, ranks[:_MOST_RANKS]))
+    return f"{len(ranks)}: {shown}{', ...' * (len(ranks) > _MOST_RANKS)}"
+
+
+def _alike(costs: Mapping[str, Cost]) -> Iterable[tuple[str, ...]]:
+    """A row for each run of equal costs."""
+    runs: list[tuple[list[str], Cost]] = []
+    for name, each in costs.items():
+        if runs and runs[-1][1] == each:
+            runs[-1][0].append(name)
+        else:
+            runs.append(([name], each))
+    for names, each in runs:
+        several = f"{names[0]} to {names[-1]}, each" if len(names) > 1 else names[0]
+        yield (several, *cost(each))

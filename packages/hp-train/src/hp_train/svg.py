@@ -1,0 +1,26 @@
+"""What pictures are drawn with: text, and round numbers along an axis. No torch."""
+
+import math
+from html import escape
+
+
+def text(x: float, y: float, what: str, anchor: str = "start", style: str = "") -> str:
+    """Return a line of text at a point.
+
+    Args:
+        x: In pixels.
+        y: Of its base line, in pixels.
+        what: Any text.
+        anchor: `"start"`, `"middle"` or `"end"`: which part of it is at x.
+        style: CSS of its own.
+    """
+    own = f' style="{style}"' if style else ""
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{own}>{escape(what)}</text>'
+
+
+def ticks(low: float, high: float, count: int = 6) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten within [low, high], about `count` of them."""
+    wanted = max(high - low, 1e-9) / count
+    power = 10.0 ** math.floor(math.log10(wanted))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= wanted)
+    return [round(i * step, 10) for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
