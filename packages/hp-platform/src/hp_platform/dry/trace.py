@@ -48,9 +48,15 @@ class Allocate(Event):
 
 @dataclass(frozen=True, slots=True)
 class Release(Event):
-    """The host let go of a block: the last reference went, or FSDP shrank it to nothing."""
+    """The host let go of a block: the last reference went, or FSDP shrank it to nothing.
+
+    Attributes:
+        block: Its number.
+        resized: Whether it was resized: gone, whoever still refers to it.
+    """
 
     block: int
+    resized: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,9 @@ class Launch(Event):
         flops: Multiplications and additions of products; 0 for other operators.
         reads: Blocks.
         writes: Blocks.
+        host_reads: Buffers of the host that the device reads while the host goes on: the sources of
+            asynchronous copies. Their numbers have nothing to do with those of blocks.
+        host_writes: Buffers of the host that the device fills while the host goes on.
     """
 
     what: str
@@ -89,6 +98,8 @@ class Launch(Event):
     flops: int
     reads: tuple[int, ...]
     writes: tuple[int, ...]
+    host_reads: tuple[int, ...] = ()
+    host_writes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +117,15 @@ class HostWait(Event):
     stream: int
     event: int = -1
     num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HostAccess(Event):
+    """The host looked at, or changed, a buffer of its own that a `Launch` has named."""
+
+    what: str
+    buffer: int
+    writes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +242,7 @@ _CLASSES: dict[str, type[Event]] = {
         Label,
         Launch,
         HostWait,
+        HostAccess,
         RecordEvent,
         WaitEvent,
         Collective,
