@@ -128,6 +128,8 @@ def kinds(summary: Summary, rank: RankSummary) -> Table:
     rows.append(("all tensors", size(memory.peak_live), "100%", ""))
     if memory.peak_reserved is not None:
         lost = f"{memory.fragmentation:.0%} of it in no tensor"
+        if memory.retries:
+            lost += f", given back {memory.retries} times"
         rows.append(("reserved", size(memory.peak_reserved), "", lost))
     rows += [(name, size(number), "", "") for name, number in summary.beside.items()]
     rows.append(
