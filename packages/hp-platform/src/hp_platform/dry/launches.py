@@ -38,6 +38,23 @@ _GLOBAL_REDUCE_VALUES: Final = 256
 _GLOBAL_REDUCE_OUTPUTS: Final = 16_384
 
 
+OVERWRITES: Final = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_foreach_zero_",
+        "_foreach_copy_",
+        "copy_",
+        "exponential_",
+        "fill_",
+        "normal_",
+        "random_",
+        "uniform_",
+        "zero_",
+    )
+)
+"""Operators that write an argument and do not read it."""
+
+
 def num_kernels(
     func: Any,  # torch._ops.OpOverload
     args: Sequence[Any],
@@ -323,6 +340,8 @@ _WITHOUT: Final = (
     "aten.is_",
     "aten.lift_fresh",
     "aten.detach",
+    "aten.alias",
+    "aten._version",
     "prim.",
     "profiler.",
     "_c10d_functional.",
