@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing
 import sys
 import threading
 from functools import cache
@@ -12,6 +13,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+import typing_extensions
 
 _NUM_LINES = 3
 _TORCH = str(Path(torch.__file__).parent)
