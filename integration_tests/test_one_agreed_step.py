@@ -35,7 +35,7 @@ CONFIG = config_of(
 
 def state_of(trainer: Trainer) -> dict[str, Tensor]:
     """All that an update may change on this rank."""
-    state = {name: tensor.detach().clone() for name, tensor in trainer._tensors().items()}
+    state = {name: tensor.detach().clone() for name, tensor in trainer.tensors().items()}
     for parameter in trainer.parameters:
         state[f"updates of {parameter.name}"] = trainer.optimizer.state[parameter.local]["step"]
     return {

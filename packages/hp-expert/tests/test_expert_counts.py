@@ -77,7 +77,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
 def read(told: Tensor, heard: Tensor) -> None:
     """Read an exchange and look at what came."""
     mine, theirs = told[:, :3].tolist(), heard[:, :3].tolist()
-    assert read_exchange(told, Pending(heard), num_columns=3)[1:] == (mine, theirs)
+    assert read_exchange(told, Pending(heard), num_columns=3, purpose="a test")[1:] == (
+        mine,
+        theirs,
+    )
 
 
 def test_exchanges_one_after_the_other_share_a_stream_and_a_buffer(cuda: Cuda) -> None:

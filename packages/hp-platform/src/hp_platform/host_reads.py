@@ -12,18 +12,19 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-Answer = Callable[[Tensor, str], Tensor]
+Answer = Callable[[Tensor, object], Tensor]
 """Takes the copy on the host and the purpose; returns what is to be read instead."""
 
 _answers: list[Answer] = []
 
 
-def arrived(copy: Tensor, *, purpose: str) -> Tensor:
+def arrived(copy: Tensor, *, purpose: object) -> Tensor:
     """Return numbers that have come from the device, to be read by the host.
 
     Args:
         copy: On the host, complete.
-        purpose: What they are, such as `"rows per expert"`: what a dry run knows them by.
+        purpose: What they are, in words or, where a model needs facts, as data: what a dry run
+            knows them by.
 
     Returns:
         `copy`; in a dry run a tensor of its shape and dtype, with the numbers of a model.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from hp_train import __version__, rules
+from hp_train.dry_run import command as dry_run
 from hp_train.environment import speaks_for_node
 from hp_train.errors import ConfigError, HpError
 from hp_train.launch.signals import ignore_stops
@@ -23,6 +24,7 @@ _FLAGS = {
     "train": ("--data", "--resume", "--dry-run"),
     "config": ("--data", "--resume", "--origins", "--json"),
     "doctor": ("--json",),
+    "dry-run": ("--data", "--resume", *dry_run.FLAGS),
     "verify": ("--data", "--resume", *verify.FLAGS),
     "plan": ("--data", "--resume", *plan.FLAGS),
     "import-hf": ("--out", "--step", "--dtype"),
@@ -67,10 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
+    argv, script = _without_script(argv)
     overrides, rest = split_overrides(_joined(argv))
     parser = _parser()
     _refuse_bare_keys(rest)
     options = parser.parse_args(rest)
+    if script:
+        return dry_run.run_script(script, options, overrides)
     if options.command in _WITHOUT_CONFIG and overrides:
         raise ConfigError(f"hp {options.command} takes no --{overrides[0][0]}")
     if options.command == "doctor":
@@ -86,6 +91,12 @@ def _main(argv: Sequence[str]) -> int:
         given.append(("data.paths", options.data))
     if options.resume is not None:
         given.append(("run.resume", options.resume))
+    return _with_config(options, given)
+
+
+def _with_config(options: argparse.Namespace, given: list[tuple[str, object]]) -> int:
+    if options.command == "dry-run":
+        return dry_run.run(options, given)
     resolved = resolve(options.config, given)
     if options.command == "verify":
         return verify.run(resolved, options, given)
@@ -146,6 +157,14 @@ def _parser() -> _Parser:
     )
     _add_config(price)
     plan.add_arguments(price)
+    rehearse = commands.add_parser(
+        "dry-run",
+        help="run the real code of every kind of rank of a cluster, without a GPU",
+        epilog=_OVERRIDES + " After -- a torch script and its arguments, in place of a config.",
+        allow_abbrev=False,
+    )
+    _add_config(rehearse)
+    dry_run.add_arguments(rehearse)
     doctor = commands.add_parser(
         "doctor", help="tell what this machine can run", allow_abbrev=False
     )
@@ -258,6 +277,16 @@ def _refuse_bare_keys(arguments: Sequence[str]) -> None:
         if not hint and (meant := keys_called(name)):
             hint = "; did you mean " + " or ".join(f"--{key}" for key in meant) + "?"
         raise ConfigError(f"{flag} is not a known option{hint}")
+
+
+def _without_script(argv: Sequence[str]) -> tuple[Sequence[str], list[str]]:
+    """Part what follows ``--`` of ``hp dry-run``: a script, with arguments that are its own."""
+    if argv[:1] == ["dry-run"] and "--" in argv:
+        end = list(argv).index("--")
+        if not argv[end + 1 :]:
+            raise ConfigError("-- must be followed by a script")
+        return argv[:end], list(argv[end + 1 :])
+    return argv, []
 
 
 def _joined(argv: Sequence[str]) -> list[str]:

@@ -10,6 +10,7 @@
     |-- NumericsError    6   a loss or a gradient is not finite
     |-- RankLostError    7   a process of the run is gone
     |-- DifferenceError  8   two layouts do not compute the same (hp verify)
+    |-- RehearsalError  10   a run would fail, or its ranks not fit together (hp dry-run)
     `-- RunDirectoryError  9 the run directory is gone, or holds what no run puts there
 
 Any other exception ends with 1. A run that was asked to stop and can be resumed ends with
@@ -72,3 +73,9 @@ class RunDirectoryError(HpError):
     """The run directory is gone, cannot be used, or holds what no run puts there."""
 
     exit_code = 9
+
+
+class RehearsalError(HpError):
+    """A dry run found what a run would fail of."""
+
+    exit_code = 10

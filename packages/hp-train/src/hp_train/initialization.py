@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hp_platform.dry import is_dry
 from hp_train.config import ModelConfig
 from hp_train.parameters import Parameter
 from hp_train.randomness import generator
@@ -65,6 +66,9 @@ def initialize_parameters(
             if parameter.name.endswith(_RESIDUAL_OUTPUTS):
                 std /= math.sqrt(2 * config.num_layers)
             for matrix, purpose in _matrices(parameter):
+                if is_dry():  # no device takes the numbers, nor has the host memory for them
+                    matrix.copy_(torch.zeros((), device="cpu").expand(matrix.shape))
+                    continue
                 is_here = matrix.device.type == "cpu" and matrix.dtype == torch.float32
                 values = matrix if is_here else torch.empty(matrix.shape, dtype=torch.float32)
                 draw = _Draw(values, std, seed, purpose)

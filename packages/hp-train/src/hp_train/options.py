@@ -3,7 +3,7 @@
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from hp_train.schema import (
 CONFIG = "config.toml"
 """Name of the config in a run directory."""
 _SHIPPED = Path(__file__).parent / "configs"
-_COMMAND_LINE = "command line"
+COMMAND_LINE = "command line"
+"""The origin of what was given there."""
 _MOST_BYTES = 64 << 10  # of a config file; those with every key and its meaning have a quarter
 _FLAG = re.compile(r"--([A-Za-z_][\w-]*\.[\w.-]*)(?:=(.*))?", re.DOTALL)
 _ASSIGNMENT = re.compile(r"([A-Za-z_][\w-]*\.[\w-]*)=(.*)", re.DOTALL)
@@ -92,6 +93,7 @@ def resolve(
     overrides: Iterable[tuple[str, object]] = (),
     *,
     env: Mapping[str, str] = os.environ,
+    fit: Callable[[Config, Mapping[str, str]], Mapping[str, object]] | None = None,
 ) -> Resolved:
     """Read a config, put the command line over it, and check the result.
 
@@ -100,6 +102,8 @@ def resolve(
             named by ``run.resume`` in ``overrides``, else ``quickstart``.
         overrides: Keys with values; strings are converted to the type of the key.
         env: Tells of processes that torchrun or Slurm started.
+        fit: From a config that no rule was applied to yet, and the origins of the keys that are
+            given, to values of other keys that follow from an option.
 
     Raises:
         ConfigError: About the first thing that is wrong, in one line.
@@ -113,11 +117,13 @@ def resolve(
         _require_name(values["run.resume"], where=f"{origins['run.resume']}: ")
     for key, raw in given.items():
         values[key] = _convert_override(fields()[key], raw)
-        origins[key] = _COMMAND_LINE
+        origins[key] = COMMAND_LINE
     world = external_world(env)
     if world is not None and values.get("launch.num_processes", 0) == 0:
         values["launch.num_processes"] = world.size
         origins["launch.num_processes"] = world.variable
+    if fit is not None:
+        values |= fit(build(values), origins)
     config = build(values)
     rules.check(config, world)
     return Resolved(config, {key: origins.get(key, "default") for key in fields()}, path.stem)
@@ -150,7 +156,7 @@ def for_saving(resolved: Resolved) -> Config:
     """
     config = resolved.config
     launch, data = config.launch, config.data
-    if resolved.origins["launch.num_processes"] not in ("default", _COMMAND_LINE):
+    if resolved.origins["launch.num_processes"] not in ("default", COMMAND_LINE):
         launch = replace(launch, num_processes=0)
     tokenizer = str(Path(data.tokenizer).absolute()) if data.tokenizer else ""
     paths = tuple(str(Path(path).absolute()) for path in data.paths)

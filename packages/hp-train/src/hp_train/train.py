@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hp_expert import take_loads, update_correction_biases
 from hp_platform import Runtime, doing, failing_together, mark_agreed, new_group, shutdown
+from hp_platform.host_reads import arrived
 from hp_schedule import MetaStep, Timeline
 from hp_train.banner import banner
 from hp_train.batches import Batches
@@ -435,7 +436,7 @@ class Trainer:
             self.worker.run_dir / "checkpoints",
             self.config.train,
             group=group,
-            tensors=self._tensors,
+            tensors=self.tensors,
             extra=self._extra,
             on_progress=lambda phase, *, waiting=False: self._beat(
                 f"checkpoint: {phase}", waiting=waiting
@@ -457,7 +458,7 @@ class Trainer:
 
     def _start_from(self, folder: Path) -> str:
         """Take the weights of a Hugging Face model; every rank reads what it has."""
-        named = {k: v for k, v in self._tensors().items() if k.startswith("model.")}
+        named = {k: v for k, v in self.tensors().items() if k.startswith("model.")}
         tensors = {name.removeprefix("model."): tensor for name, tensor in named.items()}
         load_weights(folder, tensors, group=self.runtime.control)
         self._update_twins()
@@ -511,9 +512,11 @@ class Trainer:
         values, memories, squares = vector.cpu().split(
             [len(scalars), len(memory), len(self.norm.sizes)]
         )
+        squares = arrived(squares, purpose="squared gradient norms")
         return values.tolist(), squares, int(memories.max())
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of this rank, by global name; memory is shared."""
         tensors = checkpoint_tensors(self.parameters, self.optimizer, self.mesh)
         return tensors | checkpoint_buffers(self.pipeline.modules.values())
 

@@ -14,6 +14,7 @@ from hp_expert.dispatch.cost import (
     expected_rows_per_token,
 )
 from hp_expert.dispatch.deduplicated import SlotExchange
+from hp_expert.dispatch.exchange_read import ExchangeRead
 from hp_expert.dispatch.local import LocalDispatcher
 from hp_expert.dispatch.protocol import Dispatcher, DispatchState
 from hp_expert.dispatch.run_ahead import Mark, RunAhead
@@ -28,6 +29,7 @@ __all__ = [
     "DispatchBytes",
     "DispatchState",
     "Dispatcher",
+    "ExchangeRead",
     "LocalDispatcher",
     "Mark",
     "RunAhead",

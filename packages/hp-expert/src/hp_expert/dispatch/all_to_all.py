@@ -29,6 +29,7 @@ from hp_expert.dispatch.deduplicated import (
     spread,
     unpack,
 )
+from hp_expert.dispatch.exchange_read import ExchangeRead
 from hp_expert.dispatch.protocol import DispatchState
 from hp_expert.permute import (
     Permutation,
@@ -169,7 +170,16 @@ def prepare_slice(
     told = _with_other_slices(told, slices)
     exchange = launch_all_to_all(told, group=over.group)
     ahead = None if plan is None else _sort_and_gather(x, *plan, num_local=L)
-    heard = listen(told, exchange, num_local=L)
+    read = ExchangeRead(
+        header=header,
+        num_tokens=len(x),
+        told_tokens=num_tokens,
+        top_k=experts.shape[-1],
+        num_experts=over.num_experts,
+        rank=over.group.rank(),
+        num_ranks=W,
+    )
+    heard = listen(told, exchange, num_local=L, purpose=read)
     mine = heard[0 if slices is None else slices.rank()]
     if error is None and mine.num_invalid:
         error = invalid_experts(mine.num_invalid, over.num_experts)

@@ -89,9 +89,13 @@ def announcement(
     return told
 
 
-def listen(told: Tensor, exchange: Pending[Tensor], *, num_local: int) -> list[Heard]:
+def listen(
+    told: Tensor, exchange: Pending[Tensor], *, num_local: int, purpose: object
+) -> list[Heard]:
     """Wait for the blocks of the others [W, Z, B] and read all of them on the host, by slice."""
-    heard, mine, theirs = read_exchange(told, exchange, num_columns=COUNTS + num_local)
+    heard, mine, theirs = read_exchange(
+        told, exchange, num_columns=COUNTS + num_local, purpose=purpose
+    )
     return [
         _of_slice(
             [blocks[z] for blocks in mine],

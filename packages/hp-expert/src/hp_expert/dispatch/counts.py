@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hp_platform import Event, Pending, side_stream, use_stream
+from hp_platform.host_reads import arrived
 
 
 class SlotCounts(NamedTuple):
@@ -61,7 +62,7 @@ def read_host(numbers: Tensor) -> list[Any]:
 
 
 def read_exchange(
-    told: Tensor, exchange: Pending[Tensor], *, num_columns: int
+    told: Tensor, exchange: Pending[Tensor], *, num_columns: int, purpose: object
 ) -> tuple[Tensor, Any, Any]:
     """Wait for an exchange of numbers and read both sides of it: the only host read of a layer.
 
@@ -72,13 +73,15 @@ def read_exchange(
         told: What was sent [W, ..., B].
         exchange: Of it.
         num_columns: How many of each block to read.
+        purpose: What a dry run knows the numbers by.
 
     Returns:
         What was heard on the device; what was told and what was heard on the host.
     """
     if told.device.type != "cuda":
         heard = exchange.wait()
-        return heard, *read_host(torch.stack([told[..., :num_columns], heard[..., :num_columns]]))
+        both = torch.stack([told[..., :num_columns], heard[..., :num_columns]])
+        return heard, *read_host(arrived(both, purpose=purpose))
     done, stream = Event(told.device), side_stream(told.device, "read counts")
     with use_stream(stream):
         heard = exchange.wait()
@@ -88,7 +91,7 @@ def read_exchange(
             done.record(stream)
             # Also keeps `told` and `both` alive for as long as the other stream reads them.
             done.synchronize()
-            mine, theirs = read_host(on_host)
+            mine, theirs = read_host(arrived(on_host, purpose=purpose))
     done.wait()
     return heard, mine, theirs
 

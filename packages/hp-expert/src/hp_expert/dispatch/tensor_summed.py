@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch.agreement import Header, block_size, input_error, raise_together
 from hp_expert.dispatch.counts import SlotCounts, count_slots, invalid_experts, read_exchange
+from hp_expert.dispatch.exchange_read import ExchangeRead
 from hp_expert.dispatch.local import LocalDispatcher
 from hp_expert.dispatch.protocol import DispatchState
 from hp_expert.permute import sort_slots
@@ -58,7 +59,17 @@ class TensorSummedDispatcher:
         told = _announcement(header, counted, num_experts=E, x=x)
         exchange = launch_all_to_all(told.repeat(W, 1), group=self.group)
         permutation = None if counted is None else sort_slots(counted.keys)
-        _, _, heard = read_exchange(told.expand(W, -1), exchange, num_columns=_COUNTS + E)
+        read = ExchangeRead(
+            header=header,
+            num_tokens=len(x),
+            told_tokens=len(x),
+            top_k=experts.shape[-1],
+            num_experts=E,
+            tells_rows=False,
+        )
+        _, _, heard = read_exchange(
+            told.expand(W, -1), exchange, num_columns=_COUNTS + E, purpose=read
+        )
         mine = heard[self.group.rank()]
         if error is None and mine[_INVALID]:
             error = invalid_experts(mine[_INVALID], E)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -59,6 +59,26 @@ def default_device() -> torch.device | None:
 def schema_of(func: Any) -> Any:
     """The schema of an overload of an operator."""
     return func._schema
+
+
+@contextmanager
+def around_backward(entered: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Let every run of the autograd engine happen inside a context.
+
+    `Tensor.backward` is Python that torch calls without the function mode it went through.
+    """
+    plain: Any = torch.autograd._engine_run_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with entered():
+            return plain(*args, **kwargs)
+
+    module: Any = torch.autograd
+    module._engine_run_backward = run
+    try:
+        yield
+    finally:
+        module._engine_run_backward = plain
 
 
 @contextmanager

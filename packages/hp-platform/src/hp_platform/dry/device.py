@@ -21,7 +21,7 @@ from hp_platform.dry.storages import Storages
 from hp_platform.dry.trace import Event, Fault, Label, Launch, Trace
 from hp_platform.own_kernels import noting
 from hp_platform.places import current_place
-from hp_platform._internals.dry import is_meta, operator_kernels
+from hp_platform._internals.dry import around_backward, is_meta, operator_kernels
 
 META = torch.device("meta")
 _GROUP_STREAMS = 1000
@@ -107,6 +107,7 @@ class DryDevice:
             stack.enter_context(noting(self.note_kernel))
             stack.enter_context(cuda_api.stand_ins(self))
             stack.enter_context(methods.stand_ins(self))
+            stack.enter_context(around_backward(lambda: methods.AskedForMeta(self)))
             stack.enter_context(self.watching())
             self._stack = stack.pop_all()
         return self

@@ -37,6 +37,22 @@ _EMBEDDING_ATOMIC: Final = 3_072
 _GLOBAL_REDUCE_VALUES: Final = 256
 _GLOBAL_REDUCE_OUTPUTS: Final = 16_384
 
+OVERWRITES: Final = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_foreach_zero_",
+        "_foreach_copy_",
+        "copy_",
+        "exponential_",
+        "fill_",
+        "normal_",
+        "random_",
+        "uniform_",
+        "zero_",
+    )
+)
+"""Operators that write an argument and do not read it."""
+
 
 OVERWRITES: Final = frozenset(
     f"aten::{name}"

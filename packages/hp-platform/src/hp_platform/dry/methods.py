@@ -31,6 +31,8 @@ class AskedForMeta(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if type(kwargs.get("device")) is int:
+            kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
         if func in _FROM_DATA:
             return _from_data(func, args, kwargs)
         if "device" not in kwargs or not _is(kwargs["device"], "meta"):

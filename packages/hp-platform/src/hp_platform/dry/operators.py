@@ -44,6 +44,7 @@ class _Operator:
         is_silent: Whether CUDA launches nothing for it.
         resizes: Whether storages that it is given may have another size after it.
         is_collective: Whether ranks meet in it.
+        num_lists: How many of its arguments are lists of tensors.
         flops: Counts them, by the arguments and the result.
         stand_in: What is called in its place, because the host reads values or memory of both is
             involved.
@@ -74,6 +75,7 @@ def _describe(func: Any) -> _Operator:
             is_out = is_out or argument.kwarg_only
     aliases = [each.alias_info for each in schema.returns]
     makes = any(alias is None for alias in aliases)
+    is_view = bool(aliases) and not makes and not writes
     base = schema.name
     return _Operator(
         name=str(func),
@@ -81,7 +83,7 @@ def _describe(func: Any) -> _Operator:
         writes=tuple(writes),
         overwrites=is_out or base in launches.OVERWRITES,
         makes=makes,
-        is_silent=launches.is_silent(func),
+        is_silent=is_view or launches.is_silent(func),
         resizes=is_out or "resize" in base or "::set_" in base,
         is_collective=func.namespace in _COLLECTIVES,
         flops=launches.flops_of(func),
@@ -170,8 +172,8 @@ class Operators(DispatchMode):
         if not op.is_silent:
             written = _written(op, args, kwargs)
             flops = 0 if op.flops is None else op.flops(*args, **kwargs, out_val=out)
-            kernels = launches.num_kernels(func, args, kwargs)
-            _launch(device, op, (dry, written, made), (kernels, flops))
+            num_kernels = launches.num_kernels(func, args, kwargs)
+            _launch(device, op, (dry, written, made), (num_kernels, flops))
         device.remember(out)
         return out
 

@@ -22,7 +22,7 @@ from hp_schedule.runtime.runtime import PipelineScheduleRuntime, RuntimeOptions
 from hp_schedule.runtime.schedules import PipelineSchedule, ScheduleOptions, from_schedule
 from hp_schedule.runtime.sharding import StageSharding
 from hp_schedule.runtime.shared import SharedParameterInfo, SharedParameters, share_parameters
-from hp_schedule.runtime.specs import TensorSpec
+from hp_schedule.runtime.specs import HeaderRead, TensorSpec
 from hp_schedule.runtime.split_model import SplitModel, split_model
 from hp_schedule.runtime.stage import PipelineStage
 from hp_schedule.runtime.torch_schedule import TorchSchedule, TorchStage, as_torch_schedule
@@ -35,6 +35,7 @@ __all__ = [
     "EdgeGroups",
     "FullySharded",
     "GraphCuttingSplitter",
+    "HeaderRead",
     "PipelineContext",
     "PipelineResult",
     "PipelineSchedule",

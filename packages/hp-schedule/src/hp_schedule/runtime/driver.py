@@ -312,14 +312,14 @@ class StageDriver:
     def _apart(self, stage: int) -> AbstractContextManager[None]:
         return nullcontext() if self._shared is None else self._shared.of_stage(stage)
 
-    def _expected(self, stage: int) -> Specs | None:
+    def _expected(self, stage: int, outputs: tuple[Tensor, ...]) -> Specs | None:
         after = self._stages.get(self._schedule.downstream[stage])
-        return self._messages.expected(stage) if after is None else after.input_spec
+        return self._messages.expected(stage, outputs) if after is None else after.input_spec
 
     def _pass_outputs(self, key: Key, outputs: tuple[Tensor, ...]) -> None:
         after = self._schedule.downstream[key[0]]
         if self._training:
-            self._paths.check(*key, outputs, expected=partial(self._expected, key[0]))
+            self._paths.check(*key, outputs, expected=partial(self._expected, key[0], outputs))
         if after in self._stages:
             expected = self._stages[after].input_spec
             if expected is not None:

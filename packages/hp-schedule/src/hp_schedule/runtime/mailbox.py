@@ -149,7 +149,7 @@ class Mailbox:
         Raises:
             ValueError: If it is not what the next stage expects.
         """
-        expected = self.expected(stage)
+        expected = self.expected(stage, values)
         message = self._to(self._schedule.downstream[stage], microbatch, MessageKind.INPUT)
         after = message.stage_index
         if expected is None:
@@ -160,12 +160,17 @@ class Mailbox:
             check_expected(values, expected, stage=stage, microbatch=microbatch, after=after)
         self._send(message, tuple(value.detach() for value in values))
 
-    def expected(self, stage: int) -> Specs | None:
-        """Return what the stage after one expects; the first time waits until it has said so."""
+    def expected(self, stage: int, values: Tensors) -> Specs | None:
+        """Return what the stage after one expects; the first time waits until it has said so.
+
+        Args:
+            stage: Whose outputs are expected.
+            values: What it has, which a dry run takes to be that: there nobody can say so.
+        """
         known = self._expectations.specs
         if stage not in known:
             (header,), _ = self._take(self._request(self._schedule.downstream[stage]))
-            known[stage] = from_header(header)
+            known[stage] = from_header(header, likely=tuple(map(TensorSpec.of, values)))
         return known[stage]
 
     def want_input(self, stage: int, microbatch: int) -> None:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hp_platform.host_reads import arrived
+
 HEADER_SIZE = 256
 """Numbers in a header: enough for 36 tensors of four dimensions."""
 
@@ -208,9 +210,33 @@ def to_header(specs: Specs | None) -> Tensor:
     return header
 
 
-def from_header(header: Tensor) -> Specs | None:
-    """Read a header; the inverse of `to_header`."""
-    numbers = iter(header.tolist())
+@dataclass(frozen=True, slots=True)
+class HeaderRead:
+    """The read of a header: the `purpose` of `hp_platform.host_reads.arrived`.
+
+    Attributes:
+        likely: What it says if the stages fit together; None: nobody can tell.
+    """
+
+    likely: Specs | None
+
+    def __str__(self) -> str:
+        """Say it in words."""
+        return "shapes of a message"
+
+    def numbers(self, *, like: Tensor) -> Tensor:
+        """What the host would read of such a header."""
+        return like if self.likely is None else to_header(self.likely)
+
+
+def from_header(header: Tensor, *, likely: Specs | None = None) -> Specs | None:
+    """Read a header; the inverse of `to_header`.
+
+    Args:
+        header: On any device.
+        likely: What a dry run takes it for.
+    """
+    numbers = iter(arrived(header.cpu(), purpose=HeaderRead(likely)).tolist())
     count = next(numbers)
     if count == _UNKNOWN:
         return None

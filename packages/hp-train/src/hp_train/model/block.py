@@ -20,6 +20,7 @@ from hp_expert import (
     TopKRouter,
     sequence_balance_loss,
 )
+from hp_platform import doing
 from hp_train.config import ModelConfig
 from hp_train.model.ahead import Ahead
 from hp_train.model.attention import Limits, make_attention
@@ -139,13 +140,14 @@ class Block(nn.Module):
     ) -> Tensor:
         key, again = microbatch.key, self.recompute
         args = (x, rotation, documents)
-        y = recomputed(self.attend, *args) if again == "attention" else self.attend(*args)
-        x = x + dropout(y, self.dropout, key, f"{self.name}.attention")
-        if again == "feed_forward":
-            y = recomputed(self._feed_forward, x, microbatch)
-        else:
-            y = self._feed_forward(x, microbatch)
-        return x + dropout(y, self.dropout, key, f"{self.name}.feed_forward")
+        with doing(self.name):
+            y = recomputed(self.attend, *args) if again == "attention" else self.attend(*args)
+            x = x + dropout(y, self.dropout, key, f"{self.name}.attention")
+            if again == "feed_forward":
+                y = recomputed(self._feed_forward, x, microbatch)
+            else:
+                y = self._feed_forward(x, microbatch)
+            return x + dropout(y, self.dropout, key, f"{self.name}.feed_forward")
 
     def _attend(self, x: Tensor, rotation: Rotation, documents: Limits) -> Tensor:
         y: Tensor = self.attention(self.attention_norm(x), rotation=rotation, documents=documents)

@@ -1,0 +1,52 @@
+"""What the host reads of a device that computes nothing; see `hp_platform.host_reads`."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hp_expert import ExchangeRead
+from hp_platform.places import current_place
+from hp_schedule.runtime import HeaderRead
+from hp_train.dry_run.routing import ALL_LAYERS, Skew, rows_per_rank
+
+SQUARES = "squared gradient norms"
+"""What `hp_train.train` calls them, which decide whether gradients are clipped."""
+
+_LARGE = 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Numbers of a model of the routing; gradients that are clipped; zeros for all else.
+
+    Attributes:
+        skew: The model.
+    """
+
+    skew: Skew
+
+    def __call__(self, copy: Tensor, purpose: object) -> Tensor:
+        """See `hp_platform.host_reads.Answer`."""
+        if isinstance(purpose, ExchangeRead):
+            slots = self.skew.slots(
+                _layer(),
+                num_tokens=purpose.num_tokens,
+                top_k=purpose.top_k,
+                num_experts=purpose.num_experts,
+                num_ranks=purpose.num_ranks,
+            )
+            rows = rows_per_rank(slots, purpose.num_tokens, purpose.top_k, purpose.num_ranks)
+            return purpose.numbers(slots, rows, like=copy)
+        if isinstance(purpose, HeaderRead):
+            return purpose.numbers(like=copy)
+        if purpose == SQUARES:
+            return torch.full_like(copy, _LARGE)
+        return copy
+
+
+def _layer() -> str:
+    """Name of the layer that this thread computes."""
+    words = current_place().split(", ")
+    names = (word for word in reversed(words) if word.startswith(("layers.", "mtp.")))
+    return next(names, ALL_LAYERS)

@@ -1,0 +1,255 @@
+"""The command ``hp dry-run``. Nothing here imports torch before ranks are to be started."""
+
+import argparse
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from hp_train import rules
+from hp_train.config import Config
+from hp_train.dry_run.routing import parse_skew
+from hp_train.environment import external_world
+from hp_train.errors import ConfigError
+from hp_train.layout import Layout
+from hp_train.numbers import whole
+from hp_train.options import COMMAND_LINE, resolve
+from hp_train.space import with_keys
+
+FLAGS = (
+    "--documents",
+    "--gpus",
+    "--gpus-per-node",
+    "--html",
+    "--json",
+    "--rank",
+    "--skew",
+    "--steps",
+    "--svg",
+    "--traces",
+)
+_MOST_DEVICES = 2**20
+_STEPS = 2
+_PATIENCE = 3600.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
+    parser.add_argument(
+        "--gpus",
+        type=whole("--gpus", least=1, largest=_MOST_DEVICES),
+        metavar="N",
+        help="devices of the cluster: mesh.dp_shard is what fills them (default: of the mesh)",
+    )
+    parser.add_argument(
+        "--gpus-per-node",
+        type=whole("--gpus-per-node", least=1, largest=_MOST_DEVICES),
+        default=8,
+        metavar="N",
+        help="devices of a machine (default: 8)",
+    )
+    parser.add_argument(
+        "--rank",
+        type=whole("--rank", least=0, largest=_MOST_DEVICES),
+        action="append",
+        default=[],
+        metavar="R",
+        help="run this rank too, whatever class it is of; may be given again",
+    )
+    parser.add_argument(
+        "--skew",
+        action="append",
+        metavar="HOW",
+        help="what experts get: uniform, gini=0.4, or a JSON file of shares; may be given again "
+        "(default: uniform)",
+    )
+    parser.add_argument(
+        "--documents",
+        type=whole("--documents", least=1),
+        metavar="N",
+        help="documents in each sequence (default: one for 1024 tokens)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=whole("--steps", least=1),
+        default=_STEPS,
+        help=f"updates of the weights; the last one is looked at (default: {_STEPS})",
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--html", metavar="FILE", help="write a page that stands alone")
+    parser.add_argument("--svg", metavar="FILE", help="draw the memory over the step")
+    parser.add_argument("--traces", metavar="DIR", help="keep what every rank did, in a folder")
+
+
+def run(options: argparse.Namespace, given: Sequence[tuple[str, object]]) -> int:
+    """Rehearse a config.
+
+    Args:
+        options: Of `add_arguments`.
+        given: Overrides from the command line.
+
+    Returns:
+        0: the ranks fit together, and nothing would be refused by a device.
+
+    Raises:
+        ConfigError: When it cannot be rehearsed.
+        RehearsalError: When a run would fail.
+    """
+    resolved = resolve(options.config, given, fit=fit_to(options.gpus))
+    require_possible(resolved.config, options.rank)
+    skews = [parse_skew(text, resolved.config.model) for text in options.skew or ["uniform"]]
+    from hp_train.dry_run.outcome import show  # noqa: PLC0415
+    from hp_train.dry_run.rehearsal import rehearse  # noqa: PLC0415 - imports torch
+
+    config = dry_config(resolved.config)
+    with tempfile.TemporaryDirectory(prefix="hp-dry-run-") as folder:
+        found = rehearse(
+            config,
+            skews,
+            name=resolved.name,
+            data=write_data(config, Path(folder), documents=options.documents),
+            steps=options.steps,
+            apart=options.rank,
+            gpus_per_node=options.gpus_per_node,
+        )
+    return show(*found, options)
+
+
+def run_script(
+    script: Sequence[str], options: argparse.Namespace, given: Sequence[tuple[str, object]]
+) -> int:
+    """Rehearse a torch script as `torchrun` would start it.
+
+    Args:
+        script: Its path and its arguments.
+        options: Of `add_arguments`.
+        given: Overrides from the command line; a script takes none before ``--``.
+
+    Returns:
+        0: all ranks came to their end and fit together.
+
+    Raises:
+        ConfigError: When it cannot be rehearsed.
+        RehearsalError: When a run would fail.
+    """
+    if given or options.config:
+        raise ConfigError(f"-- {script[0]} takes the place of a config: give neither that nor keys")
+    if not Path(script[0]).is_file():
+        raise ConfigError(f"-- {script[0]} must be a Python script")
+    num_ranks = options.gpus or 1
+    from hp_train.dry_run.outcome import show  # noqa: PLC0415
+    from hp_train.dry_run.script import rehearse_script  # noqa: PLC0415 - imports torch
+
+    found = rehearse_script(
+        script, num_ranks=num_ranks, ranks=options.rank, gpus_per_node=options.gpus_per_node
+    )
+    return show(*found, options)
+
+
+def fit_to(gpus: int | None) -> Callable[[Config, Mapping[str, str]], Mapping[str, object]]:
+    """Let FSDP fill the devices, and the batch be cut into whole microbatches.
+
+    Args:
+        gpus: To fill; None: as many as the mesh has.
+
+    Returns:
+        For `resolve`.
+    """
+
+    def fit(config: Config, origins: Mapping[str, str]) -> dict[str, object]:
+        values: dict[str, object] = {"launch.num_processes": 0}
+        if gpus is not None and gpus != config.world_size:
+            others = config.world_size // config.mesh.dp_shard
+            if origins.get("mesh.dp_shard") == COMMAND_LINE or gpus % others:
+                raise ConfigError(
+                    f"--gpus ({gpus}) must equal the ranks of the mesh ({config.world_size}), or "
+                    f"leave mesh.dp_shard to it and be a multiple of the others ({others})"
+                )
+            values["mesh.dp_shard"] = gpus // others
+        if origins.get("train.global_batch_size") != COMMAND_LINE:
+            values["train.global_batch_size"] = _batch_size(with_keys(config, values))
+        return values
+
+    return fit
+
+
+def _batch_size(config: Config) -> int:
+    """The configured one, or the next that the layout can cut into microbatches."""
+    size = config.train.global_batch_size
+    unit = Layout.of(config.mesh).dp * config.train.microbatch_size
+    least = -(-size // unit)
+    for number in range(least, least + 4 * config.mesh.pp * config.pipeline.stages_per_rank + 1):
+        if rules.allows_pipeline(with_keys(config, {"train.global_batch_size": number * unit})):
+            return number * unit
+    return size  # and the rules say why
+
+
+def require_possible(config: Config, ranks: Sequence[int]) -> None:
+    """Refuse what cannot be rehearsed, by its name.
+
+    Args:
+        config: Of the run.
+        ranks: That are asked for.
+
+    Raises:
+        ConfigError: With the reason.
+    """
+    if external_world() is not None:
+        raise ConfigError("hp dry-run starts processes of its own: not under torchrun or srun")
+    if config.train.compile != "none":
+        raise ConfigError(
+            f"train.compile ({config.train.compile}) must be none for hp dry-run: what a compiler "
+            "makes of a model is not known before it has run"
+        )
+    if config.launch.device == "cpu" or config.launch.backend == "gloo":
+        raise ConfigError(
+            f"launch.device ({config.launch.device}) and launch.backend ({config.launch.backend}) "
+            "must be auto, cuda or nccl: hp dry-run is of GPUs"
+        )
+    for rank in ranks:
+        if rank >= config.world_size:
+            raise ConfigError(
+                f"--rank ({rank}) must be below the number of ranks ({config.world_size})"
+            )
+
+
+def dry_config(config: Config) -> Config:
+    """The config as ranks are given it: they share few cores, so that nothing is late."""
+    launch = replace(
+        config.launch,
+        num_processes=0,
+        threads_per_process=1,
+        device="cuda",
+        init_timeout_seconds=_PATIENCE,
+        step_timeout_seconds=_PATIENCE,
+        hang_seconds=_PATIENCE,
+    )
+    return replace(config, launch=launch, run=replace(config.run, resume="", init_from=""))
+
+
+def write_data(config: Config, folder: Path, *, documents: int | None) -> Path:
+    """Make the tokens: of text that the config names, else made up.
+
+    Args:
+        config: Of the run.
+        folder: It is empty.
+        documents: In each sequence that is made up; None: by its length.
+
+    Returns:
+        The folder with the tokens.
+    """
+    from hp_train.data import load_tokenizer  # noqa: PLC0415 - imports numpy
+    from hp_train.data.prepare import prepare  # noqa: PLC0415 - likewise
+    from hp_train.dry_run.made_up import count_documents, write_tokens  # noqa: PLC0415 - likewise
+
+    data = config.data
+    tokenizer = load_tokenizer(data.tokenizer)
+    if data.paths:
+        made = folder / "data"
+        prepare(made, paths=data.paths, tokenizer=tokenizer, eval_fraction=data.eval_fraction)
+        return made
+    separate = data.documents == "separate"
+    number = (documents or count_documents(data.seq_len)) if separate else 1
+    write_tokens(folder, tokenizer, seq_len=data.seq_len, num_documents=number)
+    return folder

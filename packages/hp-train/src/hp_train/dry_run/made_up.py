@@ -1,0 +1,77 @@
+"""Tokens for a run that nobody trains: as many documents in every sequence, the same in each.
+
+Every rank then reads sequences of the same documents, so that ranks of other data run the same
+program. The files are those of any run (`hp_train.data`), and are read as such.
+"""
+
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hp_train.data import Tokenizer
+from hp_train.data.index import Index, write_index
+from hp_train.data.tokens import SPLITS, TokenWriter
+
+_SEQUENCES = 64
+_TOKENS_PER_DOCUMENT = 1024
+
+
+def count_documents(seq_len: int) -> int:
+    """How many documents a sequence has, unless something else is asked for."""
+    return max(1, seq_len // _TOKENS_PER_DOCUMENT)
+
+
+def document_lengths(seq_len: int, num_documents: int) -> list[int]:
+    """Lengths of the documents of a sequence: in the ratio of 1, 1/2, 1/3, ..., the longest first.
+
+    Args:
+        seq_len: Their sum.
+        num_documents: At most `seq_len`.
+
+    >>> document_lengths(4096, 4)
+    [1966, 983, 655, 492]
+    """
+    whole = sum(1 / rank for rank in range(1, num_documents + 1))
+    spare = seq_len - num_documents
+    lengths = [1 + int(spare / whole / rank) for rank in range(1, num_documents + 1)]
+    lengths[0] += seq_len - sum(lengths)
+    return lengths
+
+
+def write_tokens(folder: Path, tokenizer: Tokenizer, *, seq_len: int, num_documents: int) -> None:
+    """Write both splits into an empty folder.
+
+    Args:
+        folder: It exists.
+        tokenizer: Decides the type of ids, and which one ends a document.
+        seq_len: Tokens of a sequence.
+        num_documents: Of each sequence.
+    """
+    tokens = _sequence(tokenizer, document_lengths(seq_len, num_documents))
+    splits = {}
+    for name in SPLITS:
+        with closing(TokenWriter(folder, name, dtype=tokenizer.dtype)) as writer:
+            for _ in range(_SEQUENCES):
+                writer.write(tokens)
+            writer.write(tokens[:1])  # the last target
+            splits[name] = writer.finish()
+    index = Index(
+        dtype=tokenizer.dtype.name,  # type: ignore[arg-type] # one of three
+        vocab_size=tokenizer.vocab_size,
+        separator=tokenizer.separator,
+        tokenizer=tokenizer.identity,
+        eval_fraction=None,
+        source=None,
+        **splits,
+    )
+    write_index(folder, index)
+
+
+def _sequence(tokenizer: Tokenizer, lengths: list[int]) -> NDArray[np.unsignedinteger]:
+    """One sequence: the last of each document but the last is the separator."""
+    plain = next(i for i in range(tokenizer.vocab_size) if i != tokenizer.separator)
+    tokens = np.full(sum(lengths), plain, dtype=tokenizer.dtype)
+    tokens[np.cumsum(lengths)[:-1] - 1] = tokenizer.separator
+    return tokens

@@ -1,0 +1,161 @@
+"""One rank of a dry run: the trainer of `hp_train.train`, whose device computes nothing."""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hp_platform import RankInfo, doing, failing_together
+from hp_platform.dry import active_device, check_streams, replay
+from hp_platform.dry.trace import Fault, Trace
+from hp_platform.host_reads import answering
+from hp_train.checkpoint.planners import StrictSavePlanner
+from hp_train.config import Config
+from hp_train.data import load_tokenizer
+from hp_train.dry_run.answers import Answers
+from hp_train.dry_run.labels import PARAMETERS, add_labels
+from hp_train.dry_run.routing import Skew
+from hp_train.dry_run.summary import RankSummary, Saved, summarize
+from hp_train.launch.board import Board
+from hp_train.launch.signals import StopFlag
+from hp_train.launch.task import Worker
+from hp_train.parallelize import vocabulary_of
+from hp_train.startup import connect, vocab_size_of
+from hp_train.train import Trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What every rank of a dry run does.
+
+    Attributes:
+        config: Of the run.
+        skew: Of the routing.
+        data: Folder with tokens.
+        steps: Updates of the weights.
+    """
+
+    config: Config
+    skew: Skew
+    data: Path
+    steps: int
+
+
+class RankReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank did, besides its trace.
+
+    Attributes:
+        summary: Of its trace.
+        problems: What the device would refuse, a line each.
+        stopped: Where a script ended before its end; empty: it did not.
+    """
+
+    summary: RankSummary
+    problems: tuple[str, ...]
+    stopped: str = ""
+
+
+def run_rank(job: Job) -> Any:
+    """Train for some steps as one rank of a dry world; returns a `RankReport` as plain values."""
+    info = RankInfo.from_env()
+    assert info is not None, "a dry world sets RANK"
+    with tempfile.TemporaryDirectory(prefix="hp-dry-") as folder:
+        worker = Worker(
+            info=info,
+            run_dir=Path(folder),
+            board=Board.unwatched(),
+            stop=StopFlag(),
+            data=job.data,
+        )
+        with answering(Answers(job.skew)), failing_together(everything=True):
+            return _train(job, worker)
+
+
+def _train(job: Job, worker: Worker) -> Any:
+    config, device = job.config, active_device()
+    runtime = connect(config, worker)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    with doing("build"):
+        trainer = Trainer(config, worker, runtime, tokenizer)
+    modules = list(trainer.pipeline.modules.values())
+    device.label((p.local for p in trainer.parameters), PARAMETERS)
+    device.label((t for module in modules for t in module.parameters()), PARAMETERS)
+    states = trainer.optimizer.state.values()
+    device.label((t for state in states for t in state.values()), "optimizer")
+    for _ in range(job.steps):
+        trainer.train_step()
+    with doing("plan of a save"):
+        saved = _plan_of_save(trainer)
+    trainer.close()
+    width = len(vocabulary_of(trainer.mesh, vocab_size_of(config, tokenizer)))
+    add_labels(device.trace, logits_width=width)
+    return report_of(
+        device.trace,
+        skew=job.skew.name,
+        num_parameters=sum(p.local.numel() for p in trainer.parameters),
+        saved=saved,
+    )
+
+
+def report_of(
+    trace: Trace,
+    *,
+    skew: str = "",
+    num_parameters: int = -1,
+    saved: Saved | None = None,
+    stopped: str = "",
+) -> Any:
+    """Look at what a rank did; returns a `RankReport` as plain values.
+
+    Args:
+        trace: With labels.
+        skew: Of the routing.
+        num_parameters: Elements of parameters that are here.
+        saved: Plan of a save.
+        stopped: As the attribute.
+    """
+    summary = summarize(
+        trace, skew=skew, usage=replay(trace), num_parameters=num_parameters, saved=saved
+    )
+    faults = (
+        f"rank {trace.rank}: {event.place}: {event.at}: {event.what}"
+        for event in trace
+        if isinstance(event, Fault)
+    )
+    hazards = (f"rank {trace.rank}: {hazard}" for hazard in check_streams(trace))
+    problems = tuple(dict.fromkeys((*faults, *hazards)))
+    report = RankReport(summary=summary, problems=problems, stopped=stopped)
+    return msgspec.to_builtins(report)
+
+
+def _plan_of_save(trainer: Trainer) -> Saved:
+    """Let the planner of checkpoints say what this rank holds; nothing is written."""
+    planner, tensors = StrictSavePlanner(), trainer.tensors()
+    planner.set_up_planner(dict(tensors), is_coordinator=False)
+    items = planner.create_local_plan().items
+    holders = {
+        f"{prefix}.{parameter.name}": _holders(trainer, parameter.replicas)
+        for parameter in trainer.parameters
+        for prefix in ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
+    }
+    sizes = [
+        (item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize, item)
+        for item in items
+        if item.tensor_data is not None
+    ]
+    everyone = trainer.mesh.stage.num_ranks
+    return Saved(
+        file=f"rank-{trainer.mesh.rank:05d}.safetensors",
+        num_tensors=len(items),
+        num_bytes=sum(size for size, _ in sizes),
+        own_bytes=sum(size // holders.get(item.index.fqn, everyone) for size, item in sizes),
+    )
+
+
+def _holders(trainer: Trainer, replicas: tuple[str, ...]) -> int:
+    number = 1
+    for group in replicas:
+        number *= trainer.mesh.size(group)
+    return number

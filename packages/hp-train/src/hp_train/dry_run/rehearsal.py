@@ -1,0 +1,144 @@
+"""A dry run: one process for each class of ranks, and what their traces prove for all of them."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from hp_platform.dry import DryRun, DryRunError, Gpu, run_ranks
+from hp_platform.dry.trace import Trace
+from hp_train.config import Config
+from hp_train.data import load_tokenizer
+from hp_train.dry_run.classes import classes_of
+from hp_train.dry_run.rank import Job, RankReport, run_rank
+from hp_train.dry_run.routing import Skew
+from hp_train.dry_run.summary import Summary
+from hp_train.errors import RehearsalError
+from hp_train.layout import Layout
+from hp_train.startup import vocab_size_of
+
+try:
+    from hp_platform.dry import prove  # type: ignore[attr-defined]
+except ImportError:
+
+    def prove(traces, classes):
+        return []
+
+
+SECONDS = 3600.0
+"""That a dry run may take."""
+
+
+def rehearse(
+    config: Config,
+    skews: Sequence[Skew],
+    *,
+    name: str,
+    data: Path,
+    steps: int = 2,
+    apart: Sequence[int] = (),
+    gpus_per_node: int = 8,
+) -> tuple[Summary, list[Trace]]:
+    """Run the trainer as one rank of every class, once for each model of the routing.
+
+    Args:
+        config: See `hp_train.dry_run.command.dry_config`.
+        skews: Decide what experts get.
+        name: Of the config.
+        data: Folder with tokens.
+        steps: Updates of the weights.
+        apart: Ranks that get a process of their own.
+        gpus_per_node: Devices of a machine.
+
+    Returns:
+        What was found, and what the ranks did under the first of the models.
+
+    Raises:
+        RehearsalError: When a rank fails, or waits for what never comes.
+    """
+    began = time.monotonic()
+    vocab_size = vocab_size_of(config, load_tokenizer(config.data.tokenizer))
+    found: list[Summary] = []
+    traces: list[Trace] = []
+    for skew in skews:
+        classes = classes_of(config, skew, vocab_size=vocab_size, apart=apart)
+        job = Job(config=config, skew=skew, data=data, steps=steps)
+        run = run_classes(run_rank, job, classes=classes, gpus_per_node=gpus_per_node)
+        layout = f"{Layout.of(config.mesh)}, {config.pipeline.schedule}"
+        found.append(summary_of(run, classes, name=name, layout=layout))
+        traces = traces or list(run.traces.values())
+    whole = replace(
+        found[0],
+        ranks=tuple(rank for each in found for rank in each.ranks),
+        problems=tuple(dict.fromkeys(line for each in found for line in each.problems)),
+        seconds=time.monotonic() - began,
+    )
+    return whole, traces
+
+
+def run_classes(
+    function: Callable[..., Any],
+    *args: Any,
+    classes: Mapping[int, Sequence[int]],
+    gpus_per_node: int,
+) -> DryRun:
+    """Call a function in a process for each class, each a rank of a dry world.
+
+    Args:
+        function: Of a module.
+        *args: Its arguments.
+        classes: Ranks that each process stands for, by its rank.
+        gpus_per_node: Devices of a machine.
+
+    Raises:
+        RehearsalError: When a rank fails, or waits for what never comes.
+    """
+    world_size = sum(map(len, classes.values()))
+    try:
+        return run_ranks(
+            function,
+            *args,
+            world_size=world_size,
+            representatives=classes,
+            timeout=SECONDS,
+            local_world_size=min(gpus_per_node, world_size),
+        )
+    except DryRunError as error:
+        raise RehearsalError(str(error).partition("\n")[0]) from error
+
+
+def summary_of(
+    run: DryRun,
+    classes: Mapping[int, Sequence[int]],
+    *,
+    name: str,
+    layout: str = "",
+) -> Summary:
+    """Put together what the processes did, for all ranks.
+
+    Args:
+        run: The traces of all processes, and a `RankReport` of each.
+        classes: Ranks that each stands for.
+        name: Of what was run.
+        layout: In words.
+    """
+    gpu = Gpu()
+    reports = [msgspec.convert(result, RankReport) for result in run.results.values()]
+    stopped = [f"rank {r.summary.rank} stopped {r.stopped}" for r in reports if r.stopped]
+    own = [line for report in reports for line in report.problems]
+    between = [str(problem) for problem in prove(run.traces, classes)]
+    return Summary(
+        name=name,
+        layout=layout,
+        world_size=sum(map(len, classes.values())),
+        gpu=gpu.name,
+        gpu_bytes=gpu.memory_bytes,
+        beside={},
+        ranks=tuple(
+            replace(each.summary, stands_for=tuple(classes[each.summary.rank])) for each in reports
+        ),
+        problems=(*stopped, *between, *own),
+    )

@@ -1,0 +1,101 @@
+"""A stranger's script on devices that compute nothing, under the variables that torchrun sets."""
+
+import os
+import runpy
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from hp_platform.dry import active_device
+from hp_platform.dry.trace import Trace
+from hp_platform.host_reads import answering
+from hp_train.dry_run.answers import Answers
+from hp_train.dry_run.labels import GRADIENTS, PARAMETERS, add_labels
+from hp_train.dry_run.rank import report_of
+from hp_train.dry_run.rehearsal import run_classes, summary_of
+from hp_train.dry_run.routing import Skew
+from hp_train.dry_run.summary import Summary
+from hp_train.errors import ConfigError
+
+MOST_PROCESSES = 16
+"""Ranks that are all run, each by itself; of more, some have to be named."""
+
+
+def rehearse_script(
+    command: Sequence[str], *, num_ranks: int, ranks: Sequence[int] = (), gpus_per_node: int = 8
+) -> tuple[Summary, list[Trace]]:
+    """Run a script as every rank, or as some of many.
+
+    Args:
+        command: Its path and its arguments.
+        num_ranks: Ranks in all.
+        ranks: To run; the first of them stands for those that are not named. None: all.
+        gpus_per_node: Devices of a machine.
+
+    Raises:
+        ConfigError: When it is not said which of many ranks are to be run.
+    """
+    began = time.monotonic()
+    if not ranks and num_ranks > MOST_PROCESSES:
+        raise ConfigError(
+            f"--gpus ({num_ranks}) must be at most {MOST_PROCESSES} for a script, or --rank name "
+            "ranks that differ; the first stands for the others"
+        )
+    if wrong := [rank for rank in ranks if rank >= num_ranks]:
+        raise ConfigError(f"--rank ({wrong[0]}) must be below --gpus ({num_ranks})")
+    named = tuple(dict.fromkeys(ranks)) or tuple(range(num_ranks))
+    others = tuple(rank for rank in range(num_ranks) if rank not in named)
+    classes = {rank: (rank,) for rank in named}
+    classes[named[0]] = tuple(sorted((named[0], *others)))
+    run = run_classes(_run, list(command), classes=classes, gpus_per_node=gpus_per_node)
+    summary = summary_of(run, classes, name=Path(command[0]).name)
+    return replace(summary, seconds=time.monotonic() - began), list(run.traces.values())
+
+
+def _run(command: list[str]) -> Any:
+    """Be one rank of the script."""
+    sys.argv = command
+    sys.path.insert(0, str(Path(command[0]).resolve().parent))
+    handle = register_optimizer_step_post_hook(_label)
+    stopped = ""
+    try:
+        with answering(Answers(Skew("uniform"))):
+            runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            stopped = f"with status {end.code}"
+    except BaseException as error:  # noqa: BLE001 - how far it came is what is asked for
+        stopped = _where(error, command[0])
+    finally:
+        handle.remove()
+    trace = active_device().trace
+    add_labels(trace)
+    return report_of(trace, stopped=stopped)
+
+
+def _label(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Say what the memory of an optimizer is for, after its step."""
+    device = active_device()
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    device.label(tensors, PARAMETERS)
+    device.label((t.grad for t in tensors if t.grad is not None), GRADIENTS)
+    states = optimizer.state.values()
+    found = (x for state in states for x in state.values() if isinstance(x, torch.Tensor))
+    device.label(found, "optimizer")
+
+
+def _where(error: BaseException, script: str) -> str:
+    """The innermost line of the script that an error came through, and what it says."""
+    frames = traceback.extract_tb(error.__traceback__)
+    name = os.path.realpath(script)
+    lines = [frame for frame in frames if os.path.realpath(frame.filename) == name] or frames
+    at = f"{os.path.relpath(lines[-1].filename)}:{lines[-1].lineno}" if lines else script
+    text = " ".join(str(error).split())[:300]
+    return f"at {at}: {type(error).__name__}{f': {text}' if text else ''}"
