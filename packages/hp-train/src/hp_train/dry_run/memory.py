@@ -292,5 +292,5 @@ def _spans(trace: Trace) -> Iterator[Span]:
 
 
 def _part(where: Site) -> str:
-    beside = where.phase and not where.schedule_step and where.phase != "between"
-    return f"step {where.step}" if where.step >= 0 and not beside else where.phase
+    inside = where.schedule_step or where.phase in {"", "between", "backward"}
+    return f"step {where.step}" if where.step >= 0 and inside else where.phase
