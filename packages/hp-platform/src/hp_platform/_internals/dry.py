@@ -10,10 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction
+from torch._subclasses import fake_tensor
 from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
-__all__ = ["DisableTorchFunction"]
+__all__ = ["DisableTorchFunction", "tree_map_only"]
+
+
+_base: Any = torch._C.TensorBase
+_is_meta, _device_of = _base.is_meta.__get__, _base.device.__get__
 
 
 class DispatchMode(TorchDispatchMode):
@@ -27,14 +33,14 @@ class DispatchMode(TorchDispatchMode):
 def is_meta(x: Tensor) -> bool:
     """Whether torch keeps `x` on `meta`, whatever `Tensor.is_meta` says meanwhile."""
     with DisableTorchFunction():
-        on_meta: bool = torch._C.TensorBase.is_meta.__get__(x)
+        on_meta: bool = _is_meta(x)
     return on_meta
 
 
 def raw_device(x: Tensor) -> torch.device:
     """The device of `x` as torch has it, whatever `Tensor.device` says meanwhile."""
     with DisableTorchFunction():
-        device: torch.device = torch._C.TensorBase.device.__get__(x)
+        device: torch.device = _device_of(x)
     return device
 
 
@@ -56,6 +62,33 @@ def default_device() -> torch.device | None:
     return device  # type: ignore[no-any-return]
 
 
+def wrapper_maker() -> Callable[..., Any]:
+    """What makes tensors that wrap others, such as those whose collective is under way."""
+    maker: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+    return maker
+
+
+@contextmanager
+def without_gpu_contexts() -> Iterator[None]:
+    """Let fake tensors not set up the GPU that they would be on, as versions before 2.13 do."""
+    usual = getattr(fake_tensor, "init_gpu_context", None)
+    if usual is None:
+        yield
+        return
+    module: Any = fake_tensor
+    module.init_gpu_context = lambda _device: None
+    try:
+        yield
+    finally:
+        module.init_gpu_context = usual
+
+
+def grouping() -> tuple[Any, str, Callable[..., Any]]:
+    """What sorts tensors by device for optimizers: its module, its name, and itself."""
+    name = "_group_tensors_by_device_and_dtype"
+    return torch._C, name, torch._C._group_tensors_by_device_and_dtype
+
+
 def schema_of(func: Any) -> Any:
     """The schema of an overload of an operator."""
     return func._schema
@@ -67,18 +100,18 @@ def around_backward(entered: Callable[[], AbstractContextManager[Any]]) -> Itera
 
     `Tensor.backward` is Python that torch calls without the function mode it went through.
     """
-    plain: Any = torch.autograd._engine_run_backward
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with entered():
-            return plain(*args, **kwargs)
-
     module: Any = torch.autograd
-    module._engine_run_backward = run
+    usual: Any = module._engine_run_backward
+
+    def _engine_run_backward(*args: Any, **kwargs: Any) -> Any:
+        with entered():
+            return usual(*args, **kwargs)
+
+    module._engine_run_backward = _engine_run_backward
     try:
         yield
     finally:
-        module._engine_run_backward = plain
+        module._engine_run_backward = usual
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Objects that ranks tell each other over NCCL: what the device has is lost, so the hosts say it."""
+"""Objects that ranks tell each other over NCCL: the device loses them, so the hosts say them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def enter_stand_ins(stack: ExitStack, world: DryWorld) -> None:
     """
     objects = _Objects(world)
     names = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
-    functions = {name: objects.over_nccl(getattr(dist, name), getattr(objects, name)) for name in names}
+    functions = {
+        name: objects.over_nccl(getattr(dist, name), getattr(objects, name)) for name in names
+    }
     stack.enter_context(dry_world.torch_functions(**functions))
 
 
@@ -44,6 +46,7 @@ class _Objects:
             chosen = dist.group.WORLD if group is None else group
             if not isinstance(chosen, ProcessGroup) or self._world.serves(chosen, "cpu"):
                 return plain(*args, group=group, **kwargs)
+            kwargs.pop("device", None)
             return ours(chosen, *args, **kwargs)
 
         return either
@@ -69,7 +72,7 @@ class _Objects:
         group: ProcessGroup,
         object_list: list[Any],
         src: int | None = None,
-        device: Any = None,
+        _device: Any = None,
         group_src: int | None = None,
     ) -> None:
         root = _root(group, src, group_src)
@@ -94,7 +97,9 @@ class _Objects:
         told = world.exchange.values(world.communicator(group), data, seconds_of(group))
         device = world.device.device
         sizes = torch.empty(len(told), dtype=torch.int64, device=device)
-        dist.all_gather_into_tensor(sizes, torch.empty(1, dtype=torch.int64, device=device), group=group)
+        dist.all_gather_into_tensor(
+            sizes, torch.empty(1, dtype=torch.int64, device=device), group=group
+        )
         sizes.cpu()
         longest = max(map(len, told))
         found = torch.empty(len(told) * longest, dtype=torch.uint8, device=device)

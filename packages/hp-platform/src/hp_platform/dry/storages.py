@@ -91,7 +91,7 @@ class Storages:
         block = self.find(x)
         if block is None or not block.num_bytes:
             return 0
-        return block.number * _ADDRESSES + x.storage_offset() * x.element_size()
+        return block.number * _ADDRESSES + int(x.storage_offset()) * x.element_size()
 
     def reset_peak(self) -> None:
         """Let the peak begin from what is alive."""
@@ -102,7 +102,7 @@ class Storages:
         self._blocks.clear()
         self._deferred.clear()
 
-    def _allocate(  # noqa: PLR0917
+    def _allocate(
         self, block: Block, num_bytes: int, what: str, stream: int, x: Tensor | None
     ) -> None:
         self._count += 1

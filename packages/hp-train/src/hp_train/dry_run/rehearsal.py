@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from hp_platform.dry import DryRun, DryRunError, Gpu, run_ranks
+from hp_platform.dry import DryRun, DryRunError, Gpu, prove, run_ranks
 from hp_platform.dry.trace import Trace
 from hp_train.config import Config
 from hp_train.data import load_tokenizer
@@ -19,14 +19,6 @@ from hp_train.dry_run.summary import Summary
 from hp_train.errors import RehearsalError
 from hp_train.layout import Layout
 from hp_train.startup import vocab_size_of
-
-try:
-    from hp_platform.dry import prove  # type: ignore[attr-defined]
-except ImportError:
-
-    def prove(traces, classes):
-        return []
-
 
 SECONDS = 3600.0
 """That a dry run may take."""
@@ -129,7 +121,7 @@ def summary_of(
     reports = [msgspec.convert(result, RankReport) for result in run.results.values()]
     stopped = [f"rank {r.summary.rank} stopped {r.stopped}" for r in reports if r.stopped]
     own = [line for report in reports for line in report.problems]
-    between = [str(problem) for problem in prove(run.traces, classes)]
+    between = [str(problem) for problem in prove(run.traces, classes=classes)]
     return Summary(
         name=name,
         layout=layout,
