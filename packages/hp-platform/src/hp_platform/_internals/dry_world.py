@@ -29,6 +29,22 @@ def placeholder(rank: int, size: int) -> Any:
     return made._create_internal(rank, size, made.Options())
 
 
+def backend_of(group: ProcessGroup, kind: str) -> Any:
+    """The back end of a group for `"cpu"` or `"cuda"`; RuntimeError if it has none."""
+    return group._get_backend(torch.device(kind))
+
+
+def backend_methods() -> tuple[Callable[..., None], Callable[..., Any]]:
+    """How a group is given a back end, and how it is asked for it."""
+    return ProcessGroup._register_backend, ProcessGroup._get_backend
+
+
+def group_functions() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., None]]:
+    """What makes every group of torch, what splits one, and what destroys them."""
+    module = TORCH_MODULE
+    return module._new_process_group_helper, module.split_group, module.destroy_process_group
+
+
 class _Work(dist.Work):
     """For torch that has no `PythonCallbackWork`; must be kept alive by whoever made it."""
 

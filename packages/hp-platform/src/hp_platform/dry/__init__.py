@@ -1,6 +1,7 @@
 """A device that computes nothing: the real code of a rank on CUDA and NCCL, without a GPU."""
 
 from hp_platform.dry.allocator import OutOfMemory, Segment, Usage, replay
+from hp_platform.dry.classes import Classes
 from hp_platform.dry.current import active as active_device
 from hp_platform.dry.current import is_dry
 from hp_platform.dry.device import DryDevice
@@ -12,6 +13,7 @@ from hp_platform.dry.run import DryRun, DryRunError, run_ranks
 from hp_platform.dry.streams import check_streams
 
 __all__ = [
+    "Classes",
     "DryDevice",
     "DryRun",
     "DryRunError",

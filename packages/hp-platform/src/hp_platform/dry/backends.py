@@ -121,8 +121,7 @@ def enter_stand_ins(stack: ExitStack, world: DryWorld) -> None:
     made: dict[int, DryBackend] = {}
     nccl = type("ProcessGroupNCCL", (DryNccl,), {})
     gloo = type("ProcessGroupGloo", (DryGloo,), {"create_device": staticmethod(lambda **_: None)})
-    plain_register = ProcessGroup._register_backend  # noqa: SLF001
-    plain_backend = ProcessGroup._get_backend  # noqa: SLF001
+    plain_register, plain_backend = dry_world.backend_methods()
 
     def register(group: ProcessGroup, device: Any, kind: Any, backend: Any = None) -> None:
         if isinstance(backend, DryBackend):
@@ -169,7 +168,7 @@ def _splitter(nccl: Any) -> Callable[..., Any]:
         group_desc: str | None = None,
         **_: Any,
     ) -> ProcessGroup | None:
-        parents: Any = parent._get_backend(torch.device("cuda"))  # noqa: SLF001
+        parents: Any = dry_world.backend_of(parent, "cuda")
         parents.num_splits += 1
         if parent.rank() not in ranks:
             return None
@@ -185,12 +184,7 @@ def _splitter(nccl: Any) -> Callable[..., Any]:
 
 def _noting_groups(world: DryWorld) -> dict[str, Any]:
     """Functions of torch that make groups, which tell the world of every one."""
-    module = dry_world.TORCH_MODULE
-    make, split, destroy = (
-        module._new_process_group_helper,  # noqa: SLF001
-        module.split_group,
-        module.destroy_process_group,
-    )
+    make, split, destroy = dry_world.group_functions()
 
     def make_group(size: int, rank: int, ranks: list[int], *args: Any, **kwargs: Any) -> Any:
         purpose = kwargs.get("group_desc") or "undefined"

@@ -42,14 +42,14 @@ class Communicator:
     is_eager: bool = False
     is_connected: bool = False
     num_operations: int = 0
-    num_messages: dict[tuple[str, int, int], int] = field(default_factory=dict)
+    num_messages: dict[tuple[str, int, str], int] = field(default_factory=dict)
 
     def next_operation(self) -> int:
         """Number of an operation that begins."""
         self.num_operations += 1
         return self.num_operations
 
-    def next_message(self, way: str, position: int, tag: int) -> int:
+    def next_message(self, way: str, position: int, tag: str) -> int:
         """Number of a message that goes (`way` "to") or comes ("from"), among those like it."""
         number = self.num_messages.get((way, position, tag), 0)
         self.num_messages[way, position, tag] = number + 1

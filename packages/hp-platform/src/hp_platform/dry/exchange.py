@@ -96,11 +96,8 @@ class Exchange:
 
     def start(self, communicator: Communicator, asked: Operation, at: str) -> Finish:
         """Give what this rank gives, and return what waits for the others."""
-        if asked.op == "send":
-            self._send(communicator, asked)
-            return _done
-        if asked.op == "recv":
-            return self._receive(communicator, asked)
+        if asked.peer >= 0:
+            return self._message(communicator, asked)
         number = communicator.next_operation()
         parts = _parts(asked, len(communicator.ranks))
         words = f"{asked.op} {asked.detail}".strip()
@@ -161,23 +158,36 @@ class Exchange:
         by_key = dict(zip(unique, map(_read, found), strict=True))
         return {place: by_key[key] for place, key in zip(positions, keys, strict=True)}
 
-    def _send(self, communicator: Communicator, asked: Operation) -> None:
-        number = communicator.next_message("to", asked.peer, asked.tag)
-        steps = (asked.peer - communicator.mine) % len(communicator.ranks)
-        key = f"{communicator.name}/+{steps}/{asked.tag}/{number}"
-        self._put(key, [_bytes(x) for x in asked.inputs], words="send", at="")
+    def tell(self, communicator: Communicator, peer: int, data: bytes, tag: str) -> None:
+        """Give bytes to the member at a position, who hears those of one tag in their order."""
+        number = communicator.next_message("to", peer, tag)
+        steps = (peer - communicator.mine) % len(communicator.ranks)
+        self._put(f"{communicator.name}/+{steps}/{tag}/{number}", [data], words="send", at="")
 
-    def _receive(self, communicator: Communicator, asked: Operation) -> Finish:
-        number = communicator.next_message("from", asked.peer, asked.tag)
-        sender = communicator.ranks[asked.peer]
-        steps = (communicator.mine - asked.peer) % len(communicator.ranks)
+    def hear(self, communicator: Communicator, peer: int, tag: str) -> Callable[[float], bytes]:
+        """Return what waits, so many seconds, for the next bytes that a member tells this rank."""
+        number = communicator.next_message("from", peer, tag)
+        sender = communicator.ranks[peer]
+        steps = (communicator.mine - peer) % len(communicator.ranks)
         speaks, name, _ = self._families.speaker(communicator, sender)
-        key = f"of/{speaks}/{name}/+{steps}/{asked.tag}/{number}"
+        key = f"of/{speaks}/{name}/+{steps}/{tag}/{number}"
+
+        def wait(seconds: float) -> bytes:
+            what = f"message {number} of rank {sender}, tag {tag}, in {communicator.name}"
+            _, found = self._client.ask("get", [key], timeout=seconds, what=what)
+            return _read(found[0]).data
+
+        return wait
+
+    def _message(self, communicator: Communicator, asked: Operation) -> Finish:
+        if asked.op == "send":
+            data = b"".join(map(_bytes, asked.inputs))
+            self.tell(communicator, asked.peer, data, str(asked.tag))
+            return _done
+        wait = self.hear(communicator, asked.peer, str(asked.tag))
 
         def finish(seconds: float) -> None:
-            what = f"message {number} of rank {sender}, tag {asked.tag}, in {communicator.name}"
-            _, found = self._client.ask("get", [key], timeout=seconds, what=what)
-            data = _read(found[0]).data
+            data = wait(seconds)
             for x in asked.outputs:
                 _fill(x, data)
 

@@ -8,10 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hp_platform._internals.dry import schema_of
 from hp_platform.dry.exchange import Operation
 
 Asked = tuple[list[Operation], Any]
 """What is to be done, and what the operator returns."""
+
+
+def arguments_by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that an overload of an operator is given; those left out are not in it."""
+    names = (argument.name for argument in schema_of(func).arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def functional_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Asked | None:
@@ -24,9 +31,8 @@ def functional_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any])
     """
     if func.namespace != "_c10d_functional":
         return None
-    names = (argument.name for argument in func._schema.arguments)  # noqa: SLF001
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    name = func._schema.name.removeprefix("_c10d_functional::")  # noqa: SLF001
+    given = arguments_by_name(func, args, kwargs)
+    name = schema_of(func).name.removeprefix("_c10d_functional::")
     reader = _READERS.get(name.rstrip("_").removesuffix("_out").removesuffix("_coalesced"))
     if reader is None:
         raise NotImplementedError(f"_c10d_functional::{name} is not known to dry runs")

@@ -46,6 +46,8 @@ class Functions(TorchFunctionMode):
             return _from_data(func, args, kwargs or {})
         if not kwargs:
             return func(*args)
+        if type(kwargs.get("device")) is int:
+            kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
         if _is(kwargs.get("device"), "meta"):
             with self._device.asked_for_meta():
                 return func(*args, **kwargs)

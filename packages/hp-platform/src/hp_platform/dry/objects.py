@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_platform._internals import dry_world
@@ -25,7 +26,7 @@ def enter_stand_ins(stack: ExitStack, world: DryWorld) -> None:
     device would do for them is done for their sizes.
     """
     objects = _Objects(world)
-    names = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
+    names = _GROUP_POSITIONS
     functions = {
         name: objects.over_nccl(getattr(dist, name), getattr(objects, name)) for name in names
     }
@@ -90,6 +91,45 @@ class _Objects:
         found = self._everybody(group, scatter_object_input_list)[root]
         scatter_object_output_list[0] = found[group.rank()]
 
+    def send_object_list(
+        self,
+        group: ProcessGroup,
+        object_list: list[Any],
+        dst: int | None = None,
+        group_dst: int | None = None,
+        *,
+        use_batch: bool = False,
+    ) -> None:
+        peer, data = _root(group, dst, group_dst), pickle.dumps(object_list)
+        world = self._world
+        world.exchange.tell(world.communicator(group), peer, data, "objects")
+        for x in self._staged(len(object_list), len(data)):
+            _pass(dist.isend, x, peer, group, use_batch=use_batch)
+
+    def recv_object_list(
+        self,
+        group: ProcessGroup,
+        object_list: list[Any],
+        src: int | None = None,
+        group_src: int | None = None,
+        *,
+        use_batch: bool = False,
+    ) -> int:
+        peer, world = _root(group, src, group_src), self._world
+        wait = world.exchange.hear(world.communicator(group), peer, "objects")
+        data = wait(seconds_of(group))
+        for x in self._staged(len(object_list), len(data)):
+            _pass(dist.irecv, x, peer, group, use_batch=use_batch)
+            x.cpu()
+        object_list[:] = pickle.loads(data)  # noqa: S301 # of children of one process
+        return dist.get_global_rank(group, peer)
+
+    def _staged(self, num_objects: int, num_bytes: int) -> list[Tensor]:
+        """What the device passes on: sizes, then bytes."""
+        device = self._world.device.device
+        sizes = torch.empty(num_objects, dtype=torch.int64, device=device)
+        return [sizes, torch.empty(num_bytes, dtype=torch.uint8, device=device)]
+
     def _everybody(self, group: ProcessGroup, value: Any) -> list[Any]:
         """What every member gives; the device gathers sizes, which the host reads, and bytes."""
         world = self._world
@@ -109,7 +149,21 @@ class _Objects:
         return [pickle.loads(each) for each in told]  # noqa: S301 # of children of one process
 
 
+def _pass(  # as torch does it: alone, or as a batch of one
+    what: Any, x: Tensor, peer: int, group: ProcessGroup, *, use_batch: bool
+) -> None:
+    if use_batch:
+        works = dist.batch_isend_irecv([dist.P2POp(what, x, group=group, group_peer=peer)])
+    else:
+        way = "group_dst" if what is dist.isend else "group_src"
+        works = [what(x, group=group, **{way: peer})]
+    for work in works:
+        work.wait()
+
+
 _GROUP_POSITIONS = {
+    "send_object_list": 2,
+    "recv_object_list": 2,
     "all_gather_object": 2,
     "gather_object": 3,
     "broadcast_object_list": 2,

@@ -25,8 +25,8 @@ _PLUMBING = (
     threading.__file__,
     contextlib.__file__,
     functools.__file__,
+    typing_extensions.__file__,  # what torch calls deprecated functions through
     str(Path(multiprocessing.__file__).parent),
-    typing_extensions.__file__,
     "<",
 )
 _INSIDE, _OUTSIDE, _ENGINE = range(3)

@@ -191,6 +191,7 @@ STAND_INS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "aten::copy_": _copy_,
     "aten::_foreach_copy_": _foreach_copy_,
     "aten::_local_scalar_dense": _item,
+    "aten::item": _item,
     "aten::equal": _equal,
     "aten::nonzero": _nonzero,
     "aten::masked_select": _masked_select,

@@ -28,7 +28,7 @@ from hp_platform.dry.classes import Classes
 from hp_platform.dry.communicators import Communicator, Families
 from hp_platform.dry.device import DryDevice
 from hp_platform.dry.exchange import Exchange, Operation, seconds_of
-from hp_platform.dry.functional import functional_operation
+from hp_platform.dry.functional import arguments_by_name, functional_operation
 from hp_platform.dry.hub import HubClient
 from hp_platform.dry.kernels import operations_of
 from hp_platform.dry.store import DryStore
@@ -194,8 +194,7 @@ class DryWorld:
         if found is None:  # of c10d, whose kernel is one of these
             return self.device.run_kernel(func, args, kwargs)
         operations, out = found
-        names = [argument.name for argument in func._schema.arguments]  # noqa: SLF001
-        name = {**dict(zip(names, args, strict=False)), **kwargs}["group_name"]
+        name = arguments_by_name(func, args, kwargs)["group_name"]
         group = name if isinstance(name, ProcessGroup) else group_of_name(name)
         work = self._on_device(self.communicator(group), operations, group, is_async=True)
         for operation in operations:
@@ -239,7 +238,7 @@ class DryWorld:
     def serves(self, group: ProcessGroup, kind: str) -> bool:
         """Whether a group has a back end for `"cpu"` or `"cuda"`."""
         try:
-            group._get_backend(torch.device(kind))  # noqa: SLF001
+            dry_world.backend_of(group, kind)
         except RuntimeError:
             return False
         return True
@@ -255,7 +254,7 @@ class DryWorld:
         device, thread = self.device, self.thread
         if not self.serves(group, "cuda"):
             raise RuntimeError("No backend type associated with device type cuda")
-        if "nccl" not in group._get_backend(torch.device("cuda")).name():  # noqa: SLF001
+        if "nccl" not in dry_world.backend_of(group, "cuda").name():
             return self._staged(communicator, operations)
         is_batched, batch = thread.batch >= 0, thread.batch
         work = thread.work if is_batched else device.new_work()
