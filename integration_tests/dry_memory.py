@@ -97,10 +97,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.num_heads, -1)).transpose(1, 3)
-        y = F.scaled_dot_product_attention(*heads.unbind(2), is_causal=True)
+        q, k, v = heads.unbind(2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         y = self.down(F.gelu(self.up(self.norms[1](x))))
-        return x + y
+        return torch.add(x, y)
 
 
 class LanguageModel(nn.Module):
@@ -163,7 +164,7 @@ def train_sharded(name: str, device: str) -> None:
 def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> None:
     """One update of the weights."""
     tokens = torch.zeros(4, 256, dtype=torch.int64, device=device)
-    F.cross_entropy(model(tokens), tokens.flatten()).backward()  # type: ignore[no-untyped-call]
+    F.cross_entropy(model(tokens), tokens.flatten()).backward()
     optimizer.step()
     optimizer.zero_grad()
 

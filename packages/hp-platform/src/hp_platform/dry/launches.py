@@ -54,23 +54,6 @@ OVERWRITES: Final = frozenset(
 """Operators that write an argument and do not read it."""
 
 
-OVERWRITES: Final = frozenset(
-    f"aten::{name}"
-    for name in (
-        "_foreach_zero_",
-        "_foreach_copy_",
-        "copy_",
-        "exponential_",
-        "fill_",
-        "normal_",
-        "random_",
-        "uniform_",
-        "zero_",
-    )
-)
-"""Operators that write an argument and do not read it."""
-
-
 def num_kernels(
     func: Any,  # torch._ops.OpOverload
     args: Sequence[Any],
