@@ -252,7 +252,7 @@ class DryDevice:
         place, backward = current_place(), self.thread.backward
         if by_engine and backward is not None and (origin := backward.origin) is not None:
             at = f"{origin.at} < {at}"
-            place = f"{origin.place}, backward" if origin.place else place
+            place = sites.backward_place(place, origin.place)
         return at, place, self.thread_number()
 
     def check_generator(self, generator: torch.Generator, made: Tensor) -> None:

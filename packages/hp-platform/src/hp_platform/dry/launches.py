@@ -349,6 +349,8 @@ _WITHOUT: Final = (
     "aten.is_",
     "aten.lift_fresh",
     "aten.detach",
+    "aten.alias",
+    "aten._version",
     "prim.",
     "profiler.",
     "_c10d_functional.",

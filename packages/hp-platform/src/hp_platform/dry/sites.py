@@ -7,7 +7,7 @@ import functools
 import multiprocessing
 import sys
 import threading
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -62,6 +62,17 @@ def here() -> tuple[str, bool]:
     if line is None:
         line = _joined[key] = " < ".join(map(_line, key[::2], key[1::2])) or "torch"
     return line, by_engine
+
+
+@lru_cache(maxsize=65_536)
+def backward_place(place: str, origin: str) -> str:
+    """What a thread does that takes gradients, and in which module of the forward they began.
+
+    >>> backward_place("step 1, 0B0", "step 1, 0F0, experts")
+    'step 1, 0B0, experts, backward'
+    """
+    words = place.split(", ") if place else []
+    return ", ".join((*words, *origin.split(", ")[len(words) :], "backward")) if origin else place
 
 
 def _kind_of(code: CodeType) -> int:

@@ -1,39 +1,16 @@
 """Memory of a rank over a dry run: peaks by kind, what is alive then, the curve. No torch."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
+from hp_platform.dry.allocator import Usage
 from hp_platform.dry.trace import KINDS, Allocate, Label, Launch, Release, Trace
 from hp_train.dry_run.sites import Site, site
 
 _BUCKETS = 360
 _NUM_LARGEST = 10
-
-
-class Reserved(Protocol):
-    """What torch's caching allocator takes from the device, as `hp_platform.dry.replay` has it."""
-
-    @property
-    def peak_reserved(self) -> int:
-        """Bytes."""
-        ...
-
-    @property
-    def fragmentation(self) -> float:
-        """Share of them that no tensor had."""
-        ...
-
-    @property
-    def indices(self) -> Sequence[int]:
-        """Of the events of the trace after which `reserved` is told."""
-        ...
-
-    @property
-    def reserved(self) -> Sequence[int]:
-        """Bytes after each of `indices`."""
-        ...
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +88,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
         peak_live: Most bytes of tensors that were alive at once.
         peak_reserved: Most bytes that the caching allocator held; None if not worked out.
         fragmentation: Share of them that no tensor had.
+        retries: How often free memory had to be given back to meet a request.
+        out_of_memory: The request that the device could not meet; empty if all were met.
         peak: When the most were alive.
         at_peak: Bytes then, of each kind that has some.
         peak_by_kind: The most of each kind at any time.
@@ -123,6 +102,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     peak_live: int
     peak_reserved: int | None
     fragmentation: float
+    retries: int
+    out_of_memory: str
     peak: Moment | None
     at_peak: dict[str, int]
     peak_by_kind: dict[str, int]
@@ -145,7 +126,7 @@ class _Change(NamedTuple):
     total: int
 
 
-def memory_of(trace: Trace, usage: Reserved | None = None) -> Memory:
+def memory_of(trace: Trace, usage: Usage | None = None) -> Memory:
     """Account for the memory of a trace.
 
     Args:
@@ -167,6 +148,8 @@ def memory_of(trace: Trace, usage: Reserved | None = None) -> Memory:
         peak_live=highest.total if highest else 0,
         peak_reserved=None if usage is None else usage.peak_reserved,
         fragmentation=0.0 if usage is None else usage.fragmentation,
+        retries=0 if usage is None else usage.num_retries,
+        out_of_memory="" if usage is None else str(usage.out_of_memory or ""),
         peak=None if highest is None else _moment(trace, highest),
         at_peak={kind: size for kind, size in at_peak.items() if size},
         peak_by_kind=peak_by_kind,
@@ -309,5 +292,5 @@ def _spans(trace: Trace) -> Iterator[Span]:
 
 
 def _part(where: Site) -> str:
-    beside = where.phase and not where.schedule_step and where.phase != "between"
-    return f"step {where.step}" if where.step >= 0 and not beside else where.phase
+    inside = where.schedule_step or where.phase in {"", "between", "backward"}
+    return f"step {where.step}" if where.step >= 0 and inside else where.phase

@@ -82,7 +82,7 @@ def page(summary: Summary) -> str:
 
 
 def _head(summary: Summary) -> list[str]:
-    fits = bool(summary.ranks) and summary.share(summary.worst) <= 1
+    fits = bool(summary.ranks) and summary.fits
     return [
         f"<p>{escape(about(summary))}, {escape(summary.gpu)}</p>",
         f'<p><span class="{"good" if fits else "bad"}">{escape(verdict(summary))}</span></p>',

@@ -21,9 +21,12 @@ def verdict(summary: Summary) -> str:
     if not summary.ranks:
         return "no rank was run"
     worst = summary.worst
+    failed = [each for each in summary.ranks if each.memory.out_of_memory]
+    if failed:
+        return f"does not fit: rank {failed[0].rank}: {failed[0].memory.out_of_memory}"
     share = summary.share(worst)
     needs = f"rank {worst.rank} needs {size(share * summary.gpu_bytes)}"
-    fits = "fits" if share <= 1 else "does not fit"
+    fits = "fits" if summary.fits else "does not fit"
     return f"{fits}: {needs}, {share:.0%} of {size(summary.gpu_bytes)}"
 
 

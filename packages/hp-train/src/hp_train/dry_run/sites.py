@@ -72,6 +72,8 @@ def _phase(schedule_step: str, words: list[str], *, in_step: bool) -> str:
             return "overlapped"
         kind = _KIND.match(schedule_step)
         return _PHASES.get(kind[1], kind[1].lower()) if kind else "pipeline"
+    if "backward" in words:
+        return "backward"
     if words:
         return words[0]
     return "between" if in_step else "outside"

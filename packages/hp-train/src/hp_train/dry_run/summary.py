@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from hp_platform.dry.allocator import Usage
 from hp_platform.dry.trace import Trace
-from hp_train.dry_run.memory import Memory, Reserved, memory_of
+from hp_train.dry_run.memory import Memory, memory_of
 from hp_train.dry_run.traffic import Traffic, traffic_of
 from hp_train.dry_run.work import Work, work_of
 
@@ -95,6 +96,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
                 found[each.skew] = each
         return found
 
+    @property
+    def fits(self) -> bool:
+        """Whether every rank that was run has memory enough."""
+        return all(self.share(each) <= 1 and not each.memory.out_of_memory for each in self.ranks)
+
     def share(self, rank: RankSummary) -> float:
         """Of the device's memory that a rank needs, with what is there beside tensors."""
         return (rank.memory.needed + sum(self.beside.values())) / self.gpu_bytes
@@ -105,7 +111,7 @@ def summarize(
     *,
     stands_for: Sequence[int] = (),
     skew: str = "uniform",
-    usage: Reserved | None = None,
+    usage: Usage | None = None,
     num_parameters: int = -1,
     saved: Saved | None = None,
 ) -> RankSummary:

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from hp_train.dry_run.sites import line
 from hp_train.dry_run.summary import RankSummary, Summary
+from hp_train.dry_run.traffic import Communicator, Count
 from hp_train.dry_run.work import Cost
 
 _MOST_ROWS = 40
@@ -128,6 +130,8 @@ def kinds(summary: Summary, rank: RankSummary) -> Table:
     rows.append(("all tensors", size(memory.peak_live), "100%", ""))
     if memory.peak_reserved is not None:
         lost = f"{memory.fragmentation:.0%} of it in no tensor"
+        if memory.retries:
+            lost += f", given back {memory.retries} times"
         rows.append(("reserved", size(memory.peak_reserved), "", lost))
     rows += [(name, size(number), "", "") for name, number in summary.beside.items()]
     rows.append(
@@ -218,11 +222,17 @@ def communicators(rank: RankSummary) -> Table:
             ", ".join(each.first) if index == 0 else "",
         )
         for each in rank.traffic.communicators
-        for index, (operation, count) in enumerate(each.operations.items())
+        for index, (operation, count) in enumerate(_without_start(each).items())
     ]
     columns = ("communicator", "ranks", "operation", "times", "bytes", "first of it")
     note = "bytes of the larger of what the rank gives and gets; the JSON lists all of it in order"
     return Table("Between ranks", columns, rows, frozenset({0, 1, 2, 5}), note)
+
+
+def _without_start(each: Communicator) -> dict[str, Count]:
+    """Operations beside the connecting of the ranks, where there are some."""
+    others = {op: count for op, count in each.operations.items() if op != "connect"}
+    return others or each.operations
 
 
 def saves(summary: Summary) -> Table:
@@ -312,5 +322,17 @@ def _alike(costs: Mapping[str, Cost]) -> Iterable[tuple[str, ...]]:
         else:
             runs.append(([name], each))
     for names, each in runs:
-        several = f"{names[0]} to {names[-1]}, each" if len(names) > 1 else names[0]
-        yield (several, *cost(each))
+        yield (_several(names), *cost(each))
+
+
+def _several(names: list[str]) -> str:
+    """Names that end in numbers, in words."""
+    numbers = [int(name.rpartition(" ")[2].rpartition(".")[2]) for name in names]
+    if len(names) == 1:
+        return names[0]
+    if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+        return f"{names[0]} to {numbers[-1]}, each"
+    steps = {after - before for before, after in pairwise(numbers)}
+    if len(steps) == 1 and len(names) > 2:
+        return f"{names[0]}, {numbers[1]} to {numbers[-1]}, each"
+    return f"{', '.join((names[0], *map(str, numbers[1:])))}, each"

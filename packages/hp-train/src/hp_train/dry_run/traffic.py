@@ -74,7 +74,7 @@ class Communicator(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: Of it.
         ranks: Global ones.
-        on_host: Whether it is one of hosts (Gloo, a store).
+        on_host: Whether only hosts meet in it (Gloo, a store).
         operations: By their kind.
         first: The first of them, such as `"all_gather x48"`, in order.
     """
@@ -107,7 +107,7 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
 def traffic_of(trace: Trace) -> Traffic:
     """List what a trace exchanges."""
     operations = tuple(_merged(trace))
-    hosts = {event.group for event in trace.events if isinstance(event, HostMessage)}
+    devices = {event.group for event in trace.events if isinstance(event, Collective)}
     by_group: dict[str, list[Operation]] = {}
     for each in operations:
         by_group.setdefault(each.group, []).append(each)
@@ -115,7 +115,7 @@ def traffic_of(trace: Trace) -> Traffic:
         Communicator(
             name=name,
             ranks=trace.groups.get(name, ()),
-            on_host=name in hosts,
+            on_host=name not in devices,
             operations=_counts(members),
             first=_first(members),
         )

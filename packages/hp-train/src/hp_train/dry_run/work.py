@@ -148,7 +148,8 @@ class _Layers:
     """Which layer an operation of a backward is of, which runs outside of the modules.
 
     What it reads tells: of the blocks that were made in a forward, the one made last is of the
-    layer that is gone through, and what it writes is of that layer too.
+    layer that is gone through, and what it writes is of that layer too. An operation that reads
+    nothing of what a layer kept but the layer's input counts for the layer before.
     """
 
     def __init__(self) -> None:
