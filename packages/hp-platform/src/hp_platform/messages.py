@@ -61,7 +61,7 @@ def all_gather_json(value: T, *, of: type[T], group: ProcessGroup | None) -> lis
     _internals.all_gather(lengths, mine, group)
     sizes: list[int] = lengths.tolist()
     if _FAILED in sizes:
-        agree(error, group=group, where="telling each other")
+        agree(error, group=group, where="telling each other", device=device)
     longest = max(_checked_size(size, rank, group) for rank, size in enumerate(sizes))
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)

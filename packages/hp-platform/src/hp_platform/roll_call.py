@@ -28,6 +28,8 @@ from hp_platform.places import main_place, place_of, stand
 
 _KEY = "hp_platform/roll_call"
 _PROCESS_KEY = "hp_platform/process"
+RANK_KEYS = (f"{_KEY}/[0-9]+", _PROCESS_KEY)
+"""Patterns of keys that, with a rank behind them, hold what that rank says of itself."""
 _LOOK_SECONDS = 0.5
 _ANSWER_SECONDS = 3.0
 _SLOW_SECONDS = 15.0  # for processes of this machine that are there and not stopped

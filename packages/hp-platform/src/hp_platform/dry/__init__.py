@@ -1,19 +1,24 @@
 """A device that computes nothing: the real code of a rank on CUDA and NCCL, without a GPU."""
 
 from hp_platform.dry.allocator import OutOfMemory, Segment, Usage, replay
-from hp_platform.dry.device import DryDevice, is_dry
+from hp_platform.dry.device import DryDevice, active_device, is_dry
 from hp_platform.dry.gpu import Gpu
 from hp_platform.dry.hazards import Hazard
+from hp_platform.dry.run import DryRun, DryRunError, run_ranks
 from hp_platform.dry.streams import check_streams
 
 __all__ = [
     "DryDevice",
+    "DryRun",
+    "DryRunError",
     "Gpu",
     "Hazard",
     "OutOfMemory",
     "Segment",
     "Usage",
+    "active_device",
     "check_streams",
     "is_dry",
     "replay",
+    "run_ranks",
 ]

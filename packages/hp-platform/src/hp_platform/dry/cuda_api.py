@@ -90,7 +90,7 @@ def _devices(stack: ExitStack, device: DryDevice) -> None:
             regs_per_multiprocessor=65536,
             shared_memory_per_block=49152,
             shared_memory_per_block_optin=232448,
-            uuid=f"GPU-dry-{device.index}",
+            uuid=f"GPU-dry-{device.trace.rank}",
         )
 
     def index_of(x: Any) -> int:

@@ -31,6 +31,17 @@ def is_dry() -> bool:
     return bool(_active)
 
 
+def active_device() -> DryDevice:
+    """The `DryDevice` that this process is inside of.
+
+    Raises:
+        RuntimeError: If there is none.
+    """
+    if not _active:
+        raise RuntimeError("this process is in no DryDevice")
+    return _active[-1]
+
+
 class _Thread(threading.local):
     """What a thread of the host has of its own."""
 

@@ -186,7 +186,10 @@ class Collective(Event):
 
 @dataclass(frozen=True, slots=True)
 class WaitWork(Event):
-    """What `stream` is given from now on waits for a collective; the host does not, on NCCL."""
+    """What `stream` is given from now on waits for an operation between ranks.
+
+    The host does not, on NCCL; -1 stands for the host, which waits for a `HostMessage`.
+    """
 
     work: int
     stream: int
@@ -203,6 +206,7 @@ class HostMessage(Event):
         detail: As of `Collective`.
         peer: As of `Collective`.
         waits: Whether the host goes on only when the operation is done.
+        work: What `WaitWork` names, of an operation that the host waits for later.
     """
 
     op: str
@@ -211,6 +215,7 @@ class HostMessage(Event):
     detail: str = ""
     peer: int = -1
     waits: bool = True
+    work: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,21 +265,26 @@ class Trace:
     Attributes:
         rank: Global rank.
         world_size: Number of ranks.
-        groups: Global ranks of every communicator that this rank is in, by its name.
+        groups: Global ranks of every communicator that this rank is in, by its name, which is
+            that of its family, then its ranks in brackets.
         events: In the order of the host.
+        families: Global ranks of all communicators that were made alike, this rank's or not, by
+            the name of the family: the partition of an axis.
     """
 
     rank: int
     world_size: int
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
+    families: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self.events)
 
     def write(self, path: Path) -> None:
         """Write it as lines of JSON: a head, then the name of an event and its values."""
-        head = {"rank": self.rank, "world_size": self.world_size, "groups": self.groups}
+        head: dict[str, Any] = {"rank": self.rank, "world_size": self.world_size, "groups": self.groups}
+        head["families"] = self.families
         with path.open("w") as file:
             file.write(json.dumps(head) + "\n")
             for event in self.events:
@@ -292,8 +302,9 @@ class Trace:
             try:
                 head = json.loads(file.readline())
                 groups = {name: tuple(ranks) for name, ranks in head["groups"].items()}
+                families = {name: _frozen(lists) for name, lists in head["families"].items()}
                 events = list(_decoded(json.loads(line) for line in file))
-                return cls(head["rank"], head["world_size"], groups, events)
+                return cls(head["rank"], head["world_size"], groups, events, families)
             except (KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{path} must be a trace: {error}") from error
 

@@ -1,0 +1,46 @@
+"""Which ranks run the same program, and which one of them has a process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Classes:
+    """Ranks of a world, each with the one that stands for it.
+
+    Attributes:
+        members: Representative -> ranks that it stands for, itself among them.
+        representative: Of every rank.
+    """
+
+    members: Mapping[int, tuple[int, ...]]
+    representative: tuple[int, ...]
+
+    @classmethod
+    def of(cls, members: Mapping[int, Sequence[int]] | None, *, world_size: int) -> Classes:
+        """Read a map of representatives to ranks that they stand for.
+
+        Args:
+            members: Itself may be left out of the ranks that one stands for; None: every rank has
+                a process.
+            world_size: Number of ranks.
+
+        Raises:
+            ValueError: If not every rank of the world has exactly one representative.
+        """
+        given = {rank: (rank,) for rank in range(world_size)} if members is None else members
+        found = {key: tuple(sorted({key, *ranks})) for key, ranks in sorted(given.items())}
+        by_rank = {rank: key for key, ranks in found.items() for rank in ranks}
+        told = sum(map(len, found.values()))
+        if sorted(by_rank) != list(range(world_size)) or told != world_size:
+            raise ValueError(
+                f"representatives ({dict(given)}) must stand for every rank below world_size "
+                f"({world_size}) once"
+            )
+        return cls(found, tuple(by_rank[rank] for rank in range(world_size)))
+
+    def size(self, rank: int) -> int:
+        """How many ranks a representative stands for."""
+        return len(self.members[rank])
