@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hp_expert.kernels import triton_rows
+from hp_expert.kernels import triton_kernels, triton_rows
 
 WIDTH = 4096
 ALIGNED = [["tt.divisibility", 16]]
@@ -50,7 +50,11 @@ def accesses(kernel: Any, dtype: str) -> list[str]:
 
 def main() -> None:
     """Print one line for each kernel and dtype."""
-    kernels = triton_rows._gather, triton_rows._sum, triton_rows._sum_backward
+    kernels = (
+        triton_kernels.gather_rows,
+        triton_kernels.sum_rows,
+        triton_kernels.sum_rows_backward,
+    )
     for kernel in kernels:
         for dtype in ("bf16", "fp32", "fp64"):
             sys.stdout.write(" ".join([kernel.__name__, dtype, *accesses(kernel, dtype)]) + "\n")

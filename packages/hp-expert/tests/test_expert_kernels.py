@@ -186,7 +186,7 @@ def test_kernels_compile_for_hopper_and_move_words_of_16_bytes(triton_rows: Modu
     lines = [line.split() for line in run.stdout.splitlines()]
     assert [line[:2] for line in lines] == [
         [kernel, dtype]
-        for kernel in ("_gather", "_sum", "_sum_backward")
+        for kernel in ("gather_rows", "sum_rows", "sum_rows_backward")
         for dtype in ("bf16", "fp32", "fp64")
     ]
     for _, dtype, *accesses in lines:

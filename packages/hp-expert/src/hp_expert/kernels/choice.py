@@ -1,12 +1,11 @@
 """Which of the two modules moves rows.
 
-Triton comes with the CUDA builds of torch. It is imported when the first tensor on CUDA asks, and
+Triton comes with the CUDA builds of torch. It is imported when the first rows on CUDA are moved, and
 not needed: what `torch_rows` computes is the reference of `triton_rows`.
 
 Shape symbols: T tokens, K choices per token, R positions, D width.
 """
 
-import importlib
 import importlib.util
 import warnings
 from functools import cache
@@ -14,7 +13,8 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from hp_expert.kernels import torch_rows
+from hp_expert.kernels import torch_rows, triton_rows
+from hp_platform.own_kernels import are_noted
 
 
 class RowKernels(Protocol):
@@ -46,17 +46,17 @@ class RowKernels(Protocol):
 
 def kernels_for(rows: Tensor) -> RowKernels:
     """Return the module for such rows: Triton's if they are [R, D] on CUDA and it is installed."""
-    fused = _triton_rows() if rows.is_cuda and rows.ndim == 2 else None
-    return cast("RowKernels", torch_rows) if fused is None else fused
+    fused = rows.is_cuda and rows.ndim == 2 and (are_noted() or _has_triton())
+    return cast("RowKernels", triton_rows if fused else torch_rows)
 
 
 @cache
-def _triton_rows() -> RowKernels | None:
-    if importlib.util.find_spec("triton") is None:
-        warnings.warn(
-            "triton is not installed: rows are permuted by torch's own kernels, which pass over "
-            "them several times",
-            stacklevel=2,
-        )
-        return None
-    return cast("RowKernels", importlib.import_module("hp_expert.kernels.triton_rows"))
+def _has_triton() -> bool:
+    if importlib.util.find_spec("triton") is not None:
+        return True
+    warnings.warn(
+        "triton is not installed: rows are permuted by torch's own kernels, which pass over "
+        "them several times",
+        stacklevel=2,
+    )
+    return False

@@ -11,8 +11,17 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction
 from torch.utils import _device
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["DisableTorchFunction"]
+
+
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode that does not import torch's compiler to be left alone by it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def is_meta(x: Tensor) -> bool:
@@ -62,3 +71,14 @@ def operator_kernels(kernels: dict[str, Callable[..., Any]]) -> Iterator[None]:
         yield
     finally:
         library._destroy()
+
+
+def current_node() -> Any:
+    """The node of backward that this thread runs; None if it runs none."""
+    return torch._C._current_autograd_node()
+
+
+def sequence_number(node: Any) -> int:
+    """When the operator of a node of backward was run, by a counter of the thread that ran it."""
+    number: int = node._sequence_nr()
+    return number

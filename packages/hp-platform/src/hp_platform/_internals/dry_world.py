@@ -7,7 +7,6 @@ import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -78,13 +77,6 @@ def arguments_of(name: str) -> tuple[list[str], int]:
     """Names of the arguments of an operator of c10d, and the number of values it returns."""
     schema = getattr(torch.ops.c10d, name).default._schema
     return [argument.name for argument in schema.arguments], len(schema.returns)
-
-
-def real_kernel_of(func: Any) -> Callable[..., Any]:
-    """What carries out a functional collective, in place of what works out its shapes for meta."""
-    if func.namespace not in ("_c10d_functional", "_dtensor"):
-        return func  # type: ignore[no-any-return]
-    return partial(func._op_dk, torch._C.DispatchKey.CPU)
 
 
 @contextmanager

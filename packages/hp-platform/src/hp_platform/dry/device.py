@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from types import TracebackType
@@ -13,11 +13,13 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from hp_platform.dry import alone, attention, cuda_api, methods, sites
+from hp_platform.dry import alone, attention, cuda_api, methods, operators, sites
+from hp_platform.dry.backward import Backward, Origin
 from hp_platform.dry.gpu import Gpu
 from hp_platform.dry.operators import Operators
 from hp_platform.dry.storages import Storages
-from hp_platform.dry.trace import Event, Fault, Label, Trace
+from hp_platform.dry.trace import Event, Fault, Label, Launch, Trace
+from hp_platform.own_kernels import noting
 from hp_platform.places import current_place
 from hp_platform._internals.dry import is_meta, operator_kernels
 
@@ -50,7 +52,7 @@ class _Thread(threading.local):
     index = 0  # of the current device
     in_kernel = 0  # torch's own kernels in Python see `meta`
     asked_meta = False
-    modes: Any = None
+    backward: Any = None
 
 
 class DryDevice:
@@ -102,6 +104,7 @@ class DryDevice:
             stack.callback(_active.remove, self)
             stack.callback(self.storages.forget)
             stack.enter_context(operator_kernels(attention.kernels()))
+            stack.enter_context(noting(self.note_kernel))
             stack.enter_context(cuda_api.stand_ins(self))
             stack.enter_context(methods.stand_ins(self))
             stack.enter_context(self.watching())
@@ -130,6 +133,7 @@ class DryDevice:
 
     def current_stream(self) -> int:
         """Number of the stream that work of this thread goes to."""
+        self.follow_backward()
         return self.thread.stream
 
     def stream_of_group(self, name: str) -> int:
@@ -215,11 +219,47 @@ class DryDevice:
             thread.number, self._num_threads = self._num_threads, self._num_threads + 1
         return thread.number
 
+    def note_kernel(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        """Write down a kernel that torch does not know."""
+        if not all(map(is_meta, (*reads, *writes))):
+            self.fault(f"{name}: some operands are on the host")
+        kernel = Launch(
+            what=name,
+            stream=self.current_stream(),
+            num_kernels=1,
+            num_bytes=sum(x.numel() * x.element_size() for x in (*reads, *writes)),
+            flops=0,
+            reads=tuple(map(self.block_of, reads)),
+            writes=tuple(map(self.block_of, writes)),
+        )
+        self.emit(kernel)
+
+    def follow_backward(self) -> None:
+        """Be on the stream that the autograd engine is on; see `backward`."""
+        if self.thread.backward is None:
+            self.thread.backward = Backward(self)
+        self.thread.backward.follow()
+
+    def remember(self, out: Any) -> None:
+        """Keep where an operator was run, for the one that computes its gradient."""
+        if made := operators.tensors_of(out):
+            at, place, _ = self.where()
+            self.thread.backward.remember(made, Origin(at, place, self.thread.stream))
+
+    def where(self) -> tuple[str, str, int]:
+        """Line, place and thread of what is issued now."""
+        at, by_engine = sites.here()
+        place, backward = current_place(), self.thread.backward
+        if by_engine and backward is not None and (origin := backward.origin) is not None:
+            at = f"{origin.at} < {at}"
+            place = f"{origin.place}, backward" if origin.place else place
+        return at, place, self.thread_number()
+
+    def check_generator(self, generator: torch.Generator, name: str) -> None:
+        """Find a generator of another device than the numbers that it draws."""
+        if generator.device.type != "cuda":
+            self.fault(f"{name}: the generator is on the host")
+
     def _emit(self, kind: type[Event], values: dict[str, Any]) -> None:
-        values = {
-            "at": sites.here(),
-            "place": current_place(),
-            "thread": self.thread_number(),
-            **values,
-        }
-        self.trace.events.append(kind(**values))
+        at, place, thread = self.where()
+        self.trace.events.append(kind(**{"at": at, "place": place, "thread": thread, **values}))

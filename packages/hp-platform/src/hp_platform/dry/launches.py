@@ -1,46 +1,87 @@
-"""How many kernels CUDA launches for an operator: a stored table."""
+"""How many kernels CUDA launches for an operator: a stored table.
+
+The table holds what differs from one kernel. A number that depends on the operands comes from a
+rule: operators on lists of tensors (`_foreach_*`, `_fused_*`) pack tensors and chunks of them into
+the arguments of one kernel.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
 NO_KERNELS = frozenset(
-    {
-        "aten::detach",
-        "aten::empty",
-        "aten::empty_like",
-        "aten::empty_strided",
-        "aten::empty_permuted",
-        "aten::new_empty",
-        "aten::new_empty_strided",
-        "aten::lift_fresh",
-        "aten::resize_",
-        "aten::set_",
-        "aten::record_stream",
-        "aten::_reshape_alias",
-        "aten::_unsafe_view",
-        "aten::is_pinned",
-    }
+    f"aten::{name}"
+    for name in (
+        "_reshape_alias",
+        "_unsafe_view",
+        "alias",
+        "detach",
+        "empty",
+        "empty_like",
+        "empty_permuted",
+        "empty_strided",
+        "is_pinned",
+        "lift_fresh",
+        "new_empty",
+        "new_empty_strided",
+        "record_stream",
+        "resize_",
+        "set_",
+        "_version",
+    )
 )
 """Operators that only look at shapes, beside views."""
 
+OVERWRITES = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_foreach_zero_",
+        "_foreach_copy_",
+        "copy_",
+        "exponential_",
+        "fill_",
+        "normal_",
+        "random_",
+        "uniform_",
+        "zero_",
+    )
+)
+"""Operators that write an argument and do not read it."""
+
 KERNELS: dict[str, int] = {}
-"""Operators with another number than one, by name without overload."""
+"""Operators with another number than one, by name without overload, such as `"aten::mm"`."""
+
+_CHUNK = 65536  # elements that one block of threads takes, see MultiTensorApply.cuh of torch
+_MAX_CHUNKS = 320  # of one kernel
+_MAX_TENSORS = (110, 64, 48, 36, 30)  # of one kernel, by the number of lists
 
 
-def num_kernels(name: str, tensors: int) -> int:
+def num_kernels(base: str, dry: Sequence[Tensor], num_lists: int) -> int:
     """Kernels of an operator.
 
     Args:
-        name: Such as `"aten::mm"`.
-        tensors: That it is given, those of lists counted one by one.
+        base: Name of the operator without overload.
+        dry: Tensors on the device that it is given, those of lists one by one.
+        num_lists: How many lists of tensors it takes.
     """
-    del tensors
-    return 0 if name in NO_KERNELS else KERNELS.get(name, 1)
+    if base in NO_KERNELS:
+        return 0
+    if base.startswith(("aten::_foreach_", "aten::_fused_")) and num_lists:
+        return _packed(dry[: len(dry) // num_lists], num_lists)
+    return KERNELS.get(base, 1)
 
 
-def flops_of(func: Any) -> Any:
-    """The function of torch that counts the flops of an operator; None if it has no products."""
-    from torch.utils.flop_counter import flop_registry
+def _packed(first: Sequence[Tensor], num_lists: int) -> int:
+    chunks = sum(-(-x.numel() // _CHUNK) for x in first)
+    tensors = _MAX_TENSORS[min(num_lists, len(_MAX_TENSORS)) - 1]
+    return max(1, -(-chunks // _MAX_CHUNKS), -(-len(first) // tensors))
 
-    return flop_registry.get(func.overloadpacket)
+
+def flops_of(func: Any) -> Callable[..., int] | None:
+    """What counts the flops of an operator, as torch's flop counter has it; None without any."""
+    counted: Callable[..., int] | None = flop_registry.get(func.overloadpacket)
+    return counted

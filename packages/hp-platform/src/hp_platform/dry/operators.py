@@ -9,82 +9,91 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hp_platform._internals import FakeTensor, TorchDispatchMode
+from hp_platform._internals import FakeTensor
 from hp_platform._internals.dry import (
     DisableTorchFunction,
+    DispatchMode,
     default_device,
     is_fake_mode_active,
     is_meta,
     schema_of,
 )
 from hp_platform.device_rules import may_mix
-from hp_platform.dry import launches, transfers
+from hp_platform.dry import launches
 from hp_platform.dry.trace import Launch
-from hp_platform.places import current_place
-from hp_platform.dry import sites
+from hp_platform.dry.values import STAND_INS, Again
 
 if TYPE_CHECKING:
     from hp_platform.dry.device import DryDevice
 
-_PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
-_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 META = torch.device("meta")
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
 
 
-@dataclass(slots=True)
-class Operator:
+@dataclass(frozen=True, slots=True)
+class _Operator:
     """What is known of an overload of an operator.
 
     Attributes:
         name: Such as `"aten.mm.default"`.
-        written: Places and names of the arguments that it writes.
+        base: Such as `"aten::mm"`.
+        writes: Places and names of the arguments that it writes.
+        overwrites: Whether it does so without reading them.
         makes: Whether it makes tensors: not a view, and not one that only writes.
         is_silent: Whether CUDA launches nothing for it.
         resizes: Whether storages that it is given may have another size after it.
-        flops: Counts them.
-        special: What stands for it.
+        is_collective: Whether ranks meet in it.
+        num_lists: How many of its arguments are lists of tensors.
+        flops: Counts them, by the arguments and the result.
+        stand_in: What is called in its place, because the host reads values or memory of both is
+            involved.
     """
 
     name: str
     base: str
-    written: tuple[int | str, ...]
+    writes: tuple[int | str, ...]
+    overwrites: bool
     makes: bool
     is_silent: bool
     resizes: bool
     is_collective: bool
+    num_lists: int
     flops: Callable[..., int] | None
-    special: Any
+    stand_in: Callable[[DryDevice, Any, Any, Any], Any] | None
 
 
-_known: dict[Any, Operator] = {}
+_known: dict[Any, _Operator] = {}
 
 
-def _describe(func: Any) -> Operator:
+def _describe(func: Any) -> _Operator:
     schema = schema_of(func)
-    written: list[int | str] = []
+    writes: list[int | str] = []
+    is_out = False
     for place, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            written.append(argument.name if argument.kwarg_only else place)
+            writes.append(argument.name if argument.kwarg_only else place)
+            is_out = is_out or argument.kwarg_only
     aliases = [each.alias_info for each in schema.returns]
     makes = any(alias is None for alias in aliases)
+    is_view = bool(aliases) and not makes and not writes
     base = schema.name
-    is_view = bool(aliases) and not makes and not any(alias.is_write for alias in aliases)
-    return Operator(
+    return _Operator(
         name=str(func),
         base=base,
-        written=tuple(written),
+        writes=tuple(writes),
+        overwrites=is_out or base in launches.OVERWRITES,
         makes=makes,
         is_silent=is_view or base in launches.NO_KERNELS,
-        resizes="resize" in base or "set_" in base or func.is_out_variant
-        if hasattr(func, "is_out_variant")
-        else "resize" in base or "set_" in base or "out" in str(func),
+        resizes=is_out or "resize" in base or "::set_" in base,
         is_collective=func.namespace in _COLLECTIVES,
+        num_lists=sum("List[Tensor" in str(each.type) for each in schema.arguments),
         flops=launches.flops_of(func),
-        special=transfers.SPECIAL.get(base),
+        stand_in=STAND_INS.get(base),
     )
 
 
-class Operators(TorchDispatchMode):
+class Operators(DispatchMode):
     """Looks at the operators of one thread."""
 
     def __init__(self, device: DryDevice) -> None:
@@ -93,135 +102,147 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with DisableTorchFunction():
-            return self._dispatch(func, types, args, kwargs or {})
+            return self._dispatch(func, args, kwargs or {})
 
-    def _dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        device = self._device
         if is_fake_mode_active():
-            return self._device.run_kernel(func, args, kwargs)  # torch works out shapes
+            return device.run_kernel(func, args, kwargs)  # torch works out shapes
         given: list[Tensor] = []
         _collect(args, given)
         if kwargs:
             _collect(kwargs.values(), given)
         for x in given:
-            if type(x) not in _PLAIN:
+            if type(x) not in PLAIN:
                 if isinstance(x, FakeTensor):
-                    return self._device.run_kernel(func, args, kwargs)
+                    return device.run_kernel(func, args, kwargs)
                 return NotImplemented  # DTensor and its like: what they are made of comes here
+        dry = [x for x in given if is_meta(x)]
         asked = kwargs.get("device")
-        on_meta = [x for x in given if is_meta(x)]
-        if not on_meta and (asked is None or asked.type not in ("cuda", "meta")):
+        if not dry and (asked is None or asked.type not in ("cuda", "meta")):
             if kwargs.get("pin_memory"):
-                return self._device.pin(func(*args, **{**kwargs, "pin_memory": False}))
+                return device.pin(func(*args, **{**kwargs, "pin_memory": False}))
             return func(*args, **kwargs)
-        return self._on_device(func, args, kwargs, given, on_meta)
+        if asked is not None and asked.type == "cuda":
+            device.check_index(asked)
+            kwargs = {**kwargs, "device": META}
+        elif self._is_deferred(dry, given):
+            out = device.run_kernel(func, args, kwargs)
+            for x in tensors_of(out):
+                device.storages.defer(x)
+            return out
+        return self._on_device(func, args, kwargs, dry=dry, num_given=len(given))
 
-    def _on_device(self, func, args, kwargs, given, on_meta):  # noqa: PLR0917
+    def _is_deferred(self, dry: list[Tensor], given: list[Tensor]) -> bool:
+        """Whether what is made is to be on `meta`, where there is no memory."""
+        if self._device.thread.asked_meta:
+            return True
+        if dry:
+            return all(map(self._device.storages.is_deferred, dry))
+        default = default_device()
+        return not given and default is not None and default.type == "meta"
+
+    def _on_device(
+        self, func: Any, args: Any, kwargs: Any, *, dry: list[Tensor], num_given: int
+    ) -> Any:
         device = self._device
         op = _known.get(func)
         if op is None:
             op = _known[func] = _describe(func)
-        asked = kwargs.get("device")
-        on_cuda = asked is not None and asked.type == "cuda"
-        if on_cuda:
-            device.check_index(asked)
-            kwargs = {**kwargs, "device": META}
-        storages = device.storages
-        if not on_cuda and self._is_deferred(on_meta, given):
-            return self._deferred(func, args, kwargs, on_meta)
+        device.follow_backward()
         if op.is_collective:
             out = device.on_collective(func, args, kwargs)
-            for x in _tensors(out):
-                if type(x) in _PLAIN and is_meta(x):
-                    storages.see(x, op.name, device.thread.stream)
+            self._made(op, out)
             return out
-        if len(on_meta) < len(given) and on_meta and not may_mix(func, args, is_meta):
-            stranger = next(x for x in given if not is_meta(x))
-            device.fault(
-                f"{op.name}: operands on two devices, one of them "
-                f"{str(stranger.dtype)[6:]}{list(stranger.shape)} on the host"
-            )
-        stream = device.thread.stream
-        if op.special is not None:
-            out = op.special(device, func, args, kwargs)
-            if out is not NotImplemented:
-                for x in _tensors(out):
-                    if is_meta(x):
-                        storages.see(x, op.name, stream)
+        if len(dry) < num_given and dry and not may_mix(func, args, is_meta):
+            _report_two_devices(device, op.name, args, kwargs)
+        if kwargs.get("generator") is not None:
+            device.check_generator(kwargs["generator"], op.name)
+        if op.stand_in is not None:
+            out = device.run_kernel(op.stand_in, (device, func, args, kwargs), {})
+            if isinstance(out, Again):
+                args = out.args
+            elif out is not NotImplemented:
+                self._made(op, out)
+                device.remember(out)
                 return out
-        out = self._device.run_kernel(func, args, kwargs)
-        if op.makes:
-            made = [x for x in _tensors(out) if is_meta(x)]
-            for x in made:
-                storages.see(x, op.name, stream)
-        else:
-            made = []
+        out = device.run_kernel(func, args, kwargs)
+        made = self._made(op, out) if op.makes else []
         if op.resizes:
-            for x in on_meta:
-                storages.resized(x.untyped_storage(), op.name, stream)
+            for x in dry:
+                device.storages.resized(x.untyped_storage(), op.name, device.thread.stream)
         if not op.is_silent:
-            self._launch(op, func, args, kwargs, on_meta, made, out)
+            written = _written(op, args, kwargs)
+            flops = 0 if op.flops is None else op.flops(*args, **kwargs, out_val=out)
+            _launch(device, op, (dry, written, made), flops)
+        device.remember(out)
         return out
 
-    def _is_deferred(self, on_meta: list[Tensor], given: list[Tensor]) -> bool:
-        """Whether what is made is to be on `meta`, where there is no memory."""
-        if self._device.thread.asked_meta:
-            return True
-        if on_meta:
-            return all(map(self._device.storages.is_deferred, on_meta))
-        default = default_device()
-        return not given and default is not None and default.type == "meta"
-
-    def _deferred(self, func, args, kwargs, on_meta):
-        out = self._device.run_kernel(func, args, kwargs)
-        for x in _tensors(out):
-            if is_meta(x):
-                self._device.storages.defer(x)
-        return out
-
-    def _launch(self, op, func, args, kwargs, on_meta, made, out):
+    def _made(self, op: _Operator, out: Any) -> list[Tensor]:
+        """Take what an operator returns for memory of the device."""
         device = self._device
-        written: list[Tensor] = []
-        for place in op.written:
-            if isinstance(place, int):
-                if place < len(args):
-                    _collect((args[place],), written)
-            elif place in kwargs:
-                _collect((kwargs[place],), written)
-        find = device.storages.find
-        writes, reads, num_bytes = [], [], 0
-        seen = {id(x) for x in written}
-        for x in (*written, *made):
-            num_bytes += x.numel() * x.element_size()
-            block = find(x) if is_meta(x) else None
-            if block is not None:
-                writes.append(block.number)
-        for x in on_meta:
-            if id(x) in seen:
-                if op.base.startswith("aten::zero_") or op.base.startswith("aten::fill_"):
-                    continue
-            num_bytes += x.numel() * x.element_size()
-            block = find(x)
-            if block is not None:
-                reads.append(block.number)
-        if not num_bytes:
-            return
-        flops = 0
-        if op.flops is not None:
-            flops = op.flops(*args, **kwargs, out_val=out)
-        device.trace.events.append(
-            Launch(
-                at=sites.here(),
-                place=current_place(),
-                thread=device.thread_number(),
-                what=op.name,
-                stream=device.thread.stream,
-                num_kernels=launches.num_kernels(op.base, len(on_meta)),
-                num_bytes=num_bytes,
-                flops=flops,
-                reads=tuple(reads),
-                writes=tuple(writes),
-            )
+        made = [x for x in tensors_of(out) if type(x) in PLAIN and is_meta(x)]
+        for x in made:
+            device.storages.see(x, op.name, device.thread.stream)
+        return made
+
+
+def _written(op: _Operator, args: Any, kwargs: Any) -> list[Tensor]:
+    written: list[Tensor] = []
+    for place in op.writes:
+        if isinstance(place, int):
+            _collect(args[place : place + 1], written)
+        elif place in kwargs:
+            _collect((kwargs[place],), written)
+    return written
+
+
+def _launch(
+    device: DryDevice,
+    op: _Operator,
+    operands: tuple[list[Tensor], list[Tensor], list[Tensor]],
+    flops: int,
+) -> None:
+    dry, written, made = operands
+    find, num_bytes = device.storages.find, 0
+    reads: list[int] = []
+    writes: list[int] = []
+    own = {id(x) for x in written}
+    for x in (*written, *made):
+        num_bytes += x.numel() * x.element_size()
+        if (block := find(x)) is not None:
+            writes.append(block.number)
+    for x in dry:
+        if op.overwrites and id(x) in own:
+            continue
+        num_bytes += x.numel() * x.element_size()
+        if (block := find(x)) is not None:
+            reads.append(block.number)
+    if not num_bytes:
+        return  # nothing is launched for nothing
+    at, place, thread = device.where()
+    device.trace.events.append(
+        Launch(
+            at=at,
+            place=place,
+            thread=thread,
+            what=op.name,
+            stream=device.thread.stream,
+            num_kernels=launches.num_kernels(op.base, dry, op.num_lists),
+            num_bytes=num_bytes,
+            flops=flops,
+            reads=tuple(reads),
+            writes=tuple(writes),
         )
+    )
+
+
+def _report_two_devices(device: DryDevice, name: str, args: Any, kwargs: Any) -> None:
+    given: list[Tensor] = []
+    _collect((*args, *kwargs.values()), given)
+    on_host = [x for x in given if not is_meta(x)]
+    first = f"{str(on_host[0].dtype)[6:]}{list(on_host[0].shape)}"
+    device.fault(f"{name}: {len(on_host)} of {len(given)} operands on the host, first {first}")
 
 
 def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
@@ -232,7 +253,8 @@ def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
             _collect(x, found)
 
 
-def _tensors(out: Any) -> list[Tensor]:
+def tensors_of(out: Any) -> list[Tensor]:
+    """The tensors that an operator returns."""
     if isinstance(out, Tensor):
         return [out]
     found: list[Tensor] = []

@@ -2,57 +2,70 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import multiprocessing
 import sys
 import threading
 from functools import cache
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
+from typing import Any
 
 import torch
+import typing_extensions
 
 _NUM_LINES = 3
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
-_PLUMBING = (
-    _TORCH,
-    _HERE,
-    threading.__file__,
-    "<",
-    str(Path(threading.__file__).parent) + "/context",
-)
+_PLUMBING = (_TORCH, _HERE, threading.__file__, contextlib.__file__, functools.__file__, "<")
+_INSIDE, _OUTSIDE, _ENGINE = range(3)
 
-_is_plumbing: dict[CodeType, bool] = {}
-_joined: dict[tuple[CodeType | int, ...], str] = {}
+_kinds: dict[CodeType, int] = {}
+_joined: dict[tuple[Any, ...], str] = {}
 
 
-def here() -> str:
-    """The innermost line of this thread outside torch, and of its callers, joined by `" < "`."""
-    frame = sys._getframe(1)  # noqa: SLF001 # of this thread
-    found: list[CodeType | int] = []
+def here() -> tuple[str, bool]:
+    """The innermost line of this thread outside torch, and of its callers, joined by `" < "`.
+
+    Returns:
+        The lines; and whether the autograd engine is between the first of them and this call: torch
+        computes a gradient by its own operators.
+    """
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 # of this thread
+    found: list[Any] = []
+    by_engine = False
     while frame is not None:
         code = frame.f_code
-        skip = _is_plumbing.get(code)
-        if skip is None:
-            skip = _is_plumbing[code] = code.co_filename.startswith(_PLUMBING)
-        if not skip:
+        kind = _kinds.get(code)
+        if kind is None:
+            kind = _kinds[code] = _kind_of(code)
+        if kind == _OUTSIDE:
             found += (code, frame.f_lasti)
             if len(found) == 2 * _NUM_LINES:
                 break
-        frame = frame.f_back  # type: ignore[assignment]
+        elif kind == _ENGINE and not found:
+            by_engine = True
+        frame = frame.f_back
     key = tuple(found)
     line = _joined.get(key)
     if line is None:
-        line = _joined[key] = " < ".join(map(_line, found[::2], found[1::2])) or "torch"
-    return line
+        line = _joined[key] = " < ".join(map(_line, key[::2], key[1::2])) or "torch"
+    return line, by_engine
 
 
-def _line(code: CodeType | int, instruction: CodeType | int) -> str:
-    assert isinstance(code, CodeType)
-    last = code.co_firstlineno
+def _kind_of(code: CodeType) -> int:
+    if code.co_name == "_engine_run_backward":
+        return _ENGINE
+    return _INSIDE if code.co_filename.startswith(_PLUMBING) else _OUTSIDE
+
+
+def _line(code: CodeType, instruction: int) -> str:
+    at = code.co_firstlineno
     for start, end, line in code.co_lines():
-        if start <= instruction < end and line is not None:  # type: ignore[operator]
-            last = line
-    return f"{_short(code.co_filename)}:{last}"
+        if start <= instruction < end and line is not None:
+            at = line
+    return f"{_short(code.co_filename)}:{at}"
 
 
 @cache

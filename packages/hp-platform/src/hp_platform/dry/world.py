@@ -21,14 +21,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_platform import messages
-from hp_platform._internals import dry_world
+from hp_platform._internals import dry_world, group_of_name
 from hp_platform._internals.dry import is_meta
-from hp_platform.dry import backends, sites, values
+from hp_platform.dry import backends, objects, sites
 from hp_platform.dry.changes import change
 from hp_platform.dry.classes import Classes
 from hp_platform.dry.communicators import Communicator, Families
 from hp_platform.dry.device import DryDevice
 from hp_platform.dry.exchange import Exchange, Operation, seconds_of
+from hp_platform.dry.functional import functional_operation
 from hp_platform.dry.hub import HubClient
 from hp_platform.dry.kernels import operations_of
 from hp_platform.dry.store import DryStore
@@ -62,13 +63,14 @@ class DryWorld:
         self.thread = _Thread()
         self._communicators: dict[ProcessGroup, Communicator] = {}
         self._stores: list[DryStore] = []
+        self._unwaited: dict[int, Any] = {}  # by block, results that nobody has waited for
         self._num_batches = 0
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             backends.enter_stand_ins(stack, self)
-            values.enter_stand_ins(stack, self)
+            objects.enter_stand_ins(stack, self)
             names = dry_world.operator_names()
             kernels = {name: self._kernel(name) for name in names}
             stack.enter_context(dry_world.c10d_kernels(kernels))
@@ -113,7 +115,7 @@ class DryWorld:
         communicator.is_eager = group.bound_device_id is not None
         self._communicators[group] = communicator
         self.device.trace.groups[name] = tuple(ranks)
-        if communicator.is_eager or not self._is_nccl(group):
+        if communicator.is_eager or self.serves(group, "cpu"):
             self.device.emit(HostMessage(op="connect", group=name, shapes=()))
 
     def split_lists(
@@ -165,9 +167,6 @@ class DryWorld:
         world = next(iter(self.device.trace.groups))
         self.device.emit(HostMessage(what, world, (), name, waits=False))
 
-    def _is_nccl(self, group: ProcessGroup) -> bool:
-        return "nccl" in str(dist.get_backend_config(group)) if dist.is_initialized() else False
-
     def _rendezvous(self, _: str, **__: Any) -> Iterator[tuple[DryStore, int, int]]:
         yield self.store(), self.rank, self.size
 
@@ -184,8 +183,22 @@ class DryWorld:
         return self._device_work(work)
 
     def _on_collective(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Have an operator of c10d carried out by its kernel, which is one of these."""
-        return self.device.run_kernel(dry_world.real_kernel_of(func), args, kwargs)
+        """Carry out an operator of c10d or its like on tensors of the device."""
+        if func.namespace == "_c10d_functional" and func.name().endswith("::wait_tensor"):
+            if (wait := self._unwaited.pop(self.device.block_of(args[0]), None)) is not None:
+                wait.wait()
+            return args[0]
+        found = functional_operation(func, args, kwargs)
+        if found is None:  # of c10d, whose kernel is one of these
+            return self.device.run_kernel(func, args, kwargs)
+        operations, out = found
+        names = [argument.name for argument in func._schema.arguments]  # noqa: SLF001
+        name = {**dict(zip(names, args, strict=False)), **kwargs}["group_name"]
+        group = name if isinstance(name, ProcessGroup) else group_of_name(name)
+        work = self._on_device(self.communicator(group), operations, group, is_async=True)
+        for operation in operations:
+            self._unwaited[self.device.block_of(operation.outputs[0])] = work
+        return out
 
     def _carries_values(self, group: ProcessGroup) -> torch.device:
         """Let values that travel over NCCL as JSON go by the host instead, to be there to read."""

@@ -1,0 +1,50 @@
+"""Kernels that torch does not know, such as Triton's, and a device that computes nothing.
+
+Code that launches one does it through `launch`. On a GPU that is all. In a dry run nothing is
+launched, nor has the compiler of the kernel to be there: what the kernel would read and write is
+written down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+Note = Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
+"""Takes the name of a kernel, what it reads, and what it writes."""
+
+_notes: list[Note] = []
+
+
+def launch(
+    name: str, run: Callable[[], object], *, reads: Sequence[Tensor], writes: Sequence[Tensor]
+) -> None:
+    """Launch a kernel on the current stream.
+
+    Args:
+        name: With its package, such as `"hp_expert.gather_rows"`.
+        run: Launches it.
+        reads: What it reads.
+        writes: What it writes.
+    """
+    if _notes:
+        _notes[-1](name, reads, writes)
+    else:
+        run()
+
+
+def are_noted() -> bool:
+    """Whether kernels are written down instead of launched."""
+    return bool(_notes)
+
+
+@contextmanager
+def noting(note: Note) -> Iterator[None]:
+    """Give `note` what every thread of this process would launch inside the context."""
+    _notes.append(note)
+    try:
+        yield
+    finally:
+        _notes.remove(note)
