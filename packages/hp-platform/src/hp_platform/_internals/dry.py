@@ -56,6 +56,12 @@ def default_device() -> torch.device | None:
     return device  # type: ignore[no-any-return]
 
 
+def wrapper_maker() -> Callable[..., Any]:
+    """What makes tensors that wrap others, such as those whose collective is under way."""
+    maker: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+    return maker
+
+
 def schema_of(func: Any) -> Any:
     """The schema of an overload of an operator."""
     return func._schema

@@ -1,7 +1,9 @@
 """A device that computes nothing: the real code of a rank on CUDA and NCCL, without a GPU."""
 
 from hp_platform.dry.allocator import OutOfMemory, Segment, Usage, replay
-from hp_platform.dry.device import DryDevice, active_device, is_dry
+from hp_platform.dry.current import active as active_device
+from hp_platform.dry.current import is_dry
+from hp_platform.dry.device import DryDevice
 from hp_platform.dry.gpu import Gpu
 from hp_platform.dry.hazards import Hazard
 from hp_platform.dry.run import DryRun, DryRunError, run_ranks

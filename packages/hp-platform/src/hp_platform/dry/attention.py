@@ -1,65 +1,187 @@
 """Operators that torch composes differently on CUDA than on `meta`.
 
-See Note [what CUDA composes]: `scaled_dot_product_attention`, `dropout` and `rms_norm` are no
-kernels but choices between kernels by the device. On `meta` they take the one of the CPU or the
-one that holds all scores. Registered for meta tensors, these take the one of CUDA.
+Note [what CUDA composes]: `scaled_dot_product_attention`, `dropout` and `rms_norm` are no kernels
+but choices between kernels by the device. On `meta` they take those of the CPU, or hold all scores.
+Registered for meta tensors, the functions of this file take those of CUDA, as torch chooses in
+aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: flash attention, else the memory-efficient
+one, else products. Where cuDNN's is compiled in, some versions of torch prefer it on Hopper and
+Blackwell to flash attention: output and log-sum-exp of it are as large. It is taken here if the
+others are switched off.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.backends import cuda as switches
 
-aten = torch.ops.aten
+from hp_platform.own_kernels import launch
+
+if TYPE_CHECKING:
+    from hp_platform.dry.gpu import Gpu
+
+_HALF = (torch.float16, torch.bfloat16)
+_FLASH_MAX_HEAD_SIZE = 256
+_BIAS_MULTIPLE = 16  # entries of a row of a bias
+aten: Any = torch.ops.aten
 
 
-def kernels() -> dict[str, Callable[..., Any]]:
+def kernels(gpu: Gpu) -> dict[str, Callable[..., Any]]:
     """What stands for operators of aten, by their names."""
-    return {"scaled_dot_product_attention": attention, "dropout": dropout, "rms_norm": rms_norm}
+
+    def attention(*args: Any, **kwargs: Any) -> Tensor:
+        return _attention(gpu.capability, *args, **kwargs)
+
+    found: dict[str, Callable[..., Any]] = {
+        "scaled_dot_product_attention": attention,
+        "dropout": _dropout,
+    }
+    if hasattr(aten, "_fused_rms_norm"):
+        found["rms_norm"] = _rms_norm
+    return found
 
 
-def attention(  # noqa: PLR0917
+def _attention(  # noqa: PLR0917 # torch's own
+    capability: tuple[int, int],
     q: Tensor,
     k: Tensor,
     v: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
-    is_causal: bool = False,  # noqa: FBT001
+    is_causal: bool = False,  # noqa: FBT001, FBT002
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The kernel that CUDA would choose."""
-    if enable_gqa and k.shape[1] != q.shape[1]:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    if attn_mask is None and q.dtype in (torch.float16, torch.bfloat16):
-        return aten._scaled_dot_product_flash_attention(
-            q, k, v, dropout_p, is_causal, False, scale=scale
+    options = {"scale": scale}
+    bias = _as_bias(attn_mask, q)
+    is_plain = q.dim() == 4 and 0 not in (*q.shape, *k.shape)
+    if is_plain and _flash_takes(capability, q, k, v) and attn_mask is None:
+        if not is_causal or q.shape[2] == k.shape[2]:
+            return _flash(q, k, v, dropout_p, is_causal, scale)
+    if is_plain and _efficient_takes(capability, q, k, v):
+        keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        padded = _padded(bias, q, k)
+        y: Tensor = aten._scaled_dot_product_efficient_attention(
+            q, k, v, padded, keeps, dropout_p, is_causal, **options
         )[0]
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype)
-        attn_mask = attn_mask.expand(*q.shape[:-1], k.shape[-2])
-    return aten._scaled_dot_product_efficient_attention(
-        q, k, v, attn_mask, q.requires_grad, dropout_p, is_causal, scale=scale
+        return y
+    if is_plain and _only_cudnn() and q.dtype in _HALF:
+        y = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, bias, True, dropout_p, is_causal, False, **options
+        )[0]
+        return y
+    y = aten._scaled_dot_product_attention_math(
+        q, k, v, bias, dropout_p, is_causal, None, **options, enable_gqa=enable_gqa
     )[0]
+    return y
 
 
-def dropout(x: Tensor, p: float, train: bool) -> Tensor:  # noqa: FBT001
-    """Keep the mask as bool, in one kernel, as CUDA does."""
+def _flash_takes(capability: tuple[int, int], q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return (
+        switches.flash_sdp_enabled()
+        and capability >= (8, 0)
+        and q.dtype in _HALF
+        and q.shape[-1] == v.shape[-1] <= _FLASH_MAX_HEAD_SIZE
+        and q.shape[1] % k.shape[1] == 0
+    )
+
+
+def _flash(  # noqa: PLR0917
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,  # noqa: FBT001
+) -> Tensor:
+    size = q.shape[-1]
+    if padding := -size % 8:
+        scale = size**-0.5 if scale is None else scale
+        q, k, v = (torch.nn.functional.pad(x, (0, padding)) for x in (q, k, v))
+    y: Tensor = aten._scaled_dot_product_flash_attention(
+        q, k, v, dropout_p, is_causal, False, scale=scale
+    )[0]
+    return y[..., :size] if padding else y
+
+
+def _efficient_takes(capability: tuple[int, int], q: Tensor, k: Tensor, v: Tensor) -> bool:
+    multiple = 4 if q.dtype == torch.float32 else 8
+    dtypes = [torch.float32, torch.float16, *([torch.bfloat16] if capability >= (8, 0) else [])]
+    return (
+        switches.mem_efficient_sdp_enabled()
+        and q.dtype in dtypes
+        and q.shape[-1] % multiple == v.shape[-1] % multiple == 0
+        and q.shape[1] == k.shape[1]
+    )
+
+
+def _only_cudnn() -> bool:
+    others = (switches.flash_sdp_enabled, switches.mem_efficient_sdp_enabled)
+    return switches.cudnn_sdp_enabled() and not any(enabled() for enabled in others)
+
+
+def _as_bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask.logical_not(), -torch.inf)
+
+
+def _padded(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """The bias [B, H, Q, K] with rows that begin where the kernel wants it."""
+    if bias is None:
+        return None
+    if padding := -bias.shape[-1] % _BIAS_MULTIPLE:
+        bias = torch.nn.functional.pad(bias, (0, padding))[..., : k.shape[2]]
+    return bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:  # noqa: FBT001
+    """One kernel, which keeps a mask of bools."""
     if not train or p == 0 or x.numel() == 0:
         return x
-    return aten.native_dropout(x, p, train)[0]
+    y: Tensor = x * x.new_zeros(()) if p == 1 else aten.native_dropout(x, p, train)[0]
+    return y
 
 
-def rms_norm(
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
+def _rms_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """One kernel, which keeps the reciprocal of the norm."""
-    return aten._fused_rms_norm(x, normalized_shape, weight, eps)[0]
+    """One kernel, which keeps the reciprocal of the norm, unless dtypes differ."""
+    if weight is None or weight.dtype == x.dtype:
+        y: Tensor = _RmsNorm.apply(x, tuple(shape), weight)  # type: ignore[no-untyped-call]
+        return y
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    eps = torch.finfo(wide.dtype).eps if eps is None else eps
+    dims = tuple(range(-len(shape), 0))
+    normed = wide * torch.rsqrt(wide.pow(2).mean(dims, keepdim=True).add_(eps))
+    return (normed.to(x.dtype) * weight).to(x.dtype)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """`aten::_fused_rms_norm`, which on `meta` is composed of others."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: tuple[int, ...], weight: Tensor | None) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        stored = (*x.shape[: x.dim() - len(shape)], *(1 for _ in shape))
+        y, rstd = torch.empty_like(x), x.new_empty(stored, dtype=wide)
+        ctx.save_for_backward(x, rstd, weight)
+        given = (x,) if weight is None else (x, weight)
+        launch("aten._fused_rms_norm", _nothing, reads=given, writes=(y, rstd))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None]:
+        x, rstd, weight = ctx.saved_tensors
+        grads = [torch.empty_like(x)] + ([] if weight is None else [torch.empty_like(weight)])
+        given = (grad, x, rstd) if weight is None else (grad, x, rstd, weight)
+        launch("aten._fused_rms_norm_backward", _nothing, reads=given, writes=grads)
+        return grads[0], None, None if weight is None else grads[1]
+
+
+def _nothing() -> None:
+    """What a kernel computes here."""

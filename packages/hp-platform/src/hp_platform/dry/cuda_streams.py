@@ -1,62 +1,54 @@
-"""Streams and events of a dry device, as classes that stand for those of `torch.cuda`."""
+"""Streams and events of a dry device: classes that stand for those of `torch.cuda`."""
 
 from __future__ import annotations
 
-from itertools import count
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 
+from hp_platform.dry.current import active
 from hp_platform.dry.trace import HostWait, RecordEvent, WaitEvent
-
-if TYPE_CHECKING:
-    from hp_platform.dry.device import DryDevice
 
 _POOL = 32
 """Streams of one priority that torch hands out before it begins again."""
 
 
-class DryStream:
+class Stream:
     """A queue of the device.
 
     Attributes:
         number: As in the trace; 0 is the default stream.
+        priority: Lower ones go first.
     """
 
-    device_of_stream: Any = None
-    numbers: Any = None
+    device_type = 1
 
-    def __new__(cls, device: Any = None, priority: int = 0, *, number: int = -1, **_: Any) -> Any:
-        stream = super().__new__(cls)
+    def __init__(
+        self, device: Any = None, priority: int = 0, *, number: int = -1, **_: Any
+    ) -> None:
+        """Take the next stream of the pool of a priority, or the one of a number."""
+        del device
         if number < 0:
-            pool = min(max(-priority, 0), 1)
-            number = 1 + pool * _POOL + next(cls.numbers[pool]) % _POOL
-        stream.number, stream.priority = number, priority
-        return stream
-
-    number: int
-    priority: int
-
-    @classmethod
-    def of(cls, number: int) -> Any:
-        """The stream of a number."""
-        return cls(number=number)
+            is_high = priority < 0
+            place = active().next_in_pool(is_high=is_high)
+            number = 1 + is_high * _POOL + place % _POOL
+        self.number, self.priority = number, priority
+        self._before: list[int] = []
 
     @property
     def device(self) -> torch.device:
         """That it is of."""
-        return self.device_of_stream.device
+        return active().device
 
     @property
     def device_index(self) -> int:
         """Of that device."""
-        return self.device_of_stream.index
-
-    device_type = 1
+        return active().index
 
     @property
     def cuda_stream(self) -> int:
-        """The handle of CUDA."""
+        """The handle that CUDA has for it."""
         return self.number
 
     @property
@@ -64,95 +56,91 @@ class DryStream:
         """The number that torch has for it."""
         return self.number
 
-    def wait_event(self, event: Any) -> None:
+    def wait_event(self, event: Event) -> None:
         """Go on when the event is reached."""
         event.wait(self)
 
-    def wait_stream(self, stream: Any) -> None:
+    def wait_stream(self, stream: Stream) -> None:
         """Go on when all is done that the other one was given."""
         self.wait_event(stream.record_event())
 
-    def record_event(self, event: Any = None) -> Any:
+    def record_event(self, event: Event | None = None) -> Event:
         """Mark the end of what it was given so far."""
-        event = type(self).events() if event is None else event
+        event = Event() if event is None else event
         event.record(self)
         return event
 
     def synchronize(self) -> None:
         """Have the host wait for all that it was given."""
-        self.device_of_stream.emit(HostWait(what="Stream.synchronize", stream=self.number))
+        active().emit(HostWait(what="Stream.synchronize", stream=self.number))
 
     def query(self) -> bool:
-        """Whether all is done."""
+        """Whether all is done: the host is told so, and has not waited."""
         return True
 
     def is_capturing(self) -> bool:
         """Whether a graph is made of what it is given."""
         return False
 
+    def __enter__(self) -> Self:
+        self._before.append(active().current_stream())
+        active().thread.stream = self.number
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        active().thread.stream = self._before.pop()
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, DryStream) and other.number == self.number
+        return isinstance(other, Stream) and other.number == self.number
 
     def __hash__(self) -> int:
         return hash(self.number)
 
-    def __enter__(self) -> Any:
-        thread = self.device_of_stream.thread
-        self._before = thread.stream
-        thread.stream = self.number
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.device_of_stream.thread.stream = self._before
-
-    events: Any = None
+    def __repr__(self) -> str:
+        return f"<torch.cuda.Stream of a dry device, number {self.number}>"
 
 
-class DryEvent:
-    """A point in what a stream was given."""
+class Event:
+    """A point in what a stream was given.
 
-    device_of_event: Any = None
+    Attributes:
+        number: As in the trace.
+    """
 
-    def __new__(cls, *_: Any, **__: Any) -> Any:
-        event = super().__new__(cls)
-        event.number, event.is_recorded = cls.device_of_event.new_event(), False
-        return event
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Make an event that is not recorded."""
+        self.number = active().new_event()
+        self._is_recorded = False
 
-    number: int
-    is_recorded: bool
-
-    def record(self, stream: Any = None) -> None:
+    def record(self, stream: Stream | None = None) -> None:
         """Be reached when all is done that a stream, by default the current one, was given."""
-        device = self.device_of_event
-        self.is_recorded = True
-        number = device.current_stream() if stream is None else stream.number
-        device.emit(RecordEvent(event=self.number, stream=number))
+        self._is_recorded = True
+        active().emit(RecordEvent(event=self.number, stream=_number(stream)))
 
-    def wait(self, stream: Any = None) -> None:
+    def wait(self, stream: Stream | None = None) -> None:
         """Have a stream, by default the current one, wait for it."""
-        device = self.device_of_event
-        number = device.current_stream() if stream is None else stream.number
-        if self.is_recorded:
-            device.emit(WaitEvent(event=self.number, stream=number))
+        if self._is_recorded:
+            active().emit(WaitEvent(event=self.number, stream=_number(stream)))
 
     def query(self) -> bool:
-        """Whether it is reached."""
+        """Whether it is reached: the host is told so, and has not waited."""
         return True
 
     def synchronize(self) -> None:
         """Have the host wait for it."""
-        if self.is_recorded:
-            what = "Event.synchronize"
-            self.device_of_event.emit(HostWait(what=what, stream=-1, event=self.number))
+        if self._is_recorded:
+            active().emit(HostWait(what="Event.synchronize", stream=-1, event=self.number))
 
-    def elapsed_time(self, _: Any) -> float:
+    def elapsed_time(self, end: Event) -> float:
         """Milliseconds to another event: nothing takes time."""
+        del end
         return 0.0
 
 
-def stream_classes(device: DryDevice) -> tuple[Any, Any]:
-    """Classes of streams and of events of `device`."""
-    event = type("Event", (DryEvent,), {"device_of_event": device})
-    numbers = {0: count(), 1: count()}
-    values = {"device_of_stream": device, "numbers": numbers, "events": event}
-    return type("Stream", (DryStream,), values), event
+def _number(stream: Stream | None) -> int:
+    return active().current_stream() if stream is None else stream.number

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from types import TracebackType
 from typing import Any, Self
@@ -13,8 +13,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from hp_platform.dry import alone, attention, cuda_api, methods, operators, sites
+from hp_platform.dry import alone, attention, cuda_api, methods, operators, random_state, sites
 from hp_platform.dry.backward import Backward, Origin
+from hp_platform.dry.current import entered
 from hp_platform.dry.gpu import Gpu
 from hp_platform.dry.operators import Operators
 from hp_platform.dry.storages import Storages
@@ -25,23 +26,7 @@ from hp_platform._internals.dry import is_meta, operator_kernels
 
 META = torch.device("meta")
 _GROUP_STREAMS = 1000
-_active: list[DryDevice] = []
-
-
-def is_dry() -> bool:
-    """Whether this process is inside a `DryDevice`."""
-    return bool(_active)
-
-
-def active_device() -> DryDevice:
-    """The `DryDevice` that this process is inside of.
-
-    Raises:
-        RuntimeError: If there is none.
-    """
-    if not _active:
-        raise RuntimeError("this process is in no DryDevice")
-    return _active[-1]
+_pinned: WeakSet[torch.UntypedStorage] = WeakSet()  # what a program keeps may outlive a device
 
 
 class _Thread(threading.local):
@@ -92,20 +77,21 @@ class DryDevice:
         self.storages = Storages(self._emit)
         self.on_collective: Callable[[Any, Any, Any], Any] = alone.Alone(self)
         self._num_threads = self._num_events = self._num_works = 0
+        self._num_streams = [0, 0]
         self._group_streams: dict[str, int] = {}
         self._stack = ExitStack()
-        self._pinned: WeakSet[torch.UntypedStorage] = WeakSet()
 
     def __enter__(self) -> Self:
-        if _active:
+        if entered:
             raise RuntimeError("this process is inside a DryDevice already")
         with ExitStack() as stack:
-            _active.append(self)
-            stack.callback(_active.remove, self)
+            entered.append(self)
+            stack.callback(entered.remove, self)
             stack.callback(self.storages.forget)
-            stack.enter_context(operator_kernels(attention.kernels()))
+            stack.enter_context(operator_kernels(attention.kernels(self.gpu)))
             stack.enter_context(noting(self.note_kernel))
             stack.enter_context(cuda_api.stand_ins(self))
+            stack.enter_context(random_state.stand_ins(self))
             stack.enter_context(methods.stand_ins(self))
             stack.enter_context(self.watching())
             self._stack = stack.pop_all()
@@ -122,7 +108,7 @@ class DryDevice:
     def watching(self) -> ExitStack:
         """Look at the operators of this thread inside the context."""
         stack = ExitStack()
-        stack.enter_context(methods.AskedForMeta(self))
+        stack.enter_context(methods.Functions(self))
         stack.enter_context(Operators(self))
         return stack
 
@@ -144,6 +130,11 @@ class DryDevice:
         """Return a number for an event."""
         self._num_events += 1
         return self._num_events
+
+    def next_in_pool(self, *, is_high: bool) -> int:
+        """How many streams of a priority were handed out before."""
+        self._num_streams[is_high] += 1
+        return self._num_streams[is_high] - 1
 
     def new_work(self) -> int:
         """Return a number for an operation between ranks."""
@@ -205,12 +196,12 @@ class DryDevice:
 
     def pin(self, x: Tensor) -> Tensor:
         """Take a tensor on the host for one in pinned memory."""
-        self._pinned.add(x.untyped_storage())
+        _pinned.add(x.untyped_storage())
         return x
 
     def is_pinned(self, x: Tensor) -> bool:
         """Whether a tensor is on the host, in pinned memory."""
-        return not is_meta(x) and x.untyped_storage() in self._pinned
+        return not is_meta(x) and x.untyped_storage() in _pinned
 
     def thread_number(self) -> int:
         """Number of this thread of the host."""
@@ -255,10 +246,19 @@ class DryDevice:
             place = f"{origin.place}, backward" if origin.place else place
         return at, place, self.thread_number()
 
-    def check_generator(self, generator: torch.Generator, name: str) -> None:
+    def check_generator(self, generator: torch.Generator, made: Tensor) -> None:
         """Find a generator of another device than the numbers that it draws."""
-        if generator.device.type != "cuda":
-            self.fault(f"{name}: the generator is on the host")
+        if made.device.type != generator.device.type:
+            self.fault(f"a generator of {generator.device} draws numbers on {made.device}")
+
+    @contextmanager
+    def asked_for_meta(self) -> Iterator[None]:
+        """Let what is made inside be deferred: tensors of `meta`, which have no memory."""
+        before, self.thread.asked_meta = self.thread.asked_meta, True
+        try:
+            yield
+        finally:
+            self.thread.asked_meta = before
 
     def _emit(self, kind: type[Event], values: dict[str, Any]) -> None:
         at, place, thread = self.where()

@@ -1,4 +1,4 @@
-"""What of tensors and storages does not come to the operators, while a dry device is there."""
+"""What of tensors, storages and threads does not come to the operators, on a dry device."""
 
 from __future__ import annotations
 
@@ -9,64 +9,49 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hp_platform._internals.dry import DisableTorchFunction, default_device, is_meta, raw_device
+from hp_platform._internals.dry import (
+    DisableTorchFunction,
+    default_device,
+    is_meta,
+    raw_device,
+    wrapper_maker,
+)
 from hp_platform.dry.changes import change
+from hp_platform.dry.operators import META, PLAIN
 from hp_platform.dry.trace import Borrow
 
 if TYPE_CHECKING:
     from hp_platform.dry.device import DryDevice
 
-META = torch.device("meta")
-
-
-class AskedForMeta(TorchFunctionMode):
-    """Remembers that somebody asks for `meta` itself: what is made then is deferred, not memory."""
-
-    def __init__(self, device: DryDevice) -> None:
-        super().__init__()
-        self._thread = device.thread
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _FROM_DATA:
-            return _from_data(func, args, kwargs)
-        if "device" not in kwargs or not _is(kwargs["device"], "meta"):
-            return func(*args, **kwargs)
-        thread = self._thread
-        before, thread.asked_meta = thread.asked_meta, True
-        try:
-            return func(*args, **kwargs)
-        finally:
-            thread.asked_meta = before
-
-
 _FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 
 
-def _from_data(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Make a tensor of numbers on the host, and copy it to the device if that was asked for."""
-    asked = kwargs.get("device")
-    if asked is None and not (args and isinstance(args[0], Tensor)):
-        asked = default_device()
-    asked = torch.device("cuda", asked) if type(asked) is int else asked
-    if asked is None or not _is(asked, "cuda"):
-        x: Tensor = func(*args, **kwargs)
-        return x
-    values = args[0] if args else None
-    if isinstance(values, Tensor) and is_meta(values):
-        return values.to(kwargs.get("dtype") or values.dtype)
-    needs_grad = bool(kwargs.get("requires_grad"))
-    host = func(
-        *args,
-        **{**kwargs, "device": "cpu", "requires_grad": False}
-        if func is not torch.as_tensor
-        else {**kwargs, "device": "cpu"},
-    )
-    x = host.to(asked)
-    return x.requires_grad_() if needs_grad else x
+class Functions(TorchFunctionMode):
+    """Sees in functions of torch what operators are not told.
+
+    That is whether somebody asks for `meta` itself, where there is no memory; which generator
+    random numbers are from; and numbers of the host that become a tensor of the device.
+    """
+
+    def __init__(self, device: DryDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _FROM_DATA:
+            return _from_data(func, args, kwargs or {})
+        if not kwargs:
+            return func(*args)
+        if _is(kwargs.get("device"), "meta"):
+            with self._device.asked_for_meta():
+                return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if kwargs.get("generator") is not None and isinstance(out, Tensor):
+            self._device.check_generator(kwargs["generator"], out)
+        return out
 
 
 def _is(device: Any, kind: str) -> bool:
@@ -75,34 +60,49 @@ def _is(device: Any, kind: str) -> bool:
     return isinstance(device, str) and device.split(":")[0] == kind
 
 
+def _from_data(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Make a tensor of numbers on the host, and copy it to the device if that was asked for."""
+    values = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+    asked = kwargs.get("device")
+    if asked is None and not isinstance(values, Tensor):
+        asked = default_device()
+    asked = torch.device("cuda", asked) if type(asked) is int else asked
+    if not _is(asked, "cuda"):
+        made: Tensor = func(*args, **kwargs)
+        return made
+    others = {name: x for name, x in kwargs.items() if name not in ("device", "requires_grad")}
+    if isinstance(values, Tensor) and is_meta(values):
+        made = values.to(**others) if others else values
+    else:
+        made = func(*args, **others, device="cpu").to(asked)
+    return made.requires_grad_() if kwargs.get("requires_grad") else made
+
+
 @contextmanager
 def stand_ins(device: DryDevice) -> Iterator[None]:
     """Let tensors say `cuda`, and threads be watched."""
     with ExitStack() as stack:
         _properties(stack, device)
         _moves(stack, device)
+        _reads(stack, device)
         _memory(stack, device)
         _threads(stack, device)
         yield
 
 
 def _properties(stack: ExitStack, device: DryDevice) -> None:
-    thread, deferred = device.thread, device.storages.is_deferred
+    thread, is_deferred = device.thread, device.storages.is_deferred
 
     def is_dry(x: Tensor) -> bool:
-        return is_meta(x) and not thread.in_kernel and not _deferred(x)
-
-    def _deferred(x: Tensor) -> bool:
-        try:
-            return deferred(x)
-        except (RuntimeError, NotImplementedError):  # a wrapper has no storage
+        if thread.in_kernel or not is_meta(x):
             return False
+        return type(x) not in PLAIN or not is_deferred(x)  # a wrapper has no storage
 
-    wrapper = Tensor._make_wrapper_subclass
+    make = wrapper_maker()
 
-    @functools.wraps(wrapper)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:  # AsyncCollectiveTensor passes a device on
-        return wrapper(*args, **{k: META if _is(x, "cuda") else x for k, x in kwargs.items()})
+    @functools.wraps(make)
+    def make_wrapper(*args: Any, **kwargs: Any) -> Any:  # it is given what `device` says
+        return make(*args, **{k: META if _is(x, "cuda") else x for k, x in kwargs.items()})
 
     change(
         stack,
@@ -111,35 +111,46 @@ def _properties(stack: ExitStack, device: DryDevice) -> None:
         is_cuda=property(is_dry),
         is_meta=property(lambda x: is_meta(x) and not is_dry(x)),
         get_device=lambda x: device.index if is_dry(x) else -1,
-        _make_wrapper_subclass=staticmethod(wrapped),
+        _make_wrapper_subclass=staticmethod(make_wrapper),
     )
 
 
 def _moves(stack: ExitStack, device: DryDevice) -> None:
-    plain_to, plain_numpy, plain_repr = Tensor.to, Tensor.numpy, Tensor.__repr__
-    deferred = device.storages.is_deferred
+    plain_to = Tensor.to
 
     def to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        asked = args[0] if args else kwargs.get("device")
-        if type(asked) is int:
-            asked = torch.device("cuda", asked)
-        if _is(asked, "cuda"):
-            if type(x) in (Tensor, torch.nn.Parameter) and is_meta(x) and deferred(x):
-                raise NotImplementedError("Cannot copy out of meta tensor; no data!")
-            args, kwargs = (
-                (args and (META, *args[1:])),
-                ({**kwargs, "device": META} if not args else kwargs),
+        asked = args[0] if args else kwargs.get("device", kwargs.get("other"))
+        if isinstance(asked, Tensor):
+            args, kwargs = (asked.device, asked.dtype, *args[1:]), dict(kwargs)
+            kwargs.pop("other", None)
+            asked = asked.device
+        on_device = _is(asked, "cuda") or type(asked) is int
+        if on_device and type(x) in PLAIN and device.storages.is_deferred(x):
+            raise NotImplementedError(
+                "Cannot copy out of meta tensor; no data! Please use torch.nn.Module.to_empty()"
             )
-        elif _is(asked, "meta") and x.is_cuda:
-            with DisableTorchFunction():
-                shape = plain_to(x, *args, **kwargs)
-            with AskedForMeta(device):
-                return torch.empty_like(shape, device="meta")
-        with DisableTorchFunction():  # a mode would be given the method of this name, which is this
-            return plain_to(x, *args, **kwargs)
+        if on_device and args:
+            args = (META, *args[1:])
+        elif on_device:
+            kwargs["device"] = META
+        # A mode would be given the method of this name, which is this one.
+        with DisableTorchFunction():
+            if not _is(asked, "meta"):
+                return plain_to(x, *args, **kwargs)
+            with device.asked_for_meta():
+                y = plain_to(x, *args, **kwargs)
+                return torch.empty_like(y, device="meta") if y is x and x.is_cuda else y
 
-    def cuda(x: Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Tensor:  # noqa: FBT001, FBT002
-        return to(x, device if device is not None else "cuda", non_blocking=non_blocking, **kwargs)
+    def cuda(x: Tensor, device: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+        names = ("non_blocking", "memory_format")
+        kwargs |= dict(zip(names, args, strict=False))
+        return to(x, "cuda" if device is None else device, **kwargs)
+
+    change(stack, Tensor, to=to, cuda=cuda)
+
+
+def _reads(stack: ExitStack, device: DryDevice) -> None:
+    plain_numpy, plain_repr = Tensor.numpy, Tensor.__repr__
 
     def numpy(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if x.is_cuda:
@@ -151,25 +162,26 @@ def _moves(stack: ExitStack, device: DryDevice) -> None:
         with DisableTorchFunction():
             return plain_numpy(x, *args, **kwargs)
 
-    def repr_(x: Tensor, **kwargs: Any) -> str:
-        if not is_meta(x) or not x.is_cuda or type(x) not in (Tensor, torch.nn.Parameter):
+    def represent(x: Tensor, **kwargs: Any) -> str:
+        if type(x) not in PLAIN or not x.is_cuda:
             return plain_repr(x, **kwargs)
-        return f"tensor(..., device='{x.device}', size={tuple(x.shape)}, dtype={x.dtype})"
+        kind = "Parameter(...)" if isinstance(x, nn.Parameter) else "tensor(...)"
+        return f"{kind[:-1]}, device='{x.device}', size={tuple(x.shape)}, dtype={x.dtype})"
 
-    change(stack, Tensor, to=to, cuda=cuda, numpy=numpy, __repr__=repr_)
+    change(stack, Tensor, numpy=numpy, __repr__=represent)
 
 
 def _memory(stack: ExitStack, device: DryDevice) -> None:
     storages = device.storages
-    plain_ptr, plain_resize = Tensor.data_ptr, torch.UntypedStorage.resize_
+    plain_address, plain_resize = Tensor.data_ptr, torch.UntypedStorage.resize_
 
     def data_ptr(x: Tensor) -> int:
         with DisableTorchFunction():
-            return storages.address(x) if is_meta(x) else plain_ptr(x)
+            return storages.address(x) if is_meta(x) else plain_address(x)
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
         out = plain_resize(storage, size)
-        storages.resized(storage, "resize_", device.current_stream())
+        storages.resized(storage, "resize_", device.thread.stream)
         return out
 
     def pin_memory(x: Tensor, *_: Any) -> Tensor:
@@ -179,14 +191,11 @@ def _memory(stack: ExitStack, device: DryDevice) -> None:
         if (block := device.block_of(x)) >= 0:
             device.emit(Borrow(block=block, stream=stream.number))
 
-    change(
-        stack,
-        Tensor,
-        data_ptr=data_ptr,
-        pin_memory=pin_memory,
-        is_pinned=lambda x, *_: device.is_pinned(x),
-        record_stream=record_stream,
-    )
+    def is_pinned(x: Tensor, *_: Any) -> bool:
+        return device.is_pinned(x)
+
+    changed = (data_ptr, pin_memory, record_stream, is_pinned)
+    change(stack, Tensor, **{each.__name__: each for each in changed})
     change(stack, torch.UntypedStorage, resize_=resize_)
 
 

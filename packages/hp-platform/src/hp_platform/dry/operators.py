@@ -156,8 +156,6 @@ class Operators(DispatchMode):
             return out
         if len(dry) < num_given and dry and not may_mix(func, args, is_meta):
             _report_two_devices(device, op.name, args, kwargs)
-        if kwargs.get("generator") is not None:
-            device.check_generator(kwargs["generator"], op.name)
         if op.stand_in is not None:
             out = device.run_kernel(op.stand_in, (device, func, args, kwargs), {})
             if isinstance(out, Again):
@@ -173,7 +171,9 @@ class Operators(DispatchMode):
                 device.storages.resized(x.untyped_storage(), op.name, device.thread.stream)
         if not op.is_silent:
             written = _written(op, args, kwargs)
-            flops = 0 if op.flops is None else op.flops(*args, **kwargs, out_val=out)
+            flops = 0
+            if op.flops is not None:
+                flops = device.run_kernel(op.flops, args, {**kwargs, "out_val": out})
             _launch(device, op, (dry, written, made), flops)
         device.remember(out)
         return out

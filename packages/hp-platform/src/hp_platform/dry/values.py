@@ -154,7 +154,10 @@ def _index(device: DryDevice, func: Any, args: Any, kwargs: Any) -> Any:
     x, indices = args[:2]
     if not is_meta(x):
         return NotImplemented  # a fault: the index of a tensor on the host is on the device
-    if all(i is None or (is_meta(i) and i.dtype not in _MASKS) for i in indices):
+    if all(
+        i is None or (is_meta(i) and i.dtype not in _MASKS and device.block_of(i) >= 0)
+        for i in indices
+    ):
         return NotImplemented
     name = "aten." + func.name().split("::")[1].split(".")[0]
     fills = len(args) > 2 and args[2].numel() == 1 and len(indices) == 1
@@ -167,6 +170,11 @@ def _index(device: DryDevice, func: Any, args: Any, kwargs: Any) -> Any:
         elif not is_meta(i):
             places = i.nonzero().unbind(1) if i.dtype in _MASKS else (i,)
             found += [_to_copy(device, None, (place,), {}) for place in places]
+        elif device.block_of(i) < 0:  # a list of numbers, which torch has made a tensor of
+            device.see(i, "copy to device")
+            host = torch.empty_like(i, device="cpu")
+            copy_between(device, host, i, to_host=False, non_blocking=False)
+            found.append(i)
         elif i.dtype in _MASKS:
             wait(device, f"{name} by a mask", 8)
             found += [torch.empty(0, dtype=torch.int64, device="meta")] * i.dim()
