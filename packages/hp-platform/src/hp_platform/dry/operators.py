@@ -122,6 +122,7 @@ class Operators(DispatchMode):
         if not dry and (asked is None or asked.type not in ("cuda", "meta")):
             if kwargs.get("pin_memory"):
                 return device.pin(func(*args, **{**kwargs, "pin_memory": False}))
+            self._on_host(func, args, given)
             return func(*args, **kwargs)
         if asked is not None and asked.type == "cuda":
             device.check_index(asked)
@@ -132,6 +133,15 @@ class Operators(DispatchMode):
                 device.storages.defer(x)
             return out
         return self._on_device(func, args, kwargs, dry=dry, num_given=len(given))
+
+    def _on_host(self, func: Any, args: Any, given: list[Tensor]) -> None:
+        """Note what the host does to memory that the device copies from or to."""
+        if not any(self._device.buffers.among(given)):
+            return
+        op = _describe(func)
+        if not op.is_silent:
+            written = [args[place] for place in op.writes if isinstance(place, int)]
+            self._device.touch(op.name, given, written)
 
     def _is_deferred(self, dry: list[Tensor], given: list[Tensor]) -> bool:
         """Whether what is made is to be on `meta`, where there is no memory."""
