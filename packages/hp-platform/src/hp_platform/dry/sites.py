@@ -18,7 +18,16 @@ import typing_extensions
 _NUM_LINES = 3
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
-_PLUMBING = (_TORCH, _HERE, threading.__file__, contextlib.__file__, functools.__file__, "<")
+_PLUMBING = (
+    _TORCH,
+    _HERE,
+    threading.__file__,
+    contextlib.__file__,
+    functools.__file__,
+    str(Path(multiprocessing.__file__).parent),
+    typing_extensions.__file__,
+    "<",
+)
 _INSIDE, _OUTSIDE, _ENGINE = range(3)
 
 _kinds: dict[CodeType, int] = {}

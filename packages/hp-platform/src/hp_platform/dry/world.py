@@ -331,7 +331,7 @@ class DryWorld:
     def _on_host(
         self, communicator: Communicator, operations: Sequence[Operation], group: ProcessGroup
     ) -> Any:
-        at, work = sites.here(), self.device.new_work()
+        at, work = sites.here()[0], self.device.new_work()
         finishes = []
         for asked in operations:
             self._tell(communicator, asked, waits=False, work=work)
