@@ -6,26 +6,22 @@ own tools as far as those run without a GPU, and `docs/hp-platform/dry-faults.md
 
 from __future__ import annotations
 
-import contextlib
-import datetime
+import datetime as dt
 import inspect
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.cuda._sanitizer import EventHandler
 from torch.distributed import ProcessGroup
-from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.debug import CommDebugMode
 
-from hp_platform._internals import FakeTensorMode
 from hp_platform.dry import DryDevice, check_streams, prove, run_ranks
 from hp_platform.dry.trace import (
     Allocate,
@@ -36,7 +32,6 @@ from hp_platform.dry.trace import (
     Launch,
     RecordEvent,
     Release,
-    Trace,
     WaitEvent,
 )
 from hp_platform.testing import run_distributed
@@ -200,7 +195,7 @@ def has_another_order(run: Run) -> None:
     x, parts = run.ones(8), run.ones(16)
     if run.is_sound or run.rank != 1:
         dist.all_reduce(x, group=run.groups[0])  # named
-    dist.all_gather_into_tensor(parts, x, group=run.groups[0])  # named
+    dist.all_gather(list(parts.chunk(2)), x, group=run.groups[0])  # named
     if not run.is_sound and run.rank == 1:
         dist.all_reduce(x, group=run.groups[0])
 
@@ -258,7 +253,7 @@ def both_receive_first(run: Run) -> None:
 
 def uses_a_result_too_early(run: Run) -> None:
     x, parts = run.ones(8), run.ones(16)
-    work = dist.all_gather_into_tensor(parts, x, group=run.groups[0], async_op=True)  # named
+    work = dist.all_gather(list(parts.chunk(2)), x, group=run.groups[0], async_op=True)  # named
     assert work is not None
     if run.is_sound:
         work.wait()
@@ -269,7 +264,7 @@ def uses_a_result_too_early(run: Run) -> None:
 
 def changes_what_is_sent(run: Run) -> None:
     x, parts = run.ones(8), run.ones(16)
-    work = dist.all_gather_into_tensor(parts, x, group=run.groups[0], async_op=True)  # named
+    work = dist.all_gather(list(parts.chunk(2)), x, group=run.groups[0], async_op=True)  # named
     assert work is not None
     if run.is_sound:
         work.wait()
@@ -280,7 +275,7 @@ def changes_what_is_sent(run: Run) -> None:
 
 def shrinks_what_is_received(run: Run) -> None:
     x, parts = run.ones(8), run.ones(16)
-    work = dist.all_gather_into_tensor(parts, x, group=run.groups[0], async_op=True)  # named
+    work = dist.all_gather(list(parts.chunk(2)), x, group=run.groups[0], async_op=True)  # named
     assert work is not None
     if run.is_sound:
         work.wait()
@@ -293,7 +288,304 @@ def shrinks_what_is_received(run: Run) -> None:
 def runs_a_module_more_often(run: Run) -> None:
     """FSDP2: a rank that goes through the model once more than the others."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(run.device)
-    fully_shard(model)
+    assert run.groups[0] is not None
+    fully_shard(model, mesh=DeviceMesh.from_group(run.groups[0], run.device))
     for _ in range(2 if not run.is_sound and run.rank == 1 else 1):
         model(run.ones(4, 8)).sum().backward()  # named
     dist.all_reduce(run.ones(8), group=run.groups[0])  # named
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the table.
+
+    Attributes:
+        words: What the program does wrong.
+        program: The program.
+        says: Kind of what is found.
+        sanitizer: Whether the rules of torch's CUDA sanitizer find it.
+        elsewhere: What comes of it in FakeTensorMode, or under DETAIL over Gloo.
+    """
+
+    words: str
+    program: Callable[[Run], None]
+    says: str
+    sanitizer: bool = False
+    elsewhere: str = "not run"
+
+
+NEEDS_CUDA = "needs CUDA"
+ALONE = [
+    Case(
+        "a stream reads what another still writes",
+        reads_before_it_is_written,
+        "read before it is written",
+        True,
+        NEEDS_CUDA,
+    ),
+    Case(
+        "in-place change of what a stream reads",
+        changes_what_is_read,
+        "changed in flight",
+        True,
+        NEEDS_CUDA,
+    ),
+    Case(
+        "freed in flight: no `record_stream`",
+        frees_without_record_stream,
+        "freed in flight",
+        False,
+        NEEDS_CUDA,
+    ),
+    Case(
+        "new memory on a stream that did not ask for it",
+        uses_memory_of_another_stream,
+        "memory of another stream",
+        False,
+        NEEDS_CUDA,
+    ),
+    Case(
+        "an event waited for before it is recorded",
+        waits_before_the_record,
+        "waited for too early",
+        False,
+        NEEDS_CUDA,
+    ),
+    Case("an event recorded again elsewhere", records_again, "recorded again", False, NEEDS_CUDA),
+    Case(
+        "asynchronous copy from unpinned memory",
+        copies_from_unpinned_memory,
+        "asynchronous copy",
+        False,
+        NEEDS_CUDA,
+    ),
+    Case(
+        "the host reads a copy too early",
+        reads_a_copy_too_early,
+        "host too early",
+        False,
+        NEEDS_CUDA,
+    ),
+    Case(
+        "the host changes the source of a copy",
+        changes_the_source_of_a_copy,
+        "host too early",
+        False,
+        NEEDS_CUDA,
+    ),
+    Case(
+        "the host reads a number of the device",
+        reads_on_the_host,
+        "aten._local_scalar_dense",
+        False,
+        "found",
+    ),
+    Case(
+        "an operand of a fused optimizer on the host",
+        steps_with_an_operand_on_the_host,
+        "operands on the host",
+        False,
+        "nothing",
+    ),
+]
+TOGETHER = [
+    Case("a rank skips a collective", skips_a_collective, "operation", False, "found"),
+    Case("a rank has another order", has_another_order, "operation", False, "found"),
+    Case("a rank has another shape", has_another_shape, "shape", False, "found"),
+    Case("a rank has another dtype", has_another_dtype, "dtype", False, "found"),
+    Case("a rank has another reduction", has_another_reduction, "reduction", False, "nothing"),
+    Case("ranks have different roots", has_another_root, "reduction", False, "time-out"),
+    Case("splits that do not fit", has_other_splits, "splits", False, "time-out"),
+    Case("a send that nobody receives", sends_to_nobody, "message", False, "time-out"),
+    Case(
+        "two communicators waited for in a circle", waits_in_a_circle, "deadlock", False, "time-out"
+    ),
+    Case("both ranks receive before they send", both_receive_first, "deadlock", False, "time-out"),
+    Case(
+        "a result used before its work is waited for",
+        uses_a_result_too_early,
+        "collective not waited for",
+        False,
+        "nothing",
+    ),
+    Case(
+        "in-place change of what is being sent",
+        changes_what_is_sent,
+        "changed in flight",
+        False,
+        "nothing",
+    ),
+    Case(
+        "a storage resized while it is received into",
+        shrinks_what_is_received,
+        "freed in flight",
+        False,
+        "crash",
+    ),
+    Case(
+        "FSDP2: a rank goes through the model once more",
+        runs_a_module_more_often,
+        "operation",
+        False,
+        "found",
+    ),
+]
+
+
+def name_of(case: Case) -> str:
+    return case.program.__name__
+
+
+def named_lines(program: Callable[[Run], None]) -> list[str]:
+    lines, start = inspect.getsourcelines(program)
+    return [
+        f"{Path(__file__).name}:{start + i}" for i, line in enumerate(lines) if "# named" in line
+    ]
+
+
+def alone(case: Case, *, is_sound: bool) -> list[Event]:
+    with DryDevice() as device:
+        case.program(Run("cuda", is_sound))
+    return device.trace.events
+
+
+def reports(events: Iterable[Event]) -> list[str]:
+    """Everything that a trace of one rank says is wrong; every read of the host counts here."""
+    events = list(events)
+    waits = ("Stream.synchronize", "Event.synchronize")
+    found = [f"{x.what} at {x.at}" for x in events if isinstance(x, Fault)]
+    found += [
+        f"{x.what} at {x.at}" for x in events if isinstance(x, HostWait) and x.what not in waits
+    ]
+    return [*found, *map(str, check_streams(events))]
+
+
+@pytest.mark.parametrize("case", ALONE, ids=name_of)
+def test_a_fault_of_one_rank_is_found_and_named(case: Case) -> None:
+    assert reports(alone(case, is_sound=True)) == []
+    found = [each for each in reports(alone(case, is_sound=False)) if case.says in each]
+    assert len(found) == 1
+    lines = named_lines(case.program)
+    assert lines
+    assert all(line in found[0] for line in lines), found[0]
+
+
+def rank_of_a_dry_run(program: Callable[[Run], None], is_sound: bool) -> None:
+    dist.init_process_group("nccl")
+    groups = (dist.group.WORLD, dist.new_group())
+    program(Run("cuda", is_sound, dist.get_rank(), groups))
+    dist.destroy_process_group()
+
+
+def together(case: Case, *, is_sound: bool) -> tuple[list[str], list[Event]]:
+    """What is found between two ranks and on each of them, and the events of the second one."""
+    run = run_ranks(rank_of_a_dry_run, case.program, is_sound, world_size=2, timeout=60)
+    found = [str(each) for each in prove(run.traces) if not each.is_warning]
+    return [*found, *(str(x) for t in run.traces.values() for x in check_streams(t))], run.traces[
+        1
+    ].events
+
+
+@pytest.mark.parametrize("case", TOGETHER, ids=name_of)
+def test_a_fault_between_ranks_is_found_and_named(case: Case) -> None:
+    assert together(case, is_sound=True)[0] == []
+    found = [each for each in together(case, is_sound=False)[0] if each.startswith(case.says)]
+    assert found
+    lines = named_lines(case.program)
+    assert lines
+    assert all(line in found[0] for line in lines), found[0]
+
+
+def sanitizer_finds(events: Iterable[Event]) -> bool:
+    """Give what torch's CUDA sanitizer would see of a trace to its rules.
+
+    It sees operators on the current stream, so a collective as one of its issuer, events and
+    synchronisations. It is told nothing of `record_stream` and of memory of the host.
+    """
+    rules, errors = EventHandler(), []
+    for event in events:
+        match event:
+            case Launch() | Collective():
+                stream = event.issuer if isinstance(event, Collective) else event.stream
+                reads, writes = set(event.reads), set(event.writes)
+                names: dict[int, list[str]] = {block: [] for block in reads | writes}
+                errors += rules._handle_kernel_launch(
+                    stream, reads - writes, writes, set(), "", names
+                )
+            case Allocate():
+                rules._handle_memory_allocation(event.block)
+            case Release():
+                rules._handle_memory_deallocation(event.block)
+            case RecordEvent():
+                rules._handle_event_record(event.event, event.stream)
+            case WaitEvent():
+                rules._handle_event_wait(event.event, event.stream)
+            case HostWait(event=number) if number >= 0:
+                rules._handle_event_synchronization(number)
+            case HostWait(stream=stream):
+                rules._handle_stream_synchronization(stream)
+            case _:
+                pass
+    return bool(errors)
+
+
+@pytest.mark.parametrize("case", ALONE, ids=name_of)
+def test_what_the_rules_of_torchs_sanitizer_find_on_one_rank(case: Case) -> None:
+    assert not sanitizer_finds(alone(case, is_sound=True))
+    assert sanitizer_finds(alone(case, is_sound=False)) == case.sanitizer
+
+
+@pytest.mark.parametrize("case", TOGETHER[-4:], ids=name_of)
+def test_what_the_rules_of_torchs_sanitizer_find_of_collectives(case: Case) -> None:
+    assert sanitizer_finds(together(case, is_sound=False)[1]) == case.sanitizer
+
+
+def in_fake_mode(case: Case, *, is_sound: bool) -> str:
+    """What comes of a program in FakeTensorMode, on a torch that may know nothing of CUDA."""
+    try:
+        with FakeTensorMode():
+            case.program(Run("cuda", is_sound))
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the result
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is so without CUDA")
+@pytest.mark.parametrize("case", ALONE, ids=name_of)
+def test_what_fake_tensors_find(case: Case) -> None:
+    sound, faulty = in_fake_mode(case, is_sound=True), in_fake_mode(case, is_sound=False)
+    if case.elsewhere == NEEDS_CUDA:
+        assert sound
+    else:
+        assert not sound
+        assert bool(faulty) == (case.elsewhere == "found")
+
+
+def over_gloo(program: Callable[[Run], None], is_sound: bool) -> str:
+    """Run a program on the CPU under `TORCH_DISTRIBUTED_DEBUG=DETAIL`; return what it raised."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]
+    patience = dt.timedelta(seconds=3)
+    groups = (dist.new_group(timeout=patience), dist.new_group(timeout=patience))
+    try:
+        program(Run("cpu", is_sound, dist.get_rank(), groups))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+DEFINED = [case for case in TOGETHER if case.elsewhere != "crash"]
+"""Gloo writes to memory that is gone, in the other one: a segmentation fault as a rule."""
+
+
+@pytest.mark.parametrize("case", DEFINED, ids=name_of)
+def test_what_torchs_debug_level_finds_over_gloo(case: Case) -> None:
+    assert run_distributed(over_gloo, case.program, True, world_size=2, timeout=60) == ["", ""]
+    said = run_distributed(over_gloo, case.program, False, world_size=2, timeout=60)
+    late = "time-out" if any(said) else "nothing"
+    assert case.elsewhere == ("found" if "Detected mismatch" in said[0] else late), said
+
+
+@pytest.mark.parametrize("case", [*ALONE, *TOGETHER], ids=name_of)
+def test_the_page_says_what_came_out(case: Case) -> None:
+    rules = "found" if case.sanitizer else "nothing"
+    assert f"| {case.words} | {case.says} | {rules} | {case.elsewhere} |" in PAGE.read_text()

@@ -34,7 +34,9 @@ class Program:
 
     def __init__(self, rank: int, families: dict[str, tuple[tuple[int, ...], ...]]) -> None:
         size = 1 + max(rank for lists in families.values() for ranks in lists for rank in ranks)
-        groups = {f + listed(own): own for f, lists in families.items() for own in lists if rank in own}
+        groups = {
+            f + listed(own): own for f, lists in families.items() for own in lists if rank in own
+        }
         self.trace = Trace(rank, size, groups, [], families)
         self.streams = {family: 1000 + number for number, family in enumerate(families)}
         self.line = 0
@@ -113,7 +115,9 @@ def sound(program: Program) -> None:
     rank = program.trace.rank
     program.say("world", "new_group", detail="tp", waits=False)
     program.run("dp", "all_gather")
-    program.run("tp", "all_to_all", input_splits=(1, 3), output_splits=(1, 1) if rank % 2 == 0 else (3, 3))
+    program.run(
+        "tp", "all_to_all", input_splits=(1, 3), output_splits=(1, 1) if rank % 2 == 0 else (3, 3)
+    )
     work = program.start("dp", "reduce_scatter", detail="sum")
     other = program.group("tp")[1][1 - rank % 2]
     program.send("tp", other, batch=7)
@@ -152,7 +156,11 @@ def drops_message(trace: Trace) -> None:
     [
         (skips, "operation", ["all_gather", "model.py:2 ", "reduce_scatter"]),
         (changes(1, inputs=(((4, 9), "bfloat16"),)), "shape", ["[4, 9]", "[4, 8]", "model.py:2 "]),
-        (changes(1, inputs=(((4, 8), "float32"),)), "dtype", ["float32", "bfloat16", "model.py:2 "]),
+        (
+            changes(1, inputs=(((4, 8), "float32"),)),
+            "dtype",
+            ["float32", "bfloat16", "model.py:2 "],
+        ),
         (changes(1, op="broadcast", detail="root 0"), "operation", ["broadcast", "all_gather"]),
         (changes(3, input_splits=(2, 2)), "splits", ["model.py:4 ", "expects"]),
         (changes(5, detail="avg"), "reduction", ["avg", "sum", "model.py:6 "]),
@@ -454,9 +462,7 @@ def simulate(traces: Sequence[Trace]) -> bool:
     ),
     seed=st.integers(0, 10**6),
 )
-def test_one_random_change_is_found_exactly_where_it_matters(
-    steps: list[Step], seed: int
-) -> None:
+def test_one_random_change_is_found_exactly_where_it_matters(steps: list[Step], seed: int) -> None:
     """A step of one rank is left out, repeated, moved or changed: found, or it comes to the same."""
     draw = random.Random(seed)  # noqa: S311 # a program, no secret
     rank, place = draw.randrange(8), draw.randrange(len(steps))

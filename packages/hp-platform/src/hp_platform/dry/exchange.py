@@ -138,7 +138,9 @@ class Exchange:
 
     def _put(self, key: str, parts: Sequence[bytes], *, words: str, at: str) -> None:
         head = json.dumps({"sizes": [len(part) for part in parts], "words": words, "at": at})
-        self._client.ask("set", [f"of/{self._rank}/{key}"], [b"\n".join([head.encode(), b""]) + b"".join(parts)])
+        self._client.ask(
+            "set", [f"of/{self._rank}/{key}"], [b"\n".join([head.encode(), b""]) + b"".join(parts)]
+        )
 
     def _take(
         self,

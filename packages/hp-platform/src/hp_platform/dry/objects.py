@@ -26,7 +26,9 @@ def enter_stand_ins(stack: ExitStack, world: DryWorld) -> None:
     """
     objects = _Objects(world)
     names = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
-    functions = {name: objects.over_nccl(getattr(dist, name), getattr(objects, name)) for name in names}
+    functions = {
+        name: objects.over_nccl(getattr(dist, name), getattr(objects, name)) for name in names
+    }
     stack.enter_context(dry_world.torch_functions(**functions))
 
 
@@ -94,7 +96,9 @@ class _Objects:
         told = world.exchange.values(world.communicator(group), data, seconds_of(group))
         device = world.device.device
         sizes = torch.empty(len(told), dtype=torch.int64, device=device)
-        dist.all_gather_into_tensor(sizes, torch.empty(1, dtype=torch.int64, device=device), group=group)
+        dist.all_gather_into_tensor(
+            sizes, torch.empty(1, dtype=torch.int64, device=device), group=group
+        )
         sizes.cpu()
         longest = max(map(len, told))
         found = torch.empty(len(told) * longest, dtype=torch.uint8, device=device)

@@ -125,5 +125,7 @@ def _launch_orders(symmetry: Symmetry) -> Iterator[Problem]:
                         f"different orders: rank {rank}: {told(a)} in {family_of(a.group)}; "
                         f"rank {other}: {told(b)} in {family_of(b.group)}"
                     )
-                    yield Problem("launch order", (rank, other), (a.at, b.at), text, is_warning=True)
+                    yield Problem(
+                        "launch order", (rank, other), (a.at, b.at), text, is_warning=True
+                    )
                     return

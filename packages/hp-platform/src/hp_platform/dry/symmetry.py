@@ -130,7 +130,11 @@ class Symmetry:
             sets: dict[tuple[int, ...], frozenset[int]] = {}
 
             def seen(
-                rank: int, meeting: Meeting, *, known: list[int] = colours, sets: dict[tuple[int, ...], frozenset[int]] = sets
+                rank: int,
+                meeting: Meeting,
+                *,
+                known: list[int] = colours,
+                sets: dict[tuple[int, ...], frozenset[int]] = sets,
             ) -> object:
                 if meeting.distance:
                     steps = meeting.distance if meeting.is_send else -meeting.distance

@@ -283,7 +283,11 @@ class Trace:
 
     def write(self, path: Path) -> None:
         """Write it as lines of JSON: a head, then the name of an event and its values."""
-        head: dict[str, Any] = {"rank": self.rank, "world_size": self.world_size, "groups": self.groups}
+        head: dict[str, Any] = {
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "groups": self.groups,
+        }
         head["families"] = self.families
         with path.open("w") as file:
             file.write(json.dumps(head) + "\n")

@@ -88,9 +88,7 @@ class _Rank:
 
     def go(self, event: Event, needs: Iterable[int] = ()) -> int:
         """Let the host get past an event."""
-        node = self.graph.add(
-            [self.host.get(event.thread, -1), *needs], (self.rank, event, "host")
-        )
+        node = self.graph.add([self.host.get(event.thread, -1), *needs], (self.rank, event, "host"))
         self.host[event.thread] = node
         return node
 

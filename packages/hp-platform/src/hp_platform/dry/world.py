@@ -324,7 +324,9 @@ class DryWorld:
         for asked in operations:
             num_bytes = sum(x.numel() * x.element_size() for x in asked.inputs)
             stream = self.device.current_stream()
-            self.device.emit(HostWait(what="gloo: copy to host", stream=stream, num_bytes=num_bytes))
+            self.device.emit(
+                HostWait(what="gloo: copy to host", stream=stream, num_bytes=num_bytes)
+            )
             self._tell(communicator, asked, waits=True, work=-1)
         return dry_world.work_of(lambda _: True)
 
