@@ -12,8 +12,9 @@ from torch import Tensor
 from torch._C import DisableTorchFunction
 from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
-__all__ = ["DisableTorchFunction"]
+__all__ = ["DisableTorchFunction", "tree_map_only"]
 
 
 class DispatchMode(TorchDispatchMode):
@@ -60,6 +61,12 @@ def wrapper_maker() -> Callable[..., Any]:
     """What makes tensors that wrap others, such as those whose collective is under way."""
     maker: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
     return maker
+
+
+def grouping() -> tuple[Any, str, Callable[..., Any]]:
+    """What sorts tensors by device for optimizers: its module, its name, and itself."""
+    name = "_group_tensors_by_device_and_dtype"
+    return torch._C, name, torch._C._group_tensors_by_device_and_dtype
 
 
 def schema_of(func: Any) -> Any:

@@ -25,7 +25,8 @@ _rendezvous_module: Any = importlib.import_module("torch.distributed.rendezvous"
 
 def placeholder(rank: int, size: int) -> Any:
     """A back end that C++ can hold, and that nothing is asked of."""
-    return c10d.FakeProcessGroup._create_internal(rank, size, c10d.FakeProcessGroup.Options())
+    made: Any = c10d.FakeProcessGroup
+    return made._create_internal(rank, size, made.Options())
 
 
 class _Work(dist.Work):
@@ -127,7 +128,7 @@ def torch_functions(**values: Any) -> Iterator[None]:
 def accelerator(device: torch.device) -> Iterator[None]:
     """Let torch think that it is built for the accelerator `device`."""
     before = torch._C._get_accelerator
-    torch._C._get_accelerator = lambda *_: device  # type: ignore[assignment]
+    torch._C._get_accelerator = lambda *_: device
     try:
         yield
     finally:

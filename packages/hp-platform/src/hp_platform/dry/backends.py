@@ -52,12 +52,12 @@ class DryBackend:
     supports_tensor_alloc = False
     supports_shrinking = False
 
-    def __init__(  # noqa: PLR0917 # as torch calls it
+    def __init__(  # as torch calls it
         self, store: Any, rank: int, size: int, options: Any = None, timeout: Any = None, **_: Any
     ) -> None:
         self.options = options or Options()
         if timeout is not None:
-            self.options._timeout = timeout
+            self.options._timeout = timeout  # noqa: SLF001 # named as in torch
         self._store, self._rank, self._size = store, rank, size
         self.placeholder = dry_world.placeholder(rank, size)
         self.num_splits = 0
@@ -76,7 +76,7 @@ class DryBackend:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Let waits of the host take this long."""
-        self.options._timeout = timeout
+        self.options._timeout = timeout  # noqa: SLF001 # named as in torch
 
     _set_default_timeout = set_timeout
 
@@ -141,8 +141,8 @@ def enter_stand_ins(stack: ExitStack, world: DryWorld) -> None:
         _get_backend=get_backend,
         _start_coalescing=lambda _group, _device: world.start_batch(),
         _end_coalescing=lambda group, _device: world.end_batch(group),
-        split_group=_splitter(world, nccl),
-        abort=lambda group: world.give_up(group),
+        split_group=_splitter(nccl),
+        abort=world.give_up,
         supports_coalescing=True,
     )
     functions: dict[str, Any] = {
@@ -157,7 +157,7 @@ def enter_stand_ins(stack: ExitStack, world: DryWorld) -> None:
     stack.enter_context(dry_world.accelerator(torch.device("cuda")))
 
 
-def _splitter(world: DryWorld, nccl: Any) -> Callable[..., Any]:
+def _splitter(nccl: Any) -> Callable[..., Any]:
     """`ProcessGroup.split_group`, which C++ has for back ends of its own."""
 
     def split_group(  # noqa: PLR0917 # as torch calls it
@@ -184,7 +184,7 @@ def _splitter(world: DryWorld, nccl: Any) -> Callable[..., Any]:
 
 
 def _noting_groups(world: DryWorld) -> dict[str, Any]:
-    """torch's own functions that make groups, which tell the world of every one."""
+    """Functions of torch that make groups, which tell the world of every one."""
     module = dry_world.TORCH_MODULE
     make, split, destroy = (
         module._new_process_group_helper,  # noqa: SLF001

@@ -30,6 +30,7 @@ class Communicator:
         ranks: Global.
         mine: Position of this rank.
         is_eager: Whether NCCL has one communicator for all its messages.
+        is_connected: Whether NCCL has connected it.
         num_operations: That this rank has begun on the host.
         num_messages: Of them to or from each member, by direction, member and tag.
     """
@@ -39,6 +40,7 @@ class Communicator:
     ranks: tuple[int, ...]
     mine: int
     is_eager: bool = False
+    is_connected: bool = False
     num_operations: int = 0
     num_messages: dict[tuple[str, int, int], int] = field(default_factory=dict)
 

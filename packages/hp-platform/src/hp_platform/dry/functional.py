@@ -27,9 +27,7 @@ def functional_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any])
     names = (argument.name for argument in func._schema.arguments)  # noqa: SLF001
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     name = func._schema.name.removeprefix("_c10d_functional::")  # noqa: SLF001
-    reader = _READERS.get(
-        name.removesuffix("_out").removesuffix("_coalesced_").removesuffix("_coalesced").rstrip("_")
-    )
+    reader = _READERS.get(name.rstrip("_").removesuffix("_out").removesuffix("_coalesced"))
     if reader is None:
         raise NotImplementedError(f"_c10d_functional::{name} is not known to dry runs")
     in_place = name.endswith("_")

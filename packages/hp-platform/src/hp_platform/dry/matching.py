@@ -120,7 +120,7 @@ def _collectives(symmetry: Symmetry, sequences: Sequences) -> Iterator[Problem]:
                 yield problem
 
 
-def _first_difference(  # noqa: PLR0917
+def _first_difference(
     sequences: Sequences, symmetry: Symmetry, ranks: Sequence[int], channel: str, family: str
 ) -> Problem | None:
     """Compare members position by position with those of the others, in order."""
@@ -147,7 +147,7 @@ def _first_difference(  # noqa: PLR0917
     return None
 
 
-def _difference(  # noqa: PLR0917
+def _difference(
     kind: str,
     family: str,
     number: int,
@@ -178,18 +178,19 @@ def _differ(mine: Operation | None, other: Operation | None) -> str | None:
     here, there = _given(mine), _given(other)
     if {dtype for _, dtype in here} != {dtype for _, dtype in there}:
         return "dtype"
+    return None if _fit(mine, other, here, there) else "shape"
+
+
+def _fit(mine: Operation, other: Operation, here: Shapes, there: Shapes) -> bool:
+    """Whether shapes of two members belong together, where their operations are the same."""
     if mine.op == "all_to_all":
         ends = {shape[1:] for shape, _ in (*here, *there)}
-        return "shape" if len(ends) > 1 and not _is_list(mine) else None
-    if isinstance(mine, HostMessage) or isinstance(other, HostMessage):
-        return None if here == there or mine.op in ("scatter", "gather") else "shape"
-    if mine.op == "all_gather" and len(mine.outputs) > 1:
-        return None if mine.outputs == other.outputs else "shape"
-    if mine.op == "gather":
-        return None if here == there else "shape"
-    if mine.op == "scatter":
-        return None if mine.outputs == other.outputs else "shape"
-    return None if here == there else "shape"
+        return len(ends) == 1 or _is_list(mine)
+    if isinstance(mine, Collective) and isinstance(other, Collective):
+        if mine.op == "scatter" or (mine.op == "all_gather" and len(mine.outputs) > 1):
+            return mine.outputs == other.outputs
+        return here == there
+    return here == there or mine.op in ("scatter", "gather")
 
 
 def _given(event: Operation) -> Shapes:
@@ -270,7 +271,10 @@ def _unmatched(
     for number, event in enumerate(events):
         if number >= len(others):
             what = "send" if event.op == "recv" else "receive"
-            text = f"rank {rank}: {told(event)}: message {number + 1} in {family}; rank {other} has no {what} for it"
+            text = (
+                f"rank {rank}: {told(event)}: message {number + 1} in {family}; "
+                f"rank {other} has no {what} for it"
+            )
             return Problem("message", (rank, other), (event.at,), text)
         match = others[number]
         if _content(event) != _content(match):

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from hp_platform._internals.dry import (
     DisableTorchFunction,
     default_device,
+    grouping,
     is_meta,
     raw_device,
     wrapper_maker,
@@ -100,6 +101,14 @@ def _properties(stack: ExitStack, device: DryDevice) -> None:
             return False
         return type(x) not in PLAIN or not is_deferred(x)  # a wrapper has no storage
 
+    owner, name, plain_group = grouping()
+
+    def group(*args: Any, **kwargs: Any) -> Any:
+        found = plain_group(*args, **kwargs)
+        there = device.device
+        return {(there if on == META else on, dtype): x for (on, dtype), x in found.items()}
+
+    change(stack, owner, **{name: group})
     make = wrapper_maker()
 
     @functools.wraps(make)

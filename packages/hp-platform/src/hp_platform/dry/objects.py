@@ -1,4 +1,4 @@
-"""Objects that ranks tell each other over NCCL: what the device has is lost, so the hosts say it."""
+"""Objects that ranks tell each other over NCCL: the device loses them, so the hosts say them."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ class _Objects:
             chosen = dist.group.WORLD if group is None else group
             if not isinstance(chosen, ProcessGroup) or self._world.serves(chosen, "cpu"):
                 return plain(*args, group=group, **kwargs)
+            kwargs.pop("device", None)
             return ours(chosen, *args, **kwargs)
 
         return either
@@ -71,7 +72,7 @@ class _Objects:
         group: ProcessGroup,
         object_list: list[Any],
         src: int | None = None,
-        device: Any = None,
+        _device: Any = None,
         group_src: int | None = None,
     ) -> None:
         root = _root(group, src, group_src)

@@ -17,6 +17,7 @@ from hp_platform._internals.dry import (
     is_fake_mode_active,
     is_meta,
     schema_of,
+    tree_map_only,
 )
 from hp_platform.device_rules import may_mix
 from hp_platform.dry import launches
@@ -165,7 +166,7 @@ class Operators(DispatchMode):
             self._made(op, out)
             return out
         if len(dry) < num_given and dry and not may_mix(func, args, is_meta):
-            _report_two_devices(device, op.name, args, kwargs)
+            args, kwargs = _all_on_device(device, op.name, args, kwargs)
         if op.stand_in is not None:
             out = device.run_kernel(op.stand_in, (device, func, args, kwargs), {})
             if isinstance(out, Again):
@@ -247,12 +248,18 @@ def _launch(
     )
 
 
-def _report_two_devices(device: DryDevice, name: str, args: Any, kwargs: Any) -> None:
+def _all_on_device(device: DryDevice, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Note that operands are on two devices, and go on as if they were on one."""
     given: list[Tensor] = []
     _collect((*args, *kwargs.values()), given)
     on_host = [x for x in given if not is_meta(x)]
     first = f"{str(on_host[0].dtype)[6:]}{list(on_host[0].shape)}"
     device.fault(f"{name}: {len(on_host)} of {len(given)} operands on the host, first {first}")
+
+    def moved(x: Tensor) -> Tensor:
+        return x if is_meta(x) else torch.empty_like(x, device=META)
+
+    return tree_map_only(Tensor, moved, (args, kwargs))  # type: ignore[return-value]
 
 
 def _collect(values: Iterable[Any], found: list[Tensor]) -> None:

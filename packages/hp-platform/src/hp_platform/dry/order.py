@@ -17,7 +17,7 @@ from hp_platform.dry.trace import Collective, Event, HostMessage, Trace
 from hp_platform.dry.waits import Waits
 
 _OWN = ("peer", "group", "at")
-_OF_GROUPS = ("detail",)
+_MAKING = ("new_group", "split_group", "connect")
 
 
 def prove(
@@ -62,6 +62,8 @@ def same_program(mine: Trace, other: Trace) -> str | None:
     Returns:
         The first difference in words; None if both ran the same program.
     """
+    if _made(mine) != _made(other):
+        return f"ranks {mine.rank} and {other.rank} make different groups"
     here, there = list(_comparable(mine)), list(_comparable(other))
     for number, (a, b) in enumerate(zip(here, there, strict=False)):
         if a[1] != b[1]:
@@ -74,10 +76,17 @@ def same_program(mine: Trace, other: Trace) -> str | None:
     return None
 
 
+def _made(trace: Trace) -> list[str]:
+    """Groups in the order of their making; when one is connected depends on who is in it."""
+    making = (event for event in trace.events if isinstance(event, HostMessage))
+    return [event.detail for event in making if event.op in _MAKING[:2]]
+
+
 def _comparable(trace: Trace) -> Iterator[tuple[Event, tuple[object, ...]]]:
     for event in trace.events:
-        own = (*_OWN, *(_OF_GROUPS if isinstance(event, HostMessage) else ()))
-        values = [getattr(event, each.name) for each in fields(event) if each.name not in own]
+        if isinstance(event, HostMessage) and event.op in _MAKING:
+            continue
+        values = [getattr(event, each.name) for each in fields(event) if each.name not in _OWN]
         if isinstance(event, Collective | HostMessage):
             values.append(family_of(event.group))
             values.append(_distance(trace, event))
@@ -111,7 +120,7 @@ def _launch_orders(symmetry: Symmetry) -> Iterator[Problem]:
         for other in sorted({other for ranks in mine.values() for other in ranks} - {rank}):
             shared = frozenset(f for f, ranks in mine.items() if other in ranks)
             pattern = (speaks[rank], speaks[other], shared)
-            if len(shared) < 2 or speaks[rank] == speaks[other] or pattern in seen:  # noqa: PLR2004
+            if len(shared) < 2 or speaks[rank] == speaks[other] or pattern in seen:
                 continue
             seen.add(pattern)
             sides = [

@@ -45,7 +45,7 @@ class DryRunError(RuntimeError):
         traces: Of the ranks that could still write theirs.
     """
 
-    def __init__(  # noqa: PLR0917
+    def __init__(
         self, message: str, rank: int, at: str, kind: str, traces: Mapping[int, Trace]
     ) -> None:
         super().__init__(message)
@@ -75,7 +75,7 @@ class _Child:
     told: dict[str, Any] = field(default_factory=dict)
 
 
-def run_ranks(  # noqa: PLR0913
+def run_ranks(
     function: Callable[..., Any],
     *args: Any,
     world_size: int,
@@ -135,7 +135,7 @@ def run_ranks(  # noqa: PLR0913
 
 
 def _serve(hub: Hub, children: list[_Child], deadline: float) -> tuple[_Child | None, str] | None:
-    """Answer the children until all have ended or one has failed: it, and why; None if all is well."""
+    """Answer the children until all have ended; return the one that failed, and why, if one has."""
     running = {child.process.sentinel: child for child in children}
     suspect: tuple[float, _Child] | None = None
     while running:
@@ -202,7 +202,7 @@ def _end(children: Sequence[_Child]) -> None:
         child.process.join()
 
 
-def _child(  # noqa: PLR0917
+def _child(
     folder: Path,
     place: tuple[Classes, int, int, Gpu | None],
     function: Callable[..., Any],

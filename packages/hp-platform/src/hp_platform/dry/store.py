@@ -15,7 +15,7 @@ from hp_platform.roll_call import RANK_KEYS
 _OF_A_RANK = re.compile(f"(.*(?:{'|'.join(RANK_KEYS)}))/([0-9]+)")
 
 
-class DryStore(Store):  # type: ignore[misc]
+class DryStore(Store):
     """Keys of all representatives; where most ranks have no process, they answer as if they had.
 
     - `add` adds the amount once for every rank of the class, and returns what the representative

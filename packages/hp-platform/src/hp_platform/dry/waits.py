@@ -2,8 +2,8 @@
 
 Everything that happens needs other things first: that the host got to it, that the streams before
 it are done, that the operation before it on the same communicator is done, that other members have
-begun theirs. Nothing is a choice, so that what can happen is what can be sorted by these needs; what
-remains waits for itself, around a cycle. Nothing is taken to be buffered: a send ends when its
+begun theirs. Nothing is a choice, so that what can happen is what can be sorted by these needs;
+what remains waits for itself, around a cycle. Nothing is taken to be buffered: a send ends when its
 receive has begun, on the device and on the host.
 """
 

@@ -16,12 +16,11 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_platform import messages
-from hp_platform._internals import dry_world, group_of_name
+from hp_platform._internals import AsyncCollectiveTensor, dry_world, group_of_name
 from hp_platform._internals.dry import is_meta
 from hp_platform.dry import backends, objects, sites
 from hp_platform.dry.changes import change
@@ -113,6 +112,7 @@ class DryWorld:
         """Note that this rank is in a group that was made."""
         communicator = Communicator(name, family, tuple(ranks), list(ranks).index(self.rank))
         communicator.is_eager = group.bound_device_id is not None
+        communicator.is_connected = communicator.is_eager
         self._communicators[group] = communicator
         self.device.trace.groups[name] = tuple(ranks)
         if communicator.is_eager or self.serves(group, "cpu"):
@@ -139,7 +139,7 @@ class DryWorld:
         for name, family, ranks in lists:
             if self.rank in ranks:
                 communicator = Communicator(name, family, ranks, ranks.index(self.rank))
-                communicator.is_eager = True
+                communicator.is_eager = communicator.is_connected = True
                 self._communicators[group] = communicator
                 self.device.trace.groups[name] = ranks
 
@@ -188,6 +188,8 @@ class DryWorld:
             if (wait := self._unwaited.pop(self.device.block_of(args[0]), None)) is not None:
                 wait.wait()
             return args[0]
+        if func.name().endswith("::_wrap_tensor_autograd"):
+            return AsyncCollectiveTensor(args[0])
         found = functional_operation(func, args, kwargs)
         if found is None:  # of c10d, whose kernel is one of these
             return self.device.run_kernel(func, args, kwargs)
@@ -254,13 +256,14 @@ class DryWorld:
         if not self.serves(group, "cuda"):
             raise RuntimeError("No backend type associated with device type cuda")
         if "nccl" not in group._get_backend(torch.device("cuda")).name():  # noqa: SLF001
-            return self._staged(communicator, operations, group)
+            return self._staged(communicator, operations)
         is_batched, batch = thread.batch >= 0, thread.batch
         work = thread.work if is_batched else device.new_work()
         if not is_batched and len(operations) > 1:
             self._num_batches += 1
             batch = self._num_batches
         issuer = device.current_stream()
+        self._connect(communicator, is_batched=batch >= 0, asked=operations[0])
         for asked in operations:
             name = self._queue_of(communicator, asked, is_batched=batch >= 0)
             # torch runs what the host waits for at once on the stream of the host.
@@ -290,6 +293,13 @@ class DryWorld:
         held = [x for each in operations for x in (*each.inputs, *each.outputs)]
         return self._device_work(work, held if is_own else [])
 
+    def _connect(self, communicator: Communicator, asked: Operation, *, is_batched: bool) -> None:
+        """NCCL connects a group that is bound to no device when all have come to its first use."""
+        if communicator.is_connected or (asked.peer >= 0 and not is_batched):
+            return  # a message alone connects its pair, which is not written down
+        communicator.is_connected = True
+        self.device.emit(HostMessage(op="connect", group=communicator.name, shapes=()))
+
     def _queue_of(self, communicator: Communicator, asked: Operation, *, is_batched: bool) -> str:
         """Name of NCCL's communicator: a message alone has one of its pair, unless it is eager."""
         if asked.peer < 0 or is_batched or communicator.is_eager or len(communicator.ranks) == 2:
@@ -317,9 +327,7 @@ class DryWorld:
 
         return dry_world.work_of(wait)
 
-    def _staged(
-        self, communicator: Communicator, operations: Sequence[Operation], group: ProcessGroup
-    ) -> Any:
+    def _staged(self, communicator: Communicator, operations: Sequence[Operation]) -> Any:
         """Gloo on tensors of the device: through the host, whose numbers nobody has."""
         for asked in operations:
             num_bytes = sum(x.numel() * x.element_size() for x in asked.inputs)
