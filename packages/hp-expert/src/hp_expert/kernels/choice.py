@@ -1,7 +1,7 @@
 """Which of the two modules moves rows.
 
-Triton comes with the CUDA builds of torch. It is imported when the first rows on CUDA are moved, and
-not needed: what `torch_rows` computes is the reference of `triton_rows`.
+Triton comes with the CUDA builds of torch. It is imported when the first rows on CUDA are moved,
+and not needed: what `torch_rows` computes is the reference of `triton_rows`.
 
 Shape symbols: T tokens, K choices per token, R positions, D width.
 """

@@ -29,6 +29,7 @@ def gather_rows(
     width: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
+    """Copy the row of a token to its position."""
     position = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(token_of + position)
@@ -49,6 +50,7 @@ def sum_rows(  # noqa: PLR0917  # Triton's launch passes them by position
     K: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
+    """Sum the rows of a token."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=WIDE)
@@ -76,6 +78,7 @@ def sum_rows_backward(  # noqa: PLR0917
     K: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
+    """Gradients of a row and of its weight."""
     position = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_of + position)
     token = slot // K

@@ -10,11 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction
+from torch._subclasses import fake_tensor
 from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 __all__ = ["DisableTorchFunction", "tree_map_only"]
+
+
+_base: Any = torch._C.TensorBase
+_is_meta, _device_of = _base.is_meta.__get__, _base.device.__get__
 
 
 class DispatchMode(TorchDispatchMode):
@@ -28,14 +33,14 @@ class DispatchMode(TorchDispatchMode):
 def is_meta(x: Tensor) -> bool:
     """Whether torch keeps `x` on `meta`, whatever `Tensor.is_meta` says meanwhile."""
     with DisableTorchFunction():
-        on_meta: bool = torch._C.TensorBase.is_meta.__get__(x)
+        on_meta: bool = _is_meta(x)
     return on_meta
 
 
 def raw_device(x: Tensor) -> torch.device:
     """The device of `x` as torch has it, whatever `Tensor.device` says meanwhile."""
     with DisableTorchFunction():
-        device: torch.device = torch._C.TensorBase.device.__get__(x)
+        device: torch.device = _device_of(x)
     return device
 
 
@@ -61,6 +66,27 @@ def wrapper_maker() -> Callable[..., Any]:
     """What makes tensors that wrap others, such as those whose collective is under way."""
     maker: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
     return maker
+
+
+def accelerator_name() -> tuple[Any, str]:
+    """What tells the accelerator of this build of torch: its module and its name."""
+    usual: Any = torch._C._get_accelerator
+    return torch._C, usual.__name__
+
+
+@contextmanager
+def without_gpu_contexts() -> Iterator[None]:
+    """Let fake tensors not set up the GPU that they would be on, as versions before 2.13 do."""
+    usual = getattr(fake_tensor, "init_gpu_context", None)
+    if usual is None:
+        yield
+        return
+    module: Any = fake_tensor
+    module.init_gpu_context = lambda _device: None
+    try:
+        yield
+    finally:
+        module.init_gpu_context = usual
 
 
 def grouping() -> tuple[Any, str, Callable[..., Any]]:

@@ -1,15 +1,14 @@
-"""Operations between ranks where nobody else is there: they are written down, and change nothing."""
+"""Operations between ranks where no other rank is there: written down, they change nothing."""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from hp_platform._internals import group_of_name, tree_leaves
-from hp_platform.dry.trace import Collective, WaitWork
+from hp_platform._internals import tree_leaves
+from hp_platform.dry.trace import Collective
 
 if TYPE_CHECKING:
     from hp_platform.dry.device import DryDevice
@@ -22,6 +21,7 @@ class Alone:
         self._device = device
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Write an operation down and return what it would."""
         importlib.import_module("torch.distributed._tools.fake_collectives")
         if "wait_tensor" in func.name():
             return args[0]

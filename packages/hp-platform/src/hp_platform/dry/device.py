@@ -13,9 +13,11 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from hp_platform.dry import alone, attention, cuda_api, methods, operators, random_state, sites
-from hp_platform.dry.buffers import Buffers
+from hp_platform._internals import cuda_operators
+from hp_platform._internals.dry import is_meta, operator_kernels, without_gpu_contexts
+from hp_platform.dry import alone, cuda_api, methods, operators, random_state, sites
 from hp_platform.dry.backward import Backward, Origin
+from hp_platform.dry.buffers import Buffers
 from hp_platform.dry.current import entered
 from hp_platform.dry.gpu import Gpu
 from hp_platform.dry.operators import Operators
@@ -23,7 +25,6 @@ from hp_platform.dry.storages import Storages
 from hp_platform.dry.trace import Event, Fault, HostAccess, Label, Launch, Trace
 from hp_platform.own_kernels import noting
 from hp_platform.places import current_place
-from hp_platform._internals.dry import is_meta, operator_kernels
 
 META = torch.device("meta")
 _GROUP_STREAMS = 1000
@@ -46,9 +47,10 @@ class DryDevice:
 
     Inside the context `cuda` is a device, whatever torch is built for: tensors on it have shapes,
     dtypes and a storage, but no memory, and what happens to them is written into `trace`. Tensors
-    on the CPU stay real. The host reads zeros from the device. Methods of torch's classes are changed
-    meanwhile, so that there is one such context in a process at a time; threads that are started
-    inside are in it too.
+    on the CPU stay real. The host reads zeros from the device. Methods of torch's classes are
+    changed meanwhile, so that there is one such context in a process at a time; threads that are
+    started inside are in it too. What uses operators on two devices, or copies to the host that it
+    does not wait for, goes on: it is noted as a `Fault`.
 
     Attributes:
         trace: What has happened so far.
@@ -91,7 +93,8 @@ class DryDevice:
             entered.append(self)
             stack.callback(entered.remove, self)
             stack.callback(self.storages.forget)
-            stack.enter_context(operator_kernels(attention.kernels(self.gpu)))
+            stack.enter_context(operator_kernels(cuda_operators.kernels(self.gpu)))
+            stack.enter_context(without_gpu_contexts())
             stack.enter_context(noting(self.note_kernel))
             stack.enter_context(cuda_api.stand_ins(self))
             stack.enter_context(random_state.stand_ins(self))

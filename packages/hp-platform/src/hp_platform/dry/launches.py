@@ -84,4 +84,14 @@ def _packed(first: Sequence[Tensor], num_lists: int) -> int:
 def flops_of(func: Any) -> Callable[..., int] | None:
     """What counts the flops of an operator, as torch's flop counter has it; None without any."""
     counted: Callable[..., int] | None = flop_registry.get(func.overloadpacket)
-    return counted
+    if counted is None or "_scaled_dot_product_" not in func.name():
+        return counted
+    first = 1 if "backward" in func.name() else 0  # of query, key and value
+
+    def count(*args: Any, **kwargs: Any) -> int:
+        q, k, v = args[first : first + 3]
+        if k.shape[1] != q.shape[1]:  # torch 2.11 counts none for heads that are shared
+            k, v = (x[:, :1].expand(-1, q.shape[1], -1, -1) for x in (k, v))
+        return counted(*args[:first], q, k, v, *args[first + 3 :], **kwargs)
+
+    return count

@@ -46,8 +46,12 @@ class Functions(TorchFunctionMode):
             self._device.touch("tolist", args)
         elif func in _FROM_DATA:
             return _from_data(func, args, kwargs or {})
+        if func is torch.device and args and type(args[0]) is int:
+            return torch.device("cuda", args[0])
         if not kwargs:
             return func(*args)
+        if type(kwargs.get("device")) is int:
+            kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
         if _is(kwargs.get("device"), "meta"):
             with self._device.asked_for_meta():
                 return func(*args, **kwargs)
@@ -161,7 +165,8 @@ def _moves(stack: ExitStack, device: DryDevice) -> None:
 
 
 def _reads(stack: ExitStack, device: DryDevice) -> None:
-    plain_numpy, plain_repr = Tensor.numpy, Tensor.__repr__
+    plain_numpy: Any = Tensor.numpy
+    plain_repr: Any = Tensor.__repr__
 
     def numpy(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if x.is_cuda:
@@ -175,7 +180,8 @@ def _reads(stack: ExitStack, device: DryDevice) -> None:
 
     def represent(x: Tensor, **kwargs: Any) -> str:
         if type(x) not in PLAIN or not x.is_cuda:
-            return plain_repr(x, **kwargs)
+            told: str = plain_repr(x, **kwargs)
+            return told
         kind = "Parameter(...)" if isinstance(x, nn.Parameter) else "tensor(...)"
         return f"{kind[:-1]}, device='{x.device}', size={tuple(x.shape)}, dtype={x.dtype})"
 
@@ -205,6 +211,11 @@ def _memory(stack: ExitStack, device: DryDevice) -> None:
     def is_pinned(x: Tensor, *_: Any) -> bool:
         return device.is_pinned(x)
 
+    def device_of_storage(storage: torch.UntypedStorage) -> torch.device:
+        return device.device if storages.has(storage) else plain_device.__get__(storage)
+
+    plain_device: Any = torch.UntypedStorage.device
+    change(stack, torch.UntypedStorage, device=property(device_of_storage))
     changed = (data_ptr, pin_memory, record_stream, is_pinned)
     change(stack, Tensor, **{each.__name__: each for each in changed})
     change(stack, torch.UntypedStorage, resize_=resize_)

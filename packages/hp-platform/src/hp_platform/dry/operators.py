@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import NotImplementedType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,43 +107,36 @@ class Operators(DispatchMode):
             return self._dispatch(func, args, kwargs or {})
 
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
-        device = self._device
-        if is_fake_mode_active():
-            return device.run_kernel(func, args, kwargs)  # torch works out shapes
         given: list[Tensor] = []
         _collect(args, given)
         if kwargs:
             _collect(kwargs.values(), given)
-        for x in given:
-            if type(x) not in PLAIN:
-                if isinstance(x, FakeTensor):
-                    return device.run_kernel(func, args, kwargs)
-                return NotImplemented  # DTensor and its like: what they are made of comes here
+        strange = [x for x in given if type(x) not in PLAIN]
+        if is_fake_mode_active() or any(isinstance(x, FakeTensor) for x in strange):
+            return self._device.run_kernel(func, args, kwargs)  # torch works out shapes
+        if strange:
+            return NotImplemented  # DTensor and its like: what they are made of comes here
         dry = [x for x in given if is_meta(x)]
         asked = kwargs.get("device")
         if not dry and (asked is None or asked.type not in ("cuda", "meta")):
-            if kwargs.get("pin_memory"):
-                return device.pin(func(*args, **{**kwargs, "pin_memory": False}))
-            self._on_host(func, args, given)
-            return func(*args, **kwargs)
+            return self._on_host(func, args, kwargs, given)
         if asked is not None and asked.type == "cuda":
-            device.check_index(asked)
+            self._device.check_index(asked)
             kwargs = {**kwargs, "device": META}
         elif self._is_deferred(dry, given):
-            out = device.run_kernel(func, args, kwargs)
-            for x in tensors_of(out):
-                device.storages.defer(x)
-            return out
-        return self._on_device(func, args, kwargs, dry=dry, num_given=len(given))
+            return self._deferred(func, args, kwargs)
+        return self._on_device(func, args, kwargs, operands=(dry, len(given)))
 
-    def _on_host(self, func: Any, args: Any, given: list[Tensor]) -> None:
-        """Note what the host does to memory that the device copies from or to."""
-        if not any(self._device.buffers.among(given)):
-            return
-        op = _describe(func)
-        if not op.is_silent:
-            written = [args[place] for place in op.writes if isinstance(place, int)]
-            self._device.touch(op.name, given, written)
+    def _on_host(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
+        device = self._device
+        if kwargs.get("pin_memory"):
+            return device.pin(func(*args, **{**kwargs, "pin_memory": False}))
+        if any(device.buffers.among(given)):
+            op = _describe(func)
+            if not op.is_silent:
+                written = [args[place] for place in op.writes if isinstance(place, int)]
+                device.touch(op.name, given, written)
+        return func(*args, **kwargs)
 
     def _is_deferred(self, dry: list[Tensor], given: list[Tensor]) -> bool:
         """Whether what is made is to be on `meta`, where there is no memory."""
@@ -153,30 +147,38 @@ class Operators(DispatchMode):
         default = default_device()
         return not given and default is not None and default.type == "meta"
 
+    def _deferred(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = self._device.run_kernel(func, args, kwargs)
+        for x in tensors_of(out):
+            self._device.storages.defer(x)
+        return out
+
     def _on_device(
-        self, func: Any, args: Any, kwargs: Any, *, dry: list[Tensor], num_given: int
+        self, func: Any, args: Any, kwargs: Any, *, operands: tuple[list[Tensor], int]
     ) -> Any:
-        device = self._device
+        device, (dry, num_given) = self._device, operands
         op = _known.get(func)
         if op is None:
             op = _known[func] = _describe(func)
         device.follow_backward()
         if op.is_collective:
-            out = device.on_collective(func, args, kwargs)
-            self._made(op, out)
-            return out
-        if len(dry) < num_given and dry and not may_mix(func, args, is_meta):
+            return self._made(op, device.on_collective(func, args, kwargs))
+        if 0 < len(dry) < num_given and not may_mix(func, args, is_meta):
             args, kwargs = _all_on_device(device, op.name, args, kwargs)
         if op.stand_in is not None:
             out = device.run_kernel(op.stand_in, (device, func, args, kwargs), {})
-            if isinstance(out, Again):
-                args = out.args
-            elif out is not NotImplemented:
-                self._made(op, out)
-                device.remember(out)
+            if not isinstance(out, Again | NotImplementedType):
+                device.remember(self._made(op, out))
                 return out
+            args = out.args if isinstance(out, Again) else args
+        return self._run(op, func, (args, kwargs), dry=dry)
+
+    def _run(self, op: _Operator, func: Any, given: tuple[Any, Any], *, dry: list[Tensor]) -> Any:
+        """Run an operator for the shapes, and write down what it does."""
+        device, (args, kwargs) = self._device, given
         out = device.run_kernel(func, args, kwargs)
-        made = self._made(op, out) if op.makes else []
+        if op.makes:
+            self._made(op, out)
         if op.resizes:
             for x in dry:
                 device.storages.resized(x.untyped_storage(), op.name, device.thread.stream)
@@ -185,17 +187,18 @@ class Operators(DispatchMode):
             flops = 0
             if op.flops is not None:
                 flops = device.run_kernel(op.flops, args, {**kwargs, "out_val": out})
+            made = tensors_of(out) if op.makes else []
             _launch(device, op, (dry, written, made), flops)
         device.remember(out)
         return out
 
-    def _made(self, op: _Operator, out: Any) -> list[Tensor]:
+    def _made(self, op: _Operator, out: Any) -> Any:
         """Take what an operator returns for memory of the device."""
         device = self._device
-        made = [x for x in tensors_of(out) if type(x) in PLAIN and is_meta(x)]
-        for x in made:
-            device.storages.see(x, op.name, device.thread.stream)
-        return made
+        for x in tensors_of(out):
+            if type(x) in PLAIN and is_meta(x):
+                device.storages.see(x, op.name, device.thread.stream)
+        return out
 
 
 def _written(op: _Operator, args: Any, kwargs: Any) -> list[Tensor]:
@@ -259,7 +262,8 @@ def _all_on_device(device: DryDevice, name: str, args: Any, kwargs: Any) -> tupl
     def moved(x: Tensor) -> Tensor:
         return x if is_meta(x) else torch.empty_like(x, device=META)
 
-    return tree_map_only(Tensor, moved, (args, kwargs))  # type: ignore[return-value]
+    on_device: tuple[Any, Any] = tree_map_only(Tensor, moved, (args, kwargs))
+    return on_device
 
 
 def _collect(values: Iterable[Any], found: list[Tensor]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -14,27 +14,27 @@ from hp_platform.dry.changes import change
 if TYPE_CHECKING:
     from hp_platform.dry.device import DryDevice
 
-_PlainGenerator = torch.Generator
+_PlainGenerator: Any = torch.Generator
 _NUM_BYTES = 16  # Philox: a seed and an offset, 8 bytes each
 
 
 _Meta: Any = type(_PlainGenerator)  # not the same in all versions
 
 
-class _AnyGenerator(_Meta):
-    def __instancecheck__(cls, x: object) -> bool:
+class _AnyGenerator(_Meta):  # type: ignore[misc]
+    def __instancecheck__(self, x: object) -> bool:
         return isinstance(x, _PlainGenerator)
 
 
-class Generator(_PlainGenerator, metaclass=_AnyGenerator):
+class Generator(_PlainGenerator, metaclass=_AnyGenerator):  # type: ignore[misc]
     """A generator of the host, or one that says that it is of the device."""
 
     _of: torch.device | None
 
-    def __new__(cls, device: Any = "cpu") -> Generator:
+    def __new__(cls, device: Any = "cpu") -> Self:
         """Make a generator of a device."""
         asked = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-        new: Generator = super().__new__(cls, "cpu")
+        new: Self = super().__new__(cls, "cpu")
         new._of = None if asked.type == "cpu" else asked
         return new
 
@@ -45,7 +45,8 @@ class Generator(_PlainGenerator, metaclass=_AnyGenerator):
 
     def get_state(self) -> Tensor:
         """The seed and how many numbers were drawn."""
-        return super().get_state() if self._of is None else _state(self.initial_seed())
+        mine: Tensor = super().get_state()
+        return mine if self._of is None else _state(self.initial_seed())
 
     def set_state(self, state: Tensor) -> Any:
         """Go on from a state."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import multiprocessing
 import sys
 import threading
 from functools import cache
@@ -13,21 +12,11 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-import typing_extensions
 
 _NUM_LINES = 3
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
-_PLUMBING = (
-    _TORCH,
-    _HERE,
-    threading.__file__,
-    contextlib.__file__,
-    functools.__file__,
-    str(Path(multiprocessing.__file__).parent),
-    typing_extensions.__file__,
-    "<",
-)
+_PLUMBING = (_TORCH, _HERE, threading.__file__, contextlib.__file__, functools.__file__, "<")
 _INSIDE, _OUTSIDE, _ENGINE = range(3)
 
 _kinds: dict[CodeType, int] = {}

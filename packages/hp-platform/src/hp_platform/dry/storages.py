@@ -53,6 +53,10 @@ class Storages:
         """The block of a meta tensor; None if it is deferred or was not seen."""
         return self._blocks.get(storage_key(x.untyped_storage()))
 
+    def has(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is memory of the device."""
+        return storage_key(storage) in self._blocks
+
     def is_deferred(self, x: Tensor) -> bool:
         """Whether a tensor was made on `meta` because somebody asked for it."""
         return bool(self._deferred) and storage_key(x.untyped_storage()) in self._deferred
@@ -91,7 +95,7 @@ class Storages:
         block = self.find(x)
         if block is None or not block.num_bytes:
             return 0
-        return block.number * _ADDRESSES + x.storage_offset() * x.element_size()
+        return block.number * _ADDRESSES + int(x.storage_offset()) * x.element_size()
 
     def reset_peak(self) -> None:
         """Let the peak begin from what is alive."""
@@ -102,7 +106,7 @@ class Storages:
         self._blocks.clear()
         self._deferred.clear()
 
-    def _allocate(  # noqa: PLR0917
+    def _allocate(
         self, block: Block, num_bytes: int, what: str, stream: int, x: Tensor | None
     ) -> None:
         self._count += 1

@@ -153,7 +153,7 @@ def _bincount(device: DryDevice, _: Any, args: Any, kwargs: Any) -> Any:
     return torch.empty(num, dtype=dtype, device="meta")
 
 
-def _index(device: DryDevice, func: Any, args: Any, kwargs: Any) -> Any:
+def _index(device: DryDevice, func: Any, args: Any, _: Any) -> Any:
     x, indices = args[:2]
     if not is_meta(x):
         return NotImplemented  # a fault: the index of a tensor on the host is on the device
