@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -336,3 +339,40 @@ def test_the_requests_of_a_real_program() -> None:
 def descendants(event: object) -> list[object]:
     children = getattr(event, "children", [])
     return [each for child in children for each in (child, *descendants(child))]
+
+
+ANSWERS = json.loads(Path(__file__).with_name("allocator_answers.json").read_text())
+"""Random requests, and what the allocator of torch 2.4 answered to each of them, its calls of
+CUDA met by a stand-in: bytes allocated and reserved after every event, or `oom`."""
+
+
+@pytest.mark.parametrize("case", ANSWERS)
+def test_the_answers_of_torchs_own_allocator(case: dict[str, Any]) -> None:
+    events: list[Event] = []
+    borrowers: dict[int, int] = {}
+    for line in case["history"].split(";"):
+        action, *words = line.split()
+        numbers = [int(word) for word in words]
+        if action == "a":
+            block, num_bytes, stream = numbers
+            events += [ask(block, num_bytes, stream), Launch("use", stream, 1, 8, 0, (block,), ())]
+        elif action == "b":
+            borrowers[numbers[0]] = numbers[1]
+            events.append(Borrow(*numbers))
+        elif action == "w":
+            events.append(HostWait("all", -1))
+        else:
+            if numbers[0] in borrowers:  # which is still at work when the block is released
+                events.append(Launch("use", borrowers[numbers[0]], 1, 8, 0, (numbers[0],), ()))
+            events.append(Release(numbers[0]))
+    limit = case["max_split_mib"]
+    usage = replay(
+        events,
+        total_bytes=case["total"],
+        expandable_segments=case["expandable"],
+        max_split_bytes=None if limit is None else limit * MIB,
+    )
+    found = [f"{a} {b}" for a, b in zip(usage.allocated, usage.reserved, strict=True)]
+    if usage.out_of_memory is not None:
+        found[-1] = "oom"
+    assert found == case["answers"].split(";")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hp_platform import Event, ThreadContext, side_stream, use_stream
-from hp_platform.dry import DryDevice
+from hp_platform.dry import DryDevice, check_streams
 from hp_platform.dry.trace import Borrow, HostWait, Launch, RecordEvent, WaitEvent
 
 
@@ -130,13 +130,14 @@ def test_streams_are_handed_out_again_after_32() -> None:
     assert len({*numbers, high, 0}) == 34
 
 
-def test_events_wait_only_when_recorded() -> None:
+def test_to_wait_for_an_event_that_was_not_recorded_is_a_hazard() -> None:
     with DryDevice() as gpu:
         event = torch.cuda.Event()
         event.wait()
         event.synchronize()
         assert event.query()
-    assert gpu.trace.events == []
+    kinds = [hazard.kind for hazard in check_streams(gpu.trace)]
+    assert kinds == ["waited for too early"] * 2
 
 
 def test_a_tensor_of_another_thread_is_released_once() -> None:

@@ -195,13 +195,13 @@ class _Replay:
         allocator, wanted, stream = self.allocator, event.num_bytes, event.stream
         block = allocator.take(wanted, stream)
         if block is None and allocator.give_back_oversized(wanted, stream):
-            block = allocator.take(wanted, stream)
+            block = allocator.take(wanted, stream, cached=False)
         if block is None:
             for each, _ in self.awaiting:
                 allocator.free(each)
             self.awaiting.clear()
             allocator.give_back()
-            block = allocator.take(wanted, stream)
+            block = allocator.take(wanted, stream, cached=False)
         return block
 
     def _release(self, event: Release) -> None:

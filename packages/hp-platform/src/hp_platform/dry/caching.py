@@ -59,15 +59,21 @@ class CachingAllocator:
     _large: Pool = field(default_factory=lambda: Pool(is_small=False))
     _next_address: int = _FIRST_ADDRESS
 
-    def take(self, num_bytes: int, stream: int) -> Block | None:
+    def take(self, num_bytes: int, stream: int, *, cached: bool = True) -> Block | None:
         """Find memory for a request, without giving back what is free.
+
+        Args:
+            num_bytes: Not rounded.
+            stream: That asks.
+            cached: Whether to look for a free block first. As torch has it, a request that is tried
+                again gets none: not even one that has become free by waiting for its borrower.
 
         Returns:
             A block, or None if the device has no more.
         """
         size = round_up(num_bytes)
         pool = self._small if size <= _SMALL_BYTES else self._large
-        block = self._cached(pool, size, stream)
+        block = self._cached(pool, size, stream) if cached else None
         if block is None:
             block = self._grow(pool, size, stream)
         if block is None:

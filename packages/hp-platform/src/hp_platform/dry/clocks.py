@@ -67,7 +67,7 @@ class Clocks:
             self._events[event.event] = self._snapshot(event.stream)
         elif isinstance(event, WaitEvent):
             return self._learn(event.stream, self._events.get(event.event))
-        elif isinstance(event, WaitWork):
+        elif isinstance(event, WaitWork) and event.stream >= 0:  # the host's are not the device's
             return self._learn(event.stream, self._works.get(event.work))
         elif isinstance(event, HostWait):
             return self._tell_host(event)

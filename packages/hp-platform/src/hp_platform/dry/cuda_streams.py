@@ -115,17 +115,14 @@ class Event:
     def __init__(self, *_: Any, **__: Any) -> None:
         """Make an event that is not recorded."""
         self.number = active().new_event()
-        self._is_recorded = False
 
     def record(self, stream: Stream | None = None) -> None:
         """Be reached when all is done that a stream, by default the current one, was given."""
-        self._is_recorded = True
         active().emit(RecordEvent(event=self.number, stream=_number(stream)))
 
     def wait(self, stream: Stream | None = None) -> None:
         """Have a stream, by default the current one, wait for it."""
-        if self._is_recorded:
-            active().emit(WaitEvent(event=self.number, stream=_number(stream)))
+        active().emit(WaitEvent(event=self.number, stream=_number(stream)))
 
     def query(self) -> bool:
         """Whether it is reached: the host is told so, and has not waited."""
@@ -133,8 +130,7 @@ class Event:
 
     def synchronize(self) -> None:
         """Have the host wait for it."""
-        if self._is_recorded:
-            active().emit(HostWait(what="Event.synchronize", stream=-1, event=self.number))
+        active().emit(HostWait(what="Event.synchronize", stream=-1, event=self.number))
 
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds to another event: nothing takes time."""

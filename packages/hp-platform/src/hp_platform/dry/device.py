@@ -22,11 +22,12 @@ from hp_platform._internals.dry import (
 )
 from hp_platform.dry import alone, cuda_api, methods, operators, random_state, sites
 from hp_platform.dry.backward import Backward, Origin
+from hp_platform.dry.buffers import Buffers
 from hp_platform.dry.current import entered
 from hp_platform.dry.gpu import Gpu
 from hp_platform.dry.operators import Operators
 from hp_platform.dry.storages import Storages
-from hp_platform.dry.trace import Event, Fault, Label, Launch, Trace
+from hp_platform.dry.trace import Event, Fault, HostAccess, Label, Launch, Trace
 from hp_platform.own_kernels import noting
 from hp_platform.places import current_place
 
@@ -64,6 +65,7 @@ class DryDevice:
         on_collective: Is given every operator of `c10d` and its like whose tensors are on the
             device, with its arguments; returns what the operator does.
         storages: Memory of the device.
+        buffers: Memory of the host that the device copies from or to.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class DryDevice:
         self.gpu = gpu or Gpu()
         self.local_rank, self.index = local_rank, 0
         self.thread = _Thread()
+        self.buffers = Buffers()
         self.storages = Storages(self._emit)
         self.on_collective: Callable[[Any, Any, Any], Any] = alone.Alone(self)
         self._num_threads = self._num_events = self._num_works = 0
@@ -180,6 +183,12 @@ class DryDevice:
         values = {each.name: getattr(event, each.name) for each in fields(event)}
         where = {name: values.pop(name) for name in ("at", "place", "thread")}
         self._emit(type(event), values | {name: x for name, x in where.items() if x})
+
+    def touch(self, what: str, tensors: Sequence[Tensor], written: Sequence[Tensor] = ()) -> None:
+        """Note that the host reads or writes buffers that an asynchronous copy has named."""
+        for number, x in self.buffers.among(tensors):
+            writes = any(x is each for each in written)
+            self.emit(HostAccess(what=what, buffer=number, writes=writes))
 
     def fault(self, what: str) -> None:
         """Note what the device would refuse."""

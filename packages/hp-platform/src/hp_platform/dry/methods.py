@@ -42,7 +42,9 @@ class Functions(TorchFunctionMode):
         self._device = device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _FROM_DATA:
+        if func is Tensor.tolist:  # which is no operator
+            self._device.touch("tolist", args)
+        elif func in _FROM_DATA:
             return _from_data(func, args, kwargs or {})
         if func is torch.device and args and type(args[0]) is int:
             return torch.device("cuda", args[0])

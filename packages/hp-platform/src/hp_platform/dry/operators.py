@@ -116,7 +116,7 @@ class Operators(DispatchMode):
         dry = [x for x in given if is_meta(x)]
         asked = kwargs.get("device")
         if not dry and (asked is None or asked.type not in ("cuda", "meta")):
-            return self._on_host(func, args, kwargs)
+            return self._on_host(func, args, kwargs, given)
         if asked is not None and asked.type == "cuda":
             self._device.check_index(asked)
             kwargs = {**kwargs, "device": META}
@@ -124,9 +124,15 @@ class Operators(DispatchMode):
             return self._deferred(func, args, kwargs)
         return self._on_device(func, args, kwargs, operands=(dry, len(given)))
 
-    def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _on_host(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
+        device = self._device
         if kwargs.get("pin_memory"):
-            return self._device.pin(func(*args, **{**kwargs, "pin_memory": False}))
+            return device.pin(func(*args, **{**kwargs, "pin_memory": False}))
+        if any(device.buffers.among(given)):
+            op = _describe(func)
+            if not op.is_silent:
+                written = [args[place] for place in op.writes if isinstance(place, int)]
+                device.touch(op.name, given, written)
         return func(*args, **kwargs)
 
     def _is_deferred(self, dry: list[Tensor], given: list[Tensor]) -> bool:

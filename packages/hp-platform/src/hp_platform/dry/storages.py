@@ -87,7 +87,7 @@ class Storages:
         block = self._blocks.get(storage_key(storage))
         if block is None or block.num_bytes == storage.nbytes():
             return
-        self._release(block)
+        self._release(block, resized=True)
         self._allocate(block, storage.nbytes(), what, stream, None)
 
     def address(self, x: Tensor) -> int:
@@ -121,10 +121,10 @@ class Storages:
         values = {"block": block.number, "num_bytes": num_bytes, "stream": stream, "what": what}
         self._emit(Allocate, {**values, "shape": shape, "dtype": dtype})
 
-    def _release(self, block: Block) -> None:
+    def _release(self, block: Block, *, resized: bool = False) -> None:
         if block.num_bytes:
             self.live_bytes -= block.num_bytes
-            self._emit(Release, {"block": block.number})
+            self._emit(Release, {"block": block.number, "resized": resized})
 
     def _gone(self, block: weakref.ref[Any]) -> None:
         assert isinstance(block, Block)

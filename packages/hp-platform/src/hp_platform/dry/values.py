@@ -46,6 +46,7 @@ def copy_between(
     block = (device.block_of(dry),)
     what = "copy to host" if to_host else "copy to device"
     reads, writes = (block, ()) if to_host else ((), block)
+    buffer = (device.buffers.number(host),) if non_blocking and device.is_pinned(host) else ()
     copy = Launch(
         what=what,
         stream=device.thread.stream,
@@ -54,6 +55,8 @@ def copy_between(
         flops=0,
         reads=reads,
         writes=writes,
+        host_reads=() if to_host else buffer,
+        host_writes=buffer if to_host else (),
     )
     device.emit(copy)
     if not non_blocking:
