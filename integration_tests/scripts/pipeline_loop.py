@@ -24,9 +24,7 @@ def main() -> None:
     layers = [nn.Linear(DIM, DIM), nn.ReLU(), nn.Linear(DIM, CLASSES if last else DIM)]
     module = nn.Sequential(*layers).to(device)
     stage = PipelineStage(module, rank, size, device)
-    schedule = Schedule1F1B(
-        stage, n_microbatches=MICROBATCHES, loss_fn=nn.functional.cross_entropy
-    )
+    schedule = Schedule1F1B(stage, n_microbatches=MICROBATCHES, loss_fn=nn.functional.cross_entropy)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, foreach=True)
     for step in range(2):
         if rank == 0:

@@ -34,9 +34,7 @@ def classes(*keys: str, gpus: int = 8, skew: str = "uniform") -> dict[int, tuple
         (("mesh.cp=2",), [0]),
     ],
 )
-def test_ranks_that_do_the_same_are_one_class(
-    keys: tuple[str, ...], firsts: list[int]
-) -> None:
+def test_ranks_that_do_the_same_are_one_class(keys: tuple[str, ...], firsts: list[int]) -> None:
     found = classes(*keys)
     assert sorted(rank for ranks in found.values() for rank in ranks) == list(range(8))
     assert all(rank == ranks[0] for rank, ranks in found.items())
