@@ -1,6 +1,6 @@
 """`hp dry-run`: ranks of a class run one program, all of them fit together, and what is said of it.
 
-All in one process for each rank or class, without a GPU; the whole file takes about a minute of CPU.
+One process for each rank or class, without a GPU; all of it takes about a minute of CPU.
 """
 
 import json

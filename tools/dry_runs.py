@@ -77,9 +77,7 @@ def run(name: str, gpus: int, keys: list[str]) -> dict[str, object]:
     began = time.monotonic()
     command = [sys.executable, "-m", "hp_train", "dry-run", name, "--steps", "1", "--json", *keys]
     try:
-        done = subprocess.run(  # noqa: S603 # of this interpreter
-            command, capture_output=True, text=True, timeout=SECONDS, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
         status, error = done.returncode, done.stderr.strip().splitlines()[-1:]
         found = json.loads(done.stdout) if done.stdout.startswith("{") else {}
     except subprocess.TimeoutExpired:

@@ -67,7 +67,7 @@ def main() -> None:
         if dist.get_rank() != options.skip:
             dist.all_reduce(mean, op=dist.ReduceOp.AVG)
         if dist.get_rank() == 0:
-            print(f"step {step} loss {mean.item():.3f}")
+            print(f"step {step} loss {mean.item():.3f}")  # noqa: T201
     dist.destroy_process_group()
 
 
