@@ -215,6 +215,14 @@ def verify(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def dryrun(session: nox.Session) -> None:
+    """Dry runs of all configs on 8, 64 and 256 GPUs in generated layouts; `-- --part 1/2`."""
+    _install(session, "hp-train", group="")
+    results = str(SCRATCH / "dry-runs.jsonl")
+    session.run("python", "tools/dry_runs.py", "--results", results, *session.posargs)
+
+
+@nox.session(default=False)
 def reliability(session: nox.Session) -> None:
     """Kill ranks, damage checkpoints, garble configs, reload in 60 layouts; hostile checkpoints."""
     _install(session, "hp-train", group="test-torch")

@@ -53,7 +53,7 @@ def main() -> None:
     fully_shard(model, mesh=mesh, mp_policy=policy)
     model.to_empty(device="cuda")
     for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.02)
+        parameter.detach().to_local().normal_(std=0.02)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     for step in range(options.steps):
         tokens = torch.randint(0, 1000, (4, 129)).cuda()
@@ -67,7 +67,7 @@ def main() -> None:
         if dist.get_rank() != options.skip:
             dist.all_reduce(mean, op=dist.ReduceOp.AVG)
         if dist.get_rank() == 0:
-            print(f"step {step} loss {mean.item():.3f}")
+            print(f"step {step} loss {mean.item():.3f}")  # noqa: T201
     dist.destroy_process_group()
 
 

@@ -33,7 +33,7 @@ def main() -> None:
             target = torch.randint(0, CLASSES, (MICROBATCHES * ROWS,), device=device)
             losses: list[torch.Tensor] = []
             schedule.step(target=target, losses=losses)
-            print(f"step {step} loss {torch.stack(losses).mean().item():.3f}")
+            print(f"step {step} loss {torch.stack(losses).mean().item():.3f}")  # noqa: T201
         else:
             schedule.step()
         optimizer.step()

@@ -115,6 +115,10 @@ def _item(device: DryDevice, _: Any, args: Any, __: Any) -> Any:
     return torch.zeros((), dtype=x.dtype).item()
 
 
+def _is_nonzero(device: DryDevice, _: Any, args: Any, kwargs: Any) -> Any:
+    return bool(_item(device, None, args, kwargs))
+
+
 def _equal(device: DryDevice, *_: Any) -> Any:
     wait(device, "aten.equal", 1)
     return False
@@ -195,6 +199,7 @@ STAND_INS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "aten::_foreach_copy_": _foreach_copy_,
     "aten::_local_scalar_dense": _item,
     "aten::item": _item,
+    "aten::is_nonzero": _is_nonzero,
     "aten::equal": _equal,
     "aten::nonzero": _nonzero,
     "aten::masked_select": _masked_select,

@@ -64,7 +64,8 @@ def write_tokens(folder: Path, tokenizer: Tokenizer, *, seq_len: int, num_docume
         tokenizer=tokenizer.identity,
         eval_fraction=None,
         source=None,
-        **splits,
+        train=splits["train"],
+        eval=splits["eval"],
     )
     write_index(folder, index)
 

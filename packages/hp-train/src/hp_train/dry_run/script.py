@@ -52,7 +52,7 @@ def rehearse_script(
         raise ConfigError(f"--rank ({wrong[0]}) must be below --gpus ({num_ranks})")
     named = tuple(dict.fromkeys(ranks)) or tuple(range(num_ranks))
     others = tuple(rank for rank in range(num_ranks) if rank not in named)
-    classes = {rank: (rank,) for rank in named}
+    classes: dict[int, tuple[int, ...]] = {rank: (rank,) for rank in named}
     classes[named[0]] = tuple(sorted((named[0], *others)))
     run = run_classes(_run, list(command), classes=classes, gpus_per_node=gpus_per_node)
     summary = summary_of(run, classes, name=Path(command[0]).name)

@@ -1,0 +1,129 @@
+"""`hp dry-run`: ranks of a class run one program, all of them fit together, and what is said of it.
+
+One process for each rank or class, without a GPU; all of it takes about a minute of CPU.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hp_platform.dry import same_program
+from hp_train.cli import main
+from hp_train.data import load_tokenizer
+from hp_train.dry_run.classes import classes_of
+from hp_train.dry_run.command import dry_config, fit_to
+from hp_train.dry_run.made_up import write_tokens
+from hp_train.dry_run.rank import Job, run_rank
+from hp_train.dry_run.rehearsal import run_classes, summary_of
+from hp_train.dry_run.routing import parse_skew
+from hp_train.options import resolve
+
+SCRIPTS = Path(__file__).parent / "scripts"
+SMALL = ("model.num_layers=2", "data.seq_len=32", "train.microbatch_size=1")
+LAYOUTS = {
+    "fsdp": (),
+    "replicated": ("mesh.dp_replicate=2", "mesh.ep=2"),
+    "ep": ("mesh.ep=4", "train.dtype=bfloat16"),
+    "skewed": ("mesh.ep=2",),
+    "tp": ("mesh.tp=2", "mesh.ep=2"),
+    "cp": ("mesh.cp=2", "mesh.ep=4"),
+    "ring": ("mesh.cp=4", "mesh.cp_ring=true"),
+    "etp": ("mesh.ep=2", "mesh.etp=2", "train.recompute=full"),
+    "1f1b": ("mesh.pp=2", "mesh.ep=2", "pipeline.schedule=1f1b"),
+    "zbv": (
+        "mesh.pp=2",
+        "pipeline.schedule=zbv",
+        "pipeline.stages_per_rank=2",
+        "model.num_layers=4",
+    ),
+    "dualpipe": (
+        "mesh.pp=2",
+        "mesh.ep=2",
+        "pipeline.schedule=dualpipe_v",
+        "pipeline.stages_per_rank=2",
+        "pipeline.overlap=true",
+        "model.num_layers=4",
+    ),
+}
+PROVEN_BY_FEW = ("etp", "dualpipe")
+"""Of these it is looked at that the ranks that stand for others prove the same for all."""
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_ranks_of_a_class_run_the_same_program_and_all_fit(name: str, tmp_path: Path) -> None:
+    keys = dict(key.split("=", 1) for key in (*SMALL, *LAYOUTS[name]))
+    resolved = resolve("debug-qwen3-moe", [*keys.items()], env={}, fit=fit_to(4))
+    config = dry_config(resolved.config)
+    skew = parse_skew("gini=0.3" if name == "skewed" else "uniform", config.model)
+    write_tokens(tmp_path, load_tokenizer(""), seq_len=config.data.seq_len, num_documents=1)
+    job = Job(config=config, skew=skew, data=tmp_path, steps=1)
+    everyone = {rank: (rank,) for rank in range(config.world_size)}
+    run = run_classes(run_rank, job, classes=everyone, gpus_per_node=8)
+    assert summary_of(run, everyone, name=name).problems == ()
+    classes = classes_of(config, skew, vocab_size=256)
+    assert len(classes) < config.world_size or name in ("skewed", "ring")
+    for first, ranks in classes.items():
+        for rank in ranks:
+            assert same_program(run.traces[first], run.traces[rank]) is None
+    if name not in PROVEN_BY_FEW:
+        return
+    alone = run_classes(run_rank, job, classes=classes, gpus_per_node=8)
+    assert summary_of(alone, classes, name=name).problems == ()
+
+
+def test_the_command_says_and_draws_what_it_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, curve = tmp_path / "page.html", tmp_path / "curve.svg"
+    skews = ("--skew", "uniform", "--skew", "gini=0.5")
+    keys = ("mesh.ep=2", *SMALL)
+    files = ("--html", str(page), "--svg", str(curve), "--traces", str(tmp_path / "traces"))
+    command = ["dry-run", "debug-qwen3-moe", "--gpus", "2", "--json", *skews, *files, *keys]
+    assert main(command) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["problems"] == []
+    assert found["world_size"] == 2
+    assert {rank["skew"] for rank in found["ranks"]} == {"uniform", "gini=0.5"}
+    assert found["ranks"][0]["saved"]["file"] == "rank-00000.safetensors"
+    assert page.read_text().lower().startswith("<!doctype html")
+    assert curve.read_text().startswith("<svg")
+    assert len(list((tmp_path / "traces").iterdir())) == 1
+
+
+def test_a_strangers_fsdp_loop_runs(capfd: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["dry-run", "--gpus", "2", "--", str(SCRIPTS / "fsdp_loop.py"), "--steps", "2"]) == 0
+    )
+    assert "no problems" in capfd.readouterr().out
+
+
+def test_a_strangers_pipeline_runs(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["dry-run", "--gpus", "2", "--", str(SCRIPTS / "pipeline_loop.py")]) == 0
+    assert "no problems" in capfd.readouterr().out
+
+
+def test_a_rank_that_skips_a_collective_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["dry-run", "--gpus", "2", "--", str(SCRIPTS / "fsdp_loop.py"), "--skip", "1"]) == 10
+    )
+    out, err = capfd.readouterr()
+    assert "fsdp_loop.py" in out
+    assert err.startswith("error: ")
+    assert "all_reduce" in err
+
+
+def test_a_script_that_fails_is_told_where(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import torch\nx = torch.ones(2, device='cuda')\nx @ torch.ones(3)\n")
+    assert main(["dry-run", "--", str(script)]) == 10
+    assert "script.py:3" in capfd.readouterr().out
+
+
+def test_a_script_needs_no_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dry-run", "debug-qwen3", "--", str(SCRIPTS / "fsdp_loop.py")]) == 2
+    assert main(["dry-run", "--", "nowhere.py"]) == 2
+    assert main(["dry-run", "--gpus", "64", "--", str(SCRIPTS / "fsdp_loop.py")]) == 2
+    assert "first stands for the others" in capsys.readouterr().err

@@ -1,0 +1,124 @@
+"""Dry runs of every shipped config on 8, 64 and 256 GPUs in generated layouts; resumable.
+
+python tools/dry_runs.py [--part K/N] [--each N] [--results FILE]
+
+A line of JSON for each: what was run, what was found, how long it took. What FILE has is skipped.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from hp_train.errors import ConfigError
+from hp_train.options import resolve, shipped
+from hp_train.schedules import KINDS
+from hp_train.space import Axis, sample_layouts
+from hp_train.verify.pairs import described
+
+GPUS = (8, 64, 256)
+SECONDS = 300
+
+
+def axes(gpus: int) -> tuple[Axis, ...]:
+    """What layouts are made of: few sizes, which fill all of the devices, and every schedule."""
+    sizes = tuple(n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if n <= gpus)
+    return (
+        Axis("mesh.pp", (1, 2, 4, 8)),
+        Axis("mesh.stage_tp", ((), (1, 2))),
+        Axis("mesh.dp_replicate", (1, 2)),
+        Axis("mesh.dp_shard", sizes[1:]),
+        Axis("mesh.cp", (1, 2)),
+        Axis("mesh.cp_ring", (False, True)),
+        Axis("mesh.tp", (1, 2)),
+        Axis("mesh.ep", (1, 4, 8)),
+        Axis("mesh.etp", (1, 2)),
+        Axis("pipeline.schedule"),
+        Axis("pipeline.stages_per_rank", (1, 2)),
+        Axis("pipeline.overlap", (False, True)),
+        Axis("train.recompute"),
+    )
+
+
+def cases(each: int) -> list[tuple[str, int, list[str]]]:
+    """Config, devices and overrides of every dry run."""
+    found = []
+    for name in shipped():
+        for gpus in GPUS:
+            config = resolve(name, (), env={}).config
+            train = replace(config.train, global_batch_size=4 * gpus, microbatch_size=1)
+            config = replace(config, train=train, mesh=type(config.mesh)())
+            config = replace(config, model=replace(config.model, num_layers=32, num_dense_layers=0))
+            drawn = sample_layouts(
+                config, each, seed=gpus, num_processes=range(gpus, gpus + 1), axes=axes(gpus)
+            )
+            for layout in drawn.layouts:
+                pp = layout.mesh.pp * layout.pipeline.stages_per_rank
+                stages = pp + KINDS[layout.pipeline.schedule].returns
+                keys = described(layout, config).split()
+                keys = [] if keys == ["one", "process"] else keys
+                dp = layout.mesh.dp_replicate * layout.mesh.dp_shard
+                keys += [
+                    f"model.num_layers={2 * stages}",
+                    "model.num_dense_layers=0",
+                    f"train.global_batch_size={dp * max(2 * layout.mesh.pp, stages)}",
+                    "train.microbatch_size=1",
+                ]
+                found.append((name, gpus, keys))
+    return found
+
+
+def run(name: str, gpus: int, keys: list[str]) -> dict[str, object]:
+    """One dry run in a process of its own."""
+    began = time.monotonic()
+    command = [sys.executable, "-m", "hp_train", "dry-run", name, "--steps", "1", "--json", *keys]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+        status, error = done.returncode, done.stderr.strip().splitlines()[-1:]
+        found = json.loads(done.stdout) if done.stdout.startswith("{") else {}
+    except subprocess.TimeoutExpired:
+        status, error, found = -1, [f"not done after {SECONDS} s"], {}
+    return {
+        "config": name,
+        "gpus": gpus,
+        "keys": keys,
+        "status": status,
+        "error": error[0] if error and status else "",
+        "problems": len(found.get("problems", ())),
+        "ranks": len(found.get("ranks", ())),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def main() -> int:
+    """Run what is not in the results yet; 1 if anything failed that is not a refusal."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", default="1/1", help="K/N: the Kth of N parts")
+    parser.add_argument("--each", type=int, default=7, help="layouts of a config and a size")
+    parser.add_argument("--results", type=Path, default=Path("dry-runs.jsonl"))
+    options = parser.parse_args()
+    part, num_parts = map(int, options.part.split("/"))
+    if not 1 <= part <= num_parts:
+        raise ConfigError(f"--part ({options.part}) must be like 1/3")
+    lines = options.results.read_text().splitlines() if options.results.exists() else []
+    done = {json.dumps([r["config"], r["gpus"], r["keys"]]): r for r in map(json.loads, lines)}
+    for case in cases(options.each)[part - 1 :: num_parts]:
+        key = json.dumps(case)
+        if key not in done:
+            done[key] = run(*case)
+            with options.results.open("a") as file:
+                file.write(json.dumps(done[key]) + "\n")
+            print(json.dumps(done[key]), flush=True)
+    results = list(done.values())
+    good = sum(result["status"] == 0 for result in results)
+    refused = sum(result["status"] == ConfigError.exit_code for result in results)
+    print(f"{good} of {len(results)} dry runs found nothing wrong, {refused} were refused by name")
+    return int(good + refused < len(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
