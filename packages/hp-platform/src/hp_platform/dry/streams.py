@@ -121,6 +121,9 @@ class _Check:
             return  # the host waits for a message of hosts, which is no stream's
         if not self.clocks.observe(event):
             self._report("waited for too early", None, event)
+        self._take(event)
+
+    def _take(self, event: Event) -> None:
         match event:
             case Launch() | Collective():
                 self._operation(event)
