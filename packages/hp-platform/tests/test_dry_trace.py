@@ -47,6 +47,6 @@ def test_what_is_no_trace_is_refused(text: str, tmp_path: Path) -> None:
 
 def test_what_arrives_is_answered_for_inside_the_context_alone() -> None:
     counts = torch.zeros(2, dtype=torch.int64)
-    with answering(lambda copy, purpose: copy + len(purpose)):
+    with answering(lambda copy, purpose: copy + len(str(purpose))):
         assert arrived(counts, purpose="four").tolist() == [4, 4]
     assert arrived(counts, purpose="four") is counts

@@ -17,7 +17,8 @@ UNIFORM = Skew("uniform")
 
 
 def classes(*keys: str, gpus: int = 8, skew: str = "uniform") -> dict[int, tuple[int, ...]]:
-    given = [tuple(key.split("=", 1)) for key in keys]
+    pairs = [key.partition("=") for key in keys]
+    given = [(name, value) for name, _, value in pairs]
     config = resolve("debug-qwen3-moe", given, env={}, fit=fit_to(gpus)).config
     return classes_of(config, parse_skew(skew, config.model), vocab_size=256)
 
