@@ -30,7 +30,8 @@ class Block(nn.Module):
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
         )
         x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+        fed: torch.Tensor = self.down(nn.functional.gelu(self.up(self.norm2(x))))
+        return x + fed
 
 
 def main() -> None:
@@ -53,7 +54,7 @@ def main() -> None:
     fully_shard(model, mesh=mesh, mp_policy=policy)
     model.to_empty(device="cuda")
     for parameter in model.parameters():
-        parameter.detach().to_local().normal_(std=0.02)
+        nn.init.normal_(parameter, std=0.02)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     for step in range(options.steps):
         tokens = torch.randint(0, 1000, (4, 129)).cuda()

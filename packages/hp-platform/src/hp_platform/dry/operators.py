@@ -15,6 +15,7 @@ from hp_platform._internals.dry import (
     DisableTorchFunction,
     DispatchMode,
     default_device,
+    is_composite,
     is_fake_mode_active,
     is_meta,
     schema_of,
@@ -46,6 +47,8 @@ class _Operator:
         is_silent: Whether CUDA launches nothing for it.
         resizes: Whether storages that it is given may have another size after it.
         is_collective: Whether ranks meet in it.
+        is_composite: Whether it is made of others, which come here one by one elsewhere; inside a
+            DTensor's operators and in inference mode it comes whole.
         flops: Counts them, by the arguments and the result.
         stand_in: What is called in its place, because the host reads values or memory of both is
             involved.
@@ -59,6 +62,7 @@ class _Operator:
     is_silent: bool
     resizes: bool
     is_collective: bool
+    is_composite: bool
     flops: Callable[..., int] | None
     stand_in: Callable[[DryDevice, Any, Any, Any], Any] | None
 
@@ -87,6 +91,7 @@ def _describe(func: Any) -> _Operator:
         is_silent=is_view or launches.is_silent(func),
         resizes=is_out or "resize" in base or "::set_" in base,
         is_collective=func.namespace in _COLLECTIVES,
+        is_composite=is_composite(func),
         flops=launches.flops_of(func),
         stand_in=STAND_INS.get(base),
     )
@@ -95,13 +100,25 @@ def _describe(func: Any) -> _Operator:
 class Operators(DispatchMode):
     """Looks at the operators of one thread."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, device: DryDevice) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not hasattr(func, "overloadpacket"):
+            return self._higher_order(func, args, kwargs or {})
         with DisableTorchFunction():
             return self._dispatch(func, args, kwargs or {})
+
+    def _higher_order(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator that is given others."""
+        if func.name() != "run_dtensor_rng_op":
+            raise NotImplementedError(f"a dry device does not run torch's {func.name()}")
+        _seed, _offset, inner, *given = args  # the state of the generator is only handed on
+        with self:
+            return inner(*given, **kwargs)
 
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         given: list[Tensor] = []
@@ -168,6 +185,9 @@ class Operators(DispatchMode):
                 device.remember(self._made(op, out))
                 return out
             args = out.args if isinstance(out, Again) else args
+        elif op.is_composite:
+            with self:
+                return func.decompose(*args, **kwargs)
         return self._run(op, func, (args, kwargs), dry=dry)
 
     def _run(self, op: _Operator, func: Any, given: tuple[Any, Any], *, dry: list[Tensor]) -> Any:
