@@ -207,6 +207,8 @@ def test_a_collective_keeps_what_it_works_on_until_its_work_is_waited_for() -> N
     assert check_streams([*begin, Release(1), make(2), WaitWork(7, MAIN), make(3)]) == []
     hazard = only([*begin, Release(1), WaitWork(7, SIDE), make(3)])
     assert hazard.kind == "freed in flight"
+    borrowed = [WaitWork(7, SIDE), Borrow(1, SIDE), Release(1), make(3)]
+    assert check_streams([*begin, *borrowed]) == [], "the borrower has waited for it"
     assert only([*begin, Release(1, resized=True), make(2)]).kind == "freed in flight"
 
 

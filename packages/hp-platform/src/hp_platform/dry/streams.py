@@ -239,12 +239,13 @@ class _Check:
             self.freed.setdefault(_pool(asked), []).append(memory)
 
     def _in_flight(self, memory: _Memory, stream: int) -> list[_Use]:
-        """Uses by streams that did not borrow the memory, and that `stream` has not waited for."""
+        """Uses that neither `stream` has waited for, nor are a borrower's or waited for by one."""
+        waiting = (stream, *memory.borrowers)
         return [
             use
             for use in memory.last.values()
             if use.event.stream not in memory.borrowers
-            and not self.clocks.is_before_next(use.epoch, stream)
+            and not any(self.clocks.is_before_next(use.epoch, each) for each in waiting)
         ]
 
     def _record(self, event: RecordEvent) -> None:
