@@ -455,7 +455,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     for source, expected in (
         ("quikstart", "did you mean quickstart?"),
         ("missing.toml", "No such file"),
-        (str(tmp_path), "Is a directory"),
+        (str(tmp_path), "it is no regular file"),
         (str(binary), "must be UTF-8"),
         ("a\0b/c", "must be a readable file"),
     ):

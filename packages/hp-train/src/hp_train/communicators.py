@@ -71,12 +71,19 @@ def held(config: Config, place: StageLayout, *, node_size: int) -> Held:
     tied = int(mesh.pp > 1 and config.model.tie_embeddings)
     degree = mesh.heads_degree
     hybrid = 2 * int(1 < degree < mesh.cp)
-    peers = edges + _peers(place.ranks("ep")[0], node_size)
+    peers = edges + num_peers(place.ranks("ep")[0], node_size)
     if degree > 1:
-        peers += _peers(place.ranks("cp")[0][:degree], node_size)
+        peers += num_peers(place.ranks("cp")[0][:degree], node_size)
     return Held(groups + edges + tied + hybrid, peers)
 
 
-def _peers(ranks: Sequence[int], node_size: int) -> int:
-    here = sum(rank // node_size == ranks[0] // node_size for rank in ranks)
-    return here - 1 + int(here < len(ranks))
+def num_peers(ranks: Sequence[int], node_size: int) -> int:
+    """Count the peers of a rank in a communicator, as `Held.peers` counts them.
+
+    Args:
+        ranks: The rank, then those that it sends to or receives from; it may be there again.
+        node_size: Devices of a node.
+    """
+    others = {*ranks} - {ranks[0]}
+    here = sum(rank // node_size == ranks[0] // node_size for rank in others)
+    return here + int(here < len(others))

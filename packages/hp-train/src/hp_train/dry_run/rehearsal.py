@@ -1,7 +1,7 @@
 """A dry run: one process for each class of ranks, and what their traces prove for all of them."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,8 @@ import msgspec
 from msgspec.structs import replace
 
 from hp_platform.dry import DryRun, DryRunError, Gpu, prove, run_ranks
-from hp_platform.dry.trace import Trace
+from hp_platform.dry.trace import Collective, Trace
+from hp_train.communicators import Held, num_peers
 from hp_train.config import Config
 from hp_train.data import load_tokenizer
 from hp_train.dry_run.classes import classes_of
@@ -18,6 +19,7 @@ from hp_train.dry_run.routing import Skew
 from hp_train.dry_run.summary import Summary
 from hp_train.errors import RehearsalError
 from hp_train.layout import Layout
+from hp_train.plan.machine import GPU_MARGIN
 from hp_train.startup import vocab_size_of
 
 SECONDS = 3600.0
@@ -60,7 +62,9 @@ def rehearse(
         job = Job(config=config, skew=skew, data=data, steps=steps)
         run = run_classes(run_rank, job, classes=classes, gpus_per_node=gpus_per_node)
         layout = f"{Layout.of(config.mesh)}, {config.pipeline.schedule}"
-        found.append(summary_of(run, classes, name=name, layout=layout))
+        found.append(
+            summary_of(run, classes, name=name, layout=layout, gpus_per_node=gpus_per_node)
+        )
         traces = traces or list(run.traces.values())
     whole = replace(
         found[0],
@@ -108,6 +112,7 @@ def summary_of(
     *,
     name: str,
     layout: str = "",
+    gpus_per_node: int = 8,
 ) -> Summary:
     """Put together what the processes did, for all ranks.
 
@@ -116,6 +121,7 @@ def summary_of(
         classes: Ranks that each stands for.
         name: Of what was run.
         layout: In words.
+        gpus_per_node: Devices of a machine.
     """
     gpu = Gpu()
     reports = [msgspec.convert(result, RankReport) for result in run.results.values()]
@@ -128,9 +134,35 @@ def summary_of(
         world_size=sum(map(len, classes.values())),
         gpu=gpu.name,
         gpu_bytes=gpu.memory_bytes,
-        beside={},
+        beside=_beside(run.traces.values(), gpus_per_node),
         ranks=tuple(
             replace(each.summary, stands_for=tuple(classes[each.summary.rank])) for each in reports
         ),
         problems=(*stopped, *between, *own),
     )
+
+
+def _beside(traces: Iterable[Trace], gpus_per_node: int) -> dict[str, int]:
+    """Memory of a GPU that no tensor has, of the rank that has most of it."""
+    most = max(_held(trace, gpus_per_node) for trace in traces)
+    return {
+        "context": int(GPU_MARGIN["context_memory"]),
+        f"{most.communicators} communicators": int(
+            most.communicators * GPU_MARGIN["communicator_memory"]
+        ),
+        f"buffers for {most.peers} peers": int(most.peers * GPU_MARGIN["peer_memory"]),
+    }
+
+
+def _held(trace: Trace, gpus_per_node: int) -> Held:
+    """What a rank holds of NCCL, by what it did."""
+    used: dict[str, set[int]] = {}
+    for event in trace:
+        if isinstance(event, Collective) and len(trace.groups[event.group]) > 1:
+            peers = used.setdefault(event.group, set())
+            if event.op == "all_to_all":
+                peers.update(trace.groups[event.group])
+            elif event.peer >= 0:
+                peers.add(event.peer)
+    numbers = [num_peers([trace.rank, *others], gpus_per_node) for others in used.values()]
+    return Held(len(used), sum(numbers))
