@@ -216,8 +216,14 @@ def verify(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def dryrun(session: nox.Session) -> None:
-    """Dry runs of all configs on 8, 64 and 256 GPUs in generated layouts; `-- --part 1/2`."""
-    _install(session, "hp-train", group="")
+    """Dry runs of all configs on 8, 64 and 256 GPUs; their memory against real runs on the CPU.
+
+    It goes on where it was stopped; `-- --part 1/2` is half of the dry runs alone.
+    """
+    _install(session, "hp-train", group="test-torch")
+    if not session.posargs:
+        memory = "integration_tests/test_dry_memory.py"
+        session.run("python", "-m", "pytest", memory, env={"HP_DRY_MEMORY": "1"})
     results = str(SCRATCH / "dry-runs.jsonl")
     session.run("python", "tools/dry_runs.py", "--results", results, *session.posargs)
 

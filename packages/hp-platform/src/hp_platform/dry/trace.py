@@ -14,6 +14,26 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
+__all__ = [
+    "KINDS",
+    "Allocate",
+    "Borrow",
+    "Collective",
+    "Event",
+    "Fault",
+    "HostAccess",
+    "HostMessage",
+    "HostWait",
+    "Label",
+    "Launch",
+    "RecordEvent",
+    "Release",
+    "Shapes",
+    "Trace",
+    "WaitEvent",
+    "WaitWork",
+]
+
 Shapes: TypeAlias = "tuple[tuple[tuple[int, ...], str], ...]"
 """Shape and dtype (such as `"bfloat16"`) of each tensor."""
 
