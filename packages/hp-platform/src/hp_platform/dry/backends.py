@@ -220,7 +220,7 @@ def _noting_groups(world: DryWorld) -> dict[str, Any]:
         assert parent is not None
         lists = world.split_lists(parent, split_ranks or [], kwargs.get("group_desc"))
         group = split(parent_pg, split_ranks, *args, **kwargs)
-        if group is not None:
+        if isinstance(group, ProcessGroup):  # not None, nor what torch 2.14 gives ranks outside
             world.note_split(group, lists)
         return group
 
