@@ -131,7 +131,8 @@ class DryWorld:
             found.append((*self.families.add(purpose, ranks), ranks))
         for _, family, _ in found:
             self.device.trace.families[family] = tuple(self.families.lists[family])
-        detail = ", ".join(name for name, _, _ in found)
+        # Each rank may give the call the name of its own group: torch does not compare them.
+        detail = ", ".join(name[name.rindex("[") :] for name, _, _ in found)
         self.device.emit(HostMessage("split_group", known.name, (), detail))
         return found
 
