@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import make_dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,6 +115,7 @@ def _devices(stack: ExitStack, device: DryDevice) -> None:
             device.thread.index = before
 
     count, is_there = lambda: gpu.num_devices, lambda: True
+    properties = cache(lambda: _properties(device))
 
     def current_index() -> int:
         return device.thread.index
@@ -133,7 +135,7 @@ def _devices(stack: ExitStack, device: DryDevice) -> None:
         device_count=count,
         current_device=current_index,
         set_device=set_index,
-        get_device_properties=lambda _=None: _properties(device),
+        get_device_properties=lambda _=None: properties(),
         get_device_capability=lambda _=None: gpu.capability,
         get_device_name=lambda _=None: gpu.name,
         get_arch_list=lambda: ["sm_{}{}".format(*gpu.capability)],

@@ -1,5 +1,6 @@
 """A dry run: one process for each class of ranks, and what their traces prove for all of them."""
 
+import importlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from hp_train.dry_run.rank import Job, RankReport, run_rank
 from hp_train.dry_run.routing import Skew
 from hp_train.dry_run.summary import Summary
 from hp_train.errors import RehearsalError
+from hp_train.launch.launcher import PRELOADED_FOR_TRAINING
 from hp_train.layout import Layout
 from hp_train.plan.machine import GPU_MARGIN
 from hp_train.startup import vocab_size_of
@@ -93,6 +95,8 @@ def run_classes(
         RehearsalError: When a rank fails, or waits for what never comes.
     """
     world_size = sum(map(len, classes.values()))
+    for module in PRELOADED_FOR_TRAINING:  # once, and not by every process
+        importlib.import_module(module)
     try:
         return run_ranks(
             function,
