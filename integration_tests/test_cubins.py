@@ -75,7 +75,7 @@ def test_a_new_kernel_is_found_by_importing(
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "rows.py").write_text(
-        "import triton\nfrom hp_expert.kernels.triton_rows import _gather\n\n"
+        "import triton\nfrom hp_expert.kernels.triton_kernels import gather_rows\n\n"
         "@triton.autotune([triton.Config({})], key=[])\n@triton.jit\ndef fresh(x):\n    pass\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
