@@ -140,8 +140,20 @@ def test_groups_are_split_off() -> None:
     assert prove(ran.traces, classes=ran.classes) == []
     trace = ran.traces[0]
     splits = [e for e in trace.events if isinstance(e, HostMessage) and e.op == "split_group"]
-    assert splits[-1].detail == "half[0,1], half[2,3]"
+    assert splits[-1].detail == "[0,1], [2,3]"
     assert trace.families["half"] == ((0, 1), (2, 3))
+
+
+def names_its_own() -> None:
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    half = dist.split_group(split_ranks=[[0, 1], [2, 3]], group_desc=f"half {rank // 2}")
+    dist.all_reduce(torch.ones(2, device="cuda"), group=half)
+
+
+def test_each_rank_may_name_the_group_that_it_gets_of_a_split() -> None:
+    ran = run(names_its_own, classes={0: [0, 1], 2: [2, 3]})
+    assert prove(ran.traces, classes=ran.classes) == []
 
 
 # Operations of the device
