@@ -95,12 +95,6 @@ def grouping() -> tuple[Any, str, Callable[..., Any]]:
     return torch._C, name, torch._C._group_tensors_by_device_and_dtype
 
 
-def is_composite(func: Any) -> bool:
-    """Whether an operator is made of others and has no gradient of its own."""
-    key = "CompositeImplicitAutograd"
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
-
-
 def schema_of(func: Any) -> Any:
     """The schema of an overload of an operator."""
     return func._schema

@@ -15,7 +15,6 @@ from hp_platform._internals.dry import (
     DisableTorchFunction,
     DispatchMode,
     default_device,
-    is_composite,
     is_fake_mode_active,
     is_meta,
     schema_of,
@@ -47,8 +46,8 @@ class _Operator:
         is_silent: Whether CUDA launches nothing for it.
         resizes: Whether storages that it is given may have another size after it.
         is_collective: Whether ranks meet in it.
-        is_composite: Whether it is made of others, which come here one by one elsewhere; inside a
-            DTensor's operators and in inference mode it comes whole.
+        may_move: Whether it copies between devices by another operator. That comes here by itself,
+            except inside a DTensor's operators and in inference mode.
         flops: Counts them, by the arguments and the result.
         stand_in: What is called in its place, because the host reads values or memory of both is
             involved.
@@ -62,7 +61,7 @@ class _Operator:
     is_silent: bool
     resizes: bool
     is_collective: bool
-    is_composite: bool
+    may_move: bool
     flops: Callable[..., int] | None
     stand_in: Callable[[DryDevice, Any, Any, Any], Any] | None
 
@@ -91,7 +90,7 @@ def _describe(func: Any) -> _Operator:
         is_silent=is_view or launches.is_silent(func),
         resizes=is_out or "resize" in base or "::set_" in base,
         is_collective=func.namespace in _COLLECTIVES,
-        is_composite=is_composite(func),
+        may_move=base == "aten::to",
         flops=launches.flops_of(func),
         stand_in=STAND_INS.get(base),
     )
@@ -185,7 +184,7 @@ class Operators(DispatchMode):
                 device.remember(self._made(op, out))
                 return out
             args = out.args if isinstance(out, Again) else args
-        elif op.is_composite:
+        elif op.may_move:
             with self:
                 return func.decompose(*args, **kwargs)
         return self._run(op, func, (args, kwargs), dry=dry)
