@@ -58,7 +58,8 @@ def test_ranks_of_one_machine_meet_on_loopback() -> None:
 
     def rank_of(rank: int) -> None:
         mine = dict(env)
-        served = meet(agents.clone(), RankInfo(rank, 2, rank, 2), mine, timeout=_SECONDS)
+        mine_of_agents = TCPStore("localhost", agents.port, is_master=False, timeout=_SECONDS)
+        served = meet(mine_of_agents, RankInfo(rank, 2, rank, 2), mine, timeout=_SECONDS)
         assert (mine["MASTER_ADDR"], mine["GLOO_SOCKET_IFNAME"]) == ("127.0.0.1", "lo")
         assert mine["NCCL_SOCKET_IFNAME"] == "eth7"
         if served is not None:
