@@ -203,7 +203,7 @@ def _directory_cases(base: Path, other: Path, seed: int) -> Iterator[Case]:
             name = _FILES[(turn + number // 5 // len(_DAMAGES)) % len(_FILES)]
         what = f"{damage.__name__} {name}, seed '{seed} {number}'"
         make = functools.partial(_damaged, base, name, damage, random=random)
-        yield Case(what, make, refusals=(2, 3), begins=True, env=_rank())
+        yield Case(what, make, refusals=(2, 3, 9), begins=True, env=_rank())
         if number % 20 == 7:
             exchange = functools.partial(_exchanged, base, other)
             yield Case("data of another run", exchange, refusals=(3,), env=_rank())

@@ -4,6 +4,8 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 import tomllib
@@ -47,6 +49,23 @@ def run_entry(folder: Path, entry: str) -> int:
     """Ranks that have nothing to save."""
     config = resolved(folder, "unused").config
     return launcher.run_entry(config, folder, entry=f"train_launch_ranks:{entry}")
+
+
+def test_the_launcher_of_a_new_run_does_without_torch(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from hp_train.launch import launcher
+from hp_train.options import resolve
+given = {{"run.output_dir": {str(tmp_path)!r}, "mesh.pp": 1, "pipeline.stages_per_rank": 1}}
+resolved = resolve("quickstart", [*given.items()], env={{}})
+status = launcher.run(resolved, _entry="train_launch_ranks:returns")
+sys.exit(status or "torch" in sys.modules)
+"""
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False)
+    assert done.returncode == 0
 
 
 def when_started(run_dir: Path, act: Callable[[int], None]) -> threading.Thread:

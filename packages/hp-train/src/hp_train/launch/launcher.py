@@ -22,6 +22,7 @@ from hp_train.errors import (
 )
 from hp_train.launch.board import Board, State
 from hp_train.launch.lifetime import LAUNCHER_VARIABLE
+from hp_train.launch.ranks import Ranks
 from hp_train.launch.rundir import (
     CHECKPOINTS,
     finished,
@@ -47,7 +48,6 @@ from hp_train.timeouts import Timeouts
 if TYPE_CHECKING:
     from hp_train.config import Config
     from hp_train.folder import Folder
-    from hp_train.launch.ranks import Ranks
     from hp_train.options import Resolved
 
 _ENTRY = "hp_train.train:main"
@@ -67,7 +67,7 @@ _KEEP_MEMORY = ":".join(
 
 # torch imports the last three by itself at the first use of an optimizer, of a lazy collective and
 # of a checkpoint; every rank would take seconds for each of them, all at the same time.
-_PRELOADED = ("hp_train.launch.zygote", "hp_train.launch.ranks")
+_PRELOADED = ("hp_train.launch.zygote", "hp_train.launch.ranks", "hp_train.launch.worker")
 _PRELOADED_FOR_TRAINING = (
     "torch._dynamo",
     "torch.distributed.tensor",
@@ -155,13 +155,11 @@ def _newest_checkpoint(run_dir: Path) -> str:
 def _attempt(task: Task, folder: Folder, trap: StopTrap, *, resumable: bool) -> int:
     config = task.config
     _start_server(task.entry)
-    # Imported while the server does the same.
-    import torch  # noqa: PLC0415
+    if config.launch.device == "cuda":
+        import torch  # noqa: PLC0415 - seconds, while the server does the same
 
-    from hp_train.launch.ranks import Ranks  # noqa: PLC0415
-
-    if config.launch.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError('launch.device ("cuda") must be cpu or auto where there is no GPU')
+        if not torch.cuda.is_available():
+            raise ConfigError('launch.device ("cuda") must be cpu or auto where there is no GPU')
     board = Board.create(task.board, num_ranks=config.world_size)
     trap.is_watched = True
     ranks: Ranks | None = None

@@ -4,8 +4,7 @@ Note [no door]: other users of a machine can connect to every port, also of the 
 and can write to a store that listens on one. So ranks that a launcher starts meet in a file without
 a name, which only they have open. Nothing listens but Gloo and NCCL, and those on loopback.
 
-Importing this takes as long as importing torch; `hp_train.launch.launcher` does so when the server
-is already under way.
+The launcher itself does without torch: what a rank is made of is imported by the server.
 """
 
 import multiprocessing
@@ -15,10 +14,8 @@ from multiprocessing import reduction
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from hp_platform.launch import INIT_METHOD_VARIABLE
 from hp_train.errors import RankLostError
 from hp_train.launch.task import Task
-from hp_train.launch.worker import work
 
 _LOOPBACK = "lo"
 
@@ -90,6 +87,9 @@ class _Inherited:
 
 
 def _be(task: Task, environment: dict[str, str], meeting: _Inherited) -> int:
+    from hp_platform.launch import INIT_METHOD_VARIABLE  # noqa: PLC0415 - the server has them
+    from hp_train.launch.worker import work  # noqa: PLC0415
+
     os.environ.update(environment)
     os.environ[INIT_METHOD_VARIABLE] = f"file:///proc/self/fd/{meeting.descriptor}"
     return work(task)

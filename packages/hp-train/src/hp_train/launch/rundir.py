@@ -92,12 +92,12 @@ def finished(folder: Folder, config: Config, *, rank: int = 0, world_size: int =
     Raises:
         CheckpointError: When a share is damaged, and others may have found theirs to be good.
     """
+    if not folder.has(CHECKPOINTS):
+        return None
     # Imports torch, which a run that has no checkpoint yet need not wait for.
     from hp_train.checkpoint import directory, verify  # noqa: PLC0415
     from hp_train.checkpoint.manifest import parts_of  # noqa: PLC0415
 
-    if not folder.has(CHECKPOINTS):
-        return None
     newest = next(iter(directory.complete_checkpoints(folder.path / CHECKPOINTS)), None)
     done = directory.parse_step_name(newest.name) if newest else None
     if newest is None or done is None or done[0] < config.train.steps:
