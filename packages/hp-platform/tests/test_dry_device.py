@@ -36,7 +36,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         scores = (q @ k.mT).softmax(-1)
         x = x + (scores @ v).transpose(1, 2).flatten(2)
-        return x + self.down(F.gelu(self.up(x)))
+        out: Tensor = x + self.down(F.gelu(self.up(x)))
+        return out
 
 
 def steps(
@@ -290,6 +291,23 @@ def test_what_runs_as_a_graph_is_refused_in_one_sentence() -> None:
             torch.compile(nn.Linear(2, 2))
         with pytest.raises(RuntimeError, match="CUDAGraph is not there in a dry run"):
             torch.cuda.CUDAGraph()
+        with pytest.raises(
+            RuntimeError, match=r"torch\.autocast of cuda is not there in a dry run"
+        ):
+            torch.autocast("cuda", dtype=torch.bfloat16).__enter__()
+        assert not torch.is_autocast_enabled("cuda")
+        with torch.autocast("cuda", enabled=False):
+            pass
+
+
+def test_a_number_names_a_device() -> None:
+    with DryDevice():
+        found = [torch.zeros(2, device=0), torch.zeros(2).to(0), torch.zeros(2).cuda(0)]
+        assert {x.device for x in found} == {torch.device("cuda", 0)}
+        assert found[0].untyped_storage().device == torch.device("cuda", 0)
+        assert torch.zeros(2).untyped_storage().device == torch.device("cpu")
+        assert torch.get_device_module() is torch.cuda
+        assert found[0].to(torch.zeros(2)).device.type == "cpu"
 
 
 def test_addresses_tell_storages_apart() -> None:

@@ -68,6 +68,12 @@ def wrapper_maker() -> Callable[..., Any]:
     return maker
 
 
+def accelerator_name() -> tuple[Any, str]:
+    """What tells the accelerator of this build of torch: its module and its name."""
+    usual: Any = torch._C._get_accelerator
+    return torch._C, usual.__name__
+
+
 @contextmanager
 def without_gpu_contexts() -> Iterator[None]:
     """Let fake tensors not set up the GPU that they would be on, as versions before 2.13 do."""

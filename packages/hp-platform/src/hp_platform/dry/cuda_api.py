@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hp_platform._internals.dry import accelerator_name
 from hp_platform.dry.changes import change
 from hp_platform.dry.cuda_streams import Event, Stream
 from hp_platform.dry.trace import HostWait
@@ -139,6 +140,8 @@ def _devices(stack: ExitStack, device: DryDevice) -> None:
         is_bf16_supported=lambda *_, **__: gpu.capability >= (8, 0),
         can_device_access_peer=lambda *_: True,
     )
+    owner, name = accelerator_name()
+    change(stack, owner, **{name: lambda: torch.device("cuda")})
     change(stack, torch.cuda.nccl, version=lambda: _NCCL, is_available=lambda _=None: True)
     change(stack, torch.backends.cuda, is_flash_attention_available=lambda: True)
     indices = ("current_device_index", "current_device_idx"), ("set_device_index", "set_device_idx")
@@ -198,3 +201,13 @@ def _refused(stack: ExitStack) -> None:
     graphs = ("CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle")
     change(stack, torch.cuda, **{name: refused(f"torch.cuda.{name}") for name in graphs})
     change(stack, torch, compile=refused("torch.compile"))
+    plain_enter: Any = torch.autocast.__enter__
+
+    def enter(context: Any) -> Any:
+        context = plain_enter(context)
+        if torch.is_autocast_enabled("cuda"):
+            torch.autocast.__exit__(context, None, None, None)
+            refused("torch.autocast of cuda")()
+        return context
+
+    change(stack, torch.autocast, __enter__=enter)

@@ -44,8 +44,12 @@ class Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _FROM_DATA:
             return _from_data(func, args, kwargs or {})
+        if func is torch.device and args and type(args[0]) is int:
+            return torch.device("cuda", args[0])
         if not kwargs:
             return func(*args)
+        if type(kwargs.get("device")) is int:
+            kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
         if _is(kwargs.get("device"), "meta"):
             with self._device.asked_for_meta():
                 return func(*args, **kwargs)
@@ -205,6 +209,11 @@ def _memory(stack: ExitStack, device: DryDevice) -> None:
     def is_pinned(x: Tensor, *_: Any) -> bool:
         return device.is_pinned(x)
 
+    def device_of_storage(storage: torch.UntypedStorage) -> torch.device:
+        return device.device if storages.has(storage) else plain_device.__get__(storage)
+
+    plain_device: Any = torch.UntypedStorage.device
+    change(stack, torch.UntypedStorage, device=property(device_of_storage))
     changed = (data_ptr, pin_memory, record_stream, is_pinned)
     change(stack, Tensor, **{each.__name__: each for each in changed})
     change(stack, torch.UntypedStorage, resize_=resize_)

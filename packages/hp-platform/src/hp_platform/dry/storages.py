@@ -53,6 +53,10 @@ class Storages:
         """The block of a meta tensor; None if it is deferred or was not seen."""
         return self._blocks.get(storage_key(x.untyped_storage()))
 
+    def has(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is memory of the device."""
+        return storage_key(storage) in self._blocks
+
     def is_deferred(self, x: Tensor) -> bool:
         """Whether a tensor was made on `meta` because somebody asked for it."""
         return bool(self._deferred) and storage_key(x.untyped_storage()) in self._deferred
