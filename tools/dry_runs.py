@@ -1,23 +1,30 @@
 """Dry runs of every shipped config on 8, 64 and 256 GPUs in generated layouts; resumable.
 
-python tools/dry_runs.py [--part K/N] [--each N] [--results FILE]
+python tools/dry_runs.py [--part K/N] [--each N] [--workers N] [--results FILE]
 
 A line of JSON for each: what was run, what was found, how long it took. What FILE has is skipped.
 """
 
 import argparse
+import itertools
 import json
+import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from msgspec.structs import replace
 
+from hp_train import rules
+from hp_train.config import Config
 from hp_train.errors import ConfigError
+from hp_train.layout import Layout
 from hp_train.options import resolve, shipped
-from hp_train.schedules import KINDS
-from hp_train.space import Axis, sample_layouts
+from hp_train.schedules import count_stages
+from hp_train.space import Axis, sample_layouts, with_keys
 from hp_train.verify.pairs import described
 
 GPUS = (8, 64, 256)
@@ -44,9 +51,8 @@ def axes(gpus: int) -> tuple[Axis, ...]:
     )
 
 
-def cases(each: int) -> list[tuple[str, int, list[str]]]:
-    """Config, devices and overrides of every dry run."""
-    found = []
+def cases(each: int) -> Iterator[tuple[str, int, list[str]]]:
+    """Yield config, devices and overrides of every dry run."""
     for name in shipped():
         for gpus in GPUS:
             config = resolve(name, (), env={}).config
@@ -57,19 +63,26 @@ def cases(each: int) -> list[tuple[str, int, list[str]]]:
                 config, each, seed=gpus, num_processes=range(gpus, gpus + 1), axes=axes(gpus)
             )
             for layout in drawn.layouts:
-                pp = layout.mesh.pp * layout.pipeline.stages_per_rank
-                stages = pp + KINDS[layout.pipeline.schedule].returns
                 keys = described(layout, config).split()
                 keys = [] if keys == ["one", "process"] else keys
-                dp = layout.mesh.dp_replicate * layout.mesh.dp_shard
                 keys += [
-                    f"model.num_layers={2 * stages}",
+                    f"model.num_layers={2 * count_stages(layout)}",
                     "model.num_dense_layers=0",
-                    f"train.global_batch_size={dp * max(2 * layout.mesh.pp, stages)}",
+                    f"train.global_batch_size={batch_size(layout)}",
                     "train.microbatch_size=1",
                 ]
-                found.append((name, gpus, keys))
-    return found
+                yield name, gpus, keys
+
+
+def batch_size(config: Config) -> int:
+    """Sequences of a step: the fewest microbatches beyond one for each pipeline rank."""
+    dp = Layout.of(config.mesh).dp
+    sizes = (dp * number for number in itertools.count(config.mesh.pp + 1))
+    return next(
+        size
+        for size in sizes
+        if rules.allows_pipeline(with_keys(config, {"train.global_batch_size": size}))
+    )
 
 
 def run(name: str, gpus: int, keys: list[str]) -> dict[str, object]:
@@ -98,22 +111,26 @@ def main() -> int:
     """Run what is not in the results yet; 1 if anything failed that is not a refusal."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", default="1/1", help="K/N: the Kth of N parts")
-    parser.add_argument("--each", type=int, default=7, help="layouts of a config and a size")
+    parser.add_argument("--each", type=int, default=6, help="layouts of a config and a size")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="dry runs at a time")
     parser.add_argument("--results", type=Path, default=Path("dry-runs.jsonl"))
     options = parser.parse_args()
     part, num_parts = map(int, options.part.split("/"))
     if not 1 <= part <= num_parts:
         raise ConfigError(f"--part ({options.part}) must be like 1/3")
     lines = options.results.read_text().splitlines() if options.results.exists() else []
-    done = {json.dumps([r["config"], r["gpus"], r["keys"]]): r for r in map(json.loads, lines)}
-    for case in cases(options.each)[part - 1 :: num_parts]:
-        key = json.dumps(case)
-        if key not in done:
-            done[key] = run(*case)
-            with options.results.open("a") as file:
-                file.write(json.dumps(done[key]) + "\n")
-            print(json.dumps(done[key]), flush=True)
-    results = list(done.values())
+    results = [json.loads(line) for line in lines]
+    done = [[each["config"], each["gpus"], each["keys"]] for each in results]
+    missing = (
+        case
+        for case in itertools.islice(cases(options.each), part - 1, None, num_parts)
+        if [*case] not in done
+    )
+    with ThreadPoolExecutor(options.workers) as pool, options.results.open("a") as file:
+        for result in pool.map(lambda case: run(*case), missing):
+            print(json.dumps(result), file=file, flush=True)
+            print(json.dumps(result), flush=True)
+            results.append(result)
     good = sum(result["status"] == 0 for result in results)
     refused = sum(result["status"] == ConfigError.exit_code for result in results)
     print(f"{good} of {len(results)} dry runs found nothing wrong, {refused} were refused by name")
