@@ -20,8 +20,8 @@ from hp_expert import GroupedExperts, TopKRouter
 from hp_platform import PeerError, RankInfo
 from hp_platform.testing import run_distributed
 from hp_train.batches import Batches
+from hp_train.checkpointer import Checkpointer
 from hp_train.config import Config
-from hp_train.keeper import Keeper
 from hp_train.launch.worker import one_line
 from hp_train.model import attention
 from hp_train.train import Trainer
@@ -94,7 +94,7 @@ FAULTS = {
     "clipping": Fault(hp_train.train, "clip_gradients", ("step 3", "optimizer"), rank=0),
     "optimizer": Fault(Trainer, "_update", ("step 3", "optimizer"), rank=2),
     "evaluation": Fault(Trainer, "_evaluate", ("evaluation",), call=1, rank=3),
-    "save": Fault(Keeper, "save", ("save",), call=1, rank=2),
+    "save": Fault(Checkpointer, "save", ("save",), call=1, rank=2),
 }
 
 

@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from hp_platform import RankInfo, initialize, shutdown
+from hp_platform.store import files
 from hp_platform.testing import run_distributed
 from hp_train import train
-from hp_train.checkpoint import writer
 from hp_train.config import Config
 from hp_train.data import load_tokenizer
 from hp_train.errors import NumericsError
@@ -108,10 +108,10 @@ def skips(fresh: Callable[..., Trainer], patch: pytest.MonkeyPatch) -> str:
     assert "grad_norm" not in metrics.as_dict()
     assert (trainer.step, trainer.next_sequence) == (2, 32)
     assert (trainer.skips.total, trainer.skips.in_a_row) == (1, 1)
-    trainer.keeper.begin(2)
+    trainer.checkpointer.begin(2)
     following, _ = trainer.train_step()
     assert trainer.skips.in_a_row == 0
-    assert trainer.keeper.settle() == []
+    assert trainer.checkpointer.settle() == []
 
     other = fresh()
     other.train_step()
@@ -161,8 +161,8 @@ def warns_of_a_full_disk(fresh: Callable[..., Trainer], patch: pytest.MonkeyPatc
 
     with patch.context() as filled:
         if trainer.mesh.rank == 1:
-            filled.setattr(writer, "write", full)
-        assert trainer.keeper.begin(1) == []
+            filled.setattr(files, "write", full)
+        assert trainer.checkpointer.begin(1) == []
         while not trainer.problems:
             trainer.train_step()
             assert trainer.step < 100
@@ -170,8 +170,8 @@ def warns_of_a_full_disk(fresh: Callable[..., Trainer], patch: pytest.MonkeyPatc
     assert problem.endswith("No space left on device; going on, next try in 5 steps")
     newest = trainer.step + 1
     trainer.train_step()
-    assert trainer.keeper.begin(newest) == []
-    assert trainer.keeper.settle() == []
+    assert trainer.checkpointer.begin(newest) == []
+    assert trainer.checkpointer.settle() == []
     assert trainer.save().name == f"step-{newest:08d}"
     return f"step {newest}: {problem[:31]}"
 

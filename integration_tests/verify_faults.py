@@ -409,7 +409,7 @@ def shards_of_a_moment_are_saved_in_the_wrong_order(trainer: Trainer) -> None:
 
         return save
 
-    wrap(trainer.keeper, "_tensors", make)
+    wrap(trainer.checkpointer, "_tensors", make)
     wrap(trainer, "save", make_save)
 
 

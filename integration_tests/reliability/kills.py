@@ -16,10 +16,10 @@ from typing import Any
 
 import torch._dynamo  # noqa: F401 - imported once by the server that ranks are forked from
 
+from hp_platform.store.manifest import SavedTensor
 from hp_train import train
 from hp_train.checkpoint.directory import newest_checkpoint
-from hp_train.checkpoint.manifest import SavedTensor
-from hp_train.checkpoint.verify import read_manifest, verify_checkpoint
+from hp_train.checkpoint.verify import open_checkpoint, verify_checkpoint
 from hp_train.config import Config
 from hp_train.folder import Folder
 from hp_train.launch import launcher
@@ -241,7 +241,7 @@ def _train(folder: Path, name: str, data: Path, *, seed: str, kills: int) -> _En
     keys_of_row = ("step", "loss", "balance_loss", "grad_norm", "lr", "tokens")
     rows = [row for _, row in read_metrics(Folder.open(run_dir))]
     steps = tuple(tuple(row[key] for key in keys_of_row) for row in rows)
-    return _End(steps, read_manifest(newest).tensors)
+    return _End(steps, open_checkpoint(newest).manifest.tensors)
 
 
 def _compare(end: _End, quiet: _End) -> None:

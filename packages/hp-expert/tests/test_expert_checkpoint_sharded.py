@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 import hp_expert.checkpoint.save as saving
 from hp_expert import GroupedExperts, from_hf, load_experts, save_experts, to_hf
+from hp_platform.store.save import Written
 from hp_platform.testing import run_distributed
 
 EXPERTS, DIM, HIDDEN = 8, 3, 4
@@ -85,9 +86,9 @@ def through_files(ep: int, tp: int, source: Path, target: Path) -> int:
     written: list[Path] = []
     write = saving._write
 
-    def spy(tensors: Mapping[str, Tensor], path: Path) -> Exception | None:
-        written.extend([path] if tensors else [])
-        return write(tensors, path)
+    def spy(tensors: Mapping[str, Tensor], path: Path, head: tuple[str, int]) -> Written:
+        written.append(path)
+        return write(tensors, path, head)
 
     saving._write = spy
     save_experts(module, target, group=dist.group.WORLD)

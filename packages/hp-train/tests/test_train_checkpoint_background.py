@@ -21,8 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hp_platform import new_group
+from hp_platform.store import files
 from hp_platform.testing import RankError, run_distributed
-from hp_train.checkpoint import BackgroundSaver, files, load_latest, save_checkpoint, writer
+from hp_train.checkpoint import BackgroundSaver, load_latest, save_checkpoint
 from hp_train.errors import CheckpointError
 
 
@@ -118,11 +119,13 @@ def test_a_save_is_told_of_while_it_is_waited_for(
     release = threading.Event()
     told: list[str] = []
 
+    write = files.write
+
     def slow(*args: Any) -> None:
         release.wait(5)
-        files.write(*args)
+        write(*args)
 
-    monkeypatch.setattr(writer, "write", slow)
+    monkeypatch.setattr(files, "write", slow)
     saver.start(step=1, tensors=state(1), extra={})
     time.sleep(0.1)
     assert not saver.is_written
@@ -142,7 +145,7 @@ def rank_one_cannot_write(path: Path) -> list[str]:
     for step in (1, 2, 3):
         with pytest.MonkeyPatch.context() as patch:
             if step == 2 and world().rank() == 1:
-                patch.setattr(writer, "write", full_disk)
+                patch.setattr(files, "write", full_disk)
             saver.start(step=step, tensors=state(step), extra={})
             try:
                 outcomes.append(saver.finish().name)

@@ -8,7 +8,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hp_platform.store import checkpoint
 from hp_platform.testing import RankError, run_distributed
 from hp_train.checkpoint import Loaded, load_latest, save_checkpoint
 from hp_train.errors import CheckpointError
@@ -327,8 +327,13 @@ def test_data_that_change_after_verification_are_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 1)
-    reader = sys.modules["hp_train.checkpoint.reader"]
-    monkeypatch.setattr(reader, "read_and_hash", lambda *_: "0" * 64)
+    spans = iter(["0" * 64])
+    original = checkpoint.hash_span
+
+    def changed(*args: Any, keep: bool = False) -> str:
+        return next(spans) if keep else original(*args)
+
+    monkeypatch.setattr(checkpoint, "hash_span", changed)
     with pytest.raises(
         CheckpointError, match=r"tensor t0 changed after it was verified; the state"
     ):

@@ -7,16 +7,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
+import hp_platform.store
 import hp_train.checkpoint
 from hp_train.checkpoint import load_latest, save_checkpoint, verify_checkpoint
-from hp_train.checkpoint.tiling import Box, tiling_error
 from hp_train.errors import CheckpointError
 
 SHARD = "rank-00000.safetensors"
@@ -90,9 +87,9 @@ def split(manifest: Json, *parts: tuple[list[int], list[int]]) -> None:
 
 CHANGES: dict[str, tuple[Callable[[Json], object], str]] = {
     "parent directory": (
-        lambda m: put(m["files"][0], name="../rank-00000.safetensors"), "matching regex"),
-    "absolute path": (lambda m: put(m["files"][0], name="/etc/passwd"), "matching regex"),
-    "line break": (lambda m: put(m["files"][0], name=SHARD + "\n"), "matching regex"),
+        lambda m: put(m["files"][0], name="../rank-00000.safetensors"), "must be of the form"),
+    "absolute path": (lambda m: put(m["files"][0], name="/etc/passwd"), "must be of the form"),
+    "line break": (lambda m: put(m["files"][0], name=SHARD + "\n"), "must be of the form"),
     "no such file": (lambda m: put(chunk(m), file=7), r"file \(7\) must be less than"),
     "file twice": (lambda m: m["files"].append(m["files"][0]), "must be listed once"),
     "unused file": (
@@ -102,27 +99,27 @@ CHANGES: dict[str, tuple[Callable[[Json], object], str]] = {
     "huge chunk": (
         lambda m: [put(m["tensors"]["a"], shape=[1 << 52, 6]), put(chunk(m), sizes=[1 << 52, 6])],
         "must equal"),
-    "2^60": (lambda m: put(m["tensors"]["a"], shape=[1 << 60]), "must|Expected"),
-    "2^100": (lambda m: put(m["tensors"]["a"], shape=[1 << 100]), "manifest.json is not a manif"),
-    "negative": (lambda m: put(chunk(m), offsets=[-1, 0]), "Expected `int` >= 0"),
-    "many dimensions": (lambda m: put(m["tensors"]["a"], shape=[1] * 10**5), "length <= 16"),
+    "2^60": (lambda m: put(m["tensors"]["a"], shape=[1 << 60]), "must be numbers from 0 to"),
+    "2^100": (lambda m: put(m["tensors"]["a"], shape=[1 << 100]), "must be numbers from 0 to"),
+    "negative": (lambda m: put(chunk(m), offsets=[-1, 0]), "must be numbers from 0 to"),
+    "many dimensions": (lambda m: put(m["tensors"]["a"], shape=[1] * 10**5), "at most 16 numbers"),
     "other dimensions": (lambda m: put(m["tensors"]["a"], shape=[24]), "must equal those of shape"),
     "outside": (lambda m: put(chunk(m), offsets=[1, 0]), "must lie inside shape"),
     "hole": (lambda m: split(m, ([0, 0], [3, 6])), r"elements of all chunks \(18\)"),
     "overlap": (lambda m: split(m, ([0, 0], [2, 6]), ([1, 0], [2, 6])), "must not overlap"),
     "no elements": (lambda m: split(m, ([0, 0], [4, 6]), ([0, 0], [0, 6])), "must have elements"),
     "gap in the file": (lambda m: put(chunk(m), begin=12), "must equal"),
-    "type": (lambda m: put(m["tensors"]["a"], dtype="PICKLE"), "Invalid enum value"),
-    "float": (lambda m: put(chunk(m), begin=0.0), "Expected `int`"),
-    "hash": (lambda m: put(chunk(m), sha256="A" * 64), "matching regex"),
-    "unknown field": (lambda m: put(m, code="x"), "unknown field"),
-    "version": (lambda m: put(m, version=2), "Invalid enum value"),
-    "no tensors": (lambda m: m.pop("tensors"), "missing required field"),
+    "type": (lambda m: put(m["tensors"]["a"], dtype="PICKLE"), "dtype 'PICKLE' must be one of"),
+    "float": (lambda m: put(chunk(m), begin=0.0), "0.0' must be <class 'int'>"),
+    "hash": (lambda m: put(chunk(m), sha256="A" * 64), "must be of the form"),
+    "unknown field": (lambda m: put(m, code="x"), "is not a manifest"),
+    "version": (lambda m: put(m, version=2), "is not spelled as it was written in format 1"),
+    "no tensors": (lambda m: m.pop("tensors"), "is not a manifest"),
     "reserved name": (lambda m: m["tensors"].update(__metadata__=m["tensors"].pop("a")), "name"),
     "control characters": (
         lambda m: m["tensors"].update({"\x1b[2J": m["tensors"].pop("a")}), "must be printable"),
     "long name": (lambda m: m["tensors"].update({"n" * 10**6: m["tensors"].pop("a")}), "1 to 512"),
-    "list": (lambda m: put(m, tensors=[]), "Expected `object`"),
+    "list": (lambda m: put(m, tensors=[]), "must be dict"),
 }  # fmt: skip
 
 
@@ -256,9 +253,9 @@ def test_nothing_in_the_package_can_execute_what_it_reads() -> None:
     modules = {"cloudpickle", "ctypes", "dill", "joblib", "marshal", "pickle", "shelve", "yaml"}
     calls = {"__import__", "compile", "eval", "exec"}
     attributes = {"import_module", "load", "load_bytes", "save", "weights_only"}
-    package = Path(hp_train.checkpoint.__file__).parent
-    sources = sorted(package.glob("*.py"))
-    assert len(sources) > 5
+    packages = [Path(p.__file__ or "").parent for p in (hp_train.checkpoint, hp_platform.store)]
+    sources = sorted(source for package in packages for source in package.glob("*.py"))
+    assert len(sources) > 12
     for source in sources:
         for node in ast.walk(ast.parse(source.read_text())):
             if isinstance(node, ast.Import | ast.ImportFrom):
@@ -268,43 +265,3 @@ def test_nothing_in_the_package_can_execute_what_it_reads() -> None:
                 assert node.id not in calls, source
             elif isinstance(node, ast.Attribute):
                 assert node.attr not in attributes, f"{source}:{node.lineno}"
-
-
-@st.composite
-def boxes(draw: st.DrawFn) -> tuple[list[int], list[Box]]:
-    """A shape and boxes that often tile it: the shape cut into pieces, some changed or dropped."""
-    shape = draw(st.lists(st.integers(1, 5), min_size=0, max_size=3))
-    pieces: list[Box] = [((0,) * len(shape), tuple(shape))]
-    for _ in range(draw(st.integers(0, 4)) if shape else 0):
-        offsets, sizes = pieces.pop(draw(st.integers(0, len(pieces) - 1)))
-        dim = draw(st.integers(0, len(shape) - 1))
-        if sizes[dim] < 2:
-            pieces.append((offsets, sizes))
-            continue
-        cut = draw(st.integers(1, sizes[dim] - 1))
-        first = (*sizes[:dim], cut, *sizes[dim + 1 :])
-        rest = (*sizes[:dim], sizes[dim] - cut, *sizes[dim + 1 :])
-        moved = (*offsets[:dim], offsets[dim] + cut, *offsets[dim + 1 :])
-        pieces += [(offsets, first), (moved, rest)]
-    if draw(st.booleans()):
-        at = draw(st.integers(0, len(pieces) - 1))
-        pieces[at] = (tuple(draw(st.integers(0, 3)) for _ in shape), pieces[at][1])
-    return shape, draw(st.permutations(pieces))
-
-
-@given(boxes())
-def test_a_tiling_is_what_covers_every_element_once(case: tuple[list[int], list[Box]]) -> None:
-    shape, pieces = case
-    margin = [n + 10 for n in shape]
-    count = np.zeros(margin, dtype=int)
-    for offsets, sizes in pieces:
-        count[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
-    expected = np.zeros(margin, dtype=int)
-    expected[tuple(slice(0, n) for n in shape)] = 1
-    assert (tiling_error(shape, pieces) is None) == bool((count == expected).all())
-
-
-def test_many_chunks_are_checked_quickly() -> None:
-    pieces: list[Box] = [((i, j), (1, 1)) for i in range(200) for j in range(50)]
-    assert tiling_error([200, 50], pieces) is None
-    assert tiling_error([200, 50], [*pieces[:-1], pieces[0]]) is not None

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from hp_platform.testing import RankError, run_distributed
+from hp_train.atomic_write import remove_unfinished, replace_file
 from hp_train.data import load_tokenizer
 from hp_train.data.corpus import find_sources
 from hp_train.data.dataset import Dataset
 from hp_train.data.prepare import prepare
 from hp_train.data.tokens import TokenWriter
-from hp_train.drafts import remove_drafts, replace_file
 from hp_train.errors import ConfigError, DataError
 
 BYTES = load_tokenizer("")
@@ -78,7 +78,7 @@ def test_two_nodes_may_prepare_the_same_directory_at_once(
     assert [path.name for path in directory.parent.iterdir()] == ["data"]
 
 
-def test_drafts_of_a_killed_start_are_removed_and_those_of_a_living_one_stay(
+def test_what_a_killed_start_left_is_removed_and_that_of_a_living_one_stays(
     tmp_path: Path,
 ) -> None:
     corpus, run = _corpus(tmp_path / "corpus"), tmp_path / "run"
@@ -116,7 +116,7 @@ def test_whoever_cleans_takes_nothing_from_whoever_writes(tmp_path: Path) -> Non
 
     def clean() -> None:
         while not ended.is_set():
-            remove_drafts(tmp_path)
+            remove_unfinished(tmp_path)
 
     with ThreadPoolExecutor(3) as pool:
         cleaners = [pool.submit(clean) for _ in range(2)]

@@ -1,5 +1,6 @@
 """What one layout saves any other loads, optimizer included, and goes on with the same numbers."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from hp_vtp.checkpoint import (
     remove_unfinished,
     save_checkpoint,
 )
+from hp_vtp.checkpoint_reader import open_saved
 
 
 def dim_of(name: str) -> int | None:
@@ -114,6 +116,42 @@ def test_any_layout_goes_on_where_another_one_stopped(tmp_path: Path) -> None:
         for name, x in expected.items():
             assert torch.equal(went_on[name], x), name
             assert torch.equal(restored[name], x), name
+
+
+def _flipped(file: Path, bit: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(data)
+
+
+def _load_with_flips(path: str, flips: list[tuple[str, int]]) -> int:
+    """Load everything with one bit flipped at a time; return how often that was refused."""
+    layout = PipelineLayout.straight([1])
+    tensors = {
+        name: torch.full(shape, 7, dtype=dtype)
+        for name, (dtype, shape) in open_saved(Path(path)).tensors.items()
+    }
+    before = {name: x.clone() for name, x in tensors.items()}
+    refused = 0
+    for name, bit in flips:
+        _flipped(Path(path, name), bit)
+        with pytest.raises(CheckpointError):
+            load_checkpoint(path, tensors, sharded_dim=lambda _: None, layout=layout)
+        refused += all(torch.equal(x, before[name]) for name, x in tensors.items())
+        _flipped(Path(path, name), bit)
+    load_checkpoint(path, tensors, sharded_dim=lambda _: None, layout=layout)
+    return refused
+
+
+def test_no_flipped_bit_loads(tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    run_distributed(save, str(path), [1, 2], world_size=3)
+    chance, files = random.Random(0), sorted(path.iterdir())
+    weights = [file.stat().st_size for file in files]
+    chosen = chance.choices(files, weights, k=150)
+    flips = [(file.name, chance.randrange(8 * file.stat().st_size)) for file in chosen]
+    assert len({name for name, _ in flips}) > 3
+    assert run_distributed(_load_with_flips, str(path), flips, world_size=1) == [150]
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:

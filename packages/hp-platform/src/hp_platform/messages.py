@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -126,14 +127,16 @@ def _checked_size(size: int, rank: int, group: ProcessGroup) -> int:
 
 def _decode(text: bytes, of: type[T], rank: int, group: ProcessGroup) -> T:
     try:
-        return cast("T", _as(of, json.loads(text)))
+        return cast("T", as_form(of, json.loads(text)))
     except (ValueError, RecursionError) as error:
         sender = global_ranks(group)[rank]
         raise PeerError(f"what rank {sender} sent must be {of}: {error}", rank=sender) from None
 
 
-def _as(form: Any, value: Any) -> Any:
-    """What JSON has read, as the form that it must have.
+def as_form(form: Any, value: Any) -> Any:
+    """What JSON has read, as the form that it must have: see `all_gather_json`.
+
+    A named tuple may come as a list, as messages have it, or as an object of its fields.
 
     Raises:
         ValueError: If it has another one.
@@ -144,14 +147,15 @@ def _as(form: Any, value: Any) -> Any:
     elif form is float and type(value) is int:
         found = float(value)
     elif origin is list and isinstance(value, list):
-        found = [_as(parts[0], item) for item in value]
+        found = _as_items(parts[0], value)
     elif origin is dict and isinstance(value, dict):
-        found = {_as_key(parts[0], key): _as(parts[1], item) for key, item in value.items()}
+        found = {_as_key(parts[0], key): as_form(parts[1], item) for key, item in value.items()}
     elif origin is tuple:
         found = _as_tuple(parts, value)
     elif hasattr(form, "_fields"):  # a named tuple
-        hints = get_type_hints(form)
-        found = form(*_as_tuple(tuple(hints[name] for name in form._fields), value))
+        if isinstance(value, dict) and value.keys() == set(form._fields):
+            value = [value[name] for name in form._fields]
+        found = form(*_as_tuple(_forms_of(form), value))
     elif origin in (Union, UnionType):
         found = _as_one_of(parts, value)
     else:
@@ -159,18 +163,30 @@ def _as(form: Any, value: Any) -> Any:
     return found
 
 
+@cache
+def _forms_of(form: Any) -> tuple[Any, ...]:
+    hints = get_type_hints(form)
+    return tuple(hints[name] for name in form._fields)
+
+
+def _as_items(form: Any, values: list[Any]) -> list[Any]:
+    if form in _PLAIN and set(map(type, values)) <= {form}:
+        return values
+    return [as_form(form, value) for value in values]
+
+
 def _as_tuple(parts: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
     if isinstance(value, list) and parts[1:] == (...,):
-        return tuple(_as(parts[0], item) for item in value)
+        return tuple(_as_items(parts[0], value))
     if not isinstance(value, list) or len(value) != len(parts):
         raise ValueError(f"{str(value)[:80]!r} must be a list of {len(parts)}")
-    return tuple(_as(part, item) for part, item in zip(parts, value, strict=True))
+    return tuple(as_form(part, item) for part, item in zip(parts, value, strict=True))
 
 
 def _as_one_of(forms: tuple[Any, ...], value: Any) -> Any:
     for form in forms:
         try:
-            return _as(form, value)
+            return as_form(form, value)
         except ValueError:
             continue
     raise ValueError(f"{str(value)[:80]!r} must be one of {forms}")

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from hp_train.drafts import names_in, new_draft, remove_drafts, replacing
+from hp_train.atomic_write import names_in, new_unfinished, remove_unfinished, replacing
 from hp_train.errors import RunDirectoryError
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -130,13 +130,13 @@ class Folder:
         """A new and empty file, to be read and written, in place of the one that had the name."""
         with self._told("write", name):
             self.require_file(name)
-            draft, file = new_draft(self.descriptor, name)
+            draft, file = new_unfinished(self.descriptor, name)
             os.rename(draft, name, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
             return file
 
     @contextmanager
     def replacing(self, name: str) -> Iterator[IO[bytes]]:
-        """See :func:`hp_train.drafts.replacing`."""
+        """See :func:`hp_train.atomic_write.replacing`."""
         with self._told("write", name):
             self.require_file(name)
             with replacing(self.descriptor, name) as file:
@@ -148,10 +148,10 @@ class Folder:
             file.write(content)
         file.close()
 
-    def remove_drafts(self) -> None:
+    def remove_unfinished(self) -> None:
         """Remove what writers that died left."""
         with self._told("list", ""):
-            remove_drafts(self.descriptor)
+            remove_unfinished(self.descriptor)
 
     def _about(self, name: str) -> os.stat_result | None:
         with self._told("look at", name):

@@ -23,6 +23,7 @@ from hp_platform.host_reads import arrived
 from hp_schedule import MetaStep, Timeline
 from hp_train.banner import banner
 from hp_train.batches import Batches
+from hp_train.checkpointer import Checkpointer
 from hp_train.config import Config, to_dict
 from hp_train.data import Tokenizer
 from hp_train.data.dataset import Dataset
@@ -32,7 +33,6 @@ from hp_train.garbage import garbage_collection
 from hp_train.generate import continue_text
 from hp_train.gradients import GradientNorm, clip_gradients, reduce_gradients
 from hp_train.hugging_face import load_weights
-from hp_train.keeper import Keeper
 from hp_train.launch.task import Worker
 from hp_train.layout import Layout
 from hp_train.mesh import build_mesh
@@ -150,7 +150,7 @@ class Trainer:
         self.data = self._open("train", seed=config.run.seed)
         self.held_out = self._open("eval", seed=None)
         require_same_data((self.data.digest, self.held_out.digest), control=runtime.control)
-        self.keeper = self._make_keeper(timeout)
+        self.checkpointer = self._make_checkpointer(timeout)
 
     @property
     def is_main(self) -> bool:
@@ -184,7 +184,7 @@ class Trainer:
         except NumericsError as error:
             mark_agreed(error, range(self.runtime.info.world_size))
             # All ranks are here, so what they are saving can be finished; less is lost then.
-            self.problems += self.keeper.settle()
+            self.problems += self.checkpointer.settle()
             self._tell(console)
             raise
         finally:
@@ -217,7 +217,7 @@ class Trainer:
             # The final save follows the last step at once.
             if self._is_due(train.save_every) and not stopped and self.step < train.steps:
                 with doing(f"step {self.step}", "save"):
-                    self.problems += self.keeper.begin(self.step)
+                    self.problems += self.checkpointer.begin(self.step)
                 self._tell(console)
         path = self.save()
         self._tell(console)
@@ -261,7 +261,7 @@ class Trainer:
         cpu, self._cpu_before = self._cpu_before, time.process_time()
         shares = losses
         is_gone = self.is_main and not self.worker.folder.is_here
-        flags = [self.worker.stop.requested, self.keeper.is_written, is_gone]
+        flags = [self.worker.stop.requested, self.checkpointer.is_written, is_gone]
         scalars, squares, memory = self._sum_over_ranks(
             [*losses, busy, self._cpu_before - cpu, *flags]
         )
@@ -270,7 +270,7 @@ class Trainer:
             raise RunDirectoryError(self.worker.folder.gone)
         losses = Losses(*summed)
         if written == self.runtime.info.world_size:
-            self.problems += self.keeper.settle()
+            self.problems += self.checkpointer.settle()
         grad_norm = math.sqrt(squares.sum())
         rate = learning_rate(self.step, train)
         skipped = None
@@ -411,12 +411,12 @@ class Trainer:
             CheckpointError: On every rank; what was saved before is intact.
         """
         with doing(f"step {self.step}", "save"):
-            self.problems += self.keeper.settle()
-            return self.keeper.save(self.step)
+            self.problems += self.checkpointer.settle()
+            return self.checkpointer.save(self.step)
 
     def resume(self) -> list[str]:
         """Load the newest good checkpoint of the run directory; returns what to say about it."""
-        loaded = self.keeper.load()
+        loaded = self.checkpointer.load()
         if loaded is None and self.config.run.init_from:
             return [self._start_from(Path(self.config.run.init_from))]
         if loaded is None:
@@ -433,7 +433,7 @@ class Trainer:
         set_optimizer_steps(self.optimizer, self.step - self.skips.total)
         return [*notes, f"resumed from {loaded.path}"]
 
-    def _make_keeper(self, timeout: timedelta) -> Keeper:
+    def _make_checkpointer(self, timeout: timedelta) -> Checkpointer:
         """What saves and loads; it has a group of its own, so that a save can run behind a step."""
         group = new_group(
             [range(self.runtime.info.world_size)],
@@ -442,7 +442,7 @@ class Trainer:
             timeout=timeout,
         )
         assert group is not None, "every rank is in it"
-        return Keeper(
+        return Checkpointer(
             self.worker.run_dir / "checkpoints",
             self.config.train,
             group=group,

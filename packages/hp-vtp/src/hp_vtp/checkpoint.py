@@ -1,8 +1,9 @@
 """Checkpoints that know names and global shapes but no layout: any layout loads any other's.
 
-A checkpoint is a directory: `index.json` says of every tensor its global shape and which file has
-which part of it; `rank<N>.pt` has the parts that rank N wrote. Every part is written once, however
-many copies there are. The directory gets its name when all of it has been written.
+A checkpoint is a directory of `hp_platform.store`: a safetensors file per rank and a manifest with
+a hash of every part, which is compared when it is read. Every part is written once, however many
+copies there are. The directory gets its name when all of it has been written and read back. What
+version 0.1.0 wrote, which has no hashes, is still read.
 
 Names must not depend on the layout: `layers.3.up`, not `stages.1.up`. A tensor is whole on every
 rank that has it, or cut along one dimension over the ranks of its stage in order.
@@ -10,20 +11,22 @@ rank that has it, or cut along one dimension over the ranks of its stage in orde
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hp_platform import agree, all_gather_json
-from hp_vtp.checkpoint_reader import FORMAT, INDEX, CheckpointError, Reader
+from hp_platform import all_gather_json
+from hp_platform.store import CheckpointError, Part, Source, encode_extra, rename, save
+from hp_platform.store.files import remove_leftovers
+from hp_vtp.checkpoint_reader import open_saved
 from hp_vtp.placement import cut
 from hp_vtp.topology import PipelineLayout
 
@@ -62,40 +65,39 @@ def save_checkpoint(
         extra: For JSON, such as the number of steps; that of rank 0 is written.
 
     Raises:
-        CheckpointError: If the path exists, or parts of a name do not fit each other; on one rank.
-        PeerError: On the other ranks then.
+        CheckpointError: On all ranks, if the path exists, or parts of a name do not fit each other,
+            or the storage failed.
+        ValueError: If `extra` is not JSON.
     """
-    path, rank = Path(path), dist.get_rank()
-    scratch = path.with_name(f".{path.name}.part")
-    mine = [
-        _Part(name, list(x.shape), str(x.dtype).removeprefix("torch."), sharded_dim(name))
-        for name, x in tensors.items()
-    ]
-    every = all_gather_json(mine, of=list[_Part], group=group)
-    error: Exception | None = None
-    try:
-        index = _make_index(every, layout)
-        if path.exists():
-            raise CheckpointError(f"path ({path}) must not exist")  # noqa: TRY301 (agreed on below)
-        scratch.mkdir(parents=True, exist_ok=True)
-        written = {
-            name: tensors[name].detach().cpu().contiguous().clone()
-            for name, entry in index.items()
-            if any(part["file"] == f"rank{rank}.pt" for part in entry["parts"])
-        }
-        torch.save(written, scratch / f"rank{rank}.pt")
-        if rank == 0:
-            text = json.dumps({"format": FORMAT, "tensors": index, "extra": dict(extra or {})})
-            (scratch / INDEX).write_text(text)
-    except Exception as caught:  # noqa: BLE001 - told to all ranks, then raised
-        error = caught
-    agree(error, group=group, where="the checkpoint is complete")
-    try:
-        if rank == 0:
-            scratch.rename(path)
-    except OSError as caught:
-        error = caught
-    agree(error, group=group, where="the checkpoint has its name")
+    path, text = Path(path), encode_extra(extra or {})
+    lengths = {
+        name: x.shape[dim] for name, x in tensors.items() if (dim := sharded_dim(name)) is not None
+    }
+    every = all_gather_json(lengths, of=dict[str, int], group=group)
+
+    def sources() -> dict[str, Source]:
+        require_new({path.name} if path.exists() else set())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        found = {}
+        for name, x in tensors.items():
+            dim = sharded_dim(name)
+            part = _part(name, x.detach(), dim, layout=layout, every=every)
+            found[name] = Source.of(part, kind=f"Tensor cut along {dim}")
+        return found
+
+    def require_new(taken: set[str]) -> str:
+        if path.name in taken:
+            raise CheckpointError(f"path ({path}) must not exist")
+        return path.name
+
+    save(
+        path.parent.resolve(),
+        path.name,
+        sources,
+        commit=lambda staging: rename(staging, require_new),
+        group=group,
+        extra=text,
+    )
 
 
 def load_checkpoint(
@@ -119,33 +121,31 @@ def load_checkpoint(
     Raises:
         CheckpointError: Naming every tensor that is missing or has another shape or type.
     """
-    reader = Reader(Path(path))
+    saved = open_saved(Path(path))
     me = dist.get_rank()
     rank, ranks = layout.tp_rank_of(me), layout.tp_sizes[layout.stage_of(me)]
     problems = []
-    ranges: dict[str, tuple[int, int]] = {}
+    parts: dict[str, Part] = {}
     for name, x in tensors.items():
-        entry = reader.index.get(name)
-        if entry is None:
+        if name not in saved.tensors:
             problems.append(f"{name} must be in the checkpoint")
             continue
-        shape, dim = list(entry["shape"]), sharded_dim(name)
+        dtype, whole = saved.tensors[name]
+        shape, offset, dim = list(whole), [0] * len(whole), sharded_dim(name)
         if dim is not None:
             ends = cut(shape[dim], ranks)
-            ranges[name] = ends[rank], ends[rank + 1]
-            shape[dim] = ends[rank + 1] - ends[rank]
-        dtype = str(x.dtype).removeprefix("torch.")
-        if list(x.shape) != shape or dtype != entry["dtype"]:
+            offset[dim], shape[dim] = ends[rank], ends[rank + 1] - ends[rank]
+        if list(x.shape) != shape or x.dtype != dtype:
             problems.append(
-                f"{name}: {dtype}{list(x.shape)} must equal {entry['dtype']}{shape}, the part of "
-                f"rank {rank} of {ranks}"
+                f"{name}: {_shown(x.dtype)}{list(x.shape)} must equal {_shown(dtype)}{shape}, the "
+                f"part of rank {rank} of {ranks}"
             )
+        else:
+            parts[name] = Part(x.detach(), whole, tuple(offset))
     if problems:
         raise CheckpointError(f"{path}: " + "; ".join(problems))
-    with torch.no_grad():
-        for name, x in tensors.items():
-            reader.fill(x, name, dim=sharded_dim(name), wanted=ranges.get(name))
-    return reader.extra
+    saved.fill(parts)
+    return saved.extra
 
 
 def optimizer_tensors(
@@ -202,72 +202,60 @@ def load_optimizer(
     Raises:
         CheckpointError: As `load_checkpoint`.
     """
-    reader = Reader(Path(path))
+    saved = open_saved(Path(path))
     state: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         prefix = f"optimizer/{name}/"
         optimizer.state[parameter] = {}
-        for full, entry in reader.index.items():
-            if full.startswith(prefix) and "/" not in full.removeprefix(prefix):
-                dtype = getattr(torch, entry["dtype"])
+        for full, (dtype, shape) in saved.tensors.items():
+            key = full.removeprefix(prefix)
+            if full.startswith(prefix) and "/" not in key:
                 # A number stays on the CPU, as optimizers have it; what is like its parameter not.
-                is_like = bool(entry["shape"])
-                shape = parameter.shape if is_like else ()
-                x = torch.empty(shape, dtype=dtype, device=parameter.device if is_like else "cpu")
-                state[full] = x
-                optimizer.state[parameter][full.removeprefix(prefix)] = x
+                device = parameter.device if shape else "cpu"
+                state[full] = torch.empty(
+                    parameter.shape if shape else (), dtype=dtype, device=device
+                )
+                optimizer.state[parameter][key] = state[full]
     load_checkpoint(path, state, sharded_dim=sharded_dim, layout=layout)
 
 
 def remove_unfinished(path: str | os.PathLike[str]) -> bool:
     """Remove what a save that was interrupted has left; return whether there was any."""
     path = Path(path)
-    scratch = path.with_name(f".{path.name}.part")
-    found = scratch.exists()
-    if found:
+    staging = re.compile(re.escape(path.name) + r"\.tmp-[0-9a-f]{32}")
+    removed = remove_leftovers(path.parent.resolve(), staging.fullmatch)
+    scratch = path.with_name(f".{path.name}.part")  # of version 0.1.0
+    if scratch.exists():
         shutil.rmtree(scratch)
-    return found
+        removed.append(scratch.name)
+    return bool(removed)
 
 
-class _Part(NamedTuple):
-    """What a rank has of a tensor, and the dimension along which it is cut, if it is."""
-
-    name: str
-    shape: list[int]
-    dtype: str
-    dim: int | None
-
-
-def _make_index(every: list[list[_Part]], layout: PipelineLayout) -> dict[str, dict[str, Any]]:
-    """What is in the checkpoint and who writes it: of copies the lowest rank."""
-    holders: dict[str, dict[int, tuple[int, Any]]] = {}
-    for rank, entries in enumerate(every):
-        for entry in entries:
-            place = 0 if entry[3] is None else layout.tp_rank_of(rank)
-            ranks = 1 if entry[3] is None else layout.tp_sizes[layout.stage_of(rank)]
-            holders.setdefault(entry[0], {}).setdefault(place, (rank, (ranks, *entry[1:])))
-    index = {}
-    for name, parts in sorted(holders.items()):
-        ranks, shape, dtype, dim = parts[min(parts)][1]
-        if sorted(parts) != list(range(ranks)):
-            raise CheckpointError(f"{name}: parts {sorted(parts)} must be all of 0..{ranks - 1}")
-        shape, start, listed = list(shape), 0, []
-        for place in range(ranks):
-            rank, (_, local, other_dtype, other_dim) = parts[place]
-            if (other_dtype, other_dim) != (dtype, dim) or _rest(local, dim) != _rest(shape, dim):
-                raise CheckpointError(
-                    f"{name}: part {place} ({other_dtype}{local}, cut along {other_dim}) must fit "
-                    f"part 0 ({dtype}{shape}, cut along {dim})"
-                )
-            length = local[dim] if dim is not None else 0
-            listed.append({"file": f"rank{rank}.pt", "start": start, "stop": start + length})
-            start += length
-        if dim is not None:
-            shape[dim] = start
-        index[name] = {"shape": shape, "dtype": dtype, "dim": dim, "parts": listed}
-    return index
+def _part(
+    name: str,
+    x: Tensor,
+    dim: int | None,
+    *,
+    layout: PipelineLayout,
+    every: list[dict[str, int]],
+) -> Part:
+    """What this rank has of a tensor, from the lengths of the parts of all ranks of its stage."""
+    shape, offset = list(x.shape), [0] * x.ndim
+    if dim is not None:
+        me = dist.get_rank()
+        stage, place = layout.stage_of(me), layout.tp_rank_of(me)
+        lengths = {
+            layout.tp_rank_of(rank): theirs[name]
+            for rank, theirs in enumerate(every)
+            if name in theirs and layout.stage_of(rank) == stage
+        }
+        ranks = layout.tp_sizes[stage]
+        if sorted(lengths) != list(range(ranks)):
+            raise CheckpointError(f"{name}: parts {sorted(lengths)} must be all of 0..{ranks - 1}")
+        shape[dim] = sum(lengths.values())
+        offset[dim] = sum(lengths[other] for other in range(place))
+    return Part(x, tuple(shape), tuple(offset))
 
 
-def _rest(shape: list[int], dim: int | None) -> list[int]:
-    """What all parts of a tensor have in common."""
-    return shape if dim is None else shape[:dim] + shape[dim + 1 :]
+def _shown(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,76 +1,93 @@
-"""Read parts of the tensors of a checkpoint, however they were cut when it was written."""
+"""What a checkpoint has, whichever version wrote it, and reading parts of it."""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-INDEX = "index.json"
-FORMAT = 1
+from hp_platform.store import Box, Checkpoint, CheckpointError, Part, decode_extra
+from hp_platform.store.manifest import DTYPES, MANIFEST
+
+_OLD_INDEX, _OLD_FORMAT = "index.json", 1
 
 
-class CheckpointError(ValueError):
-    """A checkpoint cannot be written, or does not have what is asked of it."""
+class Saved(NamedTuple):
+    """A checkpoint.
+
+    Attributes:
+        tensors: Dtype and shape of each, by name.
+        extra: What was saved beside them.
+        fill: Reads parts of tensors, by name, in place.
+    """
+
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    extra: dict[str, Any]
+    fill: Callable[[Mapping[str, Part]], None]
 
 
-class Reader:
-    """Reads parts of tensors; opens each file once, and maps it instead of reading it whole."""
+def open_saved(path: Path) -> Saved:
+    """Read what a checkpoint says of itself.
 
-    def __init__(self, path: Path) -> None:
-        """Read the index.
+    Raises:
+        CheckpointError: If there is none, or it is damaged or of another format.
+    """
+    if not os.path.lexists(path / MANIFEST):
+        return _open_old(path)
+    checkpoint = Checkpoint.open(path.resolve())
+    tensors = {
+        name: (DTYPES[tensor.dtype], tensor.shape)
+        for name, tensor in checkpoint.manifest.tensors.items()
+    }
 
-        Raises:
-            CheckpointError: If there is none, or it is of another format.
-        """
-        try:
-            content = json.loads((path / INDEX).read_text())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"path ({path}) must be a complete checkpoint: {error}"
-            ) from error
-        if content.get("format") != FORMAT:
-            raise CheckpointError(f"{path}: format ({content.get('format')}) must be {FORMAT}")
-        self.index: dict[str, dict[str, Any]] = content["tensors"]
-        self.extra: dict[str, Any] = content["extra"]
-        self._path = path
-        self._files: dict[str, dict[str, Tensor]] = {}
+    def fill(parts: Mapping[str, Part]) -> None:
+        checkpoint.verify(parts.keys())  # before any of them is changed
+        checkpoint.fill(parts)
 
-    def fill(
-        self, x: Tensor, name: str, *, dim: int | None, wanted: tuple[int, int] | None
-    ) -> None:
-        """Copy a tensor, or the range `wanted` along `dim`, into `x`."""
-        entry = self.index[name]
-        saved = entry["dim"]
-        for part in entry["parts"]:
-            piece, target = self._open(part["file"])[name], x
-            if saved is None:
-                if dim is not None and wanted is not None:
-                    piece = piece.narrow(dim, wanted[0], wanted[1] - wanted[0])
-                target.copy_(piece)
-                continue
-            start, stop = part["start"], part["stop"]
-            if dim is None or wanted is None:
-                target = x.narrow(saved, start, stop - start)
-            elif dim == saved:
-                first, last = max(start, wanted[0]), min(stop, wanted[1])
-                if first >= last:
-                    continue
-                piece = piece.narrow(dim, first - start, last - first)
-                target = x.narrow(dim, first - wanted[0], last - first)
-            else:
-                piece = piece.narrow(dim, wanted[0], wanted[1] - wanted[0])
-                target = x.narrow(saved, start, stop - start)
-            target.copy_(piece)
+    return Saved(tensors, decode_extra(checkpoint.manifest.extra), fill)
 
-    def _open(self, file: str) -> dict[str, Tensor]:
-        if file not in self._files:
+
+def _open_old(path: Path) -> Saved:
+    """What version 0.1.0 wrote: an index, and a file of torch for each rank, without hashes."""
+    try:
+        content = json.loads((path / _OLD_INDEX).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"path ({path}) must be a complete checkpoint: {error}") from error
+    if content.get("format") != _OLD_FORMAT:
+        raise CheckpointError(f"{path}: format ({content.get('format')}) must be {_OLD_FORMAT}")
+    index: dict[str, dict[str, Any]] = content["tensors"]
+    files: dict[str, dict[str, Tensor]] = {}
+
+    def opened(file: str) -> dict[str, Tensor]:
+        if file not in files:
             try:
-                loaded = torch.load(self._path / file, mmap=True, weights_only=True)
+                files[file] = torch.load(path / file, mmap=True, weights_only=True)
             except (OSError, RuntimeError) as error:
-                raise CheckpointError(f"{self._path / file} must be readable: {error}") from error
-            self._files[file] = loaded
-        return self._files[file]
+                raise CheckpointError(f"{path / file} must be readable: {error}") from error
+        return files[file]
+
+    def fill(parts: Mapping[str, Part]) -> None:
+        for name, part in parts.items():
+            for saved in index[name]["parts"]:
+                box = _old_box(index[name], saved)
+                if both := part.box.overlap(box):
+                    values = opened(saved["file"])[name]
+                    part.local[both.within(part.box)] = values[both.within(box)]
+
+    tensors = {
+        name: (getattr(torch, entry["dtype"]), tuple(entry["shape"]))
+        for name, entry in index.items()
+    }
+    return Saved(tensors, content["extra"], fill)
+
+
+def _old_box(entry: Mapping[str, Any], saved: Mapping[str, Any]) -> Box:
+    sizes, offsets, dim = list(entry["shape"]), [0] * len(entry["shape"]), entry["dim"]
+    if dim is not None:
+        offsets[dim], sizes[dim] = saved["start"], saved["stop"] - saved["start"]
+    return Box(tuple(offsets), tuple(sizes))

@@ -165,11 +165,7 @@ def _slice_of(key: str, tensor: Tensor, piece: Piece) -> Tensor:
     if tuple(tensor.shape) != piece.shape:
         raise ValueError(f"shape of {key} {tuple(tensor.shape)} must equal {piece.shape}")
     part = StackedPart.of(tensor)
-    index = tuple(
-        slice(s.start - offset, s.stop - offset)
-        for s, offset in zip(piece.where, part.offset, strict=True)
-    )
-    return part.local[index]
+    return part.local[piece.box.within(part.box)]
 
 
 def _as(local: Tensor, like: Tensor) -> Tensor:

@@ -3,12 +3,12 @@
 Shape symbols: E experts, R rows (out), C columns (in).
 """
 
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,17 +17,20 @@ from torch.distributed import ProcessGroup
 from hp_expert.checkpoint.names import BIASES, PROJECTIONS, ExpertNames
 from hp_expert.checkpoint.parts import StackedPart, keys_of, pieces, stacked_parts
 from hp_platform import agree
+from hp_platform.store import Box, Checkpoint
+from hp_platform.store.manifest import MANIFEST
+from hp_platform.store.safetensors import FileTensor, opened_tensors
 
 _DTYPES = ("F64", "F32", "BF16", "F16")
 _SHOWN = 3
 
 
 class _Read(NamedTuple):
-    """One slice of a file and where it goes."""
+    """One box of a tensor of a file, and where it goes."""
 
     destination: Tensor
     key: str
-    where: tuple[slice, ...]
+    box: Box
 
 
 def load_experts(
@@ -53,27 +56,29 @@ def load_experts(
 
     Raises:
         ValueError: On every rank and before any parameter is changed: if an expert is missing, too
-            many or of another shape or kind; the message names it.
+            many or of another shape or kind, or, in a directory with a manifest of hashes, not what
+            was saved; the message names it.
         hp_platform.PeerError: If that, or reading, failed on another rank.
-        ImportError: If safetensors is not installed.
     """
     names = names or ExpertNames()
     with ExitStack() as stack:
-        reads: list[tuple[Any, _Read]] = []
+        found: dict[str, FileTensor] = {}
+        reads: list[_Read] = []
         error: Exception | None = None
         try:
             parts = stacked_parts(target) if isinstance(target, nn.Module) else dict(target)
-            found = _open(_paths(files), stack)
-            reads = [(found[read.key], read) for read in _plan(parts, found, names)]
+            found = stack.enter_context(opened_tensors(_paths(files)))
+            reads = _plan(parts, found, names)
+            if isinstance(files, str | Path) and os.path.lexists(Path(files, MANIFEST)):
+                Checkpoint.open(Path(files).resolve()).verify({read.key for read in reads})
         except Exception as raised:  # noqa: BLE001 - told to all ranks, then raised
             error = raised
         agree_or_raise(error, group, "experts are loaded")
         error = None
         try:
             with torch.no_grad():
-                for file, read in reads:
-                    values: Tensor = file.get_slice(read.key)[read.where]
-                    read.destination.copy_(values.view(read.destination.shape))
+                for destination, key, box in reads:
+                    destination.copy_(found[key].read(box).view(destination.shape))
         except Exception as raised:  # noqa: BLE001 - told to all ranks, then raised
             error = raised
         agree_or_raise(error, group, "loaded experts are used")
@@ -87,16 +92,6 @@ def agree_or_raise(error: Exception | None, group: ProcessGroup | None, where: s
         raise error
 
 
-def safetensors() -> Any:
-    """Import safetensors, which is optional."""
-    try:
-        return import_module("safetensors")
-    except ImportError:
-        raise ImportError(
-            "checkpoints need safetensors: pip install 'hp-expert[checkpoint]'"
-        ) from None
-
-
 def _paths(files: str | Path | Iterable[str | Path]) -> list[Path]:
     if not isinstance(files, str | Path):
         return [Path(file) for file in files]
@@ -106,18 +101,8 @@ def _paths(files: str | Path | Iterable[str | Path]) -> list[Path]:
     return found
 
 
-def _open(paths: Iterable[Path], stack: ExitStack) -> dict[str, Any]:
-    """Open files, of which only the headers are read; return the file of each key."""
-    safe_open: Callable[..., Any] = safetensors().safe_open
-    found: dict[str, Any] = {}
-    for path in paths:
-        file = stack.enter_context(safe_open(path, framework="pt"))
-        found |= dict.fromkeys(file.keys(), file)
-    return found
-
-
 def _plan(
-    parts: Mapping[str, StackedPart], found: Mapping[str, Any], names: ExpertNames
+    parts: Mapping[str, StackedPart], found: Mapping[str, FileTensor], names: ExpertNames
 ) -> list[_Read]:
     """Check everything and return what this rank reads."""
     reads: list[_Read] = []
@@ -139,7 +124,7 @@ def _plan(
                 _Read(
                     p.destination,
                     names.expert_key(path, p.expert, p.projection, bias=bias),
-                    p.where,
+                    p.box,
                 )
                 for p in pieces(stacked, part)
             ]
@@ -158,32 +143,27 @@ def _whole_shape(stacked: str, part: StackedPart) -> tuple[int, ...]:
 def _stacked_reads(key: str, stacked: str, part: StackedPart) -> Iterator[_Read]:
     """Read from a tensor that has all experts, gate rows before up rows."""
     for piece in pieces(stacked, part):
-        rows, *columns = piece.where
+        (first_row, *columns), sizes = piece.box
         shift = piece.shape[0] if piece.projection == "up" else 0
-        where = (
-            slice(piece.expert, piece.expert + 1),
-            slice(rows.start + shift, rows.stop + shift),
-            *columns,
-        )
-        yield _Read(piece.destination, key, where)
+        box = Box((piece.expert, first_row + shift, *columns), (1, *sizes))
+        yield _Read(piece.destination, key, box)
 
 
-def _require_wanted(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, Any]) -> None:
+def _require_wanted(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, FileTensor]) -> None:
     missing = [key for key in wanted if key not in found]
     if missing:
         raise ValueError(f"files must contain {_listed(missing)}")
     for key, shape in wanted.items():
-        header = found[key].get_slice(key)
-        if tuple(header.get_shape()) != shape:
-            raise ValueError(f"shape of {key} {tuple(header.get_shape())} must equal {shape}")
-        if header.get_dtype() not in _DTYPES:
-            raise ValueError(f"dtype of {key} ({header.get_dtype()}) must be one of {_DTYPES}")
+        if found[key].shape != shape:
+            raise ValueError(f"shape of {key} {found[key].shape} must equal {shape}")
+        if found[key].dtype not in _DTYPES:
+            raise ValueError(f"dtype of {key} ({found[key].dtype}) must be one of {_DTYPES}")
 
 
 def _require_no_others(
     parts: Mapping[str, StackedPart],
     wanted: Mapping[str, tuple[int, ...]],
-    found: Mapping[str, Any],
+    found: Mapping[str, FileTensor],
     names: ExpertNames,
 ) -> None:
     """Refuse experts, and tensors of experts, that the modules do not have."""

@@ -4,17 +4,16 @@ Shape symbols: E experts, R rows (out), C columns (in).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hp_expert.checkpoint.names import BIASES, PROJECTIONS, ExpertNames, Projection
+from hp_platform.store import Box, Part
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StackedPart:
+class StackedPart(Part):
     """What one rank has of a stacked tensor: a box of it.
 
     Attributes:
@@ -24,21 +23,10 @@ class StackedPart:
         offset: Where the part begins in the whole.
     """
 
-    local: Tensor
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        """Refuse a part that is not inside the whole."""
-        ends = [o + n for o, n in zip(self.offset, self.local.shape, strict=True)]
-        if any(end > n for end, n in zip(ends, self.shape, strict=True)):
-            raise ValueError(
-                f"offset {self.offset} + local {tuple(self.local.shape)} must be inside shape "
-                f"{self.shape}"
-            )
+    __slots__ = ()
 
     @classmethod
-    def of(cls, tensor: Tensor, *, num_experts: int = 0, first_expert: int = 0) -> "StackedPart":
+    def of(cls, tensor: Tensor, *, num_experts: int = 0, first_expert: int = 0) -> Self:
         """Return what is here of a tensor.
 
         Args:
@@ -46,12 +34,11 @@ class StackedPart:
             num_experts: E, for a plain tensor; 0: all are here.
             first_expert: Index of the first one of a plain tensor.
         """
-        if not isinstance(tensor, DTensor):
-            whole = (num_experts or tensor.shape[0], *tensor.shape[1:])
-            offset = (first_expert, *(0 for _ in tensor.shape[1:]))
-            return cls(tensor.detach(), whole, offset)
-        [chunk] = tensor.__create_chunk_list__()
-        return cls(tensor.to_local().detach(), tuple(tensor.shape), tuple(chunk.offsets))
+        part = super().of(tensor)
+        if isinstance(tensor, DTensor):
+            return part
+        E, *rest = part.shape
+        return cls(part.local, (num_experts or E, *rest), (first_expert, *part.offset[1:]))
 
 
 class Piece(NamedTuple):
@@ -62,14 +49,14 @@ class Piece(NamedTuple):
         expert: Its index among all experts.
         projection: Which one.
         shape: Of the whole projection, [R, C] or [R].
-        where: Where the piece is in it.
+        box: Where the piece is in it.
     """
 
     destination: Tensor
     expert: int
     projection: Projection
     shape: tuple[int, ...]
-    where: tuple[slice, ...]
+    box: Box
 
 
 def pieces(name: str, part: StackedPart) -> Iterator[Piece]:
@@ -82,7 +69,7 @@ def pieces(name: str, part: StackedPart) -> Iterator[Piece]:
     projections = PROJECTIONS[name]
     rows = part.shape[1] // len(projections)
     first_row, last_row = part.offset[1], part.offset[1] + part.local.shape[1]
-    columns = [slice(o, o + n) for o, n in zip(part.offset[2:], part.local.shape[2:], strict=True)]
+    offsets, sizes = part.offset[2:], tuple(part.local.shape[2:])
     for local_expert in range(part.local.shape[0]):
         for number, projection in enumerate(projections):
             begin = max(first_row, number * rows)
@@ -94,7 +81,7 @@ def pieces(name: str, part: StackedPart) -> Iterator[Piece]:
                 part.offset[0] + local_expert,
                 projection,
                 (rows, *part.shape[2:]),
-                (slice(begin - number * rows, end - number * rows), *columns),
+                Box((begin - number * rows, *offsets), (end - begin, *sizes)),
             )
 
 

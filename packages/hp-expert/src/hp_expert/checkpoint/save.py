@@ -1,21 +1,23 @@
 """Writing each rank's experts to safetensors files, as Hugging Face's tools read them."""
 
-import json
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
-from typing import Any
+from uuid import uuid4
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from hp_expert.checkpoint.convert import to_hf
-from hp_expert.checkpoint.load import agree_or_raise, safetensors
+from hp_expert.checkpoint.load import agree_or_raise
 from hp_expert.checkpoint.names import ExpertNames
 from hp_expert.checkpoint.parts import StackedPart, find_experts
-
-INDEX = "model.safetensors.index.json"
+from hp_platform.store import Part, Source
+from hp_platform.store.files import created, write
+from hp_platform.store.manifest import DIGEST, MANIFEST, NAME_OF, Manifest
+from hp_platform.store.safetensors import INDEX, index_of
+from hp_platform.store.save import Written, finish, write_file
+from hp_platform.store.together import on_rank_zero
 
 
 def save_experts(
@@ -30,7 +32,8 @@ def save_experts(
     """Write a checkpoint, each rank its experts: a file for each layer and rank, and the index.
 
     Experts are not gathered; only where other dims are sharded as well, those of one layer and rank
-    are. The index is written last: without it, the files are no checkpoint.
+    are. Beside them is a manifest of their hashes, by which all are read back. The index is written
+    last: without it, the files are no checkpoint.
 
     Args:
         module: With the experts.
@@ -46,13 +49,14 @@ def save_experts(
     Raises:
         ValueError: If there are safetensors files, or the experts cannot be told apart.
         hp_platform.PeerError: If something failed on another rank.
-        ImportError: If safetensors is not installed.
     """
-    names, directory = names or ExpertNames(), Path(directory)
+    names, directory = names or ExpertNames(), Path(directory).resolve()
     is_first = group is None or group.rank() == 0
     unfit = _unfit(module, directory, names, is_first=is_first)
     agree_or_raise(unfit, group, "experts are saved")
+    head = on_rank_zero(lambda: uuid4().hex, of=str, group=group), 0
     error: Exception | None = None
+    written: list[Written] = []
     for layer, (path, experts, stacked) in enumerate(find_experts(module)):
         own = {
             f"{path}.{name}" if path else name: experts.get_parameter(name).detach()
@@ -61,16 +65,25 @@ def save_experts(
         first = _first_expert(experts, stacked)
         try:
             mine = _gathered(to_hf(own, names, first_expert=first))
+            if writes and error is None and _is_first_of_replicas(experts, stacked):
+                file = directory / f"experts-{layer:05d}-{first:05d}.safetensors"
+                written.append(_write(mine, file, head))
         except ValueError as raised:  # of the sharding: the same on every rank
             error = error or raised
-            continue
-        if writes and error is None and _is_first_of_replicas(experts, stacked):
-            error = _write(mine, directory / f"experts-{layer:05d}-{first:05d}.safetensors")
-    if is_first and error is None:
-        renamed = {names.file_key(key): tensor for key, tensor in (others or {}).items()}
-        error = _write(renamed, directory / "model-others.safetensors")
-    agree_or_raise(error, group, "the index of saved experts is written")
-    agree_or_raise(_write_index(directory) if is_first else None, group, "saved experts are used")
+    try:
+        if is_first and error is None and others:
+            renamed = {names.file_key(key): tensor for key, tensor in others.items()}
+            written.append(_write(renamed, directory / "model-others.safetensors", head))
+    except ValueError as raised:
+        error = raised
+    agree_or_raise(error, group, "the manifest of saved experts is written")
+    manifest = finish(directory, written, head=head, group=group)
+    try:
+        if is_first:
+            _write_index(directory, manifest)
+    except OSError as raised:
+        error = raised
+    agree_or_raise(error, group, "saved experts are used")
 
 
 def _unfit(
@@ -78,7 +91,6 @@ def _unfit(
 ) -> Exception | None:
     """Return why nothing can be saved, if so; the first rank makes the directory."""
     try:
-        safetensors()
         if names.is_stacked:
             return ValueError("names must not be stacked: ranks cannot write one tensor together")
         list(find_experts(module))
@@ -86,6 +98,8 @@ def _unfit(
             directory.mkdir(parents=True, exist_ok=True)
             if any(directory.glob("*.safetensors")):
                 return ValueError(f"directory ({directory}) must have no safetensors files")
+            for name in (INDEX, MANIFEST, DIGEST):
+                (directory / name).unlink(missing_ok=True)
     except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
         return error
     return None
@@ -113,42 +127,26 @@ def _gathered(single: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {k: t.full_tensor() if isinstance(t, DTensor) else t for k, t in single.items()}
 
 
-def _write(tensors: Mapping[str, Tensor], path: Path) -> Exception | None:
-    """Write a file, if there is anything to write; return what went wrong."""
-    save_file: Any = import_module("safetensors.torch").save_file
-    try:
-        if tensors:
-            save_file(_apart(tensors), path, metadata={"format": "pt"})
-    except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
-        return error
-    return None
-
-
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Give each tensor memory of its own, which tied ones (embedding and head) do not have."""
-    seen: set[int] = set()  # where tensors begin: single experts are views of one memory as well
-    found: dict[str, Tensor] = {}
+def _write(tensors: Mapping[str, Tensor], path: Path, head: tuple[str, int]) -> Written:
+    """Write whole tensors to a file."""
+    chosen = []
     for key, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             raise ValueError(f"{key} must be a whole tensor, such as that of full_tensor()")  # noqa: TRY004  # of the call, not of a type
-        is_tied = tensor.data_ptr() in seen
-        seen.add(tensor.data_ptr())
-        found[key] = tensor.detach().clone() if is_tied else tensor.detach().contiguous()
-    return found
+        if tensor.dtype not in NAME_OF:
+            raise ValueError(f"dtype of {key} ({tensor.dtype}) must be one of {[*NAME_OF]}")
+        part = Part.of(tensor)
+        chosen.append((key, part.box, Source.of(part)))
+    return write_file(path, chosen, head=head)
 
 
-def _write_index(directory: Path) -> Exception | None:
-    """Write which file has which tensor, from the headers of the files."""
-    safe_open: Any = safetensors().safe_open
-    file_of: dict[str, str] = {}
-    num_bytes = 0
-    try:
-        for path in sorted(directory.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                file_of |= dict.fromkeys(file.keys(), path.name)
-                num_bytes += path.stat().st_size
-        index = {"metadata": {"total_size": num_bytes}, "weight_map": file_of}
-        (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
-        return error
-    return None
+def _write_index(directory: Path, manifest: Manifest) -> None:
+    """Write which file has which tensor."""
+    files = {
+        entry.tensor: manifest.files[entry.chunk.file].name
+        for of_file in manifest.entries
+        for entry in of_file
+    }
+    num_bytes = sum(entry.nbytes for of_file in manifest.entries for entry in of_file)
+    with created(directory / INDEX) as descriptor:
+        write(descriptor, memoryview(index_of(files, num_bytes)))

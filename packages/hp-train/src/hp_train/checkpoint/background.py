@@ -17,14 +17,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from hp_platform import Event
-from hp_train.checkpoint.directory import purge
-from hp_train.checkpoint.extra import encode_extra
-from hp_train.checkpoint.planners import CopiesSavePlanner
-from hp_train.checkpoint.save import check_arguments, write_checkpoint
-from hp_train.checkpoint.together import OnProgress, agree_all, silent
-from hp_train.checkpoint.writer import ManifestWriter
-from hp_train.errors import CheckpointError
+from hp_platform import Event, store
+from hp_platform.store.together import agree_all, silent
+from hp_train.checkpoint.directory import purge, with_exit_code
+from hp_train.checkpoint.save import check_arguments, save_step
 
 _LOOK_SECONDS = 0.05
 
@@ -85,12 +81,12 @@ class BackgroundSaver:
         if self._thread is not None:
             raise RuntimeError("a save must be finished before another one is started")
         check_arguments(step=step, keep=self._keep, keep_every=self._keep_every)
-        text = encode_extra(extra)
+        text = store.encode_extra(extra)
         copied, error = [], None
         try:
             copied = self._copy(tensors)
         except (RuntimeError, MemoryError) as raised:  # of memory, on this rank alone
-            error = CheckpointError(f"cannot copy the state to host memory: {raised}")
+            error = store.CheckpointError(f"cannot copy the state to host memory: {raised}")
         # Planned by shapes and placements alone, which no step changes.
         named = dict(tensors)
 
@@ -108,7 +104,8 @@ class BackgroundSaver:
         self._thread = threading.Thread(target=work, name=f"save step {step}", daemon=True)
         self._thread.start()
 
-    def finish(self, *, on_progress: OnProgress = silent) -> Path:
+    @with_exit_code()
+    def finish(self, *, on_progress: store.OnProgress = silent) -> Path:
         """Wait until the save under way has ended.
 
         Args:
@@ -137,11 +134,14 @@ class BackgroundSaver:
         return self._path
 
     def _write(self, step: int, tensors: Mapping[str, Tensor], extra: bytes) -> Path:
-        writer = ManifestWriter(
-            self._directory, step=step, extra=extra, on_progress=self._note_progress
+        path = save_step(
+            self._directory,
+            lambda: store.sources_of(tensors, self._copies),
+            step=step,
+            extra=extra,
+            group=self._group,
+            on_progress=self._note_progress,
         )
-        planner = CopiesSavePlanner(self._copies)
-        path = write_checkpoint(writer, planner, tensors, step=step, group=self._group)
         if self._group.rank() == 0:
             purge(path, keep=self._keep, keep_every=self._keep_every)
         return path

@@ -15,20 +15,29 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from uuid import uuid4
 
-from hp_train.drafts import names_in, try_lock
+from hp_platform import store
+from hp_platform.store import files
+from hp_platform.store.files import names_in, opened_parent, rename, staging_name
 from hp_train.errors import CheckpointError
-from hp_train.folder import DamageError, open_directory
 
 _COMPLETE = re.compile(r"\Astep-([0-9]{8,16})(?:\.([0-9]{1,6}))?\Z")
 _STAGING = re.compile(r"\Astep-[0-9.]+\.tmp-[0-9a-f]{32}\Z")
 _BAD = re.compile(r"\Astep-[0-9.]+\.bad(-[0-9]+)?\Z")
 
 _log = logging.getLogger(__name__)
+
+
+@contextmanager
+def with_exit_code() -> Iterator[None]:
+    """Turn an error of the store into the one that tells a shell what went wrong."""
+    try:
+        yield
+    except store.CheckpointError as error:
+        raise CheckpointError(str(error)) from error.__cause__
 
 
 def step_name(step: int, attempt: int = 0) -> str:
@@ -71,59 +80,35 @@ def bad_checkpoints(directory: Path) -> list[Path]:
     return [directory / name for name in sorted(_names(directory)) if _BAD.match(name)]
 
 
-def create_staging(directory: Path, step: int) -> tuple[Path, int]:
-    """Make the directory a checkpoint is written to.
-
-    Returns:
-        Its path, and a descriptor that keeps it from being taken for a leftover until it is closed.
-    """
-    with suppress(FileExistsError):
-        directory.mkdir()
-    path = _new_staging_name(directory / step_name(step))
-    with _opened(directory) as parent:
-        os.mkdir(path.name, dir_fd=parent)
-        lock = open_directory(path.name, parent)
-    # Where the file system has no locks, a second run in the same directory takes what this one is
-    # writing for a leftover, and this one's save fails.
-    try_lock(lock)
-    return path, lock
-
-
 def commit(staging: Path, step: int) -> Path:
     """Give a written directory its final name and put that on the disk; returns the path.
 
     A checkpoint that has the name already is not replaced: the new one gets the next number.
     """
-    with _opened(staging.parent) as directory:
-        taken = names_in(directory)
-        name = next(name for n in count() if (name := step_name(step, n)) not in taken)
-        os.rename(staging.name, name, src_dir_fd=directory, dst_dir_fd=directory)
-        os.fsync(directory)
-    return staging.with_name(name)
+
+    def free(taken: set[str]) -> str:
+        return next(name for n in count() if (name := step_name(step, n)) not in taken)
+
+    return rename(staging, free)
 
 
 def remove_leftovers(directory: Path) -> None:
     """Remove what runs that died while saving or purging left behind."""
-    if not os.path.lexists(directory):
-        return
-    with _opened(directory) as parent:
-        for name in filter(_STAGING.match, names_in(parent)):
-            if not _is_locked(name, parent):
-                shutil.rmtree(name, ignore_errors=True, dir_fd=parent)  # follows no link
+    files.remove_leftovers(directory, _STAGING.match)
 
 
 def quarantine(path: Path) -> Path:
     """Set a damaged checkpoint aside; returns its new path, the old one if it cannot be renamed."""
+
+    def free(taken: set[str]) -> str:
+        names = (f"{path.name}.bad" + (f"-{n}" if n else "") for n in count())
+        return next(name for name in names if name not in taken)
+
     try:
-        with _opened(path.parent) as directory:
-            taken = names_in(directory)
-            names = (f"{path.name}.bad" + (f"-{n}" if n else "") for n in count())
-            name = next(name for name in names if name not in taken)
-            os.rename(path.name, name, src_dir_fd=directory, dst_dir_fd=directory)
+        return rename(path, free)
     except OSError as error:
         _log.warning("cannot rename damaged checkpoint %s: %s", path, error.strerror)
         return path
-    return path.with_name(name)
 
 
 def purge(newest: Path, *, keep: int, keep_every: int = 0) -> None:
@@ -158,49 +143,18 @@ def purge(newest: Path, *, keep: int, keep_every: int = 0) -> None:
 
 def _remove(path: Path) -> None:
     """Rename first, so that a kill in between leaves no half checkpoint under a good name."""
-    name = _new_staging_name(path).name
+    name = staging_name(path.name)
     try:
-        with _opened(path.parent) as directory:
+        with opened_parent(path.parent) as directory:
             os.rename(path.name, name, src_dir_fd=directory, dst_dir_fd=directory)
             shutil.rmtree(name, ignore_errors=True, dir_fd=directory)
     except OSError as error:
         _log.warning("cannot remove old checkpoint %s: %s", path, error.strerror)
 
 
-def _new_staging_name(path: Path) -> Path:
-    return path.with_name(f"{path.name}.tmp-{uuid4().hex}")
-
-
+@with_exit_code()
 def _names(directory: Path) -> list[str]:
     if not os.path.lexists(directory):
         return []
-    with _opened(directory) as descriptor:
+    with opened_parent(directory) as descriptor:
         return names_in(descriptor)
-
-
-@contextmanager
-def _opened(directory: Path) -> Iterator[int]:
-    """Descriptor of the directory of checkpoints.
-
-    Raises:
-        CheckpointError: If it is a symbolic link or no directory.
-    """
-    try:
-        descriptor = open_directory(directory)
-    except DamageError as damage:
-        raise CheckpointError(f"{directory}: {damage}") from None
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _is_locked(name: str, parent: int) -> bool:
-    try:
-        descriptor = open_directory(name, parent)
-    except (OSError, DamageError):
-        return False
-    try:
-        return not try_lock(descriptor)
-    finally:
-        os.close(descriptor)

@@ -5,30 +5,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hp_platform import store
+from hp_platform.store import load
+from hp_platform.store.files import DamageError
+from hp_platform.store.manifest import Manifest, decode, encode
+from hp_platform.store.together import on_rank_zero, silent, verify_together
 from hp_train.checkpoint.directory import (
     bad_checkpoints,
     complete_checkpoints,
     quarantine,
     remove_leftovers,
+    with_exit_code,
 )
-from hp_train.checkpoint.extra import decode_extra
-from hp_train.checkpoint.manifest import Manifest, decode, encode
-from hp_train.checkpoint.planned import load_planned
-from hp_train.checkpoint.planners import StrictLoadPlanner
-from hp_train.checkpoint.reader import ManifestReader
-from hp_train.checkpoint.together import (
-    OnProgress,
-    on_rank_zero,
-    silent,
-    verify_together,
-)
-from hp_train.checkpoint.verify import read_manifest
+from hp_train.checkpoint.verify import manifest_of_step
 from hp_train.errors import CheckpointError
-from hp_train.folder import DamageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +42,13 @@ class Loaded:
     skipped: list[tuple[Path, str]]
 
 
+@with_exit_code()
 def load_latest(
     directory: Path,
     *,
     tensors: Mapping[str, Tensor],
     group: ProcessGroup,
-    on_progress: OnProgress = silent,
+    on_progress: store.OnProgress = silent,
 ) -> Loaded | None:
     """Load the newest good checkpoint into tensors. Every rank of `group` calls.
 
@@ -90,8 +84,9 @@ def load_latest(
             manifest = decode(text.encode())
             damage = verify_together(path, manifest, group=group, on_progress=on_progress)
             if not damage:
-                _copy(path, manifest, tensors, group, on_progress)
-                return Loaded(manifest.step, decode_extra(bytes(manifest.extra)), path, skipped)
+                _fill(path, manifest, tensors, group, on_progress)
+                extra = store.decode_extra(manifest.extra)
+                return Loaded(manifest.step, extra, path, skipped)
         aside = on_rank_zero(lambda: str(quarantine(path)), of=str, group=group)  # noqa: B023
         skipped.append((Path(aside), damage))
     if skipped:
@@ -115,22 +110,20 @@ def _scan(directory: Path) -> list[str]:
 
 def _manifest_or_damage(path: Path) -> tuple[str, str]:
     try:
-        return encode(read_manifest(path)).decode(), ""
+        return encode(manifest_of_step(path)).decode(), ""
     except DamageError as damage:
         return "", str(damage)
 
 
-def _copy(
+def _fill(
     path: Path,
     manifest: Manifest,
     tensors: Mapping[str, Tensor],
     group: ProcessGroup,
-    on_progress: OnProgress,
+    on_progress: store.OnProgress,
 ) -> None:
-    reader = ManifestReader(path, manifest, on_progress=on_progress)
-    planner = StrictLoadPlanner()
+    checkpoint = store.Checkpoint(path, manifest, on_read=lambda: on_progress("read"))
     try:
-        with torch.no_grad():
-            load_planned(tensors, reader, planner, group=group)
-    except CheckpointError as error:
+        load(checkpoint, tensors, group=group)
+    except store.CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error.__cause__

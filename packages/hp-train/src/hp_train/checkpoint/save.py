@@ -1,32 +1,26 @@
-"""Saving: written beside, read back, then renamed."""
+"""Saving the state of a run after a step; what is older is removed when it is in place."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_platform import agree
-from hp_train.checkpoint.directory import commit, purge, remove_leftovers
-from hp_train.checkpoint.extra import encode_extra
-from hp_train.checkpoint.planned import save_planned
-from hp_train.checkpoint.planners import StrictSavePlanner
-from hp_train.checkpoint.together import (
-    OnProgress,
-    agree_all,
-    on_rank_zero,
-    silent,
-    verify_together,
+from hp_platform import agree, store
+from hp_platform.store import save
+from hp_platform.store.together import silent
+from hp_train.checkpoint.directory import (
+    commit,
+    purge,
+    remove_leftovers,
+    step_name,
+    with_exit_code,
 )
-from hp_train.checkpoint.verify import read_manifest
-from hp_train.checkpoint.writer import ManifestWriter
-from hp_train.errors import CheckpointError
-from hp_train.folder import DamageError
 
 
+@with_exit_code()
 def save_checkpoint(
     directory: Path,
     *,
@@ -36,7 +30,7 @@ def save_checkpoint(
     group: ProcessGroup,
     keep: int,
     keep_every: int = 0,
-    on_progress: OnProgress = silent,
+    on_progress: store.OnProgress = silent,
 ) -> Path:
     """Save tensors as `directory/step-<step>`. Every rank of `group` calls; blocking.
 
@@ -70,51 +64,63 @@ def save_checkpoint(
     text = b""
     try:
         check_arguments(step=step, keep=keep, keep_every=keep_every)
-        text = encode_extra(extra)
+        text = store.encode_extra(extra)
     except ValueError as raised:
         error = raised
     on_progress("plan", waiting=True)
     agree(error, group=group, where="saving a checkpoint")
-    writer = ManifestWriter(directory, step=step, extra=text, on_progress=on_progress)
-    path = write_checkpoint(writer, StrictSavePlanner(), tensors, step=step, group=group)
+    path = save_step(
+        directory,
+        lambda: store.sources_of(tensors),
+        step=step,
+        extra=text,
+        group=group,
+        on_progress=on_progress,
+    )
     if group.rank() == 0:
         purge(path, keep=keep, keep_every=keep_every)
     return path
 
 
-def write_checkpoint(
-    writer: ManifestWriter,
-    planner: StrictSavePlanner,
-    tensors: Mapping[str, Tensor],
+def save_step(
+    directory: Path,
+    sources: Callable[[], Mapping[str, store.Source]],
     *,
     step: int,
-    group: ProcessGroup,
+    extra: bytes,
+    group: ProcessGroup | None,
+    on_progress: store.OnProgress = silent,
 ) -> Path:
     """Write, read back and commit one checkpoint; see :func:`save_checkpoint`.
 
     Args:
-        writer: New.
-        planner: New.
-        tensors: What this rank holds, by global name.
+        directory: Of the run's checkpoints.
+        sources: Says what this rank can save, by global name.
         step: Of the training run.
-        group: CPU group.
+        extra: From `encode_extra`.
+        group: CPU group; None: this rank is alone.
+        on_progress: Told what this rank does, chunk by chunk.
 
     Returns:
         The path of the checkpoint.
 
     Raises:
-        CheckpointError: On all ranks.
+        hp_platform.store.CheckpointError: On all ranks.
         RuntimeError: If a rank is gone.
     """
-    if group.rank() == 0:
+    if group is None or group.rank() == 0:
         with contextlib.suppress(OSError):  # the save itself will say what is wrong
-            remove_leftovers(writer.directory)
-    try:
-        with torch.no_grad():
-            save_planned(tensors, writer, planner, group=group)
-        return _commit(writer, step, group)
-    finally:
-        writer.discard()
+            remove_leftovers(directory)
+    return save(
+        directory,
+        step_name(step),
+        sources,
+        commit=lambda staging: commit(staging, step),
+        group=group,
+        step=step,
+        extra=extra,
+        on_progress=on_progress,
+    )
 
 
 def check_arguments(*, step: int, keep: int, keep_every: int) -> None:
@@ -129,22 +135,3 @@ def check_arguments(*, step: int, keep: int, keep_every: int) -> None:
         raise ValueError(f"keep_every ({keep_every}) must be at least 0")
     if step < 0:
         raise ValueError(f"step ({step}) must be at least 0")
-
-
-def _commit(writer: ManifestWriter, step: int, group: ProcessGroup) -> Path:
-    """Read back what was written, then rename it."""
-    staging = writer.staging
-    if staging is None:
-        raise CheckpointError("a staging directory must exist before a checkpoint is committed")
-    error = None
-    manifest = None
-    try:
-        manifest = read_manifest(staging)
-    except (DamageError, OSError) as raised:
-        error = CheckpointError(f"{staging}: {raised}")
-    agree_all(error, group=group, where="reading a new checkpoint back")
-    if manifest is not None:
-        damage = verify_together(staging, manifest, group=group, on_progress=writer.on_progress)
-        if damage:
-            raise CheckpointError(f"{staging} was not written well: {damage}")
-    return Path(on_rank_zero(lambda: str(commit(staging, step)), of=str, group=group))

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from hp_train.atomic_write import replace_file
 from hp_train.data.corpus import printable
 from hp_train.data.tokenizer import Tokenizer
-from hp_train.drafts import replace_file
 from hp_train.errors import ConfigError, DataError
 from hp_train.folder import DamageError, opened_directory, read_whole
 

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from hp_platform import store
+from hp_platform.store.extra import MAX_EXTRA_BYTES
+from hp_platform.store.files import failed
+from hp_platform.store.manifest import DTYPES
 from hp_train import rules
-from hp_train.checkpoint.directory import commit, newest_checkpoint
-from hp_train.checkpoint.extra import MAX_EXTRA_BYTES, decode_extra, encode_extra
-from hp_train.checkpoint.planners import DTYPES
-from hp_train.checkpoint.reader import ManifestReader
-from hp_train.checkpoint.tiling import Box
-from hp_train.checkpoint.verify import failed, read_manifest, verify_checkpoint
-from hp_train.checkpoint.writer import ManifestWriter
+from hp_train.checkpoint.directory import newest_checkpoint, with_exit_code
+from hp_train.checkpoint.save import save_step
+from hp_train.checkpoint.verify import open_checkpoint
 from hp_train.config import Config
 from hp_train.dcp.metadata import StoredTensor, read_metadata
-from hp_train.dcp.planner import Source, write_sources
+from hp_train.dcp.planner import write_sources
 from hp_train.dcp.tensors import read_box
 from hp_train.errors import CheckpointError, ConfigError
 from hp_train.folder import DamageError, Folder, opened_directory, read_whole
@@ -37,6 +37,7 @@ EXTRA = "extra.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+@with_exit_code()
 def export_dcp(run: Path, folder: Path, *, step: int | None) -> int:
     """Write a checkpoint as one that `torch.distributed.checkpoint.load` reads.
 
@@ -56,36 +57,27 @@ def export_dcp(run: Path, folder: Path, *, step: int | None) -> int:
     """
     rules.require_run_directory(str(run))
     path = newest_checkpoint(run / "checkpoints", step=step)
-    try:
-        manifest = read_manifest(path)
-    except DamageError as damage:
-        raise CheckpointError(f"{path}: {damage}") from None
-    except OSError as error:
-        raise failed("read", path, error) from None
-    reader = ManifestReader(path, manifest)
-
-    def read(name: str, box: Box) -> Tensor:
-        return reader.chunk(name, box[0])
-
+    checkpoint = open_checkpoint(path)
     sources = {
-        name: Source(
-            tensor.dtype,
+        name: store.Source(
+            DTYPES[tensor.dtype],
             tensor.shape,
-            tuple((chunk.offsets, chunk.sizes) for chunk in tensor.chunks),
-            partial(read, name),
+            tuple(chunk.box for chunk in tensor.chunks),
+            partial(_chunk, checkpoint, name),
         )
-        for name, tensor in manifest.tensors.items()
+        for name, tensor in checkpoint.manifest.tensors.items()
     }
     _make_new(folder)
     try:
         write_sources(sources, FileSystemWriter(folder, single_file_per_rank=True))
-        (folder / EXTRA).write_bytes(bytes(manifest.extra))
+        (folder / EXTRA).write_bytes(checkpoint.manifest.extra)
     except OSError as error:
         raise failed("write", folder, error) from None
     sys.stdout.write(f"wrote {folder} from {path}\n")
     return 0
 
 
+@with_exit_code()
 def import_dcp(folder: Path, run: Path, *, resolved: Resolved | None, step: int | None) -> int:
     """Make a run directory that goes on from a plain checkpoint of torch.
 
@@ -120,7 +112,13 @@ def import_dcp(folder: Path, run: Path, *, resolved: Resolved | None, step: int 
     try:
         with Folder.open(run) as made:
             write_config(made, config)
-        _write(run / "checkpoints", extra, sources)
+        save_step(
+            run / "checkpoints",
+            lambda: sources,
+            step=extra["step"],
+            extra=store.encode_extra(extra),
+            group=None,
+        )
     except OSError as error:
         raise failed("write", run, error) from None
     except BaseException:
@@ -132,28 +130,21 @@ def import_dcp(folder: Path, run: Path, *, resolved: Resolved | None, step: int 
     return 0
 
 
-def _write(directory: Path, extra: Mapping[str, Any], sources: Mapping[str, Source]) -> None:
-    writer = ManifestWriter(directory, step=extra["step"], extra=encode_extra(extra))
-    try:
-        write_sources(sources, writer)
-        assert writer.staging is not None, "it has been written to"
-        verify_checkpoint(writer.staging)
-        commit(writer.staging, extra["step"])
-    finally:
-        writer.discard()
+def _chunk(checkpoint: store.Checkpoint, name: str, box: store.Box) -> Tensor:
+    return checkpoint.chunk(name, box.offsets)
 
 
-def _source(folder: Path, name: str, tensor: StoredTensor) -> Source:
-    def read(box: Box) -> Tensor:
+def _source(folder: Path, name: str, tensor: StoredTensor) -> store.Source:
+    def read(box: store.Box) -> Tensor:
         try:
             return read_box(folder, tensor.boxes[box], dtype=tensor.dtype, sizes=box[1])
         except DamageError as damage:
             raise CheckpointError(f"{folder}: tensor {name}: {damage}") from None
 
-    return Source(tensor.dtype, tensor.shape, tuple(tensor.boxes), read)
+    return store.Source(DTYPES[tensor.dtype], tensor.shape, tuple(tensor.boxes), read)
 
 
-def _new_moments(sources: Mapping[str, Source]) -> dict[str, Source]:
+def _new_moments(sources: Mapping[str, store.Source]) -> dict[str, store.Source]:
     """Zeros beside every weight: what Adam starts with."""
     moments = {}
     for name, source in sources.items():
@@ -162,12 +153,12 @@ def _new_moments(sources: Mapping[str, Source]) -> dict[str, Source]:
         zeros = partial(_zeros, source)
         for moment in _MOMENTS:
             key = f"optimizer.{moment}.{name.removeprefix('model.')}"
-            moments[key] = Source(source.dtype, source.shape, source.boxes, zeros)
+            moments[key] = store.Source(source.dtype, source.shape, source.boxes, zeros)
     return moments
 
 
-def _zeros(source: Source, box: Box) -> Tensor:
-    return torch.zeros(box[1], dtype=DTYPES[source.dtype])
+def _zeros(source: store.Source, box: store.Box) -> Tensor:
+    return torch.zeros(box[1], dtype=source.dtype)
 
 
 def _extra(folder: Path) -> dict[str, Any]:
@@ -176,7 +167,7 @@ def _extra(folder: Path) -> dict[str, Any]:
             return {}
         text = read_whole(directory, EXTRA, limit=MAX_EXTRA_BYTES)
     try:
-        return decode_extra(text)
+        return store.decode_extra(text)
     except ValueError as error:
         raise DamageError(f"{EXTRA}: {error}") from None
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hp_train.checkpoint.manifest import ITEM_BYTES, DtypeName, name_error
-from hp_train.checkpoint.planners import NAME_OF
-from hp_train.checkpoint.tiling import Box, tiling_error
+from hp_platform.store import Box, coverage_error
+from hp_platform.store.manifest import DTYPES, name_error
 from hp_train.dcp.pickled import Called, Named, read_pickle
 from hp_train.folder import DamageError, opened, opened_directory, read_whole
 
@@ -41,7 +40,7 @@ _KINDS = {
     "StorageMeta",
     "_MEM_FORMAT_ENCODING",
 }
-DTYPE_NAMES: Mapping[str, DtypeName] = {str(dtype): name for dtype, name in NAME_OF.items()}
+DTYPE_NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
 """``torch.float32`` -> ``F32``."""
 
 
@@ -67,10 +66,10 @@ class StoredTensor:
     Attributes:
         dtype: As safetensors calls it.
         shape: Of all of it.
-        boxes: That tile it, and where each is; none if it has no elements.
+        boxes: That cover it, and where each is; none if it has no elements.
     """
 
-    dtype: DtypeName
+    dtype: str
     shape: tuple[int, ...]
     boxes: Mapping[Box, Place]
 
@@ -142,17 +141,17 @@ def _tensor(
     boxes = []
     for chunk in entry["chunks"]:
         state = _state(chunk, _HERE + "ChunkStorageMetadata")
-        boxes.append((_sizes(state["offsets"]), _sizes(state["sizes"])))
+        boxes.append(Box(_sizes(state["offsets"]), _sizes(state["sizes"])))
     # torch lists a box without elements for a tensor that has none.
     boxes = [box for box in boxes if math.prod(box[1])]
-    if error := tiling_error(shape, boxes):
+    if error := coverage_error(shape, boxes):
         raise DamageError(error)
     found: dict[Box, Place] = {}
     for box in boxes:
         place = places.get((name, box[0]))
         if place is None:
             raise DamageError(f"the place of its box at {list(box[0])} is missing")
-        needed = math.prod(box[1]) * ITEM_BYTES[DTYPE_NAMES[dtype]]
+        needed = math.prod(box[1]) * DTYPES[DTYPE_NAMES[dtype]].itemsize
         if needed > place.length:
             raise DamageError(
                 f"bytes of its box at {list(box[0])} ({needed}) must fit those stored "

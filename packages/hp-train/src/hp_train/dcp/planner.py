@@ -1,8 +1,7 @@
 """A save without ranks: chunks that are made one after the other, given to a storage writer."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,26 +23,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from hp_train.checkpoint.manifest import DtypeName
-from hp_train.checkpoint.planners import DTYPES
-from hp_train.checkpoint.tiling import Box
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A tensor to be saved.
-
-    Attributes:
-        dtype: As safetensors calls it.
-        shape: Of all of it.
-        boxes: That tile it.
-        read: Makes the values of a box.
-    """
-
-    dtype: DtypeName
-    shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
-    read: Callable[[Box], Tensor]
+from hp_platform.store import Box, Source
 
 
 def write_sources(sources: Mapping[str, Source], writer: StorageWriter) -> None:
@@ -99,13 +79,13 @@ class _SourcePlanner(SavePlanner):
         """Make the values of a box."""
         data = write_item.tensor_data
         assert data is not None, "only tensors are planned"
-        box = (tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+        box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
         return self._sources[write_item.index.fqn].read(box)
 
 
 def _described(source: Source) -> TensorStorageMetadata:
     return TensorStorageMetadata(
-        TensorProperties(dtype=DTYPES[source.dtype]),
+        TensorProperties(dtype=source.dtype),
         torch.Size(source.shape),
         [
             ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))

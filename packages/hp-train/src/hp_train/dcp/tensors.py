@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hp_train.checkpoint.manifest import ITEM_BYTES, DtypeName
-from hp_train.checkpoint.planners import DTYPES
+from hp_platform.store.manifest import DTYPES
 from hp_train.dcp.metadata import DTYPE_NAMES, Place
 from hp_train.dcp.pickled import Called, Named, Persistent, read_pickle
 from hp_train.folder import DamageError, opened, opened_directory, read_into
 
-_STORAGES: dict[str, DtypeName] = {
+_STORAGES = {
     "torch.BFloat16Storage": "BF16",
     "torch.BoolStorage": "BOOL",
     "torch.ByteStorage": "U8",
@@ -35,7 +34,7 @@ _REBUILD = {"torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"
 _MAX_PICKLE = 1 << 16
 
 
-def read_box(folder: Path, place: Place, *, dtype: DtypeName, sizes: tuple[int, ...]) -> Tensor:
+def read_box(folder: Path, place: Place, *, dtype: str, sizes: tuple[int, ...]) -> Tensor:
     """Read one box.
 
     Args:
@@ -66,7 +65,7 @@ def read_box(folder: Path, place: Place, *, dtype: DtypeName, sizes: tuple[int, 
         raise DamageError(f"{place.file}, byte {place.offset}: no tensor: {error}") from None
 
 
-def _tensor(data: bytearray, dtype: DtypeName, sizes: tuple[int, ...]) -> Tensor:
+def _tensor(data: bytearray, dtype: str, sizes: tuple[int, ...]) -> Tensor:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         for info in members.values():
@@ -83,7 +82,7 @@ def _tensor(data: bytearray, dtype: DtypeName, sizes: tuple[int, ...]) -> Tensor
                 f"holds {found} {list(shape)}, which must equal {dtype} {list(sizes)}"
             )
         raw = archive.read(members[f"data/{key}"])  # compares the checksum
-    item = ITEM_BYTES[dtype]
+    item = DTYPES[dtype].itemsize
     last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     if min((offset, *strides)) < 0 or (last + 1) * item > len(raw) or math.prod(shape) == 0:
         raise DamageError("its strides must lie inside what is stored")
@@ -91,7 +90,7 @@ def _tensor(data: bytearray, dtype: DtypeName, sizes: tuple[int, ...]) -> Tensor
     return flat.view(DTYPES[dtype]).as_strided(shape, strides, offset).clone()
 
 
-def _described(value: Any) -> tuple[str, DtypeName, int, tuple[int, ...], tuple[int, ...]]:
+def _described(value: Any) -> tuple[str, str, int, tuple[int, ...], tuple[int, ...]]:
     """Key of the storage, dtype, offset, shape and strides of a pickled tensor."""
     if not isinstance(value, Called) or value.name not in _REBUILD or value.state is not None:
         raise DamageError("must be a tensor")

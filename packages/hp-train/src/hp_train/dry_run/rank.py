@@ -1,5 +1,6 @@
 """One rank of a dry run: the trainer of `hp_train.train`, whose device computes nothing."""
 
+import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from hp_platform import RankInfo, doing, failing_together
 from hp_platform.dry import active_device, check_streams, replay
 from hp_platform.dry.trace import Fault, Trace
 from hp_platform.host_reads import answering
-from hp_train.checkpoint.planners import StrictSavePlanner
+from hp_platform.store import sources_of
 from hp_train.config import Config
 from hp_train.data import load_tokenizer
 from hp_train.dry_run.answers import Answers
@@ -131,26 +132,24 @@ def report_of(
 
 
 def _plan_of_save(trainer: Trainer) -> Saved:
-    """Let the planner of checkpoints say what this rank holds; nothing is written."""
-    planner, tensors = StrictSavePlanner(), trainer.tensors()
-    planner.set_up_planner(dict(tensors), is_coordinator=False)
-    items = planner.create_local_plan().items
+    """Say what this rank holds of what is saved; nothing is written."""
+    sources = sources_of(trainer.tensors())
     holders = {
         f"{prefix}.{parameter.name}": _holders(trainer, parameter.replicas)
         for parameter in trainer.parameters
         for prefix in ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
     }
-    sizes = [
-        (item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize, item)
-        for item in items
-        if item.tensor_data is not None
-    ]
+    sizes = {
+        name: math.prod(box.sizes) * source.dtype.itemsize
+        for name, source in sources.items()
+        for box in source.boxes
+    }
     everyone = trainer.mesh.stage.num_ranks
     return Saved(
         file=f"rank-{trainer.mesh.rank:05d}.safetensors",
-        num_tensors=len(items),
-        num_bytes=sum(size for size, _ in sizes),
-        own_bytes=sum(size // holders.get(item.index.fqn, everyone) for size, item in sizes),
+        num_tensors=len(sizes),
+        num_bytes=sum(sizes.values()),
+        own_bytes=sum(size // holders.get(name, everyone) for name, size in sizes.items()),
     )
 
 

@@ -10,18 +10,15 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from hp_platform.store import Box, decode_extra
+from hp_platform.store.manifest import Manifest
 from hp_train import rules
-from hp_train.checkpoint.directory import newest_checkpoint
-from hp_train.checkpoint.extra import decode_extra
-from hp_train.checkpoint.manifest import Manifest
-from hp_train.checkpoint.reader import ManifestReader
-from hp_train.checkpoint.verify import read_manifest
+from hp_train.checkpoint.directory import newest_checkpoint, with_exit_code
+from hp_train.checkpoint.verify import open_checkpoint
 from hp_train.config import Config, ModelConfig
 from hp_train.errors import CheckpointError, ConfigError
-from hp_train.folder import DamageError
 from hp_train.hugging_face.config import model_config, read_config, train_dtype
 from hp_train.hugging_face.load import check_weights
-from hp_train.hugging_face.plan import Box
 from hp_train.hugging_face.save import write_model
 from hp_train.options import build
 from hp_train.render import to_toml
@@ -74,6 +71,7 @@ def import_hf(folder: Path, out: Path | None) -> int:
     return 0
 
 
+@with_exit_code()
 def export_hf(
     run: Path, folder: Path, *, step: int | None, dtype: str | None, tokenizer: Path | None = None
 ) -> int:
@@ -98,25 +96,22 @@ def export_hf(
     """
     rules.require_run_directory(str(run))
     path = newest_checkpoint(run / "checkpoints", step=step)
+    checkpoint = open_checkpoint(path)
+    manifest = checkpoint.manifest
     try:
-        manifest = read_manifest(path)
-        extra = decode_extra(bytes(manifest.extra))
-        config = msgspec.convert(extra["config"], Config)
-    except (DamageError, KeyError, msgspec.ValidationError) as damage:
+        config = msgspec.convert(decode_extra(manifest.extra)["config"], Config)
+    except (KeyError, msgspec.ValidationError) as damage:
         raise CheckpointError(f"{path}: {damage}") from None
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     tokenizer = tokenizer or _tokenizer_inside(config.data.tokenizer, run)
     model = _whole_config(config, manifest)
     boxes: dict[str, list[Box]] = {
-        name.removeprefix(_PREFIX): [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]
+        name.removeprefix(_PREFIX): [chunk.box for chunk in tensor.chunks]
         for name, tensor in manifest.tensors.items()
         if name.startswith(_PREFIX)
     }
-    reader = ManifestReader(path, manifest)
 
     def read(name: str, box: Box) -> Tensor:
-        return reader.chunk(_PREFIX + name, box[0])
+        return checkpoint.chunk(_PREFIX + name, box.offsets)
 
     name = dtype or config.train.dtype
     write_model(folder, boxes, read, model, dtype=getattr(torch, name))

@@ -2,31 +2,13 @@
 
 import json
 import os
-import stat
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hp_platform.store import CheckpointError
+from hp_platform.store.safetensors import open_regular
 from hp_train.errors import ConfigError
 from hp_train.schema import shown
-
-
-def open_regular(path: Path) -> int:
-    """Open a file to be read; what is no plain file, such as a pipe, is not waited for.
-
-    Links are followed: the cache of Hugging Face's hub is made of them.
-
-    Raises:
-        ConfigError: When it cannot be opened, or is of another kind.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"{_name(path)} must be readable: {reason}") from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ConfigError(f"{_name(path)} must be a plain file")
-    return descriptor
 
 
 def read_json(path: Path, *, most_bytes: int) -> dict[str, Any]:
@@ -40,8 +22,11 @@ def read_json(path: Path, *, most_bytes: int) -> dict[str, Any]:
         ConfigError: When it cannot be read, or is not JSON: keys are given once, and numbers are
             finite.
     """
-    with os.fdopen(open_regular(path), "rb") as file:
-        data = file.read(most_bytes + 1)
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            data = file.read(most_bytes + 1)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
     if len(data) > most_bytes:
         raise ConfigError(f"{_name(path)} must be at most {most_bytes} bytes long")
     try:

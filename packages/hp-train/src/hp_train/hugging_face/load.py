@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_expert import StackedPart
+from hp_platform.store import Box, Part
+from hp_platform.store.safetensors import FileTensor
 from hp_train.config import ModelConfig
 from hp_train.errors import ConfigError
 from hp_train.hugging_face.arrange import to_ours
 from hp_train.hugging_face.config import family_of, model_config, read_config
-from hp_train.hugging_face.files import FileTensor, opened_files
-from hp_train.hugging_face.plan import Box, Stored, stacking_of, stored_tensors, theirs_of
+from hp_train.hugging_face.files import opened_files
+from hp_train.hugging_face.plan import Stored, stacking_of, stored_tensors, theirs_of
 from hp_train.hugging_face.together import together
 from hp_train.model.shapes import model_shapes
 
@@ -113,15 +114,15 @@ def _reads(
                 f"tensor {name} ({list(tensor.shape)}) {has}: [model] must be what hp import-hf "
                 f'prints for "{folder}"'
             )
-        here = StackedPart.of(tensor)
-        offsets, sizes = tuple(here.offset), tuple(here.local.shape)
+        here = Part.of(tensor)
+        offsets, sizes = here.box
         for stored, number in of_part[name]:
             if stored.expert is None:
-                box = theirs_of(stored, number, (offsets, sizes))
+                box = theirs_of(stored, number, here.box)
                 yield _Read(here.local, stored, number, box)
             elif offsets[0] <= stored.expert < offsets[0] + sizes[0]:
                 row = here.local[stored.expert - offsets[0]]
-                yield _Read(row, stored, number, (offsets[1:], sizes[1:]))
+                yield _Read(row, stored, number, Box(offsets[1:], sizes[1:]))
 
 
 def _check(files: Mapping[str, FileTensor], listed: list[Stored], model: ModelConfig) -> None:

@@ -10,12 +10,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from hp_platform.store import Box
 from hp_train.config import ModelConfig
 from hp_train.hugging_face.family import LAYER_NAMES, Family, Stacking
 
 Shape = tuple[int, ...]
-Box = tuple[Shape, Shape]
-"""Offsets and sizes, one of each per dimension."""
 
 Arrangement = Literal["same", "transposed", "interleaved", "concatenated"]
 """How a stored tensor follows from its parts: as they are; each expert transposed; the columns of
@@ -125,11 +124,11 @@ def theirs_of(stored: Stored, part: int, box: Box) -> Box:
         return box
     if stored.arrangement == "concatenated":
         half = stored.shape[1] // 2
-        return (offsets[0], offsets[1] + part * half, *offsets[2:]), sizes
+        return Box((offsets[0], offsets[1] + part * half, *offsets[2:]), sizes)
     (e, f, *d), (ne, nf, *nd) = offsets, sizes
     if stored.arrangement == "transposed":
-        return (e, *d, f), (ne, *nd, nf)
-    return (e, *d, 2 * f), (ne, *nd, 2 * nf)
+        return Box((e, *d, f), (ne, *nd, nf))
+    return Box((e, *d, 2 * f), (ne, *nd, 2 * nf))
 
 
 def _layer_path(name: str, model: ModelConfig) -> str:

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_expert import StackedPart
 from hp_platform import all_gather_json
-from hp_train.checkpoint.files import created, fsync_directory, write
+from hp_platform.store import Box, Part
+from hp_platform.store.files import created, fsync_directory, write
+from hp_platform.store.safetensors import INDEX, FileTensor, index_of, layout_of
+from hp_train.atomic_write import replace_file
 from hp_train.config import ModelConfig
-from hp_train.drafts import replace_file
 from hp_train.errors import CheckpointError, ConfigError
 from hp_train.hugging_face.arrange import to_theirs
 from hp_train.hugging_face.config import FAMILIES, hf_config
-from hp_train.hugging_face.files import INDEX, FileTensor, file_header
-from hp_train.hugging_face.plan import Box, Stored, stored_tensors, theirs_of
+from hp_train.hugging_face.plan import Stored, stored_tensors, theirs_of
 from hp_train.hugging_face.together import together
 from hp_train.model.shapes import model_shapes
 
@@ -73,8 +73,8 @@ def save_weights(
             file cannot be written.
         hp_platform.PeerError: When another rank failed for another reason.
     """
-    parts = {name: StackedPart.of(tensor) for name, tensor in tensors.items()}
-    boxes = {n: [(tuple(p.offset), tuple(p.local.shape))] for n, p in parts.items()}
+    parts = {name: Part.of(tensor) for name, tensor in tensors.items()}
+    boxes = {name: [part.box] for name, part in parts.items()}
     write_model(
         folder,
         boxes,
@@ -119,7 +119,8 @@ def write_model(
     def finish() -> None:
         if is_first:
             _write_json(folder / "config.json", hf_config(model, dtype=_name_of(dtype)))
-            _write_json(folder / INDEX, _index(places))
+            total = sum(prod(p.stored.shape) * p.dtype.itemsize for p in places)
+            replace_file(folder / INDEX, index_of({p.stored.name: p.file for p in places}, total))
             fsync_directory(folder)
 
     together(prepare, group=group, where="create the files of a model")
@@ -154,10 +155,8 @@ def _places(model: ModelConfig, dtype: torch.dtype, shard_bytes: int) -> list[_P
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         dtypes = {s.name: _dtype_of(s, dtype) for s in shard}
-        header, begins = file_header({s.name: (dtypes[s.name], s.shape) for s in shard})
-        for stored in shard:
-            begin = len(header) + begins[stored.name]
-            places.append(_Place(stored, file, begin, dtypes[stored.name]))
+        _, begins, _ = layout_of({s.name: (dtypes[s.name], s.shape) for s in shard})
+        places += [_Place(s, file, begins[s.name], dtypes[s.name]) for s in shard]
     return places
 
 
@@ -176,10 +175,10 @@ def _make_files(folder: Path, places: Iterable[_Place]) -> None:
     for place in places:
         by_file.setdefault(place.file, []).append(place)
     for file, inside in by_file.items():
-        header, begins = file_header({p.stored.name: (p.dtype, p.stored.shape) for p in inside})
-        end = max(begins[p.stored.name] + prod(p.stored.shape) * p.dtype.itemsize for p in inside)
+        shapes = {p.stored.name: (p.dtype, p.stored.shape) for p in inside}
+        header, _, size = layout_of(shapes)
         with created(folder / file) as descriptor:
-            os.truncate(descriptor, len(header) + end)
+            os.truncate(descriptor, size)
             write(descriptor, memoryview(header))
 
 
@@ -262,22 +261,15 @@ def _write_box(descriptor: int, place: _Place, box: Box, values: list[Tensor]) -
     if stored.expert is not None:
         if offsets[0] <= stored.expert < offsets[0] + sizes[0]:
             row = values[0][stored.expert - offsets[0]]
-            target.write((offsets[1:], sizes[1:]), row.to(place.dtype))
+            target.write(Box(offsets[1:], sizes[1:]), row.to(place.dtype))
     elif stored.arrangement == "same":
         target.write(box, values[0].to(place.dtype))
     else:
         # Expert by expert, so that a stack is never there twice.
         for number in range(sizes[0]):
-            one = (offsets[0] + number, *offsets[1:]), (1, *sizes[1:])
+            one = Box((offsets[0] + number, *offsets[1:]), (1, *sizes[1:]))
             slices = [v[number : number + 1].to(place.dtype) for v in values]
             target.write(theirs_of(stored, 0, one), to_theirs(stored, slices))
-
-
-def _index(places: Iterable[_Place]) -> dict[str, object]:
-    listed = list(places)
-    total = sum(prod(p.stored.shape) * p.dtype.itemsize for p in listed)
-    weight_map = {p.stored.name: p.file for p in listed}
-    return {"metadata": {"total_size": total}, "weight_map": weight_map}
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:

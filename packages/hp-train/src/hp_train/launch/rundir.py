@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 
+from hp_train.atomic_write import try_lock
 from hp_train.config import Config
-from hp_train.drafts import try_lock
 from hp_train.errors import CheckpointError, ConfigError
-from hp_train.folder import DamageError, Folder
+from hp_train.folder import Folder
 from hp_train.launch.task import ERRORS, HEARTBEAT
 from hp_train.options import CONFIG, Resolved, for_saving
 from hp_train.render import to_toml
@@ -76,7 +76,7 @@ def open_run_directory(path: Path) -> Folder:
 def write_config(folder: Folder, resolved: Resolved) -> None:
     """Put the config into the run directory, in one step and readable from anywhere."""
     text = to_toml(for_saving(resolved), resolved.origins)
-    folder.remove_drafts()
+    folder.remove_unfinished()
     folder.replace(CONFIG, text.encode())
 
 
@@ -95,20 +95,22 @@ def finished(folder: Folder, config: Config, *, rank: int = 0, world_size: int =
     if not folder.has(CHECKPOINTS):
         return None
     # Imports torch, which a run that has no checkpoint yet need not wait for.
+    from hp_platform.store.checkpoint import verify_entries  # noqa: PLC0415
+    from hp_platform.store.files import DamageError  # noqa: PLC0415
+    from hp_platform.store.together import share_of  # noqa: PLC0415
     from hp_train.checkpoint import directory, verify  # noqa: PLC0415
-    from hp_train.checkpoint.manifest import parts_of  # noqa: PLC0415
 
     newest = next(iter(directory.complete_checkpoints(folder.path / CHECKPOINTS)), None)
     done = directory.parse_step_name(newest.name) if newest else None
     if newest is None or done is None or done[0] < config.train.steps:
         return None
     try:
-        manifest = verify.read_manifest(newest)
+        manifest = verify.manifest_of_step(newest)
     except (DamageError, OSError):
         return None  # the ranks set it aside, and take the one before
-    share = verify.share_of(parts_of(manifest), rank=rank, world_size=world_size)
     try:
-        verify.verify_parts(newest, manifest, share)
+        share = share_of(manifest, rank=rank, world_size=world_size)
+        verify_entries(newest, manifest, share)
     except (DamageError, OSError) as error:
         if world_size == 1:
             return None

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from hp_platform.testing import Part, Recorder
 from hp_train.batches import Batches, Share
-from hp_train.checkpoint.manifest import parts_of
-from hp_train.checkpoint.reader import ManifestReader
-from hp_train.checkpoint.verify import read_manifest
+from hp_train.checkpoint.verify import open_checkpoint
 from hp_train.config import Config
 from hp_train.data.dataset import Dataset
 from hp_train.launch.task import Worker
@@ -109,12 +107,11 @@ class TrainerJob(Job):
         """Save, and note down what then is on the disk, however it was cut."""
         path = self.trainer.save()
         if self.trainer.is_main and record.wants("saved"):
-            manifest = read_manifest(path)
-            reader = ManifestReader(path, manifest)
-            for part in parts_of(manifest):
-                chunk = reader.chunk(part.tensor, part.chunk.offsets)
-                shape = manifest.tensors[part.tensor].shape
-                record.add("saved", {part.tensor: Part(chunk, shape, part.chunk.offsets)})
+            checkpoint = open_checkpoint(path)
+            for name, (_, shape, chunks) in checkpoint.manifest.tensors.items():
+                for chunk in chunks:
+                    values = checkpoint.chunk(name, chunk.offsets)
+                    record.add("saved", {name: Part(values, shape, chunk.offsets)})
 
     def _reload(self) -> None:
         """Go on from a checkpoint with a trainer that has seen nothing else."""

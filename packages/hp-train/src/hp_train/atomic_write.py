@@ -1,7 +1,7 @@
 """Files that are there whole or not at all, and what writers that were killed leave behind.
 
-A file is written under a draft's name, locked as long as its writer lives, and renamed when it is
-whole. A draft that nobody has locked is a leftover.
+A file is written under another name, locked as long as its writer lives, and renamed when it is
+whole. An unfinished one that nobody has locked is a leftover.
 """
 
 import errno
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 from uuid import uuid4
 
-_DRAFT = re.compile(r"\A.+\.[0-9a-f]{32}\.tmp\Z", re.DOTALL)
+_UNFINISHED = re.compile(r"\A.+\.[0-9a-f]{32}\.tmp\Z", re.DOTALL)
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -46,30 +46,30 @@ def replacing(directory: int, name: str) -> Iterator[IO[bytes]]:
     Yields:
         The file, which stays open until the caller closes it.
     """
-    draft, file = new_draft(directory, name)
+    unfinished, file = new_unfinished(directory, name)
     try:
         yield file
         file.flush()
-        os.rename(draft, name, src_dir_fd=directory, dst_dir_fd=directory)
+        os.rename(unfinished, name, src_dir_fd=directory, dst_dir_fd=directory)
     except BaseException:
         file.close()
         with suppress(FileNotFoundError):
-            os.unlink(draft, dir_fd=directory)
+            os.unlink(unfinished, dir_fd=directory)
         raise
 
 
-def new_draft(directory: int, name: str) -> tuple[str, IO[bytes]]:
-    """A new and empty file under a draft's name, locked, so that nobody takes it for a leftover."""
+def new_unfinished(directory: int, name: str) -> tuple[str, IO[bytes]]:
+    """A new and empty file under another name, locked, so that nobody takes it for a leftover."""
     while True:
-        draft = f"{name}.{uuid4().hex}.tmp"
+        unfinished = f"{name}.{uuid4().hex}.tmp"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-        descriptor = os.open(draft, flags, 0o666, dir_fd=directory)
+        descriptor = os.open(unfinished, flags, 0o666, dir_fd=directory)
         if try_lock(descriptor) and os.fstat(descriptor).st_nlink:
-            return draft, os.fdopen(descriptor, "r+b")
+            return unfinished, os.fdopen(descriptor, "r+b")
         os.close(descriptor)  # taken for a leftover before it was locked
 
 
-def remove_drafts(directory: Path | int) -> None:
+def remove_unfinished(directory: Path | int) -> None:
     """Remove what writers of :func:`replacing` that died left in a directory.
 
     Nothing is removed where the file system has no locks: another node may be writing it.
@@ -81,11 +81,11 @@ def remove_drafts(directory: Path | int) -> None:
         with suppress(FileNotFoundError):
             descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                remove_drafts(descriptor)
+                remove_unfinished(descriptor)
             finally:
                 os.close(descriptor)
         return
-    for name in filter(_DRAFT.match, names_in(directory)):
+    for name in filter(_UNFINISHED.match, names_in(directory)):
         try:
             descriptor = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
         except OSError:  # it has its name by now, or is no file

@@ -1,5 +1,7 @@
 """What the caller saves beside the tensors: JSON that comes back as it went in."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -33,7 +35,7 @@ def decode_extra(text: bytes) -> dict[str, Any]:
     if len(text) > MAX_EXTRA_BYTES:
         raise ValueError(f"extra ({len(text)} bytes) must not exceed {MAX_EXTRA_BYTES} bytes")
     try:
-        extra = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
+        extra = json.loads(text, object_pairs_hook=unique_keys, parse_constant=_refuse)
     except RecursionError:
         raise ValueError("extra must not be nested so deeply") from None
     if not isinstance(extra, dict):
@@ -41,10 +43,11 @@ def decode_extra(text: bytes) -> dict[str, Any]:
     return extra
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads`: refuse an object that has a key twice."""
     values = dict(pairs)
     if len(values) != len(pairs):
-        raise ValueError("extra must not have a key twice")
+        raise ValueError("an object must not have a key twice")
     return values
 
 

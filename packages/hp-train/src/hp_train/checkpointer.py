@@ -7,13 +7,13 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hp_platform.store import OnProgress
 from hp_train.checkpoint import BackgroundSaver, Loaded, load_latest, save_checkpoint
-from hp_train.checkpoint.together import OnProgress
 from hp_train.config import TrainConfig
 from hp_train.errors import CheckpointError
 
 
-class Keeper:
+class Checkpointer:
     """Saves the state of a run, at once or behind the training, and finds it again.
 
     All ranks call every method together. See Note [one agreed step] in :mod:`hp_train.train`: a
