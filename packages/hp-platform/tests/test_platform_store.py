@@ -1,10 +1,22 @@
 """Boxes of tensors that cover them, and what a rank alone saves and loads."""
 
+from pathlib import Path
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hp_platform.store import Box, coverage_error
+from hp_platform.store import (
+    Box,
+    Checkpoint,
+    CheckpointError,
+    coverage_error,
+    load,
+    rename,
+    save,
+    sources_of,
+)
 
 
 @st.composite
@@ -45,3 +57,25 @@ def test_many_chunks_are_checked_quickly() -> None:
     pieces = [Box((i, j), (1, 1)) for i in range(200) for j in range(50)]
     assert coverage_error([200, 50], pieces) is None
     assert coverage_error([200, 50], [*pieces[:-1], pieces[0]]) is not None
+
+
+def test_a_rank_alone_saves_and_loads_without_a_group(tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(3, 4).t(), "step": torch.tensor(7), "none": torch.empty(0, 2)}
+    path = save(
+        tmp_path,
+        "saved",
+        lambda: sources_of(tensors),
+        commit=lambda staging: rename(staging, lambda _: "saved"),
+        group=None,
+    )
+    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+    checkpoint = Checkpoint.open(path)
+    checkpoint.verify()
+    found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    load(checkpoint, found, group=None)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    with pytest.raises(CheckpointError, match="which no rank wants"):
+        load(checkpoint, {"w": found["w"]}, group=None)
+    (path / "rank-00000.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="is missing"):
+        checkpoint.verify()

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from hp_platform.store.files import create_staging
 from hp_train.checkpoint import Loaded
-from hp_train.checkpoint.directory import complete_checkpoints, create_staging
+from hp_train.checkpoint.directory import complete_checkpoints, with_exit_code
 from hp_train.cli import main
 from hp_train.errors import CheckpointError, ConfigError, RunDirectoryError
 from hp_train.folder import Folder
@@ -294,7 +295,8 @@ def test_a_link_to_checkpoints_is_neither_read_nor_written(tmp_path: Path) -> No
     (elsewhere / "step-00000009").mkdir(parents=True)
     (tmp_path / "checkpoints").symlink_to(elsewhere)
     attempts: list[Callable[[Path], Any]]
-    attempts = [complete_checkpoints, lambda path: create_staging(path, 3)]
+    staged = with_exit_code()(lambda path: create_staging(path, "step-00000003"))
+    attempts = [complete_checkpoints, staged]
     for attempt in attempts:
         with pytest.raises(CheckpointError, match="must be a directory and no symbolic link"):
             attempt(tmp_path / "checkpoints")
