@@ -44,6 +44,7 @@ class _Thread(threading.local):
     index = 0  # of the current device
     in_kernel = 0  # torch's own kernels in Python see `meta`
     asked_meta = False
+    at: tuple[str, str, int] | None = None  # while an operator is written down
     backward: Any = None
 
 
@@ -257,12 +258,23 @@ class DryDevice:
 
     def where(self) -> tuple[str, str, int]:
         """Line, place and thread of what is issued now."""
+        if self.thread.at is not None:
+            return self.thread.at
         at, by_engine = sites.here()
         place, backward = current_place(), self.thread.backward
         if by_engine and backward is not None and (origin := backward.origin) is not None:
             at = f"{origin.at} < {at}"
             place = sites.backward_place(place, origin.place)
         return at, place, self.thread_number()
+
+    @contextmanager
+    def at_one_place(self) -> Iterator[None]:
+        """Look up only once where the program is, for all that is issued inside."""
+        self.thread.at = self.where()
+        try:
+            yield
+        finally:
+            self.thread.at = None
 
     def check_generator(self, generator: torch.Generator, made: Tensor) -> None:
         """Find a generator of another device than the numbers that it draws."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from types import NotImplementedType
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,8 @@ from hp_platform._internals.dry import (
     tree_map_only,
 )
 from hp_platform.device_rules import may_mix
-from hp_platform.dry import launches
+from hp_platform.dry import launches, shapes
+from hp_platform.dry.shapes import Cost
 from hp_platform.dry.trace import Launch
 from hp_platform.dry.values import STAND_INS, Again
 
@@ -45,6 +46,8 @@ class _Operator:
         makes: Whether it makes tensors: not a view, and not one that only writes.
         is_silent: Whether CUDA launches nothing for it.
         resizes: Whether storages that it is given may have another size after it.
+        repeats: Whether what it makes follows from the form of its operands, and nothing else of it
+            is to be known.
         is_collective: Whether ranks meet in it.
         may_move: Whether it copies between devices by another operator. That comes here by itself,
             except inside a DTensor's operators and in inference mode.
@@ -60,6 +63,7 @@ class _Operator:
     makes: bool
     is_silent: bool
     resizes: bool
+    repeats: bool
     is_collective: bool
     may_move: bool
     flops: Callable[..., int] | None
@@ -81,6 +85,7 @@ def _describe(func: Any) -> _Operator:
     makes = any(alias is None for alias in aliases)
     is_view = bool(aliases) and not makes and not writes
     base = schema.name
+    resizes = is_out or "resize" in base or "::set_" in base
     return _Operator(
         name=str(func),
         base=base,
@@ -88,7 +93,10 @@ def _describe(func: Any) -> _Operator:
         overwrites=is_out or base in launches.OVERWRITES,
         makes=makes,
         is_silent=is_view or launches.is_silent(func),
-        resizes=is_out or "resize" in base or "::set_" in base,
+        resizes=resizes,
+        repeats=makes
+        and not (writes or resizes)
+        and torch.Tag.nondeterministic_seeded not in func.tags,
         is_collective=func.namespace in _COLLECTIVES,
         may_move=base == "aten::to",
         flops=launches.flops_of(func),
@@ -104,6 +112,7 @@ class Operators(DispatchMode):
     def __init__(self, device: DryDevice) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
+        self._seen: dict[Hashable, shapes.Made] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not hasattr(func, "overloadpacket"):
@@ -187,27 +196,48 @@ class Operators(DispatchMode):
         elif op.may_move:
             with self:
                 return func.decompose(*args, **kwargs)
-        return self._run(op, func, (args, kwargs), dry=dry)
+        repeats = op.repeats and 0 < len(dry) == num_given
+        form = shapes.form_of(func, args, kwargs) if repeats else None
+        return self._run(op, func, (args, kwargs), dry=dry, form=form)
 
-    def _run(self, op: _Operator, func: Any, given: tuple[Any, Any], *, dry: list[Tensor]) -> Any:
+    def _run(
+        self,
+        op: _Operator,
+        func: Any,
+        given: tuple[Any, Any],
+        *,
+        dry: list[Tensor],
+        form: Hashable,
+    ) -> Any:
         """Run an operator for the shapes, and write down what it does."""
         device, (args, kwargs) = self._device, given
-        out = device.run_kernel(func, args, kwargs)
-        if op.makes:
-            self._made(op, out)
-        if op.resizes:
-            for x in dry:
-                device.storages.resized(x.untyped_storage(), op.name, device.thread.stream)
-        if not op.is_silent:
-            written = _written(op, args, kwargs)
-            flops = 0
-            if op.flops is not None:
-                flops = device.run_kernel(op.flops, args, {**kwargs, "out_val": out})
-            made = tensors_of(out) if op.makes else []
-            num_kernels = launches.num_kernels(func, args, kwargs)
-            _launch(device, op, (dry, written, made), (num_kernels, flops))
-        device.remember(out)
+        seen = None if form is None else self._seen.get(form)
+        if seen is None:
+            out, cost = self._first(op, func, args, kwargs)
+            if form is not None and (again := shapes.made_of(out, dry, cost)) is not None:
+                self._seen[form] = again
+        else:
+            out, cost = seen.again(), seen.cost
+        with device.at_one_place():
+            if op.makes:
+                self._made(op, out)
+            if op.resizes:
+                for x in dry:
+                    device.storages.resized(x.untyped_storage(), op.name, device.thread.stream)
+            if not op.is_silent:
+                made = tensors_of(out) if op.makes else []
+                _launch(device, op, (dry, _written(op, args, kwargs), made), cost)
+            device.remember(out)
         return out
+
+    def _first(self, op: _Operator, func: Any, args: Any, kwargs: Any) -> tuple[Any, Cost]:
+        """Let torch work out what an operator returns, and count."""
+        run = self._device.run_kernel
+        out = run(func, args, kwargs)
+        if op.is_silent:
+            return out, Cost(0, 0)
+        flops = 0 if op.flops is None else run(op.flops, args, {**kwargs, "out_val": out})
+        return out, Cost(launches.num_kernels(func, args, kwargs), flops)
 
     def _made(self, op: _Operator, out: Any) -> Any:
         """Take what an operator returns for memory of the device."""
@@ -232,7 +262,7 @@ def _launch(
     device: DryDevice,
     op: _Operator,
     operands: tuple[list[Tensor], list[Tensor], list[Tensor]],
-    cost: tuple[int, int],
+    cost: Cost,
 ) -> None:
     dry, written, made = operands
     find, num_bytes = device.storages.find, 0
@@ -259,9 +289,9 @@ def _launch(
             thread=thread,
             what=op.name,
             stream=device.thread.stream,
-            num_kernels=cost[0],
+            num_kernels=cost.num_kernels,
             num_bytes=num_bytes,
-            flops=cost[1],
+            flops=cost.flops,
             reads=tuple(reads),
             writes=tuple(writes),
         )
