@@ -6,22 +6,27 @@ A line of JSON for each: what was run, what was found, how long it took. What FI
 """
 
 import argparse
+import io
 import itertools
 import json
+import multiprocessing
 import os
 import resource
-import subprocess
+import signal
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from hp_train import rules
+from hp_train.cli import main as command
 from hp_train.config import Config
 from hp_train.errors import ConfigError
+from hp_train.launch.launcher import PRELOADED_FOR_TRAINING
 from hp_train.layout import Layout
 from hp_train.options import resolve, shipped
 from hp_train.schedules import count_stages
@@ -86,26 +91,36 @@ def batch_size(config: Config) -> int:
     )
 
 
-def run(name: str, gpus: int, keys: list[str]) -> dict[str, object]:
-    """One dry run in a process of its own."""
+def run(case: tuple[str, int, list[str]]) -> dict[str, object]:
+    """One dry run, by the command, in this process."""
+    name, gpus, keys = case
     began = time.monotonic()
-    command = [sys.executable, "-m", "hp_train", "dry-run", name, "--steps", "1", "--json", *keys]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-        status, error = done.returncode, done.stderr.strip().splitlines()[-1:]
-        found = json.loads(done.stdout) if done.stdout.startswith("{") else {}
-    except subprocess.TimeoutExpired:
-        status, error, found = -1, [f"not done after {SECONDS} s"], {}
+    printed, errors = io.StringIO(), io.StringIO()
+    signal.signal(signal.SIGALRM, _end)
+    signal.alarm(SECONDS)
+    with redirect_stdout(printed), redirect_stderr(errors):
+        try:
+            status = command(["dry-run", name, "--steps", "1", "--json", *keys])
+        except TimeoutError as error:
+            status, errors = -1, io.StringIO(str(error))
+    signal.alarm(0)
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    found = json.loads(printed.getvalue() or "{}")
     return {
         "config": name,
         "gpus": gpus,
         "keys": keys,
         "status": status,
-        "error": error[0] if error and status else "",
+        "error": errors.getvalue().strip().rpartition("\n")[2] if status else "",
         "problems": len(found.get("problems", ())),
         "ranks": len(found.get("ranks", ())),
         "seconds": round(time.monotonic() - began, 1),
+        "cpu_seconds": round(sum(each.ru_utime + each.ru_stime for each in used), 1),
     }
+
+
+def _end(*_: object) -> None:
+    raise TimeoutError(f"not done after {SECONDS} s")
 
 
 def main() -> int:
@@ -119,7 +134,6 @@ def main() -> int:
     part, num_parts = map(int, options.part.split("/"))
     if not 1 <= part <= num_parts:
         raise ConfigError(f"--part ({options.part}) must be like 1/3")
-    began = time.monotonic()
     lines = options.results.read_text().splitlines() if options.results.exists() else []
     results = [json.loads(line) for line in lines]
     done = [[each["config"], each["gpus"], each["keys"]] for each in results]
@@ -128,16 +142,23 @@ def main() -> int:
         for case in itertools.islice(cases(options.each), part - 1, None, num_parts)
         if [*case] not in done
     )
-    with ThreadPoolExecutor(options.workers) as pool, options.results.open("a") as file:
-        for result in pool.map(lambda case: run(*case), missing):
+    # Each is a fork of a server that has imported what all need.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED_FOR_TRAINING, "hp_train.dry_run.rehearsal"])
+    with (
+        ProcessPoolExecutor(options.workers, context, max_tasks_per_child=1) as pool,
+        options.results.open("a") as file,
+    ):
+        for ended in as_completed([pool.submit(run, case) for case in missing]):
+            result = ended.result()
             print(json.dumps(result), file=file, flush=True)
             print(json.dumps(result), flush=True)
             results.append(result)
     good = sum(result["status"] == 0 for result in results)
     refused = sum(result["status"] == ConfigError.exit_code for result in results)
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = sum(result["cpu_seconds"] for result in results)
     print(f"{good} of {len(results)} dry runs found nothing wrong, {refused} were refused by name")
-    print(f"{time.monotonic() - began:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of CPU time")
+    print(f"{used:.0f} s of CPU time")
     return int(good + refused < len(results))
 
 
