@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from hp_platform.dry.classes import Classes
-from hp_platform.dry.device import DryDevice
+from hp_platform.dry.device.device import DryDevice
 from hp_platform.dry.gpu import Gpu
-from hp_platform.dry.hub import Hub, HubClient
 from hp_platform.dry.trace import Trace
-from hp_platform.dry.world import DryWorld
+from hp_platform.dry.world.hub import Hub, HubClient
+from hp_platform.dry.world.world import DryWorld
 from hp_platform.failures import describe, is_echo
 from hp_platform.places import place_of
 

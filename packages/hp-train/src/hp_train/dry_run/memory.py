@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from hp_platform.dry.allocator import Usage
+from hp_platform.dry.memory.allocator import Usage
 from hp_platform.dry.trace import KINDS, Allocate, Label, Launch, Release, Trace
 from hp_train.dry_run.sites import Site, site
 

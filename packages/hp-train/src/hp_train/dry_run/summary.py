@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from hp_platform.dry.allocator import Usage
+from hp_platform.dry.memory.allocator import Usage
 from hp_platform.dry.trace import Trace
 from hp_train.dry_run.memory import Memory, memory_of
 from hp_train.dry_run.traffic import Traffic, traffic_of

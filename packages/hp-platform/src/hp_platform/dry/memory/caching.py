@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hp_platform.dry.pools import MIB, SMALL_SEGMENT_BYTES, Block, Pool
+from hp_platform.dry.memory.pools import MIB, SMALL_SEGMENT_BYTES, Block, Pool
 
 _UNIT = 512
 _SMALL_BYTES = MIB

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hp_platform.dry.device import DryDevice
+    from hp_platform.dry.device.device import DryDevice
 
 entered: list[DryDevice] = []
 """At most one."""

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from hp_platform._internals import dry_world
-from hp_platform.dry.exchange import Operation
+from hp_platform.dry.world.exchange import Operation
 
 Given = dict[str, Any]
 

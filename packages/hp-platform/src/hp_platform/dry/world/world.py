@@ -2,7 +2,7 @@
 
 Operations on tensors of the device are written down as `Collective` on the stream of their
 communicator and return at once, as on NCCL. Operations on tensors of the host are carried out
-between the processes of the dry run (`hp_platform.dry.exchange`) and written down as
+between the processes of the dry run (`hp_platform.dry.world.exchange`) and written down as
 `HostMessage`. torch's own code makes the groups, of back ends that stand for NCCL and Gloo.
 """
 
@@ -22,17 +22,18 @@ from torch.distributed import ProcessGroup
 from hp_platform import messages
 from hp_platform._internals import AsyncCollectiveTensor, dry_world, group_of_name
 from hp_platform._internals.dry import is_meta
-from hp_platform.dry import backends, objects, sites
-from hp_platform.dry.changes import change
 from hp_platform.dry.classes import Classes
-from hp_platform.dry.communicators import Communicator, Families
-from hp_platform.dry.device import DryDevice
-from hp_platform.dry.exchange import Exchange, Operation, seconds_of
-from hp_platform.dry.functional import arguments_by_name, functional_operation
-from hp_platform.dry.hub import HubClient
-from hp_platform.dry.kernels import operations_of
-from hp_platform.dry.store import DryStore
+from hp_platform.dry.cuda.changes import change
+from hp_platform.dry.device import sites
+from hp_platform.dry.device.device import DryDevice
 from hp_platform.dry.trace import Collective, HostMessage, HostWait, Shapes, WaitWork
+from hp_platform.dry.world import backends, objects
+from hp_platform.dry.world.c10d import operations_of
+from hp_platform.dry.world.communicators import Communicator, Families
+from hp_platform.dry.world.exchange import Exchange, Operation, seconds_of
+from hp_platform.dry.world.functional import arguments_by_name, functional_operation
+from hp_platform.dry.world.hub import HubClient
+from hp_platform.dry.world.store import DryStore
 
 NamedLists = list[tuple[str, str, tuple[int, ...]]]
 

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch
 
-from hp_platform.dry.current import active
+from hp_platform.dry.cuda.current import active
 from hp_platform.dry.trace import HostWait, RecordEvent, WaitEvent
 
 _POOL = 32

@@ -20,12 +20,12 @@ from hp_platform._internals.dry import (
     raw_device,
     wrapper_maker,
 )
-from hp_platform.dry.changes import change
-from hp_platform.dry.operators import META, PLAIN
+from hp_platform.dry.cuda.changes import change
+from hp_platform.dry.operators.dispatch import META, PLAIN
 from hp_platform.dry.trace import Borrow
 
 if TYPE_CHECKING:
-    from hp_platform.dry.device import DryDevice
+    from hp_platform.dry.device.device import DryDevice
 
 _FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 

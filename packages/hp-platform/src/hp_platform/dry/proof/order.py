@@ -1,8 +1,9 @@
 """Whether what ranks do together fits together: `prove`. No torch.
 
 What the classes of ranks recorded is put together for all ranks of the world (Note [Colours] in
-`hp_platform.dry.symmetry`): in every communicator the same operations in one order, every send with
-its receive, and no cycle of waits between hosts, streams and communicators under NCCL's rules.
+`hp_platform.dry.proof.symmetry`): in every communicator the same operations in one order, every
+send with its receive, and no cycle of waits between hosts, streams and communicators under NCCL's
+rules.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 
 from hp_platform.dry.classes import Classes
-from hp_platform.dry.matching import Problem, Sequences, mismatches, told
-from hp_platform.dry.symmetry import Symmetry, family_of
+from hp_platform.dry.proof.matching import Problem, Sequences, mismatches, told
+from hp_platform.dry.proof.symmetry import Symmetry, family_of
+from hp_platform.dry.proof.waits import Waits
 from hp_platform.dry.trace import Collective, Event, HostMessage, Trace
-from hp_platform.dry.waits import Waits
 
 _OWN = ("peer", "group", "at")
 _MAKING = ("new_group", "split_group", "connect")

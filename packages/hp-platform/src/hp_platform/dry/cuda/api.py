@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hp_platform._internals.dry import accelerator_name
-from hp_platform.dry.changes import change
-from hp_platform.dry.cuda_streams import Event, Stream
+from hp_platform.dry.cuda.changes import change
+from hp_platform.dry.cuda.streams import Event, Stream
 from hp_platform.dry.trace import HostWait
 
 if TYPE_CHECKING:
-    from hp_platform.dry.device import DryDevice
+    from hp_platform.dry.device.device import DryDevice
 
 _NCCL = (2, 28, 9)
 

@@ -21,12 +21,12 @@ from hp_platform._internals.dry import (
     tree_map_only,
 )
 from hp_platform.device_rules import may_mix
-from hp_platform.dry import launches
+from hp_platform.dry.operators import launches
+from hp_platform.dry.operators.values import STAND_INS, Again
 from hp_platform.dry.trace import Launch
-from hp_platform.dry.values import STAND_INS, Again
 
 if TYPE_CHECKING:
-    from hp_platform.dry.device import DryDevice
+    from hp_platform.dry.device.device import DryDevice
 
 PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 META = torch.device("meta")

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_platform._internals import dry_world
-from hp_platform.dry.exchange import seconds_of
+from hp_platform.dry.world.exchange import seconds_of
 
 if TYPE_CHECKING:
-    from hp_platform.dry.world import DryWorld
+    from hp_platform.dry.world.world import DryWorld
 
 
 def enter_stand_ins(stack: ExitStack, world: DryWorld) -> None:

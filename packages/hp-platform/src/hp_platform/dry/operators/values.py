@@ -19,7 +19,7 @@ from hp_platform._internals.dry import is_meta
 from hp_platform.dry.trace import HostWait, Launch
 
 if TYPE_CHECKING:
-    from hp_platform.dry.device import DryDevice
+    from hp_platform.dry.device.device import DryDevice
 
 _MASKS = (torch.bool, torch.uint8)
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_platform import _internals
-from hp_platform.dry.communicators import Communicator, Families
-from hp_platform.dry.hub import HubClient
+from hp_platform.dry.world.communicators import Communicator, Families
+from hp_platform.dry.world.hub import HubClient
 
 _SECONDS = 600.0
 Finish = Callable[[float], None]

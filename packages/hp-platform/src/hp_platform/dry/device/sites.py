@@ -17,11 +17,11 @@ import typing_extensions
 
 _NUM_LINES = 3
 _TORCH = str(Path(torch.__file__).parent)
-_HERE = str(Path(__file__).parent)
+_HERE = str(Path(__file__).parents[1])
 _PLUMBING = (
     _TORCH,
     _HERE,
-    str(Path(__file__).parents[1] / "_internals"),
+    str(Path(__file__).parents[2] / "_internals"),
     threading.__file__,
     contextlib.__file__,
     functools.__file__,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hp_platform._internals.dry import schema_of
-from hp_platform.dry.exchange import Operation
+from hp_platform.dry.world.exchange import Operation
 
 Asked = tuple[list[Operation], Any]
 """What is to be done, and what the operator returns."""

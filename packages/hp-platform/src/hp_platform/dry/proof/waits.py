@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from hp_platform.dry.matching import Operation, Problem, channel_of, told
-from hp_platform.dry.symmetry import Symmetry, family_of
+from hp_platform.dry.proof.matching import Operation, Problem, channel_of, told
+from hp_platform.dry.proof.symmetry import Symmetry, family_of
 from hp_platform.dry.trace import (
     Collective,
     Event,

@@ -11,7 +11,7 @@ from hp_platform._internals import tree_leaves
 from hp_platform.dry.trace import Collective
 
 if TYPE_CHECKING:
-    from hp_platform.dry.device import DryDevice
+    from hp_platform.dry.device.device import DryDevice
 
 
 class Alone:

@@ -19,7 +19,7 @@ from hp_platform._internals.dry import current_node, sequence_number
 from hp_platform.dry.trace import RecordEvent, WaitEvent
 
 if TYPE_CHECKING:
-    from hp_platform.dry.device import DryDevice
+    from hp_platform.dry.device.device import DryDevice
 
 _KEY = "hp_platform.dry"
 

@@ -32,8 +32,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from hp_platform.dry.clocks import Clocks, Epoch
-from hp_platform.dry.hazards import Hazard, HazardKind
+from hp_platform.dry.proof.clocks import Clocks, Epoch
+from hp_platform.dry.proof.hazards import Hazard, HazardKind
 from hp_platform.dry.trace import (
     Allocate,
     Borrow,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from hp_platform.dry.symmetry import Symmetry, family_of
+from hp_platform.dry.proof.symmetry import Symmetry, family_of
 from hp_platform.dry.trace import Collective, HostMessage, Shapes
 
 Operation = Collective | HostMessage

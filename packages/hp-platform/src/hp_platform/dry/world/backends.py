@@ -11,10 +11,10 @@ import torch
 from torch.distributed import ProcessGroup
 
 from hp_platform._internals import PrefixStore, dry_world
-from hp_platform.dry.changes import change
+from hp_platform.dry.cuda.changes import change
 
 if TYPE_CHECKING:
-    from hp_platform.dry.world import DryWorld
+    from hp_platform.dry.world.world import DryWorld
 
 
 class Options:

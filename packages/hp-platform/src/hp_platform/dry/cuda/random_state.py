@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from hp_platform.dry.changes import change
+from hp_platform.dry.cuda.changes import change
 
 if TYPE_CHECKING:
-    from hp_platform.dry.device import DryDevice
+    from hp_platform.dry.device.device import DryDevice
 
 _PlainGenerator: Any = torch.Generator
 _NUM_BYTES = 16  # Philox: a seed and an offset, 8 bytes each

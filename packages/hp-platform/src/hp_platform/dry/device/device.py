@@ -20,13 +20,14 @@ from hp_platform._internals.dry import (
     operator_kernels,
     without_gpu_contexts,
 )
-from hp_platform.dry import alone, cuda_api, methods, operators, random_state, sites
-from hp_platform.dry.backward import Backward, Origin
-from hp_platform.dry.buffers import Buffers
-from hp_platform.dry.current import entered
+from hp_platform.dry.cuda import api, methods, random_state
+from hp_platform.dry.cuda.current import entered
+from hp_platform.dry.device import alone, sites
+from hp_platform.dry.device.backward import Backward, Origin
+from hp_platform.dry.device.buffers import Buffers
+from hp_platform.dry.device.storages import Storages
 from hp_platform.dry.gpu import Gpu
-from hp_platform.dry.operators import Operators
-from hp_platform.dry.storages import Storages
+from hp_platform.dry.operators.dispatch import Operators, tensors_of
 from hp_platform.dry.trace import Event, Fault, HostAccess, Label, Launch, Trace
 from hp_platform.own_kernels import noting
 from hp_platform.places import current_place
@@ -101,7 +102,7 @@ class DryDevice:
             stack.enter_context(operator_kernels(cuda_operators.kernels(self.gpu)))
             stack.enter_context(without_gpu_contexts())
             stack.enter_context(noting(self.note_kernel))
-            stack.enter_context(cuda_api.stand_ins(self))
+            stack.enter_context(api.stand_ins(self))
             stack.enter_context(random_state.stand_ins(self))
             stack.enter_context(methods.stand_ins(self))
             stack.enter_context(around_backward(lambda: methods.Functions(self)))
@@ -251,7 +252,7 @@ class DryDevice:
 
     def remember(self, out: Any) -> None:
         """Keep where an operator was run, for the one that computes its gradient."""
-        if made := operators.tensors_of(out):
+        if made := tensors_of(out):
             at, place, _ = self.where()
             self.thread.backward.remember(made, Origin(at, place, self.thread.stream))
 

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from hp_platform.dry.caching import CachingAllocator
-from hp_platform.dry.clocks import Clocks, Epoch
-from hp_platform.dry.pools import Block
+from hp_platform.dry.memory.caching import CachingAllocator
+from hp_platform.dry.memory.pools import Block
+from hp_platform.dry.proof.clocks import Clocks, Epoch
 from hp_platform.dry.trace import Allocate, Borrow, Event, Release
 
 BlockState: TypeAlias = Literal["allocated", "awaiting", "free"]
