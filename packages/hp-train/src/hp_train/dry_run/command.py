@@ -10,25 +10,13 @@ from msgspec.structs import replace
 from hp_train import rules
 from hp_train.config import Config
 from hp_train.dry_run.routing import parse_skew
-from hp_train.environment import external_world
+from hp_train.environment import require_unstarted
 from hp_train.errors import ConfigError
 from hp_train.layout import Layout
 from hp_train.numbers import whole
 from hp_train.options import COMMAND_LINE, resolve
 from hp_train.space import with_keys
 
-FLAGS = (
-    "--documents",
-    "--gpus",
-    "--gpus-per-node",
-    "--html",
-    "--json",
-    "--rank",
-    "--skew",
-    "--steps",
-    "--svg",
-    "--traces",
-)
 _MOST_DEVICES = 2**20
 _STEPS = 2
 _PATIENCE = 3600.0
@@ -195,8 +183,7 @@ def require_possible(config: Config, ranks: Sequence[int]) -> None:
     Raises:
         ConfigError: With the reason.
     """
-    if external_world() is not None:
-        raise ConfigError("hp dry-run starts processes of its own: not under torchrun or srun")
+    require_unstarted("hp dry-run")
     if config.train.compile != "none":
         raise ConfigError(
             f"train.compile ({config.train.compile}) must be none for hp dry-run: what a compiler "

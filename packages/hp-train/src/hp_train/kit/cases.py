@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgspec
 
@@ -358,55 +359,51 @@ def _speed(place: Place) -> Iterator[Case]:
     """Whole steps of a model that fills a part of the device's memory."""
     dtype = "bfloat16" if place.has_bf16 and place.device == "cuda" else "float32"
     ranks = max(1, place.num_gpus) if place.device == "cuda" else 2
-    yield Case(
+    case = partial(Case, dtype=dtype)
+    yield case(
         name="rates",
         what="What a product and a copy reach on one device.",
         work="rates",
         needs=(),
-        dtype=dtype,
         is_quick=True,
     )
     for model, what in (("moe", "A mixture of experts"), ("dense", "A dense model")):
         for count in sorted({1, ranks}, reverse=True):
-            name = f"{model} on {count}"
-            yield Case(
+            name, is_quick = f"{model} on {count}", model == "moe" and count == ranks
+            yield case(
                 name=name,
                 what=f"{what}: tokens per second, MFU, memory, a trace.",
                 work="train",
                 keys={"model": model},
                 ranks=count,
-                dtype=dtype,
                 needs=(),
                 seconds=300.0,
-                is_quick=model == "moe" and count == ranks,
+                is_quick=is_quick,
             )
-            yield Case(
+            yield case(
                 name=f"plan of {name}",
                 what="`hp plan` against what was measured.",
                 work="plan",
                 keys={"of": name},
-                dtype=dtype,
                 needs=(name, "rates"),
                 seconds=120.0,
-                is_quick=model == "moe" and count == ranks,
+                is_quick=is_quick,
             )
-            yield Case(
+            yield case(
                 name=f"dry run of {name}",
                 what="`hp dry-run` against what was measured.",
                 work="dry_run",
                 keys={"of": name},
-                dtype=dtype,
                 needs=(name,),
                 seconds=240.0,
             )
         rivals = ("transformers", "torchtitan") if model == "dense" else ("transformers",)
         for rival in rivals:
-            yield Case(
+            yield case(
                 name=f"{model} in {rival}",
                 what=f"The same model in {rival}, on one device.",
                 work="rival",
                 keys={"of": f"{model} on 1", "rival": rival},
-                dtype=dtype,
                 needs=(f"{model} on 1",),
                 seconds=240.0,
             )

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from hp_train.kit.outcome import Found, read_found
+from hp_train.launch.signals import name_of
 
 FOUND = "found.json"
 LOG = "log.txt"
@@ -125,10 +126,7 @@ def _signal(group: int, number: int) -> None:
 def _end_of(status: int) -> str:
     if status >= 0:
         return f"its process ended with status {status}"
-    try:
-        return f"its process was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"its process was killed by signal {-status}"
+    return f"its process was killed by {name_of(-status)}"
 
 
 def last_lines(folder: Path) -> str:

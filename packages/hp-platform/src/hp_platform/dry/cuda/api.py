@@ -21,15 +21,12 @@ if TYPE_CHECKING:
 _NCCL = (2, 28, 9)
 
 
-@contextmanager
-def stand_ins(device: DryDevice) -> Iterator[None]:
-    """Let this process see GPUs."""
-    with ExitStack() as stack:
-        _streams(stack, device)
-        _devices(stack, device)
-        _memory(stack, device)
-        _refused(stack)
-        yield
+def enter_stand_ins(stack: ExitStack, device: DryDevice) -> None:
+    """Let this process see GPUs until `stack` is closed."""
+    _streams(stack, device)
+    _devices(stack, device)
+    _memory(stack, device)
+    _refused(stack)
 
 
 def _streams(stack: ExitStack, device: DryDevice) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -85,16 +84,13 @@ def _from_data(func: Any, args: Any, kwargs: Any) -> Tensor:
     return made.requires_grad_() if kwargs.get("requires_grad") else made
 
 
-@contextmanager
-def stand_ins(device: DryDevice) -> Iterator[None]:
-    """Let tensors say `cuda`, and threads be watched."""
-    with ExitStack() as stack:
-        _properties(stack, device)
-        _moves(stack, device)
-        _reads(stack, device)
-        _memory(stack, device)
-        _threads(stack, device)
-        yield
+def enter_stand_ins(stack: ExitStack, device: DryDevice) -> None:
+    """Let tensors say `cuda` and threads be watched until `stack` is closed."""
+    _properties(stack, device)
+    _moves(stack, device)
+    _reads(stack, device)
+    _memory(stack, device)
+    _threads(stack, device)
 
 
 def _properties(stack: ExitStack, device: DryDevice) -> None:

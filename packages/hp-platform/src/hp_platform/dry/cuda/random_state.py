@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -59,9 +58,8 @@ def _state(seed: int) -> Tensor:
     return torch.tensor([seed % (1 << 63), 0], device="cpu").view(torch.uint8)
 
 
-@contextmanager
-def stand_ins(device: DryDevice) -> Iterator[None]:
-    """Let `torch.cuda` and `torch.Generator` have random numbers of the device."""
+def enter_stand_ins(stack: ExitStack, device: DryDevice) -> None:
+    """Give `torch.cuda` and `torch.Generator` the device's generators until `stack` is closed."""
     generators = [Generator("cuda") for _ in range(device.gpu.num_devices)]
 
     def of(x: Any) -> Generator:
@@ -76,20 +74,18 @@ def stand_ins(device: DryDevice) -> Iterator[None]:
         for each, state in zip(generators, states, strict=False):
             each.set_state(state)
 
-    with ExitStack() as stack:
-        change(stack, torch, Generator=Generator)
-        change(
-            stack,
-            torch.cuda,
-            default_generators=tuple(generators),
-            get_rng_state=lambda x="cuda": of(x).get_state(),
-            get_rng_state_all=lambda: [each.get_state() for each in generators],
-            set_rng_state=lambda state, x="cuda": of(x).set_state(state) and None,
-            set_rng_state_all=set_all,
-            manual_seed=lambda seed: of("cuda").manual_seed(int(seed)) and None,
-            manual_seed_all=seed_all,
-            initial_seed=lambda: of("cuda").initial_seed(),
-            seed=lambda: of("cuda").seed() and None,
-            seed_all=lambda: seed_all(torch.seed()),
-        )
-        yield
+    change(stack, torch, Generator=Generator)
+    change(
+        stack,
+        torch.cuda,
+        default_generators=tuple(generators),
+        get_rng_state=lambda x="cuda": of(x).get_state(),
+        get_rng_state_all=lambda: [each.get_state() for each in generators],
+        set_rng_state=lambda state, x="cuda": of(x).set_state(state) and None,
+        set_rng_state_all=set_all,
+        manual_seed=lambda seed: of("cuda").manual_seed(int(seed)) and None,
+        manual_seed_all=seed_all,
+        initial_seed=lambda: of("cuda").initial_seed(),
+        seed=lambda: of("cuda").seed() and None,
+        seed_all=lambda: seed_all(torch.seed()),
+    )

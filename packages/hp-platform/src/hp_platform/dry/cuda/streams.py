@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -87,12 +86,7 @@ class Stream:
         active().thread.stream = self.number
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         active().thread.stream = self._before.pop()
 
     def __eq__(self, other: object) -> bool:

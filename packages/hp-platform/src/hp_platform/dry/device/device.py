@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
-from types import TracebackType
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -102,20 +101,15 @@ class DryDevice:
             stack.enter_context(operator_kernels(cuda_operators.kernels(self.gpu)))
             stack.enter_context(without_gpu_contexts())
             stack.enter_context(noting(self.note_kernel))
-            stack.enter_context(api.stand_ins(self))
-            stack.enter_context(random_state.stand_ins(self))
-            stack.enter_context(methods.stand_ins(self))
+            api.enter_stand_ins(stack, self)
+            random_state.enter_stand_ins(stack, self)
+            methods.enter_stand_ins(stack, self)
             stack.enter_context(around_backward(lambda: methods.Functions(self)))
             stack.enter_context(self.watching())
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def watching(self) -> ExitStack:

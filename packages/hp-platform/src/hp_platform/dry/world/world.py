@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -81,12 +80,7 @@ class DryWorld:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def store(self) -> DryStore:
