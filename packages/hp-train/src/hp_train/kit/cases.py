@@ -30,14 +30,14 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """What the cases of a machine depend on.
 
     Attributes:
-        device: "cpu" or "cuda".
-        name: Of the device, as CUDA has it.
-        num_gpus: Of this machine, as many as are to be used.
-        max_ranks: That a layout may have on this machine.
+        device: Kind of the devices, `"cpu"` or `"cuda"`.
+        name: Name of the GPU, as CUDA reports it; empty on a CPU.
+        num_gpus: GPUs of this machine that are used.
+        max_ranks: Most ranks that a layout may have on this machine.
         shares: Whether NCCL serves several ranks on one GPU.
-        capability: Of the GPU.
-        memory_bytes: Of one device.
-        nccl: Version; empty: none.
+        capability: Compute capability of the GPU, major and minor.
+        memory_bytes: Bytes of memory of one device.
+        nccl: Version of NCCL; empty: there is none.
     """
 
     device: str
@@ -65,17 +65,17 @@ class Case:
     """One thing to run.
 
     Attributes:
-        name: Tells it apart.
-        what: What it is for, in a sentence.
-        work: Names a function of `hp_train.kit.work`.
-        keys: Of the config.
-        ranks: That it needs.
-        dtype: That it computes in.
-        env: Variables of its process and its ranks.
-        seconds: It may take.
-        needs: Of other cases that must have passed, the names.
+        name: Name that tells it from all others.
+        what: Purpose of the case, a sentence.
+        work: Name of the function of `hp_train.kit.work` that runs it.
+        keys: Config overrides of the case, by key.
+        ranks: Number of ranks that it needs.
+        dtype: Dtype that it computes in, such as `"float64"`.
+        env: Environment variables of its process and its ranks.
+        seconds: Seconds that it may take.
+        needs: Names of the cases that must have passed before.
         is_quick: Whether it is among the few that stand for all.
-        left_out: Why this machine is not for it; empty: it is.
+        left_out: Reason why this machine cannot run it; empty: it can.
     """
 
     name: str

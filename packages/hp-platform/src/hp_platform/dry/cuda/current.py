@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from hp_platform.dry.device.device import DryDevice
 
 entered: list[DryDevice] = []
-"""At most one."""
+"""The device that this process is inside of; at most one."""
 
 
 def is_dry() -> bool:

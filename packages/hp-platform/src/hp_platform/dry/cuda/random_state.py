@@ -39,7 +39,7 @@ class Generator(_PlainGenerator, metaclass=_AnyGenerator):  # type: ignore[misc]
 
     @property
     def device(self) -> torch.device:
-        """That it draws for."""
+        """The device that it draws numbers for."""
         return self._of or torch.device("cpu")
 
     def get_state(self) -> Tensor:

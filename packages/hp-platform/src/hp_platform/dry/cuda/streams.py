@@ -17,8 +17,8 @@ class Stream:
     """A queue of the device.
 
     Attributes:
-        number: As in the trace; 0 is the default stream.
-        priority: Lower ones go first.
+        number: Number of the stream in the trace; 0 is the default stream.
+        priority: Priority as CUDA has it: streams with lower numbers go first.
     """
 
     device_type = 1
@@ -37,12 +37,12 @@ class Stream:
 
     @property
     def device(self) -> torch.device:
-        """That it is of."""
+        """The dry device."""
         return active().device
 
     @property
     def device_index(self) -> int:
-        """Of that device."""
+        """Index of the dry device on its machine."""
         return active().index
 
     @property
@@ -103,7 +103,7 @@ class Event:
     """A point in what a stream was given.
 
     Attributes:
-        number: As in the trace.
+        number: Number of the event in the trace.
     """
 
     def __init__(self, *_: Any, **__: Any) -> None:

@@ -37,7 +37,8 @@ class Backward:
     """What one thread of the host is at in backward.
 
     Attributes:
-        origin: Of the node that is run; None outside of backward and for the sum of a leaf.
+        origin: Where the operator ran forward whose gradient is computed now; None outside of
+            backward and where gradients of a leaf are added up.
     """
 
     __slots__ = ("_device", "_home", "_last", "_node", "origin")

@@ -58,14 +58,15 @@ class DryDevice:
     does not wait for, goes on: it is noted as a `Fault`.
 
     Attributes:
-        trace: What has happened so far.
-        gpu: What it pretends to be.
-        local_rank: On its machine.
-        index: Of the device.
-        on_collective: Is given every operator of `c10d` and its like whose tensors are on the
-            device, with its arguments; returns what the operator does.
-        storages: Memory of the device.
-        buffers: Memory of the host that the device copies from or to.
+        trace: Events so far.
+        gpu: The kind of GPU that it pretends to be.
+        local_rank: Local rank: position among the ranks of a machine.
+        index: Index of the device on its machine, as in `cuda:0`.
+        on_collective: Called for every operator of `c10d` and of functional collectives whose
+            tensors are on the device, with the operator, its positional and its keyword arguments;
+            returns what the operator returns.
+        storages: Storages that are memory of the device.
+        buffers: Storages on the host that asynchronous copies read or write.
     """
 
     def __init__(
@@ -76,8 +77,8 @@ class DryDevice:
         Args:
             rank: Global rank.
             world_size: Number of ranks.
-            gpu: By default an H100.
-            local_rank: On its machine.
+            gpu: Kind of GPU to pretend to be; None: an H100.
+            local_rank: Local rank: position among the ranks of a machine.
         """
         self.trace = Trace(rank, world_size)
         self.gpu = gpu or Gpu()

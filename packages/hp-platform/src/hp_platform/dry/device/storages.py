@@ -20,9 +20,9 @@ class Block(weakref.ref[torch.UntypedStorage]):
     """A storage that is memory of the device.
 
     Attributes:
-        key: Of the storage, while it lives.
-        number: As in the trace; another one after the storage was resized.
-        num_bytes: Now.
+        key: What tells the storage from all others while it lives.
+        number: Number of the block in the trace; a new one each time that the storage is resized.
+        num_bytes: Current size of the storage in bytes.
     """
 
     __slots__ = ("key", "num_bytes", "number")
@@ -36,8 +36,8 @@ class Storages:
     """Every meta storage of a dry run: memory of the device, or deferred.
 
     Attributes:
-        live_bytes: Of the device, now.
-        peak_bytes: The most there were since `reset_peak`.
+        live_bytes: Bytes of device memory that are allocated now.
+        peak_bytes: Most bytes that were allocated at once since `reset_peak`.
     """
 
     def __init__(self, emit: Callable[[type[Event], dict[str, Any]], None]) -> None:

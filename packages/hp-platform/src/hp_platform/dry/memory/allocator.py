@@ -29,11 +29,11 @@ class Segment:
     """Memory that the allocator has of the device.
 
     Attributes:
-        stream: That it is handed out to.
-        is_small: For requests of up to 1 MiB.
-        expandable: Whether it can grow.
-        blocks: Size in bytes and state of each part of it, from its beginning; what is not mapped
-            in an expandable segment is left out.
+        stream: Stream whose requests it serves.
+        is_small: Whether it serves requests of up to 1 MiB rather than larger ones.
+        expandable: Whether it is an expandable segment, which can grow.
+        blocks: Size in bytes and state of each of its blocks, in the order of addresses; unmapped
+            parts of an expandable segment are left out.
     """
 
     stream: int
@@ -47,11 +47,11 @@ class OutOfMemory:
     """The request that the device could not meet; nothing behind it was replayed.
 
     Attributes:
-        index: Of its event in the trace.
-        request: The event.
-        allocated: Bytes of tensors then.
-        reserved: Bytes that torch had of the device then, after it gave back what it could.
-        available: Bytes that it may have.
+        index: Index of the request in the trace.
+        request: The request that failed.
+        allocated: Bytes of tensors when it failed.
+        reserved: Bytes that torch had reserved when it failed, after it gave back what it could.
+        available: Bytes that torch may reserve.
     """
 
     index: int
@@ -75,18 +75,20 @@ class Usage:
     """What the allocator did. Bytes; `allocated` and `reserved` are those of `torch.cuda`.
 
     Attributes:
-        indices: Of the events after which the next two change.
-        allocated: Of tensors, each rounded up to 512 bytes, after each of `indices`.
-        reserved: That torch has of the device, after each of `indices`.
-        peak_allocated: The most.
-        peak_allocated_index: Of the event when it is reached first; -1 if nothing was allocated.
-        peak_reserved: The most.
-        peak_reserved_index: Of the event when it is reached first; -1 if nothing was allocated.
-        fragmentation: Share of the reserved memory that no tensor had when the most was reserved.
-        num_segments: When the most was reserved.
-        num_retries: How often free memory had to be given back to meet a request.
-        segments: At the end.
-        out_of_memory: What did not fit; None if all did.
+        indices: Indices, in the trace, of the events after which `allocated` or `reserved` may
+            differ.
+        allocated: Bytes of tensors, each rounded up to 512, after each of `indices`.
+        reserved: Bytes that torch has reserved on the device, after each of `indices`.
+        peak_allocated: Largest of `allocated`.
+        peak_allocated_index: Index of the event that reached it first; -1 if nothing was allocated.
+        peak_reserved: Largest of `reserved`.
+        peak_reserved_index: Index of the event that reached it first; -1 if nothing was allocated.
+        fragmentation: Share of the reserved memory that no tensor had at the peak of `reserved`, 0
+            to 1.
+        num_segments: Segments at the peak of `reserved`.
+        num_retries: Times that free memory had to be given back to meet a request.
+        segments: Segments after the last event.
+        out_of_memory: The request that did not fit; None if all did.
     """
 
     indices: list[int] = field(default_factory=list)
@@ -115,10 +117,11 @@ def replay(
 
     Args:
         trace: A `Trace`, or events in the order of the host.
-        total_bytes: Memory of the device; None if it has no end.
-        overhead_bytes: What is taken beside the allocator: the context of CUDA, communicators.
-        expandable_segments: As in `PYTORCH_CUDA_ALLOC_CONF`.
-        max_split_bytes: `max_split_size_mb` of it, in bytes; None splits blocks of any size.
+        total_bytes: Bytes of memory of the device; None: without limit.
+        overhead_bytes: Bytes that others than the allocator take: the CUDA context, communicators.
+        expandable_segments: The option of this name in `PYTORCH_CUDA_ALLOC_CONF`.
+        max_split_bytes: The option `max_split_size_mb`, in bytes; None: blocks of any size are
+            split.
 
     Returns:
         Memory over time, peaks, and the request that failed if `total_bytes` do not suffice.

@@ -38,13 +38,14 @@ class CachingAllocator:
     """State of the allocator of one device.
 
     Attributes:
-        capacity: Bytes that the device has for it; None if there is no end.
-        expandable: Whether new segments can grow.
-        max_split: Blocks of this size and more are neither split nor given to smaller requests.
-        reserved: Bytes that it has of the device.
-        allocated: Bytes of blocks that tensors have, rounded as they are.
-        num_segments: `cudaMalloc`s that were not freed, and expandable segments.
-        num_retries: How often free memory was given back so that a request could be met.
+        capacity: Bytes that it may reserve on the device; None: without limit.
+        expandable: Whether new segments are expandable.
+        max_split: Bytes from which on a block is neither split nor given to smaller requests; None:
+            there is no such limit.
+        reserved: Bytes that it has reserved on the device.
+        allocated: Bytes of blocks that tensors have, rounded as the allocator rounds them.
+        num_segments: Segments from `cudaMalloc` that were not freed, and expandable segments.
+        num_retries: Times that free memory was given back so that a request could be met.
     """
 
     capacity: int | None
@@ -63,8 +64,8 @@ class CachingAllocator:
         """Find memory for a request, without giving back what is free.
 
         Args:
-            num_bytes: Not rounded.
-            stream: That asks.
+            num_bytes: Bytes that are asked for, before rounding.
+            stream: Stream that is current for the request.
             cached: Whether to look for a free block first. As torch has it, a request that is tried
                 again gets none: not even one that has become free by waiting for its borrower.
 

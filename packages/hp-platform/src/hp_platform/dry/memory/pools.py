@@ -15,16 +15,17 @@ class Block:
     """A range of addresses, in use or free.
 
     Attributes:
-        address: Made up, so that those of one segment follow each other.
-        size: In bytes, rounded.
-        stream: That it is handed out to.
-        pool: Where it goes when it is free.
-        expandable: Whether its segment can grow.
+        address: First address of the range. Addresses are made up; only within a segment do they
+            mean something.
+        size: Bytes, rounded as the allocator rounds them.
+        stream: Stream whose requests it serves.
+        pool: Pool that it is in while it is free.
+        expandable: Whether its segment is expandable.
         is_mapped: Whether there is memory behind the addresses; it may lack only where
             `expandable`.
         is_taken: Whether a tensor has it, or may still be used by a stream that borrowed it.
-        before: The neighbour at lower addresses, in the same segment.
-        after: The neighbour at higher addresses, in the same segment.
+        before: Neighbour at lower addresses in the same segment.
+        after: Neighbour at higher addresses in the same segment.
     """
 
     address: int
@@ -69,9 +70,9 @@ class Pool:
     """Free blocks of small or of large requests, and the unmapped ranges of their segments.
 
     Attributes:
-        is_small: For requests of up to 1 MiB.
-        free: Size, address and block, in order, for every stream.
-        unmapped: Address and block, in order, for every stream.
+        is_small: Whether it serves requests of up to 1 MiB rather than larger ones.
+        free: Free blocks of each stream, sorted by size in bytes, then by address.
+        unmapped: Unmapped ranges of each stream, sorted by address.
     """
 
     is_small: bool

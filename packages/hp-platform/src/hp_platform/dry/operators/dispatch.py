@@ -38,19 +38,19 @@ class _Operator:
     """What is known of an overload of an operator.
 
     Attributes:
-        name: Such as `"aten.mm.default"`.
-        base: Such as `"aten::mm"`.
-        writes: Places and names of the arguments that it writes.
-        overwrites: Whether it does so without reading them.
-        makes: Whether it makes tensors: not a view, and not one that only writes.
+        name: Name with the overload, such as `"aten.mm.default"`.
+        base: Name in the schema, without the overload, such as `"aten::mm"`.
+        writes: Positions, or names if keyword-only, of the arguments that it writes.
+        overwrites: Whether it writes them without reading them.
+        makes: Whether it returns new tensors: not a view, and not an argument that it wrote.
         is_silent: Whether CUDA launches nothing for it.
         resizes: Whether storages that it is given may have another size after it.
-        is_collective: Whether ranks meet in it.
+        is_collective: Whether it is an operation between ranks.
         may_move: Whether it copies between devices by another operator. That comes here by itself,
             except inside a DTensor's operators and in inference mode.
-        flops: Counts them, by the arguments and the result.
-        stand_in: What is called in its place, because the host reads values or memory of both is
-            involved.
+        flops: Formula that counts its flops from its arguments and its result; None: it has none.
+        stand_in: Function that is called in its place, because the host reads values or a copy is
+            between host and device; None: the operator itself is called.
     """
 
     name: str

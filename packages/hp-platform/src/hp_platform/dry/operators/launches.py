@@ -63,8 +63,8 @@ def num_kernels(
 
     Args:
         func: An overload of an operator, such as `torch.ops.aten.mm.default`.
-        args: What it was called with; only shapes, strides and dtypes are looked at.
-        kwargs: Likewise.
+        args: Positional arguments of the call; only shapes, strides and dtypes are looked at.
+        kwargs: Keyword arguments of the call.
 
     Returns:
         0 for views, allocations and operators whose tensors are all empty.

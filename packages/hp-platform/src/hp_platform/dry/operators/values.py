@@ -213,4 +213,4 @@ STAND_INS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "aten::index_put_": _index,
     "aten::_index_put_impl_": _index,
 }
-"""By the name of the operator without its overload."""
+"""Stand-ins by the name of the operator without its overload."""

@@ -39,7 +39,7 @@ class Clocks:
     """What each stream and the host know, while the events of a trace are gone through in order.
 
     Attributes:
-        host_changes: How often the host has waited.
+        host_changes: Times that the host has waited for the device.
     """
 
     def __init__(self) -> None:

@@ -52,14 +52,14 @@ class Hazard:
     """Two things that a rank does, and that nothing puts in order.
 
     Attributes:
-        kind: Which rule is broken; `check_streams` says what each means.
-        first: What should have been over, None where nothing had begun.
-        second: What did not wait for it.
-        block: Piece of device memory, or of the host for `"host too early"`; -1 if it is about
-            none.
-        shape: Of the tensor that the memory was asked for.
-        dtype: Of that tensor.
-        times: How often the same two lines met in this way.
+        kind: Rule that is broken; `check_streams` says what each means.
+        first: Event that should have been over; None where nothing had begun.
+        second: Event that did not wait for it.
+        block: Number of the block of device memory, or of the host buffer for `"host too early"`;
+            -1 if it is about no memory.
+        shape: Shape of the tensor that the memory was allocated for.
+        dtype: Dtype of that tensor, such as `"bfloat16"`.
+        times: Times that the same two lines met in this way.
     """
 
     kind: HazardKind

@@ -18,11 +18,11 @@ class Problem:
     """What is wrong between ranks.
 
     Attributes:
-        kind: `"missing"`, `"operation"`, `"shape"`, `"dtype"`, `"splits"`, `"reduction"`,
-            `"message"`, `"groups"`, `"deadlock"` or `"launch order"`.
-        ranks: Global; those that differ, or that wait for each other.
-        at: `file:line` of each of them.
-        text: All of it, in words.
+        kind: Kind of the problem: `"missing"`, `"operation"`, `"shape"`, `"dtype"`, `"splits"`,
+            `"reduction"`, `"message"`, `"groups"`, `"deadlock"` or `"launch order"`.
+        ranks: Global ranks that differ, or that wait for each other.
+        at: `file:line` of each of these ranks, in the same order; "" where there is none.
+        text: The whole problem in words.
         is_warning: Whether it depends on the machine if it does harm.
     """
 
@@ -60,8 +60,8 @@ class Sequences:
     """What every representative did in each communicator.
 
     Attributes:
-        collectives: Representative, channel and family -> operations of all members.
-        messages: Representative, channel, family, whether it sends, distance and tag -> messages.
+        collectives: Operations of all members, by representative, channel and family.
+        messages: Messages by representative, channel, family, whether it sends, distance and tag.
     """
 
     def __init__(self, symmetry: Symmetry) -> None:

@@ -30,8 +30,8 @@ def prove(
     """Look for whatever would keep a world of ranks from finishing together.
 
     Args:
-        traces: Of representatives.
-        classes: Who stands for whom; None: every rank has a trace.
+        traces: Traces of all representatives, by global rank or in any order.
+        classes: Ranks that each representative stands for; None: every rank has a trace.
         launch_order_implicit: Whether `NCCL_LAUNCH_ORDER_IMPLICIT` is set: NCCL keeps operations
             of all communicators in the order of the host. Otherwise another order on another rank
             is a warning, since the GPU may have no room for both operations at a time.

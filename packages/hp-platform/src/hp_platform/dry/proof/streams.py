@@ -60,8 +60,8 @@ def check_streams(trace: Iterable[Event]) -> list[Hazard]:
         trace: A `Trace`, or events in the order of the host.
 
     Returns:
-        One for every kind and pair of lines, in the order of the trace; `[]` says that whatever
-        shares memory is in order.
+        One hazard for every kind and pair of lines, in the order of the trace; `[]` says that
+        whatever shares memory is in order.
     """
     check = _Check()
     for event in trace:
@@ -80,15 +80,15 @@ class _Memory:
     """What is known of a block, or of a buffer of the host.
 
     Attributes:
-        number: Of the block, or of the buffer.
+        number: Number of the block, or of the host buffer.
         asked: Its allocation; None if it was there before the trace began.
-        since: What the allocating stream had been given last.
-        write: The last one.
-        reads: Since then, the last one of every stream.
-        last: Use of every stream, by its position.
-        borrowers: Streams of `record_stream`.
-        works: Collectives on it that nobody waited for: they keep it.
-        released: When the host let go of it.
+        since: Last operation that the allocating stream had been given before the allocation.
+        write: Last operation that wrote it.
+        reads: Last read of each stream since that write, by position of the stream.
+        last: Last operation of each stream that used it, by position of the stream.
+        borrowers: Streams that `record_stream` named.
+        works: Numbers of collectives on it that nobody has waited for: they keep it alive.
+        released: The event by which the host let go of it; None while the host holds it.
     """
 
     number: int

@@ -27,8 +27,9 @@ class Meeting:
     """Where a rank meets others.
 
     Attributes:
-        family: Of the communicator.
-        distance: Positions from the sender to the receiver; 0: all of the group.
+        family: Family of the communicator.
+        distance: Positions in the group from the sender to the receiver of a message; 0: a
+            collective of the whole group.
         is_send: Whether this rank sends.
     """
 
@@ -41,10 +42,10 @@ class Symmetry:
     """Colours of all ranks, and who is in which group.
 
     Attributes:
-        traces: By representative.
-        classes: Who stands for whom.
-        colours: Of every rank; a number.
-        example: A rank of every colour; the representative where it has that colour.
+        traces: Traces of the representatives, by global rank.
+        classes: Ranks that each representative stands for.
+        colours: Colour of each rank, a number, by global rank.
+        example: A rank of each colour, by colour; the representative where it has that colour.
 
     Raises:
         ValueError: If a representative has no trace, or nobody knows a group that a rank must be

@@ -33,8 +33,9 @@ class _Graph:
     """What needs what.
 
     Attributes:
-        needs: Of every node.
-        owner: Rank and event of every node; None for a mere join.
+        needs: Nodes that each node waits for.
+        owner: Rank, event and side (`"host"`, `"begin"` or `"end"`) of each node; None for a mere
+            join.
     """
 
     needs: list[list[int]] = field(default_factory=list)
@@ -117,7 +118,7 @@ class Waits:
     """Builds the graph of a world and looks for what can never happen.
 
     Args:
-        symmetry: Of the world.
+        symmetry: Colours of the world's ranks, with their traces.
         in_launch_order: Whether NCCL keeps operations of all communicators of a device in the
             order in which the host launched them (`NCCL_LAUNCH_ORDER_IMPLICIT`).
     """

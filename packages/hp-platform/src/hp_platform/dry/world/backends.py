@@ -61,15 +61,15 @@ class DryBackend:
         self.num_splits = 0
 
     def name(self) -> str:
-        """Of the back end."""
+        """Name of the back end."""
         return self.kind
 
     def rank(self) -> int:
-        """Of this process in the group."""
+        """Rank of this process in the group."""
         return self._rank
 
     def size(self) -> int:
-        """Of the group."""
+        """Number of ranks in the group."""
         return self._size
 
     def set_timeout(self, timeout: timedelta) -> None:

@@ -18,8 +18,8 @@ def operations_of(name: str, given: Given) -> list[Operation]:
     """What an operator asks for; more than one if they are started as one.
 
     Args:
-        name: Of the operator, without `c10d::`.
-        given: Its arguments by name.
+        name: Name of the operator, without `c10d::`.
+        given: Arguments of the call, by name.
 
     Raises:
         NotImplementedError: If nobody has said what it does.

@@ -30,15 +30,15 @@ class Operation:
     """One operation between ranks, as it was asked for.
 
     Attributes:
-        op: As in `trace.Collective`.
-        inputs: What this rank gives.
-        outputs: What is written.
-        reduction: Such as `"sum"`; "" where nothing is added up.
+        op: Name of the operation, as in `trace.Collective`.
+        inputs: Tensors that this rank gives.
+        outputs: Tensors that are written.
+        reduction: Reduction such as `"sum"`; "" where nothing is reduced.
         root: Position of the rank that gives or gets all; -1 where there is none.
         peer: Position of the other side of a message; -1 otherwise.
-        tag: Of a message.
-        input_splits: Rows to every rank.
-        output_splits: Rows from every rank.
+        tag: Tag of a message.
+        input_splits: Rows for each rank of the group; empty: the same for all.
+        output_splits: Rows from each rank of the group; empty: the same from all.
     """
 
     op: str
@@ -65,9 +65,9 @@ class _Given:
     """What another rank gave.
 
     Attributes:
-        sizes: Bytes for every position.
-        data: Bytes.
-        by: Who and where.
+        sizes: Bytes of the part for each position in the group.
+        data: All parts, one behind the other.
+        by: Line that issued the operation.
     """
 
     sizes: list[int]
@@ -86,8 +86,8 @@ class Exchange:
     """Carries out operations between hosts.
 
     Args:
-        client: Of the hub.
-        families: Who speaks for whom.
+        client: Connection to the hub.
+        families: Who speaks for whom in groups that were made alike.
         rank: Global rank of this process.
     """
 

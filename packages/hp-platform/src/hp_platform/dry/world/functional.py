@@ -26,8 +26,8 @@ def functional_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any])
 
     Args:
         func: Overload of an operator.
-        args: Its arguments, with tensors of the device.
-        kwargs: More of them.
+        args: Positional arguments of the call, with tensors of the device.
+        kwargs: Keyword arguments of the call.
     """
     if func.namespace != "_c10d_functional":
         return None

@@ -41,7 +41,7 @@ class Hub:
     """The keys of one dry run, and who waits for which of them.
 
     Args:
-        path: Of the socket, in a folder that nobody else can enter.
+        path: Path of its socket, in a folder that nobody else can enter.
     """
 
     def __init__(self, path: Path) -> None:
@@ -162,8 +162,8 @@ class HubClient:
     """A process that asks the hub; any of its threads may, each has a connection of its own.
 
     Args:
-        path: Of the hub's socket.
-        rank: Global rank, for messages.
+        path: Path of the hub's socket.
+        rank: Global rank of this process, for messages.
     """
 
     def __init__(self, path: Path, rank: int) -> None:
@@ -184,12 +184,13 @@ class HubClient:
         """Ask the hub for something and wait for its answer.
 
         Args:
-            do: `set`, `get`, `wait`, `add`, `check`, `compare_set`, `delete`, `break`, `count`.
-            keys: That it is about.
-            pieces: To be set, or compared.
-            timeout: Seconds, of `get` and `wait`.
-            what: Is waited for, in words.
-            amount: To be added.
+            do: Command: `set`, `get`, `wait`, `add`, `check`, `compare_set`, `delete`, `break` or
+                `count`.
+            keys: Keys that it is about.
+            pieces: Values to be set or compared.
+            timeout: Seconds that `get` and `wait` may take.
+            what: What is waited for, in words, for messages.
+            amount: Number that `add` adds.
 
         Returns:
             A number, and what the keys hold.

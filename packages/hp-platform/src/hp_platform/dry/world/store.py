@@ -23,9 +23,9 @@ class DryStore(Store):
     - What a rank says of itself (`RANK_KEYS` of the roll call) is what its representative says.
 
     Args:
-        client: Of the hub.
-        classes: Who stands for whom.
-        own: Part of a key that only this rank has: the name of its device.
+        client: Connection to the hub.
+        classes: Ranks that each representative stands for.
+        own: Part of a key that belongs to this rank alone: the UUID of its device.
     """
 
     def __init__(self, client: HubClient, classes: Classes, *, rank: int, own: str) -> None:
@@ -36,7 +36,7 @@ class DryStore(Store):
 
     @property
     def timeout(self) -> timedelta:
-        """Of `get` and `wait`."""
+        """Time-out of `get` and `wait`."""
         return timedelta(seconds=self._seconds)
 
     def set_timeout(self, timeout: timedelta) -> None:

@@ -49,9 +49,9 @@ class DryWorld:
     """Context in which the rank of a `DryDevice` is one of many.
 
     Args:
-        device: Entered already.
-        classes: Who stands for whom.
-        client: Of the hub that all representatives share.
+        device: Device of this rank, which was entered already.
+        classes: Ranks that each representative stands for.
+        client: Connection to the hub that all representatives share.
     """
 
     def __init__(self, device: DryDevice, classes: Classes, client: HubClient) -> None:
@@ -84,7 +84,7 @@ class DryWorld:
         self._stack.close()
 
     def store(self) -> DryStore:
-        """Of the default group."""
+        """The store of the default group."""
         own = str(torch.cuda.get_device_properties(self.device.device).uuid)
         store = DryStore(self.client, self.classes, rank=self.rank, own=own)
         self._stores.append(store)  # C++ holds its own half of it alone
