@@ -25,16 +25,24 @@ from msgspec.structs import replace
 from hp_train import rules
 from hp_train.cli import main as command
 from hp_train.config import Config
+from hp_train.data import load_tokenizer
+from hp_train.dry_run.classes import classes_of
+from hp_train.dry_run.routing import parse_skew
 from hp_train.errors import ConfigError
 from hp_train.launch.launcher import PRELOADED_FOR_TRAINING
 from hp_train.layout import Layout
 from hp_train.options import resolve, shipped
-from hp_train.schedules import count_stages
+from hp_train.schedules import count_microbatches, count_stages
 from hp_train.space import Axis, sample_layouts, with_keys
+from hp_train.startup import vocab_size_of
 from hp_train.verify.pairs import described
 
 GPUS = (8, 64, 256)
 SECONDS = 300
+LAYERS = 2
+"""Of each stage."""
+MOST_LAYERS = 64
+"""That a dry run may run forward and backward."""
 
 
 def axes(gpus: int) -> tuple[Axis, ...]:
@@ -66,18 +74,29 @@ def cases(each: int) -> Iterator[tuple[str, int, list[str]]]:
             config = replace(config, train=train, mesh=type(config.mesh)())
             config = replace(config, model=replace(config.model, num_layers=32, num_dense_layers=0))
             drawn = sample_layouts(
-                config, each, seed=gpus, num_processes=range(gpus, gpus + 1), axes=axes(gpus)
+                config, 6 * each, seed=gpus, num_processes=range(gpus, gpus + 1), axes=axes(gpus)
             )
-            for layout in drawn.layouts:
+            for layout in itertools.islice(filter(is_cheap, drawn.layouts), each):
                 keys = described(layout, config).split()
                 keys = [] if keys == ["one", "process"] else keys
                 keys += [
-                    f"model.num_layers={2 * count_stages(layout)}",
+                    f"model.num_layers={LAYERS * count_stages(layout)}",
                     "model.num_dense_layers=0",
                     f"train.global_batch_size={batch_size(layout)}",
                     "train.microbatch_size=1",
                 ]
                 yield name, gpus, keys
+
+
+def is_cheap(config: Config) -> bool:
+    """Whether the layers of all classes of ranks, each with every microbatch, are few enough."""
+    layers = LAYERS * count_stages(config)
+    config = with_keys(
+        config, {"train.global_batch_size": batch_size(config), "model.num_layers": layers}
+    )
+    vocab_size = vocab_size_of(config, load_tokenizer(config.data.tokenizer))
+    classes = classes_of(config, parse_skew("uniform", config.model), vocab_size=vocab_size)
+    return len(classes) * layers // config.mesh.pp * count_microbatches(config) <= MOST_LAYERS
 
 
 def batch_size(config: Config) -> int:

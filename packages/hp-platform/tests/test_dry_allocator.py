@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from hp_platform.dry import Segment, Usage, replay
-from hp_platform.dry.caching import round_up
+from hp_platform.dry.memory.caching import round_up
 from hp_platform.dry.trace import Allocate, Borrow, Event, HostWait, Launch, Release
 
 MIB = 2**20

@@ -32,12 +32,12 @@ _ORDERED_SINCE_NCCL, _OVERLAPS_SINCE_CUDA = (2, 26), (12, 3)
 
 
 class Versions(NamedTuple):
-    """Of what is installed, each as major and minor; (0, 0) where there is none.
+    """Versions of what is installed, as major and minor; (0, 0) where there is none.
 
     Attributes:
-        nccl: That torch has loaded.
-        cuda: That torch is built for.
-        driver: The newest CUDA that the driver can run.
+        nccl: NCCL that torch has loaded.
+        cuda: CUDA that torch is built for.
+        driver: Newest CUDA that the driver can run.
     """
 
     nccl: tuple[int, int]
@@ -49,9 +49,9 @@ def settings(config: Config, env: Mapping[str, str], versions: Versions) -> dict
     """What to add to the environment of a rank that uses a GPU.
 
     Args:
-        config: Of the run.
-        env: What is set already.
-        versions: Of what is installed.
+        config: Config of the run.
+        env: Environment of the process, whose values are kept.
+        versions: Versions of what is installed.
     """
     found = {}
     is_registering = env.get(_REGISTERING, "0").lower() in ("1", "true", "y", "yes", "t", "on")
@@ -76,8 +76,8 @@ def apply(config: Config, env: MutableMapping[str, str]) -> None:
     """Set what this process needs, if it is to use a GPU and has not begun to.
 
     Args:
-        config: Of the run.
-        env: The environment of this process.
+        config: Config of the run.
+        env: Environment of this process, to which settings are added.
     """
     uses = config.launch.device != "cpu" and torch.cuda.is_available()
     if uses and torch.version.cuda is not None and not torch.cuda.is_initialized():

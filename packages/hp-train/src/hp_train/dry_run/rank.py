@@ -31,10 +31,10 @@ class Job:
     """What every rank of a dry run does.
 
     Attributes:
-        config: Of the run.
-        skew: Of the routing.
-        data: Folder with tokens.
-        steps: Updates of the weights.
+        config: Config of the run.
+        skew: Model of the routing.
+        data: Folder with the tokens.
+        steps: Number of steps to train.
     """
 
     config: Config
@@ -47,8 +47,8 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank did, besides its trace.
 
     Attributes:
-        summary: Of its trace.
-        problems: What the device would refuse, a line each.
+        summary: Summary of its trace.
+        problems: Faults and hazards of the device, a line each.
         stopped: Where a script ended before its end; empty: it did not.
     """
 
@@ -110,11 +110,11 @@ def report_of(
     """Look at what a rank did; returns a `RankReport` as plain values.
 
     Args:
-        trace: With labels.
-        skew: Of the routing.
-        num_parameters: Elements of parameters that are here.
-        saved: Plan of a save.
-        stopped: As the attribute.
+        trace: Trace of the rank, with labels.
+        skew: Name of the model of the routing.
+        num_parameters: Elements of the parameters of this rank; -1: not counted.
+        saved: What a checkpoint of this rank would hold; None: not asked.
+        stopped: Where a script ended before its end; empty: it did not.
     """
     summary = summarize(
         trace, skew=skew, usage=replay(trace), num_parameters=num_parameters, saved=saved

@@ -34,9 +34,10 @@ def rehearse_script(
     """Run a script as every rank, or as some of many.
 
     Args:
-        command: Its path and its arguments.
-        num_ranks: Ranks in all.
-        ranks: To run; the first of them stands for those that are not named. None: all.
+        command: Path of the script and its arguments.
+        num_ranks: Number of ranks of the world.
+        ranks: Global ranks to run; the first of them stands for those that are not named. Empty:
+            all.
         gpus_per_node: Devices of a machine.
 
     Raises:

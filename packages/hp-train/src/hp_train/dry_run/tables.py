@@ -19,11 +19,11 @@ class Table:
     """Rows of words.
 
     Attributes:
-        title: What it says.
-        columns: Their names.
-        rows: As many words as columns each.
-        words: Columns that hold words rather than numbers; those stand at the left.
-        note: What is to be known of it.
+        title: Heading of the table.
+        columns: Names of the columns.
+        rows: Rows, each of as many words as there are columns.
+        words: Indices of the columns that hold words rather than numbers; those are aligned left.
+        note: Explanation below the table; empty: none.
     """
 
     title: str
