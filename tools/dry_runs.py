@@ -41,7 +41,7 @@ GPUS = (8, 64, 256)
 SECONDS = 300
 LAYERS = 2
 """Of each stage."""
-MOST_LAYERS = 64
+MOST_LAYERS = 96
 """That a dry run may run forward and backward."""
 
 
@@ -49,8 +49,8 @@ def axes(gpus: int) -> tuple[Axis, ...]:
     """What layouts are made of: few sizes, which fill all of the devices, and every schedule."""
     sizes = tuple(n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if n <= gpus)
     return (
-        Axis("mesh.pp", (1, 2, 4)),
-        Axis("mesh.stage_tp", ((), (1, 2))),
+        Axis("mesh.pp", (1, 2, 3, 4)),
+        Axis("mesh.stage_tp", ((), (1, 2, 1))),
         Axis("mesh.dp_replicate", (1, 2)),
         Axis("mesh.dp_shard", sizes[1:]),
         Axis("mesh.cp", (1, 2)),
