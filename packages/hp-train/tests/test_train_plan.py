@@ -30,7 +30,6 @@ from hp_train.plan.choose import _is_repeated, _Search, plan_axes
 from hp_train.plan.estimate import Plan
 from hp_train.plan.machine import GPU_MARGIN
 from hp_train.plan.memory import (
-    BYTES,
     buffer_bytes,
     local_elements,
     message_bytes,

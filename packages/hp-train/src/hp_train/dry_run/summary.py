@@ -63,7 +63,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         world_size: Ranks.
         gpu: Name of the device.
         gpu_bytes: Its memory.
-        beside: Bytes of each rank that are no tensors, by what they are, such as the context.
+        beside: Bytes that are no tensors, of the rank that has most of them: `"context"`,
+            `"communicators"` and `"peer buffers"`.
+        communicators: Of NCCL that this rank has, see `hp_train.communicators.Held`.
+        peers: That it exchanges with one by one, likewise.
         ranks: One for each class of ranks and each routing model.
         problems: What would go wrong between ranks or on a device; none is a proof.
         seconds: That it took.
@@ -78,6 +81,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     beside: dict[str, int]
     ranks: tuple[RankSummary, ...]
     problems: tuple[str, ...] = ()
+    communicators: int = 0
+    peers: int = 0
     seconds: float = 0.0
     version: int = VERSION
 
