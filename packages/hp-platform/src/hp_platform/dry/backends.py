@@ -136,7 +136,7 @@ def enter_stand_ins(stack: ExitStack, world: DryWorld) -> None:
         _start_coalescing=lambda _group, _device: world.start_batch(),
         _end_coalescing=lambda group, _device: world.end_batch(group),
         split_group=_splitter(nccl),
-        abort=world.give_up,
+        abort=lambda group: world.give_up(group),  # a function, which takes its group as methods do
         supports_coalescing=True,
     )
     functions: dict[str, Any] = {

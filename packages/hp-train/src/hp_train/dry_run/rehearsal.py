@@ -133,7 +133,9 @@ def summary_of(
     own = [line for report in reports for line in report.problems]
     counts = [held_by(trace, node_size=gpus_per_node) for trace in run.traces.values()]
     nccl = max(counts, key=lambda each: sum(_beside(each).values()))
-    between = [str(problem) for problem in prove(run.traces, classes=classes)]
+    in_order = all(report.keeps_launch_order for report in reports)
+    proof = prove(run.traces, classes=classes, launch_order_implicit=in_order)
+    between = [str(problem) for problem in proof]
     return Summary(
         name=name,
         layout=layout,
@@ -177,5 +179,8 @@ def _peers(event: Collective, ranks: Sequence[int]) -> Iterable[int]:
     """Ranks that an operation has NCCL send to or receive from one by one; without rows to none."""
     if event.op != "all_to_all":
         return () if event.peer < 0 else (event.peer,)
-    sent, received = event.input_splits or (1,) * len(ranks), event.output_splits or (1,) * len(ranks)
+    sent, received = (
+        event.input_splits or (1,) * len(ranks),
+        event.output_splits or (1,) * len(ranks),
+    )
     return (rank for rank, *rows in zip(ranks, sent, received, strict=True) if any(rows))

@@ -15,6 +15,7 @@ from hp_train.cuts import HIDDEN_DIM, chunk, cut_dim, name_in_block
 from hp_train.layout import StageLayout
 from hp_train.plan.machine import Machine
 from hp_train.plan.modules import WIDE_BYTES, Weight, Work, kept_once
+
 _STEP_BYTES = 4
 """AdamW counts its steps in one fp32 number per parameter."""
 
