@@ -88,7 +88,7 @@ def test_the_command_says_and_draws_what_it_found(
     found = json.loads(capsys.readouterr().out)
     assert found["problems"] == []
     assert [*found["beside"]] == ["context", "communicators", "peer buffers"]
-    assert (found["communicators"], found["peers"]) == (7, 1)
+    assert (found["communicators"], found["peers"]) == (5, 1)
     assert found["world_size"] == 2
     assert {rank["skew"] for rank in found["ranks"]} == {"uniform", "gini=0.5"}
     assert found["ranks"][0]["saved"]["file"] == "rank-00000.safetensors"

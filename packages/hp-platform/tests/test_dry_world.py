@@ -432,7 +432,7 @@ def test_the_first_that_fails_is_named(how: str, words: list[str]) -> None:
 
 
 def gives_up() -> str:
-    """Rank 1 breaks a group of NCCL, in a thread of its own, and goes on; returns what others say."""
+    """Rank 1 breaks a group of NCCL, by a thread; what rank 0 says, who waits in it."""
     runtime = hp_platform.initialize(device_type="cuda")
     pair = hp_platform.new_group([[0, 1]], name="pair")
     assert pair is not None
