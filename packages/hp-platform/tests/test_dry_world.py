@@ -431,6 +431,29 @@ def test_the_first_that_fails_is_named(how: str, words: list[str]) -> None:
         assert caught.value.rank == 1
 
 
+def gives_up() -> str:
+    """Rank 1 breaks a group of NCCL, by a thread; what rank 0 says, who waits in it."""
+    runtime = hp_platform.initialize(device_type="cuda")
+    pair = hp_platform.new_group([[0, 1]], name="pair")
+    assert pair is not None
+    said = ""
+    if dist.get_rank() == 1:
+        hp_platform.break_group(pair)
+    else:
+        try:
+            hp_platform.all_gather_json(0, of=int, group=pair)
+        except RuntimeError as error:
+            said = str(error)
+    hp_platform.agree(group=runtime.control)
+    return said
+
+
+def test_who_waits_in_a_group_that_was_broken_is_told() -> None:
+    said = run(gives_up, world_size=2).results
+    assert "rank 1 has given up pair[0,1]" in said[0]
+    assert said[1] == ""
+
+
 def hangs(folder: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()

@@ -158,7 +158,7 @@ def _add_hugging_face(commands: "argparse._SubParsersAction[_Parser]") -> None:
         help="of the files (what the run computes in)",
     )
     exports.add_argument(
-        "--tokenizer", metavar="FILE", help="to be copied (the run's, if it is in its directory)"
+        "--tokenizer", metavar="FILE", help="to be copied (that in the run directory)"
     )
 
 

@@ -15,6 +15,9 @@ MOST_LAYERS = 10_000
 MOST_EXPERTS = 200_000
 """Of all layers together: parameters, files and ranks list every one of them."""
 
+BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+"""Of a number in each train.dtype."""
+
 Count = Annotated[int, Meta(ge=1, le=LARGEST)]
 CountOrZero = Annotated[int, Meta(ge=0, le=LARGEST)]
 Seconds = Annotated[float, Meta(gt=0, le=1e9)]

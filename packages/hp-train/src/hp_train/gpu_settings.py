@@ -29,6 +29,7 @@ _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _REGISTERING = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
 _ORDERED_SINCE_NCCL, _OVERLAPS_SINCE_CUDA = (2, 26), (12, 3)
+_OFF = ("", "0")
 
 
 class Versions(NamedTuple):
@@ -89,6 +90,19 @@ def installed() -> Versions:
     nccl = torch.cuda.nccl.version()[:2] if dist.is_nccl_available() else (0, 0)
     major, _, rest = (torch.version.cuda or "0.0").partition(".")
     return Versions(nccl, (int(major), int(rest.partition(".")[0])), _driver())
+
+
+def keeps_launch_order(env: Mapping[str, str], config: Config | None = None) -> bool:
+    """Whether NCCL keeps operations in the order of the host; see the note above.
+
+    Args:
+        env: Of a rank.
+        config: Of a run that sets what it needs, on a machine of which no version is too old; None:
+            the environment is all there is.
+    """
+    newest = Versions(_ORDERED_SINCE_NCCL, _OVERLAPS_SINCE_CUDA, _OVERLAPS_SINCE_CUDA)
+    found = {} if config is None else settings(config, env, newest)
+    return {**env, **found}.get(_ORDER, "0") not in _OFF
 
 
 def in_force(env: Mapping[str, str]) -> list[str]:

@@ -307,6 +307,8 @@ class Trace:
         events: Events in the order in which the host issued them.
         families: Global ranks of all communicators that were made alike, this rank's or not, by the
             name of the family: the partition of a mesh axis.
+        connected: Names of those groups whose ranks NCCL has connected, in the order of it: at
+            once where a group is bound to a device or split off, else at its first operation.
     """
 
     rank: int
@@ -314,6 +316,7 @@ class Trace:
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     families: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    connected: list[str] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self.events)
@@ -325,7 +328,7 @@ class Trace:
             "world_size": self.world_size,
             "groups": self.groups,
         }
-        head["families"] = self.families
+        head |= {"families": self.families, "connected": self.connected}
         with path.open("w") as file:
             file.write(json.dumps(head) + "\n")
             for event in self.events:
@@ -345,7 +348,8 @@ class Trace:
                 groups = {name: tuple(ranks) for name, ranks in head["groups"].items()}
                 families = {name: _frozen(lists) for name, lists in head["families"].items()}
                 events = list(_decoded(json.loads(line) for line in file))
-                return cls(head["rank"], head["world_size"], groups, events, families)
+                connected = list(map(str, head["connected"]))
+                return cls(head["rank"], head["world_size"], groups, events, families, connected)
             except (KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{path} must be a trace: {error}") from error
 

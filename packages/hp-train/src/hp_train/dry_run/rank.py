@@ -1,5 +1,6 @@
 """One rank of a dry run: the trainer of `hp_train.train`, whose device computes nothing."""
 
+import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from hp_train.dry_run.answers import Answers
 from hp_train.dry_run.labels import PARAMETERS, add_labels
 from hp_train.dry_run.routing import Skew
 from hp_train.dry_run.summary import RankSummary, Saved, summarize
+from hp_train.gpu_settings import keeps_launch_order
 from hp_train.launch.board import Board
 from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
@@ -50,11 +52,13 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
         summary: Summary of its trace.
         problems: Faults and hazards of the device, a line each.
         stopped: Where a script ended before its end; empty: it did not.
+        keeps_launch_order: Whether NCCL keeps its operations in the order of the host.
     """
 
     summary: RankSummary
     problems: tuple[str, ...]
     stopped: str = ""
+    keeps_launch_order: bool = False
 
 
 def run_rank(job: Job) -> Any:
@@ -96,6 +100,7 @@ def _train(job: Job, worker: Worker) -> Any:
         skew=job.skew.name,
         num_parameters=sum(p.local.numel() for p in trainer.parameters),
         saved=saved,
+        keeps_launch_order=keeps_launch_order(os.environ, config),
     )
 
 
@@ -106,6 +111,7 @@ def report_of(
     num_parameters: int = -1,
     saved: Saved | None = None,
     stopped: str = "",
+    keeps_launch_order: bool = False,
 ) -> Any:
     """Look at what a rank did; returns a `RankReport` as plain values.
 
@@ -115,6 +121,7 @@ def report_of(
         num_parameters: Elements of the parameters of this rank; -1: not counted.
         saved: What a checkpoint of this rank would hold; None: not asked.
         stopped: Where a script ended before its end; empty: it did not.
+        keeps_launch_order: Whether NCCL keeps its operations in the order of the host.
     """
     summary = summarize(
         trace, skew=skew, usage=replay(trace), num_parameters=num_parameters, saved=saved
@@ -126,7 +133,12 @@ def report_of(
     )
     hazards = (f"rank {trace.rank}: {hazard}" for hazard in check_streams(trace))
     problems = tuple(dict.fromkeys((*faults, *hazards)))
-    report = RankReport(summary=summary, problems=problems, stopped=stopped)
+    report = RankReport(
+        summary=summary,
+        problems=problems,
+        stopped=stopped,
+        keeps_launch_order=keeps_launch_order,
+    )
     return msgspec.to_builtins(report)
 
 

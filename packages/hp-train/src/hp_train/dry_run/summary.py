@@ -63,7 +63,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         world_size: Number of ranks.
         gpu: Name of the device.
         gpu_bytes: Bytes of memory of the device.
-        beside: Bytes of each rank that are no tensors, by what they are, such as the CUDA context.
+        beside: Bytes that are no tensors, of the rank that has most of them: `"context"`,
+            `"communicators"` and `"peer buffers"`.
+        communicators: Communicators of NCCL that this rank holds, see `hp_train.communicators.Held`.
+        peers: Peers that it sends to or receives from one by one, likewise.
         ranks: Summary of one rank for each class and each model of the routing.
         problems: What would go wrong between ranks or on a device; none is a proof.
         seconds: Seconds that the dry run took.
@@ -78,6 +81,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     beside: dict[str, int]
     ranks: tuple[RankSummary, ...]
     problems: tuple[str, ...] = ()
+    communicators: int = 0
+    peers: int = 0
     seconds: float = 0.0
     version: int = VERSION
 

@@ -133,7 +133,11 @@ def kinds(summary: Summary, rank: RankSummary) -> Table:
         if memory.retries:
             lost += f", given back {memory.retries} times"
         rows.append(("reserved", size(memory.peak_reserved), "", lost))
-    rows += [(name, size(number), "", "") for name, number in summary.beside.items()]
+    counts = {"communicators": summary.communicators, "peer buffers": summary.peers}
+    rows += [
+        (name, size(number), "", str(counts[name]) if name in counts else "")
+        for name, number in summary.beside.items()
+    ]
     rows.append(
         (
             "in all, of the device",

@@ -128,6 +128,9 @@ def enter_stand_ins(stack: ExitStack, world: DryWorld) -> None:
         found = plain_backend(group, torch.device(device))
         return made.get(id(found), found)
 
+    def abort(group: ProcessGroup) -> None:  # a method of the world would not be given the group
+        world.give_up(group)
+
     change(
         stack,
         ProcessGroup,
@@ -136,7 +139,7 @@ def enter_stand_ins(stack: ExitStack, world: DryWorld) -> None:
         _start_coalescing=lambda _group, _device: world.start_batch(),
         _end_coalescing=lambda group, _device: world.end_batch(group),
         split_group=_splitter(nccl),
-        abort=world.give_up,
+        abort=abort,
         supports_coalescing=True,
     )
     functions: dict[str, Any] = {

@@ -111,6 +111,8 @@ class DryWorld:
         communicator.is_connected = communicator.is_eager
         self._communicators[group] = communicator
         self.device.trace.groups[name] = tuple(ranks)
+        if communicator.is_eager and self._has_nccl(group):  # torch binds groups of Gloo as well
+            self._note_connected(name)
         if communicator.is_eager or self.serves(group, "cpu"):
             self.device.emit(HostMessage(op="connect", group=name, shapes=()))
 
@@ -139,6 +141,7 @@ class DryWorld:
                 communicator.is_eager = communicator.is_connected = True
                 self._communicators[group] = communicator
                 self.device.trace.groups[name] = ranks
+                self._note_connected(name)
 
     def communicator(self, group: ProcessGroup) -> Communicator:
         """What is known of a group.
@@ -159,6 +162,10 @@ class DryWorld:
         """Let those fail who wait for this rank in a group."""
         if group in self._communicators:
             self.exchange.give_up(self._communicators[group])
+
+    def _note_connected(self, name: str) -> None:
+        if name not in self.device.trace.connected:
+            self.device.trace.connected.append(name)
 
     def _tell_of_group(self, what: str, name: str) -> None:
         world = next(iter(self.device.trace.groups))
@@ -240,6 +247,9 @@ class DryWorld:
             return False
         return True
 
+    def _has_nccl(self, group: ProcessGroup) -> bool:
+        return self.serves(group, "cuda") and "nccl" in dry_world.backend_of(group, "cuda").name()
+
     def _on_device(
         self,
         communicator: Communicator,
@@ -251,7 +261,7 @@ class DryWorld:
         device, thread = self.device, self.thread
         if not self.serves(group, "cuda"):
             raise RuntimeError("No backend type associated with device type cuda")
-        if "nccl" not in dry_world.backend_of(group, "cuda").name():
+        if not self._has_nccl(group):
             return self._staged(communicator, operations)
         is_batched, batch = thread.batch >= 0, thread.batch
         work = thread.work if is_batched else device.new_work()
@@ -262,6 +272,7 @@ class DryWorld:
         self._connect(communicator, is_batched=batch >= 0, asked=operations[0])
         for asked in operations:
             name = self._queue_of(communicator, asked, is_batched=batch >= 0)
+            self._note_connected(name)
             # torch runs what the host waits for at once on the stream of the host.
             is_own = is_async or is_batched or asked.peer >= 0
             stream = device.stream_of_group(name) if is_own else issuer
