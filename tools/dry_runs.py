@@ -16,9 +16,11 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import redirect_stderr, redirect_stdout
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -38,7 +40,10 @@ from hp_train.startup import vocab_size_of
 from hp_train.verify.pairs import described
 
 GPUS = (8, 64, 256)
+FORKS = multiprocessing.get_context("forkserver")
 SECONDS = 300
+Case = tuple[str, int, list[str]]
+"""Config, devices and overrides."""
 LAYERS = 2
 """Of each stage."""
 MOST_LAYERS = 96
@@ -65,8 +70,8 @@ def axes(gpus: int) -> tuple[Axis, ...]:
     )
 
 
-def cases(each: int) -> Iterator[tuple[str, int, list[str]]]:
-    """Yield config, devices and overrides of every dry run."""
+def cases(each: int) -> Iterator[Case]:
+    """Yield every dry run."""
     for name in shipped():
         for gpus in GPUS:
             config = resolve(name, (), env={}).config
@@ -110,7 +115,22 @@ def batch_size(config: Config) -> int:
     )
 
 
-def run(case: tuple[str, int, list[str]]) -> dict[str, object]:
+def run_apart(case: Case) -> Any:
+    """One dry run in a process of its own, a fork of one that has imported what all need."""
+    receiver, sender = FORKS.Pipe(duplex=False)
+    process = FORKS.Process(target=_send, args=(sender, case))
+    process.start()
+    sender.close()
+    found = receiver.recv()
+    process.join()
+    return found
+
+
+def _send(sender: Connection, case: Case) -> None:
+    sender.send(run(case))
+
+
+def run(case: Case) -> dict[str, object]:
     """One dry run, by the command, in this process."""
     name, gpus, keys = case
     began = time.monotonic()
@@ -120,8 +140,8 @@ def run(case: tuple[str, int, list[str]]) -> dict[str, object]:
     with redirect_stdout(printed), redirect_stderr(errors):
         try:
             status = command(["dry-run", name, "--steps", "1", "--json", *keys])
-        except TimeoutError as error:
-            status, errors = -1, io.StringIO(str(error))
+        except Exception as error:  # noqa: BLE001 - told, and the next one begins
+            status, errors = -1, io.StringIO(repr(error))
     signal.alarm(0)
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     found = json.loads(printed.getvalue() or "{}")
@@ -161,14 +181,9 @@ def main() -> int:
         for case in itertools.islice(cases(options.each), part - 1, None, num_parts)
         if [*case] not in done
     )
-    # Each is a fork of a server that has imported what all need.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED_FOR_TRAINING, "hp_train.dry_run.rehearsal"])
-    with (
-        ProcessPoolExecutor(options.workers, context, max_tasks_per_child=1) as pool,
-        options.results.open("a") as file,
-    ):
-        for ended in as_completed([pool.submit(run, case) for case in missing]):
+    FORKS.set_forkserver_preload([*PRELOADED_FOR_TRAINING, "hp_train.dry_run.rehearsal"])
+    with ThreadPoolExecutor(options.workers) as pool, options.results.open("a") as file:
+        for ended in as_completed([pool.submit(run_apart, case) for case in missing]):
             result = ended.result()
             print(json.dumps(result), file=file, flush=True)
             print(json.dumps(result), flush=True)
