@@ -3,10 +3,43 @@
 import argparse
 import math
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from types import NoneType
+from typing import Any, Final, NoReturn, get_args
 
-from hp_schedule.generators import GENERATORS
+from hp_schedule.generators import SCHEDULES
 from hp_schedule.simulation import ChannelModel
+
+GENERATORS: Final = {
+    name: kind for kind in SCHEDULES.values() for name in (kind.name, kind.generate.__name__)
+}
+"""What `generate` makes: every schedule by its name, and by that of its function."""
+
+
+def _options() -> dict[str, tuple[Any, list[str]]]:
+    found: dict[str, tuple[Any, list[str]]] = {}
+    for kind in SCHEDULES.values():
+        for name, annotation in kind.options.items():
+            # Pairs are asked for by --overlap, of any schedule.
+            if name != kind.pairs:
+                found.setdefault(name, (annotation, []))[1].append(kind.name)
+    return found
+
+
+OPTIONS: Final = _options()
+"""The options of all generators: annotation, and the schedules that have it."""
+
+
+def flag(option: str) -> str:
+    """Return how an option of a generator is written on the command line."""
+    return "--" + option.removeprefix("num_").replace("_", "-")
+
+
+def _reader(annotation: Any) -> Any:
+    """Return what reads a value of an annotation: a number, or else one of several words."""
+    kinds = set(get_args(annotation)) - {NoneType} or {annotation}
+    if len(kinds) == 1:
+        return kinds.pop()
+    return lambda text: int(text) if text.isdecimal() else text
 
 
 class _Parser(argparse.ArgumentParser):
@@ -24,15 +57,15 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("name", choices=[*GENERATORS])
     generate.add_argument("--ranks", type=int, required=True)
     generate.add_argument("--microbatches", type=int, required=True)
-    generate.add_argument(
-        "--stages-per-rank", type=int, help="of interleaved schedules, looped_bfs and forward_only"
-    )
-    generate.add_argument(
-        "--max-in-flight",
-        type=lambda text: int(text) if text.isdecimal() else text,
-        help="of zero_bubble: 1p, 1.5p, 2p or a number of activations",
-    )
-    generate.add_argument("--group-size", type=int, help="of grouped_interleaved")
+    for option, (annotation, names) in OPTIONS.items():
+        how: dict[str, Any] = {"type": _reader(annotation)}
+        if annotation is bool:
+            how = {"action": argparse.BooleanOptionalAction}
+        words = [f"{word}, " for part in get_args(annotation) for word in get_args(part)]
+        values = f": {''.join(words)}or a number" if words else ""
+        generate.add_argument(
+            flag(option), dest=option, help=f"of {', '.join(names)}{values}", **how
+        )
     generate.add_argument(
         "--overlap", choices=["b_f", "f_b"], help="pair backwards and forwards in this order"
     )

@@ -20,12 +20,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hp_schedule.dataflow import dataflow
-from hp_schedule.generators.closed_form import ClosedForm, TimedRow
 from hp_schedule.generators.common import check_counts
 from hp_schedule.generators.filling import Line, fill, peak, squeeze, with_weights
+from hp_schedule.generators.form import ClosedForm, TimedRow
+from hp_schedule.generators.registry import schedule_kind
 from hp_schedule.packing import BWD_INPUT, FWD, encode
 from hp_schedule.placement import PlacementStyle
-from hp_schedule.schedule import Schedule
 
 _PERIOD = 6
 
@@ -95,7 +95,12 @@ class FilledBlocks(BuildingBlocks):
         return fill(lines, flow, limit=limit, latency=self.latency)
 
 
-def v_min(num_ranks: int, *, num_microbatches: int) -> Schedule:
+@schedule_kind(
+    purpose="a third of 1F1B's activations",
+    source="Qi et al. 2024 (V-min)",
+    order=10,
+)
+def v_min(num_ranks: int, *, num_microbatches: int) -> BuildingBlocks:
     """Return the V-shaped schedule of least memory, about a third of 1F1B's.
 
     Every step follows its input at once, so nothing is held longer than it must be, and every
@@ -109,15 +114,15 @@ def v_min(num_ranks: int, *, num_microbatches: int) -> Schedule:
     Raises:
         ValueError: If a count is below 1.
     """
-    return v_min_form(num_ranks, num_microbatches=num_microbatches).schedule()
-
-
-def v_min_form(num_ranks: int, *, num_microbatches: int) -> BuildingBlocks:
-    """Return the closed form of `v_min`."""
     return BuildingBlocks(num_ranks, num_microbatches, block=_thin_block)
 
 
-def v_half(num_ranks: int, *, num_microbatches: int, latency: float = 0.0) -> Schedule:
+@schedule_kind(
+    purpose="half of 1F1B's activations",
+    source="Qi et al. 2024 (V-half)",
+    order=9,
+)
+def v_half(num_ranks: int, *, num_microbatches: int, latency: float = 0.0) -> FilledBlocks:
     """Return the V-shaped schedule of half the memory.
 
     Where 1F1B holds num_ranks activations of a rank's share of the model, it holds half of them and
@@ -133,11 +138,6 @@ def v_half(num_ranks: int, *, num_microbatches: int, latency: float = 0.0) -> Sc
     Raises:
         ValueError: If a count is below 1, or the latency below 0.
     """
-    return v_half_form(num_ranks, num_microbatches=num_microbatches, latency=latency).schedule()
-
-
-def v_half_form(num_ranks: int, *, num_microbatches: int, latency: float = 0.0) -> FilledBlocks:
-    """Return the form of `v_half`; its rows are made together."""
     _check_latency(latency)
     return FilledBlocks(
         num_ranks, num_microbatches, block=_half_block, latency=latency, squeezed=True
