@@ -31,7 +31,7 @@ def gpipe(num_ranks: int, *, num_microbatches: int) -> Rounds:
 
 
 @schedule_kind(
-    purpose="the same for several stages; messages have a whole round to travel",
+    purpose="GPipe over several stages; messages have a whole round to travel",
     source="Lamy-Poirier 2023",
     order=3,
     with_one_stage="gpipe",

@@ -103,7 +103,7 @@ def interleaved_zero_bubble(
 
 
 @schedule_kind(
-    purpose="the same within less memory; `group_size` gives messages time",
+    purpose="that in less memory; `group_size` buys time for messages",
     source="Wan et al. 2025 (PipeOffload)",
     order=7,
     more_variants=lambda num_ranks: {", rounds of all ranks": {"group_size": num_ranks}},
