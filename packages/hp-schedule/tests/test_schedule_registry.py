@@ -1,12 +1,13 @@
 """What the entries of the registry say, and what is read from them."""
 
 import inspect
+from argparse import ArgumentParser
 
 import pytest
 
 import hp_schedule
 from hp_schedule import SCHEDULES, Schedule, ScheduleKind, closed_form, gpipe, interleaved_1f1b
-from hp_schedule.arguments import OPTIONS, parser
+from hp_schedule.arguments import OPTIONS, _reading, parser
 from hp_schedule.cli import main
 from hp_schedule.generators.registry import REGISTERED, schedule_kind
 from hp_schedule.generators.rounds import Rounds
@@ -90,6 +91,13 @@ def test_every_option_has_a_flag_that_reads_its_type(capsys: pytest.CaptureFixtu
         assert hp_schedule.from_json(capsys.readouterr().out) == expected
     every = {name for kind in SCHEDULES.values() for name in kind.options if name != kind.pairs}
     assert every == set(OPTIONS)
+
+
+def test_an_option_that_is_a_switch_can_be_left_out_or_turned_off() -> None:
+    words = ArgumentParser()
+    words.add_argument("--squeezed", **_reading(bool))
+    given: list[list[str]] = [[], ["--squeezed"], ["--no-squeezed"]]
+    assert [words.parse_args(text).squeezed for text in given] == [None, True, False]
 
 
 def test_the_help_says_whose_an_option_is(capsys: pytest.CaptureFixture[str]) -> None:

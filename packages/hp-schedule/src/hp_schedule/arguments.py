@@ -15,18 +15,13 @@ GENERATORS: Final = {
 """What `generate` makes: every schedule by its name, and by that of its function."""
 
 
-def _options() -> dict[str, tuple[Any, list[str]]]:
-    found: dict[str, tuple[Any, list[str]]] = {}
-    for kind in SCHEDULES.values():
-        for name, annotation in kind.options.items():
-            # Pairs are asked for by --overlap, of any schedule.
-            if name != kind.pairs:
-                found.setdefault(name, (annotation, []))[1].append(kind.name)
-    return found
-
-
-OPTIONS: Final = _options()
-"""The options of all generators: annotation, and the schedules that have it."""
+OPTIONS: Final = {
+    name: annotation
+    for kind in SCHEDULES.values()
+    for name, annotation in kind.options.items()
+    if name != kind.pairs
+}
+"""The options of all generators with their annotations; pairs, of any schedule, are --overlap."""
 
 
 def flag(option: str) -> str:
@@ -34,12 +29,14 @@ def flag(option: str) -> str:
     return "--" + option.removeprefix("num_").replace("_", "-")
 
 
-def _reader(annotation: Any) -> Any:
-    """Return what reads a value of an annotation: a number, or else one of several words."""
+def _reading(annotation: Any) -> dict[str, Any]:
+    """Return how a value is read: a switch, a number, or a number or else one of several words."""
+    if annotation is bool:
+        return {"action": argparse.BooleanOptionalAction}
     kinds = set(get_args(annotation)) - {NoneType} or {annotation}
     if len(kinds) == 1:
-        return kinds.pop()
-    return lambda text: int(text) if text.isdecimal() else text
+        return {"type": kinds.pop()}
+    return {"type": lambda text: int(text) if text.isdecimal() else text}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -57,14 +54,14 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("name", choices=[*GENERATORS])
     generate.add_argument("--ranks", type=int, required=True)
     generate.add_argument("--microbatches", type=int, required=True)
-    for option, (annotation, names) in OPTIONS.items():
-        how: dict[str, Any] = {"type": _reader(annotation)}
-        if annotation is bool:
-            how = {"action": argparse.BooleanOptionalAction}
+    for option, annotation in OPTIONS.items():
+        names = ", ".join(kind.name for kind in SCHEDULES.values() if option in kind.options)
         words = [f"{word}, " for part in get_args(annotation) for word in get_args(part)]
-        values = f": {''.join(words)}or a number" if words else ""
         generate.add_argument(
-            flag(option), dest=option, help=f"of {', '.join(names)}{values}", **how
+            flag(option),
+            dest=option,
+            help=f"of {names}" + (f": {''.join(words)}or a number" if words else ""),
+            **_reading(annotation),
         )
     generate.add_argument(
         "--overlap", choices=["b_f", "f_b"], help="pair backwards and forwards in this order"

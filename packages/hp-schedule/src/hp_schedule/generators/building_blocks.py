@@ -81,6 +81,11 @@ class FilledBlocks(BuildingBlocks):
     latency: float = field(default=0.0, kw_only=True)
     squeezed: bool = field(default=False, kw_only=True)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.latency >= 0:
+            raise ValueError(f"latency ({self.latency}) must be >= 0")
+
     def timed_row(self, rank: int) -> TimedRow:
         """Return the compute steps of a rank with the times at which they end."""
         return self._rows[rank]
@@ -138,23 +143,9 @@ def v_half(num_ranks: int, *, num_microbatches: int, latency: float = 0.0) -> Fi
     Raises:
         ValueError: If a count is below 1, or the latency below 0.
     """
-    _check_latency(latency)
     return FilledBlocks(
         num_ranks, num_microbatches, block=_half_block, latency=latency, squeezed=True
     )
-
-
-def full_blocks_form(
-    num_ranks: int, *, num_microbatches: int, latency: float = 0.0
-) -> FilledBlocks:
-    """Return the form of `zbv` for few microbatches or for latency; its rows are made together."""
-    _check_latency(latency)
-    return FilledBlocks(num_ranks, num_microbatches, block=_full_block, latency=latency)
-
-
-def _check_latency(latency: float) -> None:
-    if not latency >= 0:
-        raise ValueError(f"latency ({latency}) must be >= 0")
 
 
 def _thin_block(num_ranks: int, rank: int) -> Block:
@@ -177,6 +168,7 @@ def _half_block(num_ranks: int, rank: int) -> Block:
     )
 
 
-def _full_block(num_ranks: int, rank: int) -> Block:
+def full_block(num_ranks: int, rank: int) -> Block:
+    """Return the block of ZB-V."""
     turn = 6 * (num_ranks - 1)
     return Block(3 * rank, turn + 1 - 3 * rank, turn + 2 + 3 * rank, 2 * turn + 3 - 3 * rank)

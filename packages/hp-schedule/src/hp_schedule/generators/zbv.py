@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import repeat
 
-from hp_schedule.generators.building_blocks import full_blocks_form
+from hp_schedule.generators.building_blocks import FilledBlocks, full_block
 from hp_schedule.generators.common import check_counts
 from hp_schedule.generators.form import ClosedForm, TimedRow
 from hp_schedule.generators.registry import schedule_kind
@@ -43,7 +43,7 @@ def zbv(num_ranks: int, *, num_microbatches: int, latency: float = 0.0) -> Close
     check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
     if latency == 0 and 2 * num_microbatches >= 3 * num_ranks - 1:
         return ZeroBubbleV(num_ranks, num_microbatches)
-    return full_blocks_form(num_ranks, num_microbatches=num_microbatches, latency=latency)
+    return FilledBlocks(num_ranks, num_microbatches, block=full_block, latency=latency)
 
 
 @dataclass(frozen=True)

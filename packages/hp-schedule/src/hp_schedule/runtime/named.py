@@ -17,12 +17,15 @@ Stages = PipelineStage | Sequence[PipelineStage]
 
 
 class NamedSchedule(PipelineSchedule):
-    """A schedule of the registry. Subclass it and give the name."""
+    """A schedule of the registry. Subclass it and give the name.
+
+    Attributes:
+        name: In `hp_schedule.SCHEDULES`.
+        chosen: Options of its generator.
+    """
 
     name: ClassVar[str]
-    """In `hp_schedule.SCHEDULES`."""
     chosen: Mapping[str, Any] = MappingProxyType({})
-    """Options of its generator."""
 
     def construct_exec_order(self) -> Schedule:
         """Return what the generator of that name makes."""
