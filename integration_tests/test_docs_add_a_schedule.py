@@ -44,14 +44,13 @@ def added(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(PACKAGE / "src" / "hp_schedule", folder / "hp_schedule", ignore=ignored)
     text = PAGE.read_text()
     generator, test = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    for block, where in (
-        (generator, "generators/naive.py"),
-        (test, "tests/test_schedule_naive.py"),
+    for block, name, where in (
+        (generator, "generators/naive.py", folder / "hp_schedule" / "generators" / "naive.py"),
+        (test, "test_schedule_naive.py", folder / "tests" / "test_schedule_naive.py"),
     ):
-        assert where in text
-        file = folder / where.replace("generators", "hp_schedule/generators")
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(block)
+        assert f"`{name}`" in text
+        where.parent.mkdir(exist_ok=True)
+        where.write_text(block)
     return folder
 
 

@@ -23,7 +23,7 @@ import griffe
 ROOT = Path(__file__).resolve().parent.parent
 _KINDS = griffe.ParameterKind
 _NEW_RESULT = re.compile(r"Callable\[P, (\w+)\]\]$")
-"""At the end of the annotation of a decorator that keeps the parameters, P, and changes the result."""
+"""The end of the annotation of a decorator that keeps the parameters, P, and changes the result."""
 Member: TypeAlias = griffe.Object | griffe.Alias
 
 
