@@ -79,6 +79,7 @@ def test_the_command_makes_it_and_proves_and_prices_what_it_made(added: Path) ->
 
 def test_a_config_can_name_it(added: Path) -> None:
     program = f"""
+from hp_train.errors import ConfigError
 from hp_train.options import resolve
 from hp_train.schedules import training_schedule
 from hp_train.schema import fields
@@ -91,11 +92,11 @@ config = resolve(None, given, env={{}}).config
 print(training_schedule(config.pipeline, num_ranks=2, num_microbatches=3).num_stages)
 try:
     resolve(None, [("pipeline.schedule", "one_at_a_tine")], env={{}})
-except ValueError as error:
+except ConfigError as error:
     print(error)
 try:
     resolve(None, [*given, ("pipeline.stages_per_rank", "2")], env={{}})
-except ValueError as error:
+except ConfigError as error:
     print(error)
 """
     last, is_axis, num_stages, unknown, stages = python(added, "-c", program).splitlines()
