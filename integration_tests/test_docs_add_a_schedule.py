@@ -95,7 +95,7 @@ try:
 except ConfigError as error:
     print(error)
 try:
-    resolve(None, [*given, ("pipeline.stages_per_rank", "2")], env={{}})
+    resolve(None, [*given[:2], ("pipeline.stages_per_rank", "2")], env={{}})
 except ConfigError as error:
     print(error)
 """
