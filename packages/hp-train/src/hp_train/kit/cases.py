@@ -21,7 +21,6 @@ PREREQUISITE = "one process"
 AGAINST_CPU = "against the CPU"
 TIMED = ("rates", "train", "plan", "dry_run", "rival")
 """Kinds of work that are about time."""
-_SCHEDULE_STAGES = {"looped_bfs": 2, "interleaved_1f1b": 2, "interleaved_zero_bubble": 2}
 _BF16_SINCE = (8, 0)
 _ORDER_SINCE = (2, 26)
 
@@ -213,7 +212,7 @@ def _axes() -> Iterator[Case]:
 
 def _schedules() -> Iterator[Case]:
     for schedule, kind in KINDS.items():
-        stages = kind.stages_per_rank or _SCHEDULE_STAGES[schedule]
+        stages = kind.stages_per_rank or 2
         yield _layout(
             f"pp 2, {schedule}",
             "A pipeline of two ranks.",

@@ -8,10 +8,12 @@ own sends and receives exactly as it would in a pass over all ranks.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from hp_schedule.costs import Costs
+from hp_schedule.passes.clock import ComputeClock
 from hp_schedule.passes.communication import add_send_recv, lay_out
 from hp_schedule.placement import PlacementStyle, generate_stage_to_rank_mapping
 from hp_schedule.schedule import Row, Schedule
@@ -42,8 +44,8 @@ class ClosedForm(ABC):
 
     @property
     def num_stages(self) -> int:
-        """Number of stages of all ranks."""
-        return self.num_ranks * self.num_stages_per_rank
+        """Number of stages of all ranks, one more in a U."""
+        return self.num_ranks * self.num_stages_per_rank + (self.style == "u")
 
     def row(self, rank: int, *, communication: bool = True) -> Row:
         """Return the row of one rank, made from the rules of its own row and its neighbours'.
@@ -91,3 +93,25 @@ class ClosedForm(ABC):
             stage_to_rank=tuple(mapping[stage] for stage in range(self.num_stages)),
             num_microbatches=self.num_microbatches,
         )
+
+
+@dataclass(frozen=True)
+class GivenRows(ClosedForm):
+    """Rows that are known without their times, which a run of all of them tells.
+
+    Attributes:
+        rows: The packed compute steps of each rank, in order.
+
+    Raises:
+        DeadlockError: From the first row or schedule on, if the order contradicts itself.
+    """
+
+    rows: Sequence[Sequence[int]] = field(kw_only=True)
+
+    def timed_row(self, rank: int) -> TimedRow:
+        """Return the compute steps of a rank with the times at which they end."""
+        return list(zip(self._finish[rank], self.rows[rank], strict=True))
+
+    @cached_property
+    def _finish(self) -> list[list[float]]:
+        return ComputeClock(self._empty.with_rows(self.rows), Costs()).finish
