@@ -21,8 +21,9 @@ from hp_platform.testing.child import Failure, Task, describe, run_rank
 
 T = TypeVar("T")
 
-# Imported once by the server the ranks are forked from. torch imports the third and fourth itself
-# at the first use of a lazy collective and of an optimizer, which would cost each rank seconds.
+# Imported once by the server the ranks are forked from, before what the caller has imported. torch
+# imports the third and fourth itself at the first use of a lazy collective and of an optimizer,
+# which would cost each rank seconds.
 _PRELOADED = [
     "torch",
     "torch.distributed",
@@ -60,7 +61,8 @@ def run_distributed(
 
     The default process group is initialised before `fn` is called; `RANK`, `WORLD_SIZE` and the
     like are set, so `hp_platform.initialize` works in it as well. Processes are forked from a
-    server that has imported torch: the first call of a program takes seconds, the others 0.1-0.3 s.
+    server that has imported torch and what the caller had imported at its first call: that one
+    takes seconds, the others 0.1-0.3 s.
     None outlives the call, nor the calling process. Other users of the machine cannot reach the
     file in which they meet. What ranks print is printed here at the end, in rank order.
 
@@ -117,7 +119,7 @@ class _Rank:
 
     def __init__(self, task: Task) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload([*_PRELOADED, *_imported()])
         self.rank, self.world_size = task.rank, task.world_size
         self._file = Path(task.output)
         self.connection: Connection
@@ -247,6 +249,22 @@ def _overdue(ranks: list[_Rank], timeout: float) -> RankError:
     text = f"rank {running[0].rank} of {len(ranks)} did not finish within {timeout:g} s"
     lines = [f"{text} (still running: {numbers})", *(rank.report() for rank in running)]
     return RankError("\n".join(lines), rank=running[0].rank)
+
+
+def _imported() -> list[str]:
+    """Name the modules of other packages that this process has imported, oldest first.
+
+    A rank would import them one by one. Modules of tests are left out: some stop their own import.
+    """
+    found = []
+    for name, module in list(sys.modules.items()):
+        spec = getattr(module, "__spec__", None)
+        package, last = name.partition(".")[0], name.rpartition(".")[2]
+        if package in sys.stdlib_module_names or last.startswith(("test_", "conftest")):
+            continue
+        if spec is not None and spec.name == name:
+            found.append(name)
+    return found
 
 
 def _pickle(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
