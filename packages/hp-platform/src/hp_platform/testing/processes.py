@@ -11,13 +11,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hp_platform.launch import INIT_METHOD_VARIABLE
+from hp_platform.testing import preload
 from hp_platform.testing.child import Failure, Task, describe, run_rank
+from hp_platform.testing.preload import MODULES_VARIABLE
 
 T = TypeVar("T")
 
@@ -33,6 +36,8 @@ _PRELOADED = [
     "pytest",
     "hypothesis",
 ]
+# Packages of which the server has enough with that.
+_COMMON = {*sys.stdlib_module_names, "torch", "numpy", "sympy", "pytest", "_pytest", "hypothesis"}
 _START_SECONDS = 120.0  # until all ranks are connected; the first call imports torch
 _GRACE_SECONDS = 0.3  # after a failure, for others to report theirs
 _OUTPUT_BYTES = 8000
@@ -86,6 +91,7 @@ def run_distributed(
     if world_size < 1:
         raise ValueError(f"world_size ({world_size}) must be at least 1")
     payload = _pickle(fn, args)
+    _start_server()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         ranks: list[_Rank] = []
         try:
@@ -119,7 +125,6 @@ class _Rank:
 
     def __init__(self, task: Task) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*_PRELOADED, *_imported()])
         self.rank, self.world_size = task.rank, task.world_size
         self._file = Path(task.output)
         self.connection: Connection
@@ -251,20 +256,24 @@ def _overdue(ranks: list[_Rank], timeout: float) -> RankError:
     return RankError("\n".join(lines), rank=running[0].rank)
 
 
-def _imported() -> list[str]:
-    """Name the modules of other packages that this process has imported, oldest first.
+def _start_server() -> None:
+    """Start the server that ranks are forked from, unless it runs.
 
-    A rank would import them one by one. Modules of tests are left out: some stop their own import.
+    It imports what this process has imported by now, or each rank would. Modules of tests are left
+    out: some stop their own import.
     """
-    found = []
-    for name, module in list(sys.modules.items()):
-        spec = getattr(module, "__spec__", None)
-        package, last = name.partition(".")[0], name.rpartition(".")[2]
-        if package in sys.stdlib_module_names or last.startswith(("test_", "conftest")):
-            continue
-        if spec is not None and spec.name == name:
-            found.append(name)
-    return found
+    os.environ[MODULES_VARIABLE] = ",".join(
+        name
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] not in _COMMON
+        and not name.rpartition(".")[2].startswith(("test_", "conftest"))
+        and getattr(getattr(module, "__spec__", None), "name", "") == name
+    )
+    multiprocessing.set_forkserver_preload([*_PRELOADED, preload.__name__])
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ[MODULES_VARIABLE]
 
 
 def _pickle(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
