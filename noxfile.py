@@ -255,6 +255,16 @@ def docs(session: nox.Session) -> None:
     session.log("open docs/_build/html/index.html")
 
 
+@nox.session(venv_backend="none", default=False)
+def whole(session: nox.Session) -> None:
+    """Queue every session of tests with all their cases, of which the rest run a sample."""
+    os.environ["HP_WHOLE"] = "1"
+    for name in [f"tests-{name}" for name in PACKAGES]:
+        session.notify(name)
+    session.notify("tests-hp-schedule-runtime")
+    session.notify("integration")
+
+
 @nox.session(default=False)
 def train(session: nox.Session) -> None:
     """Train: `nox -s train -- CONFIG --section.key value` passes all of it to `hp train`."""
@@ -280,7 +290,7 @@ def dryrun(session: nox.Session) -> None:
     _install(session, "hp-train", group="test-torch")
     if not session.posargs:
         memory = "integration_tests/test_dry_memory.py"
-        _pytest(session, memory, env={"HP_DRY_MEMORY": "1"})
+        _pytest(session, memory, env={"HP_WHOLE": "1"})
     results = str(SCRATCH / "dry-runs.jsonl")
     session.run("python", "tools/dry_runs.py", "--results", results, *session.posargs)
 
@@ -331,7 +341,7 @@ def kernels(session: nox.Session) -> None:
     tests.append("packages/hp-train/tests/test_train_compile.py")
     # Each in its own process: an interpreter must be chosen before anything imports Triton.
     for test in tests:
-        _pytest(session, test, *session.posargs, env={"HP_INDUCTOR": "1"})
+        _pytest(session, test, *session.posargs, env={"HP_INDUCTOR": "1", "HP_WHOLE": "1"})
 
 
 @nox.session(default=False)
