@@ -239,10 +239,23 @@ for _name in PACKAGES:
 @nox.session(allow_parallel=True)
 @_recorded
 def integration(session: nox.Session) -> None:
-    """Run the packages together, and the checks of tools and documentation."""
+    """Run the packages together, and examples and tools."""
     _install(session, "hp-train", group="test-torch")
     session.run("python", "tools/private_torch_symbols.py", "--installed")
-    _pytest(session, "integration_tests", *session.posargs)
+    ignored = (f"--ignore={file}" for file in TEXT_TESTS)
+    _pytest(session, "integration_tests", *ignored, *session.posargs)
+
+
+# What looks at files alone.
+TEXT_TESTS = tuple(f"integration_tests/test_docs_{name}.py" for name in ("errors", "paths"))
+
+
+@nox.session(allow_parallel=True)
+@_recorded
+def pages(session: nox.Session) -> None:
+    """Check what pages say of files, sessions and errors; nothing is installed but pytest."""
+    _install(session, group="test")
+    _pytest(session, *TEXT_TESTS, *session.posargs)
 
 
 @nox.session(allow_parallel=True)
