@@ -34,16 +34,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out the cases that are not of the sample of their test, unless they were named."""
     if WHOLE or any("::" in argument for argument in config.args):
         return
-    left_out = [item for item in items if not _is_of_the_sample(item)]
+    kept, left_out, wanted = [], [], set()
+    for item in items:
+        marker = item.get_closest_marker("sample")
+        case = getattr(item, "callspec", None)
+        if marker is not None:
+            wanted |= {f"{item.nodeid.partition('[')[0]}[{name}]" for name in marker.args}
+        is_left_out = marker is not None and (case is None or case.id not in marker.args)
+        (left_out if is_left_out else kept).append(item)
+    unknown = wanted - {item.nodeid for item in kept}
+    if unknown and not config.getoption("lf"):
+        raise pytest.UsageError(f"no such cases, of which a sample is to be: {sorted(unknown)}")
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
-
-
-def _is_of_the_sample(item: pytest.Item) -> bool:
-    marker = item.get_closest_marker("sample")
-    callspec = getattr(item, "callspec", None)
-    return marker is None or (callspec is not None and callspec.id in marker.args)
+        items[:] = kept
 
 
 @pytest.fixture
