@@ -132,7 +132,7 @@ def _share_bytecode(session: nox.Session) -> None:
     Files that uv links are the same in each of them, and torch's take 6 s of CPU to compile.
     """
     for libraries in Path(session.virtualenv.location).glob("lib/python*/site-packages"):
-        here = BYTECODE / libraries.resolve().relative_to("/")
+        here = BYTECODE / libraries.absolute().relative_to("/")
         here.parent.mkdir(parents=True, exist_ok=True)
         shared = BYTECODE / libraries.parent.name
         shared.mkdir(exist_ok=True)
@@ -158,7 +158,9 @@ def _recorded(function: Callable[[nox.Session], None]) -> Callable[[nox.Session]
 
 def _print_times(began: float) -> None:
     """Print a table of what the sessions took, those of other processes of this run included."""
-    sys.stdout.write(f"{summarize(TIMES, since=began)}\n")
+    table = summarize(TIMES, since=began)
+    if table:
+        sys.stdout.write(f"{table}\n")
 
 
 if os.environ.setdefault("HP_NOX", str(os.getpid())) == str(os.getpid()):

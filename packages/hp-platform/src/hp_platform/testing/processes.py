@@ -38,6 +38,7 @@ _PRELOADED = [
 ]
 # Packages of which the server has enough with that.
 _COMMON = {*sys.stdlib_module_names, "torch", "numpy", "sympy", "pytest", "_pytest", "hypothesis"}
+_MODULES_BYTES = 100_000  # the system takes a little more; a name cut in two is passed over
 _START_SECONDS = 120.0  # until all ranks are connected; the first call imports torch
 _GRACE_SECONDS = 0.3  # after a failure, for others to report theirs
 _OUTPUT_BYTES = 8000
@@ -262,13 +263,14 @@ def _start_server() -> None:
     It imports what this process has imported by now, or each rank would. Modules of tests are left
     out: some stop their own import.
     """
-    os.environ[MODULES_VARIABLE] = ",".join(
+    names = [
         name
         for name, module in list(sys.modules.items())
         if name.partition(".")[0] not in _COMMON
         and not name.rpartition(".")[2].startswith(("test_", "conftest"))
         and getattr(getattr(module, "__spec__", None), "name", "") == name
-    )
+    ]
+    os.environ[MODULES_VARIABLE] = ",".join(names)[-_MODULES_BYTES:]
     multiprocessing.set_forkserver_preload([*_PRELOADED, preload.__name__])
     try:
         forkserver.ensure_running()
