@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         is_left_out = marker is not None and (case is None or case.id not in marker.args)
         (left_out if is_left_out else kept).append(item)
     unknown = wanted - {item.nodeid for item in kept}
-    if unknown and not config.getoption("lf"):
+    if unknown and not config.getoption("lf", default=False):
         raise pytest.UsageError(f"no such cases, of which a sample is to be: {sorted(unknown)}")
     if left_out:
         config.hook.pytest_deselected(items=left_out)
