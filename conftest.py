@@ -34,7 +34,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out the cases that are not of the sample of their test, unless they were named."""
     if WHOLE or any("::" in argument for argument in config.args):
         return
-    kept, left_out, wanted = [], [], set()
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    wanted: set[str] = set()
     for item in items:
         marker = item.get_closest_marker("sample")
         case = getattr(item, "callspec", None)
