@@ -26,6 +26,9 @@ T = TypeVar("T")
 
 MAX_BYTES = 256 << 20
 _FAILED = -1
+_LEAST_BITS = 12
+"""Texts are padded to a power of two of bytes, at least 4 KiB: so what is sent is of one size in
+groups of one kind, whose texts differ by the digits of their ranks."""
 _PLAIN = (bool, int, float, str, NoneType)
 
 
@@ -63,6 +66,7 @@ def all_gather_json(value: T, *, of: type[T], group: ProcessGroup | None) -> lis
     if _FAILED in sizes:
         agree(error, group=group, where="telling each other", device=device)
     longest = max(_checked_size(size, rank, group) for rank, size in enumerate(sizes))
+    longest = 1 << max(_LEAST_BITS, (longest - 1).bit_length())
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     received = torch.empty(group.size() * longest, dtype=torch.uint8, device=device)
