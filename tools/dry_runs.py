@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from hp_train import rules
 from hp_train.cli import main as command
-from hp_train.config import Config
+from hp_train.config import Config, MeshConfig, PipelineConfig, to_dict
 from hp_train.data import load_tokenizer
 from hp_train.dry_run.classes import classes_of
 from hp_train.dry_run.routing import parse_skew
@@ -37,7 +37,7 @@ from hp_train.options import resolve, shipped
 from hp_train.schedules import count_microbatches, count_stages
 from hp_train.space import Axis, sample_layouts, with_keys
 from hp_train.startup import vocab_size_of
-from hp_train.verify.pairs import described
+from hp_train.verify.pairs import differing_keys
 
 GPUS = (8, 64, 256)
 FORKS = multiprocessing.get_context("forkserver")
@@ -74,16 +74,21 @@ def cases(each: int) -> Iterator[Case]:
     """Yield every dry run."""
     for name in shipped():
         for gpus in GPUS:
-            config = resolve(name, (), env={}).config
+            shipped_config = config = resolve(name, (), env={}).config
             train = replace(config.train, global_batch_size=4 * gpus, microbatch_size=1)
-            config = replace(config, train=train, mesh=type(config.mesh)())
+            config = replace(config, train=train, mesh=MeshConfig(), pipeline=PipelineConfig())
             config = replace(config, model=replace(config.model, num_layers=32, num_dense_layers=0))
             drawn = sample_layouts(
                 config, 6 * each, seed=gpus, num_processes=range(gpus, gpus + 1), axes=axes(gpus)
             )
             for layout in itertools.islice(filter(is_cheap, drawn.layouts), each):
-                keys = described(layout, config).split()
-                keys = [] if keys == ["one", "process"] else keys
+                tables = to_dict(layout)
+                keys = [
+                    f"{key}={tables[section][each]}".replace(" ", "")
+                    for key in differing_keys(layout, shipped_config)
+                    for section, each in [key.split(".")]
+                    if section in ("mesh", "pipeline") or key == "train.recompute"
+                ]
                 keys += [
                     f"model.num_layers={LAYERS * count_stages(layout)}",
                     "model.num_dense_layers=0",

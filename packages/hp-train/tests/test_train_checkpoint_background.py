@@ -119,15 +119,19 @@ def test_a_save_is_told_of_while_it_is_waited_for(
     told: list[str] = []
 
     def slow(*args: Any) -> None:
-        release.wait(5)
+        release.wait(30)
         files.write(*args)
+
+    def tell(phase: str, **_: object) -> None:
+        told.append(phase)
+        if phase == "write":
+            release.set()
 
     monkeypatch.setattr(writer, "write", slow)
     saver.start(step=1, tensors=state(1), extra={})
     time.sleep(0.1)
     assert not saver.is_written
-    threading.Timer(0.2, release.set).start()
-    saver.finish(on_progress=lambda phase, **_: told.append(phase))
+    saver.finish(on_progress=tell)
     assert "write" in told
 
 
