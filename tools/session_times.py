@@ -27,7 +27,7 @@ def summarize(folder: Path, *, since: float) -> str:
     """Put the records of a run together, in a file that has the folder's name and `.json`.
 
     Args:
-        folder: Of `recorded`.
+        folder: Folder of the records, as for `recorded`.
         since: When the run began, in seconds since the epoch; older records are passed over.
 
     Returns:

@@ -36,7 +36,7 @@ def all_gather_json(value: T, *, of: type[T], group: ProcessGroup | None) -> lis
     """Exchange values as JSON; see Note [no pickles].
 
     Args:
-        value: Of this rank.
+        value: What this rank tells the others.
         of: What every rank's must be, for example ``dict[str, list[int]]``: made of bool, int,
             float, str, None, lists, tuples, dicts with str or int as keys, unions and named tuples.
         group: Every rank of it must call; None: the default group. One that has no CPU tensors

@@ -50,7 +50,7 @@ def pipeline_layout(layout: Layout, stage_to_rank: Sequence[int]) -> PipelineLay
     """A layout as hp-vtp sees it: tensor-parallel ranks of stages, in pipelines side by side.
 
     Args:
-        layout: Of the run.
+        layout: Layout of the ranks of a run.
         stage_to_rank: Pipeline rank of each stage.
     """
     stages = (
@@ -66,8 +66,9 @@ class Held(NamedTuple):
     """What a rank holds of NCCL while a run lasts.
 
     Attributes:
-        communicators: Of more than one rank, those that NCCL has connected: the default one, since
-            it is given its device, and all others of a run, which sum a number when they are made.
+        communicators: Number of those of more than one rank that NCCL has connected: the default
+            one, since it is given its device, and all others of a run, which sum a number when they
+            are made.
         peers: Ranks that it sends to or receives from one by one, in exchanges and along edges of
             the pipeline, each of them in each communicator; those on other nodes share a buffer
             and count as one.
@@ -81,7 +82,7 @@ class Held(NamedTuple):
         """Count what a rank holds.
 
         Args:
-            rank: That holds it.
+            rank: Global rank that holds them.
             exchanges: For each of its communicators the ranks that it sends to or receives from
                 one by one; itself may be among them.
             node_size: Devices of a node.
@@ -97,8 +98,8 @@ def held(config: Config, rank: int, *, node_size: int) -> Held:
     whose keys do not go all the way round may send gradients home to one rank more.
 
     Args:
-        config: Of the run.
-        rank: Global.
+        config: Config of the run.
+        rank: Global rank.
         node_size: Devices of a node.
     """
     return Held.of(rank, _exchanges(config, rank), node_size=node_size)

@@ -96,9 +96,9 @@ def keeps_launch_order(env: Mapping[str, str], config: Config | None = None) -> 
     """Whether NCCL keeps operations in the order of the host; see the note above.
 
     Args:
-        env: Of a rank.
-        config: Of a run that sets what it needs, on a machine of which no version is too old; None:
-            the environment is all there is.
+        env: Environment variables of a rank.
+        config: Config of a run that sets what it needs, on a machine of which no version is too
+            old; None: the environment is all there is.
     """
     newest = Versions(_ORDERED_SINCE_NCCL, _OVERLAPS_SINCE_CUDA, _OVERLAPS_SINCE_CUDA)
     found = {} if config is None else settings(config, env, newest)

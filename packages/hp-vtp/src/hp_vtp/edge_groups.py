@@ -27,10 +27,10 @@ def build_edge_groups(
     others wait for it.
 
     Args:
-        layout: Whose edges.
-        name: Begins the names of the groups.
-        backend: Of the groups that carry tensors.
-        timeout: Of each operation; by default that of the default group.
+        layout: Layout whose edges get groups.
+        name: Beginning of the names of all groups.
+        backend: Backend of the groups that carry tensors.
+        timeout: Time-out of each operation; by default that of the default group.
     """
     names = _names(layout, name)
 

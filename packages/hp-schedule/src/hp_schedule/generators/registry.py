@@ -32,7 +32,7 @@ class ScheduleKind:
     """One way to order forwards and backwards; what can be seen from its rows is not declared.
 
     Attributes:
-        name: In configs and on command lines.
+        name: Name of the schedule in configs and on command lines.
         generate: Called with the number of ranks, `num_microbatches` and `options` returns the
             compute steps.
         form: The same, but returns the rule of the rows.
@@ -103,7 +103,7 @@ class ScheduleKind:
             num_stages_per_rank: Passed over where only one number is possible.
             paired: Whether to make pairs of a forward and a backward, where there are any; None: as
                 the generator does unless told.
-            **options: Of the generator.
+            **options: Keyword arguments of the generator.
 
         Raises:
             ValueError: If a count or an option is out of its range.
@@ -119,7 +119,7 @@ class ScheduleKind:
 
         Args:
             num_ranks: Ranks of the pipeline.
-            latency: Of a message, in units of one step, for those that allow for it.
+            latency: Time of a message, in units of one step, for those that allow for it.
         """
         name = self.generate.__name__
         found: dict[str, Mapping[str, Any]] = {name: {}}
@@ -193,8 +193,8 @@ def closed_form(generator: Callable[..., Schedule], num_ranks: int, **options: A
 
     Args:
         generator: One of `hp_schedule.generators`.
-        num_ranks: As for the generator.
-        **options: As for the generator.
+        num_ranks: Number of ranks of the pipeline.
+        **options: Keyword arguments of the generator.
 
     Raises:
         ValueError: If it is no generator of this package, or one of the options does not fit.

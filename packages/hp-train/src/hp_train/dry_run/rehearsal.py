@@ -43,7 +43,7 @@ def rehearse(
     Args:
         config: See `hp_train.dry_run.command.dry_config`.
         skews: Decide what experts get.
-        name: Of the config.
+        name: Name of the config.
         data: Folder with tokens.
         steps: Updates of the weights.
         apart: Ranks that get a process of their own.
@@ -86,7 +86,7 @@ def run_classes(
     """Call a function in a process for each class, each a rank of a dry world.
 
     Args:
-        function: Of a module.
+        function: Function at the top level of a module, called in every process.
         *args: Its arguments.
         classes: Ranks that each process stands for, by its rank.
         gpus_per_node: Devices of a machine.
@@ -123,8 +123,8 @@ def summary_of(
     Args:
         run: The traces of all processes, and a `RankReport` of each.
         classes: Ranks that each stands for.
-        name: Of what was run.
-        layout: In words.
+        name: Name of the config or the script.
+        layout: Parallel layout in words.
         gpus_per_node: Devices of a machine.
     """
     gpu = Gpu()
@@ -165,7 +165,7 @@ def held_by(trace: Trace, *, node_size: int) -> Held:
     """Count what a rank holds of NCCL, by what it did; see `hp_train.communicators.held`.
 
     Args:
-        trace: Of the rank.
+        trace: Trace of the rank.
         node_size: Devices of a node.
     """
     exchanges = {name: set[int]() for name in trace.connected if len(trace.groups[name]) > 1}

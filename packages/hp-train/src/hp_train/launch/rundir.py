@@ -86,7 +86,7 @@ def write_config(folder: Folder, resolved: Resolved) -> None:
     folder.remove_drafts()
     folder.replace(CONFIG, to_toml(config, resolved.origins).encode())
     tokenizer = config.data.tokenizer
-    if tokenizer and not folder.has(TOKENIZER):
+    if tokenizer:
         try:
             folder.replace(TOKENIZER, Path(tokenizer).read_bytes())
         except OSError as error:

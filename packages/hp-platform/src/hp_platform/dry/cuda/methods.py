@@ -20,7 +20,8 @@ from hp_platform._internals.dry import (
     wrapper_maker,
 )
 from hp_platform.dry.cuda.changes import change
-from hp_platform.dry.operators.dispatch import META, PLAIN
+from hp_platform.dry.operators.dispatch import PLAIN
+from hp_platform.dry.operators.shapes import META
 from hp_platform.dry.trace import Borrow
 
 if TYPE_CHECKING:

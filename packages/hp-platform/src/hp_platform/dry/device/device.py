@@ -31,7 +31,6 @@ from hp_platform.dry.trace import Event, Fault, HostAccess, Label, Launch, Trace
 from hp_platform.own_kernels import noting
 from hp_platform.places import current_place
 
-META = torch.device("meta")
 _GROUP_STREAMS = 1000
 _pinned: WeakSet[torch.UntypedStorage] = WeakSet()  # what a program keeps may outlive a device
 

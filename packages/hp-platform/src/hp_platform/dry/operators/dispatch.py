@@ -22,7 +22,7 @@ from hp_platform._internals.dry import (
 )
 from hp_platform.device_rules import may_mix
 from hp_platform.dry.operators import launches, shapes
-from hp_platform.dry.operators.shapes import Cost
+from hp_platform.dry.operators.shapes import META, Cost
 from hp_platform.dry.operators.values import STAND_INS, Again
 from hp_platform.dry.trace import Launch
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from hp_platform.dry.device.device import DryDevice
 
 PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
-META = torch.device("meta")
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
 
 

@@ -36,7 +36,7 @@ class Made:
     Attributes:
         kind: `list` or `tuple` of results; `Tensor` if it is one.
         parts: Shape, strides and dtype of each tensor; other results as they are.
-        cost: Asked of the device.
+        cost: What it asks of the device.
     """
 
     kind: type
@@ -79,7 +79,7 @@ def made_of(out: Any, given: list[Tensor], cost: Cost) -> Made | None:
     Args:
         out: What it returned.
         given: The tensors that it was given.
-        cost: As the attribute.
+        cost: What it asked of the device.
     """
     kind = type(out)
     results = out if kind in (list, tuple) else (out,)
