@@ -195,6 +195,17 @@ def api(session: nox.Session) -> None:
     session.run("python", "tools/public_api.py", *session.posargs)
 
 
+# It takes as long as all others together, which run beside it: so it is early.
+@nox.session(allow_parallel=True)
+@_recorded
+def integration(session: nox.Session) -> None:
+    """Run the packages together, and examples and tools."""
+    _install(session, "hp-train", group="test-torch")
+    session.run("python", "tools/private_torch_symbols.py", "--installed")
+    ignored = (f"--ignore={file}" for file in TEXT_TESTS)
+    _pytest(session, "integration_tests", *ignored, *session.posargs)
+
+
 @nox.session(allow_parallel=True)
 @_recorded
 def mypy(session: nox.Session) -> None:
@@ -236,16 +247,6 @@ for _name in PACKAGES:
         _session(_tests(f"{_name}[runtime]", only=RUNTIME_TESTS))
     else:
         _session(_tests(_with_extras(_name)))
-
-
-@nox.session(allow_parallel=True)
-@_recorded
-def integration(session: nox.Session) -> None:
-    """Run the packages together, and examples and tools."""
-    _install(session, "hp-train", group="test-torch")
-    session.run("python", "tools/private_torch_symbols.py", "--installed")
-    ignored = (f"--ignore={file}" for file in TEXT_TESTS)
-    _pytest(session, "integration_tests", *ignored, *session.posargs)
 
 
 # What looks at files alone.
