@@ -437,7 +437,7 @@ def compat_torch_newest(session: nox.Session) -> None:
     """Test every package against the newest torch that the registry has in the declared range."""
     session.env.update(_environment(TORCH))
     arguments = ["pip", "install", "--dry-run", "--no-deps", "--reinstall", TORCH]
-    planned = session.run_install("uv", *arguments, silent=True, external=True)
+    planned = session.run("uv", *arguments, silent=True, external=True)
     newest = re.search(r"torch==\S+", str(planned))
     if newest is None:
         session.error(f"no torch in what uv would install: {planned}")
