@@ -1,9 +1,26 @@
 """What the tests of all packages rely on."""
 
+import os
 import signal
 from collections.abc import Iterator
 
 import pytest
+
+try:
+    from hypothesis import settings
+except ImportError:  # on a machine with little more than torch and pytest
+    pass
+else:
+    # Other sessions run beside: how long an example takes says nothing.
+    settings.register_profile("unhurried", deadline=None)
+    settings.load_profile("unhurried")
+
+# Before anything imports torch: threads that wait for each other on busy cores take ten times as
+# long as one, and every rank has one anyway.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+WHOLE = os.environ.get("HP_WHOLE") == "1"
+"""Whether to run all cases of tests that are marked with a sample of them."""
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what it puts in the background so; tests that interrupt would wait for ever.
@@ -11,6 +28,28 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     # As under nohup, where a run is not to be stopped by it, and tests of that find nothing.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the cases that are not of the sample of their test, unless they were named."""
+    if WHOLE or any("::" in argument for argument in config.args):
+        return
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    wanted: set[str] = set()
+    for item in items:
+        marker = item.get_closest_marker("sample")
+        case = getattr(item, "callspec", None)
+        if marker is not None:
+            wanted |= {f"{item.nodeid.partition('[')[0]}[{name}]" for name in marker.args}
+        is_left_out = marker is not None and (case is None or case.id not in marker.args)
+        (left_out if is_left_out else kept).append(item)
+    unknown = wanted - {item.nodeid for item in kept}
+    if unknown and not config.getoption("lf", default=False):
+        raise pytest.UsageError(f"no such cases, of which a sample is to be: {sorted(unknown)}")
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
 
 
 @pytest.fixture

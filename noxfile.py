@@ -1,6 +1,6 @@
 """Sessions: one per package, then the checks that span packages.
 
-    nox                          # everything that must pass
+    nox                          # everything that must pass, two sessions side by side
     nox -s train                 # train the quickstart model
     nox -s tests-hp-schedule     # one package, with only what it declares installed
     nox -R -s tests-hp-expert -- -k permute    # again, nothing reinstalled
@@ -13,23 +13,34 @@ torch comes at the version that constraints.txt pins. Two variables name another
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import re
 import shutil
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import nox
 from packaging.requirements import Requirement
 
+sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
+from session_times import recorded, summarize
+
 nox.needs_version = ">=2026.10"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_venv = "yes"
 nox.options.error_on_external_run = True
+# Sessions that are named print as they go.
+nox.options.parallel = 2 if len(sys.argv) == 1 else 1
 
 ROOT = Path(__file__).resolve().parent
 SCRATCH = ROOT / ".nox"
+TIMES = SCRATCH / "times"
+BYTECODE = SCRATCH / "bytecode"
 PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 
 
@@ -68,6 +79,7 @@ def _environment(torch: str = "") -> dict[str, str]:
     env = {"PIP_CONSTRAINT": constraints, "UV_CONSTRAINT": constraints}
     # Where it is set, every process would compile torch's sources again: twice the time of import.
     env["PYTHONDONTWRITEBYTECODE"] = ""
+    env["PYTHONPYCACHEPREFIX"] = str(BYTECODE)
     # uv reads none of pip's variables, and separates places with commas where pip uses spaces.
     links = os.environ.get("PIP_FIND_LINKS", "").split()
     index = os.environ.get("HP_TORCH_INDEX", "")
@@ -111,6 +123,48 @@ def _install(session: nox.Session, *names: str, group: str, torch: str = "") -> 
         editable += ["-e", f"packages/{name}{suffix}"]
     tools = nox.project.dependency_groups(PYPROJECT, group) if group else ()
     session.install("--no-compile", *editable, *tools)
+    _share_bytecode(session)
+
+
+def _share_bytecode(session: nox.Session) -> None:
+    """Let all environments have one cache of what is compiled from site-packages.
+
+    Files that uv links are the same in each of them, and torch's take 6 s of CPU to compile.
+    """
+    for libraries in Path(session.virtualenv.location).glob("lib/python*/site-packages"):
+        here = BYTECODE / libraries.absolute().relative_to("/")
+        here.parent.mkdir(parents=True, exist_ok=True)
+        shared = BYTECODE / libraries.parent.name
+        shared.mkdir(exist_ok=True)
+        if not here.exists():
+            here.symlink_to(shared)
+
+
+def _pytest(session: nox.Session, *arguments: str, env: Mapping[str, str] | None = None) -> None:
+    """Run pytest; what ranks and servers take, which outlive it, counts as of the session."""
+    session.run("python", "tools/reaping.py", "-m", "pytest", *arguments, env=env)
+
+
+def _recorded(function: Callable[[nox.Session], None]) -> Callable[[nox.Session], None]:
+    """Let a session write down the seconds that it takes."""
+
+    @functools.wraps(function)
+    def with_record(session: nox.Session) -> None:
+        with recorded(session.name, TIMES):
+            function(session)
+
+    return with_record
+
+
+def _print_times(began: float) -> None:
+    """Print a table of what the sessions took, those of other processes of this run included."""
+    table = summarize(TIMES, since=began)
+    if table:
+        sys.stdout.write(f"{table}\n")
+
+
+if os.environ.setdefault("HP_NOX", str(os.getpid())) == str(os.getpid()):
+    atexit.register(_print_times, time.time())
 
 
 def _with_extras(name: str) -> str:
@@ -122,7 +176,8 @@ def _sources() -> list[str]:
     return [f"packages/{name}/src" for name in PACKAGES]
 
 
-@nox.session
+@nox.session(allow_parallel=True)
+@_recorded
 def lint(session: nox.Session) -> None:
     """Check format, style, the layering of packages and the private torch symbols in use."""
     _install(session, group="lint")
@@ -132,14 +187,27 @@ def lint(session: nox.Session) -> None:
     session.run("python", "tools/private_torch_symbols.py")
 
 
-@nox.session
+@nox.session(allow_parallel=True)
+@_recorded
 def api(session: nox.Session) -> None:
     """Compare each package's public names with packages/*/api.txt; `-- --write` rewrites those."""
     _install(session, group="api")
     session.run("python", "tools/public_api.py", *session.posargs)
 
 
-@nox.session
+# It takes as long as all others together, which run beside it: so it is early.
+@nox.session(allow_parallel=True)
+@_recorded
+def integration(session: nox.Session) -> None:
+    """Run the packages together, and examples and tools."""
+    _install(session, "hp-train", group="test-torch")
+    session.run("python", "tools/private_torch_symbols.py", "--installed")
+    ignored = (f"--ignore={file}" for file in TEXT_TESTS)
+    _pytest(session, "integration_tests", *ignored, *session.posargs)
+
+
+@nox.session(allow_parallel=True)
+@_recorded
 def mypy(session: nox.Session) -> None:
     """Check the types of all sources at once, then of tests, tools and sessions."""
     _install(session, *map(_with_extras, PACKAGES), group="type")
@@ -163,39 +231,54 @@ def _tests(requirement: str, *, only: str = "", without: str = "") -> Callable[[
             if not matched:
                 session.error(f"no file in {tests} is named {only or without}")
             selected = matched if only else [tests, *(f"--ignore={f}" for f in matched)]
-        session.run("python", "-m", "pytest", *selected, *session.posargs)
+        _pytest(session, *selected, *session.posargs)
 
     session_function.__doc__ = f"Test {requirement} installed alone."
-    return session_function
+    return _recorded(session_function)
 
 
 # hp-schedule plans without torch: only the tests of its runtime may need it.
 RUNTIME_TESTS = "test_*runtime*.py"
 for _name in PACKAGES:
-    _session = nox.session(name=f"tests-{_name}", tags=["tests"])
+    _session = nox.session(name=f"tests-{_name}", tags=["tests"], allow_parallel=True)
     if _name == "hp-schedule":
         _session(_tests(_name, without=RUNTIME_TESTS))
-        _session = nox.session(name=f"tests-{_name}-runtime", tags=["tests"])
+        _session = nox.session(name=f"tests-{_name}-runtime", tags=["tests"], allow_parallel=True)
         _session(_tests(f"{_name}[runtime]", only=RUNTIME_TESTS))
     else:
         _session(_tests(_with_extras(_name)))
 
 
-@nox.session
-def integration(session: nox.Session) -> None:
-    """Run the packages together, and the checks of tools and documentation."""
-    _install(session, "hp-train", group="test-torch")
-    session.run("python", "tools/private_torch_symbols.py", "--installed")
-    session.run("python", "-m", "pytest", "integration_tests", *session.posargs)
+# What looks at files alone.
+TEXT_TESTS = tuple(f"integration_tests/test_docs_{name}.py" for name in ("errors", "paths"))
 
 
-@nox.session
+@nox.session(allow_parallel=True)
+@_recorded
+def pages(session: nox.Session) -> None:
+    """Check what pages say of files, sessions and errors; nothing is installed but pytest."""
+    _install(session, group="test")
+    _pytest(session, *TEXT_TESTS, *session.posargs)
+
+
+@nox.session(allow_parallel=True)
+@_recorded
 def docs(session: nox.Session) -> None:
     """Build the documentation into docs/_build/html; a warning is an error."""
     _install(session, *map(_with_extras, PACKAGES), group="docs")
     # -E: pages that an earlier build has read would keep their warnings to themselves.
     session.run("sphinx-build", "-W", "-n", "-E", "-q", "docs", "docs/_build/html")
     session.log("open docs/_build/html/index.html")
+
+
+@nox.session(venv_backend="none", default=False)
+def whole(session: nox.Session) -> None:
+    """Queue every session of tests with all their cases, of which the rest run a sample."""
+    os.environ["HP_WHOLE"] = "1"
+    for name in [f"tests-{name}" for name in PACKAGES]:
+        session.notify(name)
+    session.notify("tests-hp-schedule-runtime")
+    session.notify("integration")
 
 
 @nox.session(default=False)
@@ -223,7 +306,7 @@ def dryrun(session: nox.Session) -> None:
     _install(session, "hp-train", group="test-torch")
     if not session.posargs:
         memory = "integration_tests/test_dry_memory.py"
-        session.run("python", "-m", "pytest", memory, env={"HP_DRY_MEMORY": "1"})
+        _pytest(session, memory, env={"HP_WHOLE": "1"})
     results = str(SCRATCH / "dry-runs.jsonl")
     session.run("python", "tools/dry_runs.py", "--results", results, *session.posargs)
 
@@ -236,9 +319,9 @@ def reliability(session: nox.Session) -> None:
     if not session.posargs:
         names = ("checkpoint_hostile", "checkpoint_background", "checkpoint_faults", "dcp")
         tests = [f"packages/hp-train/tests/test_train_{name}.py" for name in names]
-        session.run("python", "-m", "pytest", *tests)
+        _pytest(session, *tests)
         nodes = "integration_tests/test_torchrun_restarts.py"
-        session.run("python", "-m", "pytest", nodes, env={"HP_SLOW_RESTARTS": "1"})
+        _pytest(session, nodes, env={"HP_SLOW_RESTARTS": "1"})
 
 
 @nox.session(default=False)
@@ -247,7 +330,7 @@ def mutations(session: nox.Session) -> None:
     _install(session, "hp-schedule", group="test")
     tests = "packages/hp-schedule/tests/test_schedule_mutations.py"
     env = {"HP_SCHEDULE_MUTANTS": "20000", "HP_SCHEDULE_EXHAUSTIVE": "1"}
-    session.run("python", "-m", "pytest", "-s", tests, *session.posargs, env=env)
+    _pytest(session, "-s", tests, *session.posargs, env=env)
 
 
 @nox.session(default=False)
@@ -274,7 +357,7 @@ def kernels(session: nox.Session) -> None:
     tests.append("packages/hp-train/tests/test_train_compile.py")
     # Each in its own process: an interpreter must be chosen before anything imports Triton.
     for test in tests:
-        session.run("python", "-m", "pytest", test, *session.posargs, env={"HP_INDUCTOR": "1"})
+        _pytest(session, test, *session.posargs, env={"HP_INDUCTOR": "1", "HP_WHOLE": "1"})
 
 
 @nox.session(default=False)
@@ -282,14 +365,14 @@ def cubins(session: nox.Session) -> None:
     """Compile all Triton kernels for GPUs that need not be there; `-- --write` records limits."""
     _install(session, *map(_with_extras, PACKAGES), group="test-triton")
     session.run("python", "-m", "integration_tests.cubins", *session.posargs)
-    session.run("python", "-m", "pytest", "integration_tests/test_cubins.py")
+    _pytest(session, "integration_tests/test_cubins.py")
 
 
 @nox.session(default=False)
 def transformers(session: nox.Session) -> None:
     """Test packages on real models of Hugging Face's transformers, and in accelerate's loop."""
     _install(session, *map(_with_extras, TRANSFORMERS_TESTS), group="test-transformers")
-    session.run("python", "-m", "pytest", *_transformers_tests(), *session.posargs)
+    _pytest(session, *_transformers_tests(), *session.posargs)
 
 
 # Of each package, the tests that need transformers; elsewhere they are skipped.
@@ -333,7 +416,7 @@ def _test_with_torch(session: nox.Session, torch: str) -> None:
         session.skip(f"free disk ({free:.0f} GiB) must be at least {CUDA_BUILD_GIB} GiB")
     _install(session, *map(_with_extras, PACKAGES), group="test-torch", torch=torch)
     session.run("python", "tools/private_torch_symbols.py", "--installed")
-    session.run("python", "-m", "pytest", "packages", *session.posargs)
+    _pytest(session, "packages", *session.posargs)
 
 
 # What the registry's build for Linux needs with its CUDA libraries: measured 4.5 GiB, plus uv's
@@ -354,7 +437,7 @@ def compat_torch_newest(session: nox.Session) -> None:
     """Test every package against the newest torch that the registry has in the declared range."""
     session.env.update(_environment(TORCH))
     arguments = ["pip", "install", "--dry-run", "--no-deps", "--reinstall", TORCH]
-    planned = session.run_install("uv", *arguments, silent=True, external=True)
+    planned = session.run("uv", *arguments, silent=True, external=True)
     newest = re.search(r"torch==\S+", str(planned))
     if newest is None:
         session.error(f"no torch in what uv would install: {planned}")
@@ -372,7 +455,7 @@ def _tests_with_lowest_siblings(requirement: str) -> Callable[[nox.Session], Non
         directories = [f"packages/{requirement}", *(s.split()[-1] for s in found.splitlines())]
         editable = [argument for directory in directories for argument in ("-e", directory)]
         session.install("--no-compile", *editable)
-        session.run("python", "-m", "pytest", f"packages/{package}/tests", *session.posargs)
+        _pytest(session, f"packages/{package}/tests", *session.posargs)
 
     session_function.__doc__ = f"Test {requirement} against the lowest siblings it allows."
     return session_function

@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from hp_schedule import SCHEDULES, ScheduleKind
+from hp_train.schedules import KINDS
+
 project = "hp packages"
 author = "the contributors"
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser"]
@@ -14,8 +17,28 @@ html_title = project
 html_show_copyright = False
 html_copy_source = False
 
-myst_enable_extensions = ["colon_fence", "deflist"]
+myst_enable_extensions = ["colon_fence", "deflist", "substitution"]
 myst_heading_anchors = 3
+
+
+def _schedule_row(kind: ScheduleKind) -> str:
+    stages = str(kind.stages_per_rank or "any")
+    stages += {"loop": "", "v": ", in a V", "u": ", rank 0 has first and last"}[kind.style]
+    return f"| `{kind.generate.__name__}` | {stages} | {kind.purpose} | {kind.source} |"
+
+
+_SCHEDULE_HEAD = """\
+| generator | stages per rank | what it is for | source |
+|---|---|---|---|
+"""
+# What pages say of schedules comes from the registry, so that a new one is there untold.
+myst_substitutions = {
+    "schedules": _SCHEDULE_HEAD + "\n".join(map(_schedule_row, SCHEDULES.values())),
+    "schedule_names": ", ".join(KINDS),
+    "one_stage_schedules": ", ".join(n for n, kind in KINDS.items() if kind.stages_per_rank == 1),
+    "two_stage_schedules": ", ".join(n for n, kind in KINDS.items() if kind.stages_per_rank == 2),
+    "paired_schedules": ", ".join(n for n, kind in KINDS.items() if kind.pairs),
+}
 
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_member_order = "bysource"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from functools import partial
 
@@ -24,17 +23,13 @@ from integration_tests.dry_memory import (
 )
 
 _BOUND = 0.03
-_IS_WHOLE = os.environ.get("HP_DRY_MEMORY") == "1"  # nox -s dryrun
 _FSDP_RANKS = 4
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 
 
-def _sample(names: dict[str, object], *few: str) -> list[str]:
-    return list(names) if _IS_WHOLE else list(few)
-
-
-@pytest.mark.parametrize("name", _sample(dict(PLAIN), "fused AdamW", "checkpointed"))
+@pytest.mark.sample("fused AdamW", "checkpointed")
+@pytest.mark.parametrize("name", PLAIN)
 def test_a_plain_model_needs_what_it_really_needs(name: str) -> None:
     torch.set_num_threads(1)
     real = max(real_peaks(partial(train_plain, name, "cpu")))
@@ -43,14 +38,16 @@ def test_a_plain_model_needs_what_it_really_needs(name: str) -> None:
     _compare(name, [device.storages.peak_bytes], [real])
 
 
-@pytest.mark.parametrize("name", _sample(dict(FSDP), "FSDP2"))
+@pytest.mark.sample("FSDP2")
+@pytest.mark.parametrize("name", FSDP)
 def test_fsdp_needs_what_it_really_needs_and_what_its_tracker_finds(name: str) -> None:
     dry = dry_fsdp(name, _FSDP_RANKS)
     _compare(name, [dry], [real_fsdp(name, _FSDP_RANKS)])
     _compare(f"{name}, FSDPMemTracker", [dry], [tracked_fsdp(name, _FSDP_RANKS)])
 
 
-@pytest.mark.parametrize("name", _sample(dict(LAYOUTS), "dp_shard 2", "pp 2, 1f1b"))
+@pytest.mark.sample("dp_shard 2", "pp 2, 1f1b")
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_needs_what_it_really_needs(name: str) -> None:
     dry, real = dry_layout(name), real_layout(name)
     # Ranks that do the same need the same: what Gloo holds on to is not the same on all of them.

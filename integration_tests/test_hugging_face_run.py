@@ -178,7 +178,9 @@ def _saved_config(encoded: bytes, checkpoints: str) -> None:
     )
 
 
-@pytest.mark.parametrize("place", ["outside", "behind a link", "inside", "as an option"])
+@pytest.mark.parametrize(
+    "place", ["outside", "behind a link", "inside", "as a copy", "as an option"]
+)
 def test_a_strangers_checkpoint_copies_no_file_of_yours(
     place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,13 +192,15 @@ def test_a_strangers_checkpoint_copies_no_file_of_yours(
         named.symlink_to(secret)
     elif place == "inside":
         named.write_text("{}")
+    elif place == "as a copy":
+        (run / "tokenizer.json").write_text("{}")
     config = config_of(model=MODEL, data={"tokenizer": str(named)})
     (run / "config.toml").write_text(to_toml(config))
     save = partial(_saved_config, msgspec.json.encode(config), str(run / "checkpoints"))
     run_distributed(save, world_size=1, timeout=60)
     option = ["--tokenizer", str(secret)] if place == "as an option" else []
     # The checkpoint of one tensor is no model: what gets as far as that has passed.
-    passes = place in ("inside", "as an option")
+    passes = place in ("inside", "as a copy", "as an option")
     assert main(["export-hf", str(run), str(out), *option]) != 0
     error = capsys.readouterr().err
     assert ("data.tokenizer" not in error) if passes else ("or be given as --tokenizer" in error)

@@ -75,11 +75,6 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
         "train": {"recompute": "full"},
         "model": RICH,
     },
-    "pp2-unequal-u-shape": {
-        "mesh": {"pp": 2, "stage_tp": (1, 2)},
-        "pipeline": {"schedule": "u_shape"},
-        "model": RICH,
-    },
     "pp2-fsdp2-dualpipe": {
         "mesh": {"pp": 2, "dp_shard": 2},
         "pipeline": {"schedule": "dualpipe_v", "stages_per_rank": 2},
@@ -130,6 +125,21 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     }
 
 
+@pytest.mark.sample(
+    "pp2-fsdp2-1f1b",
+    "pp2-fsdp2-ep2-one-microbatch",
+    "hsdp-ep4",
+    "pp2-fsdp2-ep2-zbv",
+    "tp2",
+    "tp2-etp2-fsdp2-ep2",
+    "cp4-hybrid-ep2",
+    "cp4-ring",
+    "cp2-keys-tp2-ep2",
+    "pp2-cp2-interleaved-zero-bubble",
+    "pp2-fsdp2-dualpipe",
+    "stages2-1-ep-interleaved",
+    "u1-2-fsdp2-ep2",
+)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gradients_equal_one_process_in_fp64(
     name: str, one_process: dict[str, Result], tmp_path: Path
@@ -151,6 +161,7 @@ def test_some_experts_of_the_sparse_model_have_no_tokens(one_process: dict[str, 
     assert 0 < len(idle) < len(gradient)
 
 
+@pytest.mark.sample("pp2-ep2-interleaved")
 @pytest.mark.parametrize("name", ["pp2-ep2-interleaved", "dp4-ep2"])
 def test_the_loss_curve_equals_one_process_in_fp32(
     name: str, one_process: dict[str, Result], tmp_path: Path
@@ -172,6 +183,7 @@ def test_a_repeated_run_is_bitwise_the_same(tmp_path: Path) -> None:
     assert comparison.ok, comparison
 
 
+@pytest.mark.sample("pp2-ep2-interleaved-pp2-dp1-1f1b", "pp2-fsdp2-ep2-zbv-fsdp4-ep2")
 @pytest.mark.parametrize(
     ("one", "other"),
     [

@@ -32,7 +32,7 @@ _ALLOWED = {
     # What a process pickles for its own child, through a pipe that nobody else can open.
     "hp_platform/testing/child.py: pickle",
     # What torch's object collectives pickle, between processes that were forked for one dry run.
-    "hp_platform/dry/objects.py: pickle",
+    "hp_platform/dry/world/objects.py: pickle",
     "hp_platform/testing/processes.py: pickle",
 }
 

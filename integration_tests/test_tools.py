@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from check_distributions import check_wheel
+from house import arrows_of, circles_of, count_source, is_fragment, table
+from house_walks import count, find
 from lowest_siblings import lowest
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -124,3 +127,70 @@ def test_failing_example_is_reported_with_what_it_printed(tmp_path: Path) -> Non
     readme.write_text("```python\nprint('before')\n1 / 0\n```\n")
     with pytest.raises(RuntimeError, match=r"(?s)status 1.*before.*ZeroDivisionError"):
         run_example(readme)
+
+
+def test_the_house_counts_what_a_module_says_and_does() -> None:
+    source = '''
+"""A module."""
+from typing import Any, cast
+KEPT = 1
+"""A constant."""
+def f(x: Any, y: int) -> int:
+    """Return it.
+
+    Args:
+        x: Of the run.
+        y: The rank to send to;
+            none: 0.
+        z: Ranks of the run.
+    """
+    return cast("int", x)  # type: ignore[no-any-return]
+'''
+    assert count_source(source) == {
+        "statements": 4,
+        "texts": 3,
+        "fragments": 2,
+        "Any": 1,
+        "cast": 1,
+        "ignore": 1,
+    }
+    assert not is_fragment("...")
+
+
+def test_the_house_has_arrows_where_loading_one_room_loads_another(tmp_path: Path) -> None:
+    package = tmp_path / "packages" / "hp-a" / "src" / "hp_a"
+    (package / "b").mkdir(parents=True)
+    for name in ("__init__", "b/__init__"):
+        (package / f"{name}.py").touch()
+    (package / "b" / "deep.py").write_text("from hp_a import c\nfrom hp_a.b import other\n")
+    (package / "c.py").write_text(
+        "from typing import TYPE_CHECKING\nimport hp_a.d.e\nif TYPE_CHECKING:\n    import hp_a.b\n"
+    )
+    (package / "d.py").write_text(
+        "from hp_a.c import f\ndef g():\n    from hp_a.b import deep\nclass K: pass\n"
+    )
+    rooms, arrows = arrows_of(package)
+    assert rooms == {"b", "c", "d"}
+    assert arrows == {("b", "c"), ("c", "d"), ("d", "c")}
+    assert circles_of(arrows) == [["c", "d"]]
+    (package / "b" / "again.py").write_text("class K: pass\n")
+    with pytest.raises(LookupError, match="K must be defined once in hp_a"):
+        find(tmp_path, "hp_a", "K")
+
+
+def test_a_walk_counts_frames_of_the_packages_alone(tmp_path: Path) -> None:
+    file = tmp_path / "packages" / "a.py"
+    names: dict[str, Any] = {}
+    code = "def leaf(x): return x\ndef act(): return max(leaf(i) for i in range(3))\n"
+    exec(compile(code, str(file), "exec"), names)
+    # act, its generator entered and resumed until it ends, and the leaf
+    assert count(tmp_path, names["act"]) == (1, 3, 1 + 4 + 3)
+    assert count(tmp_path / "other", names["act"]) == (0, 0, 0)
+
+
+def test_figures_are_shown_before_and_after() -> None:
+    shown = table({"a": {"calls": 3, "files": 1}}, {"a": {"calls": 5, "files": 1}})
+    assert [line.split() for line in shown.splitlines()] == [
+        ["calls", "files"],
+        ["a", "5", ">", "3", "1"],
+    ]

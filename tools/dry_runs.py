@@ -6,37 +6,56 @@ A line of JSON for each: what was run, what was found, how long it took. What FI
 """
 
 import argparse
+import io
 import itertools
 import json
+import multiprocessing
 import os
-import subprocess
+import resource
+import signal
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import redirect_stderr, redirect_stdout
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
 from hp_train import rules
-from hp_train.config import Config
+from hp_train.cli import main as command
+from hp_train.config import Config, MeshConfig, PipelineConfig, to_dict
+from hp_train.data import load_tokenizer
+from hp_train.dry_run.classes import classes_of
+from hp_train.dry_run.routing import parse_skew
 from hp_train.errors import ConfigError
+from hp_train.launch.launcher import PRELOADED_FOR_TRAINING
 from hp_train.layout import Layout
 from hp_train.options import resolve, shipped
-from hp_train.schedules import count_stages
+from hp_train.schedules import count_microbatches, count_stages
 from hp_train.space import Axis, sample_layouts, with_keys
-from hp_train.verify.pairs import described
+from hp_train.startup import vocab_size_of
+from hp_train.verify.pairs import differing_keys
 
 GPUS = (8, 64, 256)
+FORKS = multiprocessing.get_context("forkserver")
 SECONDS = 300
+Case = tuple[str, int, list[str]]
+"""Config, devices and overrides."""
+LAYERS = 2
+"""Of each stage."""
+MOST_LAYERS = 96
+"""That a dry run may run forward and backward."""
 
 
 def axes(gpus: int) -> tuple[Axis, ...]:
     """What layouts are made of: few sizes, which fill all of the devices, and every schedule."""
     sizes = tuple(n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if n <= gpus)
     return (
-        Axis("mesh.pp", (1, 2, 4, 8)),
-        Axis("mesh.stage_tp", ((), (1, 2))),
+        Axis("mesh.pp", (1, 2, 3, 4)),
+        Axis("mesh.stage_tp", ((), (1, 2, 1))),
         Axis("mesh.dp_replicate", (1, 2)),
         Axis("mesh.dp_shard", sizes[1:]),
         Axis("mesh.cp", (1, 2)),
@@ -51,27 +70,43 @@ def axes(gpus: int) -> tuple[Axis, ...]:
     )
 
 
-def cases(each: int) -> Iterator[tuple[str, int, list[str]]]:
-    """Yield config, devices and overrides of every dry run."""
+def cases(each: int) -> Iterator[Case]:
+    """Yield every dry run."""
     for name in shipped():
         for gpus in GPUS:
-            config = resolve(name, (), env={}).config
+            shipped_config = config = resolve(name, (), env={}).config
             train = replace(config.train, global_batch_size=4 * gpus, microbatch_size=1)
-            config = replace(config, train=train, mesh=type(config.mesh)())
+            config = replace(config, train=train, mesh=MeshConfig(), pipeline=PipelineConfig())
             config = replace(config, model=replace(config.model, num_layers=32, num_dense_layers=0))
             drawn = sample_layouts(
-                config, each, seed=gpus, num_processes=range(gpus, gpus + 1), axes=axes(gpus)
+                config, 6 * each, seed=gpus, num_processes=range(gpus, gpus + 1), axes=axes(gpus)
             )
-            for layout in drawn.layouts:
-                keys = described(layout, config).split()
-                keys = [] if keys == ["one", "process"] else keys
+            for layout in itertools.islice(filter(is_cheap, drawn.layouts), each):
+                tables = to_dict(layout)
+                keys = [
+                    f"{key}={tables[section][each]}".replace(" ", "")
+                    for key in differing_keys(layout, shipped_config)
+                    for section, each in [key.split(".")]
+                    if section in ("mesh", "pipeline") or key == "train.recompute"
+                ]
                 keys += [
-                    f"model.num_layers={2 * count_stages(layout)}",
+                    f"model.num_layers={LAYERS * count_stages(layout)}",
                     "model.num_dense_layers=0",
                     f"train.global_batch_size={batch_size(layout)}",
                     "train.microbatch_size=1",
                 ]
                 yield name, gpus, keys
+
+
+def is_cheap(config: Config) -> bool:
+    """Whether the layers of all classes of ranks, each with every microbatch, are few enough."""
+    layers = LAYERS * count_stages(config)
+    config = with_keys(
+        config, {"train.global_batch_size": batch_size(config), "model.num_layers": layers}
+    )
+    vocab_size = vocab_size_of(config, load_tokenizer(config.data.tokenizer))
+    classes = classes_of(config, parse_skew("uniform", config.model), vocab_size=vocab_size)
+    return len(classes) * layers // config.mesh.pp * count_microbatches(config) <= MOST_LAYERS
 
 
 def batch_size(config: Config) -> int:
@@ -85,26 +120,51 @@ def batch_size(config: Config) -> int:
     )
 
 
-def run(name: str, gpus: int, keys: list[str]) -> dict[str, object]:
-    """One dry run in a process of its own."""
+def run_apart(case: Case) -> Any:
+    """One dry run in a process of its own, a fork of one that has imported what all need."""
+    receiver, sender = FORKS.Pipe(duplex=False)
+    process = FORKS.Process(target=_send, args=(sender, case))
+    process.start()
+    sender.close()
+    found = receiver.recv()
+    process.join()
+    return found
+
+
+def _send(sender: Connection, case: Case) -> None:
+    sender.send(run(case))
+
+
+def run(case: Case) -> dict[str, object]:
+    """One dry run, by the command, in this process."""
+    name, gpus, keys = case
     began = time.monotonic()
-    command = [sys.executable, "-m", "hp_train", "dry-run", name, "--steps", "1", "--json", *keys]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-        status, error = done.returncode, done.stderr.strip().splitlines()[-1:]
-        found = json.loads(done.stdout) if done.stdout.startswith("{") else {}
-    except subprocess.TimeoutExpired:
-        status, error, found = -1, [f"not done after {SECONDS} s"], {}
+    printed, errors = io.StringIO(), io.StringIO()
+    signal.signal(signal.SIGALRM, _end)
+    signal.alarm(SECONDS)
+    with redirect_stdout(printed), redirect_stderr(errors):
+        try:
+            status = command(["dry-run", name, "--steps", "1", "--json", *keys])
+        except Exception as error:  # noqa: BLE001 - told, and the next one begins
+            status, errors = -1, io.StringIO(repr(error))
+    signal.alarm(0)
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    found = json.loads(printed.getvalue() or "{}")
     return {
         "config": name,
         "gpus": gpus,
         "keys": keys,
         "status": status,
-        "error": error[0] if error and status else "",
+        "error": errors.getvalue().strip().rpartition("\n")[2] if status else "",
         "problems": len(found.get("problems", ())),
         "ranks": len(found.get("ranks", ())),
         "seconds": round(time.monotonic() - began, 1),
+        "cpu_seconds": round(sum(each.ru_utime + each.ru_stime for each in used), 1),
     }
+
+
+def _end(*_: object) -> None:
+    raise TimeoutError(f"not done after {SECONDS} s")
 
 
 def main() -> int:
@@ -126,14 +186,18 @@ def main() -> int:
         for case in itertools.islice(cases(options.each), part - 1, None, num_parts)
         if [*case] not in done
     )
+    FORKS.set_forkserver_preload([*PRELOADED_FOR_TRAINING, "hp_train.dry_run.rehearsal"])
     with ThreadPoolExecutor(options.workers) as pool, options.results.open("a") as file:
-        for result in pool.map(lambda case: run(*case), missing):
+        for ended in as_completed([pool.submit(run_apart, case) for case in missing]):
+            result = ended.result()
             print(json.dumps(result), file=file, flush=True)
             print(json.dumps(result), flush=True)
             results.append(result)
     good = sum(result["status"] == 0 for result in results)
     refused = sum(result["status"] == ConfigError.exit_code for result in results)
+    used = sum(result["cpu_seconds"] for result in results)
     print(f"{good} of {len(results)} dry runs found nothing wrong, {refused} were refused by name")
+    print(f"{used:.0f} s of CPU time")
     return int(good + refused < len(results))
 
 

@@ -22,6 +22,8 @@ import griffe
 
 ROOT = Path(__file__).resolve().parent.parent
 _KINDS = griffe.ParameterKind
+_NEW_RESULT = re.compile(r"Callable\[P, (\w+)\]\]$")
+"""The end of the annotation of a decorator that keeps the parameters, P, and changes the result."""
 Member: TypeAlias = griffe.Object | griffe.Alias
 
 
@@ -79,7 +81,7 @@ def describe(name: str, item: Member, *, depth: int = 0) -> Iterator[str]:
         prefix = indent + "".join(f"{kind} " for kind in kinds)
         bound = depth > 0 and "staticmethod" not in kinds
         parameters = format_parameters(target, skip_first=bound)
-        yield f"{prefix}def {name}({parameters}) -> {target.returns}"
+        yield f"{prefix}def {name}({parameters}) -> {returned(target)}"
     elif isinstance(target, griffe.Class):
         yield from (f"{indent}@{decorator.value}" for decorator in target.decorators)
         bases = ", ".join(str(base) for base in target.bases)
@@ -92,6 +94,17 @@ def describe(name: str, item: Member, *, depth: int = 0) -> Iterator[str]:
         yield f"{indent}{label}{name}{annotation}{format_value(target)}"
     else:
         yield f"{indent}{target.kind.value} {name}"
+
+
+def returned(function: griffe.Function) -> str:
+    """Return what callers get: a decorator may say that it is something else than `returns`."""
+    for decorator in function.decorators:
+        path = decorator.callable_path
+        if path.partition(".")[0] in function.modules_collection:
+            changed = _NEW_RESULT.search(str(function.modules_collection[path].returns))
+            if changed:
+                return changed[1]
+    return str(function.returns)
 
 
 def public_members(owner: griffe.Class) -> Iterator[tuple[str, Member]]:

@@ -162,6 +162,7 @@ LAYOUTS = [Contiguous(), HeadTail()]
 RATIOS = [(4, 4), (4, 2), (3, 1)]
 
 
+@pytest.mark.sample("2", "3")
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_outputs_and_gradients_equal_one_process(ranks: int) -> None:
     assert_equal(

@@ -136,6 +136,7 @@ def compiled_ranks(ways: list[Way]) -> list[tuple[int, float, int]]:
     return results
 
 
+@pytest.mark.sample("plain")
 @pytest.mark.parametrize(("ways", "ranks"), [(WAYS, 2), (HYBRID, 4)], ids=["plain", "hybrid"])
 def test_graphs_are_cut_around_attention_only(ways: list[Way], ranks: int) -> None:
     """Between launches there is nothing to compute, hence no graph."""

@@ -118,6 +118,7 @@ def make(*, shared: bool = False) -> Block:
     return Block(shared=shared)
 
 
+@pytest.mark.sample("False-3")
 @pytest.mark.parametrize(("shared", "graphs"), [(False, 3), (True, 4)])
 def test_graphs_are_what_precedes_the_layer_its_router_and_what_follows(
     *, shared: bool, graphs: int
@@ -129,6 +130,7 @@ def test_graphs_are_what_precedes_the_layer_its_router_and_what_follows(
     assert outcome == Outcome(0.0, loads_equal=True)
 
 
+@pytest.mark.sample("True-3")
 @pytest.mark.parametrize(("shared", "graphs"), [(False, 2), (True, 3)])
 def test_with_nested_graph_breaks_each_region_costs_one_cut(*, shared: bool, graphs: int) -> None:
     counting = CompileCounter()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from hp_platform.dry import Segment, Usage, replay
-from hp_platform.dry.caching import round_up
+from hp_platform.dry.memory.caching import round_up
 from hp_platform.dry.trace import Allocate, Borrow, Event, HostWait, Launch, Release
 
 MIB = 2**20
@@ -310,7 +310,9 @@ def step_on_cpu() -> None:
 
 def test_the_requests_of_a_real_program() -> None:
     """Three steps of a model as the profiler saw their allocations on the CPU."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as recorded:
         step_on_cpu()
     events: list[Event] = []
     numbers: dict[int, int] = {}

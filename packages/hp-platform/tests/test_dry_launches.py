@@ -7,7 +7,7 @@ import torch
 import torch.distributed.fsdp  # registers operators
 import torch.nn.attention.varlen  # likewise
 
-from hp_platform.dry.launches import _TABLE, num_kernels
+from hp_platform.dry.operators.launches import _TABLE, num_kernels
 
 aten = torch.ops.aten
 

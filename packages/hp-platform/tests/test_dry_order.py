@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hp_platform.dry.classes import Classes
-from hp_platform.dry.communicators import listed
-from hp_platform.dry.order import prove, same_program
-from hp_platform.dry.symmetry import Symmetry
+from hp_platform.dry.proof.order import prove, same_program
+from hp_platform.dry.proof.symmetry import Symmetry
 from hp_platform.dry.trace import (
     Collective,
     Event,
@@ -24,6 +23,7 @@ from hp_platform.dry.trace import (
     WaitEvent,
     WaitWork,
 )
+from hp_platform.dry.world.communicators import listed
 
 SHAPE = (((4, 8), "bfloat16"),)
 PAIRS = ((0, 1), (2, 3))

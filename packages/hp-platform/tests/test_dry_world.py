@@ -431,6 +431,29 @@ def test_the_first_that_fails_is_named(how: str, words: list[str]) -> None:
         assert caught.value.rank == 1
 
 
+def gives_up() -> str:
+    """Rank 1 breaks a group of NCCL, by a thread; what rank 0 says, who waits in it."""
+    runtime = hp_platform.initialize(device_type="cuda")
+    pair = hp_platform.new_group([[0, 1]], name="pair")
+    assert pair is not None
+    said = ""
+    if dist.get_rank() == 1:
+        hp_platform.break_group(pair)
+    else:
+        try:
+            hp_platform.all_gather_json(0, of=int, group=pair)
+        except RuntimeError as error:
+            said = str(error)
+    hp_platform.agree(group=runtime.control)
+    return said
+
+
+def test_who_waits_in_a_group_that_was_broken_is_told() -> None:
+    said = run(gives_up, world_size=2).results
+    assert "rank 1 has given up pair[0,1]" in said[0]
+    assert said[1] == ""
+
+
 def hangs(folder: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -456,3 +479,20 @@ def test_a_hang_ends_in_time_and_leaves_no_process(tmp_path: Path) -> None:
 def test_classes_must_be_a_partition(classes: dict[int, list[int]]) -> None:
     with pytest.raises(ValueError, match="must stand for every rank"):
         run(values, classes=classes)
+
+
+def tell_members() -> list[list[int]]:
+    hp_platform.initialize()
+    rows = [list(range(first, first + 4)) for first in range(0, 128, 4)]
+    group = hp_platform.new_group(rows, name="four")
+    told: list[list[int]] = hp_platform.all_gather_json(
+        dist.get_process_group_ranks(group), of=list[int], group=group
+    )
+    return told
+
+
+def test_texts_in_which_ranks_have_more_digits_are_sent_in_one_size() -> None:
+    classes = {0: range(127), 127: (127,)}  # of 124 to 126 is heard what 0 says in its own group
+    ran = run(tell_members, world_size=128, classes=classes)
+    assert prove(ran.traces, classes=classes) == []
+    assert ran.results[127] == [[0, 1, 2, 3]] * 3 + [[124, 125, 126, 127]]

@@ -116,7 +116,8 @@ def _hears(told: bytes, size: int) -> str:
     lengths = torch.empty(2, dtype=torch.int64)
     dist.all_gather_into_tensor(lengths, torch.tensor([size]))
     if size == len(told):
-        row = torch.frombuffer(bytearray(told.ljust(6, b"\0")), dtype=torch.uint8)
+        size = 1 << max(12, (size - 1).bit_length())
+        row = torch.frombuffer(bytearray(told.ljust(size, b"\0")), dtype=torch.uint8)
         dist.all_gather_into_tensor(torch.empty(2 * len(row), dtype=torch.uint8), row)
     return ""
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hp_schedule import (
+    SCHEDULES,
     Costs,
     Schedule,
     dualpipe_v,
@@ -26,21 +27,7 @@ from hp_schedule import (
 )
 from hp_schedule.generators.zero_bubble import MaxInFlight
 
-_ALL = (
-    dualpipe_v,
-    forward_only,
-    gpipe,
-    grouped_interleaved,
-    interleaved_1f1b,
-    interleaved_zero_bubble,
-    looped_bfs,
-    one_f_one_b,
-    u_shape,
-    v_half,
-    v_min,
-    zbv,
-    zero_bubble,
-)
+_ALL = [kind.generate for kind in SCHEDULES.values()]
 
 
 def _grid() -> Iterator[tuple[int, int, int]]:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from hp_schedule import (
+    SCHEDULES,
     ClosedForm,
     add_send_recv,
     closed_form,
     drop_communication,
     dualpipe_v,
-    forward_only,
     gpipe,
     grouped_interleaved,
     interleaved_1f1b,
@@ -22,8 +22,6 @@ from hp_schedule import (
     looped_bfs,
     one_f_one_b,
     simulate,
-    u_shape,
-    v_half,
     v_min,
     validate,
     zbv,
@@ -34,27 +32,15 @@ from hp_schedule.dataflow import dataflow
 from hp_schedule.packing import leaves
 from hp_schedule.validation import ValidationReport
 
-_FIXED: list[tuple[Any, dict[str, Any]]] = [
-    (gpipe, {}),
-    (one_f_one_b, {}),
-    (zero_bubble, {}),
-    (zero_bubble, {"max_in_flight": "1.5p"}),
-    (zero_bubble, {"max_in_flight": "2p"}),
-    (zbv, {}),
-    (zbv, {"latency": 0.4}),
-    (v_half, {}),
-    (v_min, {}),
-    (dualpipe_v, {}),
-    (dualpipe_v, {"overlap_f_b": False}),
-    (u_shape, {}),
-]
-_ANY_STAGES = (
-    interleaved_1f1b,
-    looped_bfs,
-    interleaved_zero_bubble,
-    grouped_interleaved,
-    forward_only,
-)
+
+def _options(num_ranks: int, *per_rank: int) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield every generator with its variants, and with numbers of stages where it takes any."""
+    for kind in SCHEDULES.values():
+        numbers = [{"num_stages_per_rank": number} for number in per_rank]
+        for options in kind.variants(num_ranks, latency=0.4).values():
+            for paired in ({kind.pairs: False}, {kind.pairs: True}) if kind.pairs else ({},):
+                for number in [{}] if kind.stages_per_rank else numbers:
+                    yield kind.generate, {**options, **paired, **number}
 
 
 @cache
@@ -65,12 +51,8 @@ def _forms(max_ranks: int) -> list[ClosedForm]:
 def _make_forms(max_ranks: int) -> Iterator[ClosedForm]:
     for num_ranks in range(1, max_ranks + 1):
         for num in range(1, 3 * num_ranks + 1):
-            for generator, options in _FIXED:
+            for generator, options in _options(num_ranks, 1, 2, 3):
                 yield closed_form(generator, num_ranks, num_microbatches=num, **options)
-            for generator in _ANY_STAGES:
-                for per_rank in (1, 2, 3):
-                    counts = {"num_microbatches": num, "num_stages_per_rank": per_rank}
-                    yield closed_form(generator, num_ranks, **counts)
 
 
 def test_a_row_made_alone_is_the_row_of_the_pass_over_all_ranks() -> None:
@@ -87,12 +69,9 @@ def test_rows_made_alone_fit_each_other_on_every_machine() -> None:
 
 @pytest.mark.parametrize(("num_ranks", "num"), [(7, 3), (8, 5), (8, 13), (8, 16), (12, 25)])
 def test_rows_of_longer_pipelines_fit_too(num_ranks: int, num: int) -> None:
-    for generator, options in _FIXED:
+    for generator, options in _options(num_ranks, 4):
         form = closed_form(generator, num_ranks, num_microbatches=num, **options)
         _check(form).raise_if_failed()
-    for generator in _ANY_STAGES:
-        counts = {"num_microbatches": num, "num_stages_per_rank": 4}
-        _check(closed_form(generator, num_ranks, **counts)).raise_if_failed()
 
 
 def _check(form: ClosedForm) -> ValidationReport:

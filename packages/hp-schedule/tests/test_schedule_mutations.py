@@ -26,11 +26,12 @@ from hp_schedule import (
     forward_only,
     gpipe,
     interleaved_1f1b,
+    interleaved_zero_bubble,
     one_f_one_b,
     simulate,
     validate,
+    zero_bubble,
 )
-from hp_schedule.generators import interleaved_zero_bubble, zero_bubble
 from hp_schedule.packing import (
     BWD,
     BWD_INPUT,

@@ -29,7 +29,7 @@ from hp_schedule import (
 from hp_schedule.runtime import PipelineStage, TensorSpec, from_schedule
 
 FORWARD, INPUT, WEIGHT = 0.006, 0.007, 0.005
-STEPS = 3
+STEPS = 8
 
 
 class _Naps(torch.autograd.Function):

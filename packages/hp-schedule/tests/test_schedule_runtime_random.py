@@ -5,7 +5,7 @@ many there are.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -18,22 +18,11 @@ from torch import Tensor, nn
 from hp_platform import linear
 from hp_platform.testing import compare, run_distributed
 from hp_schedule import (
+    SCHEDULES,
     Costs,
     Schedule,
     add_send_recv,
-    dualpipe_v,
-    gpipe,
-    grouped_interleaved,
-    interleaved_1f1b,
-    interleaved_zero_bubble,
-    looped_bfs,
-    one_f_one_b,
     search,
-    u_shape,
-    v_half,
-    v_min,
-    zbv,
-    zero_bubble,
 )
 from hp_schedule.runtime import (
     DeferringSplitter,
@@ -51,26 +40,9 @@ from hp_schedule.runtime import (
 WIDTH = 4
 DRAWS = int(os.environ.get("HP_RUNTIME_DRAWS", "10"))
 
-Make = Callable[[int, int, int], Schedule]
-PLAIN: list[Make] = [
-    lambda p, m, _: gpipe(p, num_microbatches=m),
-    lambda p, m, _: one_f_one_b(p, num_microbatches=m),
-    lambda p, m, _: zero_bubble(p, num_microbatches=m),
-    lambda p, m, _: zbv(p, num_microbatches=m),
-    lambda p, m, _: v_half(p, num_microbatches=m),
-    lambda p, m, _: v_min(p, num_microbatches=m),
-    lambda p, m, _: dualpipe_v(p, num_microbatches=m),
-    lambda p, m, _: u_shape(p, num_microbatches=m),
-]
-VIRTUAL: list[Make] = [
-    lambda p, m, v: interleaved_1f1b(p, num_microbatches=m, num_stages_per_rank=v),
-    lambda p, m, v: interleaved_1f1b(
-        p, num_microbatches=m, num_stages_per_rank=v, overlap_b_f=True
-    ),
-    lambda p, m, v: interleaved_zero_bubble(p, num_microbatches=m, num_stages_per_rank=v),
-    lambda p, m, v: looped_bfs(p, num_microbatches=m, num_stages_per_rank=v),
-    lambda p, m, v: grouped_interleaved(p, num_microbatches=m, num_stages_per_rank=v),
-]
+TRAINING = [kind for kind in SCHEDULES.values() if kind.trains]
+PLAIN = [kind for kind in TRAINING if kind.stages_per_rank]
+VIRTUAL = [kind for kind in TRAINING if not kind.stages_per_rank]
 
 
 @dataclass(frozen=True)
@@ -109,8 +81,8 @@ def draw(num_ranks: int, seed: int) -> Draw:
             seed=seed,
         ).schedule
     else:
-        make = random.choice(PLAIN if kind == 1 else VIRTUAL)
-        schedule = make(num_ranks, num, virtual)
+        drawn = random.choice(PLAIN if kind == 1 else VIRTUAL)
+        schedule = drawn.build(num_ranks, num, virtual, paired=random.random() < 0.5)
     told = random.random() < 0.5
     lengths = tuple(random.randint(1, 4) if told else 3 for _ in range(num))
     return Draw(

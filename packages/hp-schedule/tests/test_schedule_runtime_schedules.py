@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from hp_platform import linear
 from hp_platform.testing import run_distributed
-from hp_schedule import Schedule
-from hp_schedule.generators import interleaved_1f1b, u_shape
+from hp_schedule import Schedule, interleaved_1f1b, u_shape
 from hp_schedule.runtime import (
     PipelineSchedule,
     PipelineStage,

@@ -265,7 +265,7 @@ def summary_of(
         world_size=8,
         gpu="NVIDIA H100 80GB HBM3",
         gpu_bytes=80 * GIB,
-        beside={"CUDA context": GIB},
+        beside={"context": GIB},
         ranks=ranks,
         problems=problems,
     )

@@ -77,6 +77,7 @@ def _step(stage: TransformerStage, number: int) -> dict[str, Tensor]:
     return {"loss": loss.detach()} | grads
 
 
+@pytest.mark.sample("dense", "experts, all again")
 @pytest.mark.parametrize(
     ("preset", "graphs", "dtype", "recompute", "bound"),
     [
@@ -86,6 +87,7 @@ def _step(stage: TransformerStage, number: int) -> dict[str, Tensor]:
         # The router's decision is a cut where it is kept for another run.
         ("debug-deepseek-v3", ATTENTION + DENSE + 5 + SHARED, torch.float64, "full", 1e-12),
     ],
+    ids=["dense", "experts alone", "dense and experts", "experts, all again"],
 )
 def test_blocks_share_graphs_that_serve_every_step(
     preset: str, graphs: int, dtype: torch.dtype, recompute: Recompute, bound: float

@@ -11,7 +11,7 @@ from hp_schedule import add_send_recv, validate
 from hp_train import gpu_settings
 from hp_train.banner import banner
 from hp_train.config import Config
-from hp_train.gpu_settings import Versions, in_force, settings
+from hp_train.gpu_settings import Versions, in_force, keeps_launch_order, settings
 from hp_train.schedules import KINDS
 from hp_train.space import with_keys
 
@@ -57,6 +57,15 @@ def test_the_order_in_which_ranks_of_a_pipeline_launch_has_no_cycle(name: str) -
 def test_threads_of_their_own_launch_in_no_order_that_could_be_kept() -> None:
     for keys in ({"mesh.stage_tp": (1, 2)}, {"pipeline.schedule": "u_shape"}):
         assert "NCCL_LAUNCH_ORDER_IMPLICIT" not in settings(with_keys(STAGES, keys), {}, NEW)
+
+
+def test_a_dry_run_knows_whether_nccl_will_keep_the_order() -> None:
+    uneven, off = with_keys(STAGES, {"mesh.stage_tp": (1, 2)}), {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}
+    assert keeps_launch_order({}, STAGES)
+    assert not keeps_launch_order(off, STAGES)
+    assert not keeps_launch_order({}, uneven)
+    assert keeps_launch_order({"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, uneven)
+    assert not keeps_launch_order({})
 
 
 @pytest.mark.parametrize("allocator", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -18,7 +18,7 @@ from hp_schedule import Costs, simulate
 from hp_train import rules
 from hp_train.cli import main
 from hp_train.communicators import Held, held
-from hp_train.config import Config, MeshConfig, ModelConfig
+from hp_train.config import BYTES, Config, ModelConfig
 from hp_train.cuts import name_in_block
 from hp_train.errors import ConfigError
 from hp_train.layout import Layout, StageLayout
@@ -30,7 +30,6 @@ from hp_train.plan.choose import _is_repeated, _Search, plan_axes
 from hp_train.plan.estimate import Plan
 from hp_train.plan.machine import GPU_MARGIN
 from hp_train.plan.memory import (
-    BYTES,
     buffer_bytes,
     local_elements,
     message_bytes,
@@ -352,7 +351,7 @@ def test_a_gpu_gives_less_than_all_of_its_memory_to_tensors() -> None:
     bare = estimate(config, TENSORS_ALONE, vocab_size=VOCAB).memory
     memory = found.memory
     # Default, world, dp_replicate, ep, tokens, two edges; three peers, one in exchanges of experts.
-    nccl = held(config, Layout.of(config.mesh).stages[0], node_size=8)
+    nccl = held(config, 0, node_size=8)
     assert nccl == Held(communicators=7, peers=3)
     assert memory.context == H100.context_memory
     assert memory.communicators == 7 * H100.communicator_memory + 3 * H100.peer_memory
@@ -370,10 +369,9 @@ def test_a_gpu_gives_less_than_all_of_its_memory_to_tensors() -> None:
 
 
 def test_peers_on_other_nodes_share_a_buffer() -> None:
-    layout = Layout.of(MeshConfig(dp_shard=16, ep=16))
     config = with_keys(Config(), {"mesh.dp_shard": 16, "mesh.ep": 16})
-    assert [held(config, layout.stages[0], node_size=n).peers for n in (8, 16, 1)] == [8, 15, 1]
-    assert held(Config(), Layout().stages[0], node_size=8) == Held(0, 0)
+    assert [held(config, 0, node_size=n).peers for n in (8, 16, 1)] == [8, 15, 1]
+    assert held(Config(), 0, node_size=8) == Held(0, 0)
 
 
 class _LiveBytes(TorchDispatchMode):

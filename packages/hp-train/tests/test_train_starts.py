@@ -19,8 +19,8 @@ from hp_context.hybrid import split_group
 from hp_platform import Runtime, _internals, groups
 from hp_platform.launch import RankInfo
 from hp_schedule.runtime import build_edge_groups
+from hp_train.communicators import pipeline_layout
 from hp_train.config import MeshConfig
-from hp_train.edges import pipeline_layout
 from hp_train.layout import Layout
 from hp_train.mesh import build_mesh
 from hp_train.schedules import KINDS
@@ -97,7 +97,8 @@ def _start(calls: Calls, config: MeshConfig, schedule: str = "1f1b") -> int:
     if layout.is_even and not kind.returns:
         build_edge_groups(layout.pipelines(), backend="nccl", timeout=_MINUTE)
     else:
-        build_uneven_edge_groups(pipeline_layout(layout, built), name="pipeline", backend="nccl")
+        chain = pipeline_layout(layout, built.stage_to_rank)
+        build_uneven_edge_groups(chain, name="pipeline", backend="nccl")
     places = built.stage_to_rank
     first, last = layout.stages[places[0]], layout.stages[places[-1]]
     if first.num_ranks == last.num_ranks:

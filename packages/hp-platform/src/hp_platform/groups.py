@@ -8,8 +8,9 @@ its own, and `mesh_of` builds a mesh over such groups.
 Note [One split]. NCCL makes all parts of a partition in one collective of the whole world
 (`split_group`), while a call of torch's `new_group` for each part makes as many, on every rank:
 over a thousand at 256 ranks. Where there is nothing to split, as with Gloo, each rank makes the
-group that it is in, and none of the others. torch 2.11 and later give each part a colour of its own
-(pytorch #173687; before, hashes of different pairs were equal from 128 ranks on).
+group that it is in, and none of the others. The colour of a part is its lowest rank since torch
+2.11 (pytorch pull request 173687, listed in its release notes); before, it was a hash, which two
+parts may share: the author names ranks 1474 and 1475, 1984 and 1985.
 """
 
 from __future__ import annotations

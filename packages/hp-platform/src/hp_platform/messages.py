@@ -27,6 +27,9 @@ T = TypeVar("T")
 
 MAX_BYTES = 256 << 20
 _FAILED = -1
+_LEAST_BITS = 12
+"""Texts are padded to a power of two of bytes, at least 4 KiB: so what is sent is of one size in
+groups of one kind, whose texts differ by the digits of their ranks."""
 _PLAIN = (bool, int, float, str, NoneType)
 
 
@@ -34,7 +37,7 @@ def all_gather_json(value: T, *, of: type[T], group: ProcessGroup | None) -> lis
     """Exchange values as JSON; see Note [no pickles].
 
     Args:
-        value: Of this rank.
+        value: What this rank tells the others.
         of: What every rank's must be, for example ``dict[str, list[int]]``: made of bool, int,
             float, str, None, lists, tuples, dicts with str or int as keys, unions and named tuples.
         group: Every rank of it must call; None: the default group. One that has no CPU tensors
@@ -64,6 +67,7 @@ def all_gather_json(value: T, *, of: type[T], group: ProcessGroup | None) -> lis
     if _FAILED in sizes:
         agree(error, group=group, where="telling each other", device=device)
     longest = max(_checked_size(size, rank, group) for rank, size in enumerate(sizes))
+    longest = 1 << max(_LEAST_BITS, (longest - 1).bit_length())
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     received = torch.empty(group.size() * longest, dtype=torch.uint8, device=device)

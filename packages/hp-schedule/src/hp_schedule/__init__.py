@@ -3,21 +3,20 @@
 from hp_schedule.costs import Costs
 from hp_schedule.errors import DeadlockError, ScheduleError
 from hp_schedule.executor import Driver, Executor, run_together
-from hp_schedule.generators import (
-    ClosedForm,
-    closed_form,
-    dualpipe_v,
-    forward_only,
-    gpipe,
+from hp_schedule.generators import SCHEDULES
+from hp_schedule.generators.building_blocks import v_half, v_min
+from hp_schedule.generators.dualpipe import dualpipe_v
+from hp_schedule.generators.form import ClosedForm
+from hp_schedule.generators.forward import forward_only
+from hp_schedule.generators.gpipe import gpipe, looped_bfs
+from hp_schedule.generators.interleaved import interleaved_1f1b
+from hp_schedule.generators.one_f_one_b import one_f_one_b
+from hp_schedule.generators.registry import ScheduleKind, closed_form
+from hp_schedule.generators.u_shape import u_shape
+from hp_schedule.generators.zbv import zbv
+from hp_schedule.generators.zero_bubble import (
     grouped_interleaved,
-    interleaved_1f1b,
     interleaved_zero_bubble,
-    looped_bfs,
-    one_f_one_b,
-    u_shape,
-    v_half,
-    v_min,
-    zbv,
     zero_bubble,
 )
 from hp_schedule.ir import MetaStep, MetaStepType
@@ -49,6 +48,7 @@ from hp_schedule.validation import (
 )
 
 __all__ = [
+    "SCHEDULES",
     "ChannelModel",
     "ClosedForm",
     "Costs",
@@ -66,6 +66,7 @@ __all__ = [
     "Row",
     "Schedule",
     "ScheduleError",
+    "ScheduleKind",
     "SearchResult",
     "Simulation",
     "Span",

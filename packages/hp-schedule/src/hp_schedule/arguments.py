@@ -3,10 +3,40 @@
 import argparse
 import math
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from types import NoneType
+from typing import Any, Final, NoReturn, get_args
 
-from hp_schedule.generators import GENERATORS
+from hp_schedule.generators import SCHEDULES
 from hp_schedule.simulation import ChannelModel
+
+GENERATORS: Final = {
+    name: kind for kind in SCHEDULES.values() for name in (kind.name, kind.generate.__name__)
+}
+"""What `generate` makes: every schedule by its name, and by that of its function."""
+
+
+OPTIONS: Final = {
+    name: annotation
+    for kind in SCHEDULES.values()
+    for name, annotation in kind.options.items()
+    if name != kind.pairs
+}
+"""The options of all generators with their annotations; pairs, of any schedule, are --overlap."""
+
+
+def flag(option: str) -> str:
+    """Return how an option of a generator is written on the command line."""
+    return "--" + option.removeprefix("num_").replace("_", "-")
+
+
+def _reading(annotation: Any) -> dict[str, Any]:
+    """Return how a value is read: a switch, a number, or a number or else one of several words."""
+    if annotation is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    kinds = set(get_args(annotation)) - {NoneType} or {annotation}
+    if len(kinds) == 1:
+        return {"type": kinds.pop()}
+    return {"type": lambda text: int(text) if text.isdecimal() else text}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -24,15 +54,15 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("name", choices=[*GENERATORS])
     generate.add_argument("--ranks", type=int, required=True)
     generate.add_argument("--microbatches", type=int, required=True)
-    generate.add_argument(
-        "--stages-per-rank", type=int, help="of interleaved schedules, looped_bfs and forward_only"
-    )
-    generate.add_argument(
-        "--max-in-flight",
-        type=lambda text: int(text) if text.isdecimal() else text,
-        help="of zero_bubble: 1p, 1.5p, 2p or a number of activations",
-    )
-    generate.add_argument("--group-size", type=int, help="of grouped_interleaved")
+    for option, annotation in OPTIONS.items():
+        names = ", ".join(kind.name for kind in SCHEDULES.values() if option in kind.options)
+        words = [f"{word}, " for part in get_args(annotation) for word in get_args(part)]
+        generate.add_argument(
+            flag(option),
+            dest=option,
+            help=f"of {names}" + (f": {''.join(words)}or a number" if words else ""),
+            **_reading(annotation),
+        )
     generate.add_argument(
         "--overlap", choices=["b_f", "f_b"], help="pair backwards and forwards in this order"
     )

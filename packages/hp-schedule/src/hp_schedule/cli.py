@@ -6,7 +6,6 @@ without a mistake that lacks something.
 """
 
 import argparse
-import inspect
 import json
 import os
 import sys
@@ -15,9 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from hp_schedule.arguments import parser
+from hp_schedule.arguments import GENERATORS, OPTIONS, flag, parser
 from hp_schedule.errors import ScheduleError
-from hp_schedule.generators import GENERATORS
 from hp_schedule.model_costs import ModelCosts
 from hp_schedule.notation import parse, to_csv, to_json
 from hp_schedule.passes import add_send_recv, pair_overlap
@@ -55,17 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _generate(options: argparse.Namespace) -> int:
     if options.json and options.csv:
         raise ValueError("--csv must be left out with --json")
-    generator = GENERATORS[options.name]
-    chosen = {
-        "num_stages_per_rank": options.stages_per_rank,
-        "max_in_flight": options.max_in_flight,
-        "group_size": options.group_size,
-    }
-    chosen = {name: value for name, value in chosen.items() if value is not None}
-    for name in chosen.keys() - inspect.signature(generator).parameters.keys():
-        flag = "--" + name.removeprefix("num_").replace("_", "-")
-        raise ValueError(f"{flag} ({chosen[name]}) must be left out for {options.name}")
-    schedule = generator(options.ranks, num_microbatches=options.microbatches, **chosen)
+    kind = GENERATORS[options.name]
+    chosen = {name: value for name in OPTIONS if (value := getattr(options, name)) is not None}
+    for name in chosen.keys() - kind.options.keys():
+        raise ValueError(f"{flag(name)} ({chosen[name]}) must be left out for {options.name}")
+    schedule = kind.generate(options.ranks, num_microbatches=options.microbatches, **chosen)
     if options.overlap:
         schedule = pair_overlap(schedule, order=options.overlap)
     if options.communication:

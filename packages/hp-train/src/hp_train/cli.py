@@ -1,8 +1,9 @@
 """The command ``hp``."""
 
 import argparse
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,19 +21,8 @@ from hp_train.resuming import require_same_run
 from hp_train.schema import did_you_mean, keys_called
 from hp_train.verify import command as verify
 
-_FLAGS = {
-    "train": ("--data", "--resume", "--dry-run"),
-    "config": ("--data", "--resume", "--origins", "--json"),
-    "doctor": ("--json",),
-    "dry-run": ("--data", "--resume", *dry_run.FLAGS),
-    "verify": ("--data", "--resume", *verify.FLAGS),
-    "plan": ("--data", "--resume", *plan.FLAGS),
-    "import-hf": ("--out", "--step", "--dtype"),
-    "export-hf": ("--out", "--step", "--dtype", "--tokenizer"),
-    "import-dcp": ("--step",),
-    "export-dcp": ("--step",),
-}
 _WITHOUT_CONFIG = ("doctor", "import-hf", "export-hf", "export-dcp")
+_FLAG = re.compile(r"--[\w-]+")
 _OVERRIDES = "--section.key value, --section.key=value or section.key=value sets any key."
 
 
@@ -71,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str]) -> int:
     argv, script = _without_script(argv)
     overrides, rest = split_overrides(_joined(argv))
-    parser = _parser()
-    _refuse_bare_keys(rest)
+    parser, commands = _parser()
+    _refuse_bare_keys(rest, commands)
     options = parser.parse_args(rest)
     if script:
         return dry_run.run_script(script, options, overrides)
@@ -122,48 +112,27 @@ def _train(resolved: Resolved, options: argparse.Namespace) -> int:
     return launcher.run(resolved)
 
 
-def _parser() -> _Parser:
+def _parser() -> tuple[_Parser, Mapping[str, _Parser]]:
+    """The parser of ``hp``, and those of its commands by their names."""
     parser = _Parser(prog="hp", description="Train mixture-of-experts language models.")
     parser.add_argument("--version", action="version", version=f"hp {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    train = commands.add_parser(
-        "train", help="train a model", epilog=_OVERRIDES, allow_abbrev=False
-    )
-    _add_config(train)
+    train = _add_command(commands, "train", what="train a model")
     train.add_argument("--dry-run", action="store_true", help="check the config and stop")
-    config = commands.add_parser(
-        "config",
-        help="print a config with the meaning of every key",
-        epilog=_OVERRIDES,
-        allow_abbrev=False,
-    )
-    _add_config(config)
+    config = _add_command(commands, "config", what="print a config with the meaning of every key")
     form = config.add_mutually_exclusive_group()
     form.add_argument("--origins", action="store_true", help="one line per key, no help")
     form.add_argument("--json", action="store_true", help="as JSON, with origins")
-    check = commands.add_parser(
-        "verify",
-        help="run two layouts on the same batches and compare all they compute",
-        epilog=_OVERRIDES,
-        allow_abbrev=False,
-    )
-    _add_config(check)
-    verify.add_arguments(check)
-    price = commands.add_parser(
-        "plan",
-        help="compare layouts by memory and time, without running them",
-        epilog=_OVERRIDES,
-        allow_abbrev=False,
-    )
-    _add_config(price)
-    plan.add_arguments(price)
-    rehearse = commands.add_parser(
+    what = "run two layouts on the same batches and compare all they compute"
+    verify.add_arguments(_add_command(commands, "verify", what=what))
+    what = "compare layouts by memory and time, without running them"
+    plan.add_arguments(_add_command(commands, "plan", what=what))
+    rehearse = _add_command(
+        commands,
         "dry-run",
-        help="run the real code of every kind of rank of a cluster, without a GPU",
-        epilog=_OVERRIDES + " After -- a torch script and its arguments, in place of a config.",
-        allow_abbrev=False,
+        what="run the real code of every kind of rank of a cluster, without a GPU",
+        more=" After -- a torch script and its arguments, in place of a config.",
     )
-    _add_config(rehearse)
     dry_run.add_arguments(rehearse)
     doctor = commands.add_parser(
         "doctor", help="tell what this machine can run", allow_abbrev=False
@@ -171,7 +140,7 @@ def _parser() -> _Parser:
     doctor.add_argument("--json", action="store_true", help="as JSON")
     _add_hugging_face(commands)
     _add_plain_checkpoint(commands)
-    return parser
+    return parser, dict(commands.choices)
 
 
 def _add_hugging_face(commands: "argparse._SubParsersAction[_Parser]") -> None:
@@ -189,7 +158,7 @@ def _add_hugging_face(commands: "argparse._SubParsersAction[_Parser]") -> None:
         help="of the files (what the run computes in)",
     )
     exports.add_argument(
-        "--tokenizer", metavar="FILE", help="to be copied (the run's, if it is in its directory)"
+        "--tokenizer", metavar="FILE", help="to be copied (that in the run directory)"
     )
 
 
@@ -251,7 +220,11 @@ def _plain_checkpoint(options: argparse.Namespace, overrides: list[tuple[str, st
     return command.import_dcp(folder, run, resolved=resolved, step=options.step)
 
 
-def _add_config(parser: argparse.ArgumentParser) -> None:
+def _add_command(
+    commands: "argparse._SubParsersAction[_Parser]", name: str, *, what: str, more: str = ""
+) -> _Parser:
+    """Add a command that takes a config."""
+    parser = commands.add_parser(name, help=what, epilog=_OVERRIDES + more, allow_abbrev=False)
     names = ", ".join(shipped())
     parser.add_argument(
         "config",
@@ -267,12 +240,13 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
         help="text files, folders or .jsonl files to train on; short for --data.paths",
     )
     parser.add_argument("--resume", metavar="RUN", help="go on with the run of this directory")
+    return parser
 
 
-def _refuse_bare_keys(arguments: Sequence[str]) -> None:
+def _refuse_bare_keys(arguments: Sequence[str], commands: Mapping[str, _Parser]) -> None:
     """Point ``--steps`` to ``--train.steps``; argparse would take its value for the config."""
-    command = next((argument for argument in arguments if argument in _FLAGS), "train")
-    flags = (*_FLAGS[command], "--help", "--version")
+    command = next((argument for argument in arguments if argument in commands), "train")
+    flags = (*_FLAG.findall(commands[command].format_usage()), "--help", "--version")
     for argument in arguments:
         flag = argument.partition("=")[0]
         if flag == "--":

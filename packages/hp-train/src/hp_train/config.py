@@ -6,14 +6,29 @@ command lines are read by :mod:`hp_train.options`, rules across keys are in
 torch is loaded.
 """
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta, Struct, to_builtins
+
+from hp_schedule import SCHEDULES
 
 LARGEST = 2**31 - 1
 MOST_LAYERS = 10_000
 MOST_EXPERTS = 200_000
 """Of all layers together: parameters, files and ranks list every one of them."""
+
+BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+"""Of a number in each train.dtype."""
+
+SCHEDULE_NAMES = tuple(
+    kind.name for kind in SCHEDULES.values() if kind.trains and "group_size" not in kind.options
+)
+"""Of those that train, all but what is chosen for a size that configs have no key for."""
+
+if TYPE_CHECKING:
+    ScheduleName = str
+else:
+    ScheduleName = Literal[SCHEDULE_NAMES]
 
 Count = Annotated[int, Meta(ge=1, le=LARGEST)]
 CountOrZero = Annotated[int, Meta(ge=0, le=LARGEST)]
@@ -148,19 +163,7 @@ class PipelineConfig(Struct, frozen=True, kw_only=True):
     """In which order the stages compute."""
 
     schedule: Annotated[
-        Literal[
-            "gpipe",
-            "1f1b",
-            "looped_bfs",
-            "interleaved_1f1b",
-            "zero_bubble",
-            "interleaved_zero_bubble",
-            "zbv",
-            "v_half",
-            "v_min",
-            "dualpipe_v",
-            "u_shape",
-        ],
+        ScheduleName,
         _help("Order of forwards and backwards."),
     ] = "interleaved_1f1b"
     stages_per_rank: Annotated[

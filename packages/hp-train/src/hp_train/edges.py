@@ -11,7 +11,6 @@ what travels.
 """
 
 from datetime import timedelta
-from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -21,14 +20,10 @@ from hp_platform import Runtime
 from hp_schedule import Schedule
 from hp_schedule import Transport as ScheduleTransport
 from hp_schedule.runtime import TorchTransport, build_edge_groups
-from hp_train.layout import Layout
+from hp_train.communicators import pipeline_layout
 from hp_train.mesh import Mesh
-from hp_vtp import PipelineLayout, Sharded, StageLayout
 from hp_vtp.pipeline import StageTransport
 from hp_vtp.transport import TensorMeta, Transport
-
-_POSITIONS = 1
-"""The dim of positions in [B, S, D]."""
 
 
 class Edges(Protocol):
@@ -90,7 +85,7 @@ class _UnevenEdges:
     ) -> None:
         self._domain = mesh.domain
         self._transport = Transport(
-            pipeline_layout(mesh.layout, schedule),
+            pipeline_layout(mesh.layout, schedule.stage_to_rank),
             name="pipeline",
             backend=runtime.backend,
             timeout=timeout,
@@ -106,19 +101,3 @@ class _UnevenEdges:
 
     def close(self) -> None:
         self._transport.close()
-
-
-def pipeline_layout(layout: Layout, schedule: Schedule) -> PipelineLayout:
-    """A layout as hp-vtp sees it: tensor-parallel ranks of stages, in pipelines side by side.
-
-    Args:
-        layout: Of the run.
-        schedule: Any one over its pipeline ranks.
-    """
-    stages = (
-        StageLayout(tuple(map(tuple, stage.ranks("tp"))), Sharded(_POSITIONS))
-        for stage in layout.stages
-    )
-    # Stages that follow each other on the same ranks hand over without a message.
-    chain = tuple(rank for rank, _ in groupby(schedule.stage_to_rank))
-    return PipelineLayout(tuple(stages), chain)

@@ -47,6 +47,19 @@ def external_world(env: Mapping[str, str] = os.environ) -> World | None:
     return World(variable, int(env[variable]))
 
 
+def require_unstarted(what: str) -> None:
+    """Refuse to start processes where somebody else has.
+
+    Args:
+        what: What would start them, as the message begins.
+
+    Raises:
+        ConfigError: Under torchrun or ``srun``.
+    """
+    if external_world() is not None:
+        raise ConfigError(f"{what} starts processes of its own: not under torchrun or srun")
+
+
 def speaks_for_node(env: Mapping[str, str] = os.environ) -> bool:
     """Whether what all processes of a machine have to say is said by this one."""
     return env.get("LOCAL_RANK", env.get("SLURM_LOCALID", "0")) == "0"

@@ -29,15 +29,16 @@ _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _REGISTERING = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
 _ORDERED_SINCE_NCCL, _OVERLAPS_SINCE_CUDA = (2, 26), (12, 3)
+_OFF = ("", "0")
 
 
 class Versions(NamedTuple):
-    """Of what is installed, each as major and minor; (0, 0) where there is none.
+    """Versions of what is installed, as major and minor; (0, 0) where there is none.
 
     Attributes:
-        nccl: That torch has loaded.
-        cuda: That torch is built for.
-        driver: The newest CUDA that the driver can run.
+        nccl: NCCL that torch has loaded.
+        cuda: CUDA that torch is built for.
+        driver: Newest CUDA that the driver can run.
     """
 
     nccl: tuple[int, int]
@@ -49,9 +50,9 @@ def settings(config: Config, env: Mapping[str, str], versions: Versions) -> dict
     """What to add to the environment of a rank that uses a GPU.
 
     Args:
-        config: Of the run.
-        env: What is set already.
-        versions: Of what is installed.
+        config: Config of the run.
+        env: Environment of the process, whose values are kept.
+        versions: Versions of what is installed.
     """
     found = {}
     is_registering = env.get(_REGISTERING, "0").lower() in ("1", "true", "y", "yes", "t", "on")
@@ -76,8 +77,8 @@ def apply(config: Config, env: MutableMapping[str, str]) -> None:
     """Set what this process needs, if it is to use a GPU and has not begun to.
 
     Args:
-        config: Of the run.
-        env: The environment of this process.
+        config: Config of the run.
+        env: Environment of this process, to which settings are added.
     """
     uses = config.launch.device != "cpu" and torch.cuda.is_available()
     if uses and torch.version.cuda is not None and not torch.cuda.is_initialized():
@@ -89,6 +90,19 @@ def installed() -> Versions:
     nccl = torch.cuda.nccl.version()[:2] if dist.is_nccl_available() else (0, 0)
     major, _, rest = (torch.version.cuda or "0.0").partition(".")
     return Versions(nccl, (int(major), int(rest.partition(".")[0])), _driver())
+
+
+def keeps_launch_order(env: Mapping[str, str], config: Config | None = None) -> bool:
+    """Whether NCCL keeps operations in the order of the host; see the note above.
+
+    Args:
+        env: Environment variables of a rank.
+        config: Config of a run that sets what it needs, on a machine of which no version is too
+            old; None: the environment is all there is.
+    """
+    newest = Versions(_ORDERED_SINCE_NCCL, _OVERLAPS_SINCE_CUDA, _OVERLAPS_SINCE_CUDA)
+    found = {} if config is None else settings(config, env, newest)
+    return {**env, **found}.get(_ORDER, "0") not in _OFF
 
 
 def in_force(env: Mapping[str, str]) -> list[str]:

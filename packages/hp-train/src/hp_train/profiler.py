@@ -24,7 +24,7 @@ from hp_train.launch.task import Worker
 
 FOLDER = "profile"
 _MOST_BYTES = 1 << 30
-"""Of a trace or a snapshot before it is packed; a larger one is not kept."""
+"""Largest trace or snapshot, before it is packed, that is kept."""
 _MOST_ALLOCATIONS = 100_000
 _PIECE = 1 << 20
 
@@ -35,10 +35,10 @@ class Profiler:
     """Profiles those steps that the config names, on those ranks.
 
     Args:
-        train: Of the run.
+        train: The `train` section of the config.
         worker: This process.
-        device: That it computes on.
-        tell: Takes what a person should read.
+        device: Device that this rank computes on.
+        tell: Function that shows a person a line of text.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Profiler:
         """Profile a step of training, if that was asked for.
 
         Args:
-            step: Counted from 1.
+            step: Number of the step, counted from 1.
         """
         recording = None
         if step in self._steps:

@@ -5,78 +5,21 @@ last. So it has in a U-shape, where the other ranks have one.
 """
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
+from typing import Final
 
 from hp_schedule import (
+    SCHEDULES,
     MetaStepType,
     Schedule,
     add_fsdp_reduce_grad,
     add_fsdp_unshard_reshard,
     add_send_recv,
-    dualpipe_v,
-    gpipe,
-    interleaved_1f1b,
-    interleaved_zero_bubble,
-    looped_bfs,
-    one_f_one_b,
-    u_shape,
-    v_half,
-    v_min,
     validate,
-    zbv,
-    zero_bubble,
 )
-from hp_train.config import Config, PipelineConfig
+from hp_train.config import SCHEDULE_NAMES, Config, PipelineConfig
 
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """One way to order forwards and backwards.
-
-    Attributes:
-        build: From pipeline ranks, microbatches and stages per rank to compute steps.
-        stages_per_rank: The only number that it takes; 0: any.
-        returns: Whether the chain of stages comes back to the first rank for one more.
-        pairs: As `build`, with a forward and a backward as one step wherever both are side by side;
-            None: it has no such places.
-    """
-
-    build: Callable[[int, int, int], Schedule]
-    stages_per_rank: int = 0
-    returns: bool = False
-    pairs: Callable[[int, int, int], Schedule] | None = None
-
-
-KINDS: dict[str, Kind] = {
-    "gpipe": Kind(lambda ranks, m, _: gpipe(ranks, num_microbatches=m), 1),
-    "1f1b": Kind(lambda ranks, m, _: one_f_one_b(ranks, num_microbatches=m), 1),
-    "looped_bfs": Kind(
-        lambda ranks, m, v: looped_bfs(ranks, num_microbatches=m, num_stages_per_rank=v)
-    ),
-    "interleaved_1f1b": Kind(
-        lambda ranks, m, v: interleaved_1f1b(ranks, num_microbatches=m, num_stages_per_rank=v),
-        pairs=lambda ranks, m, v: interleaved_1f1b(
-            ranks, num_microbatches=m, num_stages_per_rank=v, overlap_b_f=True
-        ),
-    ),
-    "zero_bubble": Kind(lambda ranks, m, _: zero_bubble(ranks, num_microbatches=m), 1),
-    "interleaved_zero_bubble": Kind(
-        lambda ranks, m, v: interleaved_zero_bubble(
-            ranks, num_microbatches=m, num_stages_per_rank=v
-        )
-    ),
-    "zbv": Kind(lambda ranks, m, _: zbv(ranks, num_microbatches=m), 2),
-    "v_half": Kind(lambda ranks, m, _: v_half(ranks, num_microbatches=m), 2),
-    "v_min": Kind(lambda ranks, m, _: v_min(ranks, num_microbatches=m), 2),
-    "dualpipe_v": Kind(
-        lambda ranks, m, _: dualpipe_v(ranks, num_microbatches=m, overlap_f_b=False),
-        2,
-        pairs=lambda ranks, m, _: dualpipe_v(ranks, num_microbatches=m, overlap_f_b=True),
-    ),
-    "u_shape": Kind(lambda ranks, m, _: u_shape(ranks, num_microbatches=m), 1, returns=True),
-}
+KINDS: Final = {name: SCHEDULES[name] for name in SCHEDULE_NAMES}
 """By the name that `pipeline.schedule` gives."""
 
 
@@ -125,9 +68,10 @@ def training_schedule(
     Raises:
         hp_schedule.ScheduleError: When the schedule would not complete.
     """
-    kind = KINDS[config.schedule]
-    build = kind.pairs if config.overlap and kind.pairs else kind.build
-    schedule = add_send_recv(build(num_ranks, num_microbatches, config.stages_per_rank))
+    compute = KINDS[config.schedule].build(
+        num_ranks, num_microbatches, config.stages_per_rank, paired=config.overlap
+    )
+    schedule = add_send_recv(compute)
     if sharded:
         schedule = add_fsdp_unshard_reshard(add_fsdp_reduce_grad(schedule))
     validate(schedule).raise_if_failed()

@@ -32,8 +32,8 @@ class Utilization:
     """What MFU is computed from.
 
     Attributes:
-        flops: Of the model per token.
-        peak: Operations per second of all GPUs together.
+        flops: Operations of the model per token, forward and backward.
+        peak: Peak operations per second of all GPUs together.
     """
 
     flops: float
@@ -41,7 +41,7 @@ class Utilization:
 
     @classmethod
     def of(cls, config: Config, runtime: Runtime, *, vocab_size: int) -> "Utilization | None":
-        """That of a run; None on a CPU and on GPUs whose peak is not known. All ranks call it."""
+        """Utilization of a run; None on a CPU and on GPUs of unknown peak. All ranks call it."""
         if runtime.device.type != "cuda":
             return None
         properties = torch.cuda.get_device_properties(runtime.device)

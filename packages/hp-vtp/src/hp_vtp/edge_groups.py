@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import count
+
+import torch.distributed as dist
 
 from hp_platform import new_groups
 from hp_vtp.channel import EdgeGroups
@@ -23,31 +27,30 @@ def build_edge_groups(
     others wait for it.
 
     Args:
-        layout: Whose edges.
-        name: Begins the names of the groups.
-        backend: Of the groups that carry tensors.
-        timeout: Of each operation; by default that of the default group.
+        layout: Layout whose edges get groups.
+        name: Beginning of the names of all groups.
+        backend: Backend of the groups that carry tensors.
+        timeout: Time-out of each operation; by default that of the default group.
     """
-    names = {
-        edge: f"{name}/{edge.source}-{edge.destination}/{edge.domain}" for edge in layout.edges
-    }
-    cross = new_groups(
-        {names[edge]: [edge.ranks] for edge in layout.edges}, backend=backend, timeout=timeout
-    )
-    mine = [edge for edge in layout.edges if names[edge] in cross]
+    names = _names(layout, name)
+
+    def lists(ending: str, ranks_of: Callable[[Edge], Sequence[int]]) -> dict[str, list[list[int]]]:
+        """Ranks of all groups of a name, which have no rank in common."""
+        found: dict[str, list[list[int]]] = {}
+        for edge in layout.edges:
+            if len(ranks := ranks_of(edge)) > 1:
+                found.setdefault(names[edge] + ending, []).append([*ranks])
+        return found
+
+    cross = new_groups(lists("", lambda edge: edge.ranks), backend=backend, timeout=timeout)
+    mine = [edge for edge in layout.edges if dist.get_rank() in edge.ranks]
     if backend == "gloo":
         return {edge: EdgeGroups(*[cross[names[edge]]] * 3) for edge in mine}
     control = new_groups(
-        {f"{names[edge]}/control": [edge.ranks] for edge in layout.edges},
-        backend="gloo",
-        timeout=timeout,
+        lists("/control", lambda edge: edge.ranks), backend="gloo", timeout=timeout
     )
     local = new_groups(
-        {
-            f"{names[edge]}/local": [sorted(edge.destination_ranks)]
-            for edge in layout.edges
-            if len(edge.destination_ranks) > 1
-        },
+        lists("/local", lambda edge: sorted(edge.destination_ranks)),
         backend=backend,
         timeout=timeout,
     )
@@ -59,3 +62,14 @@ def build_edge_groups(
         )
         for edge in mine
     }
+
+
+def _names(layout: PipelineLayout, name: str) -> dict[Edge, str]:
+    """Name edges so that those of one purpose whose ranks differ, in all domains, have one name."""
+    found: dict[Edge, str] = {}
+    taken: dict[str, set[int]] = {}
+    for edge in layout.edges:
+        numbered = (f"{name}/{edge.source}-{edge.destination}/{number}" for number in count())
+        found[edge] = next(x for x in numbered if taken.get(x, set()).isdisjoint(edge.ranks))
+        taken.setdefault(found[edge], set()).update(edge.ranks)
+    return found

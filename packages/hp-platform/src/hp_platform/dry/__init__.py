@@ -1,16 +1,16 @@
 """A device that computes nothing: the real code of a rank on CUDA and NCCL, without a GPU."""
 
-from hp_platform.dry.allocator import OutOfMemory, Segment, Usage, replay
 from hp_platform.dry.classes import Classes
-from hp_platform.dry.current import active as active_device
-from hp_platform.dry.current import is_dry
-from hp_platform.dry.device import DryDevice
+from hp_platform.dry.cuda.current import active as active_device
+from hp_platform.dry.cuda.current import is_dry
+from hp_platform.dry.device.device import DryDevice
 from hp_platform.dry.gpu import Gpu
-from hp_platform.dry.hazards import Hazard
-from hp_platform.dry.matching import Problem
-from hp_platform.dry.order import prove, same_program
+from hp_platform.dry.memory.allocator import OutOfMemory, Segment, Usage, replay
+from hp_platform.dry.proof.hazards import Hazard
+from hp_platform.dry.proof.matching import Problem
+from hp_platform.dry.proof.order import prove, same_program
+from hp_platform.dry.proof.streams import check_streams
 from hp_platform.dry.run import DryRun, DryRunError, run_ranks
-from hp_platform.dry.streams import check_streams
 
 __all__ = [
     "Classes",

@@ -11,8 +11,8 @@ class Classes:
     """Ranks of a world, each with the one that stands for it.
 
     Attributes:
-        members: Representative -> ranks that it stands for, itself among them.
-        representative: Of every rank.
+        members: Ranks that each representative stands for, itself among them, by its global rank.
+        representative: Representative of each rank, by global rank.
     """
 
     members: Mapping[int, tuple[int, ...]]
@@ -23,8 +23,8 @@ class Classes:
         """Read a map of representatives to ranks that they stand for.
 
         Args:
-            members: Itself may be left out of the ranks that one stands for; None: every rank has
-                a process.
+            members: Ranks that each representative stands for, by its global rank; it may leave
+                itself out. None: every rank has a process.
             world_size: Number of ranks.
 
         Raises:

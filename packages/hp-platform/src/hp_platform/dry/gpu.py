@@ -10,11 +10,11 @@ class Gpu:
     """A GPU, and how many a machine has.
 
     Attributes:
-        name: As the driver says it.
-        memory_bytes: Of one GPU.
+        name: Name of the GPU, as the driver reports it.
+        memory_bytes: Bytes of memory of one GPU.
         capability: Compute capability, major and minor.
-        num_multiprocessors: Of one GPU.
-        num_devices: That a process sees.
+        num_multiprocessors: Streaming multiprocessors (SMs) of one GPU.
+        num_devices: GPUs that a process sees.
     """
 
     name: str = "NVIDIA H100 80GB HBM3"

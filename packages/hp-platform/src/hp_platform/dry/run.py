@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from hp_platform.dry.classes import Classes
-from hp_platform.dry.device import DryDevice
+from hp_platform.dry.device.device import DryDevice
 from hp_platform.dry.gpu import Gpu
-from hp_platform.dry.hub import Hub, HubClient
 from hp_platform.dry.trace import Trace
-from hp_platform.dry.world import DryWorld
+from hp_platform.dry.world.hub import Hub, HubClient
+from hp_platform.dry.world.world import DryWorld
 from hp_platform.failures import describe, is_echo
 from hp_platform.places import place_of
 
@@ -39,10 +39,10 @@ class DryRunError(RuntimeError):
     """A rank of a dry run raised, ended or hung.
 
     Attributes:
-        rank: Global rank; the first that failed.
+        rank: Global rank of the first rank that failed.
         at: `file:line` where it raised; "" if it did not.
         kind: Name of the exception's class; "" if there was none.
-        traces: Of the ranks that could still write theirs.
+        traces: Traces of the ranks that could still write theirs, by global rank.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class DryRun:
     """What the processes of a dry run have done.
 
     Attributes:
-        results: What `function` returned, by representative; through JSON.
-        traces: By representative.
-        classes: Who stood for whom.
+        results: What `function` returned in each process, as JSON carries it, by representative.
+        traces: Traces of all processes, by representative.
+        classes: Ranks that each representative stood for.
     """
 
     results: Mapping[int, Any]
@@ -92,13 +92,14 @@ def run_ranks(
     answered by the representative of its class.
 
     Args:
-        function: Called with `args`; what it returns must be JSON.
-        *args: Of any kind.
+        function: Function of each rank, called with `args`; its result must be JSON.
+        *args: Arguments of any kind; processes are forks.
         world_size: Number of ranks.
-        representatives: Rank -> ranks that it stands for; None: every rank has a process.
-        timeout: Seconds for all of it.
+        representatives: Ranks that each representative stands for, by its global rank; None: every
+            rank has a process.
+        timeout: Seconds until all ranks must have ended.
         local_world_size: Ranks per machine.
-        gpu: What every rank has.
+        gpu: Kind of GPU that every rank has; None: an H100.
 
     Raises:
         ValueError: If the representatives are not a partition of the world.

@@ -56,7 +56,16 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Allocate(Event):
-    """Memory of the device was asked for, on `stream`."""
+    """Device memory was allocated.
+
+    Attributes:
+        block: Number of the new block.
+        num_bytes: Bytes that were asked for.
+        stream: Stream that was current.
+        what: Operator that asked, such as `"aten.mm.default"`.
+        shape: Shape of the tensor that it is for; () if that is not known.
+        dtype: Dtype of that tensor, such as `"bfloat16"`; "" if that is not known.
+    """
 
     block: int
     num_bytes: int
@@ -71,8 +80,8 @@ class Release(Event):
     """The host let go of a block: the last reference went, or FSDP shrank it to nothing.
 
     Attributes:
-        block: Its number.
-        resized: Whether it was resized: gone, whoever still refers to it.
+        block: Number of the block.
+        resized: Whether its storage was resized, so that it is gone for all who still refer to it.
     """
 
     block: int
@@ -102,13 +111,14 @@ class Launch(Event):
     Attributes:
         what: Name of the operator, such as `"aten.mm.default"`.
         num_kernels: Kernels that CUDA launches for it; 0 for one that only looks at shapes.
-        num_bytes: Read and written, every operand once.
-        flops: Multiplications and additions of products; 0 for other operators.
-        reads: Blocks.
-        writes: Blocks.
-        host_reads: Buffers of the host that the device reads while the host goes on: the sources of
-            asynchronous copies. Their numbers have nothing to do with those of blocks.
-        host_writes: Buffers of the host that the device fills while the host goes on.
+        num_bytes: Bytes read and written, every operand counted once.
+        flops: Operations of matrix products, a multiplication and its addition counted as two; 0
+            for other operators.
+        reads: Numbers of the blocks that it reads.
+        writes: Numbers of the blocks that it writes.
+        host_reads: Numbers of the host buffers that the device reads while the host goes on:
+            sources of asynchronous copies. They have nothing to do with numbers of blocks.
+        host_writes: Numbers of the host buffers that the device fills while the host goes on.
     """
 
     what: str
@@ -127,10 +137,11 @@ class HostWait(Event):
     """The host waited for the device.
 
     Attributes:
-        what: Such as `"aten._local_scalar_dense"`, `"copy to host"`, `"Event.synchronize"`.
-        stream: Waited for; -1 for all streams of the device.
-        event: Waited for; -1 if it was a stream.
-        num_bytes: Copied to the host.
+        what: What the host called, such as `"aten._local_scalar_dense"`, `"copy to host"`,
+            `"Event.synchronize"`.
+        stream: Stream that was waited for; -1 for all streams of the device.
+        event: Event that was waited for; -1 if it was a stream.
+        num_bytes: Bytes that were copied to the host.
     """
 
     what: str
@@ -141,7 +152,13 @@ class HostWait(Event):
 
 @dataclass(frozen=True, slots=True)
 class HostAccess(Event):
-    """The host looked at, or changed, a buffer of its own that a `Launch` has named."""
+    """The host looked at, or changed, a buffer of its own that a `Launch` has named.
+
+    Attributes:
+        what: Operator or method that did so, such as `"tolist"`.
+        buffer: Number of the host buffer.
+        writes: Whether it changed the buffer.
+    """
 
     what: str
     buffer: int
@@ -171,21 +188,21 @@ class Collective(Event):
     It begins after what `issuer` was given so far. Sends and receives are such operations too.
 
     Attributes:
-        op: `all_gather`, `all_reduce`, `reduce_scatter`, `all_to_all`, `broadcast`, `reduce`,
-            `gather`, `scatter`, `barrier`, `send`, `recv`.
+        op: Name of the operation: `all_gather`, `all_reduce`, `reduce_scatter`, `all_to_all`,
+            `broadcast`, `reduce`, `gather`, `scatter`, `barrier`, `send`, `recv`.
         group: Name of the communicator, a key of `Trace.groups`.
-        issuer: Stream that was current.
-        stream: Of the communicator.
-        inputs: Shapes and dtypes.
-        outputs: Shapes and dtypes.
-        reads: Blocks.
-        writes: Blocks.
-        work: What `WaitWork` names.
-        detail: The rest that ranks must agree on: reduction, root, such as `"sum"`, `"root 3"`.
-        input_splits: Rows to every rank, where they are unequal.
-        output_splits: Rows from every rank, where they are unequal.
+        issuer: Stream that was current on the thread that called it.
+        stream: Stream that it runs on: that of the communicator, or `issuer`.
+        inputs: Shape and dtype of each tensor that this rank gives.
+        outputs: Shape and dtype of each tensor that this rank gets.
+        reads: Numbers of the blocks of `inputs`.
+        writes: Numbers of the blocks of `outputs`.
+        work: Number that `WaitWork` names.
+        detail: What else ranks must agree on, such as `"sum"` or `"root 3"`.
+        input_splits: Rows for each rank of the group; empty: the same for all.
+        output_splits: Rows from each rank of the group; empty: the same from all.
         peer: Global rank of the other side of a message; -1 otherwise.
-        batch: Operations that are started as one have one number; -1: it is on its own.
+        batch: Number that operations share which are started as one; -1: it is on its own.
     """
 
     op: str
@@ -220,13 +237,13 @@ class HostMessage(Event):
     """An operation between the hosts of ranks (Gloo, a store): the host waits until it is done.
 
     Attributes:
-        op: As of `Collective`.
-        group: A key of `Trace.groups`.
-        shapes: Of what this rank gives.
-        detail: As of `Collective`.
-        peer: As of `Collective`.
+        op: Name of the operation, as in `Collective`, or `connect`, `new_group`, `split_group`.
+        group: Name of the communicator, a key of `Trace.groups`.
+        shapes: Shape and dtype of each tensor that this rank gives, or gets where it gives none.
+        detail: What else ranks must agree on, as in `Collective`.
+        peer: Global rank of the other side of a message; -1 otherwise.
         waits: Whether the host goes on only when the operation is done.
-        work: What `WaitWork` names, of an operation that the host waits for later.
+        work: Number that `WaitWork` names where the host waits later; -1 otherwise.
     """
 
     op: str
@@ -285,11 +302,13 @@ class Trace:
     Attributes:
         rank: Global rank.
         world_size: Number of ranks.
-        groups: Global ranks of every communicator that this rank is in, by its name, which is
-            that of its family, then its ranks in brackets.
-        events: In the order of the host.
-        families: Global ranks of all communicators that were made alike, this rank's or not, by
-            the name of the family: the partition of an axis.
+        groups: Global ranks of each communicator that this rank is in, by its name: that of its
+            family, then its ranks in brackets.
+        events: Events in the order in which the host issued them.
+        families: Global ranks of all communicators that were made alike, this rank's or not, by the
+            name of the family: the partition of a mesh axis.
+        connected: Names of those groups whose ranks NCCL has connected, in the order of it: at
+            once where a group is bound to a device or split off, else at its first operation.
     """
 
     rank: int
@@ -297,6 +316,7 @@ class Trace:
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     families: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    connected: list[str] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self.events)
@@ -308,7 +328,7 @@ class Trace:
             "world_size": self.world_size,
             "groups": self.groups,
         }
-        head["families"] = self.families
+        head |= {"families": self.families, "connected": self.connected}
         with path.open("w") as file:
             file.write(json.dumps(head) + "\n")
             for event in self.events:
@@ -328,7 +348,8 @@ class Trace:
                 groups = {name: tuple(ranks) for name, ranks in head["groups"].items()}
                 families = {name: _frozen(lists) for name, lists in head["families"].items()}
                 events = list(_decoded(json.loads(line) for line in file))
-                return cls(head["rank"], head["world_size"], groups, events, families)
+                connected = list(map(str, head["connected"]))
+                return cls(head["rank"], head["world_size"], groups, events, families, connected)
             except (KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{path} must be a trace: {error}") from error
 

@@ -11,18 +11,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hp_platform.launch import INIT_METHOD_VARIABLE
+from hp_platform.testing import preload
 from hp_platform.testing.child import Failure, Task, describe, run_rank
+from hp_platform.testing.preload import MODULES_VARIABLE
 
 T = TypeVar("T")
 
-# Imported once by the server the ranks are forked from. torch imports the third and fourth itself
-# at the first use of a lazy collective and of an optimizer, which would cost each rank seconds.
+# Imported once by the server the ranks are forked from, before what the caller has imported. torch
+# imports the third and fourth itself at the first use of a lazy collective and of an optimizer,
+# which would cost each rank seconds.
 _PRELOADED = [
     "torch",
     "torch.distributed",
@@ -32,6 +36,9 @@ _PRELOADED = [
     "pytest",
     "hypothesis",
 ]
+# Packages of which the server has enough with that.
+_COMMON = {*sys.stdlib_module_names, "torch", "numpy", "sympy", "pytest", "_pytest", "hypothesis"}
+_MODULES_BYTES = 100_000  # the system takes a little more; a name cut in two is passed over
 _START_SECONDS = 120.0  # until all ranks are connected; the first call imports torch
 _GRACE_SECONDS = 0.3  # after a failure, for others to report theirs
 _OUTPUT_BYTES = 8000
@@ -60,7 +67,8 @@ def run_distributed(
 
     The default process group is initialised before `fn` is called; `RANK`, `WORLD_SIZE` and the
     like are set, so `hp_platform.initialize` works in it as well. Processes are forked from a
-    server that has imported torch: the first call of a program takes seconds, the others 0.1-0.3 s.
+    server that has imported torch and what the caller had imported at its first call: that one
+    takes seconds, the others 0.1-0.3 s.
     None outlives the call, nor the calling process. Other users of the machine cannot reach the
     file in which they meet. What ranks print is printed here at the end, in rank order.
 
@@ -84,6 +92,7 @@ def run_distributed(
     if world_size < 1:
         raise ValueError(f"world_size ({world_size}) must be at least 1")
     payload = _pickle(fn, args)
+    _start_server()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         ranks: list[_Rank] = []
         try:
@@ -117,7 +126,6 @@ class _Rank:
 
     def __init__(self, task: Task) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
         self.rank, self.world_size = task.rank, task.world_size
         self._file = Path(task.output)
         self.connection: Connection
@@ -247,6 +255,27 @@ def _overdue(ranks: list[_Rank], timeout: float) -> RankError:
     text = f"rank {running[0].rank} of {len(ranks)} did not finish within {timeout:g} s"
     lines = [f"{text} (still running: {numbers})", *(rank.report() for rank in running)]
     return RankError("\n".join(lines), rank=running[0].rank)
+
+
+def _start_server() -> None:
+    """Start the server that ranks are forked from, unless it runs.
+
+    It imports what this process has imported by now, or each rank would. Modules of tests are left
+    out: some stop their own import.
+    """
+    names = [
+        name
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] not in _COMMON
+        and not name.rpartition(".")[2].startswith(("test_", "conftest"))
+        and getattr(getattr(module, "__spec__", None), "name", "") == name
+    ]
+    os.environ[MODULES_VARIABLE] = ",".join(names)[-_MODULES_BYTES:]
+    multiprocessing.set_forkserver_preload([*_PRELOADED, preload.__name__])
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ[MODULES_VARIABLE]
 
 
 def _pickle(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:

@@ -1,36 +1,20 @@
-"""Schedules from their closed forms; compute steps only, `add_send_recv` adds the messages."""
+"""Schedules from their closed forms; compute steps only, `add_send_recv` adds the messages.
 
-from hp_schedule.generators.building_blocks import v_half, v_min
-from hp_schedule.generators.closed_form import ClosedForm
-from hp_schedule.generators.dualpipe import dualpipe_v
-from hp_schedule.generators.forms import GENERATORS, closed_form
-from hp_schedule.generators.forward import forward_only
-from hp_schedule.generators.gpipe import gpipe, looped_bfs
-from hp_schedule.generators.interleaved import interleaved_1f1b
-from hp_schedule.generators.one_f_one_b import one_f_one_b
-from hp_schedule.generators.u_shape import u_shape
-from hp_schedule.generators.zbv import zbv
-from hp_schedule.generators.zero_bubble import (
-    grouped_interleaved,
-    interleaved_zero_bubble,
-    zero_bubble,
-)
+Every module of this package is imported here, whatever it is called, and what it defines with
+`schedule_kind` is a schedule everywhere.
+"""
 
-__all__ = [
-    "GENERATORS",
-    "ClosedForm",
-    "closed_form",
-    "dualpipe_v",
-    "forward_only",
-    "gpipe",
-    "grouped_interleaved",
-    "interleaved_1f1b",
-    "interleaved_zero_bubble",
-    "looped_bfs",
-    "one_f_one_b",
-    "u_shape",
-    "v_half",
-    "v_min",
-    "zbv",
-    "zero_bubble",
-]
+import pkgutil
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Final
+
+from hp_schedule.generators.registry import REGISTERED, ScheduleKind
+
+for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
+    import_module(_module.name)
+
+SCHEDULES: Final[Mapping[str, ScheduleKind]] = {
+    kind.name: kind for kind in sorted(REGISTERED, key=lambda kind: (kind.order, kind.name))
+}
+"""All schedules by name, in the order of lists; 1F1B as people write it."""

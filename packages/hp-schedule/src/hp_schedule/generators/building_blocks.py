@@ -20,12 +20,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hp_schedule.dataflow import dataflow
-from hp_schedule.generators.closed_form import ClosedForm, TimedRow
 from hp_schedule.generators.common import check_counts
 from hp_schedule.generators.filling import Line, fill, peak, squeeze, with_weights
+from hp_schedule.generators.form import ClosedForm, TimedRow
+from hp_schedule.generators.registry import schedule_kind
 from hp_schedule.packing import BWD_INPUT, FWD, encode
 from hp_schedule.placement import PlacementStyle
-from hp_schedule.schedule import Schedule
 
 _PERIOD = 6
 
@@ -81,6 +81,11 @@ class FilledBlocks(BuildingBlocks):
     latency: float = field(default=0.0, kw_only=True)
     squeezed: bool = field(default=False, kw_only=True)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.latency >= 0:
+            raise ValueError(f"latency ({self.latency}) must be >= 0")
+
     def timed_row(self, rank: int) -> TimedRow:
         """Return the compute steps of a rank with the times at which they end."""
         return self._rows[rank]
@@ -95,7 +100,12 @@ class FilledBlocks(BuildingBlocks):
         return fill(lines, flow, limit=limit, latency=self.latency)
 
 
-def v_min(num_ranks: int, *, num_microbatches: int) -> Schedule:
+@schedule_kind(
+    purpose="a third of 1F1B's activations",
+    source="Qi et al. 2024 (V-min)",
+    order=10,
+)
+def v_min(num_ranks: int, *, num_microbatches: int) -> BuildingBlocks:
     """Return the V-shaped schedule of least memory, about a third of 1F1B's.
 
     Every step follows its input at once, so nothing is held longer than it must be, and every
@@ -109,15 +119,15 @@ def v_min(num_ranks: int, *, num_microbatches: int) -> Schedule:
     Raises:
         ValueError: If a count is below 1.
     """
-    return v_min_form(num_ranks, num_microbatches=num_microbatches).schedule()
-
-
-def v_min_form(num_ranks: int, *, num_microbatches: int) -> BuildingBlocks:
-    """Return the closed form of `v_min`."""
     return BuildingBlocks(num_ranks, num_microbatches, block=_thin_block)
 
 
-def v_half(num_ranks: int, *, num_microbatches: int, latency: float = 0.0) -> Schedule:
+@schedule_kind(
+    purpose="half of 1F1B's activations",
+    source="Qi et al. 2024 (V-half)",
+    order=9,
+)
+def v_half(num_ranks: int, *, num_microbatches: int, latency: float = 0.0) -> FilledBlocks:
     """Return the V-shaped schedule of half the memory.
 
     Where 1F1B holds num_ranks activations of a rank's share of the model, it holds half of them and
@@ -133,28 +143,9 @@ def v_half(num_ranks: int, *, num_microbatches: int, latency: float = 0.0) -> Sc
     Raises:
         ValueError: If a count is below 1, or the latency below 0.
     """
-    return v_half_form(num_ranks, num_microbatches=num_microbatches, latency=latency).schedule()
-
-
-def v_half_form(num_ranks: int, *, num_microbatches: int, latency: float = 0.0) -> FilledBlocks:
-    """Return the form of `v_half`; its rows are made together."""
-    _check_latency(latency)
     return FilledBlocks(
         num_ranks, num_microbatches, block=_half_block, latency=latency, squeezed=True
     )
-
-
-def full_blocks_form(
-    num_ranks: int, *, num_microbatches: int, latency: float = 0.0
-) -> FilledBlocks:
-    """Return the form of `zbv` for few microbatches or for latency; its rows are made together."""
-    _check_latency(latency)
-    return FilledBlocks(num_ranks, num_microbatches, block=_full_block, latency=latency)
-
-
-def _check_latency(latency: float) -> None:
-    if not latency >= 0:
-        raise ValueError(f"latency ({latency}) must be >= 0")
 
 
 def _thin_block(num_ranks: int, rank: int) -> Block:
@@ -177,6 +168,7 @@ def _half_block(num_ranks: int, rank: int) -> Block:
     )
 
 
-def _full_block(num_ranks: int, rank: int) -> Block:
+def full_block(num_ranks: int, rank: int) -> Block:
+    """Return the block of ZB-V."""
     turn = 6 * (num_ranks - 1)
     return Block(3 * rank, turn + 1 - 3 * rank, turn + 2 + 3 * rank, 2 * turn + 3 - 3 * rank)

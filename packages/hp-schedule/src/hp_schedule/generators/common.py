@@ -1,10 +1,8 @@
 """What the generators share."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from hp_schedule.packing import BWD, FWD, encode
-from hp_schedule.placement import PlacementStyle, generate_stage_to_rank_mapping
-from hp_schedule.schedule import Row, Schedule
 
 
 def forwards(stage: int, microbatches: Iterable[int]) -> list[int]:
@@ -27,20 +25,3 @@ def check_counts(*, num_ranks: int, num_microbatches: int, num_stages_per_rank: 
     for name, value in counts.items():
         if value < 1:
             raise ValueError(f"{name} ({value}) must be >= 1")
-
-
-def build(
-    rows: Iterable[Iterable[int]],
-    *,
-    num_stages: int,
-    num_microbatches: int,
-    style: PlacementStyle | Sequence[int] = "loop",
-) -> Schedule:
-    """Return the schedule of packed rows under a placement."""
-    steps = tuple(Row(row) for row in rows)
-    mapping = generate_stage_to_rank_mapping(len(steps), num_stages, style)
-    return Schedule(
-        steps=steps,
-        stage_to_rank=tuple(mapping[stage] for stage in range(num_stages)),
-        num_microbatches=num_microbatches,
-    )

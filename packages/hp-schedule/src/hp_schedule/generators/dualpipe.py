@@ -4,11 +4,11 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hp_schedule.generators.closed_form import ClosedForm, TimedRow
 from hp_schedule.generators.common import check_counts
+from hp_schedule.generators.form import ClosedForm, TimedRow
+from hp_schedule.generators.registry import schedule_kind
 from hp_schedule.packing import BWD, BWD_INPUT, BWD_WEIGHT, FWD, encode, encode_overlap
 from hp_schedule.placement import PlacementStyle
-from hp_schedule.schedule import Schedule
 
 _Step = tuple[int, int]
 """Kind, and 0 or 1 for the first or the second stage of the rank."""
@@ -21,7 +21,13 @@ _SLOTS = {FWD: 2, BWD: 4, BWD_INPUT: 2, BWD_WEIGHT: 3}
 longer, or the last input gradients would end with those that they wait for."""
 
 
-def dualpipe_v(num_ranks: int, *, num_microbatches: int, overlap_f_b: bool = True) -> Schedule:
+@schedule_kind(
+    purpose="forwards and backwards as one step, for expert parallelism",
+    source="DeepSeek 2025 (DualPipeV)",
+    order=11,
+    pairs="overlap_f_b",
+)
+def dualpipe_v(num_ranks: int, *, num_microbatches: int, overlap_f_b: bool = True) -> "DualPipeV":
     """Return the DualPipeV schedule: two stages on each rank in a V.
 
     In the steady state every forward of one stage runs as one step with a backward of the other, so
@@ -38,15 +44,6 @@ def dualpipe_v(num_ranks: int, *, num_microbatches: int, overlap_f_b: bool = Tru
     Raises:
         ValueError: If a count is below 1.
     """
-    return dualpipe_v_form(
-        num_ranks, num_microbatches=num_microbatches, overlap_f_b=overlap_f_b
-    ).schedule()
-
-
-def dualpipe_v_form(
-    num_ranks: int, *, num_microbatches: int, overlap_f_b: bool = True
-) -> "DualPipeV":
-    """Return the closed form of `dualpipe_v`."""
     check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
     return DualPipeV(num_ranks, num_microbatches, overlap_f_b=overlap_f_b)
 

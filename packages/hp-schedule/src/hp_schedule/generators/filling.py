@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 
 from hp_schedule.dataflow import Dataflow
 from hp_schedule.errors import DeadlockError
-from hp_schedule.generators.closed_form import TimedRow
+from hp_schedule.generators.form import TimedRow
 from hp_schedule.packing import BWD_INPUT, BWD_WEIGHT, FWD, KIND_MASK, MICROBATCH_SHIFT
 
 _PLACE_MASK = (1 << MICROBATCH_SHIFT) - 1

@@ -1,12 +1,11 @@
 """The forward pass alone: evaluation and inference."""
 
+from hp_schedule.generators.registry import schedule_kind
 from hp_schedule.generators.rounds import Rounds, equal_rounds
-from hp_schedule.schedule import Schedule
 
 
-def forward_only(
-    num_ranks: int, *, num_microbatches: int, num_stages_per_rank: int = 1
-) -> Schedule:
+@schedule_kind(purpose="evaluation", source="here", order=13)
+def forward_only(num_ranks: int, *, num_microbatches: int, num_stages_per_rank: int = 1) -> Rounds:
     """Return a schedule without backward steps, in the forward order of `interleaved_1f1b`.
 
     Args:
@@ -18,15 +17,6 @@ def forward_only(
     Raises:
         ValueError: If a count is below 1.
     """
-    return forward_only_form(
-        num_ranks, num_microbatches=num_microbatches, num_stages_per_rank=num_stages_per_rank
-    ).schedule()
-
-
-def forward_only_form(
-    num_ranks: int, *, num_microbatches: int, num_stages_per_rank: int = 1
-) -> Rounds:
-    """Return the closed form of `forward_only`."""
     return Rounds(
         num_ranks,
         num_microbatches,

@@ -4,11 +4,16 @@ GPipe is figure 2c of Huang et al. 2019; with several stages on a rank it is the
 schedule of Lamy-Poirier 2023.
 """
 
+from hp_schedule.generators.registry import schedule_kind
 from hp_schedule.generators.rounds import Rounds
-from hp_schedule.schedule import Schedule
 
 
-def gpipe(num_ranks: int, *, num_microbatches: int) -> Schedule:
+@schedule_kind(
+    purpose="few gathers of sharded parameters; holds all microbatches",
+    source="Huang et al. 2019, figure 2c",
+    order=1,
+)
+def gpipe(num_ranks: int, *, num_microbatches: int) -> Rounds:
     """Return the GPipe schedule, one stage per rank.
 
     Backwards run in ascending microbatch order, as the forwards do, so that weight gradients
@@ -22,10 +27,16 @@ def gpipe(num_ranks: int, *, num_microbatches: int) -> Schedule:
     Raises:
         ValueError: If a count is below 1.
     """
-    return gpipe_form(num_ranks, num_microbatches=num_microbatches).schedule()
+    return _all_forwards_first(num_ranks, num_microbatches, 1)
 
 
-def looped_bfs(num_ranks: int, *, num_microbatches: int, num_stages_per_rank: int = 2) -> Schedule:
+@schedule_kind(
+    purpose="GPipe over several stages; messages have a whole round to travel",
+    source="Lamy-Poirier 2023",
+    order=3,
+    with_one_stage="gpipe",
+)
+def looped_bfs(num_ranks: int, *, num_microbatches: int, num_stages_per_rank: int = 2) -> Rounds:
     """Return the looped breadth-first schedule; stage s lives on rank s modulo num_ranks.
 
     A rank takes all microbatches through its first stage, then all through its second and so on;
@@ -41,20 +52,10 @@ def looped_bfs(num_ranks: int, *, num_microbatches: int, num_stages_per_rank: in
     Raises:
         ValueError: If a count is below 1.
     """
-    return looped_bfs_form(
-        num_ranks, num_microbatches=num_microbatches, num_stages_per_rank=num_stages_per_rank
-    ).schedule()
+    return _all_forwards_first(num_ranks, num_microbatches, num_stages_per_rank)
 
 
-def gpipe_form(num_ranks: int, *, num_microbatches: int) -> Rounds:
-    """Return the closed form of `gpipe`."""
-    return looped_bfs_form(num_ranks, num_microbatches=num_microbatches, num_stages_per_rank=1)
-
-
-def looped_bfs_form(
-    num_ranks: int, *, num_microbatches: int, num_stages_per_rank: int = 2
-) -> Rounds:
-    """Return the closed form of `looped_bfs`."""
+def _all_forwards_first(num_ranks: int, num_microbatches: int, num_stages_per_rank: int) -> Rounds:
     return Rounds(
         num_ranks,
         num_microbatches,

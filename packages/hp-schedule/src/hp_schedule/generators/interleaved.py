@@ -1,17 +1,25 @@
 """Interleaved 1F1B (Narayanan et al. 2021, figure 4) for any number of microbatches."""
 
+from hp_schedule.generators.form import ClosedForm, GivenRows
+from hp_schedule.generators.registry import schedule_kind
 from hp_schedule.generators.rounds import Rounds, equal_rounds
 from hp_schedule.passes.overlap import pair_overlap
-from hp_schedule.schedule import Schedule
 
 
+@schedule_kind(
+    purpose="a shorter ramp; `overlap_b_f` pairs backwards with forwards",
+    source="Narayanan et al. 2021, figure 4",
+    order=4,
+    pairs="overlap_b_f",
+    with_one_stage="1f1b",
+)
 def interleaved_1f1b(
     num_ranks: int,
     *,
     num_microbatches: int,
     num_stages_per_rank: int = 2,
     overlap_b_f: bool = False,
-) -> Schedule:
+) -> ClosedForm:
     """Return the interleaved 1F1B schedule; stage s lives on rank s modulo num_ranks.
 
     Microbatches go through in rounds: a rank takes a round through its first stage, then through
@@ -29,21 +37,11 @@ def interleaved_1f1b(
     Raises:
         ValueError: If a count is below 1.
     """
-    schedule = interleaved_1f1b_form(
-        num_ranks, num_microbatches=num_microbatches, num_stages_per_rank=num_stages_per_rank
-    ).schedule()
-    return pair_overlap(schedule, order="b_f") if overlap_b_f else schedule
-
-
-def interleaved_1f1b_form(
-    num_ranks: int, *, num_microbatches: int, num_stages_per_rank: int = 2
-) -> Rounds:
-    """Return the closed form of `interleaved_1f1b`."""
     rounds = equal_rounds(max(1, num_ranks), num_microbatches)
     # A backward of the last rank reaches rank r after 2 * (num_ranks - 1 - r) more forwards
     # there; with a single stage per rank half of that is enough (see one_f_one_b).
     step = 1 if num_stages_per_rank == 1 else 2
-    return Rounds(
+    form = Rounds(
         num_ranks,
         num_microbatches,
         num_stages_per_rank,
@@ -53,3 +51,7 @@ def interleaved_1f1b_form(
             for rank in range(num_ranks)
         ],
     )
+    if not overlap_b_f:
+        return form
+    rows = [row.codes() for row in pair_overlap(form.schedule(), order="b_f").steps]
+    return GivenRows(num_ranks, num_microbatches, num_stages_per_rank, rows=rows)

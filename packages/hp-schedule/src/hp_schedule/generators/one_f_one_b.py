@@ -1,10 +1,16 @@
 """1F1B (PipeDream-Flush; Narayanan et al. 2021, figure 3)."""
 
+from hp_schedule.generators.registry import schedule_kind
 from hp_schedule.generators.rounds import Rounds
-from hp_schedule.schedule import Schedule
 
 
-def one_f_one_b(num_ranks: int, *, num_microbatches: int) -> Schedule:
+@schedule_kind(
+    name="1f1b",
+    purpose="the least messages",
+    source="Narayanan et al. 2021, figure 3 (PipeDream-Flush)",
+    order=2,
+)
+def one_f_one_b(num_ranks: int, *, num_microbatches: int) -> Rounds:
     """Return the 1F1B schedule, one stage per rank.
 
     Each rank runs as many forwards as there are ranks after it, then one forward and one backward
@@ -17,11 +23,6 @@ def one_f_one_b(num_ranks: int, *, num_microbatches: int) -> Schedule:
     Raises:
         ValueError: If a count is below 1.
     """
-    return one_f_one_b_form(num_ranks, num_microbatches=num_microbatches).schedule()
-
-
-def one_f_one_b_form(num_ranks: int, *, num_microbatches: int) -> Rounds:
-    """Return the closed form of `one_f_one_b`."""
     return Rounds(
         num_ranks,
         num_microbatches,

@@ -31,8 +31,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise, zip_longest
 
-from hp_schedule.generators.closed_form import ClosedForm, TimedRow
 from hp_schedule.generators.common import backwards, check_counts, forwards
+from hp_schedule.generators.form import ClosedForm, TimedRow
 from hp_schedule.packing import BWD, BWD_INPUT, BWD_WEIGHT
 
 _COLUMN = 16

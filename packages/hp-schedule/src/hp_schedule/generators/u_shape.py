@@ -4,18 +4,18 @@ The owner of the data keeps inputs, labels and both ends of the model; the ranks
 middle. With one stage more than ranks, the chain 0, 1, .., P - 1, 0 is a ring.
 """
 
-from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import chain, zip_longest
 
-from hp_schedule.costs import Costs
-from hp_schedule.generators.closed_form import ClosedForm, TimedRow
-from hp_schedule.generators.common import backwards, build, check_counts, forwards
-from hp_schedule.passes.clock import ComputeClock
-from hp_schedule.placement import PlacementStyle
-from hp_schedule.schedule import Schedule
+from hp_schedule.generators.common import backwards, check_counts, forwards
+from hp_schedule.generators.form import GivenRows
+from hp_schedule.generators.registry import schedule_kind
 
 
+@schedule_kind(
+    purpose="encoder and head on one rank",
+    source="MindSpeed-MM",
+    order=12,
+)
 def u_shape(
     num_ranks: int,
     *,
@@ -23,7 +23,7 @@ def u_shape(
     warm_up: int | None = None,
     turns: int | None = None,
     extra: int = 0,
-) -> Schedule:
+) -> GivenRows:
     """Return a 1F1B schedule of num_ranks + 1 stages, the first and the last of them on rank 0.
 
     Rank 0 runs `warm_up` forwards of its first stage; then `turns` times forward and backward of
@@ -44,20 +44,6 @@ def u_shape(
             than rank 0 has begun.
         ValueError: If a number is out of its range.
     """
-    return u_shape_form(
-        num_ranks, num_microbatches=num_microbatches, warm_up=warm_up, turns=turns, extra=extra
-    ).schedule()
-
-
-def u_shape_form(
-    num_ranks: int,
-    *,
-    num_microbatches: int,
-    warm_up: int | None = None,
-    turns: int | None = None,
-    extra: int = 0,
-) -> "UShape":
-    """Return the form of `u_shape`; the times of its rows are found together."""
     check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
     warm_up = num_ranks + 1 if warm_up is None else warm_up
     turns = min(warm_up, (4 * num_ranks + 5) // 6) if turns is None else turns
@@ -67,55 +53,28 @@ def u_shape_form(
         raise ValueError(f"turns ({turns}) must be >= 0 and <= warm_up ({warm_up})")
     if extra < 0:
         raise ValueError(f"extra ({extra}) must be >= 0")
-    return UShape(num_ranks, num_microbatches, warm_up=warm_up, turns=turns, extra=extra)
+    first = _first_row(num_ranks, num_microbatches, warm_up, turns)
+    others = [
+        _row(rank, num_microbatches, num_ranks - rank + extra) for rank in range(1, num_ranks)
+    ]
+    return GivenRows(num_ranks, num_microbatches, style="u", rows=[first, *others])
 
 
-@dataclass(frozen=True)
-class UShape(ClosedForm):
-    """Rows of a ring; see `u_shape`."""
+def _first_row(num_ranks: int, num_microbatches: int, warm_up: int, turns: int) -> list[int]:
+    microbatches = range(num_microbatches)
+    starts, ends = forwards(0, microbatches), backwards(0, microbatches)
+    both = (forwards(num_ranks, microbatches), backwards(num_ranks, microbatches))
+    pairs = list(zip(*both, strict=True))
+    row = [*starts[:warm_up], *chain.from_iterable(pairs[:turns])]
+    for start, pair, end in zip_longest(starts[warm_up:], pairs[turns:], ends):
+        row.extend([start] if start is not None else [])
+        row.extend(pair or ())
+        row.extend([end] if end is not None else [])
+    return row
 
-    style: PlacementStyle = "u"
-    warm_up: int = field(kw_only=True)
-    turns: int = field(kw_only=True)
-    extra: int = field(kw_only=True)
 
-    @property
-    def num_stages(self) -> int:
-        """One more than ranks."""
-        return self.num_ranks + 1
-
-    def timed_row(self, rank: int) -> TimedRow:
-        """Return the compute steps of a rank with the times at which they end."""
-        return self._rows[rank]
-
-    @cached_property
-    def _rows(self) -> list[TimedRow]:
-        rows = [self._first_row(), *map(self._row, range(1, self.num_ranks))]
-        schedule = build(
-            rows,
-            num_stages=self.num_stages,
-            num_microbatches=self.num_microbatches,
-            style=self.style,
-        )
-        finish = ComputeClock(schedule, Costs()).finish
-        return [list(zip(times, row, strict=True)) for times, row in zip(finish, rows, strict=True)]
-
-    def _first_row(self) -> list[int]:
-        microbatches, last = range(self.num_microbatches), self.num_ranks
-        starts, ends = forwards(0, microbatches), backwards(0, microbatches)
-        turns = list(zip(forwards(last, microbatches), backwards(last, microbatches), strict=True))
-        first_turns = chain.from_iterable(turns[: self.turns])
-        steady = zip_longest(starts[self.warm_up :], turns[self.turns :], ends, fillvalue=None)
-        row = [*starts[: self.warm_up], *first_turns]
-        for start, turn, end in steady:
-            row.extend([start] if start is not None else [])
-            row.extend(turn or ())
-            row.extend([end] if end is not None else [])
-        return row
-
-    def _row(self, rank: int) -> list[int]:
-        microbatches = range(self.num_microbatches)
-        warm_up = self.num_ranks - rank + self.extra
-        shifted = [-1] * warm_up + backwards(rank, microbatches)
-        columns = zip_longest(forwards(rank, microbatches), shifted, fillvalue=-1)
-        return [code for code in chain.from_iterable(columns) if code >= 0]
+def _row(rank: int, num_microbatches: int, warm_up: int) -> list[int]:
+    microbatches = range(num_microbatches)
+    shifted = [-1] * warm_up + backwards(rank, microbatches)
+    columns = zip_longest(forwards(rank, microbatches), shifted, fillvalue=-1)
+    return [code for code in chain.from_iterable(columns) if code >= 0]

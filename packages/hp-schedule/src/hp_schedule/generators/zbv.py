@@ -5,18 +5,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import repeat
 
-from hp_schedule.generators.building_blocks import full_blocks_form
-from hp_schedule.generators.closed_form import ClosedForm, TimedRow
+from hp_schedule.generators.building_blocks import FilledBlocks, full_block
 from hp_schedule.generators.common import check_counts
+from hp_schedule.generators.form import ClosedForm, TimedRow
+from hp_schedule.generators.registry import schedule_kind
 from hp_schedule.packing import BWD_INPUT, BWD_WEIGHT, FWD, encode
 from hp_schedule.placement import PlacementStyle
-from hp_schedule.schedule import Schedule
 
 _F0, _I0, _W0 = ((kind, 0) for kind in (FWD, BWD_INPUT, BWD_WEIGHT))
 _F1, _I1, _W1 = ((kind, 1) for kind in (FWD, BWD_INPUT, BWD_WEIGHT))
 
 
-def zbv(num_ranks: int, *, num_microbatches: int, latency: float = 0.0) -> Schedule:
+@schedule_kind(
+    purpose="no bubble but the ramp",
+    source="Qi et al. 2023, figure 5 (ZB-V)",
+    order=8,
+)
+def zbv(num_ranks: int, *, num_microbatches: int, latency: float = 0.0) -> ClosedForm:
     """Return the ZB-V schedule: two stages on each rank in a V, no bubble but the ramp.
 
     With forwards, input gradients and weight gradients of one length it takes
@@ -35,15 +40,10 @@ def zbv(num_ranks: int, *, num_microbatches: int, latency: float = 0.0) -> Sched
     Raises:
         ValueError: If a count is below 1, or the latency below 0.
     """
-    return zbv_form(num_ranks, num_microbatches=num_microbatches, latency=latency).schedule()
-
-
-def zbv_form(num_ranks: int, *, num_microbatches: int, latency: float = 0.0) -> ClosedForm:
-    """Return the closed form of `zbv`; with building blocks its rows are made together."""
     check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
     if latency == 0 and 2 * num_microbatches >= 3 * num_ranks - 1:
         return ZeroBubbleV(num_ranks, num_microbatches)
-    return full_blocks_form(num_ranks, num_microbatches=num_microbatches, latency=latency)
+    return FilledBlocks(num_ranks, num_microbatches, block=full_block, latency=latency)
 
 
 @dataclass(frozen=True)

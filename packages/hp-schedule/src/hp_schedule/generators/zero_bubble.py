@@ -8,16 +8,25 @@ microbatches. Smaller rounds give the generalized interleaving of Wan et al. 202
 from typing import Literal
 
 from hp_schedule.generators.common import check_counts
+from hp_schedule.generators.registry import schedule_kind
 from hp_schedule.generators.rounds import Rounds, equal_rounds, short_rounds
-from hp_schedule.schedule import Schedule
 
 MaxInFlight = Literal["1p", "1.5p", "2p"]
 _SHARES = {"1p": 2, "1.5p": 3, "2p": 4}
 
 
+@schedule_kind(
+    purpose="weight gradients in the gaps; `max_in_flight` buys tolerance of latency",
+    source="Qi et al. 2023, figures 2 and 3 (ZB-H1 and ZB-H2)",
+    order=5,
+    more_variants=lambda _: {
+        " 1.5p": {"max_in_flight": "1.5p"},
+        " 2p": {"max_in_flight": "2p"},
+    },
+)
 def zero_bubble(
     num_ranks: int, *, num_microbatches: int, max_in_flight: MaxInFlight | int = "1p"
-) -> Schedule:
+) -> Rounds:
     """Return the zero-bubble 1F1B schedule, one stage per rank.
 
     Rank r runs up to 2 * (num_ranks - r) - 1 forwards before its first backward, as many as a
@@ -33,15 +42,6 @@ def zero_bubble(
     Raises:
         ValueError: If a count is below 1, or max_in_flight is too small or unknown.
     """
-    return zero_bubble_form(
-        num_ranks, num_microbatches=num_microbatches, max_in_flight=max_in_flight
-    ).schedule()
-
-
-def zero_bubble_form(
-    num_ranks: int, *, num_microbatches: int, max_in_flight: MaxInFlight | int = "1p"
-) -> Rounds:
-    """Return the closed form of `zero_bubble`."""
     check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
     limit = _limit(num_ranks, max_in_flight)
     # Where all microbatches fit, memory restricts nothing.
@@ -74,9 +74,14 @@ def _limit(num_ranks: int, max_in_flight: MaxInFlight | int) -> int:
     return max(1, num_ranks * _SHARES[max_in_flight] // 2)
 
 
+@schedule_kind(
+    purpose="a shorter ramp and weight gradients in the gaps",
+    source="Qi et al. 2023; torch's InterleavedZeroBubble",
+    order=6,
+)
 def interleaved_zero_bubble(
     num_ranks: int, *, num_microbatches: int, num_stages_per_rank: int = 2
-) -> Schedule:
+) -> Rounds:
     """Return the interleaved zero-bubble schedule; stage s lives on rank s modulo num_ranks.
 
     It holds no more activations than 1F1B. A remainder of microbatches is a short round at the end,
@@ -93,26 +98,23 @@ def interleaved_zero_bubble(
     Raises:
         ValueError: If a count is below 1.
     """
-    return interleaved_zero_bubble_form(
-        num_ranks, num_microbatches=num_microbatches, num_stages_per_rank=num_stages_per_rank
-    ).schedule()
-
-
-def interleaved_zero_bubble_form(
-    num_ranks: int, *, num_microbatches: int, num_stages_per_rank: int = 2
-) -> Rounds:
-    """Return the closed form of `interleaved_zero_bubble`."""
     rounds = short_rounds(max(1, num_ranks), num_microbatches)
     return _split_form(num_ranks, num_microbatches, num_stages_per_rank, rounds)
 
 
+@schedule_kind(
+    purpose="that in less memory; `group_size` buys time for messages",
+    source="Wan et al. 2025 (PipeOffload)",
+    order=7,
+    more_variants=lambda num_ranks: {", rounds of all ranks": {"group_size": num_ranks}},
+)
 def grouped_interleaved(
     num_ranks: int,
     *,
     num_microbatches: int,
     num_stages_per_rank: int = 2,
     group_size: int | None = None,
-) -> Schedule:
+) -> Rounds:
     """Return the interleaved zero-bubble schedule with rounds of another size.
 
     A round of g microbatches on P ranks with V stages each holds at most
@@ -129,22 +131,6 @@ def grouped_interleaved(
     Raises:
         ValueError: If a count is below 1, or the group is too small.
     """
-    return grouped_interleaved_form(
-        num_ranks,
-        num_microbatches=num_microbatches,
-        num_stages_per_rank=num_stages_per_rank,
-        group_size=group_size,
-    ).schedule()
-
-
-def grouped_interleaved_form(
-    num_ranks: int,
-    *,
-    num_microbatches: int,
-    num_stages_per_rank: int = 2,
-    group_size: int | None = None,
-) -> Rounds:
-    """Return the closed form of `grouped_interleaved`."""
     check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
     half = (num_ranks + 1) // 2
     size = half if group_size is None else group_size

@@ -6,6 +6,7 @@ from hp_schedule.runtime.defer import defer_weight_gradients
 from hp_schedule.runtime.fsdp import FullySharded
 from hp_schedule.runtime.graph_cut import GraphCuttingSplitter
 from hp_schedule.runtime.named import (
+    NamedSchedule,
     Schedule1F1B,
     ScheduleDualPipeV,
     ScheduleGPipe,
@@ -36,6 +37,7 @@ __all__ = [
     "FullySharded",
     "GraphCuttingSplitter",
     "HeaderRead",
+    "NamedSchedule",
     "PipelineContext",
     "PipelineResult",
     "PipelineSchedule",

@@ -1,20 +1,14 @@
-"""The schedules by name, for code that constructs one and calls `run`."""
+"""The schedules by name, for code that constructs one and calls `run`.
 
-from collections.abc import Sequence
-from typing import Literal, Unpack
+What has no class here runs too: `from_schedule` takes what any generator makes, and a
+class is a name.
+"""
 
-from hp_schedule.generators import (
-    dualpipe_v,
-    gpipe,
-    interleaved_1f1b,
-    interleaved_zero_bubble,
-    looped_bfs,
-    one_f_one_b,
-    v_half,
-    v_min,
-    zbv,
-    zero_bubble,
-)
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, Unpack
+
+from hp_schedule.generators import SCHEDULES
 from hp_schedule.runtime.schedules import PipelineSchedule, ScheduleOptions
 from hp_schedule.runtime.stage import PipelineStage
 from hp_schedule.schedule import Schedule
@@ -22,35 +16,48 @@ from hp_schedule.schedule import Schedule
 Stages = PipelineStage | Sequence[PipelineStage]
 
 
-class ScheduleGPipe(PipelineSchedule):
-    """All forwards, then all backwards; one stage per rank."""
+class NamedSchedule(PipelineSchedule):
+    """A schedule of the registry. Subclass it and give the name.
+
+    Attributes:
+        name: In `hp_schedule.SCHEDULES`.
+        chosen: Options of its generator.
+    """
+
+    name: ClassVar[str]
+    chosen: Mapping[str, Any] = MappingProxyType({})
 
     def construct_exec_order(self) -> Schedule:
-        """Return `hp_schedule.gpipe`."""
-        return gpipe(self.num_ranks, num_microbatches=self.num_microbatches)
-
-
-class Schedule1F1B(PipelineSchedule):
-    """One forward, one backward; one stage per rank."""
-
-    def construct_exec_order(self) -> Schedule:
-        """Return `hp_schedule.one_f_one_b`."""
-        return one_f_one_b(self.num_ranks, num_microbatches=self.num_microbatches)
-
-
-class ScheduleLoopedBFS(PipelineSchedule):
-    """GPipe over several stages per rank, stage by stage."""
-
-    def construct_exec_order(self) -> Schedule:
-        """Return `hp_schedule.looped_bfs`."""
-        return looped_bfs(
+        """Return what the generator of that name makes."""
+        kind = SCHEDULES[self.name]
+        return kind.build(
             self.num_ranks,
-            num_microbatches=self.num_microbatches,
-            num_stages_per_rank=self.num_stages_per_rank,
+            self.num_microbatches,
+            kind.stages_per_rank or self.num_stages_per_rank,
+            paired=None,
+            **self.chosen,
         )
 
 
-class ScheduleInterleaved1F1B(PipelineSchedule):
+class ScheduleGPipe(NamedSchedule):
+    """All forwards, then all backwards; one stage per rank."""
+
+    name = "gpipe"
+
+
+class Schedule1F1B(NamedSchedule):
+    """One forward, one backward; one stage per rank."""
+
+    name = "1f1b"
+
+
+class ScheduleLoopedBFS(NamedSchedule):
+    """GPipe over several stages per rank, stage by stage."""
+
+    name = "looped_bfs"
+
+
+class ScheduleInterleaved1F1B(NamedSchedule):
     """1F1B over several stages per rank; any number of microbatches.
 
     Args:
@@ -61,6 +68,8 @@ class ScheduleInterleaved1F1B(PipelineSchedule):
         **options: See `PipelineSchedule`.
     """
 
+    name = "interleaved_1f1b"
+
     def __init__(
         self,
         stages: Stages,
@@ -69,20 +78,11 @@ class ScheduleInterleaved1F1B(PipelineSchedule):
         overlap_b_f: bool = False,
         **options: Unpack[ScheduleOptions],
     ) -> None:
-        self._overlap_b_f = overlap_b_f
+        self.chosen = {"overlap_b_f": overlap_b_f}
         super().__init__(stages, num_microbatches, **options)
 
-    def construct_exec_order(self) -> Schedule:
-        """Return `hp_schedule.interleaved_1f1b`."""
-        return interleaved_1f1b(
-            self.num_ranks,
-            num_microbatches=self.num_microbatches,
-            num_stages_per_rank=self.num_stages_per_rank,
-            overlap_b_f=self._overlap_b_f,
-        )
 
-
-class ScheduleZeroBubble(PipelineSchedule):
+class ScheduleZeroBubble(NamedSchedule):
     """1F1B with weight gradients put off into the gaps; one stage per rank.
 
     Args:
@@ -93,6 +93,8 @@ class ScheduleZeroBubble(PipelineSchedule):
         **options: See `PipelineSchedule`.
     """
 
+    name = "zero_bubble"
+
     def __init__(
         self,
         stages: Stages,
@@ -101,60 +103,38 @@ class ScheduleZeroBubble(PipelineSchedule):
         max_in_flight: Literal["1p", "1.5p", "2p"] | int = "1p",
         **options: Unpack[ScheduleOptions],
     ) -> None:
-        self._max_in_flight = max_in_flight
+        self.chosen = {"max_in_flight": max_in_flight}
         super().__init__(stages, num_microbatches, **options)
 
-    def construct_exec_order(self) -> Schedule:
-        """Return `hp_schedule.zero_bubble`."""
-        return zero_bubble(
-            self.num_ranks,
-            num_microbatches=self.num_microbatches,
-            max_in_flight=self._max_in_flight,
-        )
 
-
-class ScheduleInterleavedZeroBubble(PipelineSchedule):
+class ScheduleInterleavedZeroBubble(NamedSchedule):
     """Interleaved 1F1B with weight gradients put off into the gaps."""
 
-    def construct_exec_order(self) -> Schedule:
-        """Return `hp_schedule.interleaved_zero_bubble`."""
-        return interleaved_zero_bubble(
-            self.num_ranks,
-            num_microbatches=self.num_microbatches,
-            num_stages_per_rank=self.num_stages_per_rank,
-        )
+    name = "interleaved_zero_bubble"
 
 
-class ScheduleZBV(PipelineSchedule):
+class ScheduleZBV(NamedSchedule):
     """Zero bubble over two stages per rank, there and back: rank 0 has the first and the last."""
 
-    def construct_exec_order(self) -> Schedule:
-        """Return `hp_schedule.zbv`."""
-        return zbv(self.num_ranks, num_microbatches=self.num_microbatches)
+    name = "zbv"
 
 
-class ScheduleVHalf(PipelineSchedule):
+class ScheduleVHalf(NamedSchedule):
     """There and back with half of the activation memory of 1F1B."""
 
-    def construct_exec_order(self) -> Schedule:
-        """Return `hp_schedule.v_half`."""
-        return v_half(self.num_ranks, num_microbatches=self.num_microbatches)
+    name = "v_half"
 
 
-class ScheduleVMin(PipelineSchedule):
+class ScheduleVMin(NamedSchedule):
     """There and back with a third of the activation memory of 1F1B."""
 
-    def construct_exec_order(self) -> Schedule:
-        """Return `hp_schedule.v_min`."""
-        return v_min(self.num_ranks, num_microbatches=self.num_microbatches)
+    name = "v_min"
 
 
-class ScheduleDualPipeV(PipelineSchedule):
+class ScheduleDualPipeV(NamedSchedule):
     """There and back, with a forward and a backward as one step wherever both are at hand.
 
     A function registered for OVERLAP_F_B or OVERLAP_B_F may run the two at the same time.
     """
 
-    def construct_exec_order(self) -> Schedule:
-        """Return `hp_schedule.dualpipe_v`."""
-        return dualpipe_v(self.num_ranks, num_microbatches=self.num_microbatches)
+    name = "dualpipe_v"

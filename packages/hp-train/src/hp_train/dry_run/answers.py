@@ -21,7 +21,7 @@ class Answers:
     """Numbers of a model of the routing; gradients that are clipped; zeros for all else.
 
     Attributes:
-        skew: The model.
+        skew: Model of the routing.
     """
 
     skew: Skew

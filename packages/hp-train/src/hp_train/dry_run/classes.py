@@ -24,10 +24,10 @@ def classes_of(
     """The lowest rank of each class, and all ranks of the class.
 
     Args:
-        config: Of the run.
-        skew: Decides how many rows the experts of a rank get.
-        vocab_size: Rows of the embedding.
-        apart: Ranks that stand for themselves.
+        config: Config of the run.
+        skew: Model of the routing: it decides how many rows the experts of a rank get.
+        vocab_size: Tokens of the vocabulary, the rows of the embedding.
+        apart: Global ranks that get a class of their own.
     """
     layout = Layout.of(config.mesh)
     found: dict[Hashable, list[int]] = {}
@@ -75,9 +75,9 @@ def _local_shape(weight: Weight, place: StageLayout, at: Sequence[int]) -> tuple
     """Shape of what a rank has of a parameter; see `hp_train.parallelize`.
 
     Args:
-        weight: The whole.
-        place: Cuts it.
-        at: Index of the rank along tp, ep, etp, of its dense shard and of its expert shard.
+        weight: The whole parameter.
+        place: Stage that the rank is of, with the axes that cut the parameter.
+        at: Indices of the rank along tp, ep, etp, of its dense shard and of its expert shard.
     """
     tp, ep, etp, shard, expert_shard = at
     shape = list(weight.shape)

@@ -10,25 +10,13 @@ from msgspec.structs import replace
 from hp_train import rules
 from hp_train.config import Config
 from hp_train.dry_run.routing import parse_skew
-from hp_train.environment import external_world
+from hp_train.environment import require_unstarted
 from hp_train.errors import ConfigError
 from hp_train.layout import Layout
 from hp_train.numbers import whole
 from hp_train.options import COMMAND_LINE, resolve
 from hp_train.space import with_keys
 
-FLAGS = (
-    "--documents",
-    "--gpus",
-    "--gpus-per-node",
-    "--html",
-    "--json",
-    "--rank",
-    "--skew",
-    "--steps",
-    "--svg",
-    "--traces",
-)
 _MOST_DEVICES = 2**20
 _STEPS = 2
 _PATIENCE = 3600.0
@@ -86,7 +74,7 @@ def run(options: argparse.Namespace, given: Sequence[tuple[str, object]]) -> int
     """Rehearse a config.
 
     Args:
-        options: Of `add_arguments`.
+        options: Parsed flags of `add_arguments`.
         given: Overrides from the command line.
 
     Returns:
@@ -122,8 +110,8 @@ def run_script(
     """Rehearse a torch script as `torchrun` would start it.
 
     Args:
-        script: Its path and its arguments.
-        options: Of `add_arguments`.
+        script: Path of the script and its arguments.
+        options: Parsed flags of `add_arguments`.
         given: Overrides from the command line; a script takes none before ``--``.
 
     Returns:
@@ -151,10 +139,10 @@ def fit_to(gpus: int | None) -> Callable[[Config, Mapping[str, str]], Mapping[st
     """Let FSDP fill the devices, and the batch be cut into whole microbatches.
 
     Args:
-        gpus: To fill; None: as many as the mesh has.
+        gpus: Number of devices to fill; None: as many as the mesh has.
 
     Returns:
-        For `resolve`.
+        The `fit` of `resolve`: from a config and its origins to values of other keys.
     """
 
     def fit(config: Config, origins: Mapping[str, str]) -> dict[str, object]:
@@ -189,14 +177,13 @@ def require_possible(config: Config, ranks: Sequence[int]) -> None:
     """Refuse what cannot be rehearsed, by its name.
 
     Args:
-        config: Of the run.
-        ranks: That are asked for.
+        config: Config of the run.
+        ranks: Global ranks that `--rank` names.
 
     Raises:
         ConfigError: With the reason.
     """
-    if external_world() is not None:
-        raise ConfigError("hp dry-run starts processes of its own: not under torchrun or srun")
+    require_unstarted("hp dry-run")
     if config.train.compile != "none":
         raise ConfigError(
             f"train.compile ({config.train.compile}) must be none for hp dry-run: what a compiler "
@@ -232,9 +219,9 @@ def write_data(config: Config, folder: Path, *, documents: int | None) -> Path:
     """Make the tokens: of text that the config names, else made up.
 
     Args:
-        config: Of the run.
-        folder: It is empty.
-        documents: In each sequence that is made up; None: by its length.
+        config: Config of the run.
+        folder: Empty folder for the tokens.
+        documents: Documents in each sequence that is made up; None: one for 1024 tokens.
 
     Returns:
         The folder with the tokens.

@@ -67,9 +67,9 @@ def curve_svg(memory: Memory, *, title: str, gpu_bytes: int) -> str:
     """Draw memory by kind over a run, with what is reserved for it.
 
     Args:
-        memory: Of a rank.
-        title: Above the picture.
-        gpu_bytes: Of the device; its end is drawn where it is near.
+        memory: Memory of one rank.
+        title: Heading of the picture.
+        gpu_bytes: Bytes of memory of the device; a line marks them where the curve comes near.
 
     Returns:
         SVG; everything it needs is in it.
@@ -94,8 +94,8 @@ class _Drawing:
     """The picture's parts.
 
     Args:
-        memory: Of a rank.
-        gpu_bytes: Of the device.
+        memory: Memory of one rank.
+        gpu_bytes: Bytes of memory of the device.
     """
 
     def __init__(self, memory: Memory, gpu_bytes: int) -> None:

@@ -21,8 +21,8 @@ def add_labels(trace: Trace, *, logits_width: int = 0) -> None:
     """Append labels to a trace; blocks that have one keep it.
 
     Args:
-        trace: Of one rank.
-        logits_width: Tokens whose logits this rank computes; 0: not known.
+        trace: Trace of one rank.
+        logits_width: Tokens of the vocabulary whose logits this rank computes; 0: not known.
     """
     found = _Labels(logits_width)
     for event in trace.events:

@@ -27,8 +27,8 @@ def document_lengths(seq_len: int, num_documents: int) -> list[int]:
     """Lengths of the documents of a sequence: in the ratio of 1, 1/2, 1/3, ..., the longest first.
 
     Args:
-        seq_len: Their sum.
-        num_documents: At most `seq_len`.
+        seq_len: Tokens of the sequence, the sum of the lengths.
+        num_documents: Number of documents, at most `seq_len`.
 
     >>> document_lengths(4096, 4)
     [1966, 983, 655, 492]
@@ -44,10 +44,10 @@ def write_tokens(folder: Path, tokenizer: Tokenizer, *, seq_len: int, num_docume
     """Write both splits into an empty folder.
 
     Args:
-        folder: It exists.
-        tokenizer: Decides the type of ids, and which one ends a document.
+        folder: Existing folder for the tokens.
+        tokenizer: Tokenizer of the run: it decides the dtype of ids, and which one ends a document.
         seq_len: Tokens of a sequence.
-        num_documents: Of each sequence.
+        num_documents: Documents in each sequence.
     """
     tokens = _sequence(tokenizer, document_lengths(seq_len, num_documents))
     splits = {}

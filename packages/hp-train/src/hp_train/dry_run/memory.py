@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from hp_platform.dry.allocator import Usage
+from hp_platform.dry.memory.allocator import Usage
 from hp_platform.dry.trace import KINDS, Allocate, Label, Launch, Release, Trace
 from hp_train.dry_run.sites import Site, site
 
@@ -17,13 +17,13 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
     """Memory that is alive at the peak.
 
     Attributes:
-        bytes: Of it.
-        kind: One of `KINDS`.
-        shape: Of the tensor that it was made for; empty if that is not known.
-        dtype: Likewise.
-        what: The operator that made it.
-        at: Line that made it, and the lines that called it.
-        place: What the rank was doing.
+        bytes: Size of the block.
+        kind: What it is for, one of `KINDS`.
+        shape: Shape of the tensor that it was allocated for; empty if that is not known.
+        dtype: Dtype of that tensor, such as `"bfloat16"`; empty if that is not known.
+        what: Operator that allocated it.
+        at: Line that allocated it, and the lines that called it.
+        place: What the rank was doing, as `hp_platform.doing` says it.
     """
 
     bytes: int
@@ -39,14 +39,15 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     """When something happened.
 
     Attributes:
-        event: Index in the trace.
-        launches: Given to the device before.
-        place: In words.
-        step: -1 outside of steps.
-        schedule_step: Such as `"1F3"`; empty outside of a schedule.
-        microbatch: -1 outside of one.
-        module: Such as `"layers.3, experts"`.
-        at: Line.
+        event: Index of the event in the trace.
+        launches: Launches before it.
+        place: What the rank was doing, as `hp_platform.doing` says it.
+        step: Step of the optimizer, counted from 1; -1 outside of steps.
+        schedule_step: Action of the pipeline schedule, such as `"1F3"`; empty outside of a
+            schedule.
+        microbatch: Index of the microbatch; -1 outside of one.
+        module: Module, such as `"layers.3, experts"`.
+        at: Line that issued the event, and the lines that called it.
     """
 
     event: int
@@ -63,9 +64,9 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
     """One point of the curve, which is written as a list.
 
     Attributes:
-        launches: Given to the device before.
-        live: Bytes of each of `KINDS`.
-        reserved: Bytes; 0 if it was not worked out.
+        launches: Launches before it.
+        live: Bytes of live tensors of each of `KINDS`, in that order.
+        reserved: Bytes that the caching allocator has reserved; 0 if it was not replayed.
     """
 
     launches: int
@@ -86,16 +87,16 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         peak_live: Most bytes of tensors that were alive at once.
-        peak_reserved: Most bytes that the caching allocator held; None if not worked out.
-        fragmentation: Share of them that no tensor had.
-        retries: How often free memory had to be given back to meet a request.
+        peak_reserved: Most bytes that the caching allocator had reserved; None if not replayed.
+        fragmentation: Share of `peak_reserved` that no tensor had, 0 to 1.
+        retries: Times that free memory had to be given back to meet a request.
         out_of_memory: The request that the device could not meet; empty if all were met.
-        peak: When the most were alive.
-        at_peak: Bytes then, of each kind that has some.
-        peak_by_kind: The most of each kind at any time.
+        peak: Moment when the most bytes were alive.
+        at_peak: Bytes that were alive then, of each kind that has some.
+        peak_by_kind: Most bytes of each kind that were alive at once, each at its own time.
         largest: The largest blocks that are alive at the peak, at most ten.
         at_end: Bytes that are alive at the end of the trace.
-        curve: Bounded in number; peaks and troughs are in it exactly.
+        curve: Points in order; bounded in number, but peaks and troughs are exact.
         spans: Parts of the run, in order.
     """
 
@@ -130,8 +131,8 @@ def memory_of(trace: Trace, usage: Usage | None = None) -> Memory:
     """Account for the memory of a trace.
 
     Args:
-        trace: Of a rank.
-        usage: Of the same trace, replayed through the caching allocator.
+        trace: Trace of one rank.
+        usage: The same trace, replayed through the caching allocator.
     """
     kinds = _kinds(trace)
     changes = list(_changes(trace))

@@ -17,9 +17,9 @@ def show(summary: Summary, traces: Sequence[Trace], options: argparse.Namespace)
     """Print what was found, and write what is asked for.
 
     Args:
-        summary: What was found.
-        traces: What the ranks did.
-        options: Of `hp_train.dry_run.command.add_arguments`.
+        summary: What the dry run found.
+        traces: Traces of the ranks that were run.
+        options: Parsed flags of `hp_train.dry_run.command.add_arguments`.
 
     Returns:
         0: nothing is wrong.

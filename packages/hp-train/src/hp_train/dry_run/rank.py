@@ -1,6 +1,7 @@
 """One rank of a dry run: the trainer of `hp_train.train`, whose device computes nothing."""
 
 import math
+import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from hp_train.dry_run.answers import Answers
 from hp_train.dry_run.labels import PARAMETERS, add_labels
 from hp_train.dry_run.routing import Skew
 from hp_train.dry_run.summary import RankSummary, Saved, summarize
+from hp_train.gpu_settings import keeps_launch_order
 from hp_train.launch.board import Board
 from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
@@ -32,10 +34,10 @@ class Job:
     """What every rank of a dry run does.
 
     Attributes:
-        config: Of the run.
-        skew: Of the routing.
-        data: Folder with tokens.
-        steps: Updates of the weights.
+        config: Config of the run.
+        skew: Model of the routing.
+        data: Folder with the tokens.
+        steps: Number of steps to train.
     """
 
     config: Config
@@ -48,14 +50,16 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank did, besides its trace.
 
     Attributes:
-        summary: Of its trace.
-        problems: What the device would refuse, a line each.
+        summary: Summary of its trace.
+        problems: Faults and hazards of the device, a line each.
         stopped: Where a script ended before its end; empty: it did not.
+        keeps_launch_order: Whether NCCL keeps its operations in the order of the host.
     """
 
     summary: RankSummary
     problems: tuple[str, ...]
     stopped: str = ""
+    keeps_launch_order: bool = False
 
 
 def run_rank(job: Job) -> Any:
@@ -97,6 +101,7 @@ def _train(job: Job, worker: Worker) -> Any:
         skew=job.skew.name,
         num_parameters=sum(p.local.numel() for p in trainer.parameters),
         saved=saved,
+        keeps_launch_order=keeps_launch_order(os.environ, config),
     )
 
 
@@ -107,15 +112,17 @@ def report_of(
     num_parameters: int = -1,
     saved: Saved | None = None,
     stopped: str = "",
+    keeps_launch_order: bool = False,
 ) -> Any:
     """Look at what a rank did; returns a `RankReport` as plain values.
 
     Args:
-        trace: With labels.
-        skew: Of the routing.
-        num_parameters: Elements of parameters that are here.
-        saved: Plan of a save.
-        stopped: As the attribute.
+        trace: Trace of the rank, with labels.
+        skew: Name of the model of the routing.
+        num_parameters: Elements of the parameters of this rank; -1: not counted.
+        saved: What a checkpoint of this rank would hold; None: not asked.
+        stopped: Where a script ended before its end; empty: it did not.
+        keeps_launch_order: Whether NCCL keeps its operations in the order of the host.
     """
     summary = summarize(
         trace, skew=skew, usage=replay(trace), num_parameters=num_parameters, saved=saved
@@ -127,7 +134,12 @@ def report_of(
     )
     hazards = (f"rank {trace.rank}: {hazard}" for hazard in check_streams(trace))
     problems = tuple(dict.fromkeys((*faults, *hazards)))
-    report = RankReport(summary=summary, problems=problems, stopped=stopped)
+    report = RankReport(
+        summary=summary,
+        problems=problems,
+        stopped=stopped,
+        keeps_launch_order=keeps_launch_order,
+    )
     return msgspec.to_builtins(report)
 
 

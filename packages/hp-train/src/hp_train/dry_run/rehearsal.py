@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from hp_platform.dry import DryRun, DryRunError, Gpu, prove, run_ranks
 from hp_platform.dry.trace import Collective, Trace
-from hp_train.communicators import Held, num_peers
+from hp_train.communicators import Held
 from hp_train.config import Config
 from hp_train.data import load_tokenizer
 from hp_train.dry_run.classes import classes_of
@@ -43,7 +43,7 @@ def rehearse(
     Args:
         config: See `hp_train.dry_run.command.dry_config`.
         skews: Decide what experts get.
-        name: Of the config.
+        name: Name of the config.
         data: Folder with tokens.
         steps: Updates of the weights.
         apart: Ranks that get a process of their own.
@@ -86,7 +86,7 @@ def run_classes(
     """Call a function in a process for each class, each a rank of a dry world.
 
     Args:
-        function: Of a module.
+        function: Function at the top level of a module, called in every process.
         *args: Its arguments.
         classes: Ranks that each process stands for, by its rank.
         gpus_per_node: Devices of a machine.
@@ -123,22 +123,28 @@ def summary_of(
     Args:
         run: The traces of all processes, and a `RankReport` of each.
         classes: Ranks that each stands for.
-        name: Of what was run.
-        layout: In words.
+        name: Name of the config or the script.
+        layout: Parallel layout in words.
         gpus_per_node: Devices of a machine.
     """
     gpu = Gpu()
     reports = [msgspec.convert(result, RankReport) for result in run.results.values()]
     stopped = [f"rank {r.summary.rank} stopped {r.stopped}" for r in reports if r.stopped]
     own = [line for report in reports for line in report.problems]
-    between = [str(problem) for problem in prove(run.traces, classes=classes)]
+    counts = [held_by(trace, node_size=gpus_per_node) for trace in run.traces.values()]
+    nccl = max(counts, key=lambda each: sum(_beside(each).values()))
+    in_order = all(report.keeps_launch_order for report in reports)
+    proof = prove(run.traces, classes=classes, launch_order_implicit=in_order)
+    between = [str(problem) for problem in proof]
     return Summary(
         name=name,
         layout=layout,
         world_size=sum(map(len, classes.values())),
         gpu=gpu.name,
         gpu_bytes=gpu.memory_bytes,
-        beside=_beside(run.traces.values(), gpus_per_node),
+        beside=_beside(nccl),
+        communicators=nccl.communicators,
+        peers=nccl.peers,
         ranks=tuple(
             replace(each.summary, stands_for=tuple(classes[each.summary.rank])) for each in reports
         ),
@@ -146,27 +152,35 @@ def summary_of(
     )
 
 
-def _beside(traces: Iterable[Trace], gpus_per_node: int) -> dict[str, int]:
-    """Memory of a GPU that no tensor has, of the rank that has most of it."""
-    most = max(_held(trace, gpus_per_node) for trace in traces)
+def _beside(nccl: Held) -> dict[str, int]:
+    """Memory of a GPU that no tensor has."""
     return {
         "context": int(GPU_MARGIN["context_memory"]),
-        f"{most.communicators} communicators": int(
-            most.communicators * GPU_MARGIN["communicator_memory"]
-        ),
-        f"buffers for {most.peers} peers": int(most.peers * GPU_MARGIN["peer_memory"]),
+        "communicators": int(nccl.communicators * GPU_MARGIN["communicator_memory"]),
+        "peer buffers": int(nccl.peers * GPU_MARGIN["peer_memory"]),
     }
 
 
-def _held(trace: Trace, gpus_per_node: int) -> Held:
-    """What a rank holds of NCCL, by what it did."""
-    used: dict[str, set[int]] = {}
+def held_by(trace: Trace, *, node_size: int) -> Held:
+    """Count what a rank holds of NCCL, by what it did; see `hp_train.communicators.held`.
+
+    Args:
+        trace: Trace of the rank.
+        node_size: Devices of a node.
+    """
+    exchanges = {name: set[int]() for name in trace.connected if len(trace.groups[name]) > 1}
     for event in trace:
-        if isinstance(event, Collective) and len(trace.groups[event.group]) > 1:
-            peers = used.setdefault(event.group, set())
-            if event.op == "all_to_all":
-                peers.update(trace.groups[event.group])
-            elif event.peer >= 0:
-                peers.add(event.peer)
-    numbers = [num_peers([trace.rank, *others], gpus_per_node) for others in used.values()]
-    return Held(len(used), sum(numbers))
+        if isinstance(event, Collective) and event.group in exchanges:
+            exchanges[event.group].update(_peers(event, trace.groups[event.group]))
+    return Held.of(trace.rank, map(tuple, exchanges.values()), node_size=node_size)
+
+
+def _peers(event: Collective, ranks: Sequence[int]) -> Iterable[int]:
+    """Ranks that an operation has NCCL send to or receive from one by one; without rows to none."""
+    if event.op != "all_to_all":
+        return () if event.peer < 0 else (event.peer,)
+    sent, received = (
+        event.input_splits or (1,) * len(ranks),
+        event.output_splits or (1,) * len(ranks),
+    )
+    return (rank for rank, *rows in zip(ranks, sent, received, strict=True) if any(rows))

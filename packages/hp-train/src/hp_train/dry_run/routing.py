@@ -28,10 +28,11 @@ class Skew:
     """Shares of the slots of a layer.
 
     Attributes:
-        name: As the command line has it.
-        gini: Gini coefficient of the shares; None: they are given.
-        shares: Of each expert, of any sum, by the name of a layer such as `"layers.3"`; what is not
-            named has those of `ALL_LAYERS`, and where there are none either, all get the same.
+        name: Value of `--skew` on the command line.
+        gini: Gini coefficient of the shares, 0 to 1; None: `shares` gives them.
+        shares: Share of each expert, of any sum, by the name of a layer such as `"layers.3"`;
+            layers without an entry have that of `ALL_LAYERS`, and where there is none either, all
+            experts get the same.
     """
 
     name: str
@@ -47,11 +48,11 @@ class Skew:
         others repeat: so few ranks stand for all.
 
         Args:
-            layer: Its name.
-            num_tokens: T.
-            top_k: K.
-            num_experts: E.
-            num_ranks: W.
+            layer: Name of the layer.
+            num_tokens: T, tokens of the rank.
+            top_k: K, experts per token.
+            num_experts: E, experts of the layer.
+            num_ranks: W, expert-parallel ranks.
         """
         total, period = num_tokens * top_k, num_experts
         if self.gini is None:
@@ -78,8 +79,8 @@ def parse_skew(text: str, model: ModelConfig) -> Skew:
     under ``"layers"`` for the others. Only the ratios of the numbers count.
 
     Args:
-        text: The value.
-        model: Of the run.
+        text: Value of the flag.
+        model: Model of the run.
 
     Raises:
         ConfigError: When it is nothing of that, or more unequal than K experts per token can be.
@@ -133,7 +134,7 @@ def unequal(wanted: float, count: int, *, most: float) -> tuple[float, ...]:
 def rows_per_rank(
     slots: Sequence[int], num_tokens: int, top_k: int, num_ranks: int
 ) -> tuple[int, ...]:
-    """Of T tokens, how many go to each of W ranks at least once.
+    """How many of T tokens go to each of W ranks at least once.
 
     A token chooses an expert with the probability slots / T, whatever else it chooses; where all
     experts get the same, it chooses any K with the same probability.

@@ -23,6 +23,7 @@ from hp_train.dry_run.rehearsal import run_classes, summary_of
 from hp_train.dry_run.routing import Skew
 from hp_train.dry_run.summary import Summary
 from hp_train.errors import ConfigError
+from hp_train.gpu_settings import keeps_launch_order
 
 MOST_PROCESSES = 16
 """Ranks that are all run, each by itself; of more, some have to be named."""
@@ -34,9 +35,10 @@ def rehearse_script(
     """Run a script as every rank, or as some of many.
 
     Args:
-        command: Its path and its arguments.
-        num_ranks: Ranks in all.
-        ranks: To run; the first of them stands for those that are not named. None: all.
+        command: Path of the script and its arguments.
+        num_ranks: Number of ranks of the world.
+        ranks: Global ranks to run; the first of them stands for those that are not named. Empty:
+            all.
         gpus_per_node: Devices of a machine.
 
     Raises:
@@ -77,7 +79,7 @@ def _run(command: list[str]) -> Any:
         handle.remove()
     trace = active_device().trace
     add_labels(trace)
-    return report_of(trace, stopped=stopped)
+    return report_of(trace, stopped=stopped, keeps_launch_order=keeps_launch_order(os.environ))
 
 
 def _label(optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -17,14 +17,14 @@ class Site(NamedTuple):
     """A place in words, by its parts.
 
     Attributes:
-        step: Of the optimizer; -1 outside of steps.
-        phase: `"forward"`, `"backward"`, what a step does beside them such as `"optimizer"`, and
-            outside of steps such as `"build"`.
-        stage: Of the pipeline; -1 if none is named.
-        microbatch: -1 if none is named.
-        schedule_step: As the schedule writes it, such as `"1F3"`.
-        layer: Such as `"layers.3"`.
-        module: The innermost words, such as `"layers.3, experts"`.
+        step: Step of the optimizer, counted from 1; -1 outside of steps.
+        phase: `"forward"`, `"backward"`, another part of a step such as `"optimizer"`, or a part of
+            the run outside of steps such as `"build"`.
+        stage: Index of the pipeline stage; -1 if none is named.
+        microbatch: Index of the microbatch; -1 if none is named.
+        schedule_step: Action of the pipeline schedule, such as `"1F3"`.
+        layer: Name of the layer, such as `"layers.3"`.
+        module: Innermost words of the place, such as `"layers.3, experts"`.
     """
 
     step: int = -1

@@ -4,24 +4,24 @@ from collections.abc import Sequence
 
 import msgspec
 
-from hp_platform.dry.allocator import Usage
+from hp_platform.dry.memory.allocator import Usage
 from hp_platform.dry.trace import Trace
 from hp_train.dry_run.memory import Memory, memory_of
 from hp_train.dry_run.traffic import Traffic, traffic_of
 from hp_train.dry_run.work import Work, work_of
 
 VERSION = 1
-"""Of the JSON; another number where a key changed its meaning or went."""
+"""Version of the JSON; it changes where a key changes its meaning or goes."""
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank would write of a checkpoint.
 
     Attributes:
-        file: Its name.
-        num_tensors: That this rank holds, or parts of them.
-        num_bytes: Of these; the host copies them first where a save runs behind the training.
-        own_bytes: Of these, what no other rank holds, and of the rest its share.
+        file: Name of the file.
+        num_tensors: Tensors that this rank holds, whole or in part.
+        num_bytes: Bytes that this rank holds; an asynchronous save copies them to the host first.
+        own_bytes: Bytes that this rank writes: what no other rank holds, and its share of the rest.
     """
 
     file: str
@@ -34,13 +34,13 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank does, which stands for all of its class.
 
     Attributes:
-        rank: That was run.
-        stands_for: All ranks of the class, itself among them.
-        skew: Model of the routing, as the command line has it.
-        memory: Of the device.
-        work: Of the device, in one step.
-        traffic: With other ranks.
-        num_parameters: Elements of parameters that it has; -1 if nobody counted.
+        rank: Global rank that was run.
+        stands_for: Global ranks of its class, itself among them.
+        skew: Model of the routing, as the command line names it.
+        memory: Memory of its device over the run.
+        work: Work of its device in the last step.
+        traffic: Operations between ranks that it takes part in.
+        num_parameters: Elements of the parameters that it has; -1 if nobody counted.
         saved: What it would write of a checkpoint; None if nobody asked.
     """
 
@@ -58,16 +58,19 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """What a dry run found.
 
     Attributes:
-        name: Of the config or the script.
-        layout: In words.
-        world_size: Ranks.
+        name: Name of the config or the script.
+        layout: Parallel layout in words.
+        world_size: Number of ranks.
         gpu: Name of the device.
-        gpu_bytes: Its memory.
-        beside: Bytes of each rank that are no tensors, by what they are, such as the context.
-        ranks: One for each class of ranks and each routing model.
+        gpu_bytes: Bytes of memory of the device.
+        beside: Bytes that are no tensors, of the rank that has most of them: `"context"`,
+            `"communicators"` and `"peer buffers"`.
+        communicators: NCCL communicators that this rank holds, see `hp_train.communicators.Held`.
+        peers: Peers that it sends to or receives from one by one, likewise.
+        ranks: Summary of one rank for each class and each model of the routing.
         problems: What would go wrong between ranks or on a device; none is a proof.
-        seconds: That it took.
-        version: Of this form.
+        seconds: Seconds that the dry run took.
+        version: Version of the JSON.
     """
 
     name: str
@@ -78,6 +81,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     beside: dict[str, int]
     ranks: tuple[RankSummary, ...]
     problems: tuple[str, ...] = ()
+    communicators: int = 0
+    peers: int = 0
     seconds: float = 0.0
     version: int = VERSION
 
@@ -102,7 +107,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         return all(self.share(each) <= 1 and not each.memory.out_of_memory for each in self.ranks)
 
     def share(self, rank: RankSummary) -> float:
-        """Of the device's memory that a rank needs, with what is there beside tensors."""
+        """Share of the device's memory that a rank needs, with what is there beside tensors."""
         return (rank.memory.needed + sum(self.beside.values())) / self.gpu_bytes
 
 
@@ -118,12 +123,12 @@ def summarize(
     """Look at what one rank did.
 
     Args:
-        trace: Of it.
-        stands_for: Ranks of its class; none: itself.
+        trace: Trace of the rank.
+        stands_for: Global ranks of its class; empty: itself.
         skew: Model of the routing.
         usage: The trace replayed through the caching allocator; None: live bytes alone.
-        num_parameters: Elements of parameters that it has.
-        saved: Plan of a save.
+        num_parameters: Elements of the parameters that it has; -1: not counted.
+        saved: What it would write of a checkpoint; None: not asked.
     """
     return RankSummary(
         rank=trace.rank,

@@ -19,11 +19,11 @@ class Table:
     """Rows of words.
 
     Attributes:
-        title: What it says.
-        columns: Their names.
-        rows: As many words as columns each.
-        words: Columns that hold words rather than numbers; those stand at the left.
-        note: What is to be known of it.
+        title: Heading of the table.
+        columns: Names of the columns.
+        rows: Rows, each of as many words as there are columns.
+        words: Indices of the columns that hold words rather than numbers; those are aligned left.
+        note: Explanation below the table; empty: none.
     """
 
     title: str
@@ -133,7 +133,11 @@ def kinds(summary: Summary, rank: RankSummary) -> Table:
         if memory.retries:
             lost += f", given back {memory.retries} times"
         rows.append(("reserved", size(memory.peak_reserved), "", lost))
-    rows += [(name, size(number), "", "") for name, number in summary.beside.items()]
+    counts = {"communicators": summary.communicators, "peer buffers": summary.peers}
+    rows += [
+        (name, size(number), "", str(counts[name]) if name in counts else "")
+        for name, number in summary.beside.items()
+    ]
     rows.append(
         (
             "in all, of the device",

@@ -32,16 +32,16 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An operation between ranks, or a run of equal ones.
 
     Attributes:
-        op: As of `hp_platform.dry.trace.Collective`.
+        op: Name of the operation, as in `hp_platform.dry.trace.Collective`.
         group: Name of the communicator.
         given: Shape and dtype of each tensor that this rank gives.
-        taken: And of each that it gets.
-        bytes: Of the larger of both.
+        taken: Shape and dtype of each tensor that this rank gets.
+        bytes: Bytes of what this rank gives or of what it gets, whichever are more.
         at: Line that issued it, and its callers.
         place: What the rank was doing.
-        detail: Reduction or root.
+        detail: Reduction or root, such as `"sum"` or `"root 3"`.
         peer: Global rank of the other side of a message; -1 otherwise.
-        times: How often it is issued, with nothing else between.
+        times: Times that it is issued with nothing else between.
     """
 
     op: str
@@ -60,8 +60,8 @@ class Count(msgspec.Struct, frozen=True, kw_only=True):
     """Operations of one kind.
 
     Attributes:
-        count: How many.
-        bytes: Of the larger of what is given and taken, summed up.
+        count: Number of operations.
+        bytes: Sum of their `Operation.bytes`.
     """
 
     count: int
@@ -72,11 +72,11 @@ class Communicator(msgspec.Struct, frozen=True, kw_only=True):
     """A communicator and what it is used for.
 
     Attributes:
-        name: Of it.
-        ranks: Global ones.
+        name: Name of the communicator.
+        ranks: Global ranks of its members.
         on_host: Whether only hosts meet in it (Gloo, a store).
-        operations: By their kind.
-        first: The first of them, such as `"all_gather x48"`, in order.
+        operations: Number and bytes of its operations, by their kind.
+        first: Its first operations in order, equal neighbours as one, such as `"all_gather x48"`.
     """
 
     name: str
@@ -96,8 +96,8 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank exchanges over a run.
 
     Attributes:
-        communicators: In the order of their first use.
-        operations: All, in the order of the host.
+        communicators: Communicators in the order of their first use.
+        operations: All operations in the order in which the host issued them.
     """
 
     communicators: tuple[Communicator, ...]

@@ -16,10 +16,10 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     """What a part of a run costs.
 
     Attributes:
-        launches: Kernels, copies and fills.
-        bytes: Read and written by them, every operand once.
-        flops: Multiplications and additions of products.
-        host_waits: How often the host waited for the device.
+        launches: Kernels, copies and fills of device memory.
+        bytes: Bytes that they read and write, every operand counted once.
+        flops: Operations of matrix products, a multiplication and its addition counted as two.
+        host_waits: Times that the host waited for the device.
     """
 
     launches: int = 0
@@ -40,10 +40,10 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a step and its cost.
 
     Attributes:
-        phase: `"forward"`, `"backward"`, `"optimizer"` and such.
-        microbatch: -1 outside of one.
-        layer: Such as `"layers.3"`; empty outside of one.
-        cost: Of it.
+        phase: Phase of the step: `"forward"`, `"backward"`, `"optimizer"` and such.
+        microbatch: Index of the microbatch; -1 outside of one.
+        layer: Name of the layer, such as `"layers.3"`; empty outside of one.
+        cost: Cost of this part.
     """
 
     phase: str
@@ -56,12 +56,12 @@ class WaitLine(msgspec.Struct, frozen=True, kw_only=True):
     """A line at which the host waits for the device.
 
     Attributes:
-        at: The line and those that called it.
-        what: How it waits.
-        count: How often, in the step.
-        bytes: Copied to the host by it.
-        layers: In how many layers.
-        microbatches: In how many microbatches.
+        at: Line that waits, and the lines that called it.
+        what: What the host called, such as `"copy to host"`.
+        count: Times that it waits in the step.
+        bytes: Bytes that it copies to the host.
+        layers: Number of layers in which it waits.
+        microbatches: Number of microbatches in which it waits.
     """
 
     at: str
@@ -76,10 +76,10 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """What one step of a rank costs: the last one of the trace.
 
     Attributes:
-        step: Its number; -1 if the trace has no step, and everything in it is counted.
-        total: Of the step.
-        before: Of all that came before the first step.
-        cells: The step by phase, microbatch and layer, in the order of their beginning.
+        step: Number of the step; -1 if the trace has no step, and everything in it is counted.
+        total: Cost of the whole step.
+        before: Cost of all that came before the first step.
+        cells: Parts of the step by phase, microbatch and layer, in the order of their beginning.
         waits: Lines at which the host waits, those that wait most often first.
     """
 

@@ -20,6 +20,7 @@ from hp_train.errors import CheckpointError, ConfigError
 from hp_train.hugging_face.config import model_config, read_config, train_dtype
 from hp_train.hugging_face.load import check_weights
 from hp_train.hugging_face.save import write_model
+from hp_train.launch.rundir import TOKENIZER
 from hp_train.options import build
 from hp_train.render import to_toml
 from hp_train.schema import fields, shown
@@ -84,7 +85,7 @@ def export_hf(
         folder: To be made.
         step: Of the checkpoint; None: the newest.
         dtype: Of the files; None: what the run computed in.
-        tokenizer: To be copied; None: what the run names, which must lie in its directory.
+        tokenizer: To be copied; None: the run's copy, or what it names if that is in its directory.
 
     Returns:
         Exit status.
@@ -102,7 +103,7 @@ def export_hf(
         config = msgspec.convert(decode_extra(manifest.extra)["config"], Config)
     except (KeyError, msgspec.ValidationError) as damage:
         raise CheckpointError(f"{path}: {damage}") from None
-    tokenizer = tokenizer or _tokenizer_inside(config.data.tokenizer, run)
+    tokenizer = tokenizer or _tokenizer_of(config.data.tokenizer, run)
     model = _whole_config(config, manifest)
     boxes: dict[str, list[Box]] = {
         name.removeprefix(_PREFIX): [chunk.box for chunk in tensor.chunks]
@@ -121,21 +122,23 @@ def export_hf(
     return 0
 
 
-def _tokenizer_inside(named: str, run: Path) -> Path | None:
-    """What a checkpoint names, if that is a file of its run: a stranger's may name any of yours.
+def _tokenizer_of(named: str, run: Path) -> Path | None:
+    """The copy that a run keeps, or the file that its checkpoint names, if one is in its directory.
+
+    A stranger's checkpoint may name any file of yours.
 
     Raises:
-        ConfigError: When it lies elsewhere, or leads there.
+        ConfigError: When both are elsewhere, or lead there.
     """
     if not named:
         return None
-    path = Path(named).resolve()
-    if not path.is_relative_to(run.resolve()) or not path.is_file():
-        raise ConfigError(
-            f"data.tokenizer ({shown(named)}) of the run must be a file in {run}, or be given as "
-            "--tokenizer FILE"
-        )
-    return path
+    for path in ((run / TOKENIZER).resolve(), Path(named).resolve()):
+        if path.is_relative_to(run.resolve()) and path.is_file():
+            return path
+    raise ConfigError(
+        f"data.tokenizer ({shown(named)}) of the run must be a file in {run}, or be given as "
+        "--tokenizer FILE"
+    )
 
 
 def _whole_config(config: Config, manifest: Manifest) -> ModelConfig:

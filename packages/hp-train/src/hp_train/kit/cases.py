@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgspec
 
@@ -20,7 +21,6 @@ PREREQUISITE = "one process"
 AGAINST_CPU = "against the CPU"
 TIMED = ("rates", "train", "plan", "dry_run", "rival")
 """Kinds of work that are about time."""
-_SCHEDULE_STAGES = {"looped_bfs": 2, "interleaved_1f1b": 2, "interleaved_zero_bubble": 2}
 _BF16_SINCE = (8, 0)
 _ORDER_SINCE = (2, 26)
 
@@ -29,14 +29,14 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """What the cases of a machine depend on.
 
     Attributes:
-        device: "cpu" or "cuda".
-        name: Of the device, as CUDA has it.
-        num_gpus: Of this machine, as many as are to be used.
-        max_ranks: That a layout may have on this machine.
+        device: Kind of the devices, `"cpu"` or `"cuda"`.
+        name: Name of the GPU, as CUDA reports it; empty on a CPU.
+        num_gpus: GPUs of this machine that are used.
+        max_ranks: Most ranks that a layout may have on this machine.
         shares: Whether NCCL serves several ranks on one GPU.
-        capability: Of the GPU.
-        memory_bytes: Of one device.
-        nccl: Version; empty: none.
+        capability: Compute capability of the GPU, major and minor.
+        memory_bytes: Bytes of memory of one device.
+        nccl: Version of NCCL; empty: there is none.
     """
 
     device: str
@@ -64,17 +64,17 @@ class Case:
     """One thing to run.
 
     Attributes:
-        name: Tells it apart.
-        what: What it is for, in a sentence.
-        work: Names a function of `hp_train.kit.work`.
-        keys: Of the config.
-        ranks: That it needs.
-        dtype: That it computes in.
-        env: Variables of its process and its ranks.
-        seconds: It may take.
-        needs: Of other cases that must have passed, the names.
+        name: Name that tells it from all others.
+        what: Purpose of the case, a sentence.
+        work: Name of the function of `hp_train.kit.work` that runs it.
+        keys: Config overrides of the case, by key.
+        ranks: Number of ranks that it needs.
+        dtype: Dtype that it computes in, such as `"float64"`.
+        env: Environment variables of its process and its ranks.
+        seconds: Seconds that it may take.
+        needs: Names of the cases that must have passed before.
         is_quick: Whether it is among the few that stand for all.
-        left_out: Why this machine is not for it; empty: it is.
+        left_out: Reason why this machine cannot run it; empty: it can.
     """
 
     name: str
@@ -212,7 +212,7 @@ def _axes() -> Iterator[Case]:
 
 def _schedules() -> Iterator[Case]:
     for schedule, kind in KINDS.items():
-        stages = kind.stages_per_rank or _SCHEDULE_STAGES[schedule]
+        stages = kind.stages_per_rank or 2
         yield _layout(
             f"pp 2, {schedule}",
             "A pipeline of two ranks.",
@@ -358,55 +358,51 @@ def _speed(place: Place) -> Iterator[Case]:
     """Whole steps of a model that fills a part of the device's memory."""
     dtype = "bfloat16" if place.has_bf16 and place.device == "cuda" else "float32"
     ranks = max(1, place.num_gpus) if place.device == "cuda" else 2
-    yield Case(
+    case = partial(Case, dtype=dtype)
+    yield case(
         name="rates",
         what="What a product and a copy reach on one device.",
         work="rates",
         needs=(),
-        dtype=dtype,
         is_quick=True,
     )
     for model, what in (("moe", "A mixture of experts"), ("dense", "A dense model")):
         for count in sorted({1, ranks}, reverse=True):
-            name = f"{model} on {count}"
-            yield Case(
+            name, is_quick = f"{model} on {count}", model == "moe" and count == ranks
+            yield case(
                 name=name,
                 what=f"{what}: tokens per second, MFU, memory, a trace.",
                 work="train",
                 keys={"model": model},
                 ranks=count,
-                dtype=dtype,
                 needs=(),
                 seconds=300.0,
-                is_quick=model == "moe" and count == ranks,
+                is_quick=is_quick,
             )
-            yield Case(
+            yield case(
                 name=f"plan of {name}",
                 what="`hp plan` against what was measured.",
                 work="plan",
                 keys={"of": name},
-                dtype=dtype,
                 needs=(name, "rates"),
                 seconds=120.0,
-                is_quick=model == "moe" and count == ranks,
+                is_quick=is_quick,
             )
-            yield Case(
+            yield case(
                 name=f"dry run of {name}",
                 what="`hp dry-run` against what was measured.",
                 work="dry_run",
                 keys={"of": name},
-                dtype=dtype,
                 needs=(name,),
                 seconds=240.0,
             )
         rivals = ("transformers", "torchtitan") if model == "dense" else ("transformers",)
         for rival in rivals:
-            yield Case(
+            yield case(
                 name=f"{model} in {rival}",
                 what=f"The same model in {rival}, on one device.",
                 work="rival",
                 keys={"of": f"{model} on 1", "rival": rival},
-                dtype=dtype,
                 needs=(f"{model} on 1",),
                 seconds=240.0,
             )

@@ -38,7 +38,7 @@ def cleaner(*, env: Mapping[str, str] = os.environ) -> Callable[[str], str]:
     """A function that cleans texts of what it finds out about this process now.
 
     Args:
-        env: Whose values are taken out.
+        env: Environment whose values are taken out.
     """
     before = list(_replacements(_values(env), "<environment>"))
     before += [(re.compile(pattern, re.IGNORECASE), put) for pattern, put in _ADDRESSES]
@@ -71,7 +71,7 @@ def cleaned(value: Any, clean: Callable[[str], str]) -> Any:
 
 
 def _shown(path: str) -> str:
-    """Of a path what helps: a module of a known package, or the name of a source file."""
+    """What helps of a path: a module of a known package, or the name of a source file."""
     if known := _KNOWN_SOURCE.search(path):
         return known[1]
     file = _FILE.search(path)

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the kit.
 
     Args:
-        argv: Arguments; None: those of this process.
+        argv: Arguments of the command line; None: those of this process.
 
     Returns:
         0: what was run passed. 8: something did not. Others as for `hp`.
@@ -86,7 +86,7 @@ class Kit:
     """A run of the kit in a folder that keeps what was found before.
 
     Args:
-        options: Of the command.
+        options: Parsed flags of the command.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:

@@ -25,8 +25,8 @@ def place_of(device: str, ranks: int) -> Place:
     """What cases depend on.
 
     Args:
-        device: "auto", "cpu" or "cuda".
-        ranks: That layouts may have; 0: what is sensible.
+        device: Kind of devices to look for: `"auto"`, `"cpu"` or `"cuda"`.
+        ranks: Most ranks that layouts may have; 0: by the number of GPUs.
     """
     num_gpus = 0 if device == "cpu" else torch.cuda.device_count()
     if num_gpus == 0:
@@ -46,7 +46,7 @@ def place_of(device: str, ranks: int) -> Place:
 
 
 def facts() -> dict[str, Any]:
-    """For the reader of a result."""
+    """Versions and hardware of this machine, for the reader of a result."""
     found: dict[str, Any] = {
         "hp-train": hp_train.__version__,
         "commit": _commit(),
@@ -92,7 +92,7 @@ def _gpus() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Of the checkout that the sources are in."""
+    """Hash of the commit that the sources are of."""
     folder = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - no need of a Path
     return _ask("git", "-C", folder, "rev-parse", "HEAD")
 

@@ -32,9 +32,9 @@ def config_of(case: Case, place: Place, work: Path) -> Config:
     """The config of a layout as it is verified.
 
     Args:
-        case: Of the layout.
-        place: This machine.
-        work: Folder of the kit, for its text.
+        case: Case of the layout.
+        place: Devices of this machine.
+        work: Working folder of the kit, which holds its text.
     """
     overrides = {
         "data.paths": [str(corpus(work))],

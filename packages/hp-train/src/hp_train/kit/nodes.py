@@ -34,7 +34,7 @@ def main(options: Namespace) -> int:
     """Run the layouts over several machines as the kit of one of them.
 
     Args:
-        options: Of the command.
+        options: Parsed flags of the command.
 
     Returns:
         0: all passed. 8: some did not.

@@ -16,13 +16,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a case.
 
     Attributes:
-        name: Of the case.
-        what: What it is for, in a sentence.
-        status: How it ended.
-        summary: In one line.
-        seconds: It took.
-        figures: Numbers and short texts by name.
-        log: The end of what it printed, where something went wrong.
+        name: Name of the case.
+        what: Purpose of the case, a sentence.
+        status: How the case ended.
+        summary: Result in one line.
+        seconds: Seconds that it took.
+        figures: Numbers and short texts, by name.
+        log: Last lines that it printed, where something went wrong.
     """
 
     name: str

@@ -21,9 +21,9 @@ def write(folder: Path, facts: dict[str, Any], outcomes: Sequence[Outcome]) -> N
     """Write result.json and result.html.
 
     Args:
-        folder: Where.
-        facts: Of the machine.
-        outcomes: Of all cases, in their order.
+        folder: Folder of the two files.
+        facts: Versions and hardware of the machine.
+        outcomes: Outcomes of all cases, in their order.
     """
     result = cleaned(
         {

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from hp_train.kit.outcome import Found, read_found
+from hp_train.launch.signals import name_of
 
 FOUND = "found.json"
 LOG = "log.txt"
@@ -25,8 +26,8 @@ NCCL_CHECKS = {
     "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
-"""For cases that look for mistakes: NCCL's warnings, its check of pointers (since 2.2.12), and
-torch's flight recorder, which is dumped where a collective times out."""
+"""Environment of cases that look for mistakes: NCCL's warnings, its check of pointers (since
+2.2.12), and torch's flight recorder, which is dumped where a collective times out."""
 
 
 def checking(folder: Path) -> dict[str, str]:
@@ -38,8 +39,8 @@ class Ended:
     """A process that has ended, or was ended.
 
     Attributes:
-        found: What it left; None: nothing.
-        problem: Why there is nothing; empty: there is.
+        found: Result that the process left; None: nothing.
+        problem: Reason why there is no result; empty: there is one.
         is_late: Whether its time was up.
     """
 
@@ -53,10 +54,10 @@ def run(
     """Run `hp_train.kit.work` on a task.
 
     Args:
-        task: What it reads.
-        folder: Of the case: gets its log and what it found.
-        seconds: After which it and all that it has started is killed.
-        env: Its variables; those of a case among them.
+        task: Contents of the task file, a `hp_train.kit.work.Task`.
+        folder: Folder of the case, for its log and its result.
+        seconds: Seconds after which the process, and all that it started, is ended.
+        env: Environment variables of the process.
     """
     folder.mkdir(parents=True, exist_ok=True)
     found = folder / FOUND
@@ -80,10 +81,10 @@ def status_of(
     """Run a command to its end, or end it; what it prints goes into the log of a case.
 
     Args:
-        command: Gets a session of its own, of which nothing is left.
-        folder: Of the case.
-        seconds: After which it is ended.
-        env: Its variables.
+        command: Command to run, in a session of its own, of which nothing is left.
+        folder: Folder of the case.
+        seconds: Seconds after which it is ended.
+        env: Environment variables of the process.
 
     Returns:
         Its exit status, negative: the signal that ended it; None: its time was up.
@@ -125,10 +126,7 @@ def _signal(group: int, number: int) -> None:
 def _end_of(status: int) -> str:
     if status >= 0:
         return f"its process ended with status {status}"
-    try:
-        return f"its process was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"its process was killed by signal {-status}"
+    return f"its process was killed by {name_of(-status)}"
 
 
 def last_lines(folder: Path) -> str:

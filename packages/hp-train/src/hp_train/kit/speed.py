@@ -40,7 +40,7 @@ from hp_train.train import start
 STEPS, WARM = 10, 3
 _PROFILED = STEPS
 _SHARE = 0.6
-"""Of the device's memory that a model may take by the plan; the rest is for what it leaves out."""
+"""Share of the device's memory that a model may take by the plan; it leaves some things out."""
 _BYTE_VOCABULARY = 256
 _STEP_FILE = "steps.json"
 _MOST_KERNELS = 12
@@ -117,7 +117,7 @@ def _figures(config: Config, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _operations(folder: Path) -> dict[str, float]:
-    """Of a trace the names that took longest, in milliseconds."""
+    """Milliseconds of the operations of a trace that took longest, by name."""
     times: Counter[str] = Counter()
     for path in (folder / FOLDER).glob("*.json.gz"):
         with gzip.open(path) as file:

@@ -23,10 +23,10 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         work: Folder that all cases share.
-        case: To run; None: look at the machine.
-        place: This machine; None: look at it.
-        device: To look for.
-        ranks: Likewise.
+        case: Case to run; None: look at the machine.
+        place: Devices of this machine; None: look at it.
+        device: Kind of devices to look for: `"auto"`, `"cpu"` or `"cuda"`.
+        ranks: Most ranks that layouts may have; 0: by the number of GPUs.
     """
 
     work: str
@@ -63,7 +63,7 @@ def _found(task: Task) -> Found:
 
 
 def _work(name: str) -> Work:
-    """By the name that a case has for it; each kind imports what it needs."""
+    """The function that a case names; each kind imports what it needs."""
     from hp_train.kit import layouts, rivals, speed  # noqa: PLC0415 - they import torch
 
     works: dict[str, Work] = {

@@ -32,7 +32,7 @@ from hp_train.launch.rundir import (
     say_finished,
     write_config,
 )
-from hp_train.launch.signals import STOP_SIGNALS, StopTrap
+from hp_train.launch.signals import STOP_SIGNALS, StopTrap, name_of
 from hp_train.launch.supervise import Verdict, Watch, gone, kill_ranks, most_suspect
 from hp_train.launch.task import (
     ERRORS,
@@ -354,10 +354,7 @@ def _describe_exit(code: int | None) -> str:
         return "its process ended without a result"
     if code > 0:
         return f"its process ended with status {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"
+    return f"killed by {name_of(-code)}"
 
 
 def _is_of_training(frame: str) -> bool:

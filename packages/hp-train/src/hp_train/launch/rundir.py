@@ -16,9 +16,10 @@ from hp_train.launch.task import ERRORS, HEARTBEAT
 from hp_train.options import CONFIG, Resolved, for_saving
 from hp_train.render import to_toml
 
-CHECKPOINTS, DATA = "checkpoints", "data"
+CHECKPOINTS, DATA, TOKENIZER = "checkpoints", "data", "tokenizer.json"
 _LOCK = ".lock"
-_FILES = (CONFIG, _LOCK, HEARTBEAT, "metrics.jsonl", "loss.svg", "timeline.svg", "timeline.json")
+_PICTURES = ("loss.svg", "timeline.svg", "timeline.json")
+_FILES = (CONFIG, TOKENIZER, _LOCK, HEARTBEAT, "metrics.jsonl", *_PICTURES)
 _FOLDERS = (CHECKPOINTS, DATA, ERRORS, "tensorboard")
 
 
@@ -74,10 +75,22 @@ def open_run_directory(path: Path) -> Folder:
 
 
 def write_config(folder: Folder, resolved: Resolved) -> None:
-    """Put the config into the run directory, in one step and readable from anywhere."""
-    text = to_toml(for_saving(resolved), resolved.origins)
+    """Put the config into the run directory, in one step and readable from anywhere.
+
+    The tokenizer that it names is copied beside it, for whoever exports or moves the run.
+
+    Raises:
+        ConfigError: When the tokenizer cannot be read.
+    """
+    config = for_saving(resolved)
     folder.remove_unfinished()
-    folder.replace(CONFIG, text.encode())
+    folder.replace(CONFIG, to_toml(config, resolved.origins).encode())
+    tokenizer = config.data.tokenizer
+    if tokenizer:
+        try:
+            folder.replace(TOKENIZER, Path(tokenizer).read_bytes())
+        except OSError as error:
+            raise ConfigError(f"cannot read data.tokenizer ({tokenizer}): {error}") from None
 
 
 def finished(folder: Folder, config: Config, *, rank: int = 0, world_size: int = 1) -> Path | None:

@@ -19,6 +19,14 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 ONE_REQUEST_SECONDS = 0.5
 
 
+def name_of(number: int) -> str:
+    """Name of a signal, such as ``SIGKILL``, or ``signal 64`` for one that has none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 class StopFlag:
     """Whether this process, or the whole run, was asked to stop.
 

@@ -226,8 +226,7 @@ def _is_repeated(config: Config) -> bool:
     """Whether another layout runs the very same steps in the very same order."""
     mesh, pipeline = config.mesh, config.pipeline
     if mesh.pp > 1:
-        names = ("interleaved_1f1b", "looped_bfs")
-        return pipeline.stages_per_rank == 1 and pipeline.schedule in names
+        return pipeline.stages_per_rank == 1 and bool(KINDS[pipeline.schedule].with_one_stage)
     # One rank waits for nobody; but the order decides how often it gathers parameters.
     stage = Layout.of(mesh).stages[0]
     is_sharded = stage.fsdp > 1 or stage.expert_shard > 1

@@ -7,7 +7,7 @@ from typing import Any
 
 from hp_schedule import SearchResult, search
 from hp_train.config import Config
-from hp_train.environment import external_world
+from hp_train.environment import require_unstarted
 from hp_train.errors import ConfigError
 from hp_train.numbers import real, whole
 from hp_train.options import Resolved
@@ -35,16 +35,6 @@ _RATES = {
 }
 _COUNTS = {"node-size": 1, "cores": 0}
 """What is counted, and the least of it."""
-FLAGS = (
-    "--gpus",
-    "--json",
-    "--machine",
-    "--measure",
-    "--search",
-    "--top",
-    "--vocab-size",
-    *(f"--{rate}" for rate in _RATES),
-)
 _BYTE_VOCABULARY = 256
 _MOST_DEVICES = 2**20
 _MOST_SECONDS = 1e6
@@ -161,8 +151,7 @@ def _as_dict(
 def _machine(config: Config, options: argparse.Namespace) -> Machine:
     machine = MACHINES[options.machine]
     if options.measure:
-        if external_world() is not None:
-            raise ConfigError("--measure starts processes of its own: not under torchrun or srun")
+        require_unstarted("--measure")
         from hp_train.plan.measure import measure  # noqa: PLC0415 - imports torch
 
         machine, flags = measure(config)

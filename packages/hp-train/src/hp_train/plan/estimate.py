@@ -16,16 +16,11 @@ from hp_schedule import (
     add_fsdp_unshard_reshard,
     simulate,
 )
-from hp_train.config import Config
+from hp_train.config import BYTES, Config
 from hp_train.layout import Layout, StageLayout
 from hp_train.plan import modules
 from hp_train.plan.machine import Machine
-from hp_train.plan.memory import (
-    BYTES,
-    Memory,
-    buffer_bytes,
-    static_memory,
-)
+from hp_train.plan.memory import Memory, buffer_bytes, static_memory
 from hp_train.plan.modules import Work
 from hp_train.plan.traffic import (
     EdgeLink,

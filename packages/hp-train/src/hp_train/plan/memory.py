@@ -10,13 +10,12 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from hp_train.communicators import held
-from hp_train.config import Config
+from hp_train.config import BYTES, Config
 from hp_train.cuts import HIDDEN_DIM, chunk, cut_dim, name_in_block
 from hp_train.layout import StageLayout
 from hp_train.plan.machine import Machine
 from hp_train.plan.modules import WIDE_BYTES, Weight, Work, kept_once
 
-BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 _STEP_BYTES = 4
 """AdamW counts its steps in one fp32 number per parameter."""
 
@@ -58,7 +57,7 @@ class Memory:
 
     def with_margin(self, config: Config, place: StageLayout, machine: Machine) -> "Memory":
         """What the same tensors take on a rank of a machine, where more than tensors is held."""
-        nccl = held(config, place, node_size=machine.node_size)
+        nccl = held(config, place.first, node_size=machine.node_size)
         return replace(
             self,
             context=round(machine.context_memory),

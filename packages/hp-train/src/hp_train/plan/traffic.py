@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from hp_train.config import Config, ModelConfig
+from hp_train.config import BYTES, Config, ModelConfig
 from hp_train.layout import Axis, Layout, StageLayout
 from hp_train.plan.machine import Link, Machine
 from hp_train.plan.memory import (
-    BYTES,
     local_elements,
     message_bytes,
     parameter_bytes,

@@ -24,9 +24,8 @@ def pipeline_rules(config: Config) -> Iterator[str]:
             f"model.num_layers ({model.num_layers}) must be at least mesh.pp ({mesh.pp}) x "
             f"pipeline.stages_per_rank ({pipeline.stages_per_rank}){more} = {num_stages}"
         )
-    kind, sizes = KINDS[pipeline.schedule], mesh.stage_tp
-    comes_back = kind.returns or kind.stages_per_rank == 2
-    if model.tie_embeddings and not comes_back and sizes and sizes[0] != sizes[-1]:
+    sizes, ends_elsewhere = mesh.stage_tp, KINDS[pipeline.schedule].style == "loop"
+    if model.tie_embeddings and ends_elsewhere and sizes and sizes[0] != sizes[-1]:
         yield (
             f"model.tie_embeddings (true) must be false with mesh.stage_tp ({shown(sizes)}): the "
             f"first size ({sizes[0]}) must equal the last ({sizes[-1]})"
@@ -39,7 +38,7 @@ def overlap_rules(config: Config) -> Iterator[str]:
         return
     mesh, pipeline, model, train = config.mesh, config.pipeline, config.model, config.train
     must_be_off = "pipeline.overlap (true) must be false with"
-    if KINDS[pipeline.schedule].pairs is None:
+    if not KINDS[pipeline.schedule].pairs:
         having = " or ".join(name for name, kind in KINDS.items() if kind.pairs)
         yield (
             f"{must_be_off} pipeline.schedule ({shown(pipeline.schedule)}): only {having} can have "

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hp_train.config import Config
-from hp_train.environment import external_world
+from hp_train.environment import require_unstarted
 from hp_train.errors import ConfigError, DifferenceError, HpError
 from hp_train.numbers import real, whole
 from hp_train.options import Resolved, resolve, split_overrides
@@ -41,20 +41,6 @@ LOOKS = (
 )
 _STEPS = 8
 _MOST_RANKS = 1024
-
-FLAGS = (
-    "--against",
-    "--bound",
-    "--dtype",
-    "--generate",
-    "--job",
-    "--keep",
-    "--part",
-    "--processes",
-    "--seed",
-    "--shrink",
-    "--steps",
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,8 +108,7 @@ def run(
         DifferenceError: When they are not.
         RunFailedError: When one of them could not be run.
     """
-    if external_world() is not None:
-        raise ConfigError("hp verify starts processes of its own: not under torchrun or srun")
+    require_unstarted("hp verify")
     _refuse_combinations(options)
     program = Program(steps=options.steps)
     config = checked_config(resolved.config, dtype=options.dtype)

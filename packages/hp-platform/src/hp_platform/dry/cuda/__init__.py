@@ -1,0 +1,1 @@
+"""What a program sees of CUDA: `torch.cuda`, streams, generators, methods of tensors."""

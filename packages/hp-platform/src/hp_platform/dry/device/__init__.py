@@ -1,0 +1,1 @@
+"""`DryDevice`: its storages, its streams in backward, and which line asked for what."""

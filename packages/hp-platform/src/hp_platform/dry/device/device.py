@@ -1,0 +1,290 @@
+"""`DryDevice`: a GPU that computes nothing, for one rank."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from typing import Any, Self
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from hp_platform._internals import cuda_operators
+from hp_platform._internals.dry import (
+    around_backward,
+    is_meta,
+    operator_kernels,
+    without_gpu_contexts,
+)
+from hp_platform.dry.cuda import api, methods, random_state
+from hp_platform.dry.cuda.current import entered
+from hp_platform.dry.device import alone, sites
+from hp_platform.dry.device.backward import Backward, Origin
+from hp_platform.dry.device.buffers import Buffers
+from hp_platform.dry.device.storages import Storages
+from hp_platform.dry.gpu import Gpu
+from hp_platform.dry.operators.dispatch import Operators, tensors_of
+from hp_platform.dry.trace import Event, Fault, HostAccess, Label, Launch, Trace
+from hp_platform.own_kernels import noting
+from hp_platform.places import current_place
+
+_GROUP_STREAMS = 1000
+_pinned: WeakSet[torch.UntypedStorage] = WeakSet()  # what a program keeps may outlive a device
+
+
+class _Thread(threading.local):
+    """What a thread of the host has of its own."""
+
+    number = -1
+    stream = 0  # current one
+    index = 0  # of the current device
+    in_kernel = 0  # torch's own kernels in Python see `meta`
+    asked_meta = False
+    at: tuple[str, str, int] | None = None  # while an operator is written down
+    backward: Any = None
+
+
+class DryDevice:
+    """The GPU of one rank, which computes nothing: the code that runs on it, runs for its shapes.
+
+    Inside the context `cuda` is a device, whatever torch is built for: tensors on it have shapes,
+    dtypes and a storage, but no memory, and what happens to them is written into `trace`. Tensors
+    on the CPU stay real. The host reads zeros from the device. Methods of torch's classes are
+    changed meanwhile, so that there is one such context in a process at a time; threads that are
+    started inside are in it too. What uses operators on two devices, or copies to the host that it
+    does not wait for, goes on: it is noted as a `Fault`.
+
+    Attributes:
+        trace: Events so far.
+        gpu: The kind of GPU that it pretends to be.
+        local_rank: Local rank: position among the ranks of a machine.
+        index: Index of the device on its machine, as in `cuda:0`.
+        on_collective: Called for every operator of `c10d` and of functional collectives whose
+            tensors are on the device, with the operator, its positional and its keyword arguments;
+            returns what the operator returns.
+        storages: Storages that are memory of the device.
+        buffers: Storages on the host that asynchronous copies read or write.
+    """
+
+    def __init__(
+        self, rank: int = 0, world_size: int = 1, *, gpu: Gpu | None = None, local_rank: int = 0
+    ) -> None:
+        """Pretend to be a rank.
+
+        Args:
+            rank: Global rank.
+            world_size: Number of ranks.
+            gpu: Kind of GPU to pretend to be; None: an H100.
+            local_rank: Local rank: position among the ranks of a machine.
+        """
+        self.trace = Trace(rank, world_size)
+        self.gpu = gpu or Gpu()
+        self.local_rank, self.index = local_rank, 0
+        self.thread = _Thread()
+        self.buffers = Buffers()
+        self.storages = Storages(self._emit)
+        self.on_collective: Callable[[Any, Any, Any], Any] = alone.Alone(self)
+        self._num_threads = self._num_events = self._num_works = 0
+        self._num_streams = [0, 0]
+        self._group_streams: dict[str, int] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        if entered:
+            raise RuntimeError("this process is inside a DryDevice already")
+        with ExitStack() as stack:
+            entered.append(self)
+            stack.callback(entered.remove, self)
+            stack.callback(self.storages.forget)
+            stack.enter_context(operator_kernels(cuda_operators.kernels(self.gpu)))
+            stack.enter_context(without_gpu_contexts())
+            stack.enter_context(noting(self.note_kernel))
+            api.enter_stand_ins(stack, self)
+            random_state.enter_stand_ins(stack, self)
+            methods.enter_stand_ins(stack, self)
+            stack.enter_context(around_backward(lambda: methods.Functions(self)))
+            stack.enter_context(self.watching())
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def watching(self) -> ExitStack:
+        """Look at the operators of this thread inside the context."""
+        stack = ExitStack()
+        stack.enter_context(methods.Functions(self))
+        stack.enter_context(Operators(self))
+        return stack
+
+    @property
+    def device(self) -> torch.device:
+        """What tensors of the device say."""
+        return torch.device("cuda", self.index)
+
+    def current_stream(self) -> int:
+        """Number of the stream that work of this thread goes to."""
+        self.follow_backward()
+        return self.thread.stream
+
+    def stream_of_group(self, name: str) -> int:
+        """Number of the stream of a communicator's own."""
+        return self._group_streams.setdefault(name, _GROUP_STREAMS + len(self._group_streams))
+
+    def new_event(self) -> int:
+        """Return a number for an event."""
+        self._num_events += 1
+        return self._num_events
+
+    def next_in_pool(self, *, is_high: bool) -> int:
+        """How many streams of a priority were handed out before."""
+        self._num_streams[is_high] += 1
+        return self._num_streams[is_high] - 1
+
+    def new_work(self) -> int:
+        """Return a number for an operation between ranks."""
+        self._num_works += 1
+        return self._num_works
+
+    def block_of(self, x: Tensor) -> int:
+        """Number of the block of a tensor on the device; -1 if it has none."""
+        block = self.storages.find(x)
+        return -1 if block is None else block.number
+
+    def see(self, x: Tensor, what: str) -> int:
+        """Number of the block of a tensor on the device, made now by `what` if it is not known."""
+        return self.storages.see(x, what, self.thread.stream)
+
+    def run_kernel(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call an operator as torch's own code in Python expects it: tensors say `meta` inside."""
+        thread = self.thread
+        thread.in_kernel += 1
+        try:
+            return func(*args, **kwargs)
+        finally:
+            thread.in_kernel -= 1
+
+    def label(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Say what the memory of tensors is for, one of `trace.KINDS`; others are passed over."""
+        for x in tensors:
+            local = x.to_local() if hasattr(x, "to_local") else x  # of a DTensor
+            if (number := self.block_of(local)) >= 0:
+                self._emit(Label, {"block": number, "kind": kind})
+
+    def emit(self, event: Event) -> None:
+        """Append an event, saying where and by whom it was issued if it does not."""
+        values = {each.name: getattr(event, each.name) for each in fields(event)}
+        where = {name: values.pop(name) for name in ("at", "place", "thread")}
+        self._emit(type(event), values | {name: x for name, x in where.items() if x})
+
+    def touch(self, what: str, tensors: Sequence[Tensor], written: Sequence[Tensor] = ()) -> None:
+        """Note that the host reads or writes buffers that an asynchronous copy has named."""
+        for number, x in self.buffers.among(tensors):
+            writes = any(x is each for each in written)
+            self.emit(HostAccess(what=what, buffer=number, writes=writes))
+
+    def fault(self, what: str) -> None:
+        """Note what the device would refuse."""
+        self._emit(Fault, {"what": what})
+
+    def use_index(self, index: int) -> None:
+        """Let `cuda` mean another device of this machine on this thread."""
+        if index >= self.gpu.num_devices or index < 0:
+            raise RuntimeError(
+                f"device index ({index}) must be below num_devices ({self.gpu.num_devices})"
+            )
+        self.thread.index = index
+        if not self.storages.num_allocations:
+            self.index = index
+
+    def check_index(self, asked: torch.device) -> None:
+        """Find memory that is asked for on a device that is not this rank's."""
+        index = self.thread.index if asked.index is None else asked.index
+        if index != self.index and not self.storages.num_allocations:
+            self.index = index
+        if index != self.index:
+            self.fault(f"memory on cuda:{index} of a rank whose device is cuda:{self.index}")
+
+    def pin(self, x: Tensor) -> Tensor:
+        """Take a tensor on the host for one in pinned memory."""
+        _pinned.add(x.untyped_storage())
+        return x
+
+    def is_pinned(self, x: Tensor) -> bool:
+        """Whether a tensor is on the host, in pinned memory."""
+        return not is_meta(x) and x.untyped_storage() in _pinned
+
+    def thread_number(self) -> int:
+        """Number of this thread of the host."""
+        thread = self.thread
+        if thread.number < 0:
+            thread.number, self._num_threads = self._num_threads, self._num_threads + 1
+        return thread.number
+
+    def note_kernel(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        """Write down a kernel that torch does not know."""
+        if not all(map(is_meta, (*reads, *writes))):
+            self.fault(f"{name}: some operands are on the host")
+        kernel = Launch(
+            what=name,
+            stream=self.current_stream(),
+            num_kernels=1,
+            num_bytes=sum(x.numel() * x.element_size() for x in (*reads, *writes)),
+            flops=0,
+            reads=tuple(map(self.block_of, reads)),
+            writes=tuple(map(self.block_of, writes)),
+        )
+        self.emit(kernel)
+
+    def follow_backward(self) -> None:
+        """Be on the stream that the autograd engine is on; see `backward`."""
+        if self.thread.backward is None:
+            self.thread.backward = Backward(self)
+        self.thread.backward.follow()
+
+    def remember(self, out: Any) -> None:
+        """Keep where an operator was run, for the one that computes its gradient."""
+        if made := tensors_of(out):
+            at, place, _ = self.where()
+            self.thread.backward.remember(made, Origin(at, place, self.thread.stream))
+
+    def where(self) -> tuple[str, str, int]:
+        """Line, place and thread of what is issued now."""
+        if self.thread.at is not None:
+            return self.thread.at
+        at, by_engine = sites.here()
+        place, backward = current_place(), self.thread.backward
+        if by_engine and backward is not None and (origin := backward.origin) is not None:
+            at = f"{origin.at} < {at}"
+            place = sites.backward_place(place, origin.place)
+        return at, place, self.thread_number()
+
+    @contextmanager
+    def at_one_place(self) -> Iterator[None]:
+        """Look up only once where the program is, for all that is issued inside."""
+        self.thread.at = self.where()
+        try:
+            yield
+        finally:
+            self.thread.at = None
+
+    def check_generator(self, generator: torch.Generator, made: Tensor) -> None:
+        """Find a generator of another device than the numbers that it draws."""
+        if made.device.type != generator.device.type:
+            self.fault(f"a generator of {generator.device} draws numbers on {made.device}")
+
+    @contextmanager
+    def asked_for_meta(self) -> Iterator[None]:
+        """Let what is made inside be deferred: tensors of `meta`, which have no memory."""
+        before, self.thread.asked_meta = self.thread.asked_meta, True
+        try:
+            yield
+        finally:
+            self.thread.asked_meta = before
+
+    def _emit(self, kind: type[Event], values: dict[str, Any]) -> None:
+        at, place, thread = self.where()
+        self.trace.events.append(kind(**{"at": at, "place": place, "thread": thread, **values}))

@@ -1,0 +1,98 @@
+"""Which line of a program asked for something: `file:line` outside torch, and its callers'."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import sys
+import threading
+from functools import cache, lru_cache
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import typing_extensions
+
+_NUM_LINES = 3
+_TORCH = str(Path(torch.__file__).parent)
+_HERE = str(Path(__file__).parents[1])
+_PLUMBING = (
+    _TORCH,
+    _HERE,
+    str(Path(__file__).parents[2] / "_internals"),
+    threading.__file__,
+    contextlib.__file__,
+    functools.__file__,
+    typing_extensions.__file__,  # what torch calls deprecated functions through
+    str(Path(multiprocessing.__file__).parent),
+    "<",
+)
+_INSIDE, _OUTSIDE, _ENGINE = range(3)
+
+_kinds: dict[CodeType, int] = {}
+_joined: dict[tuple[Any, ...], str] = {}
+
+
+def here() -> tuple[str, bool]:
+    """The innermost line of this thread outside torch, and of its callers, joined by `" < "`.
+
+    Returns:
+        The lines; and whether the autograd engine is between the first of them and this call: torch
+        computes a gradient by its own operators.
+    """
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 # of this thread
+    found: list[Any] = []
+    by_engine = False
+    while frame is not None:
+        code = frame.f_code
+        kind = _kinds.get(code)
+        if kind is None:
+            kind = _kinds[code] = _kind_of(code)
+        if kind == _OUTSIDE:
+            found += (code, frame.f_lasti)
+            if len(found) == 2 * _NUM_LINES:
+                break
+        elif kind == _ENGINE and not found:
+            by_engine = True
+        frame = frame.f_back
+    key = tuple(found)
+    line = _joined.get(key)
+    if line is None:
+        line = _joined[key] = " < ".join(map(_line, key[::2], key[1::2])) or "torch"
+    return line, by_engine
+
+
+@lru_cache(maxsize=65_536)
+def backward_place(place: str, origin: str) -> str:
+    """What a thread does that takes gradients, and in which module of the forward they began.
+
+    >>> backward_place("step 1, 0B0", "step 1, 0F0, experts")
+    'step 1, 0B0, experts, backward'
+    """
+    words = place.split(", ") if place else []
+    return ", ".join((*words, *origin.split(", ")[len(words) :], "backward")) if origin else place
+
+
+def _kind_of(code: CodeType) -> int:
+    if code.co_name == "_engine_run_backward":
+        return _ENGINE
+    return _INSIDE if code.co_filename.startswith(_PLUMBING) else _OUTSIDE
+
+
+def _line(code: CodeType, instruction: int) -> str:
+    at = code.co_firstlineno
+    for start, end, line in code.co_lines():
+        if start <= instruction < end and line is not None:
+            at = line
+    return f"{_short(code.co_filename)}:{at}"
+
+
+@cache
+def _short(file: str) -> str:
+    for root in ("/site-packages/", "/src/"):
+        if root in file:
+            return file.rsplit(root, 1)[1]
+    path, here = Path(file), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else file

@@ -1,0 +1,1 @@
+"""What an operator reads, writes and launches on a GPU, and when the host waits for it."""

@@ -1,0 +1,1 @@
+"""`check_streams` and `prove`: streams of one rank in order, ranks that match, no deadlock."""

@@ -1,0 +1,1 @@
+"""The other ranks: process groups, collectives, the store, values that hosts exchange."""

@@ -1,0 +1,219 @@
+"""Where the processes of a dry run put what they tell each other: keys and bytes, in the parent.
+
+One socket of this machine's file system, in a folder of this user alone; nothing of it is a pickle.
+A process asks with a line of JSON and pieces of bytes, and is answered alike; who asks for keys
+that nobody has set yet is answered later.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+_BACKLOG = 128
+
+
+class HubError(RuntimeError):
+    """What was asked for did not come, or cannot come any more."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A process that asked for keys that are not all there."""
+
+    connection: Connection
+    keys: list[str]
+    deadline: float
+    reads: bool
+    rank: int
+    what: str
+
+
+class Hub:
+    """The keys of one dry run, and who waits for which of them.
+
+    Args:
+        path: Path of its socket, in a folder that nobody else can enter.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._values: dict[str, bytes] = {}
+        self._broken: list[tuple[str, str]] = []
+        self._waiting: list[_Waiting] = []
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(str(path))
+        self._socket.listen(_BACKLOG)
+        self.sources: list[Any] = [self._socket]
+
+    def serve(self, source: Any) -> None:
+        """Answer one of `sources` that can be read."""
+        if source is self._socket:
+            self.sources.append(Connection(self._socket.accept()[0].detach()))
+            return
+        try:
+            asked = json.loads(source.recv_bytes())
+            pieces = [source.recv_bytes() for _ in range(asked["pieces"])]
+            self._answer(source, asked, pieces)
+        except (EOFError, OSError):
+            self._forget(source)
+
+    def look(self) -> None:
+        """Answer those that have waited long enough."""
+        now = time.monotonic()
+        for each in [each for each in self._waiting if now > each.deadline]:
+            self._waiting.remove(each)
+            self._refuse(each.connection, "wait timeout: it did not come within the time-out")
+
+    def who_waits(self) -> list[str]:
+        """Who waits for what, in words."""
+        return [f"rank {each.rank} waits for {each.what}" for each in self._waiting]
+
+    def end_of(self, rank: int) -> None:
+        """Refuse those who wait for what a rank gives to operations: it has ended."""
+        self._broken.append((f"of/{rank}/", f"rank {rank} has ended"))
+        self._settle()
+
+    def close(self) -> None:
+        """Close all connections."""
+        for source in self.sources:
+            source.close()
+
+    def _answer(self, source: Connection, asked: dict[str, Any], pieces: list[bytes]) -> None:
+        do, keys = asked["do"], asked["keys"]
+        if do in ("get", "wait"):
+            deadline = time.monotonic() + asked["timeout"]
+            waiting = _Waiting(source, keys, deadline, do == "get", asked["rank"], asked["what"])
+            self._waiting.append(waiting)
+            self._settle()
+        elif do == "set":
+            self._values[keys[0]] = pieces[0]
+            _send(source, {"value": 0})
+            self._settle()
+        elif do == "add":
+            total = int(self._values.get(keys[0], b"0")) + asked["amount"]
+            self._values[keys[0]] = str(total).encode()
+            _send(source, {"value": total})
+            self._settle()
+        elif do == "compare_set":
+            expected, desired = pieces
+            there = self._values.get(keys[0])
+            if there == expected or (there is None and not expected):
+                there = self._values[keys[0]] = desired
+            _send(source, {"value": 0}, [expected if there is None else there])
+            self._settle()
+        elif do == "check":
+            _send(source, {"value": int(all(key in self._values for key in keys))})
+        elif do == "delete":
+            _send(source, {"value": int(self._values.pop(keys[0], None) is not None)})
+        elif do == "break":
+            self._broken.append((keys[0], asked["what"]))
+            _send(source, {"value": 0})
+            self._settle()
+        else:  # count
+            _send(source, {"value": len(self._values)})
+
+    def _settle(self) -> None:
+        """Answer those whose keys are there now, or cannot come any more."""
+        for each in [*self._waiting]:
+            if all(key in self._values for key in each.keys):
+                self._waiting.remove(each)
+                values = [self._values[key] for key in each.keys] if each.reads else []
+                _try_to_send(each.connection, {"value": 0}, values)
+                continue
+            for prefix, what in self._broken:
+                if any(key.startswith(prefix) for key in each.keys):
+                    self._waiting.remove(each)
+                    self._refuse(each.connection, f"Connection closed by peer: {what}")
+                    break
+
+    def _refuse(self, connection: Connection, text: str) -> None:
+        _try_to_send(connection, {"error": text})
+
+    def _forget(self, source: Connection) -> None:
+        self.sources.remove(source)
+        self._waiting = [each for each in self._waiting if each.connection is not source]
+        source.close()
+
+
+def _send(connection: Connection, head: dict[str, Any], pieces: Sequence[bytes] = ()) -> None:
+    connection.send_bytes(json.dumps({**head, "pieces": len(pieces)}).encode())
+    for piece in pieces:
+        connection.send_bytes(piece)
+
+
+def _try_to_send(
+    connection: Connection, head: dict[str, Any], pieces: Sequence[bytes] = ()
+) -> None:
+    try:
+        _send(connection, head, pieces)
+    except OSError:  # it has ended meanwhile, and its end of the connection will say so
+        return
+
+
+class HubClient:
+    """A process that asks the hub; any of its threads may, each has a connection of its own.
+
+    Args:
+        path: Path of the hub's socket.
+        rank: Global rank of this process, for messages.
+    """
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self._path, self._rank = path, rank
+        self._threads = threading.local()
+        self._pid = os.getpid()
+
+    def ask(
+        self,
+        do: str,
+        keys: Sequence[str] = (),
+        pieces: Sequence[bytes] = (),
+        *,
+        timeout: float = 600.0,
+        what: str = "",
+        amount: int = 0,
+    ) -> tuple[int, list[bytes]]:
+        """Ask the hub for something and wait for its answer.
+
+        Args:
+            do: Command: `set`, `get`, `wait`, `add`, `check`, `compare_set`, `delete`, `break` or
+                `count`.
+            keys: Keys that it is about.
+            pieces: Values to be set or compared.
+            timeout: Seconds that `get` and `wait` may take.
+            what: What is waited for, in words, for messages.
+            amount: Number that `add` adds.
+
+        Returns:
+            A number, and what the keys hold.
+
+        Raises:
+            HubError: If keys were not set in time, or whoever was to set them gave up.
+        """
+        connection = self._connection()
+        head = {"do": do, "keys": list(keys), "timeout": timeout, "rank": self._rank}
+        try:
+            _send(connection, {**head, "what": what, "amount": amount}, pieces)
+            told = json.loads(connection.recv_bytes())
+            found = [connection.recv_bytes() for _ in range(told["pieces"])]
+        except (EOFError, OSError):
+            raise HubError("the dry run has ended: Connection closed by peer") from None
+        if "error" in told:
+            raise HubError(f"{what or keys}: {told['error']}")
+        return told["value"], found
+
+    def _connection(self) -> Connection:
+        found: Connection | None = getattr(self._threads, "connection", None)
+        if found is None:
+            plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            plain.connect(str(self._path))
+            found = self._threads.connection = Connection(plain.detach())
+        return found
