@@ -26,6 +26,7 @@ from hp_platform.testing import run_distributed
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 WIDTH = HEADS * SIZE
+OLD_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
 # Every graph is compiled twice: for the first length, and once the second one shows that it varies.
 WARM_UP = (6, 8)
 LENGTHS = (10, 14, 30)
@@ -158,6 +159,7 @@ def test_attention_alone_cuts_a_graph_only_where_torch_s_does_not_do(
     assert counting.frame_count == graphs * len(WARM_UP)
 
 
+@pytest.mark.skipif(OLD_TORCH, reason="torch 2.11 compiles once per number of documents")
 def test_documents_of_each_call_recompile_nothing() -> None:
     torch.compiler.reset()
     block, counting = Block(Causal()), CompileCounterWithBackend("aot_eager")

@@ -15,6 +15,7 @@ from hp_context import AsyncContextParallel, Attention, Causal, ContextParallel,
 from hp_platform.testing import CountedClock, run_distributed, run_in_threads, slow_group
 
 T = TypeVar("T")
+OLD_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
 HEADS, SIZE, LOCAL = 2, 4, 4
 LATENCY, PRODUCT = 0.03, 0.04  # seconds
 
@@ -194,4 +195,5 @@ def test_a_compiled_block_breaks_its_graph_around_the_exchanges_only() -> None:
     for equal, overlapped, graphs, later in run_distributed(compiled, world_size=2, timeout=120):
         assert equal
         assert overlapped == 6
-        assert (graphs, later) == (4, 4)
+        # Torch 2.11 makes no graph of a projection that has hooks.
+        assert (graphs, later) == ((3, 3) if OLD_TORCH else (4, 4))

@@ -267,9 +267,15 @@ def test_an_error_in_a_checkpoint_leaves_no_context_open() -> None:
 
 # Of torch itself, where it cuts a graph.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_a_compiled_router_goes_where_it_went_as_well() -> None:
+@pytest.mark.parametrize("ran_before", [False, True])
+def test_a_compiled_router_goes_where_it_went_as_well(*, ran_before: bool) -> None:
+    torch.compiler.reset()
     router = TopKRouter(DIM, EXPERTS, CHOICES, correction_bias=True)
     compiled = torch.compile(router, backend="aot_eager")
+    x = tokens().detach().float().requires_grad_()
+    if ran_before:  # where nothing is kept
+        compiled(x)
+        router.load.zero_()
     bias, experts = router.correction_bias, list[Tensor]()
     assert bias is not None
 
@@ -278,7 +284,6 @@ def test_a_compiled_router_goes_where_it_went_as_well() -> None:
         experts.append(routing.experts.clone())
         return routing.weights.sin()
 
-    x = tokens().detach().float().requires_grad_()
     w = checkpoint(route, x, use_reentrant=False, context_fn=save_routing)
     bias[int(experts[0][0, 1])] = -100.0
     w.sum().backward()

@@ -219,6 +219,7 @@ def test_a_dash_reads_standard_input(capsys: Capture, monkeypatch: pytest.Monkey
             ["generate", "gpipe", "--ranks", "2", "--microbatches", "1", "--csv", "--json"],
             "--csv must be left out with --json",
         ),
+        (["convert", "{good}", "a.json", "--waits"], "--waits must be given with CSV"),
         (["convert", "{good}", "a.txt"], "output (a.txt) must end in .csv or .json"),
         (["simulate", "{good}", "--forward", "-1"], "forward (-1.0) must be >= 0"),
         (["simulate", "{bad}"], "no rank can go on"),

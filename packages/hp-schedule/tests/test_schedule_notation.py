@@ -1,6 +1,7 @@
 """Schedules as CSV and JSON."""
 
 import json
+import re
 import string
 from pathlib import Path
 from typing import Any
@@ -255,3 +256,25 @@ def test_damaged_text_is_refused_or_read_as_what_it_says(data: st.DataObject) ->
     except ValueError:
         return
     assert read(write(found)) == found
+
+
+def test_csv_says_where_torch_waits_if_asked_to() -> None:
+    schedule = add_fsdp_reduce_grad(add_send_recv(interleaved_1f1b(2, num_microbatches=2)))
+    text = to_csv(schedule, waits=True)
+    assert from_csv(text) == from_csv(to_csv(schedule))
+    assert "WAIT" not in to_csv(schedule)
+    for line in text.splitlines():
+        words = line.split(",")
+        causes = [word for word in words if re.search("(?<!WAIT_)(SEND|REDUCE)", word)]
+        assert len(causes) == sum("WAIT" in word for word in words)
+        for word in causes:
+            wait = words.index(re.sub("SEND|REDUCE", r"WAIT_\g<0>", word))
+            assert wait > words.index(word)
+            if "SEND_F" in word:
+                assert wait == 1 + words.index(word.replace("SEND_F", "B"))
+
+
+@pytest.mark.parametrize("word", ["0WAIT", "WAIT_SEND_F0", "0WAIT_SEND_F", "0WAIT_REDUCE_GRAD1"])
+def test_csv_with_waits_for_nothing_is_refused(word: str) -> None:
+    with pytest.raises(ValueError, match=f"step .'{word}'. must be"):
+        from_csv(f"0F0,{word}\n")

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.tensor import DTensor
 
 from hp_platform.testing import run_distributed
@@ -130,10 +131,10 @@ def run_here(schedule: Schedule, rows: int = ROWS, steps: int = 1) -> Outcome:
 
 
 def run_in_torch(schedule: Schedule, path: Path, form: Any) -> Outcome:
-    from torch.distributed.pipelining import schedules  # noqa: PLC0415
-
     stages = torch_stages(schedule, dist.get_rank())
-    runtime = schedules._PipelineScheduleRuntime(stages, schedule.num_microbatches, loss_fn=loss_fn)
+    runtime = torch_schedules._PipelineScheduleRuntime(
+        stages, schedule.num_microbatches, loss_fn=loss_fn
+    )
     runtime._load_csv(str(path), format=form)
     return written_for_torch(runtime, stages, ROWS, 1)
 
@@ -184,7 +185,8 @@ def test_schedule_exported_as_csv_runs_in_torch_with_the_same_result(
     if form == "compute_comms":
         # Where torch divides gradients by the number of microbatches.
         schedule = add_fsdp_reduce_grad(add_send_recv(schedule))
-    path.write_text(to_csv(schedule))
+    waits = form == "compute_comms" and hasattr(torch_schedules, "WAIT_SEND_F")
+    path.write_text(to_csv(schedule, waits=waits))
     outcomes = run_distributed(run_in_torch, schedule, path, form, world_size=2)
     assert_equal(outcomes, one_process(schedule), schedule)
 

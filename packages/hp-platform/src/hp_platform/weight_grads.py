@@ -36,9 +36,13 @@ class _Entry:
 
 
 class _Active(threading.local):
-    """Where backwards of this thread put their weight gradients."""
+    """Where backwards of this thread put their weight gradients.
 
-    entries: list[_Entry] | None = None
+    Set for each thread, as `torch.compile` does not see what takes the place of a class's default.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[_Entry] | None = None
 
 
 _active = _Active()

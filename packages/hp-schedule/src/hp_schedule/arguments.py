@@ -136,6 +136,9 @@ def parser() -> argparse.ArgumentParser:
     convert = _command(commands, "convert", "between JSON and torch's CSV", file=True)
     convert.add_argument("output", type=Path, nargs="?", default=Path("-"))
     convert.add_argument("--to", choices=["csv", "json"], help="default: the output's ending")
+    convert.add_argument(
+        "--waits", action="store_true", help="say in CSV where torch waits, as torch 2.15 wants it"
+    )
     return whole
 
 

@@ -216,7 +216,10 @@ def _convert(options: argparse.Namespace) -> int:
     target = options.to or default
     if target not in {"csv", "json"}:
         raise ValueError(f"output ({options.output}) must end in .csv or .json, or use --to")
-    _write(options.output, to_csv(schedule) if target == "csv" else to_json(schedule))
+    if options.waits and target != "csv":
+        raise ValueError("--waits must be given with CSV")
+    is_csv = target == "csv"
+    _write(options.output, to_csv(schedule, waits=options.waits) if is_csv else to_json(schedule))
     if options.json and not printed:
         written = {"format": target, "output": str(options.output)}
         print(json.dumps({**_summary(schedule), **written}))

@@ -2,7 +2,9 @@
 
 CSV has one line per rank and one step per field, an empty field for an empty cell. It does not
 say where stages live or how many microbatches there are; both follow from the steps. Nor does it
-say which stages are sharded: if any step gathers, or reduces, those of all stages must.
+say which stages are sharded: if any step gathers, or reduces, those of all stages must. torch 2.15
+writes and wants a word wherever its own runtime waits, for a message that was sent or for reduced
+gradients; here waiting is the runtime's own business, so such words are read and left out.
 
 JSON, version 1::
 
@@ -19,8 +21,9 @@ of that input.
 """
 
 import json
+import re
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +33,41 @@ from hp_schedule.schedule import Schedule
 _VERSION = 1
 _REQUIRED = ("version", "num_ranks", "num_microbatches", "stage_to_rank", "ranks")
 _DECLARED = ("gathered_stages", "reduced_stages")
+_WAIT = re.compile(r"[0-9]+WAIT_(SEND_[FB][0-9]+|REDUCE_GRAD)", re.ASCII)
 
 
-def to_csv(schedule: Schedule) -> str:
-    """Return a schedule as torch's CSV, one line per rank."""
-    lines = (",".join("" if s is None else str(s) for s in row) for row in schedule.steps)
-    return "".join(line + "\n" for line in lines)
+def to_csv(schedule: Schedule, *, waits: bool = False) -> str:
+    """Return a schedule as torch's CSV, one line per rank.
+
+    Args:
+        schedule: With communication steps or without.
+        waits: Whether to say where torch's runtime waits, as torch 2.15 wants it of a schedule with
+            messages and older ones do not know it: for the activation of a microbatch after its
+            backward, for reduced gradients at once, for all other messages at the end.
+    """
+    rows = (_with_waits(row) if waits else map(_field, row) for row in schedule.steps)
+    return "".join(",".join(row) + "\n" for row in rows)
+
+
+def _field(step: MetaStep | None) -> str:
+    return "" if step is None else str(step)
+
+
+def _with_waits(row: Iterable[MetaStep | None]) -> Iterator[str]:
+    sent: dict[tuple[MetaStepType, int | None, int | None], str] = {}
+    for step in row:
+        yield _field(step)
+        for leaf in step.leaves() if step else ():
+            place = leaf.stage_index, leaf.microbatch_index
+            match leaf.type:
+                case MetaStepType.FWD_SEND | MetaStepType.BWD_SEND:
+                    sent[leaf.type, *place] = f"{place[0]}WAIT_{leaf.type.value}{place[1]}"
+                case MetaStepType.BWD | MetaStepType.BWD_INPUT:
+                    if wait := sent.pop((MetaStepType.FWD_SEND, *place), None):
+                        yield wait
+                case MetaStepType.FSDP_REDUCE_GRAD:
+                    yield f"{place[0]}WAIT_REDUCE_GRAD"
+    yield from sent.values()
 
 
 def from_csv(text: str) -> Schedule:
@@ -51,6 +83,8 @@ def from_csv(text: str) -> Schedule:
     for rank, line in enumerate(text.splitlines()):
         rows.append([])
         for position, field in enumerate(line.split(",") if line.strip() else ()):
+            if _WAIT.fullmatch(field.strip()):
+                continue
             step = _parse_field(field, rank, position)
             rows[-1].append(step)
             for leaf in step.leaves() if step else ():

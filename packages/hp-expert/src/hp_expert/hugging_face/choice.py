@@ -28,7 +28,8 @@ Source = Callable[[nn.Module], Tensor | None]
 class _Open(threading.local):
     """The contexts that are open in this thread, so that threads do not meet.
 
-    Not context variables, at which the compiler cuts graphs.
+    Not context variables, at which the compiler cuts graphs, nor defaults of the class, of which it
+    does not see what takes their place.
 
     Attributes:
         listeners: Who records what layers choose.
@@ -36,9 +37,10 @@ class _Open(threading.local):
         choice: Of the block that runs.
     """
 
-    listeners: tuple[Listener, ...] = ()
-    source: Source | None = None
-    choice: "ReplacedChoice | None" = None
+    def __init__(self) -> None:
+        self.listeners: tuple[Listener, ...] = ()
+        self.source: Source | None = None
+        self.choice: ReplacedChoice | None = None
 
 
 _open = _Open()

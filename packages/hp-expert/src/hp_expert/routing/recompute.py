@@ -139,9 +139,13 @@ class _Repeating(_Context):
 
 
 class _Open(threading.local):
-    """The contexts that are open in this thread, innermost last."""
+    """The contexts that are open in this thread, innermost last.
 
-    contexts: tuple[_Context, ...] = ()
+    Set for each thread, as `torch.compile` does not see what takes the place of a class's default.
+    """
+
+    def __init__(self) -> None:
+        self.contexts: tuple[_Context, ...] = ()
 
 
 _open = _Open()
