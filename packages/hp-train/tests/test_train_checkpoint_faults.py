@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_platform.store import checkpoint
+from hp_platform.store import checkpoint, files
 from hp_platform.testing import RankError, run_distributed
 from hp_train.checkpoint import Loaded, load_latest, save_checkpoint
 from hp_train.errors import CheckpointError
@@ -328,7 +328,7 @@ def test_data_that_change_after_verification_are_not_loaded(
 ) -> None:
     save(tmp_path, 1)
     spans = iter(["0" * 64])
-    original = checkpoint.hash_span
+    original = files.hash_span
 
     def changed(*args: Any, keep: bool = False) -> str:
         return next(spans) if keep else original(*args)

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from hp_platform.store import Box
+from hp_platform.store.safetensors import FileTensor
 from hp_platform.testing import RankError, compare, run_distributed
 from hp_train.config import ModelConfig
 from hp_train.errors import CheckpointError, ConfigError
@@ -26,7 +28,7 @@ from hp_train.hugging_face import (
     read_config,
     save_weights,
 )
-from hp_train.hugging_face.files import FileTensor, opened_files
+from hp_train.hugging_face.files import opened_files
 from hp_train.model.shapes import model_shapes
 from hp_train.options import resolve, shipped
 
@@ -240,7 +242,7 @@ def test_only_the_bytes_of_a_box_are_read(tmp_path: Path) -> None:
             ((0, 0, 0), (0, 5, 6)),
         ):
             (a, b, c), (na, nb, nc) = box
-            assert torch.equal(files["x"].read(box), x[a : a + na, b : b + nb, c : c + nc])
+            assert torch.equal(files["x"].read(Box(*box)), x[a : a + na, b : b + nb, c : c + nc])
 
 
 def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
