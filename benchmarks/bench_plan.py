@@ -10,11 +10,11 @@ import tempfile
 from pathlib import Path
 
 from hp_train.config import Config
+from hp_train.config.options import resolve
+from hp_train.config.space import with_keys
 from hp_train.launch.launcher import run_entry
-from hp_train.options import resolve
 from hp_train.plan import estimate
 from hp_train.plan.measure import measure
-from hp_train.space import with_keys
 from hp_train.verify.pairs import checked_config
 
 LAYOUTS: dict[str, dict[str, object]] = {
@@ -58,7 +58,7 @@ def main() -> None:
 def step_seconds(layout: Config, run_dir: Path) -> float:
     """Train; return the median seconds of a step, without the first."""
     run_dir.mkdir()
-    if run_entry(layout, run_dir, entry="hp_train.train:main"):
+    if run_entry(layout, run_dir, entry="hp_train.training.train:main"):
         raise SystemExit(f"the run in {run_dir.name} failed")
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     seconds: list[float] = [json.loads(line)["step_seconds"] for line in lines[1:]]

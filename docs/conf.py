@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from hp_schedule import SCHEDULES, ScheduleKind
-from hp_train.schedules import KINDS
+from hp_train.layout.schedules import KINDS
 
 project = "hp packages"
 author = "the contributors"

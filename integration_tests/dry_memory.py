@@ -37,7 +37,7 @@ from hp_train.dry_run.rank import Job, run_rank
 from hp_train.dry_run.rehearsal import run_classes
 from hp_train.dry_run.routing import parse_skew
 from hp_train.dry_run.summary import summarize
-from hp_train.train import Trainer
+from hp_train.training.train import Trainer
 from integration_tests.layouts import config_of, prepare_run, worker_of
 
 _REST = 0.003

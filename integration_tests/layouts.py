@@ -22,8 +22,8 @@ from hp_train.data.prepare import prepare
 from hp_train.launch.board import Board
 from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
-from hp_train.parameters import Parameter
-from hp_train.train import Trainer
+from hp_train.model.parameters import Parameter
+from hp_train.training.train import Trainer
 
 BASE: dict[str, dict[str, Any]] = {
     "model": {

@@ -10,7 +10,7 @@ import pytest
 
 from hp_platform.dry import same_program
 from hp_train.cli import main
-from hp_train.communicators import held
+from hp_train.config.options import resolve
 from hp_train.data import load_tokenizer
 from hp_train.dry_run.classes import classes_of
 from hp_train.dry_run.command import dry_config, fit_to
@@ -18,7 +18,7 @@ from hp_train.dry_run.made_up import write_tokens
 from hp_train.dry_run.rank import Job, run_rank
 from hp_train.dry_run.rehearsal import held_by, run_classes, summary_of
 from hp_train.dry_run.routing import parse_skew
-from hp_train.options import resolve
+from hp_train.layout.communicators import held
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SMALL = ("model.num_layers=2", "data.seq_len=32", "train.microbatch_size=1")

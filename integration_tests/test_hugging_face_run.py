@@ -17,11 +17,11 @@ from hp_platform.testing import compare, run_distributed
 from hp_train.checkpoint import save_checkpoint
 from hp_train.cli import main
 from hp_train.config import Config
+from hp_train.config.options import resolve
+from hp_train.config.render import to_toml
 from hp_train.data import load_tokenizer
 from hp_train.hugging_face import check_weights
-from hp_train.options import resolve
-from hp_train.render import to_toml
-from hp_train.train import Trainer
+from hp_train.training.train import Trainer
 from integration_tests.layouts import _whole, config_of, train_in, worker_of
 
 

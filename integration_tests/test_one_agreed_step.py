@@ -15,14 +15,14 @@ from torch import Tensor
 from hp_platform import RankInfo, initialize, shutdown
 from hp_platform.store import files
 from hp_platform.testing import run_distributed
-from hp_train import train
 from hp_train.config import Config
 from hp_train.data import load_tokenizer
 from hp_train.errors import NumericsError
-from hp_train.gradients import reduce_gradients
-from hp_train.mesh import Mesh
-from hp_train.parameters import Parameter
-from hp_train.train import Trainer
+from hp_train.layout.mesh import Mesh
+from hp_train.model.parameters import Parameter
+from hp_train.training import train
+from hp_train.training.gradients import reduce_gradients
+from hp_train.training.train import Trainer
 from integration_tests.layouts import config_of, prepare_run, worker_of
 
 BAD = "layers.2.attention.wo.weight"
@@ -86,7 +86,7 @@ def rank(encoded: bytes, directory: Path, address: str) -> list[str]:
 
 
 def leaves_no_cycles(fresh: Callable[..., Trainer], patch: pytest.MonkeyPatch) -> str:
-    """Nothing that only Python's garbage collector would free; see hp_train.garbage."""
+    """Nothing that only Python's garbage collector would free; see hp_train.training.garbage."""
     del patch
     trainer = fresh()
     trainer.train_step()

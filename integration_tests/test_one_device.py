@@ -12,12 +12,12 @@ import torch
 
 from hp_platform import RankInfo, initialize
 from hp_platform.testing import STAND_IN, run_distributed, watch_devices
-from hp_train import train
 from hp_train.config import Config
+from hp_train.config.options import resolve
 from hp_train.data import load_tokenizer
-from hp_train.gradients import clip_gradients
-from hp_train.options import resolve
-from hp_train.train import Trainer
+from hp_train.training import train
+from hp_train.training.gradients import clip_gradients
+from hp_train.training.train import Trainer
 from integration_tests.layouts import config_of, prepare_run, worker_of
 
 RICH: dict[str, Any] = {"tie_embeddings": True, "num_mtp_modules": 2, "correction_bias": True}

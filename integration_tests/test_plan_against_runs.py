@@ -14,7 +14,7 @@ from hp_platform.testing import record_exchanges, run_distributed
 from hp_train.plan import MACHINES, estimate
 from hp_train.plan.estimate import Plan
 from hp_train.plan.measure import measure
-from hp_train.train import Trainer
+from hp_train.training.train import Trainer
 from integration_tests.layouts import config_of, prepare_run, trained_a_step, write_corpus
 
 VOCAB = 256

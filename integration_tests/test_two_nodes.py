@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from benchmarks.namespaces import connect, inside, namespaces, switch_on
 
-from hp_train.folder import Folder
-from hp_train.metrics import read_metrics
+from hp_train.base.folder import Folder
+from hp_train.training.metrics import read_metrics
 
 STEPS = 6
 ADDRESSES = ("10.77.0.1", "10.77.0.2")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hp_train.options import resolve
+from hp_train.config.options import resolve
 from hp_train.verify.pairs import checked_config, one_process
 from hp_train.verify.program import Program
 from hp_train.verify.runs import Runs

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 import hp_train.model.block
-import hp_train.train
+import hp_train.training.train
 from hp_expert import TopKRouter
 from hp_train.config import Config
 from hp_train.launch.task import Worker
 from hp_train.model.attention import GroupedQueryAttention
 from hp_train.model.layers import RMSNorm
-from hp_train.parameters import Parameter
-from hp_train.state import set_optimizer_steps
-from hp_train.train import Trainer
+from hp_train.model.parameters import Parameter
+from hp_train.training.state import set_optimizer_steps
+from hp_train.training.train import Trainer
 from hp_train.verify.watched import TrainerJob
 
 MATRIX, NORM = "layers.2.attention.wk.weight", "layers.1.attention_norm.weight"
@@ -319,7 +319,7 @@ def the_rate_is_wrong_after_warm_up(_trainer: Trainer) -> None:
     def make(original: Callable[..., float]) -> Callable[..., float]:
         return lambda step, train: original(step, train) * (1 + 1e-9 * (step >= train.warmup_steps))
 
-    wrap(hp_train.train, "learning_rate", make)
+    wrap(hp_train.training.train, "learning_rate", make)
 
 
 @fault(DATA, "step 1, weight ")
@@ -356,12 +356,12 @@ def correction_biases_follow_the_load_of_a_rank(trainer: Trainer) -> None:
         return lambda stage, *, rate, **_: original(stage, rate=rate, group=None)
 
     del trainer
-    wrap(hp_train.train, "update_correction_biases", make)
+    wrap(hp_train.training.train, "update_correction_biases", make)
 
 
 @fault(DATA, r"step 4, correction bias .*\.correction_bias")
 def a_skipped_step_moves_correction_biases_later(_trainer: Trainer) -> None:
-    wrap(hp_train.train, "take_loads", lambda _: lambda _stage: {})
+    wrap(hp_train.training.train, "take_loads", lambda _: lambda _stage: {})
 
 
 # Evaluation, saves and loads.
@@ -526,7 +526,7 @@ def correction_biases_move_the_other_way(_trainer: Trainer) -> None:
 
         return update
 
-    wrap(hp_train.train, "update_correction_biases", make)
+    wrap(hp_train.training.train, "update_correction_biases", make)
 
 
 @fault("", "step 3, learning rate")
@@ -540,7 +540,7 @@ def the_rate_falls_in_a_line(_trainer: Trainer) -> None:
 
         return rate
 
-    wrap(hp_train.train, "learning_rate", make)
+    wrap(hp_train.training.train, "learning_rate", make)
 
 
 @fault("", "step 1, loss")

@@ -8,9 +8,9 @@ from torch import nn
 
 from hp_platform import initialize, shutdown
 from hp_platform.testing import Part, Recorder
+from hp_train.base.randomness import generator
 from hp_train.config import Config
 from hp_train.launch.task import Worker
-from hp_train.randomness import generator
 from hp_train.verify import Job
 from hp_train.verify.watched import TrainerJob
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 
-from hp_train.schema import fields
+from hp_train.config.schema import fields
 from integration_tests.reliability import strangers
 from integration_tests.reliability.outcome import Outcome
 

@@ -17,16 +17,16 @@ from typing import Any
 import torch._dynamo  # noqa: F401 - imported once by the server that ranks are forked from
 
 from hp_platform.store.manifest import SavedTensor
-from hp_train import train
+from hp_train.base.folder import Folder
 from hp_train.checkpoint.directory import newest_checkpoint
 from hp_train.checkpoint.verify import open_checkpoint, verify_checkpoint
 from hp_train.config import Config
-from hp_train.folder import Folder
+from hp_train.config.options import resolve
 from hp_train.launch import launcher
 from hp_train.launch.supervise import kill_ranks
 from hp_train.launch.task import Worker
-from hp_train.metrics import read_metrics
-from hp_train.options import resolve
+from hp_train.training import train
+from hp_train.training.metrics import read_metrics
 from integration_tests.reliability.outcome import Outcome, output_to
 
 ENTRY = "integration_tests.reliability.kills:rank"

@@ -10,10 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_platform import WeightGradQueue
 from hp_train.config import ModelConfig
-from hp_train.initialization import initialize_parameters
+from hp_train.config.options import resolve
 from hp_train.model import Microbatch, TransformerStage
-from hp_train.options import resolve
-from hp_train.parameters import named_parameters
+from hp_train.model.initialization import initialize_parameters
+from hp_train.model.parameters import named_parameters
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 VOCABULARY, LENGTH, MICROBATCHES = 32, 16, 3

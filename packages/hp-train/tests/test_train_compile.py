@@ -17,13 +17,13 @@ from hp_context import Documents
 from hp_expert import Routing, TopKRouter
 from hp_platform.testing import compare
 from hp_train.config import ModelConfig
-from hp_train.initialization import initialize_parameters
+from hp_train.config.options import resolve
 from hp_train.model import DropoutKey, Microbatch, TransformerStage, look_ahead
 from hp_train.model.block import Block
 from hp_train.model.compiled import compile_blocks
+from hp_train.model.initialization import initialize_parameters
+from hp_train.model.parameters import named_parameters
 from hp_train.model.recompute import Recompute
-from hp_train.options import resolve
-from hp_train.parameters import named_parameters
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 import tomli_w
 
+from hp_train.base.environment import World, external_world, slurm_rendezvous
 from hp_train.config import Config, to_dict
-from hp_train.environment import World, external_world, slurm_rendezvous
+from hp_train.config.options import build, for_saving, resolve, shipped
+from hp_train.config.render import to_json, to_lines, to_toml
+from hp_train.config.schema import fields
 from hp_train.errors import ConfigError
-from hp_train.options import build, for_saving, resolve, shipped
-from hp_train.render import to_json, to_lines, to_toml
-from hp_train.schema import fields
 
 
 def refusal(

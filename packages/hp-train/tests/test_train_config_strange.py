@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hp_train.aliases import _CALLED, aliases
+from hp_train.config.aliases import _CALLED, aliases
+from hp_train.config.options import resolve, split_overrides
+from hp_train.config.schema import fields
 from hp_train.errors import ConfigError
-from hp_train.options import resolve, split_overrides
-from hp_train.schema import fields
 
 
 def refusal(*overrides: tuple[str, object]) -> str:

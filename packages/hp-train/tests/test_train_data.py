@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hp_platform.testing import RankError, run_distributed
-from hp_train.atomic_write import remove_unfinished, replace_file
+from hp_train.base.atomic_write import remove_unfinished, replace_file
 from hp_train.data import load_tokenizer
 from hp_train.data.corpus import find_sources
 from hp_train.data.dataset import Dataset

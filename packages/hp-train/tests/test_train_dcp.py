@@ -33,6 +33,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import hp_train.dcp
 from hp_platform.testing import run_distributed
+from hp_train.base.folder import DamageError
 from hp_train.checkpoint import load_latest, save_checkpoint
 from hp_train.cli import main
 from hp_train.config import Config, to_dict
@@ -40,7 +41,6 @@ from hp_train.dcp.command import export_dcp, import_dcp
 from hp_train.dcp.metadata import read_metadata
 from hp_train.dcp.tensors import read_box
 from hp_train.errors import CheckpointError
-from hp_train.folder import DamageError
 
 
 def world() -> ProcessGroup:
@@ -383,7 +383,7 @@ def test_only_regular_files_of_the_folder_are_opened(
 
 
 def main_import(plain: Path, run: Path) -> None:
-    from hp_train.options import resolve  # noqa: PLC0415 - next to its only use
+    from hp_train.config.options import resolve  # noqa: PLC0415 - next to its only use
 
     import_dcp(plain, run, resolved=resolve("debug-llama3", env={}), step=None)
 

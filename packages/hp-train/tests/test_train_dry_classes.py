@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from hp_train.config.options import resolve
 from hp_train.data import load_tokenizer
 from hp_train.data.dataset import Dataset
 from hp_train.dry_run.classes import classes_of
@@ -11,7 +12,6 @@ from hp_train.dry_run.command import dry_config, fit_to, require_possible
 from hp_train.dry_run.made_up import document_lengths, write_tokens
 from hp_train.dry_run.routing import Skew, parse_skew
 from hp_train.errors import ConfigError
-from hp_train.options import resolve
 
 UNIFORM = Skew("uniform")
 

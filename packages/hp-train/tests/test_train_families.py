@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from hp_context import Documents
 from hp_platform.testing import compare
 from hp_train.config import ModelConfig
-from hp_train.initialization import initialize_parameters
+from hp_train.config.options import resolve
 from hp_train.model import Ahead, DropoutKey, Microbatch, TransformerStage, look_ahead
+from hp_train.model.initialization import initialize_parameters
+from hp_train.model.parameters import named_parameters
 from hp_train.model.prediction import PredictionModule
 from hp_train.model.rotary import rotation
-from hp_train.options import resolve
-from hp_train.parameters import named_parameters
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

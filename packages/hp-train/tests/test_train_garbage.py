@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hp_train.garbage import garbage_collection
+from hp_train.training.garbage import garbage_collection
 
 
 class Ring:

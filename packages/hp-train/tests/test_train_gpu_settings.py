@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from hp_schedule import add_send_recv, validate
-from hp_train import gpu_settings
-from hp_train.banner import banner
 from hp_train.config import Config
-from hp_train.gpu_settings import Versions, in_force, keeps_launch_order, settings
-from hp_train.schedules import KINDS
-from hp_train.space import with_keys
+from hp_train.config.space import with_keys
+from hp_train.layout.schedules import KINDS
+from hp_train.training import gpu_settings
+from hp_train.training.banner import banner
+from hp_train.training.gpu_settings import Versions, in_force, keeps_launch_order, settings
 
 NEW = Versions(nccl=(2, 29), cuda=(13, 0), driver=(13, 0))
 STAGES = with_keys(Config(), {"mesh.pp": 2})

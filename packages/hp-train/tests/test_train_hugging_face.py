@@ -19,6 +19,7 @@ from hp_platform.store import Box
 from hp_platform.store.safetensors import FileTensor
 from hp_platform.testing import RankError, compare, run_distributed
 from hp_train.config import ModelConfig
+from hp_train.config.options import resolve, shipped
 from hp_train.errors import CheckpointError, ConfigError
 from hp_train.hugging_face import (
     check_weights,
@@ -30,7 +31,6 @@ from hp_train.hugging_face import (
 )
 from hp_train.hugging_face.files import opened_files
 from hp_train.model.shapes import model_shapes
-from hp_train.options import resolve, shipped
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

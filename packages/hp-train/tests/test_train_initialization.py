@@ -13,13 +13,12 @@ from msgspec.structs import replace as changed
 from torch import Tensor
 
 from hp_platform.testing import watch_operators
-from hp_train import initialization
 from hp_train.config import ModelConfig
-from hp_train.cuts import chunk
-from hp_train.initialization import TILE, initialize_parameters
-from hp_train.model import TransformerStage
-from hp_train.options import resolve
-from hp_train.parameters import Parameter, named_parameters
+from hp_train.config.options import resolve
+from hp_train.model import TransformerStage, initialization
+from hp_train.model.cuts import chunk
+from hp_train.model.initialization import TILE, initialize_parameters
+from hp_train.model.parameters import Parameter, named_parameters
 
 Span = tuple[int, int]
 

@@ -16,7 +16,7 @@ from hp_train.kit.clean import cleaned, cleaner
 from hp_train.kit.layouts import config_of
 from hp_train.kit.outcome import Outcome
 from hp_train.kit.page import page
-from hp_train.schedules import KINDS
+from hp_train.layout.schedules import KINDS
 
 H100S = Place(
     device="cuda",
@@ -186,8 +186,8 @@ ENV = {
         ("failed on gpu-node17: maria may not", "failed on <host>: <user> may not"),
         (f"it said {SECRET} and 0123abcd.", "it said <environment> and <environment>."),
         (
-            'File "/home/maria/x y/hp/src/hp_train/train.py", line 3',
-            'File "hp_train/train.py", line 3',
+            'File "/home/maria/x y/hp/src/hp_train/training/train.py", line 3',
+            'File "hp_train/training/train.py", line 3',
         ),
         ('File "/opt/v/lib/hp_train/kit/x.py", line 3', 'File "hp_train/kit/x.py", line 3'),
         ("cannot open /data/secret-project/tokens", "cannot open <path>"),

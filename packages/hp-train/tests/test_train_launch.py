@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from hp_train.base.folder import Folder
+from hp_train.config.options import Resolved, resolve
 from hp_train.errors import ConfigError
-from hp_train.folder import Folder
 from hp_train.launch import launcher
 from hp_train.launch.board import Slot, State
 from hp_train.launch.rundir import locked
 from hp_train.launch.supervise import Board, kill_ranks, process_state
-from hp_train.options import Resolved, resolve
 
 _WAIT_SECONDS = 60.0
 
@@ -55,7 +55,7 @@ def test_the_launcher_of_a_new_run_does_without_torch(tmp_path: Path) -> None:
     code = f"""
 import sys
 from hp_train.launch import launcher
-from hp_train.options import resolve
+from hp_train.config.options import resolve
 given = {{"run.output_dir": {str(tmp_path)!r}, "mesh.pp": 1, "pipeline.stages_per_rank": 1}}
 resolved = resolve("quickstart", [*given.items()], env={{}})
 status = launcher.run(resolved, _entry="train_launch_ranks:returns")

@@ -15,16 +15,16 @@ from torch import nn
 from hp_platform import RankInfo, initialize, shutdown
 from hp_platform.testing import run_distributed
 from hp_schedule import MetaStep, MetaStepType, Span, Timeline
-from hp_train import train
 from hp_train.config import Config
 from hp_train.errors import DataError
-from hp_train.gradients import GradientNorm
 from hp_train.launch.board import Board
 from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
-from hp_train.parameters import Parameter
-from hp_train.startup import connect, require_same_data
-from hp_train.train import Trainer
+from hp_train.model.parameters import Parameter
+from hp_train.training import train
+from hp_train.training.gradients import GradientNorm
+from hp_train.training.startup import connect, require_same_data
+from hp_train.training.train import Trainer
 
 CONFIG = msgspec.convert(
     {

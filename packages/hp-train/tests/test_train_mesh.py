@@ -3,9 +3,9 @@ import math
 
 import pytest
 
-from hp_train.communicators import GROUPS, partitions
 from hp_train.config import MeshConfig
-from hp_train.layout import GRIDS, Axis, Layout
+from hp_train.layout.communicators import GROUPS, partitions
+from hp_train.layout.ranks import GRIDS, Axis, Layout
 
 EVEN = [
     MeshConfig(pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, ep=ep, etp=etp)

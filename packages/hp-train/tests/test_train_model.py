@@ -6,14 +6,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from hp_train.config import ModelConfig, TrainConfig
-from hp_train.initialization import initialize_parameters
+from hp_train.layout.schedules import split_layers
 from hp_train.model import DropoutKey, Microbatch, TransformerStage, add_loss
 from hp_train.model.block import Block
+from hp_train.model.initialization import initialize_parameters
 from hp_train.model.layers import RMSNorm, _RMSNormAgain, _RMSNormOnCPU, dropout
+from hp_train.model.parameters import named_parameters
 from hp_train.model.recompute import Recompute
-from hp_train.optimizer import learning_rate
-from hp_train.parameters import named_parameters
-from hp_train.schedules import split_layers
+from hp_train.training.optimizer import learning_rate
 
 CONFIG = ModelConfig(dim=16, num_layers=4, expert_hidden=8, num_experts=4, init_std=0.2)
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from hp_train.initialization import initialize_parameters
+from hp_train.config.options import resolve
 from hp_train.model import TransformerStage
-from hp_train.optimizer import build_optimizer
-from hp_train.options import resolve
-from hp_train.parameters import named_parameters
+from hp_train.model.initialization import initialize_parameters
+from hp_train.model.parameters import named_parameters
+from hp_train.training.optimizer import build_optimizer
 
 KEPT = {"bias", "b1", "b2", "b3", "sinks"}
 

@@ -15,31 +15,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hp_schedule import Costs, simulate
-from hp_train import rules
 from hp_train.cli import main
-from hp_train.communicators import Held, held
-from hp_train.config import BYTES, Config, ModelConfig
-from hp_train.cuts import name_in_block
+from hp_train.config import BYTES, Config, ModelConfig, rules
+from hp_train.config.options import resolve
+from hp_train.config.space import enumerate_layouts, enumerate_meshes, with_keys
+from hp_train.costs.machine import GPU_MARGIN
+from hp_train.costs.modules import Weight, Work, layer, stage, stages, whole_model
 from hp_train.errors import ConfigError
-from hp_train.layout import Layout, StageLayout
+from hp_train.layout.communicators import Held, held
+from hp_train.layout.ranks import Layout, StageLayout
+from hp_train.layout.schedules import KINDS, split_layers
 from hp_train.model import DropoutKey, Microbatch, TransformerStage, look_ahead
+from hp_train.model.cuts import name_in_block
 from hp_train.model.transformer import cross_entropy
-from hp_train.options import resolve
 from hp_train.plan import MACHINES, Machine, choose, estimate
 from hp_train.plan.choose import _is_repeated, _Search, plan_axes
 from hp_train.plan.estimate import Plan
-from hp_train.plan.machine import GPU_MARGIN
 from hp_train.plan.memory import (
     buffer_bytes,
     local_elements,
     message_bytes,
     static_memory,
 )
-from hp_train.plan.modules import Weight, Work, layer, stage, stages, whole_model
 from hp_train.plan.report import as_dict, details, reasons
 from hp_train.plan.traffic import edge_link, expert_exchanges, gradient_transfers, shard_transfer
-from hp_train.schedules import KINDS, split_layers
-from hp_train.space import enumerate_layouts, enumerate_meshes, with_keys
 
 VOCAB = 256
 H100 = MACHINES["h100"]

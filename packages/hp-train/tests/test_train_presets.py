@@ -5,9 +5,9 @@ from math import prod
 import pytest
 from msgspec.structs import replace
 
+from hp_train.config.options import resolve, shipped
 from hp_train.hugging_face import hf_config, model_config
 from hp_train.model.shapes import count_parameters, model_shapes
-from hp_train.options import resolve, shipped
 
 # What the model cards or the indices of the published files say, parameter for parameter.
 PUBLISHED = {

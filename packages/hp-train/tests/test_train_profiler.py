@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from hp_platform import RankInfo
-from hp_train import profiler
 from hp_train.config import TrainConfig
 from hp_train.launch.board import Board
 from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
-from hp_train.profiler import Profiler
+from hp_train.training import profiler
+from hp_train.training.profiler import Profiler
 
 CPU = torch.device("cpu")
 

@@ -1,6 +1,6 @@
 import torch
 
-from hp_train.randomness import derive_seed, generator, uniform
+from hp_train.base.randomness import derive_seed, generator, uniform
 
 
 def test_seeds_differ_by_purpose_and_do_not_depend_on_the_process() -> None:

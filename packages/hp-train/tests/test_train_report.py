@@ -5,9 +5,9 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from hp_train.folder import Folder
-from hp_train.metrics import MetricsWriter, StepMetrics, read_metrics
-from hp_train.report import loss_curve_svg, write_report
+from hp_train.base.folder import Folder
+from hp_train.training.metrics import MetricsWriter, StepMetrics, read_metrics
+from hp_train.training.report import loss_curve_svg, write_report
 
 
 def _metrics(step: int, eval_loss: float | None = None) -> StepMetrics:

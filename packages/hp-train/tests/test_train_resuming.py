@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
+from hp_train.base.folder import Folder
 from hp_train.cli import main
 from hp_train.config import Config, to_dict
+from hp_train.config.options import resolve
+from hp_train.config.schema import fields
 from hp_train.data import load_tokenizer
 from hp_train.data.prepare import prepare
 from hp_train.errors import CheckpointError, ConfigError
-from hp_train.folder import Folder
 from hp_train.launch.rundir import write_config
-from hp_train.options import resolve
-from hp_train.resuming import require_same_position
-from hp_train.schema import fields
+from hp_train.training.resuming import require_same_position
 
 
 @pytest.fixture

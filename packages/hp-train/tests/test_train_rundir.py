@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from hp_platform.store.files import create_staging
+from hp_train.base.folder import Folder
 from hp_train.checkpoint import Loaded
 from hp_train.checkpoint.directory import complete_checkpoints, with_exit_code
 from hp_train.cli import main
+from hp_train.config.options import resolve
 from hp_train.errors import CheckpointError, ConfigError, RunDirectoryError
-from hp_train.folder import Folder
 from hp_train.launch import launcher
 from hp_train.launch.board import Board
 from hp_train.launch.rundir import open_run_directory
-from hp_train.metrics import MetricsWriter, read_metrics
-from hp_train.options import resolve
-from hp_train.position import Position
+from hp_train.training.metrics import MetricsWriter, read_metrics
+from hp_train.training.position import Position
 
 OURS = b"ours, not to be touched\n" * 9
 

@@ -6,10 +6,9 @@ import sys
 
 import pytest
 
-from hp_train import rules
-from hp_train.config import Config
-from hp_train.options import resolve
-from hp_train.space import AXES, Axis, enumerate_layouts, sample_layouts, with_keys
+from hp_train.config import Config, rules
+from hp_train.config.options import resolve
+from hp_train.config.space import AXES, Axis, enumerate_layouts, sample_layouts, with_keys
 
 # Sizes that many meshes divide.
 KEYS = {
@@ -99,5 +98,5 @@ def test_a_sample_ends_where_layouts_do(config: Config) -> None:
 
 
 def test_layouts_are_drawn_without_torch() -> None:
-    code = "import sys, hp_train.space; sys.exit('torch' in sys.modules)"
+    code = "import sys, hp_train.config.space; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -19,12 +19,12 @@ from hp_context.hybrid import split_group
 from hp_platform import Runtime, _internals, groups
 from hp_platform.launch import RankInfo
 from hp_schedule.runtime import build_edge_groups
-from hp_train.communicators import pipeline_layout
 from hp_train.config import MeshConfig
-from hp_train.layout import Layout
-from hp_train.mesh import build_mesh
-from hp_train.schedules import KINDS
-from hp_train.tied import tied_group
+from hp_train.layout.communicators import pipeline_layout
+from hp_train.layout.mesh import build_mesh
+from hp_train.layout.ranks import Layout
+from hp_train.layout.schedules import KINDS
+from hp_train.model.tied import tied_group
 from hp_vtp.edge_groups import build_edge_groups as build_uneven_edge_groups
 
 MOST = 20

@@ -9,11 +9,11 @@ from torch.distributed.tensor import DTensor
 
 from hp_platform import RankInfo, initialize, shutdown
 from hp_platform.testing import run_distributed
-from hp_train.layout import Layout
-from hp_train.mesh import build_mesh
+from hp_train.config.options import resolve
+from hp_train.layout.mesh import build_mesh
+from hp_train.layout.ranks import Layout
 from hp_train.model.layers import Linear
-from hp_train.options import resolve
-from hp_train.parallelize import Pipeline, build_pipeline
+from hp_train.model.parallelize import Pipeline, build_pipeline
 
 _TABLE = "embedding.weight"
 _TIMEOUT = timedelta(seconds=30)

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from hp_train.config import Config
-from hp_train.schema import fields
-from hp_train.timeouts import Timeouts
+from hp_train.config.schema import fields
+from hp_train.config.timeouts import Timeouts
 
 
 def config_of(**sections: dict[str, Any]) -> Config:

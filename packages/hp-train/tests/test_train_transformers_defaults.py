@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from hp_train.config.options import resolve
 from hp_train.hugging_face import hf_config, model_config, read_config
 from hp_train.hugging_face.config import FAMILIES
-from hp_train.options import resolve
 
 transformers = pytest.importorskip("transformers")
 

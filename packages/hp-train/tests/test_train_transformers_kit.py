@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from hp_train.config.options import resolve
+from hp_train.config.render import to_toml
 from hp_train.kit.cases import Case, Place, slug
 from hp_train.kit.rivals import rival
-from hp_train.options import resolve
-from hp_train.render import to_toml
 
 PLACE = Place(device="cpu")
 

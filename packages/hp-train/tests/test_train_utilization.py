@@ -6,9 +6,9 @@ import torch
 
 from hp_platform import RankInfo, initialize, shutdown
 from hp_train.config import Config, DataConfig, ModelConfig
-from hp_train.plan.machine import MACHINES, PEAK_TERAFLOPS, peak_flops
-from hp_train.space import with_keys
-from hp_train.utilization import Utilization, model_flops
+from hp_train.config.space import with_keys
+from hp_train.costs.machine import MACHINES, PEAK_TERAFLOPS, peak_flops
+from hp_train.training.utilization import Utilization, model_flops
 
 VOCAB = 256
 DENSE = Config(

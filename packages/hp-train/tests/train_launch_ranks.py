@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from hp_platform.launch import INIT_METHOD_VARIABLE
 from hp_train.config import Config
+from hp_train.config.options import resolve
 from hp_train.errors import PREEMPTED, DataError
 from hp_train.launch.launcher import run
 from hp_train.launch.task import Worker
-from hp_train.options import resolve
 
 STEPS = 100_000
 

@@ -7,18 +7,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from hp_train import __version__, rules
+from hp_train import __version__
+from hp_train.base.environment import speaks_for_node
+from hp_train.base.numbers import whole
+from hp_train.config import rules
+from hp_train.config.options import Resolved, resolve, shipped, split_overrides
+from hp_train.config.render import to_json, to_lines, to_toml
+from hp_train.config.schema import did_you_mean, keys_called
 from hp_train.dry_run import command as dry_run
-from hp_train.environment import speaks_for_node
 from hp_train.errors import ConfigError, HpError
 from hp_train.launch.signals import ignore_stops
-from hp_train.layout import Layout
-from hp_train.numbers import whole
-from hp_train.options import Resolved, resolve, shipped, split_overrides
+from hp_train.layout.ranks import Layout
 from hp_train.plan import command as plan
-from hp_train.render import to_json, to_lines, to_toml
-from hp_train.resuming import require_same_run
-from hp_train.schema import did_you_mean, keys_called
+from hp_train.training.resuming import require_same_run
 from hp_train.verify import command as verify
 
 _WITHOUT_CONFIG = ("doctor", "import-hf", "export-hf", "export-dcp")
@@ -69,7 +70,7 @@ def _main(argv: Sequence[str]) -> int:
     if options.command in _WITHOUT_CONFIG and overrides:
         raise ConfigError(f"hp {options.command} takes no --{overrides[0][0]}")
     if options.command == "doctor":
-        from hp_train.doctor import main as doctor  # noqa: PLC0415 - imports torch
+        from hp_train.launch.doctor import main as doctor  # noqa: PLC0415 - imports torch
 
         return doctor(as_json=options.json)
     if options.command.endswith("-hf"):

@@ -16,12 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hp_train.base.randomness import generator
 from hp_train.data.corpus import printable
 from hp_train.data.index import INDEX, OldIndex, read_index
 from hp_train.data.renewal import old_digest
 from hp_train.data.tokens import TokenFile
 from hp_train.errors import DataError
-from hp_train.randomness import generator
 
 
 class Batch(NamedTuple):

@@ -162,7 +162,7 @@ class _Helper:
 
 def main(path: str, identity: str, parent: int) -> None:
     """Encode what stands on standard input, a piece per line, until that is closed."""
-    from hp_train.launch.lifetime import kill_when_parent_dies  # noqa: PLC0415 - of a process
+    from hp_train.base.lifetime import kill_when_parent_dies  # noqa: PLC0415 - of a process
 
     kill_when_parent_dies()
     if os.getppid() != parent:

@@ -1,7 +1,7 @@
 """Folders that are there whole or not at all, whoever makes them at the same time.
 
-As with files (:mod:`hp_train.atomic_write`): a folder is filled under another name, locked as long
-as its maker lives, and renamed when it is whole. One that nobody has locked is a leftover.
+As with files (:mod:`hp_train.base.atomic_write`): a folder is filled under another name, locked as
+long as its maker lives, and renamed when it is whole. One that nobody has locked is a leftover.
 """
 
 import errno
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-from hp_train.atomic_write import try_lock
+from hp_train.base.atomic_write import try_lock
 
 _DRAFT = re.compile(r"\A.+\.[0-9a-f]{32}\.tmp\Z", re.DOTALL)
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW

@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from hp_train.atomic_write import replace_file
+from hp_train.base.atomic_write import replace_file
+from hp_train.base.folder import DamageError, opened_directory, read_whole
 from hp_train.data.corpus import printable
 from hp_train.data.tokenizer import Tokenizer
 from hp_train.errors import ConfigError, DataError
-from hp_train.folder import DamageError, opened_directory, read_whole
 
 INDEX = "index.json"
 

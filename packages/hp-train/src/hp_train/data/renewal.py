@@ -4,13 +4,13 @@ from pathlib import Path
 
 import numpy as np
 
-from hp_train.atomic_write import replace_file
+from hp_train.base.atomic_write import replace_file
+from hp_train.base.folder import DamageError, opened, opened_directory, read_into
 from hp_train.data.corpus import printable
 from hp_train.data.index import Index, OldIndex, Split, write_index
 from hp_train.data.tokenizer import Tokenizer
 from hp_train.data.tokens import CHUNK_BYTES, SPLITS, digest_of_split, new_hasher
 from hp_train.errors import DataError
-from hp_train.folder import DamageError, opened, opened_directory, read_into
 
 
 def renew(folder: Path, old: OldIndex, tokenizer: Tokenizer) -> Index:

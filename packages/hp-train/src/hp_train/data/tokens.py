@@ -13,11 +13,11 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from hp_train.base.folder import DamageError, opened, opened_directory, read_whole
 from hp_train.data.corpus import printable
 from hp_train.data.index import INDEX, Index, Split
 from hp_train.data.tokenizer import TokenArray
 from hp_train.errors import DataError
-from hp_train.folder import DamageError, opened, opened_directory, read_whole
 
 CHUNK_BYTES = 1 << 16
 """What a digest stands for: the least that is read at the first touch."""

@@ -17,19 +17,18 @@ from hp_platform import store
 from hp_platform.store.extra import MAX_EXTRA_BYTES
 from hp_platform.store.files import failed
 from hp_platform.store.manifest import DTYPES
-from hp_train import rules
+from hp_train.base.folder import DamageError, Folder, opened_directory, read_whole
 from hp_train.checkpoint.directory import newest_checkpoint, with_exit_code
 from hp_train.checkpoint.save import save_step
 from hp_train.checkpoint.verify import open_checkpoint
-from hp_train.config import Config
+from hp_train.config import Config, rules
+from hp_train.config.options import Resolved
+from hp_train.config.schema import fields
 from hp_train.dcp.metadata import StoredTensor, read_metadata
 from hp_train.dcp.planner import write_sources
 from hp_train.dcp.tensors import read_box
 from hp_train.errors import CheckpointError, ConfigError
-from hp_train.folder import DamageError, Folder, opened_directory, read_whole
 from hp_train.launch.rundir import write_config
-from hp_train.options import Resolved
-from hp_train.schema import fields
 
 EXTRA = "extra.json"
 """Beside `.metadata`: step, position of the data and config. torch does not look at it."""
@@ -187,7 +186,7 @@ def _resolved(folder: Path, resolved: Resolved | None, extra: Mapping[str, Any])
 
 
 def _position(folder: Path, extra: Mapping[str, Any], step: int | None) -> dict[str, Any]:
-    """What a run needs to know to go on, see `hp_train.train`; what is not known starts at 0.
+    """What a run needs to go on, see `hp_train.training.train`; what is not known starts at 0.
 
     Adam that starts anew has done no updates, as if all steps had been skipped.
     """

@@ -10,8 +10,8 @@ from typing import Any
 
 from hp_platform.store import Box, coverage_error
 from hp_platform.store.manifest import DTYPES, name_error
+from hp_train.base.folder import DamageError, opened, opened_directory, read_whole
 from hp_train.dcp.pickled import Called, Named, read_pickle
-from hp_train.folder import DamageError, opened, opened_directory, read_whole
 
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 128 << 20

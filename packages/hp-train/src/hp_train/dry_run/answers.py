@@ -11,7 +11,7 @@ from hp_schedule.runtime import HeaderRead
 from hp_train.dry_run.routing import ALL_LAYERS, Skew, rows_per_rank
 
 SQUARES = "squared gradient norms"
-"""What `hp_train.train` calls them, which decide whether gradients are clipped."""
+"""What `hp_train.training.train` calls them, which decide whether gradients are clipped."""
 
 _LARGE = 1e12
 

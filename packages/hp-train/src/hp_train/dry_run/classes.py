@@ -8,11 +8,11 @@ a sequence in a ring, the rows that experts get. All else is the same code with 
 from collections.abc import Hashable, Sequence
 
 from hp_train.config import Config
-from hp_train.cuts import HIDDEN_DIM, chunk, cut_dim, name_in_block
+from hp_train.costs.modules import Weight, stage
 from hp_train.dry_run.routing import Skew, rows_per_rank
-from hp_train.layout import Axis, Layout, StageLayout
-from hp_train.plan.modules import Weight, stage
-from hp_train.schedules import KINDS, count_stages, placement, split_layers
+from hp_train.layout.ranks import Axis, Layout, StageLayout
+from hp_train.layout.schedules import KINDS, count_stages, placement, split_layers
+from hp_train.model.cuts import HIDDEN_DIM, chunk, cut_dim, name_in_block
 
 _COPIED: tuple[Axis, ...] = ("dp_replicate", "tp", "expert_replicate", "etp")
 """Axes along which ranks have copies of some parameter: the first of them speaks for it."""
@@ -72,7 +72,7 @@ def _weights(config: Config, pp_index: int, vocab_size: int) -> list[Weight]:
 
 
 def _local_shape(weight: Weight, place: StageLayout, at: Sequence[int]) -> tuple[int, ...]:
-    """Shape of what a rank has of a parameter; see `hp_train.parallelize`.
+    """Shape of what a rank has of a parameter; see `hp_train.model.parallelize`.
 
     Args:
         weight: The whole parameter.

@@ -7,15 +7,14 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from hp_train import rules
-from hp_train.config import Config
+from hp_train.base.environment import require_unstarted
+from hp_train.base.numbers import whole
+from hp_train.config import Config, rules
+from hp_train.config.options import COMMAND_LINE, resolve
+from hp_train.config.space import with_keys
 from hp_train.dry_run.routing import parse_skew
-from hp_train.environment import require_unstarted
 from hp_train.errors import ConfigError
-from hp_train.layout import Layout
-from hp_train.numbers import whole
-from hp_train.options import COMMAND_LINE, resolve
-from hp_train.space import with_keys
+from hp_train.layout.ranks import Layout
 
 _MOST_DEVICES = 2**20
 _STEPS = 2

@@ -5,9 +5,9 @@ from html import escape
 from itertools import accumulate
 
 from hp_platform.dry.trace import KINDS
+from hp_train.base.svg import text, ticks
 from hp_train.dry_run.memory import Memory, Point
 from hp_train.dry_run.tables import size
-from hp_train.svg import text, ticks
 
 _NAMESPACE = 'xmlns="http://www.w3.org/2000/svg"'
 _WIDTH, _HEIGHT = 1040, 460

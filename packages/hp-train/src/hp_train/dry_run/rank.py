@@ -1,4 +1,4 @@
-"""One rank of a dry run: the trainer of `hp_train.train`, whose device computes nothing."""
+"""One rank of a dry run: the trainer, on a device that computes nothing."""
 
 import math
 import os
@@ -20,13 +20,13 @@ from hp_train.dry_run.answers import Answers
 from hp_train.dry_run.labels import PARAMETERS, add_labels
 from hp_train.dry_run.routing import Skew
 from hp_train.dry_run.summary import RankSummary, Saved, summarize
-from hp_train.gpu_settings import keeps_launch_order
 from hp_train.launch.board import Board
 from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
-from hp_train.parallelize import vocabulary_of
-from hp_train.startup import connect, vocab_size_of
-from hp_train.train import Trainer
+from hp_train.model.parallelize import vocabulary_of
+from hp_train.training.gpu_settings import keeps_launch_order
+from hp_train.training.startup import connect, vocab_size_of
+from hp_train.training.train import Trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from hp_platform.dry import DryRun, DryRunError, Gpu, prove, run_ranks
 from hp_platform.dry.trace import Collective, Trace
-from hp_train.communicators import Held
 from hp_train.config import Config
+from hp_train.costs.machine import GPU_MARGIN
 from hp_train.data import load_tokenizer
 from hp_train.dry_run.classes import classes_of
 from hp_train.dry_run.rank import Job, RankReport, run_rank
@@ -20,9 +20,9 @@ from hp_train.dry_run.routing import Skew
 from hp_train.dry_run.summary import Summary
 from hp_train.errors import RehearsalError
 from hp_train.launch.launcher import PRELOADED_FOR_TRAINING
-from hp_train.layout import Layout
-from hp_train.plan.machine import GPU_MARGIN
-from hp_train.startup import vocab_size_of
+from hp_train.layout.communicators import Held
+from hp_train.layout.ranks import Layout
+from hp_train.training.startup import vocab_size_of
 
 SECONDS = 3600.0
 """That a dry run may take."""
@@ -162,7 +162,7 @@ def _beside(nccl: Held) -> dict[str, int]:
 
 
 def held_by(trace: Trace, *, node_size: int) -> Held:
-    """Count what a rank holds of NCCL, by what it did; see `hp_train.communicators.held`.
+    """Count what a rank holds of NCCL, by what it did; see `hp_train.layout.communicators.held`.
 
     Args:
         trace: Trace of the rank.

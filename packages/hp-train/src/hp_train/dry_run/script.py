@@ -23,7 +23,7 @@ from hp_train.dry_run.rehearsal import run_classes, summary_of
 from hp_train.dry_run.routing import Skew
 from hp_train.dry_run.summary import Summary
 from hp_train.errors import ConfigError
-from hp_train.gpu_settings import keeps_launch_order
+from hp_train.training.gpu_settings import keeps_launch_order
 
 MOST_PROCESSES = 16
 """Ranks that are all run, each by itself; of more, some have to be named."""

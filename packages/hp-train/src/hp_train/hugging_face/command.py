@@ -12,18 +12,17 @@ from torch import Tensor
 
 from hp_platform.store import Box, decode_extra
 from hp_platform.store.manifest import Manifest
-from hp_train import rules
 from hp_train.checkpoint.directory import newest_checkpoint, with_exit_code
 from hp_train.checkpoint.verify import open_checkpoint
-from hp_train.config import Config, ModelConfig
+from hp_train.config import Config, ModelConfig, rules
+from hp_train.config.options import build
+from hp_train.config.render import to_toml
+from hp_train.config.schema import fields, shown
 from hp_train.errors import CheckpointError, ConfigError
 from hp_train.hugging_face.config import model_config, read_config, train_dtype
 from hp_train.hugging_face.load import check_weights
 from hp_train.hugging_face.save import write_model
 from hp_train.launch.rundir import TOKENIZER
-from hp_train.options import build
-from hp_train.render import to_toml
-from hp_train.schema import fields, shown
 
 _PREFIX = "model."
 _SEQ_LEN = 4096  # of the config that is printed, unless the model is made for less

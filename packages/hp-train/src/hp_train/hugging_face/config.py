@@ -6,12 +6,12 @@ from typing import Any
 from msgspec.structs import asdict, replace
 
 from hp_train.config import ModelConfig
+from hp_train.config.options import build
+from hp_train.config.schema import convert, fields, shown
 from hp_train.errors import ConfigError
 from hp_train.hugging_face import deepseek_v3, gpt_oss, llama, mixtral, qwen3
 from hp_train.hugging_face.family import Family, Json, Settings, common_keys
 from hp_train.hugging_face.json_file import read_json
-from hp_train.options import build
-from hp_train.schema import convert, fields, shown
 
 FAMILIES = {
     family.model_type: family

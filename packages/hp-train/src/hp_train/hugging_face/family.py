@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hp_train.config import MOST_EXPERTS, MOST_LAYERS, ModelConfig
+from hp_train.config.schema import shown
 from hp_train.errors import ConfigError
-from hp_train.schema import shown
 
 Json = Mapping[str, Any]
 Stacking = Literal["none", "interleaved", "concatenated"]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from hp_platform import store
 from hp_platform.store.safetensors import INDEX, MAX_HEADER_BYTES, FileTensor, opened_tensors
+from hp_train.config.schema import shown
 from hp_train.errors import ConfigError
 from hp_train.hugging_face.json_file import read_json
-from hp_train.schema import shown
 
 _SINGLE = "model.safetensors"
 

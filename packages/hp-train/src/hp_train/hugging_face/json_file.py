@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 from hp_platform.store import CheckpointError
 from hp_platform.store.safetensors import open_regular
+from hp_train.config.schema import shown
 from hp_train.errors import ConfigError
-from hp_train.schema import shown
 
 
 def read_json(path: Path, *, most_bytes: int) -> dict[str, Any]:

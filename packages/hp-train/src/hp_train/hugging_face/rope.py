@@ -7,9 +7,9 @@ Published files have `rope_theta` and `rope_scaling`; transformers 5 puts both i
 from typing import Any
 
 from hp_train.config import ModelConfig
+from hp_train.config.schema import shown
 from hp_train.errors import ConfigError
 from hp_train.hugging_face.family import Json, Settings
-from hp_train.schema import shown
 
 # Ours, theirs, and what an absent one means; None: it must be there.
 _ORIGINAL = ("rope_original_positions", "original_max_position_embeddings", None)

@@ -21,7 +21,7 @@ from hp_platform import all_gather_json
 from hp_platform.store import Box, Part
 from hp_platform.store.files import created, fsync_directory, write
 from hp_platform.store.safetensors import INDEX, FileTensor, index_of, layout_of
-from hp_train.atomic_write import replace_file
+from hp_train.base.atomic_write import replace_file
 from hp_train.config import ModelConfig
 from hp_train.errors import CheckpointError, ConfigError
 from hp_train.hugging_face.arrange import to_theirs

@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 
-from hp_train.environment import external_world
+from hp_train.base.environment import external_world
+from hp_train.base.numbers import real, whole
 from hp_train.errors import ConfigError, DifferenceError, HpError
 from hp_train.kit import process
 from hp_train.kit.cases import TIMED, Case, Place, cases_of, chosen, slug
 from hp_train.kit.outcome import BAD, Outcome, Status, read
 from hp_train.kit.page import write
-from hp_train.numbers import real, whole
 
 _LOOK_SECONDS = 180.0
 _LEAST_SECONDS = 5.0

@@ -13,11 +13,11 @@ import msgspec
 
 from hp_platform.testing import RunComparison
 from hp_train.config import Config
+from hp_train.config.options import resolve
+from hp_train.config.render import to_toml
+from hp_train.config.space import with_keys
 from hp_train.kit.cases import AGAINST_CPU, Case, Place, slug
 from hp_train.kit.outcome import Found
-from hp_train.options import resolve
-from hp_train.render import to_toml
-from hp_train.space import with_keys
 from hp_train.verify.pairs import checked_config, one_process
 from hp_train.verify.program import Program
 from hp_train.verify.rank import RECORDING

@@ -19,12 +19,12 @@ from pathlib import Path
 import msgspec
 
 from hp_platform import Runtime, all_gather_json, initialize, shutdown
+from hp_train.config.options import resolve
 from hp_train.errors import ConfigError, DifferenceError, HpError
 from hp_train.kit import process
 from hp_train.kit.cases import Case, Place, cases_over, chosen, slug
 from hp_train.kit.outcome import BAD, Found, Outcome, Status
 from hp_train.kit.page import write
-from hp_train.options import resolve
 
 _LOOK_SECONDS = 180.0
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")

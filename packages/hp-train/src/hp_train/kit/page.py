@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from hp_train.atomic_write import replace_file
+from hp_train.base.atomic_write import replace_file
 from hp_train.kit.clean import cleaned, cleaner
 from hp_train.kit.outcome import BAD, Outcome
 

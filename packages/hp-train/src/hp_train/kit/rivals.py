@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hp_train.config import Config, ModelConfig
+from hp_train.config.options import resolve
+from hp_train.config.space import with_keys
+from hp_train.costs.machine import peak_flops
 from hp_train.hugging_face.config import hf_config
 from hp_train.kit.cases import Case, Place, slug
 from hp_train.kit.outcome import Found
 from hp_train.kit.speed import STEPS, WARM
-from hp_train.metrics import MemoryUse
-from hp_train.options import resolve
-from hp_train.plan.machine import peak_flops
-from hp_train.space import with_keys
-from hp_train.utilization import model_flops
+from hp_train.training.metrics import MemoryUse
+from hp_train.training.utilization import model_flops
 
 Logits = Callable[[nn.Module, Tensor], Tensor]
 _LLAMA_8B = 4096

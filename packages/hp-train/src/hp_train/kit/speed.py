@@ -2,8 +2,8 @@
 
 Note [What is measured]. A step is all of `Trainer.train_step`: reading the batch, every microbatch,
 reduction, clipping, optimizer; seconds are the median of the steps after the first few. MFU is as
-defined in `hp_train.utilization`. One step is profiled, and not counted. The text is that of
-Python's standard library, its documents joined.
+defined in `hp_train.training.utilization`. One step is profiled, and not counted. The text is that
+of Python's standard library, its documents joined.
 """
 
 import gzip
@@ -21,21 +21,20 @@ from typing import Any
 
 import torch
 
-from hp_train import rules
-from hp_train.config import Config
+from hp_train.config import Config, rules
+from hp_train.config.options import resolve
+from hp_train.config.render import to_toml
+from hp_train.config.space import with_keys
 from hp_train.errors import ConfigError, HpError
 from hp_train.kit.cases import Case, Place, slug
 from hp_train.kit.layouts import config_of, corpus
 from hp_train.kit.outcome import Found
 from hp_train.launch.launcher import run_entry
 from hp_train.launch.task import Worker
-from hp_train.options import resolve
 from hp_train.plan import MACHINES, Machine, estimate
 from hp_train.plan.measure import time_link
-from hp_train.profiler import FOLDER
-from hp_train.render import to_toml
-from hp_train.space import with_keys
-from hp_train.train import start
+from hp_train.training.profiler import FOLDER
+from hp_train.training.train import start
 
 STEPS, WARM = 10, 3
 _PROFILED = STEPS

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from hp_train.base.folder import Folder
 from hp_train.errors import RunDirectoryError
-from hp_train.folder import Folder
 
 _HEADER_BYTES = 64
 _SLOT_BYTES = 128

@@ -15,7 +15,9 @@ from torch.distributed import Store  # type: ignore[attr-defined] # exported, bu
 from torch.distributed.rendezvous import rendezvous
 
 from hp_platform import PeerError, RankInfo
-from hp_train.environment import slurm_rendezvous
+from hp_train.base.environment import slurm_rendezvous
+from hp_train.config.options import Resolved
+from hp_train.config.timeouts import Timeouts
 from hp_train.errors import PREEMPTED, ConfigError
 from hp_train.launch.agent import (
     has_agents_store,
@@ -35,8 +37,6 @@ from hp_train.launch.rundir import (
 from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import ERRORS, Worker, drop_empty, error_file, read_error, stack_file
 from hp_train.launch.worker import one_line, report_stacks, run_guarded
-from hp_train.options import Resolved
-from hp_train.timeouts import Timeouts
 
 _STORE_TIMEOUT = timedelta(minutes=5)
 

@@ -12,7 +12,9 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hp_train.environment import external_world
+from hp_train.base.environment import external_world
+from hp_train.base.lifetime import LAUNCHER_VARIABLE
+from hp_train.config.timeouts import Timeouts
 from hp_train.errors import (
     PREEMPTED,
     ConfigError,
@@ -21,7 +23,6 @@ from hp_train.errors import (
     RunDirectoryError,
 )
 from hp_train.launch.board import Board, State
-from hp_train.launch.lifetime import LAUNCHER_VARIABLE
 from hp_train.launch.ranks import Ranks
 from hp_train.launch.rundir import (
     CHECKPOINTS,
@@ -43,14 +44,13 @@ from hp_train.launch.task import (
     read_error,
     stack_file,
 )
-from hp_train.timeouts import Timeouts
 
 if TYPE_CHECKING:
+    from hp_train.base.folder import Folder
     from hp_train.config import Config
-    from hp_train.folder import Folder
-    from hp_train.options import Resolved
+    from hp_train.config.options import Resolved
 
-_ENTRY = "hp_train.train:main"
+_ENTRY = "hp_train.training.train:main"
 _LOOK_SECONDS = 0.2  # twenty times a second took 0.6 % of the CPU time of four ranks
 _REAP_SECONDS = 5.0
 _STACK_SECONDS = 1.0

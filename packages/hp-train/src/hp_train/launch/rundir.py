@@ -8,13 +8,13 @@ from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 
-from hp_train.atomic_write import try_lock
+from hp_train.base.atomic_write import try_lock
+from hp_train.base.folder import Folder
 from hp_train.config import Config
+from hp_train.config.options import CONFIG, Resolved, for_saving
+from hp_train.config.render import to_toml
 from hp_train.errors import CheckpointError, ConfigError
-from hp_train.folder import Folder
 from hp_train.launch.task import ERRORS, HEARTBEAT
-from hp_train.options import CONFIG, Resolved, for_saving
-from hp_train.render import to_toml
 
 CHECKPOINTS, DATA, TOKENIZER = "checkpoints", "data", "tokenizer.json"
 _LOCK = ".lock"
@@ -57,8 +57,8 @@ def open_run_directory(path: Path) -> Folder:
     """Open the folder of a run, and refuse what no run puts there.
 
     The path may be a link or lead through some, nothing below it may: see
-    Note [folders of strangers] in :mod:`hp_train.folder`. Files of checkpoints are looked at when
-    one is loaded, and a checkpoint that is not what it must be is set aside.
+    Note [folders of strangers] in :mod:`hp_train.base.folder`. Files of checkpoints are looked at
+    when one is loaded, and a checkpoint that is not what it must be is set aside.
 
     Raises:
         RunDirectoryError: Naming the first thing that is something else than it must be.

@@ -10,9 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hp_train.base.folder import Folder
 from hp_train.config import Config
 from hp_train.errors import RunDirectoryError
-from hp_train.folder import Folder
 from hp_train.launch.board import Board
 from hp_train.launch.signals import StopFlag
 

@@ -15,10 +15,10 @@ import torch
 
 from hp_platform import PeerError, RankInfo, is_echo
 from hp_platform.roll_call import is_hang, is_loss
+from hp_train.base.lifetime import die_with
 from hp_train.config import Config
 from hp_train.errors import HangError, HpError, RankLostError, RunDirectoryError
 from hp_train.launch.board import Board
-from hp_train.launch.lifetime import die_with
 from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import ERRORS, Task, Worker, error_file, stack_file
 

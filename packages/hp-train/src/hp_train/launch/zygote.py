@@ -10,7 +10,7 @@ import os
 import signal
 from types import FrameType
 
-from hp_train.launch.lifetime import LAUNCHER_VARIABLE, kill_when_parent_dies
+from hp_train.base.lifetime import LAUNCHER_VARIABLE, kill_when_parent_dies
 from hp_train.launch.signals import STOP_SIGNALS
 
 _server = os.getpid()

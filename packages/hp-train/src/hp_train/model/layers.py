@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hp_platform import linear, submit_weight_grad
-from hp_train.randomness import derive_seed, uniform
+from hp_train.base.randomness import derive_seed, uniform
 
 
 class WeightCasts:

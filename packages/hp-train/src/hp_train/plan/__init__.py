@@ -6,8 +6,8 @@
 torch, and hp-expert where experts are shared out.
 """
 
+from hp_train.costs.machine import MACHINES, Machine
 from hp_train.plan.choose import Choice, choose
 from hp_train.plan.estimate import Estimate, estimate
-from hp_train.plan.machine import MACHINES, Machine
 
 __all__ = ["MACHINES", "Choice", "Estimate", "Machine", "choose", "estimate"]

@@ -9,12 +9,12 @@ from msgspec.structs import replace
 
 from hp_schedule import Costs, Schedule, simulate
 from hp_train.config import Config
+from hp_train.config.space import Axis, enumerate_meshes, layouts_of_mesh, with_keys
+from hp_train.costs.machine import Machine
 from hp_train.errors import ConfigError
-from hp_train.layout import Layout
+from hp_train.layout.ranks import Layout
+from hp_train.layout.schedules import KINDS, count_microbatches
 from hp_train.plan.estimate import Estimate, Need, Plan
-from hp_train.plan.machine import Machine
-from hp_train.schedules import KINDS, count_microbatches
-from hp_train.space import Axis, enumerate_meshes, layouts_of_mesh, with_keys
 
 _MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")
 

@@ -6,16 +6,16 @@ import sys
 from typing import Any
 
 from hp_schedule import SearchResult, search
+from hp_train.base.environment import require_unstarted
+from hp_train.base.numbers import real, whole
 from hp_train.config import Config
-from hp_train.environment import require_unstarted
+from hp_train.config.options import Resolved
+from hp_train.costs.machine import MACHINES, Machine
 from hp_train.errors import ConfigError
-from hp_train.numbers import real, whole
-from hp_train.options import Resolved
+from hp_train.layout.schedules import KINDS
 from hp_train.plan.choose import Choice, choose
 from hp_train.plan.estimate import Estimate, Plan
-from hp_train.plan.machine import MACHINES, Machine
 from hp_train.plan.report import as_dict, details, reasons, table
-from hp_train.schedules import KINDS
 
 _RATES = {
     "flops": "operations per second of a matrix product",

@@ -17,11 +17,18 @@ from hp_schedule import (
     simulate,
 )
 from hp_train.config import BYTES, Config
-from hp_train.layout import Layout, StageLayout
-from hp_train.plan import modules
-from hp_train.plan.machine import Machine
+from hp_train.costs import modules
+from hp_train.costs.machine import Machine
+from hp_train.costs.modules import Work
+from hp_train.layout.ranks import Layout, StageLayout
+from hp_train.layout.schedules import (
+    KINDS,
+    count_microbatches,
+    count_stages,
+    placement,
+    split_layers,
+)
 from hp_train.plan.memory import Memory, buffer_bytes, static_memory
-from hp_train.plan.modules import Work
 from hp_train.plan.traffic import (
     EdgeLink,
     Transfer,
@@ -32,7 +39,6 @@ from hp_train.plan.traffic import (
     pipeline_transfer,
     shard_transfer,
 )
-from hp_train.schedules import KINDS, count_microbatches, count_stages, placement, split_layers
 
 S = TypeVar("S")
 T = TypeVar("T")

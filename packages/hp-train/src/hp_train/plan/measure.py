@@ -21,16 +21,16 @@ import torch.distributed as dist
 from hp_platform import initialize, launch_all_to_all, new_group, shutdown
 from hp_schedule import MetaStepType
 from hp_train.config import Config
+from hp_train.config.space import with_keys
+from hp_train.config.timeouts import Timeouts
+from hp_train.costs.machine import GPU_MARGIN, Machine
+from hp_train.costs.modules import whole_model
 from hp_train.errors import HpError
 from hp_train.launch.launcher import run_entry
 from hp_train.launch.task import Worker
-from hp_train.layout import StageLayout
-from hp_train.plan.machine import GPU_MARGIN, Machine
+from hp_train.layout.ranks import StageLayout
 from hp_train.plan.memory import static_memory
-from hp_train.plan.modules import whole_model
-from hp_train.space import with_keys
-from hp_train.timeouts import Timeouts
-from hp_train.train import start
+from hp_train.training.train import start
 from hp_train.verify.pairs import checked_config, one_process
 
 _STEPS, _MICROBATCHES, _ROUNDS = 4, 4, 60

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hp_train.layout import Layout
+from hp_train.costs.machine import Machine
+from hp_train.layout.ranks import Layout
 from hp_train.plan.choose import Choice
 from hp_train.plan.estimate import Estimate
-from hp_train.plan.machine import Machine
 
 _NEGLIGIBLE = 0.005
 """Share of a step below which a difference is not worth a word."""

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from hp_train.config import BYTES, Config, ModelConfig
-from hp_train.layout import Axis, Layout, StageLayout
-from hp_train.plan.machine import Link, Machine
+from hp_train.costs.machine import Link, Machine
+from hp_train.costs.modules import Work
+from hp_train.layout.ranks import Axis, Layout, StageLayout
 from hp_train.plan.memory import (
     local_elements,
     message_bytes,
@@ -18,7 +19,6 @@ from hp_train.plan.memory import (
     stage_elements,
     table_of,
 )
-from hp_train.plan.modules import Work
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from hp_expert import MoE, Routing
 from hp_platform.testing import CHOICES, SCORES, Part, Recorder
 from hp_train.model import Microbatch
 from hp_train.model.block import Block
-from hp_train.train import Trainer
+from hp_train.training.train import Trainer
 
 
 def listen_to_choices(trainer: Trainer, record: Callable[[], Recorder]) -> None:

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hp_train.base.environment import require_unstarted
+from hp_train.base.numbers import real, whole
 from hp_train.config import Config
-from hp_train.environment import require_unstarted
+from hp_train.config.options import Resolved, resolve, split_overrides
+from hp_train.config.space import sample_layouts
 from hp_train.errors import ConfigError, DifferenceError, HpError
-from hp_train.numbers import real, whole
-from hp_train.options import Resolved, resolve, split_overrides
-from hp_train.space import sample_layouts
 from hp_train.verify.pairs import (
     BOUNDS,
     ORACLE,

@@ -8,11 +8,11 @@ import msgspec
 from msgspec.structs import replace
 
 from hp_train.config import Config, MeshConfig, PipelineConfig, to_dict
+from hp_train.config.schema import fields, shown
+from hp_train.config.space import with_keys
+from hp_train.config.timeouts import Timeouts
 from hp_train.errors import ConfigError
-from hp_train.schedules import count_stages, placement, split_layers
-from hp_train.schema import fields, shown
-from hp_train.space import with_keys
-from hp_train.timeouts import Timeouts
+from hp_train.layout.schedules import count_stages, placement, split_layers
 
 EXACT = ("pipeline.schedule", "pipeline.overlap", "train.recompute")
 """Keys that change when or how often something is computed, but no sum: bits must stay the same.

@@ -3,11 +3,10 @@
 import math
 from collections.abc import Sequence
 
-from hp_train import rules
-from hp_train.config import Config
+from hp_train.config import Config, rules
+from hp_train.config.space import with_keys
 from hp_train.errors import ConfigError
-from hp_train.schedules import count_stages
-from hp_train.space import with_keys
+from hp_train.layout.schedules import count_stages
 
 _HEAD_DIM, _HIDDEN, _SEQ_LEN = 8, 8, 16
 

@@ -10,15 +10,15 @@ import msgspec
 from torch import Tensor
 
 from hp_platform.testing import Part, Recorder
-from hp_train.batches import Batches, Share
 from hp_train.checkpoint.verify import open_checkpoint
 from hp_train.config import Config
 from hp_train.data.dataset import Dataset
 from hp_train.launch.task import Worker
-from hp_train.parameters import Parameter
-from hp_train.startup import connect, prepare_data
-from hp_train.state import checkpoint_buffers
-from hp_train.train import Losses, Trainer
+from hp_train.model.parameters import Parameter
+from hp_train.training.batches import Batches, Share
+from hp_train.training.startup import connect, prepare_data
+from hp_train.training.state import checkpoint_buffers
+from hp_train.training.train import Losses, Trainer
 from hp_train.verify.choices import listen_to_choices, runs_of
 from hp_train.verify.job import Job
 from hp_train.verify.program import read_request

@@ -1,0 +1,1 @@
+"""What all rooms stand on: files written whole, opened folders, keys of random numbers."""

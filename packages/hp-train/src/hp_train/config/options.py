@@ -1,0 +1,308 @@
+"""From a TOML file and a command line to a checked config whose every value has an origin."""
+
+import os
+import re
+import stat
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from hp_train.base.environment import external_world
+from hp_train.base.folder import Folder
+from hp_train.config import Config, rules
+from hp_train.config.schema import (
+    Field,
+    convert,
+    did_you_mean,
+    fields,
+    sections,
+    shown,
+    unknown_key,
+)
+from hp_train.errors import ConfigError
+
+CONFIG = "config.toml"
+"""Name of the config in a run directory."""
+_SHIPPED = Path(__file__).parent.parent / "configs"
+COMMAND_LINE = "command line"
+"""The origin of what was given there."""
+_MOST_BYTES = 64 << 10  # of a config file; those with every key and its meaning have a quarter
+_FLAG = re.compile(r"--([A-Za-z_][\w-]*\.[\w.-]*)(?:=(.*))?", re.DOTALL)
+_ASSIGNMENT = re.compile(r"([A-Za-z_][\w-]*\.[\w-]*)=(.*)", re.DOTALL)
+_HEADER = re.compile(r"\s*\[\s*([\w.\"'-]+)\s*\]")
+_KEY = re.compile(r"\s*([\w.\"'-]+)\s*=")
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A config, and where each of its values comes from.
+
+    Attributes:
+        config: Checked.
+        origins: Key -> ``"default"``, ``"run.toml:12"``, ``"command line"`` or a variable's name.
+        name: Of the config file, without its suffix.
+    """
+
+    config: Config
+    origins: Mapping[str, str]
+    name: str
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Take ``--section.key value``, ``--section.key=value`` and ``section.key=value`` out.
+
+    Returns:
+        Keys with their values as written, and the other arguments.
+
+    Raises:
+        ConfigError: When a value is missing.
+
+    >>> split_overrides(["--train.steps", "9", "my.toml", "mesh.pp=2"])
+    ([('train.steps', '9'), ('mesh.pp', '2')], ['my.toml'])
+    """
+    overrides, rest = [], []
+    arguments = iter(enumerate(argv))
+    for index, argument in arguments:
+        match = _FLAG.fullmatch(argument) or _ASSIGNMENT.fullmatch(argument)
+        if match is None:
+            rest.append(argument)
+            continue
+        key, value = match[1].replace("-", "_"), match[2]
+        if value is None:
+            following = argv[index + 1] if index + 1 < len(argv) else "--"
+            if not following.startswith("--"):
+                value = following
+                next(arguments)
+            elif key in fields() and fields()[key].base is bool:
+                value = "true"
+            else:
+                raise ConfigError(
+                    f"--{key} must be followed by a value" if key in fields() else unknown_key(key)
+                )
+        overrides.append((key, value))
+    return overrides, rest
+
+
+def resolve(
+    source: str | None = None,
+    overrides: Iterable[tuple[str, object]] = (),
+    *,
+    env: Mapping[str, str] = os.environ,
+    fit: Callable[[Config, Mapping[str, str]], Mapping[str, object]] | None = None,
+) -> Resolved:
+    """Read a config, put the command line over it, and check the result.
+
+    Args:
+        source: Path of a TOML file or name of a shipped config. None: the config of the run
+            named by ``run.resume`` in ``overrides``, else ``quickstart``.
+        overrides: Keys with values; strings are converted to the type of the key.
+        env: Tells of processes that torchrun or Slurm started.
+        fit: From a config that no rule was applied to yet, and the origins of the keys that are
+            given, to values of other keys that follow from an option.
+
+    Raises:
+        ConfigError: About the first thing that is wrong, in one line.
+    """
+    given = _collect(overrides)
+    resume = given.get("run.resume")
+    path = _find(source, resume=resume)
+    text = _read(path) if resume is None else _read_saved(path.parent)
+    values, origins = _from_toml(text, path.name if path.parent == _SHIPPED else str(path))
+    if resume is None and "run.resume" in values:
+        _require_name(values["run.resume"], where=f"{origins['run.resume']}: ")
+    for key, raw in given.items():
+        values[key] = _convert_override(fields()[key], raw)
+        origins[key] = COMMAND_LINE
+    world = external_world(env)
+    if world is not None and values.get("launch.num_processes", 0) == 0:
+        values["launch.num_processes"] = world.size
+        origins["launch.num_processes"] = world.variable
+    if fit is not None:
+        values |= fit(build(values), origins)
+    config = build(values)
+    rules.check(config, world)
+    return Resolved(config, {key: origins.get(key, "default") for key in fields()}, path.stem)
+
+
+def saved_values(run: Path) -> dict[str, Any]:
+    """What the config of a run directory says, by key.
+
+    Raises:
+        ConfigError: About the first thing that is wrong with it.
+    """
+    path = run / "config.toml"
+    return _from_toml(_read(path), str(path))[0]
+
+
+def build(values: Mapping[str, Any]) -> Config:
+    """Make a config of checked values by key, with defaults for the rest; no rule is checked."""
+    tables: dict[str, dict[str, Any]] = {section: {} for section in sections()}
+    for key, value in values.items():
+        field = fields()[key]
+        tables[field.section][field.name] = value
+    return msgspec.convert(tables, Config)
+
+
+def for_saving(resolved: Resolved) -> Config:
+    """The config as a run directory keeps it, to be read again from any folder.
+
+    Paths are absolute; what the environment said about this start, and which run it went on
+    with, does not belong to the run.
+    """
+    config = resolved.config
+    launch, data = config.launch, config.data
+    if resolved.origins["launch.num_processes"] not in ("default", COMMAND_LINE):
+        launch = replace(launch, num_processes=0)
+    tokenizer = str(Path(data.tokenizer).absolute()) if data.tokenizer else ""
+    paths = tuple(str(Path(path).absolute()) for path in data.paths)
+    output_dir = str(Path(config.run.output_dir).absolute())
+    init_from = str(Path(config.run.init_from).absolute()) if config.run.init_from else ""
+    return replace(
+        config,
+        run=replace(config.run, output_dir=output_dir, init_from=init_from, resume=""),
+        launch=launch,
+        data=replace(data, paths=paths, tokenizer=tokenizer),
+    )
+
+
+def shipped() -> list[str]:
+    """Names of the configs that come with the package."""
+    return sorted(path.stem for path in _SHIPPED.glob("*.toml"))
+
+
+def _collect(overrides: Iterable[tuple[str, object]]) -> dict[str, object]:
+    given: dict[str, object] = {}
+    for key, raw in overrides:
+        if key not in fields():
+            raise ConfigError(unknown_key(key))
+        if key in given:
+            raise ConfigError(f"{key} ({shown(raw)}) must be given once, not also {given[key]}")
+        given[key] = raw
+    return given
+
+
+def _convert_override(field: Field, raw: object) -> Any:
+    if field.is_list and isinstance(raw, str):
+        raw = _parse_list(raw) if raw.startswith("[") else [raw]
+    return convert(field, raw, strict=False)
+
+
+def _parse_list(text: str) -> object:
+    try:
+        return tomllib.loads(f"list = {text}")["list"]
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return text  # refused by the conversion, which names the key
+
+
+def _find(source: str | None, *, resume: object) -> Path:
+    if resume is not None:
+        _require_name(resume)
+        if source is not None:
+            raise ConfigError(f"config ({shown(source)}) must be left out where a run is resumed")
+        rules.require_run_directory(str(resume))
+        return Path(str(resume)) / CONFIG
+    source = source or "quickstart"
+    if source in shipped():
+        return _SHIPPED / f"{source}.toml"
+    if source.endswith(".toml") or "/" in source:
+        return Path(source)
+    names = shipped()
+    hint = did_you_mean(source, names) or "; hp train --help lists them"
+    raise ConfigError(f"config ({shown(source)}) must be a .toml file or come along{hint}")
+
+
+def _require_name(resume: object, *, where: str = "") -> None:
+    """An empty name comes from a variable that is not set, and would start a new run."""
+    if not resume:
+        raise ConfigError(
+            f'{where}run.resume ("") must name a run directory; leave it out for a new run'
+        )
+
+
+def _read_saved(run_dir: Path) -> str:
+    """The config in a run directory, which may be a stranger's."""
+    with Folder.open(run_dir) as folder:
+        return _decoded(folder.read(CONFIG, limit=_MOST_BYTES), run_dir / CONFIG)
+
+
+def _decoded(content: bytes, path: Path) -> str:
+    try:
+        return content.decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config ({path}) must be UTF-8: byte {error.start} is not") from None
+
+
+def _read(path: Path) -> str:
+    try:
+        with os.fdopen(_regular_file(path), "rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise ConfigError(
+                f"config ({shown(str(path))}) must be at most {_MOST_BYTES} bytes long"
+            )
+        return _decoded(data, path)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(
+            f"config ({shown(str(path))}) must be a readable file: {reason}"
+        ) from None
+
+
+def _regular_file(path: Path) -> int:
+    """Descriptor of a file that can be read to its end; a pipe would be waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError("it is no regular file")
+    return descriptor
+
+
+def _from_toml(text: str, path: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Values and origins of the keys that a file gives."""
+    try:
+        document = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise ConfigError(f"{path} must be TOML: {reason}") from None
+    lines = _line_numbers(text)
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for section, table in document.items():
+        where = f"{path}:{lines[section]}" if section in lines else path
+        if section not in sections():
+            raise ConfigError(f"{where}: {unknown_key(section)}")
+        if not isinstance(table, dict):
+            raise ConfigError(f"{where}: {section} ({shown(table)}) must be a table, [{section}]")
+        for name, raw in table.items():
+            key = f"{section}.{name}"
+            origins[key] = f"{path}:{lines[key]}" if key in lines else where
+            if key not in fields():
+                raise ConfigError(f"{origins[key]}: {unknown_key(key)}")
+            try:
+                values[key] = convert(fields()[key], raw, strict=True)
+            except ConfigError as error:
+                raise ConfigError(f"{origins[key]}: {error}") from None
+    return values, origins
+
+
+def _line_numbers(text: str) -> dict[str, int]:
+    """Lines on which sections and keys begin; tomllib does not tell."""
+    lines: dict[str, int] = {}
+    section = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if match := _HEADER.match(line):
+            section = _unquoted(match[1])
+            lines.setdefault(section, number)
+        elif match := _KEY.match(line):
+            name = _unquoted(match[1])
+            lines.setdefault(f"{section}.{name}" if section else name, number)
+    return lines
+
+
+def _unquoted(key: str) -> str:
+    return key.replace('"', "").replace("'", "")

@@ -1,0 +1,85 @@
+"""Rules that tie several keys together, and keys to the file system. All of them are here.
+
+Each rule is a function that yields the sentence about every way in which it is broken:
+``key (value) must relation key (value)``, then the nearest values that would do.
+"""
+
+from collections.abc import Iterator
+
+from hp_train.base.environment import World
+from hp_train.config import Config
+from hp_train.config.rules.files import (
+    extra_rules,
+    file_rules,
+    has_tokens,
+    require_run_directory,
+    saving_rules,
+)
+from hp_train.config.rules.mesh import mesh_rules, stage_list_rules
+from hp_train.config.rules.model import model_rules
+from hp_train.config.rules.pipeline import batch_rules, overlap_rules, pipeline_rules
+from hp_train.config.rules.sizes import size_rules
+from hp_train.errors import ConfigError
+
+__all__ = [
+    "allows_mesh",
+    "allows_pipeline",
+    "allows_stages",
+    "check",
+    "has_tokens",
+    "require_run_directory",
+]
+
+
+def check(config: Config, world: World | None = None) -> None:
+    """Refuse a config that breaks a rule.
+
+    Args:
+        config: With every single value in its bounds.
+        world: The processes that torchrun or Slurm started; None where neither did.
+
+    Raises:
+        ConfigError: About the first broken rule.
+    """
+    for problem in _problems(config, world):
+        raise ConfigError(problem)
+
+
+def allows_mesh(config: Config) -> bool:
+    """Whether the mesh of a config goes with its model, whatever pipeline and batch are.
+
+    What has nothing to do with layouts, files above all, is not looked at, here and in
+    `allows_pipeline`: they are for trying many.
+    """
+    return next(_mesh_problems(config, None), None) is None
+
+
+def allows_pipeline(config: Config) -> bool:
+    """Whether pipeline and batch go with mesh and model, which go together."""
+    return next(_pipeline_problems(config), None) is None
+
+
+def allows_stages(config: Config) -> bool:
+    """Whether sizes of single stages go with those of the mesh that all have in common."""
+    return next(stage_list_rules(config.mesh), None) is None
+
+
+def _problems(config: Config, world: World | None) -> Iterator[str]:
+    yield from size_rules(config)
+    yield from _mesh_problems(config, world)
+    yield from _pipeline_problems(config)
+    yield from model_rules(config)
+    yield from saving_rules(config)
+    yield from file_rules(config)
+    yield from extra_rules(config)
+
+
+def _mesh_problems(config: Config, world: World | None) -> Iterator[str]:
+    yield from stage_list_rules(config.mesh)
+    yield from mesh_rules(config, world)
+
+
+def _pipeline_problems(config: Config) -> Iterator[str]:
+    yield from pipeline_rules(config)
+    yield from overlap_rules(config)
+    yield from batch_rules(config)

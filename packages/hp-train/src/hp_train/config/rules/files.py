@@ -1,0 +1,122 @@
+"""What a run reads and writes: files, folders, checkpoints, and the extras that it needs."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from hp_train.config import Config
+from hp_train.config.rules.hints import near_multiples
+from hp_train.config.schema import did_you_mean, shown
+from hp_train.errors import ConfigError
+
+
+def file_rules(config: Config) -> Iterator[str]:
+    """What is read must be there, and what is written must have a place."""
+    run, data = config.run, config.data
+    for path in () if has_tokens(run.resume) else data.paths:
+        if not _exists(path):
+            yield f"data.paths ({_path(path)}) must exist{_neighbour(path)}"
+        elif not (_is_file(path) or _is_folder(path)):
+            yield f"data.paths ({_path(path)}) must be a regular file or a folder"
+    if data.tokenizer and not _is_file(data.tokenizer):
+        yield f"data.tokenizer ({_path(data.tokenizer)}) must be a file{_neighbour(data.tokenizer)}"
+    if run.init_from and not _is_file(f"{run.init_from}/config.json"):
+        yield (
+            f"run.init_from ({_path(run.init_from)}) must be a folder with a config.json"
+            f"{_neighbour(run.init_from)}"
+        )
+    if run.resume:
+        require_run_directory(run.resume)
+    target = run.resume or run.output_dir
+    key = "run.resume" if run.resume else "run.output_dir"
+    problem = _not_writable(target)
+    if problem:
+        yield f"{key} ({_path(target)}) must be a writable folder: {problem}"
+
+
+def require_run_directory(path: str) -> None:
+    """Refuse to go on with something that is no run directory.
+
+    Raises:
+        ConfigError: When it has no ``config.toml``.
+    """
+    if not _is_file(f"{path}/config.toml"):
+        raise ConfigError(
+            f"run.resume ({_path(path)}) must be a run directory, with a config.toml"
+            f"{_neighbour(path)}"
+        )
+
+
+def has_tokens(run: str) -> bool:
+    """Whether a run directory has the tokens that it goes on with, wherever the text is now."""
+    return bool(run) and _is_file(f"{run}/data/index.json")
+
+
+def saving_rules(config: Config) -> Iterator[str]:
+    """Checkpoints that are kept for good must be among those that are saved."""
+    often, kept = config.train.save_every, config.train.keep_every
+    if kept and (often == 0 or kept % often):
+        hint = near_multiples(kept, often) if often else ""
+        yield f"train.keep_every ({kept}) must be a multiple of train.save_every ({often}){hint}"
+
+
+def extra_rules(config: Config) -> Iterator[str]:
+    """What needs an optional package must find it."""
+    needs = {"tensorboard": ("run.tensorboard", config.run.tensorboard)}
+    needs["tokenizers"] = ("data.tokenizer", bool(config.data.tokenizer))
+    for extra, (key, is_wanted) in needs.items():
+        if is_wanted and importlib.util.find_spec(extra) is None:
+            yield f"{key} needs the extra {extra}: pip install 'hp-train[{extra}]'"
+
+
+def _not_writable(path: str) -> str:
+    """Why nothing can be made in a folder, or in the nearest one above it that exists."""
+    if not path or "\0" in path:
+        return "no such name"
+    folder = Path(path).absolute()
+    try:
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+    except OSError as error:
+        return error.strerror or "not accessible"
+    if not folder.is_dir():
+        return f"{_path(str(folder))} is a file"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"{_path(str(folder))} is not writable"
+    return ""
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):
+        return False
+
+
+def _is_folder(path: str) -> bool:
+    try:
+        return Path(path).is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _path(path: str) -> str:
+    return shown(path, limit=250)
+
+
+def _neighbour(path: str) -> str:
+    """A file of a similar name in the same folder, as a hint."""
+    try:
+        folder, name = os.path.split(path.rstrip("/"))
+        siblings = [entry.name for entry in Path(folder or ".").iterdir()]
+        return "" if name in siblings else did_you_mean(name, siblings)
+    except (OSError, ValueError):
+        return ""

@@ -1,0 +1,132 @@
+"""Sizes of the mesh: those that fill the processes, and those that divide what they share out."""
+
+import math
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from hp_train.base.environment import World
+from hp_train.config import Config, MeshConfig
+from hp_train.config.rules.hints import (
+    STAGE_AXES,
+    near_divisors,
+    near_multiples,
+    shown_factors,
+    shown_product,
+)
+from hp_train.config.schema import shown
+from hp_train.layout.ranks import StageLayout
+
+
+def mesh_rules(config: Config, world: World | None) -> Iterator[str]:
+    """The mesh must fill the processes, and each of its axes divide what it shares out."""
+    mesh, num_processes = config.mesh, config.launch.num_processes
+    place = f"launch.num_processes ({num_processes})"
+    if world is not None:
+        if num_processes not in (0, world.size):
+            yield f"{place} must equal {world}"
+        num_processes, place = world.size, str(world)
+    if num_processes not in (0, config.world_size):
+        product = shown_product(mesh, "pp", *STAGE_AXES)
+        hint = _fit(config, num_processes)
+        if mesh.stage_tp:
+            ranks = f"mesh.stage_tp ({shown(mesh.stage_tp)}) of {sum(mesh.stage_tp)} ranks"
+            others = shown_factors(mesh, *STAGE_AXES[:-1])
+            product, hint = f"{ranks} x {others} = {config.world_size}", ""
+        yield f"{product} must equal {place}{hint}"
+    for stage_mesh in _stage_meshes(mesh):
+        here = replace(config, mesh=stage_mesh)
+        yield from _expert_ranks(here)
+        yield from _tensor_ranks(here)
+        yield from _context_ranks(here)
+
+
+def stage_list_rules(mesh: MeshConfig) -> Iterator[str]:
+    """Sizes of single stages must be as many as stages, and stand alone."""
+    for name in ("tp", "ep"):
+        sizes, shared = getattr(mesh, f"stage_{name}"), getattr(mesh, name)
+        key = f"mesh.stage_{name} ({shown(sizes)})"
+        if sizes and len(sizes) != mesh.pp:
+            yield f"{key} must have a size for each of mesh.pp ({mesh.pp}) pipeline ranks"
+        if sizes and shared != 1:
+            yield f"mesh.{name} ({shared}) must be 1 with {key}"
+
+
+def _stage_meshes(mesh: MeshConfig) -> list[MeshConfig]:
+    """The mesh with the sizes of each stage in the place of those of all; of equal ones one."""
+    if not mesh.stage_tp and not mesh.stage_ep:
+        return [mesh]
+    sizes = dict.fromkeys(zip(mesh.tp_sizes, mesh.ep_sizes, strict=True))
+    return [replace(mesh, tp=tp, ep=ep) for tp, ep in sizes]
+
+
+def _expert_ranks(config: Config) -> Iterator[str]:
+    mesh, model = config.mesh, config.model
+    stage = StageLayout.of(mesh, tp=mesh.tp, ep=mesh.ep)
+    ranks, replica = mesh.ep * mesh.etp, stage.fsdp * stage.tp
+    experts = shown_product(mesh, "ep", "etp") if mesh.etp > 1 else shown_factors(mesh, "ep")
+    if stage.num_ranks % ranks:
+        hint = near_divisors(ranks, stage.num_ranks) if mesh.etp == 1 else ""
+        yield f"{experts} must divide {shown_product(mesh, *STAGE_AXES)}{hint}"
+    elif replica % ranks and ranks % replica:
+        shared = shown_product(mesh, "dp_shard", "cp", "tp")
+        yield f"{experts} must divide or be a multiple of {shared}"
+    if model.num_experts % mesh.ep:
+        yield (
+            f"{shown_factors(mesh, 'ep')} must divide model.num_experts ({model.num_experts})"
+            f"{near_divisors(mesh.ep, model.num_experts)}"
+        )
+    if model.expert_hidden % mesh.etp:
+        yield (
+            f"mesh.etp ({mesh.etp}) must divide model.expert_hidden ({model.expert_hidden})"
+            f"{near_divisors(mesh.etp, model.expert_hidden)}"
+        )
+
+
+def _tensor_ranks(config: Config) -> Iterator[str]:
+    tp, model = config.mesh.tp, config.model
+    cut = {"num_heads": model.num_heads}
+    if model.attention == "gqa":
+        cut["num_kv_heads"] = model.num_kv_heads
+    if model.num_dense_layers:
+        cut["dense_hidden"] = model.dense_hidden
+    for name, size in cut.items():
+        if size % tp:
+            ranks = shown_factors(config.mesh, "tp")
+            yield f"{ranks} must divide model.{name} ({size}){near_divisors(tp, size)}"
+
+
+def _context_ranks(config: Config) -> Iterator[str]:
+    mesh, model, seq_len = config.mesh, config.model, config.data.seq_len
+    degree = mesh.heads_degree
+    if mesh.cp % degree:
+        yield (
+            f"mesh.cp_heads ({degree}) must divide mesh.cp ({mesh.cp})"
+            f"{near_divisors(degree, mesh.cp)}"
+        )
+    heads = model.num_heads // mesh.tp
+    if heads % degree:
+        key = f"mesh.cp_heads ({degree})" if mesh.cp_heads else f"mesh.cp ({mesh.cp})"
+        yield (
+            f"{key} must divide model.num_heads ({model.num_heads}) / "
+            f"{shown_factors(mesh, 'tp')} = {heads}"
+            f"{near_divisors(degree, heads, name='mesh.cp_heads = ')}"
+        )
+    halves = 2 if degree < mesh.cp else 1
+    if seq_len % (mesh.cp * halves) or seq_len // mesh.cp % mesh.tp:
+        unit = math.lcm(mesh.cp * halves, mesh.cp * mesh.tp)
+        twice = "2 x " if halves == 2 else ""
+        yield (
+            f"data.seq_len ({seq_len}) must be a multiple of "
+            f"{twice}{shown_factors(mesh, 'cp', 'tp')}{near_multiples(seq_len, unit)}"
+        )
+
+
+def _fit(config: Config, num_processes: int) -> str:
+    """Hint at a size of one axis with which the mesh fills the world."""
+    for axis in (*STAGE_AXES, "pp"):
+        size = getattr(config.mesh, axis)
+        others = config.world_size // size
+        if num_processes % others == 0:
+            return f"; nearest: mesh.{axis} = {num_processes // others}"
+    return near_divisors(config.mesh.pp, num_processes, name="mesh.pp = ")

@@ -1,0 +1,82 @@
+"""The pipeline: its stages, its pairs of a forward and a backward, and what fills it."""
+
+from collections.abc import Iterator
+
+from hp_train.config import Config
+from hp_train.config.rules.hints import DATA_AXES, near_multiples, shown_factors
+from hp_train.config.schema import shown
+from hp_train.layout.schedules import KINDS, count_stages
+
+
+def pipeline_rules(config: Config) -> Iterator[str]:
+    """Stages must be as many as the schedule wants, with a layer for each."""
+    mesh, pipeline, model = config.mesh, config.pipeline, config.model
+    num_stages = count_stages(config)
+    only = KINDS[pipeline.schedule].stages_per_rank
+    if only and pipeline.stages_per_rank != only:
+        yield (
+            f"pipeline.stages_per_rank ({pipeline.stages_per_rank}) must be {only} "
+            f"with pipeline.schedule ({shown(pipeline.schedule)})"
+        )
+    more = " + 1" if KINDS[pipeline.schedule].returns else ""
+    if model.num_layers < num_stages:
+        yield (
+            f"model.num_layers ({model.num_layers}) must be at least mesh.pp ({mesh.pp}) x "
+            f"pipeline.stages_per_rank ({pipeline.stages_per_rank}){more} = {num_stages}"
+        )
+    sizes, ends_elsewhere = mesh.stage_tp, KINDS[pipeline.schedule].style == "loop"
+    if model.tie_embeddings and ends_elsewhere and sizes and sizes[0] != sizes[-1]:
+        yield (
+            f"model.tie_embeddings (true) must be false with mesh.stage_tp ({shown(sizes)}): the "
+            f"first size ({sizes[0]}) must equal the last ({sizes[-1]})"
+        )
+
+
+def overlap_rules(config: Config) -> Iterator[str]:
+    """A pair must have exchanges to hide, and compute to hide them behind."""
+    if not config.pipeline.overlap:
+        return
+    mesh, pipeline, model, train = config.mesh, config.pipeline, config.model, config.train
+    must_be_off = "pipeline.overlap (true) must be false with"
+    if not KINDS[pipeline.schedule].pairs:
+        having = " or ".join(name for name, kind in KINDS.items() if kind.pairs)
+        yield (
+            f"{must_be_off} pipeline.schedule ({shown(pipeline.schedule)}): only {having} can have "
+            "a forward and a backward as one step"
+        )
+    if max(mesh.stage_ep, default=mesh.ep) == 1:
+        yield f"{must_be_off} mesh.ep (1): experts of one rank exchange nothing to be hidden"
+    if mesh.etp > 1:
+        yield (
+            f"{must_be_off} mesh.etp ({mesh.etp}): parts of an expert's output are summed before "
+            "their exchange returns, which would be waited for"
+        )
+    if not model.has_experts:
+        yield (
+            f"{must_be_off} model.num_experts ({model.num_experts}) and model.num_dense_layers "
+            f"({model.num_dense_layers}): no layer has experts"
+        )
+    unit = mesh.dp_replicate * mesh.dp_shard * train.microbatch_size
+    if train.global_batch_size == unit:
+        yield (
+            f"{must_be_off} train.global_batch_size ({train.global_batch_size}) = "
+            f"{shown_factors(mesh, *DATA_AXES)} x train.microbatch_size ({train.microbatch_size}): "
+            "one microbatch has no other one to hide behind"
+        )
+
+
+def batch_rules(config: Config) -> Iterator[str]:
+    """Microbatches of all ranks must make up a batch, and a sample must begin with something."""
+    train, mesh = config.train, config.mesh
+    unit = mesh.dp_replicate * mesh.dp_shard * train.microbatch_size
+    if train.global_batch_size % unit:
+        yield (
+            f"train.global_batch_size ({train.global_batch_size}) must be a multiple of "
+            f"{shown_factors(mesh, *DATA_AXES)} x train.microbatch_size ({train.microbatch_size}) "
+            f"= {unit}{near_multiples(train.global_batch_size, unit)}"
+        )
+    if train.sample_tokens and not train.sample_prompt:
+        yield (
+            'train.sample_prompt ("") must not be empty '
+            f"with train.sample_tokens ({train.sample_tokens})"
+        )

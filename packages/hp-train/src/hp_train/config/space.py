@@ -1,0 +1,252 @@
+"""The layouts that a config allows: enumerated, or a covering sample of them. No torch.
+
+A layout is a choice for each axis of `AXES`; the rules of :mod:`hp_train.config.rules` say which
+choices go together, so that what they come to allow is found here without being told. A new axis is
+a line.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from msgspec.structs import replace
+
+from hp_train.config import Config, rules
+from hp_train.config.schema import fields
+
+_SIZES = (1, 2, 3, 4, 6, 8)
+_LOOKED_AT = 40
+"""Layouts compared for each that is taken."""
+_POOL_SIZE = 20_000
+"""Layouts that are looked at, about: where there are more, as many of each mesh as of any other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One choice that a layout consists of.
+
+    Attributes:
+        key: Of the config.
+        values: To choose from, one that needs the fewest processes first; none: all that the schema
+            lists.
+    """
+
+    key: str
+    values: tuple[object, ...] = ()
+
+    @property
+    def choices(self) -> tuple[object, ...]:
+        """What there is to choose from."""
+        return self.values or fields()[self.key].choices
+
+
+AXES = (
+    Axis("mesh.pp", _SIZES),
+    Axis("mesh.stage_tp", ((), (1, 2), (2, 1), (1, 2, 1))),
+    Axis("mesh.stage_ep", ((), (1, 2), (2, 1))),
+    Axis("mesh.dp_replicate", _SIZES),
+    Axis("mesh.dp_shard", _SIZES),
+    Axis("mesh.cp", (1, 2, 4)),
+    Axis("mesh.cp_heads", (0, 1, 2)),
+    Axis("mesh.cp_ring", (False, True)),
+    Axis("mesh.tp", (1, 2, 4)),
+    Axis("mesh.ep", _SIZES),
+    Axis("mesh.etp", (1, 2, 4)),
+    Axis("pipeline.schedule"),
+    Axis("pipeline.stages_per_rank", (1, 2, 3)),
+    Axis("pipeline.overlap", (False, True)),
+    Axis("train.microbatch_size", (1, 2, 3)),
+    Axis("train.recompute"),
+)
+
+Choice = tuple[object, ...]
+"""One value per axis, in the order of the axes."""
+Pair = tuple[int, object, int, object]
+"""Two axes, each with one of its values."""
+
+
+def with_keys(config: Config, values: Mapping[str, Any]) -> Config:
+    """The same config with some keys replaced."""
+    tables: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        tables.setdefault(section, {})[name] = value
+    changed = {name: replace(getattr(config, name), **table) for name, table in tables.items()}
+    return replace(config, **changed)
+
+
+def enumerate_layouts(
+    config: Config, *, num_processes: range, axes: Sequence[Axis] = AXES
+) -> Iterator[tuple[Choice, Config]]:
+    """Yield every layout that the rules allow, in the order of the axes' values.
+
+    Args:
+        config: Everything else comes from it; allowed itself.
+        num_processes: How many there may be.
+        axes: To vary, those of the mesh first.
+    """
+    for sizes, placed in enumerate_meshes(config, num_processes=num_processes, axes=axes):
+        for others, found in layouts_of_mesh(placed, axes=axes):
+            yield (*sizes, *others), found
+
+
+def layouts_of_mesh(placed: Config, *, axes: Sequence[Axis]) -> Iterator[tuple[Choice, Config]]:
+    """Yield the layouts of a mesh from `enumerate_meshes`, each with the values of other axes."""
+    rest = [axis for axis in axes if not axis.key.startswith("mesh.")]
+    for others in itertools.product(*(axis.choices for axis in rest)):
+        found = _chosen(placed, rest, others)
+        if rules.allows_pipeline(found):
+            yield others, found
+
+
+def enumerate_meshes(
+    config: Config, *, num_processes: range, axes: Sequence[Axis]
+) -> list[tuple[Choice, Config]]:
+    """Find the meshes that some choice of one other axis allows, each in a config.
+
+    Arguments are those of `enumerate_layouts`.
+    """
+    mesh = [axis for axis in axes if axis.key.startswith("mesh.")]
+    rest = [axis for axis in axes if not axis.key.startswith("mesh.")]
+    if list(axes) != [*mesh, *rest]:
+        raise ValueError("axes of the mesh must come before the others")
+    smallest = _chosen(config, mesh, [axis.choices[0] for axis in mesh])
+    found: list[tuple[Choice, Config]] = [((), smallest)]
+    for axis in mesh:
+        wider = (
+            ((*sizes, value), with_keys(placed, {axis.key: value}))
+            for sizes, placed in found
+            for value in axis.choices
+        )
+        # What has too many processes already only comes to have more.
+        found = [
+            (sizes, placed)
+            for sizes, placed in wider
+            if placed.world_size < num_processes.stop and rules.allows_stages(placed)
+        ]
+    return [
+        (sizes, placed)
+        for sizes, placed in found
+        if placed.world_size in num_processes
+        and rules.allows_mesh(placed)
+        and any(
+            rules.allows_pipeline(_chosen(placed, rest, others)) for others in _nearly_neutral(rest)
+        )
+    ]
+
+
+def _chosen(config: Config, axes: Sequence[Axis], choice: Sequence[object]) -> Config:
+    return with_keys(config, {axis.key: v for axis, v in zip(axes, choice, strict=True)})
+
+
+def _nearly_neutral(axes: Sequence[Axis]) -> Iterator[Choice]:
+    """The first value of every axis, then what differs from that in one axis."""
+    neutral = tuple(axis.choices[0] for axis in axes)
+    yield neutral
+    for index, axis in enumerate(axes):
+        for value in axis.choices[1:]:
+            yield (*neutral[:index], value, *neutral[index + 1 :])
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Some of the layouts of a config.
+
+    Attributes:
+        layouts: In the order of drawing: any first part of it covers as much as it can.
+        num_meshes: Different meshes that are allowed.
+        num_pairs: Pairs of values of two axes that were found in allowed layouts.
+        num_covered: Those of them that some drawn layout has.
+    """
+
+    layouts: tuple[Config, ...]
+    num_meshes: int
+    num_pairs: int
+    num_covered: int
+
+
+def sample_layouts(
+    config: Config,
+    count: int,
+    *,
+    seed: int = 0,
+    num_processes: range = range(2, 9),
+    axes: Sequence[Axis] = AXES,
+) -> Sample:
+    """Draw layouts so that every pair of values of two axes comes up as soon as it can.
+
+    The rarest pair so far decides: of the layouts that have it, the one with the most pairs as rare
+    is taken, and among equals one of few processes. The number of processes counts as an axis. The
+    same arguments give the same layouts, and a larger count the same ones first.
+
+    Args:
+        config: Everything else comes from it; allowed itself.
+        count: How many; fewer if there are no more.
+        seed: Of the ties, and of the layouts that are looked at where there are very many.
+        num_processes: How many each may have.
+        axes: To vary, those of the mesh first.
+    """
+    random = Random(seed)  # noqa: S311 - nothing is secret
+    meshes = enumerate_meshes(config, num_processes=num_processes, axes=axes)
+    pool = _pool(meshes, [axis for axis in axes if not axis.key.startswith("mesh.")], random)
+    having: dict[Pair, list[int]] = {}
+    for index, (choice, _) in enumerate(pool):
+        for pair in _pairs(choice):
+            having.setdefault(pair, []).append(index)
+    seen = Counter(dict.fromkeys(having, 0))
+    taken: dict[int, Config] = {}
+    open_pairs = list(having)
+    while len(taken) < min(count, len(pool)):
+        rarest = min(open_pairs, key=lambda pair: seen[pair])
+        left = [index for index in having[rarest] if index not in taken]
+        if not left:
+            open_pairs.remove(rarest)
+            continue
+        some = random.sample(left, min(len(left), _LOOKED_AT))
+        best = _best(some, pool, seen, seen[rarest])
+        seen.update(_pairs(pool[best][0]))
+        taken[best] = pool[best][1]
+    covered = sum(number > 0 for number in seen.values())
+    return Sample(tuple(taken.values()), len(meshes), len(having), covered)
+
+
+def _pool(
+    meshes: Sequence[tuple[Choice, Config]], rest: Sequence[Axis], random: Random
+) -> list[tuple[Choice, Config]]:
+    """Layouts of every mesh: all of them, or as many for each mesh as keep the pool small."""
+    everything = list(itertools.product(*(axis.choices for axis in rest)))
+    pool = []
+    for sizes, placed in meshes:
+        others = everything
+        if len(meshes) * len(everything) > _POOL_SIZE:
+            # With one axis at a time, so that every value comes up, and at random.
+            few = random.sample(everything, min(len(everything), _POOL_SIZE // len(meshes)))
+            others = list(dict.fromkeys([*_nearly_neutral(rest), *few]))
+        for choice in others:
+            found = _chosen(placed, rest, choice)
+            if rules.allows_pipeline(found):
+                pool.append(((*sizes, *choice, found.world_size), found))
+    random.shuffle(pool)
+    return pool
+
+
+def _best(
+    indices: Sequence[int],
+    pool: Sequence[tuple[Choice, Config]],
+    seen: Mapping[Pair, int],
+    least: int,
+) -> int:
+    """The layout with the most pairs that were seen no more often than that, then the smallest."""
+
+    def key(index: int) -> tuple[int, int]:
+        choice, config = pool[index]
+        return sum(seen[pair] <= least for pair in _pairs(choice)), -config.world_size
+
+    return max(indices, key=key)
+
+
+def _pairs(choice: Choice) -> list[Pair]:
+    return [(i, a, j, b) for (i, a), (j, b) in itertools.combinations(enumerate(choice), 2)]

@@ -1,0 +1,1 @@
+"""What each module of a model computes and holds, and what machines can do."""

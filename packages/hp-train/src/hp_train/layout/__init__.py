@@ -1,0 +1,1 @@
+"""Which rank does what: axes of the mesh, stages, schedules, groups, sequence shares."""

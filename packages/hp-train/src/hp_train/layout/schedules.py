@@ -1,0 +1,88 @@
+"""The stages of a pipeline and the schedules that a config can name, proven before use; no torch.
+
+Schedules with two stages per rank lay them out there and back: rank 0 has the first stage and the
+last. So it has in a U-shape, where the other ranks have one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from typing import TYPE_CHECKING, Final
+
+from hp_schedule import (
+    SCHEDULES,
+    MetaStepType,
+    Schedule,
+    add_fsdp_reduce_grad,
+    add_fsdp_unshard_reshard,
+    add_send_recv,
+    validate,
+)
+
+if TYPE_CHECKING:
+    from hp_train.config import SCHEDULE_NAMES, Config, PipelineConfig
+
+KINDS: Final = {name: SCHEDULES[name] for name in SCHEDULE_NAMES}
+"""By the name that `pipeline.schedule` gives."""
+
+
+def count_stages(config: Config) -> int:
+    """Stages of the whole pipeline."""
+    pipeline = config.pipeline
+    return config.mesh.pp * pipeline.stages_per_rank + KINDS[pipeline.schedule].returns
+
+
+def count_microbatches(config: Config) -> int:
+    """Microbatches of a step on each rank."""
+    mesh, train = config.mesh, config.train
+    return train.global_batch_size // (mesh.dp_replicate * mesh.dp_shard * train.microbatch_size)
+
+
+@cache
+def placement(config: PipelineConfig, *, num_ranks: int) -> tuple[int, ...]:
+    """The pipeline rank of each stage, which does not depend on the number of microbatches."""
+    return KINDS[config.schedule].build(num_ranks, 1, config.stages_per_rank).stage_to_rank
+
+
+def split_layers(num_layers: int, num_stages: int) -> list[range]:
+    """Layers of each stage: as even as can be, the longer runs first.
+
+    Raises:
+        ValueError: When there are fewer layers than stages.
+    """
+    if num_layers < num_stages:
+        raise ValueError(f"num_layers ({num_layers}) must be at least num_stages ({num_stages})")
+    short, longer = divmod(num_layers, num_stages)
+    bounds = [stage * short + min(stage, longer) for stage in range(num_stages + 1)]
+    return [range(low, high) for low, high in itertools.pairwise(bounds)]
+
+
+def training_schedule(
+    config: PipelineConfig, *, num_ranks: int, num_microbatches: int, sharded: bool = False
+) -> Schedule:
+    """The configured schedule with its communication.
+
+    Args:
+        config: Of the pipeline.
+        num_ranks: Pipeline ranks.
+        num_microbatches: Of a step.
+        sharded: Whether parameters are gathered before they are used, and gradients reduced.
+
+    Raises:
+        hp_schedule.ScheduleError: When the schedule would not complete.
+    """
+    compute = KINDS[config.schedule].build(
+        num_ranks, num_microbatches, config.stages_per_rank, paired=config.overlap
+    )
+    schedule = add_send_recv(compute)
+    if sharded:
+        schedule = add_fsdp_unshard_reshard(add_fsdp_reduce_grad(schedule))
+    validate(schedule).raise_if_failed()
+    return schedule
+
+
+def splits_backward(schedule: Schedule) -> bool:
+    """Whether some weight gradients are computed later than the gradients of inputs."""
+    steps = (step for row in schedule.steps for step in row)
+    return any(step is not None and step.type is MetaStepType.BWD_WEIGHT for step in steps)

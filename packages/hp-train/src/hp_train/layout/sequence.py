@@ -1,0 +1,59 @@
+"""Which positions of a sequence are on which rank.
+
+Context-parallel ranks share a sequence, and attention on each of them computes for its positions.
+Tensor-parallel ranks share these once more between the layers.
+
+Shape symbols: B sequences, S positions of a sequence.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hp_context import Contiguous, HeadTail, SequenceLayout, local_positions, shard_sequence
+from hp_train.layout.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceShare:
+    """The positions of one rank.
+
+    Attributes:
+        mesh: Of the run.
+        layout: How context-parallel ranks share a sequence.
+        attended: Positions that attention sees here, int64 [S / cp].
+        between: Positions that are here between layers, int64 [S / cp / tp].
+    """
+
+    mesh: Mesh
+    layout: SequenceLayout
+    attended: Tensor
+    between: Tensor
+
+    @classmethod
+    def of(
+        cls, mesh: Mesh, *, seq_len: int, gathers_keys: bool, device: torch.device
+    ) -> "SequenceShare":
+        """Share out a sequence.
+
+        Args:
+            mesh: Of the run.
+            seq_len: S.
+            gathers_keys: Whether context-parallel ranks compute for their own queries alone, and
+                so need equal shares of early and late ones.
+            device: Of the positions.
+        """
+        layout = HeadTail() if gathers_keys else Contiguous()
+        attended = local_positions(seq_len, mesh.groups["cp"], layout=layout, device=device)
+        between = attended.chunk(mesh.size("tp"))[mesh.index("tp")]
+        return cls(mesh, layout, attended, between)
+
+    def shard(self, x: Tensor) -> Tensor:
+        """Take what attention sees here out of whole sequences [B, S]."""
+        return shard_sequence(x, self.mesh.groups["cp"], layout=self.layout)
+
+    def place(self, position: int) -> int | None:
+        """Where a position is among those that attention sees here, if it is."""
+        found = (self.attended == position).nonzero()
+        return int(found[0]) if len(found) else None

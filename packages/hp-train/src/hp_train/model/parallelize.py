@@ -1,0 +1,326 @@
+"""The one place where model, mesh, experts and pipeline meet.
+
+Every rank builds the same plan, keeps the stages that are its own, shards their experts, fills
+them with the weights that the seed and the global names decide, and hands them to the pipeline
+runtime of hp-schedule.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from hp_context import ContextParallel
+from hp_expert import (
+    ExpertParallel,
+    ExpertTensorParallel,
+    GroupedExperts,
+    fully_shard_experts,
+)
+from hp_overlap import CommComputeOverlap, HookCoordinator
+from hp_platform import Runtime, set_fsdp_exchanges
+from hp_schedule import MetaStep
+from hp_schedule.runtime import (
+    FullySharded,
+    PipelineScheduleRuntime,
+    PipelineStage,
+    TensorSpec,
+)
+from hp_train.config import Config
+from hp_train.layout.edges import Edges, build_edges
+from hp_train.layout.mesh import Mesh
+from hp_train.layout.schedules import (
+    KINDS,
+    count_microbatches,
+    count_stages,
+    split_layers,
+    splits_backward,
+    training_schedule,
+)
+from hp_train.layout.sequence import SequenceShare
+from hp_train.model import TransformerStage
+from hp_train.model.block import Block
+from hp_train.model.compiled import compile_blocks
+from hp_train.model.cuts import chunk
+from hp_train.model.initialization import initialize_parameters
+from hp_train.model.layers import Embedding, Linear
+from hp_train.model.parameters import Parameter, named_parameters
+from hp_train.model.tensor_parallel import cut_tensors
+from hp_train.model.tied import merge_copies, share_table, tied_group
+from hp_train.overlap import overlap_experts, overlap_pairs
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """This rank's stages and what it takes to run schedules over them.
+
+    Attributes:
+        modules: Stage index -> module, for the stages of this rank.
+        parameters: Of these stages, each once.
+        num_stages: Of the whole pipeline.
+        vocab_size: Of the tokenizer.
+        sequence: Which positions this rank has.
+        overlap: Runs a forward and a backward at once; None one after the other.
+    """
+
+    modules: Mapping[int, TransformerStage]
+    parameters: Sequence[Parameter]
+    num_stages: int
+    vocab_size: int
+    sequence: SequenceShare
+    config: Config
+    mesh: Mesh
+    device: torch.device
+    edges: Edges
+    on_step: Callable[[MetaStep], None] | None = None
+    overlap: CommComputeOverlap | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the last stage, and so the logits and the loss."""
+        return self.num_stages - 1 in self.modules
+
+    @property
+    def vocabulary(self) -> range:
+        """Tokens whose logits this rank computes, if it has the last stage."""
+        return vocabulary_of(self.mesh, self.vocab_size)
+
+    def forget_casts(self) -> None:
+        """To be called when a run has ended: weights may change now."""
+        for module in self.modules.values():
+            module.forget_casts()
+
+    def training(self, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> PipelineScheduleRuntime:
+        """What runs the configured schedule over the microbatches of one step."""
+        size = self.config.train.microbatch_size
+        return self.runner(count_microbatches(self.config), size, loss_fn)
+
+    def runner(
+        self,
+        num_microbatches: int,
+        microbatch_size: int,
+        loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> PipelineScheduleRuntime:
+        """What runs the configured schedule over some microbatches, or its forwards alone.
+
+        Args:
+            num_microbatches: Of each run.
+            microbatch_size: Sequences in each.
+            loss_fn: From logits and targets to a scalar; None to get the logits.
+        """
+        # The others need not know: what a stage does for its own parameters, it does alone.
+        sharded = any(_is_sharded(module) for module in self.modules.values())
+        schedule = training_schedule(
+            self.config.pipeline,
+            num_ranks=self.mesh.layout.pp,
+            num_microbatches=num_microbatches,
+            sharded=sharded,
+        )
+        width, dtype = self.config.model.stage_width, DTYPES[self.config.train.dtype]
+        whole = (microbatch_size, len(self.sequence.attended), width)
+        activations = TensorSpec((microbatch_size, len(self.sequence.between), width), dtype)
+        stages = [
+            PipelineStage(
+                module,
+                stage_index=index,
+                num_stages=self.num_stages,
+                device=self.device,
+                input_spec=activations if index else None,
+            )
+            for index, module in self.modules.items()
+        ]
+        runtime = PipelineScheduleRuntime(
+            stages,
+            schedule,
+            pipeline_rank=self.mesh.pp_index,
+            transport=self.edges.transport(schedule, whole, dtype),
+            loss_fn=loss_fn,
+            sharding=_Sharded(stages) if sharded else None,
+            on_step=self.on_step,
+        )
+        if self.overlap is not None:
+            overlap_pairs(runtime, self.overlap)
+        return runtime
+
+    def close(self) -> None:
+        """End what runs in the background. All ranks call this together."""
+        self.edges.close()
+
+
+class _Sharded(FullySharded):
+    """Weights in another dtype are held for as long as those that they were made from."""
+
+    def reshard(self, stage: PipelineStage) -> None:
+        """Free a stage's gathered parameters, and what was made from them."""
+        super().reshard(stage)
+        assert isinstance(stage.module, TransformerStage)
+        stage.module.forget_casts()
+
+
+def build_pipeline(
+    config: Config,
+    mesh: Mesh,
+    runtime: Runtime,
+    *,
+    vocab_size: int,
+    timeout: timedelta,
+    on_step: Callable[[MetaStep], None] | None = None,
+    on_progress: Callable[[], None] = lambda: None,
+) -> Pipeline:
+    """Build, shard and initialise this rank's part of the model. All ranks call this together.
+
+    Args:
+        config: Of the run.
+        mesh: Of the run.
+        runtime: Device and backend.
+        vocab_size: Of the tokenizer.
+        timeout: Of every message between stages.
+        on_step: Called before each step of a schedule, for heartbeats.
+        on_progress: Likewise while weights are made, which may take minutes.
+    """
+    num_stages = count_stages(config)
+    layers = split_layers(config.model.num_layers, num_stages)
+    schedule = training_schedule(
+        config.pipeline, num_ranks=mesh.layout.pp, num_microbatches=count_microbatches(config)
+    )
+    is_split = splits_backward(schedule)
+    edges = build_edges(
+        schedule,
+        mesh,
+        runtime,
+        returns=KINDS[config.pipeline.schedule].returns,
+        timeout=timeout,
+    )
+    peers = None
+    if config.model.tie_embeddings:
+        peers = tied_group(
+            schedule.stage_to_rank,
+            [stage.members for stage in mesh.layout.stages],
+            backend=runtime.backend,
+            timeout=timeout,
+        )
+    degree = config.mesh.heads_degree
+    sequence = SequenceShare.of(
+        mesh,
+        seq_len=config.data.seq_len,
+        gathers_keys=degree < config.mesh.cp,
+        device=runtime.device,
+    )
+    context = ContextParallel(degree, ring=config.mesh.cp_ring, layout=sequence.layout)
+    # Experts of one rank exchange nothing: there a backward and a forward follow each other.
+    overlaps = config.pipeline.overlap and mesh.size("ep") > 1
+    overlap = _overlap(timeout) if overlaps else None
+    modules: dict[int, TransformerStage] = {}
+    parameters: list[Parameter] = []
+    for stage in schedule.stages_of(mesh.pp_index):
+        with torch.device("meta"):
+            module = TransformerStage(
+                config.model,
+                vocab_size,
+                layers=layers[stage],
+                first=stage == 0,
+                last=stage == num_stages - 1,
+                compute_dtype=DTYPES[config.train.dtype],
+            )
+        # Parameters stay fp32 under bf16 compute: they are the masters that the optimizer updates.
+        module.to(torch.promote_types(module.compute_dtype, torch.float32))
+        shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+        _parallelize(module, mesh, context, vocab_size)
+        if overlap is not None:
+            overlap_experts(module, overlap)
+        module.to_empty(device=runtime.device)
+        module.share_casts()
+        for part in module.modules():
+            if isinstance(part, Block):
+                part.recompute = config.train.recompute
+            if isinstance(part, Linear | Embedding):
+                part.is_split = is_split
+        compile_blocks(module, config.train.compile)
+        for buffer in module.buffers():  # correction biases
+            buffer.zero_()
+        if stage and module.embedding is not None and 0 in modules:
+            share_table(modules[0], module)
+        found = named_parameters(module, shapes, mesh)
+        initialize_parameters(found, config.model, seed=config.run.seed, on_progress=on_progress)
+        modules[stage] = module
+        parameters += found
+    return Pipeline(
+        modules,
+        merge_copies(parameters, peers),
+        num_stages,
+        vocab_size,
+        sequence,
+        config,
+        mesh,
+        runtime.device,
+        edges,
+        on_step,
+        overlap,
+    )
+
+
+def vocabulary_of(mesh: Mesh, vocab_size: int) -> range:
+    """Tokens whose rows of the embedding and whose logits are on this rank."""
+    return chunk(range(vocab_size), mesh.size("tp"), mesh.index("tp"))
+
+
+def _overlap(timeout: timedelta) -> CommComputeOverlap:
+    # A collective that fails says more than a turn that does not come: let it be the first.
+    return CommComputeOverlap(HookCoordinator(timeout=2 * timeout.total_seconds()), strict=True)
+
+
+def _parallelize(
+    module: TransformerStage, mesh: Mesh, context: ContextParallel, vocab_size: int
+) -> None:
+    """Cut a stage, on the meta device, over the ranks that share it; the order matters."""
+    if mesh.size("tp") > 1:
+        cut_tensors(module, vocabulary_of(mesh, vocab_size), mesh.groups["tp"])
+    for part in module.modules():
+        if isinstance(part, Block) and mesh.size("cp") > 1:
+            context.apply(part.attention.core, mesh.groups["cp"])
+        if isinstance(part, Block) and mesh.size("sequence") > 1:
+            part.sequence_ranks = mesh.groups["sequence"]
+        if isinstance(part, GroupedExperts) and mesh.size("etp") > 1:
+            # Ranks that share an expert's width have different positions.
+            style = ExpertTensorParallel(sliced=True)
+            style.apply(part, (mesh.groups["ep"], mesh.groups["etp"]))
+        elif isinstance(part, GroupedExperts):
+            ExpertParallel().apply(part, mesh.groups["ep"])
+    _shard(module, mesh)
+
+
+def _is_sharded(module: TransformerStage) -> bool:
+    """Whether FSDP shards some of its parameters."""
+    return any(isinstance(part, FSDPModule) for part in module.modules())
+
+
+def _shard(module: TransformerStage, mesh: Mesh) -> None:
+    """Apply FSDP2, block by block; gradients are sums, as everywhere here."""
+    if mesh.size("expert_shard") > 1:
+        fully_shard_experts(module, mesh.submesh("expert_shard"), divide_gradients_by=1.0)
+        for part in module.modules():
+            if isinstance(part, GroupedExperts):
+                set_fsdp_exchanges(part, group=mesh.groups["expert_shard"])
+    if mesh.size("fsdp") == 1:
+        return
+    device_mesh, group = mesh.submesh("fsdp"), mesh.groups["fsdp"]
+    experts = {
+        parameter
+        for part in module.modules()
+        if isinstance(part, GroupedExperts)
+        for parameter in part.parameters(recurse=False)
+    }
+    blocks = [part for part in module.modules() if isinstance(part, Block)]
+    for part in (*blocks, module):
+        fully_shard(part, mesh=device_mesh, ignored_params=experts)
+        assert isinstance(part, FSDPModule)
+        part.set_gradient_divide_factor(1.0)
+        # Gloo cannot scale while it sums.
+        part.set_force_sum_reduction_for_comms("nccl" not in str(dist.get_backend(group)))
+        set_fsdp_exchanges(part, group=group)

@@ -1,0 +1,198 @@
+"""The parameters of the whole model, and which part of each is on this rank."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Shard
+
+from hp_expert import GroupedExperts
+from hp_train.layout.mesh import Mesh
+from hp_train.model.cuts import HIDDEN_DIM, chunk, cut_dim
+
+Kind = Literal["matrix", "norm", "bias"]
+"""What a parameter is for, whatever its number of dims: biases of experts are stacked."""
+
+_BIASES = frozenset(("bias", "b1", "b2", "b3", "sinks"))
+
+
+class Cut(NamedTuple):
+    """One cut of a parameter over the ranks of a group.
+
+    Attributes:
+        group: Name, see :data:`hp_train.layout.communicators.GROUPS`.
+        dim: Dim that is cut, in chunks as `torch.chunk` makes them.
+    """
+
+    group: str
+    dim: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parameter:
+    """A parameter, known by its name in the whole model.
+
+    Attributes:
+        name: Global name.
+        tensor: As the module has it: plain, or a DTensor where FSDP shards it.
+        local: The values that are here, sharing the memory of ``tensor``; a leaf, for the
+            optimizer.
+        shape: Of the whole parameter.
+        cuts: How the whole becomes the local part, one cut after the other.
+        replicas: Groups whose ranks hold the same values, and whose gradients are to be summed
+            after backward.
+        is_expert: Whether dim 0 is the experts of a layer.
+        span: Of each dim, first and last + 1 index of the local part in the whole.
+        twins: The same parameter in other stages of this rank, with gradients of their own: in the
+            same memory, or a copy, where FSDP shards each stage by itself.
+        peers: Ranks whose stages have a copy; gradients are summed over them after all other sums.
+    """
+
+    name: str
+    tensor: nn.Parameter
+    local: Tensor
+    shape: tuple[int, ...]
+    cuts: tuple[Cut, ...]
+    replicas: tuple[str, ...]
+    is_expert: bool
+    span: tuple[tuple[int, int], ...]
+    twins: tuple[nn.Parameter, ...] = ()
+    peers: ProcessGroup | None = None
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether the gradient is summed over other ranks after backward."""
+        return bool(self.replicas) or self.peers is not None
+
+    @property
+    def kind(self) -> Kind:
+        """By its name; the sinks of attention are scores of nothing, and so biases."""
+        if self.name.rpartition(".")[2] in _BIASES:
+            return "bias"
+        return "norm" if self.name.endswith("norm.weight") else "matrix"
+
+    @property
+    def experts(self) -> range | None:
+        """Global indices of the local experts; None if it is no expert's."""
+        return range(*self.span[0]) if self.is_expert else None
+
+    def collect_gradient(self) -> None:
+        """Let ``local`` have what backward left on the module; zeros where that is nothing.
+
+        An expert that nobody chose has no gradient.
+        """
+        tensors = (self.tensor, *self.twins)
+        found = [local_part(tensor.grad) for tensor in tensors if tensor.grad is not None]
+        for tensor in tensors:
+            tensor.grad = None
+        if found:
+            self.local.grad = reduce(torch.add, found)
+        else:
+            self.local.grad = self.local.new_zeros(self.local.shape)
+
+    @torch.no_grad()
+    def update_twins(self) -> None:
+        """Give other stages of this rank the values that ``local`` has now."""
+        for twin in self.twins:
+            copy = local_part(twin)
+            if copy.data_ptr() != self.local.data_ptr():
+                copy.copy_(self.local)
+
+    def as_whole(self, local: Tensor, mesh: Mesh) -> Tensor:
+        """Describe a tensor cut as this parameter is: a DTensor, or itself where nothing is cut.
+
+        Args:
+            local: Of the shape of the local part; memory is shared.
+            mesh: Of the run.
+        """
+        if not self.cuts:
+            return local
+        strides = [1]
+        for size in reversed(self.shape[1:]):
+            strides.insert(0, strides[0] * size)
+        return DTensor.from_local(
+            local,
+            mesh.submesh(*(cut.group for cut in self.cuts)),
+            [Shard(cut.dim) for cut in self.cuts],
+            run_check=False,
+            shape=torch.Size(self.shape),
+            stride=tuple(strides),
+        )
+
+
+def named_parameters(
+    stage: nn.Module,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    mesh: Mesh | None = None,
+) -> list[Parameter]:
+    """All parameters of a stage, after it has been cut and sharded.
+
+    Args:
+        stage: Its parameters carry their global names.
+        shapes: Of the whole parameters; None: nothing is cut.
+        mesh: Of the run, if something is cut.
+    """
+    owners = {n for n, m in stage.named_modules() if isinstance(m, GroupedExperts)}
+    found = []
+    for name, tensor in stage.named_parameters():
+        is_expert = name.rpartition(".")[0] in owners
+        cuts: tuple[Cut, ...] = ()
+        replicas: tuple[str, ...] = ()
+        if mesh is not None:
+            cuts, replicas = _placement(name, tensor, mesh, is_expert=is_expert)
+        shape = tuple(tensor.shape) if shapes is None else shapes[name]
+        found.append(
+            Parameter(
+                name=name,
+                tensor=tensor,
+                local=local_part(tensor),
+                shape=shape,
+                cuts=cuts,
+                replicas=replicas,
+                is_expert=is_expert,
+                span=_span(shape, cuts, mesh),
+            )
+        )
+    return found
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What is here of a tensor, without a graph."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _placement(
+    name: str, tensor: Tensor, mesh: Mesh, *, is_expert: bool
+) -> tuple[tuple[Cut, ...], tuple[str, ...]]:
+    """Over which groups a parameter is cut, and which have copies of what is left."""
+    cuts: list[Cut] = []
+    replicas = ["expert_replicate" if is_expert else "dp_replicate"]
+    dims = {"tp": cut_dim(name)}
+    if is_expert:
+        dims = {"ep": 0, "etp": HIDDEN_DIM.get(name.rpartition(".")[2])}
+    for group, dim in dims.items():
+        if dim is None:
+            replicas.append(group)
+        else:
+            cuts.append(Cut(group, dim))
+    cuts = [cut for cut in cuts if mesh.size(cut.group) > 1]
+    if isinstance(tensor, DTensor):
+        (placement,) = tensor.placements
+        assert isinstance(placement, Shard)
+        cuts.append(Cut("expert_shard" if is_expert else "fsdp", placement.dim))
+    return tuple(cuts), tuple(group for group in replicas if mesh.size(group) > 1)
+
+
+def _span(
+    shape: Iterable[int], cuts: Iterable[Cut], mesh: Mesh | None
+) -> tuple[tuple[int, int], ...]:
+    parts = [range(size) for size in shape]
+    for group, dim in cuts:
+        assert mesh is not None
+        parts[dim] = chunk(parts[dim], mesh.size(group), mesh.index(group))
+    return tuple((part.start, part.stop) for part in parts)

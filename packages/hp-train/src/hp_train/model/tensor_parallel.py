@@ -1,0 +1,143 @@
+"""Tensor parallelism with sequence parallelism (Korthikanti et al., 2022, arXiv:2205.05198).
+
+Between layers each tensor-parallel rank has a slice of the positions. A layer whose matrices are
+cut gathers the positions first and, at its end, sums what the ranks have and keeps its slice. So
+does the embedding, and the output matrix gathers what the final norm gave and computes some logits
+on each rank; `cross_entropy` works on these. What is not cut (norms, routers, shared experts) sees
+a part of the positions or feeds a part of the heads, so its gradients are summed over the ranks.
+Experts are dealt out over these ranks as over any others, see `hp_train.layout.ranks`.
+
+Shape symbols: B sequences, S positions, s of them on a rank, D model width, T tokens, V vocabulary,
+v of it on a rank.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from hp_platform import all_gather_uneven, outside_graph, reduce_scatter_uneven
+from hp_train.model import TransformerStage
+from hp_train.model.block import Block
+from hp_train.model.cuts import chunk, cut_dim
+from hp_train.model.layers import Embedding
+from hp_train.model.transformer import cross_entropy as whole_cross_entropy
+
+
+def cut_tensors(stage: TransformerStage, vocabulary: range, group: ProcessGroup) -> None:
+    """Keep this rank's part of every parameter, and put the exchanges where they belong.
+
+    Args:
+        stage: On the meta device.
+        vocabulary: Tokens whose logits this rank computes.
+        group: The tensor-parallel ranks.
+    """
+    if stage.embedding is not None:
+        stage.embedding = VocabParallelEmbedding(stage.embedding, group)
+    for name, parameter in list(stage.named_parameters()):
+        dim = cut_dim(name)
+        if dim is not None and not name.startswith("embedding."):
+            owner, _, last = name.rpartition(".")
+            part = parameter.chunk(group.size(), dim)[group.rank()]
+            setattr(stage.get_submodule(owner), last, nn.Parameter(torch.empty_like(part)))
+    gather, scatter = partial(gather_positions, group=group), partial(sum_positions, group=group)
+
+    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        del module
+        return gather(args[0]), *args[1:]
+
+    for block in stage.modules():
+        if not isinstance(block, Block):
+            continue
+        block.attention.register_forward_pre_hook(before)
+        block.attention.wo.finish = scatter
+        if block.feed_forward is not None:
+            block.feed_forward.register_forward_pre_hook(before)
+            block.feed_forward.w2.finish = scatter
+    stage.before_output = gather
+    stage.cross_entropy = partial(cross_entropy, first=vocabulary.start, group=group)
+
+
+class VocabParallelEmbedding(Embedding):
+    """A part of the rows of an embedding.
+
+    Args:
+        whole: The embedding, on the meta device.
+        group: Its ranks have a part each.
+    """
+
+    def __init__(self, whole: nn.Embedding, group: ProcessGroup) -> None:
+        mine = chunk(range(whole.num_embeddings), group.size(), group.rank())
+        like = whole.weight
+        super().__init__(len(mine), whole.embedding_dim, device=like.device, dtype=like.dtype)
+        self.first = mine.start
+        self._group = group
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name in the base class
+        """Token ids int64 [B, S] to this rank's positions [B, s, D]."""
+        row = input - self.first
+        is_here = (row >= 0) & (row < self.num_embeddings)
+        found = super().forward(row.where(is_here, 0))
+        return sum_positions(found * is_here[..., None], group=self._group)
+
+
+@outside_graph
+def gather_positions(x: Tensor, *, group: ProcessGroup) -> Tensor:
+    """[B, s, D] to [B, S, D]; backward sums over ranks and keeps this rank's positions."""
+    sizes = [x.shape[1]] * group.size()
+    return all_gather_uneven(x, sizes=sizes, dim=1, group=group)
+
+
+@outside_graph
+def sum_positions(x: Tensor, *, group: ProcessGroup) -> Tensor:
+    """[B, S, D] summed over ranks to this rank's positions [B, s, D]; backward gathers."""
+    sizes = [x.shape[1] // group.size()] * group.size()
+    return reduce_scatter_uneven(x, sizes=sizes, dim=1, group=group)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, *, first: int, group: ProcessGroup) -> Tensor:
+    """Sum of the cross-entropy of all tokens whose target is not negative, a scalar.
+
+    Args:
+        logits: Of this rank's part of the vocabulary [T, v], fp32 or wider.
+        targets: int64 [T].
+        first: First token of that part.
+        group: Ranks that have the other parts; all of them get the same loss, and must call.
+    """
+    if group.size() == 1:
+        return whole_cross_entropy(logits, targets)
+    loss: Tensor = _CrossEntropy.apply(logits, targets, first, group)
+    return loss
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, first: int, group: ProcessGroup
+    ) -> Tensor:
+        largest_T = logits.amax(dim=1)
+        dist.all_reduce(largest_T, dist.ReduceOp.MAX, group=group)
+        share_Tv = (logits - largest_T[:, None]).exp_()
+        row_T = torch.arange(len(targets), device=targets.device)
+        column_T = targets - first
+        is_here_T = (column_T >= 0) & (column_T < logits.shape[1])
+        column_T = column_T.where(is_here_T, 0)
+        aim_T = logits[row_T, column_T].where(is_here_T, 0)
+        sums = torch.stack((share_Tv.sum(dim=1), aim_T))
+        dist.all_reduce(sums, group=group)
+        share_Tv /= sums[0, :, None]
+        is_learned_T = targets >= 0
+        ctx.save_for_backward(share_Tv, column_T, is_here_T, is_learned_T)
+        return (sums[0].log() + largest_T - sums[1]).where(is_learned_T, 0).sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        share_Tv, column_T, is_here_T, is_learned_T = ctx.saved_tensors
+        grad_Tv = share_Tv * (grad * is_learned_T)[:, None]
+        row_T = torch.arange(len(column_T), device=column_T.device)
+        grad_Tv[row_T, column_T] -= grad * (is_here_T & is_learned_T)
+        return grad_Tv, None, None, None

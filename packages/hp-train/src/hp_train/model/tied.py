@@ -1,0 +1,74 @@
+"""An embedding that is also the output matrix, where the first and the last stage are apart.
+
+Both stages have the table under its one global name, so it starts the same on both, is cut the same
+and is one tensor in a checkpoint. On two ranks, each has a copy; the gradients of both are summed
+over the pair, last of all sums, so that both add the same two numbers and the copies stay equal bit
+for bit. On one rank, as in schedules that go there and back, both stages have the same memory, or,
+where FSDP shards each stage by itself, a copy that is written after every update. There too each
+stage has a gradient of its own, and they are added when all microbatches are done: whose turn comes
+when is the schedule's, and sums in another order are other numbers.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from hp_platform import new_group
+from hp_train.model import TransformerStage
+from hp_train.model.parameters import Parameter
+
+_TIED = "embedding.weight"
+
+
+def tied_group(
+    places: Sequence[int],
+    members: Sequence[Sequence[int]],
+    *,
+    backend: str,
+    timeout: timedelta,
+) -> ProcessGroup | None:
+    """Build the groups of ranks that have copies of an embedding. All ranks call it together.
+
+    Args:
+        places: Of each stage, the place of its rank in the pipeline.
+        members: Global ranks of each place; the first and the last one have as many of each axis.
+        backend: Of the groups.
+        timeout: Of their collectives.
+
+    Returns:
+        This rank's; None if it has no copy, or the only one.
+    """
+    ends = sorted({places[0], places[-1]})
+    if len(ends) == 1:
+        return None
+    pairs = list(zip(*(members[place] for place in ends), strict=True))
+    return new_group(pairs, name="tied embeddings", backend=backend, timeout=timeout)
+
+
+def share_table(first: TransformerStage, last: TransformerStage) -> None:
+    """Let two stages of one rank have one table in memory, unless FSDP shards each by itself."""
+    assert first.embedding is not None
+    assert last.embedding is not None
+    if not isinstance(first.embedding.weight, DTensor):
+        last.embedding.weight = nn.Parameter(first.embedding.weight.detach())
+
+
+def merge_copies(parameters: Iterable[Parameter], peers: ProcessGroup | None) -> list[Parameter]:
+    """List every parameter of a rank once, however many of its stages have it.
+
+    Args:
+        parameters: Of all stages.
+        peers: Ranks with copies of the embedding.
+    """
+    known: dict[str, Parameter] = {}
+    for parameter in parameters:
+        first = known.setdefault(parameter.name, parameter)
+        if parameter.tensor is not first.tensor:
+            known[parameter.name] = replace(first, twins=(*first.twins, parameter.tensor))
+    if _TIED in known:
+        known[_TIED] = replace(known[_TIED], peers=peers)
+    return list(known.values())

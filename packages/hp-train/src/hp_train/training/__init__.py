@@ -1,0 +1,1 @@
+"""The loop of one rank: batches, gradients, the update, metrics, reports."""

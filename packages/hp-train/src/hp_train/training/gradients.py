@@ -1,0 +1,120 @@
+"""Gradients of the whole model: summed over the ranks, one norm, one clip.
+
+Note [gradient norm]: the norm is summed in fp64 over (parameter name, expert) entries in one
+fixed order. What of an entry is here is computed by one of the ranks that hold it, and every rank
+adds its part of the entry or zero, so that the result does not depend on the layout beyond the
+rounding of the gradients themselves and of sums of squares in fp64.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hp_platform import all_gather_json
+from hp_train.layout.mesh import Mesh
+from hp_train.model.parameters import Parameter
+
+
+def reduce_gradients(parameters: Iterable[Parameter], mesh: Mesh) -> list[Tensor]:
+    """Sum every gradient over the ranks that hold the same values, into ``local.grad``.
+
+    Losses are already divided by global counts, so sums are all there is. One flat collective per
+    groups and dtype.
+
+    Returns:
+        Norm of each of these on this rank before it was summed: scalars in fp64, on the device.
+    """
+    norms = []
+    buckets: dict[tuple[tuple[ProcessGroup, ...], torch.dtype], list[Tensor]] = {}
+    for parameter in parameters:
+        parameter.collect_gradient()
+        gradient = parameter.local.grad
+        assert gradient is not None
+        over = tuple(mesh.groups[name] for name in parameter.replicas)
+        if parameter.peers is not None:
+            over = (*over, parameter.peers)
+        if over:
+            buckets.setdefault((over, gradient.dtype), []).append(gradient)
+    # All ranks of a group hold the same parameters in the same order, so buckets come in one order.
+    for (groups, _), gradients in buckets.items():
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        norms.append(torch.linalg.vector_norm(flat, dtype=torch.float64))
+        for group in groups:
+            dist.all_reduce(flat, group=group)
+        sizes = [gradient.numel() for gradient in gradients]
+        for gradient, summed in zip(gradients, flat.split(sizes), strict=True):
+            gradient.copy_(summed.view_as(gradient))
+    return norms
+
+
+class GradientNorm:
+    """Squared gradient norms by parameter and expert; see Note [gradient norm].
+
+    All ranks construct it together: they tell each other the names they hold.
+
+    Args:
+        parameters: This rank's.
+        mesh: Decides which rank speaks for what.
+        control: Group over all ranks for objects.
+
+    Attributes:
+        sizes: Entry name -> number of elements, over all ranks, sorted by name. An expert's entry
+            ends in its index, ``layers.0.moe.experts.w1[3]``.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Parameter], mesh: Mesh, *, control: dist.ProcessGroup
+    ) -> None:
+        self._spoken: list[tuple[Tensor, int]] = []
+        spoken_names: list[str] = []
+        mine: dict[str, int] = {}
+        for parameter in parameters:
+            names = _entry_names(parameter)
+            whole = math.prod(parameter.shape[1:] if parameter.is_expert else parameter.shape)
+            mine |= dict.fromkeys(names, whole)
+            is_first = parameter.peers is None or parameter.peers.rank() == 0
+            if names and is_first and all(mesh.index(group) == 0 for group in parameter.replicas):
+                self._spoken.append((parameter.local, len(names)))
+                spoken_names += names
+        everyone = all_gather_json(mine, of=dict[str, int], group=control)
+        self.sizes = dict(sorted({k: v for rank in everyone for k, v in rank.items()}.items()))
+        position = {name: i for i, name in enumerate(self.sizes)}
+        self._positions = torch.tensor([position[name] for name in spoken_names], dtype=torch.int64)
+
+    def local_squares(self, device: torch.device) -> Tensor:
+        """This rank's entries, zeros elsewhere: fp64 [entries], to be summed over all ranks."""
+        squares = torch.zeros(len(self.sizes), dtype=torch.float64, device=device)
+        norms = []
+        for tensor, num_entries in self._spoken:
+            assert tensor.grad is not None
+            rows = tensor.grad.reshape(num_entries, tensor.numel() // num_entries)
+            norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64))
+        if norms:
+            # One write: each would cost a copy of its positions, for which a GPU is waited for.
+            self._positions = self._positions.to(device)
+            squares[self._positions] = torch.cat(norms).square()
+        return squares
+
+    def not_finite(self, squares: Tensor) -> list[str]:
+        """Names of the entries that are not."""
+        values = zip(self.sizes, squares.tolist(), strict=True)
+        return [name for name, value in values if not math.isfinite(value)]
+
+
+def _entry_names(parameter: Parameter) -> list[str]:
+    if parameter.experts is None:
+        return [parameter.name]
+    return [f"{parameter.name}[{expert}]" for expert in parameter.experts]
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Sequence[Parameter], norm: float, max_norm: float) -> None:
+    """Scale all gradients so that the whole model's norm is at most ``max_norm`` (0: never)."""
+    if max_norm > 0 and norm > max_norm:
+        for parameter in parameters:
+            assert parameter.local.grad is not None
+            parameter.local.grad.mul_(max_norm / norm)

@@ -1,0 +1,118 @@
+"""What ranks do together before a run is built: meet, and let one of each node prepare the data."""
+
+import os
+from dataclasses import replace
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from hp_platform import Runtime, agree, all_gather_json, initialize, new_group
+from hp_train.config import Config
+from hp_train.config.timeouts import Timeouts
+from hp_train.data import Tokenizer, load_tokenizer
+from hp_train.data.cache import Cache
+from hp_train.data.prepare import prepare
+from hp_train.errors import DataError
+from hp_train.launch.task import Worker
+from hp_train.training import gpu_settings
+
+
+def connect(config: Config, worker: Worker) -> Runtime:
+    """Initialise the world; what comes after waits for as long as a step may.
+
+    Args:
+        config: Validated; the same on every rank.
+        worker: This process.
+    """
+    worker.board.beat(step=0, phase="connect", waiting=True)
+    gpu_settings.apply(config, os.environ)
+    launch, timeouts = config.launch, Timeouts.of(config)
+    runtime = initialize(
+        worker.info,
+        device_type=launch.device,
+        timeout=timedelta(seconds=timeouts.init),
+        backend=launch.backend,
+    )
+    control = new_group(
+        [range(runtime.info.world_size)],
+        name="control",
+        backend="gloo",
+        timeout=timedelta(seconds=timeouts.step),
+    )
+    assert control is not None, "every rank is in the control group"
+    return replace(runtime, control=control)
+
+
+def prepare_data(config: Config, worker: Worker, runtime: Runtime) -> Tokenizer:
+    """Tokenise once per node; every rank learns of a failure before anything is built on it.
+
+    Args:
+        config: Validated; the same on every rank.
+        worker: This process.
+        runtime: The initialised world.
+
+    Returns:
+        The tokenizer of the data.
+    """
+    prepares = worker.info.local_rank == 0
+
+    def beat() -> None:
+        worker.board.beat(step=0, phase="prepare data", waiting=not prepares)
+
+    beat()
+    error: Exception | None = None
+    tokenizer: Tokenizer | None = None
+    try:
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        if worker.data is None:
+            with worker.folder.sub("data", make=True) as data:
+                data.require_files()
+        if prepares:
+            prepare(
+                worker.data_dir,
+                paths=config.data.paths,
+                tokenizer=tokenizer,
+                eval_fraction=config.data.eval_fraction,
+                cache=Cache.of_user(limit_bytes=config.data.cache_gib << 30),
+                on_progress=beat,
+            )
+    except Exception as failure:  # noqa: BLE001 - every rank must hear of it
+        error = failure
+    agree(error, group=runtime.control, where="prepare data")
+    assert tokenizer is not None
+    return tokenizer
+
+
+def vocab_size_of(config: Config, tokenizer: Tokenizer) -> int:
+    """Rows of the embedding.
+
+    Args:
+        config: Validated.
+        tokenizer: Of the data.
+
+    Raises:
+        DataError: When the tokenizer has more tokens.
+    """
+    rows = config.model.vocab_size or tokenizer.vocab_size
+    if rows < tokenizer.vocab_size:
+        raise DataError(
+            f"model.vocab_size ({rows}) must be at least the tokens of the tokenizer "
+            f"({tokenizer.vocab_size})"
+        )
+    return rows
+
+
+def require_same_data(digests: tuple[str, ...], *, control: dist.ProcessGroup) -> None:
+    """Compare what the ranks read: nodes without shared storage each tokenise their own copy.
+
+    Args:
+        digests: Of this rank's splits.
+        control: Group over all ranks for objects.
+
+    Raises:
+        DataError: On every rank, when two of them differ.
+    """
+    everyone = all_gather_json(digests, of=tuple[str, ...], group=control)
+    other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
+    if other is not None:
+        raise DataError(f"ranks 0 and {other} must read the same text, but their tokens differ")

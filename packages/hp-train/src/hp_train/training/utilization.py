@@ -1,0 +1,58 @@
+"""Model FLOPs utilization (MFU): of what the GPUs could compute, the share that the model needs.
+
+Note [MFU]. MFU = F x tokens per second / (P x GPUs), where
+
+- F are the model's operations per token: three times those of the forward as `hp plan` counts them
+  (`hp_train.costs.modules`; a multiplication and its addition are two, backward is two forwards).
+  They are those of the products: dense matrices, router, the experts that a token goes to, logits,
+  modules of multi-token prediction, and of attention half of all scores (or the window's), whatever
+  documents are packed. What is run again (`train.recompute`) is not counted.
+- P is the dense peak of the data sheet in `train.dtype` of the GPU of rank 0: `PEAK_TERAFLOPS`.
+- Seconds are those of the whole step, with reading data, reduction and optimizer, without
+  evaluation and saving.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from hp_platform import Runtime, all_gather_json
+from hp_train.config import Config
+from hp_train.costs.machine import peak_flops
+from hp_train.costs.modules import whole_model
+
+
+def model_flops(config: Config, *, vocab_size: int) -> float:
+    """Operations of forward and backward per token, see Note [MFU]."""
+    return 3.0 * whole_model(config, vocab_size).flops
+
+
+@dataclass(frozen=True, slots=True)
+class Utilization:
+    """What MFU is computed from.
+
+    Attributes:
+        flops: Operations of the model per token, forward and backward.
+        peak: Peak operations per second of all GPUs together.
+    """
+
+    flops: float
+    peak: float
+
+    @classmethod
+    def of(cls, config: Config, runtime: Runtime, *, vocab_size: int) -> "Utilization | None":
+        """Utilization of a run; None on a CPU and on GPUs of unknown peak. All ranks call it."""
+        if runtime.device.type != "cuda":
+            return None
+        properties = torch.cuda.get_device_properties(runtime.device)
+        told = (properties.name, str(properties.uuid))
+        everyone = all_gather_json(told, of=tuple[str, str], group=runtime.control)
+        peak = peak_flops(everyone[0][0], config.train.dtype)
+        if peak is None:
+            return None
+        num_gpus = len({uuid for _, uuid in everyone})  # several ranks may share one
+        return cls(model_flops(config, vocab_size=vocab_size), peak * num_gpus)
+
+    def at(self, tokens_per_second: float) -> float:
+        """MFU at a rate of all ranks together."""
+        return self.flops * tokens_per_second / self.peak
