@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta, Struct, to_builtins
 
-from hp_schedule import SCHEDULES
+from hp_train.layout.schedules import KINDS
 
 LARGEST = 2**31 - 1
 MOST_LAYERS = 10_000
@@ -20,15 +20,10 @@ MOST_EXPERTS = 200_000
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 """Of a number in each train.dtype."""
 
-SCHEDULE_NAMES = tuple(
-    kind.name for kind in SCHEDULES.values() if kind.trains and "group_size" not in kind.options
-)
-"""Of those that train, all but what is chosen for a size that configs have no key for."""
-
 if TYPE_CHECKING:
     ScheduleName = str
 else:
-    ScheduleName = Literal[SCHEDULE_NAMES]
+    ScheduleName = Literal[tuple(KINDS)]
 
 Count = Annotated[int, Meta(ge=1, le=LARGEST)]
 CountOrZero = Annotated[int, Meta(ge=0, le=LARGEST)]

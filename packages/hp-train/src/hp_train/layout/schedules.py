@@ -21,10 +21,15 @@ from hp_schedule import (
 )
 
 if TYPE_CHECKING:
-    from hp_train.config import SCHEDULE_NAMES, Config, PipelineConfig
+    from hp_train.config import Config, PipelineConfig
 
-KINDS: Final = {name: SCHEDULES[name] for name in SCHEDULE_NAMES}
-"""By the name that `pipeline.schedule` gives."""
+KINDS: Final = {
+    kind.name: kind
+    for kind in SCHEDULES.values()
+    if kind.trains and "group_size" not in kind.options
+}
+"""By the name that `pipeline.schedule` gives: of those that train, all but what is chosen for a
+size that configs have no key for."""
 
 
 def count_stages(config: Config) -> int:
