@@ -54,10 +54,10 @@ class GatheredMask(PartsMask):
 
     Args:
         mask: Which keys a query may see.
-        spread: Whose positions are which.
+        spread: Positions of the sequence that each rank of the group holds.
         mode: Name of the mode, for messages.
         share: The query heads of this rank; None for all.
-        rates: What the number of strides is decided by, the same on all ranks; None for one.
+        rates: Rates that decide the number of strides, the same on all ranks; None: one stride.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class Routes:
     """Which rows of keys a rank sends to and gets from each rank, and the exchanges of them.
 
     Args:
-        spread: Whose positions are which.
+        spread: Positions of the sequence that each rank of the group holds.
         mask: Which keys a query may see; None: all ranks get everything.
 
     Attributes:
         held: Positions of the gathered keys, in order.
         mean_seen: Keys that the queries of a rank may see, on the mean over ranks.
-        mean_fetched: Of these, those of other ranks.
+        mean_fetched: Keys among these that other ranks hold, likewise on the mean over ranks.
     """
 
     def __init__(self, spread: Spread, mask: Mask | None) -> None:
@@ -161,7 +161,7 @@ def gather_keys(k: Tensor, v: Tensor, spread: Spread, *, seq_dim: int) -> tuple[
     Args:
         k: This rank's keys, any shape with s at `seq_dim`.
         v: Its values, of the same shape but for the last dim.
-        spread: Whose positions are which.
+        spread: Positions of the sequence that each rank of the group holds.
         seq_dim: Dimension of the sequence.
     """
     whole: tuple[Tensor, Tensor] = _Gather.apply(k, v, Routes(spread, None), seq_dim)

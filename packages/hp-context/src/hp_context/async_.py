@@ -57,7 +57,8 @@ class AsyncContextParallel(ContextParallel):
         overlap: True: launch always, and gather keys in four strides or as many as there are
             key/value heads. False: never, as `ContextParallel`. "auto": where, and in as many
             strides as, `rates` say that it pays.
-        rates: Of link and compute, the same on every rank. None: of the kind of device.
+        rates: Rates of link and compute, the same on every rank. None: default rates of the kind of
+            device.
 
     Raises:
         ValueError: Arguments that cannot be.
@@ -155,8 +156,9 @@ class AsyncContextParallel(ContextParallel):
 
         Args:
             x: [B, s, H, D], or as `seq_dim` and `head_dim` say.
-            mesh_or_group: Of the attention that will take it.
-            flops: Of the computation that it may hide behind, for `overlap="auto"`.
+            mesh_or_group: Mesh or group of the attention that will take it, as passed to `apply`.
+            flops: Floating-point operations of the computation behind which it may hide, for
+                `overlap="auto"`.
 
         Returns:
             `x`.

@@ -36,7 +36,8 @@ class QueryRun:
     Attributes:
         query: Their positions.
         start: Where they begin in the tensor of queries.
-        blocks: In the order of the keys; none where the queries see nothing.
+        blocks: Blocks of keys that the queries see, in the order of the keys; empty where they see
+            nothing.
     """
 
     query: range

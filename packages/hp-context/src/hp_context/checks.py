@@ -96,7 +96,7 @@ def check_parts(contents: list[list[int]], q: Tensor, *, group: ProcessGroup) ->
 
     Args:
         contents: `content_of` each rank.
-        q: Of this rank, for the message.
+        q: Queries of this rank, for the message.
         group: The ranks that share the sequence.
 
     Raises:

@@ -23,7 +23,7 @@ class CoreMask:
     Attributes:
         name: Parameter of the core attention that takes the mask, for messages.
         mode: Name of the mode of `ContextParallel`, for messages.
-        seq_len: S.
+        seq_len: Length of the whole sequence, S.
         spread: Which queries each rank has; None in the Ulysses mode, where each has all.
         share: Which query heads this rank has; None: all.
     """

@@ -23,8 +23,8 @@ class ExchangedBytes(NamedTuple):
     """What one rank sends to the others.
 
     Attributes:
-        forward: Bytes.
-        backward: Bytes.
+        forward: Bytes sent in forward.
+        backward: Bytes sent in backward.
     """
 
     forward: int
@@ -60,21 +60,21 @@ def exchanged_bytes(
     D = E and no mask, all-gather K/V sends less forward than Ulysses where N < 1 + H / G.
 
     Args:
-        seq_len: S.
-        num_heads: H.
-        num_kv_heads: G.
-        head_size: D.
-        num_ranks: N.
-        ulysses_degree: d; None is N, or 1 for a ring, as in `ContextParallel`.
+        seq_len: Length of the whole sequence, S.
+        num_heads: Number of query heads, H.
+        num_kv_heads: Number of key/value heads, G.
+        head_size: Head size of queries and keys, D.
+        num_ranks: Number of ranks that share the sequence, N.
+        ulysses_degree: Ulysses degree, d; None is N, or 1 for a ring, as in `ContextParallel`.
         ring: As in `ContextParallel`.
         mask: Which keys a query may see: what no query of a rank sees is not sent there. None: all.
         layout: As in `ContextParallel`.
-        value_size: E; None is D.
-        batch_size: B.
-        dtype: Of q, k and v.
+        value_size: Head size of values, E; None is D.
+        batch_size: Number of sequences in the batch, B.
+        dtype: Dtype of q, k and v.
         by_blocks: Whether the core attention is an `hp_context.Attention`. Any other is given all
             keys and keeps them for backward.
-        rank: Which one; None: the mean over all, rounded.
+        rank: Rank whose bytes are returned; None: the mean over all, rounded.
 
     Raises:
         ValueError: The heads, the ranks or the sequence cannot be divided so.

@@ -22,8 +22,8 @@ class Dropout:
     """Which weights of a call are dropped.
 
     Attributes:
-        probability: Of each weight, > 0 and < 1.
-        seed: Of the call.
+        probability: Probability of dropping each weight, > 0 and < 1.
+        seed: Seed of the call; see `draw_seed`.
         first_head: The first query head of this rank among all heads.
     """
 
@@ -48,11 +48,11 @@ class BlockDropout:
         """Return [B, H, Q, K] for some queries and keys: 0 where dropped, 1 / (1 - p) elsewhere.
 
         Args:
-            batch: B.
-            heads: H.
+            batch: Batch size, B.
+            heads: Number of query heads, H.
             rows: Which queries of the block.
             columns: Which keys of the block.
-            like: Of the dtype and on the device of the result.
+            like: Tensor that has the dtype and the device of the result.
         """
         device, first = like.device, self.call.first_head
         state = torch.full((), self.call.seed, dtype=torch.int64, device=device)

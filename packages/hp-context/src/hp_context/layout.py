@@ -98,11 +98,11 @@ def local_positions(
     """Return the global positions this rank holds: int64 [s], the input of rotary embeddings.
 
     Args:
-        seq_len: S.
+        seq_len: Length of the whole sequence, S.
         mesh_or_group: As in `shard_sequence`.
         layout: As in `shard_sequence`.
         ulysses_degree: As in `shard_sequence`.
-        device: Of the result.
+        device: Device of the result.
 
     Raises:
         ValueError: The layout cannot split S evenly, or the mesh does not fit.
@@ -128,8 +128,8 @@ def shard_sequence(
             two axes, outer and inner, that `ContextParallel` was applied to.
         seq_dim: Dimension of the sequence.
         layout: Which positions are whose.
-        ulysses_degree: Of `ContextParallel`. Needed for a mesh of two axes alone, which otherwise
-            may as well mean data parallelism times context parallelism.
+        ulysses_degree: Ulysses degree of `ContextParallel`. Needed for a mesh of two axes alone,
+            which otherwise may as well mean data parallelism times context parallelism.
 
     Returns:
         A contiguous copy with s at `seq_dim`.
@@ -160,9 +160,9 @@ def unshard_sequence(
 
     Args:
         x: s at `seq_dim`, the same shape on every rank.
-        mesh_or_group: What it was split over.
+        mesh_or_group: The ranks that share the sequence, as passed to `shard_sequence`.
         seq_dim: Dimension of the sequence.
-        layout: The layout it was split by.
+        layout: Layout of the split, as passed to `shard_sequence`.
         ulysses_degree: As in `shard_sequence`.
 
     Returns:

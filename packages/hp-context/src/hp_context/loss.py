@@ -62,9 +62,9 @@ def count_tokens(
     Args:
         targets: Shifted labels, any shape; several for the microbatches of a step. What
             each rank has: its part, if the sequence is split over the ranks.
-        mesh_or_group: The ranks to count over, each of which calls with targets of its own: context
-            parallel and data parallel ones. A mesh of several axes: all of its ranks. None: this
-            rank alone, as for whole sequences that no other rank has.
+        mesh_or_group: The ranks whose tokens are counted, each of which calls with targets of its
+            own: context parallel and data parallel ones. A mesh of several axes: all of its ranks.
+            None: this rank alone, as for whole sequences that no other rank has.
         ignore_index: Label of tokens that are not predicted.
     """
     listed = [targets] if isinstance(targets, Tensor) else list(targets)

@@ -52,7 +52,7 @@ class OverlapRates:
 
         Args:
             num_bytes: What this rank sends to others.
-            flops: Of the projection behind which it may hide.
+            flops: Floating-point operations of the projection behind which it may hide.
         """
         return min(num_bytes / self.link, flops / self.compute) > self.overhead
 
@@ -64,7 +64,7 @@ class OverlapRates:
 
         Args:
             num_bytes: What a rank sends to others, all strides together.
-            flops: Of its attention.
+            flops: Floating-point operations of its attention.
             most: Strides at most.
         """
         transfer, compute = num_bytes / self.link, flops / self.compute
@@ -96,8 +96,8 @@ class OverlapCounts:
     """Exchanges of q, k and v in forward up to a moment, recomputation included.
 
     Attributes:
-        launched: Started where the tensor was made.
-        overlapped: Of these, taken by an attention.
+        launched: Exchanges that were started where the tensor was made.
+        overlapped: Launched exchanges whose result an attention took.
         fallbacks: How many were exchanged synchronously, by reason.
     """
 

@@ -31,7 +31,7 @@ class PartsMask(SpreadMask):
 
     Args:
         mask: See `SpreadMask`.
-        spread: Whose positions are which.
+        spread: Positions of the sequence that each rank of the group holds.
         mode: See `SpreadMask`.
         share: See `SpreadMask`.
     """

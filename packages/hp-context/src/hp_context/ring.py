@@ -100,7 +100,7 @@ class Ring:
     """The walk of one call, forward and once more backward.
 
     Args:
-        spread: Whose positions are which.
+        spread: Positions of the sequence that each rank of the group holds.
         scores: How queries and keys make scores.
     """
 
@@ -174,7 +174,7 @@ class Sums:
         Args:
             step: Any but the first; each in its turn, also where no keys came by.
             grads: This rank's share, [K, B, G, D + E]; None where no keys came by. Overwritten.
-            like: Of its dtype and device, and of its shape but for K.
+            like: Tensor with the dtype, the device and, but for K, the shape of the shares.
         """
         ring, number = self._ring, step.number
         self._land()

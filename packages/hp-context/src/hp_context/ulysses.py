@@ -91,7 +91,7 @@ class Packing:
     after the other.
 
     Attributes:
-        num_ranks: N.
+        num_ranks: Number of ranks, N.
         head_dim: Dimension of the heads.
         index: The heads that are sent, rank by rank; None: all, in order.
         counts: How many of them each rank gets; None: as many each.

@@ -31,7 +31,7 @@ class ExpertBatch(NamedTuple):
         counts: Positions of each local expert, L numbers on the host; their sum is P.
             None: see Note [Padding].
         num_tokens_per_expert: The same on the device, int64 [L].
-        num_slots_per_row: F.
+        num_slots_per_row: Number of slots per row, F.
     """
 
     rows: Tensor

@@ -45,7 +45,7 @@ def fully_shard_experts(
         divide_gradients_by: 1 if the loss is divided by the tokens of all ranks; the number of
             data-parallel ranks, `efsdp * ep`, if it is a mean over those of this rank. See Note
             [Scale of gradients].
-        **options: Of `torch.distributed.fsdp.fully_shard`.
+        **options: Further options of `torch.distributed.fsdp.fully_shard`.
 
     Returns:
         `module`.

@@ -79,7 +79,7 @@ def gather_slots(
 
     Args:
         x_TD: One row per token [T, D].
-        permutation: Of the slots of these tokens.
+        permutation: Permutation of the slots of these tokens.
         gathered: What `gather_rows` of `x_TD` gave for a permutation that begins like this one;
             nothing is copied then.
 
@@ -99,7 +99,7 @@ def sum_slots(
 
     Args:
         rows_RD: One row per position [R, D].
-        permutation: Of the slots.
+        permutation: Permutation of the slots.
         weights_TK: What each slot's row counts, any floating dtype [T, K]; None: one.
 
     Returns:

@@ -20,7 +20,7 @@ def overlap_experts(module: nn.Module, overlap: CommComputeOverlap) -> None:
     """Let the exchanges of all experts in a module be overlapped.
 
     Args:
-        module: Whose experts have been spread over ranks; changed in place.
+        module: Module whose experts have been spread over ranks; changed in place.
         overlap: Runs the pairs later.
     """
     for part in module.modules():
@@ -33,7 +33,7 @@ def overlap_pairs(runtime: PipelineScheduleRuntime, overlap: CommComputeOverlap)
 
     Args:
         runtime: Waits for the inputs of both halves before it has them run.
-        overlap: Whose hooks are in the modules of the runtime's stages.
+        overlap: Overlap whose hooks are in the modules of the runtime's stages.
     """
 
     def run(step: MetaStep, context: PipelineContext) -> None:

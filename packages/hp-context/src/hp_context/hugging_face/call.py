@@ -59,16 +59,16 @@ def make_call_mask(
     """Describe the mask of a forward: a mask function of transformers.
 
     Args:
-        batch_size: B.
-        q_length: s.
+        batch_size: Number of sequences in the batch, B.
+        q_length: Length of the queries, s.
         kv_length: Length of the keys, s unless a cache holds some.
         q_offset: Keys before the first query.
         mask_function: What the model allows, as a function of local indices; used for a check.
         attention_mask: bool [B, s], false at padding.
         local_size: Window, or size of chunks.
         use_vmap: Whether the model adds a mask of its own.
-        config: Of the model.
-        device: Of the model.
+        config: Configuration of the model.
+        device: Device of the model.
         **others: What else transformers tells its own mask functions.
     """
     call = CallMask(local_size, None, has_attention_mask=attention_mask is not None)

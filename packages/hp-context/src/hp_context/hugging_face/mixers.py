@@ -61,8 +61,8 @@ def find_mixer(model: nn.Module) -> str | None:
     Every rank that holds a part of the model calls: sharded weights are gathered as in a forward.
 
     Args:
-        model: Of transformers, on its device. Modes, gradients and random numbers are left as
-            they are.
+        model: Model of transformers, on its device. Modes, gradients and random numbers are left
+            as they are.
 
     Returns:
         Path and class of the first module that mixes positions or counts them by itself, and what
@@ -104,7 +104,7 @@ class Trial:
 
     Attributes:
         found: The first module that mixes positions; None as long as there is none.
-        device: Of the model.
+        device: Device of the model.
     """
 
     def __init__(self, model: nn.Module) -> None:

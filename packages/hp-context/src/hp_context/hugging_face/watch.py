@@ -26,7 +26,7 @@ def watch_models(name: str, base: type[nn.Module]) -> None:
     """Try every model that selects an attention, before its first forward.
 
     Args:
-        name: Of the attention, as it was registered.
+        name: Name under which the attention was registered.
         base: Class of all models of transformers.
     """
     _names.add(name)

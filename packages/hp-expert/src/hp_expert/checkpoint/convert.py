@@ -29,7 +29,7 @@ def to_hf(
         state_dict: Tensors by name, such as `module.state_dict()`. Stacked tensors are plain ones
             of some experts, or `DTensor` of which some axes of the mesh shard dim 0 and others
             another dim.
-        names: Of the checkpoint.
+        names: Names that the checkpoint uses; None: `ExpertNames()`.
         first_expert: Index of the first expert of plain tensors.
 
     Returns:
@@ -65,10 +65,11 @@ def from_hf(
     """Stack the experts of a state dict; the inverse of `to_hf`.
 
     Args:
-        state_dict: With the names of a checkpoint; of experts that are elsewhere, none is needed.
+        state_dict: Tensors by the names of a checkpoint; of experts that are elsewhere, none is
+            needed.
         like: Says which stacked tensors there shall be and how they are sharded: the state dict of
             the module, on the meta device if wanted.
-        names: Of the checkpoint.
+        names: Names that the checkpoint uses; None: `ExpertNames()`.
         first_expert: Index of the first expert of plain tensors.
 
     Returns:

@@ -50,7 +50,7 @@ def load_experts(
         target: A module with experts, sharded in any way; or parts by name, for tensors whose
             place is known to the caller alone.
         files: A directory of safetensors files, or the files.
-        names: Of the checkpoint; see `expert_names`.
+        names: Names that the checkpoint uses, see `expert_names`; None: `ExpertNames()`.
         group: CPU group of the ranks that call together, all of which raise if one does; None: this
             rank is alone.
 

@@ -31,8 +31,8 @@ class ExpertNames:
 
     Attributes:
         gate: Name of the gate projection.
-        up: Of the up projection.
-        down: Of the down projection.
+        up: Name of the up projection.
+        down: Name of the down projection.
         renamed: Parts of names as modules have them, and what the checkpoint has instead; one after
             the other.
         is_stacked: Whether the checkpoint has `gate_up_proj` and `down_proj`, stacked, instead.
@@ -60,10 +60,10 @@ class ExpertNames:
         """Return the name of one projection of one expert in a checkpoint.
 
         Args:
-            path: Of the module that has the stacked tensors.
+            path: Path of the module that has the stacked tensors.
             expert: Its index among all experts.
-            projection: Which one.
-            bias: Of its bias instead of its weight.
+            projection: Projection of that expert.
+            bias: Whether to name its bias instead of its weight.
         """
         kind = "bias" if bias else "weight"
         return f"{self.prefix(path)}{expert}.{getattr(self, projection)}.{kind}"

@@ -19,7 +19,7 @@ class StackedPart(Part):
     Attributes:
         local: The values here, in the storage of the parameter; [E, R, C] or, of a bias, [E, R],
             as far as they are here.
-        shape: Of the whole.
+        shape: Shape of the whole tensor, [E, R, C] or, of a bias, [E, R].
         offset: Where the part begins in the whole.
     """
 
@@ -31,7 +31,7 @@ class StackedPart(Part):
 
         Args:
             tensor: A `DTensor` with any sharding, or a plain tensor of some experts.
-            num_experts: E, for a plain tensor; 0: all are here.
+            num_experts: Number of experts, E, for a plain tensor; 0: all are here.
             first_expert: Index of the first one of a plain tensor.
         """
         part = super().of(tensor)
@@ -48,7 +48,7 @@ class Piece(NamedTuple):
         destination: View of the part.
         expert: Its index among all experts.
         projection: Which one.
-        shape: Of the whole projection, [R, C] or [R].
+        shape: Shape of the whole projection, [R, C] or, of a bias, [R].
         box: Where the piece is in it.
     """
 
@@ -63,7 +63,7 @@ def pieces(name: str, part: StackedPart) -> Iterator[Piece]:
     """Cut a part into projections of experts.
 
     Args:
-        name: Of the stacked tensor, without the path of its module.
+        name: Name of the stacked tensor, without the path of its module.
         part: What is here of it.
     """
     projections = PROJECTIONS[name]
@@ -142,7 +142,7 @@ def keys_of(name: str, part: StackedPart, names: ExpertNames) -> dict[str, tuple
     Args:
         name: Path of the module and name of the stacked tensor.
         part: Any part of it.
-        names: Of the checkpoint, which is not a stacked one.
+        names: Names that the checkpoint uses, which is not a stacked one.
     """
     path, _, stacked = name.rpartition(".")
     projections, bias = PROJECTIONS[stacked], stacked in BIASES

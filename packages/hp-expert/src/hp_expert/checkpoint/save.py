@@ -36,11 +36,11 @@ def save_experts(
     last: without it, the files are no checkpoint.
 
     Args:
-        module: With the experts.
+        module: Module that contains the experts.
         directory: Made if it is missing; must have no safetensors files.
         others: Whole tensors that are no experts, by their names in the module; those of rank 0
             are written. Tied ones are written under each name.
-        names: Of the checkpoint; not stacked ones.
+        names: Names that the checkpoint uses, not stacked ones; None: `ExpertNames()`.
         group: CPU group of the ranks that call together, all of which raise if one does; None: this
             rank is alone.
         writes: Whether this rank writes its experts. Of ranks that have the same, one should; those

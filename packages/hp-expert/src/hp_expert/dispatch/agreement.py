@@ -141,7 +141,7 @@ def raise_together(
     Args:
         error: What is wrong on this rank.
         mine: What this rank told the others.
-        verdicts: From each rank: code of its header, how many of its slots are invalid.
+        verdicts: Verdict of each rank: code of its header, how many of its slots are invalid.
         groups: The ranks: those of one group; or, of two, all in the second group with a rank of
             the first, which follow each other.
         device: Where the exchange took place.

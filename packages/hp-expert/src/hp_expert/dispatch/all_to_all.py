@@ -48,7 +48,7 @@ class AllToAllDispatcher:
 
     Attributes:
         group: The ranks that share the experts.
-        num_experts: E.
+        num_experts: Number of experts, E.
         deduplicate: Whether a token's row goes to a rank once, however many of its experts live
             there, instead of once for each. "auto": if `deduplication_pays`.
     """
@@ -207,8 +207,8 @@ class _Ahead(NamedTuple):
     Attributes:
         rows: Which rows go where: as many as there may be at most.
         gathered: Those rows.
-        slots: Which slots they are for, likewise.
-        codes: Of these slots, if rows are deduplicated.
+        slots: Permutation of the slots that these rows serve: likewise.
+        codes: Codes of these slots, uint8 or int32; None unless rows are deduplicated.
     """
 
     rows: Permutation

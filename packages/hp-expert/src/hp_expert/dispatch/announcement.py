@@ -25,8 +25,8 @@ class Volume(NamedTuple):
     """What crosses between this rank and each other one.
 
     Attributes:
-        sent: To each rank.
-        received: From each rank.
+        sent: Rows or slots that this rank sends to each rank, W numbers.
+        received: Rows or slots that it receives from each rank, W numbers.
     """
 
     sent: tuple[int, ...]
@@ -38,8 +38,8 @@ class Heard(NamedTuple):
 
     Attributes:
         num_invalid: Slots of this rank whose experts do not exist.
-        verdicts: From each rank: code of its header, invalid slots.
-        tokens: Of each rank before they were cut into slices; 0 if they were not.
+        verdicts: Verdict of each rank: code of its header, number of its invalid slots.
+        tokens: Tokens of each rank before they were cut into slices; 0 if they were not.
         slots: Slots sent and received.
         rows: Rows sent and received, if they are deduplicated.
         counts: Slots of each local expert.
@@ -70,13 +70,13 @@ def announcement(
     """Return the block for each rank, int64 [W, B].
 
     Args:
-        header: Of this rank's input.
+        header: Header of this rank's input.
         counted: Its slots; None if the input is wrong.
         where: Its rows, if they are deduplicated.
-        num_ranks: W.
-        num_local: L.
-        num_tokens: Before they were cut into slices, if they were.
-        device: Of the result.
+        num_ranks: Number of ranks, W.
+        num_local: Number of local experts of a rank, L.
+        num_tokens: Number of tokens before they were cut into slices; 0 if they were not.
+        device: Device of the result.
     """
     told = torch.full((num_ranks, block_size(COUNTS + num_local)), header.code, device=device)
     told[:, TOKENS] = num_tokens

@@ -55,8 +55,9 @@ def rows_per_pair(
         num_tokens: T, the most of any rank.
         top_k: k, experts of a token.
         num_experts: E, on all ranks together.
-        num_ranks: W.
-        factor: At least 1, which leaves no room for any imbalance; infinity: the worst case.
+        num_ranks: Number of ranks, W.
+        factor: Multiple of the balanced load, at least 1, which leaves no room for any imbalance;
+            infinity: the worst case.
     """
     if factor < 1:
         raise ValueError(f"factor ({factor}) must be at least 1")
@@ -92,9 +93,9 @@ class BoundedAllToAllDispatcher:
 
     Attributes:
         group: The ranks that share the experts.
-        num_experts: E.
+        num_experts: Number of experts, E.
         rows_per_pair: C, the same on every rank; see `rows_per_pair`.
-        device: Of the rows. What went wrong is collected there until `check`.
+        device: Device of the rows. What went wrong is collected there until `check`.
         control: A group of the same ranks that moves CPU tensors. If there is one, ranks agree on
             shapes, dtypes and sizes before each exchange, and all raise if they are wrong on one;
             without, a rank raises on its own. It costs a round trip between hosts, and no read of

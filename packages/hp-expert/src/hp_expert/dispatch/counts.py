@@ -71,9 +71,9 @@ def read_exchange(
 
     Args:
         told: What was sent [W, ..., B].
-        exchange: Of it.
+        exchange: Pending exchange of `told`.
         num_columns: How many of each block to read.
-        purpose: What a dry run knows the numbers by.
+        purpose: Purpose of the read, from which a dry run knows the numbers.
 
     Returns:
         What was heard on the device; what was told and what was heard on the host.

@@ -24,11 +24,11 @@ class SlotExchange:
     """What travels with deduplicated rows.
 
     Attributes:
-        codes: Of the slots sent, and after the launch of those received, possibly still on their
-            way: uint8 or int32.
+        codes: Codes of the slots sent, and after the launch those of the slots received, possibly
+            still on their way: uint8 or int32.
         input_splits: Slots sent to each rank.
         output_splits: Slots received from each rank.
-        num_slots_per_row: F.
+        num_slots_per_row: Number of slots per received row, F.
     """
 
     codes: Tensor

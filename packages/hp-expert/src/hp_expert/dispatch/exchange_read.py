@@ -21,13 +21,13 @@ class ExchangeRead:
     """The one host read of a layer: the `purpose` of `hp_platform.host_reads.arrived`.
 
     Attributes:
-        header: That every rank tells.
-        num_tokens: Of this rank, or of its slice.
+        header: Header that every rank tells.
+        num_tokens: Number of tokens of this rank, or of its slice.
         told_tokens: What the blocks say of them.
-        top_k: K.
-        num_experts: E.
-        rank: In the group that exchanges rows.
-        num_ranks: W; 1 where every rank has all experts.
+        top_k: Number of experts per token, K.
+        num_experts: Number of experts, E.
+        rank: Rank in the group that exchanges rows.
+        num_ranks: Number of ranks, W; 1 where every rank has all experts.
         tells_rows: Whether blocks say how many rows there are, and the most slots of one.
     """
 
@@ -48,8 +48,8 @@ class ExchangeRead:
         """What was told and what was heard, as the host would read it.
 
         Args:
-            slots: Of a rank's tokens, how many slots each expert gets: E.
-            rows: How many of these tokens go to each rank, however often: W.
+            slots: How many slots of a rank's tokens each expert gets: E numbers.
+            rows: How many of these tokens go to each rank, however often: W numbers.
             like: The copy, int64 [2, W or more, (Z,) C].
         """
         L = self.num_experts // self.num_ranks

@@ -25,7 +25,7 @@ class LocalDispatcher:
     ends in an assertion of the device. Elsewhere the host reads the counts, once.
 
     Attributes:
-        num_experts: E.
+        num_experts: Number of experts, E.
     """
 
     num_experts: int

@@ -50,10 +50,10 @@ def through_experts(
     """Bring prepared rows to their experts and back; what fails on one rank fails on all.
 
     Args:
-        dispatcher: Has prepared them.
+        dispatcher: Dispatcher that has prepared the rows.
         compute: Applies the experts of this rank.
-        rows: From `Dispatcher.prepare`.
-        state: Likewise.
+        rows: Rows that `Dispatcher.prepare` returned.
+        state: State that it returned with them.
     """
     with failing_together(groups=groups_of(dispatcher)):
         rows, state = dispatcher.launch_dispatch(rows, state)
@@ -69,7 +69,7 @@ def refuse(dispatcher: Any, x_TD: Tensor, error: Exception) -> None:
     """Tell the other ranks of an error, in the exchange that they are about to enter.
 
     Args:
-        dispatcher: Of the layer.
+        dispatcher: Dispatcher of the layer.
         x_TD: Tokens of this rank, of which nothing is sent.
         error: Why it takes no part.
     """

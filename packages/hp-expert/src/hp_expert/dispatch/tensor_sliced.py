@@ -44,7 +44,7 @@ class SlicedState:
     """What one batch's dispatch tells its combine. All of it is read-only.
 
     Attributes:
-        mine: Of the dispatcher over ep, for this rank's slice.
+        mine: State of the dispatcher over ep, for this rank's slice.
         num_tokens: T of each slice.
         num_rows: N of each slice.
         counts: Positions of each local expert, by slice.

@@ -37,7 +37,7 @@ class TensorSummedDispatcher:
 
     Attributes:
         group: The ranks that share the hidden dim.
-        num_experts: E.
+        num_experts: Number of experts, E.
     """
 
     group: ProcessGroup

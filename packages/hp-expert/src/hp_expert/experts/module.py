@@ -45,9 +45,9 @@ class GroupedExperts(nn.Module):
         activation: What is put between the projections.
         dispatcher: Brings rows to the experts' ranks and back.
         products: Products of one's own, for a lower precision; None: those of the fastest way.
-        cast_of: Gives a parameter in the narrower dtype that is computed in, cast once for many
-            calls, or None for one that has the dtype; it has to forget what it made when parameters
-            change. None: every forward casts all of them, and its backward again.
+        cast_of: Function that returns a parameter in the narrower dtype of the computation, cast
+            once for many calls, or None for one that has the dtype; it has to forget what it made
+            when parameters change. None: every forward casts all of them, and its backward again.
 
     Args:
         num_experts: Number of experts.
@@ -55,8 +55,8 @@ class GroupedExperts(nn.Module):
         hidden: Width between the projections.
         bias: Whether the projections have biases.
         activation: What is put between the projections; `ClampedSwiGLU` for gpt-oss.
-        device: Of the weights.
-        dtype: Of the weights.
+        device: Device of the weights.
+        dtype: Dtype of the weights.
     """
 
     b1: nn.Parameter | None

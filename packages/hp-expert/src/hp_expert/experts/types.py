@@ -30,8 +30,9 @@ class Projections(NamedTuple, Generic[T]):
     """One thing for each stored tensor of an expert's projections.
 
     Attributes:
-        gate_up: Of the gate and of the up projection, or of both in one.
-        down: Of the down projection.
+        gate_up: Entries of the gate and of the up projection, or one entry where a tensor stores
+            both.
+        down: Entry of the down projection.
     """
 
     gate_up: tuple[T, ...]
@@ -51,7 +52,7 @@ class Projections(NamedTuple, Generic[T]):
         """What has the gate and up projections, and in which rows: Note [Fused or separate].
 
         Args:
-            hidden: H.
+            hidden: Hidden width, H.
             whole: Leave a tensor that stores both in one piece.
         """
         if len(self.gate_up) > 1 or whole:

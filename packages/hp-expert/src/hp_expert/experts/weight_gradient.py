@@ -34,8 +34,8 @@ class WeightGradient:
     Args:
         weight: The parameter as it was passed to the Function, [L, X, Y] or, for a bias, [L, X];
             None if there is none.
-        dtype: To compute in; the gradient has that of the weight.
-        batch: Whose gradient it is. Experts without positions get zeros.
+        dtype: Dtype of the computation; the gradient has that of the weight.
+        batch: Batch whose gradient it is. Experts without positions get zeros.
         needed: Whether the weight wants a gradient at all.
     """
 

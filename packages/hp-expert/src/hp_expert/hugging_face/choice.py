@@ -34,7 +34,7 @@ class _Open(threading.local):
     Attributes:
         listeners: Who records what layers choose.
         source: Where a layer finds what it shall take instead.
-        choice: Of the block that runs.
+        choice: Choice of the block that runs, if it is replaced or repeated; None otherwise.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class ReplacedChoice(TorchFunctionMode):
 
     Args:
         owner: The module of the experts.
-        num_experts: E.
+        num_experts: Number of experts, E.
         replay: What to take, int64 [T, K], -1 for no expert; None: what the router chooses.
 
     Attributes:

@@ -45,7 +45,8 @@ class RoutingRecord:
         """Return the experts of each layer, its calls joined along the sequences: [B, S, K].
 
         Args:
-            num_sequences: B. Each call has the next tokens of every sequence, as in `generate`.
+            num_sequences: Number of sequences, B. Each call has the next tokens of every sequence,
+                as in `generate`.
         """
         return [
             torch.cat([call.view(num_sequences, -1, call.shape[-1]) for call in calls], dim=1)

@@ -35,7 +35,7 @@ def sequence_balance_loss(
         scores: Scores of all experts, not negative [B, S, E].
         experts: The chosen experts, int64 [B, S, K], before any were dropped (`Routing.chosen`);
             -1 for none.
-        num_experts: E.
+        num_experts: Number of experts, E.
         group: The ranks with other positions of the same B sequences, as many as they like:
             context-parallel ranks. Each returns the part of its own positions. The parts of all
             ranks add up to the value of the whole, their gradients are those of the whole.
@@ -77,7 +77,7 @@ def global_balance_loss(
     Args:
         scores: Scores of all experts, not negative [..., E].
         experts: The chosen experts, int64 [..., K], before any were dropped; -1 for none.
-        num_experts: E.
+        num_experts: Number of experts, E.
         group: The ranks with other tokens of the microbatch. Each returns the part of its own
             tokens. The parts of all ranks add up to the value of the whole, their gradients are
             those of the whole.
@@ -102,9 +102,9 @@ def router_z_loss(logits: Tensor, *, num_tokens: int | None = None) -> Tensor:
 
     Args:
         logits: `Routing.logits` [..., E].
-        num_tokens: What the sum over tokens is divided by. With the tokens of the whole step, of
-            all microbatches and ranks, the values add up to the same for every layout. None: the
-            tokens of this call; the value then depends on microbatching.
+        num_tokens: Number of tokens by which the sum over tokens is divided. With the tokens of the
+            whole step, of all microbatches and ranks, the values add up to the same for every
+            layout. None: the tokens of this call; the value then depends on microbatching.
 
     Returns:
         A scalar, fp32 or wider.

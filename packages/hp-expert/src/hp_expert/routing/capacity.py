@@ -40,7 +40,7 @@ def is_within_capacity(
         weights_TK: What decides [T, K]; None: earlier tokens come first.
         capacity: Slots that an expert takes of one sequence.
         sequence_length: S, a divisor of T.
-        num_experts: E.
+        num_experts: Number of experts, E.
 
     Returns:
         bool [T, K].

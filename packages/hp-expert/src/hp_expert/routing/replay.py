@@ -15,9 +15,9 @@ def check_replay(replay: Tensor, *, num_tokens: int, top_k: int, num_experts: in
 
     Args:
         replay: Experts of each token, -1 for none [T, K].
-        num_tokens: T.
-        top_k: K.
-        num_experts: E.
+        num_tokens: Number of tokens, T.
+        top_k: Number of experts per token, K.
+        num_experts: Number of experts, E.
 
     Raises:
         ValueError: If it is not int64 [T, K], or an expert is not in [-1, E), or is there twice for

@@ -28,7 +28,7 @@ class Routing(NamedTuple):
         weights: What each chosen expert's output counts, [T, K]; 0 for a slot that was dropped.
         experts: The chosen experts, best first, int64 [T, K]; -1 for a slot that was dropped.
         scores: Scores of all experts, each in [0, 1], [T, E].
-        logits: What the scores were computed from, [T, E].
+        logits: Logits of all experts, from which the scores were computed, [T, E].
         before_drop: The experts before any were dropped; None where none could be.
     """
 
@@ -67,9 +67,9 @@ class TopKRouter(nn.Module):
             rank's alone; see `take_loads`.
 
     Args:
-        dim: D.
-        num_experts: E.
-        top_k: K.
+        dim: Width of the model, D.
+        num_experts: Number of experts, E.
+        top_k: Number of experts per token, K.
         score_function: "softmax" over the experts, or "sigmoid" of each (DeepSeek-V3,
             arXiv:2412.19437).
         normalize: Divide the chosen scores by their sum. Of softmax scores, that is the softmax
@@ -85,8 +85,8 @@ class TopKRouter(nn.Module):
             others are dropped; the weights of a token's other slots stay as they are. None: all.
         drop_policy: Which it takes: those with the highest weights ("score") or of the first tokens
             ("position"). Of equal weights, those of the first tokens.
-        device: Of the parameters.
-        dtype: Of the parameters.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
 
     Raises:
         ValueError: If a number or a name is out of range.
@@ -157,7 +157,7 @@ class TopKRouter(nn.Module):
         """Route by logits.
 
         Args:
-            logits: Of one sequence [S, E] or several [..., S, E]; scored in fp32 or wider.
+            logits: Logits of one sequence [S, E] or several [..., S, E]; scored in fp32 or wider.
             replay: Experts to take instead of the best ones, int64 [T, K]; their weights follow the
                 logits all the same, and so do the gradients. A slot with expert -1 was dropped:
                 the weights of the others are what they are without it. See `check_replay`.

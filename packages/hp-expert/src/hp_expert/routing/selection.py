@@ -21,7 +21,7 @@ def top_k_experts(scores_TE: Tensor, top_k: int) -> Tensor:
 
     Args:
         scores_TE: Finite, or -inf for no more than E - K experts [T, E].
-        top_k: K.
+        top_k: Number of experts per token, K.
 
     Returns:
         int64 [T, K].

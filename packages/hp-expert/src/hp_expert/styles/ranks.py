@@ -18,7 +18,7 @@ class ExpertRanks:
     Attributes:
         ep: Ranks with other experts; None: every rank has all.
         tp: Ranks with other parts of the hidden dim of the same experts; None: they are whole.
-        mesh: What parameters are DTensors on; None: they are plain tensors.
+        mesh: Mesh of the parameters, which are DTensors; None: they are plain tensors.
         axes: What each axis of the mesh is, "ep" or "tp".
     """
 

@@ -136,8 +136,8 @@ class _Said(NamedTuple):
         ep_rank: Its place among those with other experts.
         tp_rank: Its place among those with other parts of the hidden dim.
         column: Global ranks of those with other experts; the same for all of them.
-        experts: Of each module: shape and dtype of each parameter.
-        error: Why it cannot go on.
+        experts: Shape and dtype of each parameter, by name, of each module.
+        error: Reason why it cannot spread the experts; empty if it can.
     """
 
     rank: int

@@ -35,7 +35,7 @@ def host_reads(device: torch.device | str = "cpu") -> Iterator[list[str]]:
     It changes methods of classes meanwhile: use it in one thread of a process at a time.
 
     Args:
-        device: Whose values; only the type counts.
+        device: Device whose values are meant; only the type counts.
 
     Yields:
         A list that grows as reads happen.

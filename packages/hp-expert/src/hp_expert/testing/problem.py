@@ -23,11 +23,11 @@ class Case:
     """What the checks compute with.
 
     Attributes:
-        num_experts: E; divisible by the number of ranks.
-        top_k: K, at most E.
-        dim: D.
-        num_tokens: T of rank 0; every further rank has one more.
-        dtype: Of tokens and experts. Routing weights are fp32 or wider.
+        num_experts: Number of experts, E; divisible by the number of ranks.
+        top_k: Number of experts per token, K, at most E.
+        dim: Width of a token, D.
+        num_tokens: Number of tokens of rank 0, T; every further rank has one more.
+        dtype: Dtype of tokens and experts. Routing weights are fp32 or wider.
         device: Where everything is.
         bound: Largest error of outputs and gradients, relative to their largest value; None: 1e-12
             in fp64, else 16 units in the last place.

@@ -40,8 +40,8 @@ def replacing(directory: int, name: str) -> Iterator[IO[bytes]]:
     Readers see all of the old content or all of the new one, under every name that the old one has.
 
     Args:
-        directory: Descriptor.
-        name: In it.
+        directory: Descriptor of the directory.
+        name: Name of the file in that directory.
 
     Yields:
         The file, which stays open until the caller closes it.
@@ -102,7 +102,7 @@ def try_lock(descriptor: int, *, without_locks: bool = True) -> bool:
     """Lock a file or directory until the descriptor is closed; False if another one holds the lock.
 
     Args:
-        descriptor: Of an open file or directory.
+        descriptor: Descriptor of an open file or directory.
         without_locks: The answer where the file system has no such locks.
     """
     try:

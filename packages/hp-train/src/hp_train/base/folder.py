@@ -36,8 +36,8 @@ class Folder:
     one line with the path: a name is something else than it must be, or the storage failed.
 
     Attributes:
-        path: By which it was opened, for messages.
-        descriptor: Of the directory.
+        path: Path by which it was opened, for messages.
+        descriptor: File descriptor of the directory.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -80,7 +80,7 @@ class Folder:
         """Open a directory in it.
 
         Args:
-            name: Of the directory.
+            name: Name of the directory.
             make: Whether it is made if it is missing.
         """
         with self._told("open", name):

@@ -21,7 +21,7 @@ def derive_seed(seed: int, *parts: str | int) -> int:
 
     Args:
         seed: The run's seed.
-        parts: What the numbers are for, for example ``("layers.3.attention.wq", 7)``.
+        parts: Parts of the purpose's name, for example ``("layers.3.attention.wq", 7)``.
     """
     text = "\x1f".join((str(seed), *map(str, parts))).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
@@ -49,9 +49,9 @@ def uniform(key: int, sequence_index: Tensor, positions: Tensor, num_channels: i
     """Uniform numbers in [0, 1), one per activation, the same on every device and layout.
 
     Args:
-        key: What the numbers are for; see :func:`derive_seed`.
+        key: Seed of the numbers' purpose; see :func:`derive_seed`.
         sequence_index: Global index of each sequence of the batch, int64 [B].
-        positions: Of the activations in their sequence, int64 [S].
+        positions: Positions of the activations in their sequence, int64 [S].
         num_channels: D.
 
     Returns:

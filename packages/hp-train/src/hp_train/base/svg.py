@@ -8,8 +8,8 @@ def text(x: float, y: float, what: str, anchor: str = "start", style: str = "") 
     """Return a line of text at a point.
 
     Args:
-        x: In pixels.
-        y: Of its base line, in pixels.
+        x: Horizontal position, in pixels.
+        y: Vertical position of the base line, in pixels.
         what: Any text.
         anchor: `"start"`, `"middle"` or `"end"`: which part of it is at x.
         style: CSS of its own.

@@ -32,8 +32,8 @@ class BackgroundSaver:
     known. All ranks call :meth:`start` and :meth:`finish` together, in the same order.
 
     Args:
-        directory: Of the run's checkpoints, on storage that all ranks share; made if missing, in
-            one that is there. No symbolic link.
+        directory: Directory of the run's checkpoints, on storage that all ranks share; made if
+            missing, in one that is there. No symbolic link.
         group: CPU group over all ranks, which nothing else uses while a save is under way.
         keep: See :func:`save_checkpoint`.
         keep_every: See :func:`save_checkpoint`.
@@ -68,7 +68,7 @@ class BackgroundSaver:
         """Copy the tensors and begin to write; they may change when this returns.
 
         Args:
-            step: Of the training run.
+            step: Number of training steps done, at least 0.
             tensors: See :func:`save_checkpoint`. Names, shapes and placements are read later, the
                 values are not.
             extra: See :func:`save_checkpoint`.

@@ -21,12 +21,13 @@ class Checkpointer:
     ranks know theirs to be.
 
     Args:
-        directory: Of the run's checkpoints.
+        directory: Directory of the run's checkpoints.
         config: Says how many are kept, and whether training waits.
         group: CPU group over all ranks, which nothing else uses.
         tensors: Gives this rank's live tensors by global name.
         extra: Gives what is saved beside them.
-        on_progress: Told what this rank does in a save or load that training waits for.
+        on_progress: Function that is told what this rank does in a save or load for which training
+            waits.
     """
 
     def __init__(

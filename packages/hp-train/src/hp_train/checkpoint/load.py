@@ -29,9 +29,9 @@ class Loaded:
     """What was loaded, besides the tensors.
 
     Attributes:
-        step: Of the training run.
+        step: Number of training steps done.
         extra: What was saved beside the tensors.
-        path: Of the checkpoint.
+        path: Path of the checkpoint.
         skipped: Newer ones that were damaged, newest first: where each is now and, in one line,
             what is wrong with it.
     """
@@ -57,7 +57,7 @@ def load_latest(
     Tensors are filled in place; a DTensor takes its part, whatever parts were saved.
 
     Args:
-        directory: Of the run's checkpoints.
+        directory: Directory of the run's checkpoints.
         tensors: What this rank holds, by global name. The names of all ranks together must be those
             of the checkpoint, with the same dtypes and shapes.
         group: CPU group.

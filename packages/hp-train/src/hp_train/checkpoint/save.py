@@ -40,9 +40,9 @@ def save_checkpoint(
     number; nothing is overwritten.
 
     Args:
-        directory: Of the run's checkpoints, on storage that all ranks share; made if missing, in
-            one that is there. No symbolic link.
-        step: Of the training run.
+        directory: Directory of the run's checkpoints, on storage that all ranks share; made if
+            missing, in one that is there. No symbolic link.
+        step: Number of training steps done, at least 0.
         tensors: What this rank holds, by global name. A plain tensor with the same name on several
             ranks has the same value on all of them and is saved once; a DTensor (placements Shard
             and Replicate) is saved in parts.
@@ -94,10 +94,10 @@ def save_step(
     """Write, read back and commit one checkpoint; see :func:`save_checkpoint`.
 
     Args:
-        directory: Of the run's checkpoints.
+        directory: Directory of the run's checkpoints.
         sources: Says what this rank can save, by global name.
-        step: Of the training run.
-        extra: From `encode_extra`.
+        step: Number of training steps done, at least 0.
+        extra: JSON to save beside the tensors, as `encode_extra` returns it.
         group: CPU group; None: this rank is alone.
         on_progress: Told what this rank does, chunk by chunk.
 

@@ -30,7 +30,7 @@ def verify_checkpoint(path: Path) -> None:
     """Check every byte of one checkpoint, without ranks.
 
     Args:
-        path: Of the checkpoint itself, such as `checkpoints/step-00000010`.
+        path: Path of the checkpoint itself, such as `checkpoints/step-00000010`.
 
     Raises:
         CheckpointError: In one line, naming the file and the tensor, if it is damaged; if it

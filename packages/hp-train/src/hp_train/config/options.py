@@ -43,9 +43,9 @@ class Resolved:
     """A config, and where each of its values comes from.
 
     Attributes:
-        config: Checked.
+        config: Checked configuration.
         origins: Key -> ``"default"``, ``"run.toml:12"``, ``"command line"`` or a variable's name.
-        name: Of the config file, without its suffix.
+        name: Name of the config file, without its suffix.
     """
 
     config: Config
@@ -102,8 +102,8 @@ def resolve(
             named by ``run.resume`` in ``overrides``, else ``quickstart``.
         overrides: Keys with values; strings are converted to the type of the key.
         env: Tells of processes that torchrun or Slurm started.
-        fit: From a config that no rule was applied to yet, and the origins of the keys that are
-            given, to values of other keys that follow from an option.
+        fit: Function that maps a config to which no rule was applied yet, and the origins of the
+            keys that are given, to values of other keys that follow from an option.
 
     Raises:
         ConfigError: About the first thing that is wrong, in one line.

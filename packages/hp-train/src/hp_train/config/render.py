@@ -15,8 +15,8 @@ def to_toml(config: Config, origins: Mapping[str, str] | None = None, *, help: b
     """TOML by section, each key under its help, with the value's origin behind it.
 
     Args:
-        config: To be written.
-        origins: Of the values; None: leave them out.
+        config: Configuration to write.
+        origins: Origins of the values, by key; None: leave them out.
         help: Whether to say what sections and keys mean.
     """
     tables = to_dict(config)

@@ -138,7 +138,7 @@ def convert(field: Field, raw: object, *, strict: bool) -> Any:
 
     Args:
         field: The key.
-        raw: From TOML, or a string from a command line.
+        raw: Value from TOML, or a string from a command line.
         strict: Whether ``raw`` must have the right type already, as in TOML.
 
     Raises:

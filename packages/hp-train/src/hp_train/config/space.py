@@ -29,9 +29,9 @@ class Axis:
     """One choice that a layout consists of.
 
     Attributes:
-        key: Of the config.
-        values: To choose from, one that needs the fewest processes first; none: all that the schema
-            lists.
+        key: Key of the config.
+        values: Possible values, one that needs the fewest processes first; none: all that the
+            schema lists.
     """
 
     key: str
@@ -86,7 +86,7 @@ def enumerate_layouts(
     Args:
         config: Everything else comes from it; allowed itself.
         num_processes: How many there may be.
-        axes: To vary, those of the mesh first.
+        axes: Axes to vary, those of the mesh first.
     """
     for sizes, placed in enumerate_meshes(config, num_processes=num_processes, axes=axes):
         for others, found in layouts_of_mesh(placed, axes=axes):
@@ -156,7 +156,7 @@ class Sample:
     """Some of the layouts of a config.
 
     Attributes:
-        layouts: In the order of drawing: any first part of it covers as much as it can.
+        layouts: Layouts in the order of drawing: any first part of them covers as much as it can.
         num_meshes: Different meshes that are allowed.
         num_pairs: Pairs of values of two axes that were found in allowed layouts.
         num_covered: Those of them that some drawn layout has.
@@ -185,9 +185,10 @@ def sample_layouts(
     Args:
         config: Everything else comes from it; allowed itself.
         count: How many; fewer if there are no more.
-        seed: Of the ties, and of the layouts that are looked at where there are very many.
+        seed: Seed of the choice between ties, and of the layouts that are looked at where there
+            are very many.
         num_processes: How many each may have.
-        axes: To vary, those of the mesh first.
+        axes: Axes to vary, those of the mesh first.
     """
     random = Random(seed)  # noqa: S311 - nothing is secret
     meshes = enumerate_meshes(config, num_processes=num_processes, axes=axes)

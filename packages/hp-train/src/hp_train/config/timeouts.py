@@ -16,9 +16,9 @@ class Timeouts(NamedTuple):
     """In seconds.
 
     Attributes:
-        init: For processes to start and find each other.
-        step: For one collective or message between ranks.
-        hang: Without progress of any rank after which the run is ended.
+        init: Time for processes to start and find each other.
+        step: Time for one collective or message between ranks.
+        hang: Time without progress of any rank after which the run is ended.
     """
 
     init: float

@@ -25,8 +25,8 @@ class Weight:
     """A parameter.
 
     Attributes:
-        name: Within its module.
-        shape: Of the whole.
+        name: Name within its module.
+        shape: Shape of the whole parameter.
         is_expert: Whether dim 0 is the experts of a layer.
     """
 
@@ -46,7 +46,7 @@ class Work:
 
     Attributes:
         weights: Its parameters, in the order of `torch.nn.Module.parameters`.
-        flops: Of the forward per token; a multiplication and its addition are two.
+        flops: Operations of the forward per token; a multiplication and its addition are two.
         kept: Elements per token that autograd keeps from forward to backward, in the dtype of
             activations.
         wide: Likewise, in float32 or wider.
@@ -55,7 +55,7 @@ class Work:
         summed: Elements per token that they sum in forward, at its end.
         whole: Elements per token that each of them keeps of all positions, where there are several.
         heads: Elements per token that context-parallel ranks exchange for attention.
-        attentions: Layers that they do so for.
+        attentions: Number of layers whose attention has that exchange.
         rows: Rows of width D per token that travel to experts and back, in one direction.
         again: What backward runs again of the forward, operations and exchanges; None: nothing.
     """
@@ -76,7 +76,7 @@ class Work:
         """Bytes that a microbatch keeps from forward to backward on a rank.
 
         Args:
-            tokens: Of the microbatch that attention sees on the rank.
+            tokens: Number of tokens of the microbatch that attention sees on the rank.
             size: Bytes of an element of activations.
             tp: Ranks that share them.
         """
@@ -214,8 +214,8 @@ def kept_once(model: ModelConfig, seq_len: int, *, size: int, tp: int) -> float:
     """Bytes per token that the largest layer keeps while backward computes it again.
 
     Args:
-        model: Of the run.
-        seq_len: Likewise.
+        model: Configuration of the run's model.
+        seq_len: Sequence length of the run.
         size: Bytes of an element of activations.
         tp: Ranks that share them.
     """

@@ -38,8 +38,8 @@ class Cache:
     cannot be written is not kept.
 
     Args:
-        folder: Of the entries; made when there is something to keep.
-        limit_bytes: Of all files together.
+        folder: Folder of the entries; made when there is something to keep.
+        limit_bytes: Most bytes that all files together may have.
     """
 
     def __init__(self, folder: Path, *, limit_bytes: int) -> None:

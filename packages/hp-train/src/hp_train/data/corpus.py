@@ -44,7 +44,7 @@ class Source(NamedTuple):
 
     Attributes:
         path: Where it is.
-        size: In bytes, when it was found.
+        size: Size in bytes, when the file was found.
         kind: One document; a document per line of JSON; or Python's own source, in which bytes
             that are not UTF-8 are replaced.
     """

@@ -30,7 +30,7 @@ class Batch(NamedTuple):
     Attributes:
         tokens: int64 [B, S].
         targets: The token after each, int64 [B, S]; -1 where that is one of another document.
-        documents: Of each sequence, the lengths of the documents in it, in order.
+        documents: Lengths of the documents in each sequence, in order.
     """
 
     tokens: Tensor
@@ -45,9 +45,9 @@ class Dataset:
     Attributes:
         tokens: The split's ids, one-dimensional, compared with their digests as they are read.
         seq_len: S.
-        seed: Of the order; None keeps the order of the file.
-        digest: Of all tokens: two runs read the same data exactly if these agree. Of tokens that
-            have not been read, it is what they must be to be read.
+        seed: Seed of the order; None keeps the order of the file.
+        digest: Digest of all tokens: two runs read the same data exactly if these agree. Of tokens
+            that have not been read, it is what they must be to be read.
         separator: Ends a document; None: sequences are taken for one document each.
     """
 
@@ -70,10 +70,10 @@ class Dataset:
         """Open a split written by :func:`hp_train.data.prepare.prepare`.
 
         Args:
-            directory: Of the files.
+            directory: Directory of the files.
             split: ``"train"`` or ``"eval"``.
             seq_len: S.
-            seed: Of the order; None keeps that of the file.
+            seed: Seed of the order; None keeps that of the file.
             separate: Whether documents are to be kept apart.
 
         Raises:

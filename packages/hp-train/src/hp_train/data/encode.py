@@ -31,9 +31,9 @@ class Encoded(NamedTuple):
     """What became of a piece.
 
     Attributes:
-        piece: This one.
-        digest: Of its bytes.
-        tokens: Their ids, a separator after every document that ends in it; one-dimensional.
+        piece: The piece.
+        digest: Digest of the piece's bytes.
+        tokens: Token ids, a separator after every document that ends in the piece; one-dimensional.
     """
 
     piece: Piece
@@ -55,9 +55,9 @@ def encode_all(
     """Encode pieces, of which a few for each process are in memory at a time.
 
     Args:
-        pieces: In order.
+        pieces: Pieces to encode, in order.
         tokenizer: For ids.
-        num_processes: To start; 0: this one does it.
+        num_processes: Number of processes to start; 0: this one does it.
 
     Yields:
         The pieces in order.

@@ -43,7 +43,7 @@ def remove_leftovers(parent: Path) -> None:
     """Remove what makers that died left, where the file system has locks.
 
     Args:
-        parent: Of the folders that were to be made; it need not exist.
+        parent: Directory of the folders that were to be made; it need not exist.
     """
     found = list(parent.iterdir()) if parent.is_dir() else []
     for path in (path for path in found if _DRAFT.match(path.name)):

@@ -24,9 +24,9 @@ class HoldOut:
     """Deals a stream of tokens out to two files.
 
     Args:
-        train: Of what is trained on.
-        held: Of what is held out.
-        separator: Ends a document.
+        train: Writer of the training tokens.
+        held: Writer of the held-out tokens.
+        separator: Token that ends a document.
         fraction: Share to hold out, above 0 and below 1.
     """
 

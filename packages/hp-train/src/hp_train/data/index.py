@@ -26,8 +26,8 @@ class Split(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One file of tokens.
 
     Attributes:
-        tokens: How many.
-        digest: Of their number, their type and the digests of all chunks.
+        tokens: Number of tokens.
+        digest: Digest of their number, their type and the digests of all chunks.
     """
 
     tokens: _Size
@@ -38,15 +38,15 @@ class Index(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the tokens of a folder are.
 
     Attributes:
-        format: Of the folder.
-        dtype: Of the ids.
+        format: Version of the folder's format.
+        dtype: Dtype of the ids.
         vocab_size: One more than the largest possible.
         separator: The id that ends a document.
         tokenizer: Its identity; None: prepared before it was kept.
         eval_fraction: Share that was asked to be held out; None: likewise.
         source: Digest of all the text; None: likewise.
-        train: To be trained on.
-        eval: Held out.
+        train: Training tokens.
+        eval: Held-out tokens.
         seal: Digest of all the others; see `sealed`.
     """
 

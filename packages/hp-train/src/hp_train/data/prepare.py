@@ -40,7 +40,7 @@ def prepare(
         paths: ``data.paths``; empty for the standard library.
         tokenizer: Its ids are stored in the narrowest dtype that holds them.
         eval_fraction: Share of the tokens held out.
-        cache: Of tokens that other runs have made; None: neither looked at nor filled.
+        cache: Cache of tokens that other runs have made; None: neither looked at nor filled.
         on_progress: Called again and again, for heartbeats.
 
     Raises:

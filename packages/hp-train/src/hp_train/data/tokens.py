@@ -30,9 +30,9 @@ class TokenWriter:
     """Writes a split, a piece at a time. To be closed.
 
     Args:
-        folder: It exists.
-        split: Of the two.
-        dtype: Of ids.
+        folder: Folder of the files; it exists.
+        split: Name of the split, one of `SPLITS`.
+        dtype: Dtype of the ids.
     """
 
     def __init__(self, folder: Path, split: str, *, dtype: "np.dtype[Any]") -> None:
@@ -81,9 +81,9 @@ class TokenFile:
     changed in its place is compared again.
 
     Args:
-        folder: Of the data.
-        split: Of the two.
-        index: Of the folder.
+        folder: Folder of the data.
+        split: Name of the split, one of `SPLITS`.
+        index: Index of the folder.
 
     Raises:
         DataError: When files do not fit the index.

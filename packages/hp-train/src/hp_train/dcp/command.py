@@ -44,8 +44,8 @@ def export_dcp(run: Path, folder: Path, *, step: int | None) -> int:
 
     Args:
         run: Run directory.
-        folder: To be made.
-        step: Of the checkpoint; None: the newest.
+        folder: Folder to be made.
+        step: Step of the checkpoint; None: the newest.
 
     Returns:
         Exit status.
@@ -81,11 +81,12 @@ def import_dcp(folder: Path, run: Path, *, resolved: Resolved | None, step: int 
     """Make a run directory that goes on from a plain checkpoint of torch.
 
     Args:
-        folder: With `.metadata` and `.distcp` files. Tensors are called as in a checkpoint of
-            `hp train`; without any of ``optimizer.``, Adam starts anew.
+        folder: Folder with `.metadata` and `.distcp` files. Tensors are called as in a checkpoint
+            of `hp train`; without any of ``optimizer.``, Adam starts anew.
         run: Run directory, to be made.
         resolved: Config of the run; None: what `extra.json` says.
-        step: Steps that the weights were trained for; None: what `extra.json` says, else 0.
+        step: Number of steps that the weights have been trained; None: what `extra.json` says, else
+            0.
 
     Returns:
         Exit status.

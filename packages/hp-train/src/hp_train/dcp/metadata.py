@@ -64,9 +64,9 @@ class StoredTensor:
     """One tensor of a plain checkpoint.
 
     Attributes:
-        dtype: As safetensors calls it.
-        shape: Of all of it.
-        boxes: That cover it, and where each is; none if it has no elements.
+        dtype: Dtype as safetensors calls it.
+        shape: Shape of the whole tensor.
+        boxes: Boxes that cover it, and where each is; none if it has no elements.
     """
 
     dtype: str

@@ -30,8 +30,8 @@ def write_sources(sources: Mapping[str, Source], writer: StorageWriter) -> None:
     """Have a writer save tensors, of which one box at a time is in memory.
 
     Args:
-        sources: By name.
-        writer: Of `torch.distributed.checkpoint`.
+        sources: Sources of the tensors, by name.
+        writer: Storage writer of `torch.distributed.checkpoint`.
     """
     planner = _SourcePlanner(sources)
     metadata = dataclasses.replace(planner.metadata, storage_meta=writer.storage_meta())

@@ -38,10 +38,10 @@ def read_box(folder: Path, place: Place, *, dtype: str, sizes: tuple[int, ...]) 
     """Read one box.
 
     Args:
-        folder: Of the checkpoint.
+        folder: Folder of the checkpoint.
         place: Where the box is; checked by :func:`read_metadata`.
-        dtype: That it must have.
-        sizes: That it must have.
+        dtype: Dtype that the box must have, as safetensors calls it.
+        sizes: Shape that the box must have.
 
     Returns:
         CPU tensor of `sizes`, in memory of its own.

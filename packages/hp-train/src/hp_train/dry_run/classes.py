@@ -76,7 +76,7 @@ def _local_shape(weight: Weight, place: StageLayout, at: Sequence[int]) -> tuple
 
     Args:
         weight: The whole parameter.
-        place: Stage that the rank is of, with the axes that cut the parameter.
+        place: Stage of the rank, with the axes that cut the parameter.
         at: Indices of the rank along tp, ep, etp, of its dense shard and of its expert shard.
     """
     tp, ep, etp, shard, expert_shard = at

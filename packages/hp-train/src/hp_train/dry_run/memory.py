@@ -18,8 +18,8 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         bytes: Size of the block.
-        kind: What it is for, one of `KINDS`.
-        shape: Shape of the tensor that it was allocated for; empty if that is not known.
+        kind: Purpose of the block, one of `KINDS`.
+        shape: Shape of the tensor for which it was allocated; empty if that is not known.
         dtype: Dtype of that tensor, such as `"bfloat16"`; empty if that is not known.
         what: Operator that allocated it.
         at: Line that allocated it, and the lines that called it.

@@ -88,7 +88,7 @@ def run_classes(
     Args:
         function: Function at the top level of a module, called in every process.
         *args: Its arguments.
-        classes: Ranks that each process stands for, by its rank.
+        classes: Rank of each process -> ranks that it represents.
         gpus_per_node: Devices of a machine.
 
     Raises:
@@ -122,7 +122,7 @@ def summary_of(
 
     Args:
         run: The traces of all processes, and a `RankReport` of each.
-        classes: Ranks that each stands for.
+        classes: Rank of each process -> ranks that it represents.
         name: Name of the config or the script.
         layout: Parallel layout in words.
         gpus_per_node: Devices of a machine.

@@ -39,7 +39,7 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
         skew: Model of the routing, as the command line names it.
         memory: Memory of its device over the run.
         work: Work of its device in the last step.
-        traffic: Operations between ranks that it takes part in.
+        traffic: Operations between ranks in which it takes part.
         num_parameters: Elements of the parameters that it has; -1 if nobody counted.
         saved: What it would write of a checkpoint; None if nobody asked.
     """

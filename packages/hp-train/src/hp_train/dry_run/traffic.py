@@ -41,7 +41,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         place: What the rank was doing.
         detail: Reduction or root, such as `"sum"` or `"root 3"`.
         peer: Global rank of the other side of a message; -1 otherwise.
-        times: Times that it is issued with nothing else between.
+        times: Number of times that it is issued with nothing else between them.
     """
 
     op: str

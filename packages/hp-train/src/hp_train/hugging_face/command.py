@@ -81,10 +81,11 @@ def export_hf(
 
     Args:
         run: Run directory.
-        folder: To be made.
-        step: Of the checkpoint; None: the newest.
-        dtype: Of the files; None: what the run computed in.
-        tokenizer: To be copied; None: the run's copy, or what it names if that is in its directory.
+        folder: Folder to be made.
+        step: Step of the checkpoint; None: the newest.
+        dtype: Dtype of the files; None: what the run computed in.
+        tokenizer: Tokenizer file to copy; None: the run's copy, or what it names if that is in its
+            directory.
 
     Returns:
         Exit status.

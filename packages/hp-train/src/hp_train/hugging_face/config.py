@@ -94,8 +94,8 @@ def hf_config(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
     """The `config.json` for a model.
 
     Args:
-        model: With its vocabulary.
-        dtype: Of the weights, such as `bfloat16`.
+        model: Configuration of the model, with its vocabulary.
+        dtype: Dtype of the weights, such as `bfloat16`.
 
     Raises:
         hp_train.errors.ConfigError: When no family of Hugging Face has such a model.

@@ -25,13 +25,13 @@ class Family:
     """One `model_type`.
 
     Attributes:
-        model_type: Of `config.json`.
+        model_type: Value of `model_type` in `config.json`.
         architecture: The class in transformers.
         layer_names: What follows `layers.N.` in our names -> in theirs, where it is not in
             `LAYER_NAMES`.
-        read: From `config.json` to keys of `ModelConfig`.
-        write: From a `ModelConfig` to what `config.json` has besides the common keys; raises
-            ConfigError for a model that this family does not have.
+        read: Function that maps `config.json` to keys of `ModelConfig`.
+        write: Function that maps a `ModelConfig` to what `config.json` has besides the common keys;
+            raises ConfigError for a model that this family does not have.
         stacking: How files have experts.
         experts: Path of the experts of a layer, after `layers.N.`.
         projections: What files call gate, up and down of an expert.
@@ -91,7 +91,7 @@ class Settings:
         """A value as it stands, or its default.
 
         Args:
-            key: Of the file.
+            key: Key of the file.
             null: What a null means; left out: it is one more value.
 
         Raises:
@@ -108,7 +108,7 @@ class Settings:
         """A whole number.
 
         Args:
-            key: Of the file.
+            key: Key of the file.
             least: Smallest that is taken.
             most: Largest that is taken.
             null: What a null means; None: it is refused.

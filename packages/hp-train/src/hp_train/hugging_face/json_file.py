@@ -15,7 +15,7 @@ def read_json(path: Path, *, most_bytes: int) -> dict[str, Any]:
     """Parse a file that holds one JSON object.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         most_bytes: Larger ones are refused, unread.
 
     Raises:

@@ -40,9 +40,9 @@ class Stored:
     """One tensor of a file.
 
     Attributes:
-        name: Theirs.
-        shape: Of the whole.
-        parts: Our names of what it is made of: one, or gate and up.
+        name: Name in their files.
+        shape: Shape of the whole tensor.
+        parts: Our names of the tensors in it: one, or gate and up.
         expert: Which expert of a stacked part it is; None: all of the part.
         arrangement: How it follows from the parts.
         is_copy: Whether it repeats another tensor: it is written, and need not be there to read.
@@ -66,9 +66,9 @@ def stored_tensors(
     """List all tensors of a model's files, in the order of `shapes`.
 
     Args:
-        shapes: Of all our parameters and buffers, by global name.
-        model: Of them.
-        family: Whose names to use.
+        shapes: Shapes of all our parameters and buffers, by global name.
+        model: Configuration of their model.
+        family: Family whose names are used.
         stacking: How experts are kept; None: as the family publishes them.
     """
     stacking = stacking or family.stacking
@@ -115,9 +115,9 @@ def theirs_of(stored: Stored, part: int, box: Box) -> Box:
     """Where a box of one of our tensors lies in a stored one.
 
     Args:
-        stored: Not one expert of a stack, whose box has a dimension less.
-        part: Which of its parts the box is of.
-        box: In that part.
+        stored: Stored tensor; not one expert of a stack, whose box has a dimension less.
+        part: Index in `stored.parts` of the tensor that has the box.
+        box: Box in that part.
     """
     offsets, sizes = box
     if stored.arrangement == "same":

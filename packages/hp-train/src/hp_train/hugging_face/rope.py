@@ -39,7 +39,7 @@ def read_rope(settings: Settings, *, absent: Json | None = None) -> dict[str, An
     """Keys of `ModelConfig`.
 
     Args:
-        settings: Of the file.
+        settings: Settings of the file.
         absent: What it means that the file has neither `rope_scaling` nor `rope_parameters`.
 
     Raises:

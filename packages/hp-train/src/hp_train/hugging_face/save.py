@@ -61,10 +61,10 @@ def save_weights(
         folder: Made if it is missing; must have no safetensors files. All ranks see it.
         tensors: What this rank has, by global name. Of ranks that have the same part, the first
             writes it; a DTensor may be sharded in any way.
-        model: With its vocabulary and longest sequence.
-        dtype: Of the files; correction biases keep fp32.
+        model: Configuration of the model, with its vocabulary and longest sequence.
+        dtype: Dtype of the files; correction biases keep fp32.
         group: CPU group of the ranks that call together; None: this rank is alone.
-        shard_bytes: Of a file, about.
+        shard_bytes: Approximate size of a file, in bytes.
 
     Raises:
         hp_train.errors.ConfigError: On every rank: no family has such a model, or the folder is in
@@ -99,13 +99,13 @@ def write_model(
     """Write a folder from boxes of tensors that are read one at a time; see `save_weights`.
 
     Args:
-        folder: To be made.
+        folder: Folder to be made.
         boxes: What this rank has of each tensor, by global name.
         read: Gives the values of one of those boxes.
-        model: With its vocabulary and longest sequence.
-        dtype: Of the files.
+        model: Configuration of the model, with its vocabulary and longest sequence.
+        dtype: Dtype of the files.
         group: CPU group of the ranks that call together.
-        shard_bytes: Of a file, about.
+        shard_bytes: Approximate size of a file, in bytes.
     """
     is_first = group is None or group.rank() == 0
     places: list[_Place] = []

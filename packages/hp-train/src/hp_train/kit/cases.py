@@ -69,10 +69,10 @@ class Case:
         work: Name of the function of `hp_train.kit.work` that runs it.
         keys: Config overrides of the case, by key.
         ranks: Number of ranks that it needs.
-        dtype: Dtype that it computes in, such as `"float64"`.
+        dtype: Dtype of its computation, such as `"float64"`.
         env: Environment variables of its process and its ranks.
         seconds: Seconds that it may take.
-        needs: Names of the cases that must have passed before.
+        needs: Names of the cases that must pass first.
         is_quick: Whether it is among the few that stand for all.
         left_out: Reason why this machine cannot run it; empty: it can.
     """

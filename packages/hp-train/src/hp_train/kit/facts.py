@@ -25,7 +25,7 @@ def place_of(device: str, ranks: int) -> Place:
     """What cases depend on.
 
     Args:
-        device: Kind of devices to look for: `"auto"`, `"cpu"` or `"cuda"`.
+        device: Kind of devices wanted: `"auto"`, `"cpu"` or `"cuda"`.
         ranks: Most ranks that layouts may have; 0: by the number of GPUs.
     """
     num_gpus = 0 if device == "cpu" else torch.cuda.device_count()

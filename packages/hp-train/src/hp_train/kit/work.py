@@ -25,7 +25,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         work: Folder that all cases share.
         case: Case to run; None: look at the machine.
         place: Devices of this machine; None: look at it.
-        device: Kind of devices to look for: `"auto"`, `"cpu"` or `"cuda"`.
+        device: Kind of devices wanted: `"auto"`, `"cpu"` or `"cuda"`.
         ranks: Most ranks that layouts may have; 0: by the number of GPUs.
     """
 

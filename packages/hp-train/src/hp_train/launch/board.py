@@ -42,7 +42,7 @@ class Slot:
         step: Steps completed.
         waiting: Whether it was about to wait for other ranks.
         phase: What it was about to do.
-        pid: Of its process; 0 before it has one.
+        pid: Process id; 0 before it has one.
         status: Exit status, when it has returned or failed.
         ended_at: Monotonic time of that, in seconds.
         state: What became of it.
@@ -73,7 +73,7 @@ class Board:
     Reading may meet a slot that is half written; it is looked at again soon.
 
     Args:
-        memory: Of the right size.
+        memory: Shared memory of the right size.
         num_ranks: Number of slots.
         rank: The slot that this process writes.
     """

@@ -73,7 +73,7 @@ class _Inherited:
     """A file descriptor that goes with the arguments of a process to where that is started.
 
     Args:
-        descriptor: Of this process.
+        descriptor: File descriptor of this process.
     """
 
     def __init__(self, descriptor: int) -> None:

@@ -97,9 +97,9 @@ def finished(folder: Folder, config: Config, *, rank: int = 0, world_size: int =
     """The checkpoint of the last step of a run, if there is one and it is good.
 
     Args:
-        folder: Of the run.
+        folder: Run directory.
         config: Says which step is the last.
-        rank: Of this process; every rank checks a share of the files.
+        rank: Rank of this process; every rank checks a share of the files.
         world_size: Number of processes that check together, without hearing of each other.
 
     Raises:

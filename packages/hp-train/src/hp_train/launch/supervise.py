@@ -34,7 +34,7 @@ class Verdict:
     """Why a run cannot go on.
 
     Attributes:
-        rank: Whom it is about.
+        rank: Rank that it concerns.
         state: FAILED: it raised. RUNNING: it is gone or stuck. ABSENT: it never came.
         is_hang: Whether its process is still there and does nothing.
         status: Exit status of the run.
@@ -53,9 +53,9 @@ class Watch:
     """Looks at the board again and again until something is wrong.
 
     Args:
-        board: Of the run.
-        hang_seconds: Without progress of any rank.
-        start_seconds: For all ranks to come.
+        board: Board of the run.
+        hang_seconds: Seconds without progress of any rank that count as a hang.
+        start_seconds: Seconds for all ranks to come.
         clock: Monotonic seconds.
         is_alive: Whether a process exists.
         ended: Exit status by rank of those whose process is known to have ended.

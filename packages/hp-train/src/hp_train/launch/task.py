@@ -59,9 +59,9 @@ class Task:
     """What the launcher gives to every process it starts.
 
     Attributes:
-        config: Of the run.
+        config: Configuration of the run.
         run_dir: Where the run is kept.
-        launcher_pid: Without which no rank may live.
+        launcher_pid: Process id of the launcher, without which no rank may live.
         entry: ``module:function`` to call with the config and ``worker=``.
         data: Where the tokens are; None: in the run directory.
     """

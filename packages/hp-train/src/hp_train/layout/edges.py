@@ -35,9 +35,10 @@ class Edges(Protocol):
         """What moves the messages of a schedule.
 
         Args:
-            schedule: Over the chain of stages that the edges were made for.
-            shape: [B, S, D], of which the tensor-parallel ranks of a stage have a slice each.
-            dtype: Of the activations.
+            schedule: Schedule over the chain of stages for which the edges were made.
+            shape: Shape of the activations, [B, S, D], of which the tensor-parallel ranks of a
+                stage have a slice each.
+            dtype: Dtype of the activations.
         """
         ...
 
@@ -52,11 +53,11 @@ def build_edges(
     """Connect all stages. All ranks call this together.
 
     Args:
-        schedule: Any one over the stages: on which pipeline ranks these are is what counts.
-        mesh: Of the run.
+        schedule: Any schedule over the stages: on which pipeline ranks these are is what counts.
+        mesh: Mesh of the run.
         runtime: Device and backend.
         returns: Whether the chain of stages comes back to the first rank for one more.
-        timeout: Of every message.
+        timeout: Time limit of every message.
     """
     if mesh.layout.is_even and not returns:
         return _EvenEdges(mesh, runtime, timeout)

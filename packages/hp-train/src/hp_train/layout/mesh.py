@@ -85,7 +85,7 @@ def build_mesh(layout: Layout, runtime: Runtime, *, timeout: timedelta) -> Mesh:
     Args:
         layout: Must fill the world.
         runtime: The initialised world.
-        timeout: Of every collective on these groups.
+        timeout: Time limit of every collective on these groups.
 
     Raises:
         ValueError: When the layout does not fill the world.

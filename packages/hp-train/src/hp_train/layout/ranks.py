@@ -129,7 +129,7 @@ class Layout:
     """The stages of all pipeline ranks; their numbers of sequences and positions are the same.
 
     Attributes:
-        stages: Of each pipeline rank, one behind the other.
+        stages: Stage layout of each pipeline rank, one behind the other.
     """
 
     stages: tuple[StageLayout, ...] = (StageLayout(),)

@@ -69,9 +69,9 @@ def training_schedule(
     """The configured schedule with its communication.
 
     Args:
-        config: Of the pipeline.
-        num_ranks: Pipeline ranks.
-        num_microbatches: Of a step.
+        config: Configuration of the pipeline.
+        num_ranks: Number of pipeline ranks.
+        num_microbatches: Number of microbatches in a step.
         sharded: Whether parameters are gathered before they are used, and gradients reduced.
 
     Raises:

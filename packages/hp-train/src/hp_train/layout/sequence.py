@@ -20,7 +20,7 @@ class SequenceShare:
     """The positions of one rank.
 
     Attributes:
-        mesh: Of the run.
+        mesh: Mesh of the run.
         layout: How context-parallel ranks share a sequence.
         attended: Positions that attention sees here, int64 [S / cp].
         between: Positions that are here between layers, int64 [S / cp / tp].
@@ -38,11 +38,11 @@ class SequenceShare:
         """Share out a sequence.
 
         Args:
-            mesh: Of the run.
+            mesh: Mesh of the run.
             seq_len: S.
             gathers_keys: Whether context-parallel ranks compute for their own queries alone, and
                 so need equal shares of early and late ones.
-            device: Of the positions.
+            device: Device of the positions.
         """
         layout = HeadTail() if gathers_keys else Contiguous()
         attended = local_positions(seq_len, mesh.groups["cp"], layout=layout, device=device)

@@ -40,7 +40,7 @@ def look_ahead(tokens: Tensor, targets: Tensor, num_targets: tuple[int, ...]) ->
     Args:
         tokens: int64 [B, S].
         targets: The token after each, int64 [B, S], negative where none is to be learned.
-        num_targets: Of the whole step, for each module.
+        num_targets: Number of targets of the whole step, for each module.
     """
     place = torch.arange(tokens.shape[1], device=tokens.device)
     found: tuple[list[Tensor], list[Tensor]] = ([], [])

@@ -27,7 +27,7 @@ class GroupedQueryAttention(nn.Module):
     """Self-attention with grouped key/value heads (Ainslie et al., 2023, arXiv:2305.13245).
 
     Args:
-        config: Of the model.
+        config: Configuration of the model.
         mask: Which keys a query may see.
     """
 
@@ -49,7 +49,7 @@ class GroupedQueryAttention(nn.Module):
 
         Args:
             x: [B, S, D].
-            rotation: Of the positions.
+            rotation: Rotary cosines and sines of the positions.
             documents: What else limits the keys of a query, in this call, for each sequence.
         """
         # Heads are counted by what the projections give: under tensor parallelism a part of them.
@@ -69,7 +69,7 @@ class LatentAttention(nn.Module):
     with a position, is shared by all heads.
 
     Args:
-        config: Of the model.
+        config: Configuration of the model.
         mask: Which keys a query may see.
     """
 

@@ -36,8 +36,8 @@ class Microbatch:
     Attributes:
         num_sequences: Sequences of the whole step over all ranks: what sums are divided by.
         key: Which activations to drop; None outside training.
-        positions: Of the tokens that attention sees on this rank, in their sequence, int64 [S];
-            None: 0 .. S - 1.
+        positions: Positions of the tokens that attention sees on this rank, in their sequence,
+            int64 [S]; None: 0 .. S - 1.
         documents: What limits attention besides the model's own mask, for each sequence.
         ahead: What multi-token prediction reads and predicts, for the positions that attention
             sees here; None outside training.
@@ -94,7 +94,7 @@ class Block(nn.Module):
         feed: Norm and feed-forward, likewise, with the decisions of the router if there is one.
 
     Args:
-        config: Of the model.
+        config: Configuration of the model.
         layer: Global index, which decides whether it is dense and has a window.
         name: Global name; part of the key of dropout.
     """
@@ -127,7 +127,7 @@ class Block(nn.Module):
 
         Args:
             x: [B, S, D].
-            rotation: Of the positions.
+            rotation: Rotary cosines and sines of the positions.
             microbatch: What travels with the call.
             documents: What limits attention besides the layer's own mask.
         """

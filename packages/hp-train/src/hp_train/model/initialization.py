@@ -52,7 +52,7 @@ def initialize_parameters(
     dtype, device and layout do not change them. Of a parameter that is one part at a time.
 
     Args:
-        parameters: Under their global names.
+        parameters: Parameters under their global names.
         config: The whole model.
         seed: The run's seed.
         on_progress: Called after every tile, in this thread.

@@ -62,9 +62,9 @@ class Pipeline:
 
     Attributes:
         modules: Stage index -> module, for the stages of this rank.
-        parameters: Of these stages, each once.
-        num_stages: Of the whole pipeline.
-        vocab_size: Of the tokenizer.
+        parameters: Parameters of these stages, each once.
+        num_stages: Number of stages of the whole pipeline.
+        vocab_size: Tokens of the vocabulary, the rows of the embedding.
         sequence: Which positions this rank has.
         overlap: Runs a forward and a backward at once; None one after the other.
     """
@@ -110,9 +110,9 @@ class Pipeline:
         """What runs the configured schedule over some microbatches, or its forwards alone.
 
         Args:
-            num_microbatches: Of each run.
-            microbatch_size: Sequences in each.
-            loss_fn: From logits and targets to a scalar; None to get the logits.
+            num_microbatches: Number of microbatches in each run.
+            microbatch_size: Number of sequences in each microbatch.
+            loss_fn: Function that maps logits and targets to a scalar; None to get the logits.
         """
         # The others need not know: what a stage does for its own parameters, it does alone.
         sharded = any(_is_sharded(module) for module in self.modules.values())
@@ -176,11 +176,11 @@ def build_pipeline(
     """Build, shard and initialise this rank's part of the model. All ranks call this together.
 
     Args:
-        config: Of the run.
-        mesh: Of the run.
+        config: Configuration of the run.
+        mesh: Mesh of the run.
         runtime: Device and backend.
-        vocab_size: Of the tokenizer.
-        timeout: Of every message between stages.
+        vocab_size: Tokens of the vocabulary, the rows of the embedding.
+        timeout: Time limit of every message between stages.
         on_step: Called before each step of a schedule, for heartbeats.
         on_progress: Likewise while weights are made, which may take minutes.
     """

@@ -41,12 +41,12 @@ class Parameter:
         tensor: As the module has it: plain, or a DTensor where FSDP shards it.
         local: The values that are here, sharing the memory of ``tensor``; a leaf, for the
             optimizer.
-        shape: Of the whole parameter.
+        shape: Shape of the whole parameter.
         cuts: How the whole becomes the local part, one cut after the other.
         replicas: Groups whose ranks hold the same values, and whose gradients are to be summed
             after backward.
         is_expert: Whether dim 0 is the experts of a layer.
-        span: Of each dim, first and last + 1 index of the local part in the whole.
+        span: First and last + 1 index of the local part in the whole, for each dim.
         twins: The same parameter in other stages of this rank, with gradients of their own: in the
             same memory, or a copy, where FSDP shards each stage by itself.
         peers: Ranks whose stages have a copy; gradients are summed over them after all other sums.
@@ -106,8 +106,8 @@ class Parameter:
         """Describe a tensor cut as this parameter is: a DTensor, or itself where nothing is cut.
 
         Args:
-            local: Of the shape of the local part; memory is shared.
-            mesh: Of the run.
+            local: Tensor with the shape of the local part; memory is shared.
+            mesh: Mesh of the run.
         """
         if not self.cuts:
             return local
@@ -133,8 +133,8 @@ def named_parameters(
 
     Args:
         stage: Its parameters carry their global names.
-        shapes: Of the whole parameters; None: nothing is cut.
-        mesh: Of the run, if something is cut.
+        shapes: Shapes of the whole parameters, by global name; None: nothing is cut.
+        mesh: Mesh of the run, if something is cut.
     """
     owners = {n for n, m in stage.named_modules() if isinstance(m, GroupedExperts)}
     found = []

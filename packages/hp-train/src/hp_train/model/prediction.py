@@ -28,7 +28,7 @@ class PredictionModule(nn.Module):
     """Mixes hidden states with the embeddings of later tokens, by one block.
 
     Args:
-        config: Of the model.
+        config: Configuration of the model.
         depth: 1 for the first module: how much further ahead than the model it predicts.
     """
 
@@ -53,9 +53,10 @@ class PredictionModule(nn.Module):
         """Return the hidden states that the output matrix takes, [B, S, D].
 
         Args:
-            hidden: Of the module before, or of the model after its final norm, [B, S, D].
+            hidden: Hidden states of the previous module, or of the model after its final norm,
+                [B, S, D].
             embedded: Embeddings of the tokens that come `depth` later, [B, S, D].
-            rotation: Of the positions.
+            rotation: Rotary cosines and sines of the positions.
             microbatch: What travels with the call.
             documents: What limits attention.
         """
@@ -83,12 +84,12 @@ def prediction_loss(
 
     Args:
         modules: The modules, first depth first.
-        hidden: Of the model after its final norm, [B, S, D].
-        embedded: For each module the embeddings of the tokens `depth` later, [B, S, D].
-        rotation: Of the positions that attention sees.
+        hidden: Hidden states of the model after its final norm, [B, S, D].
+        embedded: Embeddings of the tokens `depth` later, [B, S, D], for each module.
+        rotation: Rotary cosines and sines of the positions that attention sees.
         microbatch: Says what is to be predicted.
         logits_of: The output matrix, from [B, S, D].
-        cross_entropy: From logits [T, v] and targets [T], to the sum over tokens.
+        cross_entropy: Function that maps logits [T, v] and targets [T] to the sum over tokens.
     """
     ahead = microbatch.ahead
     assert ahead is not None

@@ -64,7 +64,7 @@ def rotation(config: ModelConfig, positions: Tensor) -> Rotation:
 
     Args:
         config: Says which variant.
-        positions: Of the tokens in their sequence, int64 [S].
+        positions: Positions of the tokens in their sequence, int64 [S].
     """
     frequencies = inverse_frequencies(config, device=positions.device)
     angle = torch.outer(positions.to(torch.float64), frequencies)

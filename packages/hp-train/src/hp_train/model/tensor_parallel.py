@@ -31,7 +31,7 @@ def cut_tensors(stage: TransformerStage, vocabulary: range, group: ProcessGroup)
     """Keep this rank's part of every parameter, and put the exchanges where they belong.
 
     Args:
-        stage: On the meta device.
+        stage: Stage on the meta device; changed in place.
         vocabulary: Tokens whose logits this rank computes.
         group: The tensor-parallel ranks.
     """
@@ -102,7 +102,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, first: int, group: Process
     """Sum of the cross-entropy of all tokens whose target is not negative, a scalar.
 
     Args:
-        logits: Of this rank's part of the vocabulary [T, v], fp32 or wider.
+        logits: Logits of this rank's part of the vocabulary, [T, v], fp32 or wider.
         targets: int64 [T].
         first: First token of that part.
         group: Ranks that have the other parts; all of them get the same loss, and must call.

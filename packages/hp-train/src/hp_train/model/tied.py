@@ -34,10 +34,10 @@ def tied_group(
     """Build the groups of ranks that have copies of an embedding. All ranks call it together.
 
     Args:
-        places: Of each stage, the place of its rank in the pipeline.
+        places: Place in the pipeline of the rank of each stage.
         members: Global ranks of each place; the first and the last one have as many of each axis.
-        backend: Of the groups.
-        timeout: Of their collectives.
+        backend: Backend of the groups.
+        timeout: Time limit of their collectives.
 
     Returns:
         This rank's; None if it has no copy, or the only one.
@@ -61,7 +61,7 @@ def merge_copies(parameters: Iterable[Parameter], peers: ProcessGroup | None) ->
     """List every parameter of a rank once, however many of its stages have it.
 
     Args:
-        parameters: Of all stages.
+        parameters: Parameters of all stages.
         peers: Ranks with copies of the embedding.
     """
     known: dict[str, Parameter] = {}

@@ -30,7 +30,7 @@ class TransformerStage(nn.Module):
     Attributes:
         before_output: What hidden states go through before the output matrix: where that is cut
             over ranks, the gathering of their positions.
-        cross_entropy: From logits and targets of tokens to the sum of their losses.
+        cross_entropy: Function that maps logits and targets of tokens to the sum of their losses.
         casts: Where weights are found once they were cast; see :meth:`share_casts`.
 
     Args:

@@ -25,7 +25,7 @@ class Choice:
 
     Attributes:
         best: Those that fit into memory, the fastest first.
-        too_large: Of those that do not fit, the one that lacks least; None if all looked at fit.
+        too_large: The one that lacks least of those that do not fit; None if all looked at fit.
         num_meshes: Those that the rules allow.
         num_simulated: Layouts whose schedules were laid out.
         is_complete: Whether no other one is among the best; else there were too many to lay out.
@@ -73,9 +73,9 @@ def choose(
 
     Args:
         config: Everything but the layout and the microbatch size comes from it.
-        num_devices: To use, all of them.
+        num_devices: Number of devices; all of them are used.
         machine: What they do.
-        vocab_size: Of the tokenizer.
+        vocab_size: Tokens of the vocabulary, the rows of the embedding.
         count: How many to find.
         most: How many to lay out at most.
 
@@ -125,13 +125,13 @@ class _Search:
     """Layouts in the order of their bounds.
 
     Attributes:
-        smallest: Of those left out since they cannot fit into a device's memory, the one that
-            needs least.
+        smallest: The layout that needs least of those left out since they cannot fit into a
+            device's memory.
 
     Args:
-        axes: What layouts differ in, those of the mesh first.
+        axes: Axes along which layouts differ, those of the mesh first.
         machine: Prices them.
-        vocab_size: Of the tokenizer.
+        vocab_size: Tokens of the vocabulary, the rows of the embedding.
     """
 
     def __init__(self, axes: tuple[Axis, ...], machine: Machine, vocab_size: int) -> None:

@@ -80,7 +80,7 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
 
     Args:
         resolved: The config.
-        options: Of `add_arguments`.
+        options: Parsed options of `add_arguments`.
 
     Returns:
         0.

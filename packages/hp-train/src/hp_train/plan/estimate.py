@@ -52,15 +52,15 @@ class Estimate:
     """What a layout costs per step. Times are in seconds, of the mean rank; they add up.
 
     Attributes:
-        config: Of the layout.
-        seconds: Of the step.
+        config: Configuration of the layout.
+        seconds: Time of the step.
         parts: "compute", "idle" (in the pipeline, waits for messages included), "exchanges" inside
             layers (of experts, tensor- and context-parallel ranks, none of them hidden),
             "gradients" and "optimizer".
-        exposed: For which the rank that does so longest waits for messages and parameters that
+        exposed: Time for which the rank that does so longest waits for messages and parameters that
             somebody has computed already.
-        memory: Of the rank that needs most.
-        transfers: By purpose, of the rank that sends most for it.
+        memory: Memory of the rank that needs most.
+        transfers: Transfers by purpose, of the rank that sends most for it.
     """
 
     config: Config
@@ -86,9 +86,9 @@ class Need:
     """Bytes that a rank needs at least.
 
     Attributes:
-        fixed: Whatever is under way.
-        stage: Of a microbatch under way in one of its stages.
-        stages: Of a microbatch that has been through all of them.
+        fixed: Bytes needed whatever is under way.
+        stage: Bytes of a microbatch under way in one of its stages.
+        stages: Bytes of a microbatch that has been through all of them.
     """
 
     fixed: int
@@ -104,9 +104,9 @@ class Plan:
     """The stages of a layout and what they cost on a machine.
 
     Args:
-        config: Of the layout; checked.
-        machine: With as many devices as the layout has ranks.
-        vocab_size: Of the tokenizer.
+        config: Configuration of the layout; checked.
+        machine: Machine with as many devices as the layout has ranks.
+        vocab_size: Tokens of the vocabulary, the rows of the embedding.
     """
 
     def __init__(self, config: Config, machine: Machine, *, vocab_size: int) -> None:
@@ -381,9 +381,9 @@ def estimate(config: Config, machine: Machine, *, vocab_size: int) -> Estimate:
     """What a layout costs on a machine.
 
     Args:
-        config: Of the layout; checked.
+        config: Configuration of the layout; checked.
         machine: What its devices do.
-        vocab_size: Of the tokenizer.
+        vocab_size: Tokens of the vocabulary, the rows of the embedding.
     """
     return Plan(config, machine, vocab_size=vocab_size).estimate()
 

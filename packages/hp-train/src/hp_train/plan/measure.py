@@ -84,7 +84,7 @@ def machine_of(
     """Solve for rates: time is tokens times the time of a token, plus that of the layers.
 
     Args:
-        config: That was timed.
+        config: Configuration that was timed.
         small: What `time_model` found with the config's microbatches.
         large: With microbatches twice as large.
         link: What `time_link` found.

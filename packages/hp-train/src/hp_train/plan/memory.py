@@ -26,9 +26,9 @@ class Memory:
 
     Attributes:
         parameters: What the optimizer updates.
-        gradients: Of the same dtype and cut.
+        gradients: Gradients, of the same dtype and cut.
         optimizer: Both moments and the count of steps.
-        activations: At their peak.
+        activations: Activations at their peak.
         buffers: Gathered parameters, those cast to be computed with, gradients laid side by side
             to be summed, messages, copies of logits.
         context: What the device's driver and libraries take.
@@ -127,8 +127,8 @@ def static_memory(
     """Bytes of parameters, gradients and optimizer of the rank that holds the most of some stages.
 
     Args:
-        config: Of the run.
-        stages: Of that rank.
+        config: Configuration of the run.
+        stages: Stages of that rank.
         layout: Cuts them.
     """
     # A tied table of two stages is updated once, and has two gradients; under FSDP there are two.
@@ -152,8 +152,8 @@ def buffer_bytes(
     """Bytes that come and go within a step.
 
     Args:
-        config: Of the run.
-        stages: Of one rank.
+        config: Configuration of the run.
+        stages: Stages of one rank.
         layout: Cuts them.
         active_stages: Stages whose parameters are gathered at once.
     """

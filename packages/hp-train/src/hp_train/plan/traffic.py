@@ -43,7 +43,7 @@ class ExpertExchanges:
     """What a layer of experts sends to other ranks.
 
     Attributes:
-        bytes: Of a token, in forward, and as many in backward.
+        bytes: Bytes sent for a token in forward, and as many in backward.
         forward: Messages of a rank.
         backward: Likewise.
     """
@@ -125,11 +125,11 @@ def activation_transfers(
     heads; where groups of them gather keys and values instead, that is taken for the same.
 
     Args:
-        config: Of the run.
-        works: Of one rank.
-        layout: Of the run.
-        machine: Of the links.
-        tokens: That attention sees on the rank.
+        config: Configuration of the run.
+        works: Modules of one rank.
+        layout: Layout of the rank's stage.
+        machine: Machine whose links are used.
+        tokens: Number of tokens that attention sees on the rank.
     """
     size = BYTES[config.train.dtype]
     cut, heads = sum(w.gathered + w.summed for w in works), sum(w.heads for w in works)
@@ -199,9 +199,9 @@ class EdgeLink:
     """The way of activations and gradients between two stages, of any number of ranks each.
 
     Attributes:
-        bytes: On the busiest link, for one microbatch.
-        messages: That the busiest rank sends or receives for it.
-        link: The slowest.
+        bytes: Bytes on the busiest link, for one microbatch.
+        messages: Number of messages that the busiest rank sends or receives for one microbatch.
+        link: The slowest link.
     """
 
     bytes: int
@@ -244,10 +244,10 @@ def pipeline_transfer(
     """Activations and their gradients that a rank sends to other stages.
 
     Args:
-        config: Of the run.
-        layout: Of its stage.
-        edges: By which it sends, one for each stage and direction.
-        num_microbatches: Of a step.
+        config: Configuration of the run.
+        layout: Layout of the rank's stage.
+        edges: Edges by which it sends, one for each stage and direction.
+        num_microbatches: Number of microbatches in a step.
     """
     size = float(len(edges) * num_microbatches * message_bytes(config, layout))
     seconds = num_microbatches * sum(edge.seconds for edge in edges)

@@ -16,8 +16,8 @@ def banner(config: Config, mesh: Mesh, runtime: Runtime, norm: GradientNorm) -> 
     """Lines that say model size, mesh and batch.
 
     Args:
-        config: Of the run.
-        mesh: Of the run.
+        config: Configuration of the run.
+        mesh: Mesh of the run.
         runtime: Device and backend.
         norm: Knows the sizes of all parameters of all ranks.
     """

@@ -34,10 +34,10 @@ class Batches:
     """Cuts global batches.
 
     Args:
-        config: Of the run.
-        mesh: Of the run.
+        config: Configuration of the run.
+        mesh: Mesh of the run.
         sequence: Which positions are this rank's.
-        device: To copy to.
+        device: Device that receives the tensors of a batch.
     """
 
     def __init__(
@@ -49,9 +49,10 @@ class Batches:
         """Return this rank's share of the global batch that starts at a sequence.
 
         Args:
-            data: To read from.
+            data: Dataset to read.
             first: Index of the sequence.
-            step: Of the training, which decides what is dropped; None: outside training.
+            step: Number of the training step, from 0, which decides what is dropped; None: outside
+                training.
         """
         config, sequence = self._config, self._sequence
         size, whole = config.train.microbatch_size, config.train.global_batch_size

@@ -26,8 +26,8 @@ class Skips:
     """Steps that changed nothing; see Note [skipped step].
 
     Attributes:
-        total: Of the whole run.
-        in_a_row: Up to now.
+        total: Skipped steps of the whole run.
+        in_a_row: Skipped steps in a row, up to now.
     """
 
     total: int = 0
@@ -71,7 +71,7 @@ def describe_not_finite(
     named, and the ranks are those on which it was so before gradients were summed over copies.
 
     Args:
-        loss: Of the whole step.
+        loss: Loss of the whole step.
         share: This rank's part of it.
         bad: Entries of the gradient norm that are not finite, the same on all ranks.
         before: Norms of what this rank gave to sums over copies.

@@ -26,7 +26,7 @@ def continue_text(
 
     Args:
         pipeline: The model.
-        tokenizer: Of the data.
+        tokenizer: Tokenizer of the data.
         prompt: Its last ``seq_len`` tokens are used.
         num_tokens: How many to add.
         temperature: Divides the logits; 0 takes the most likely token.

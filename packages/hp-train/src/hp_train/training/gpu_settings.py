@@ -37,7 +37,7 @@ class Versions(NamedTuple):
 
     Attributes:
         nccl: NCCL that torch has loaded.
-        cuda: CUDA that torch is built for.
+        cuda: CUDA for which torch is built.
         driver: Newest CUDA that the driver can run.
     """
 

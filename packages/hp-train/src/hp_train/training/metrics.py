@@ -30,12 +30,12 @@ class StepMetrics:
         step: Optimizer updates done, counted from 1.
         loss: Mean cross-entropy over the step's tokens, in nats, before the update.
         balance_loss: The load-balancing term that was added to it.
-        grad_norm: Of the whole model, before clipping.
+        grad_norm: Gradient norm of the whole model, before clipping.
         lr: Learning rate of the update.
         tokens: Tokens trained on since the start of the run.
-        tokens_per_second: Of this step, over all ranks.
+        tokens_per_second: Tokens per second of this step, over all ranks.
         step_seconds: Wall time of this step.
-        cpu_seconds: CPU time of all ranks since the step before, evaluation and saving included.
+        cpu_seconds: CPU time of all ranks since the previous step, evaluation and saving included.
         peak_memory_bytes: Most that any rank has held at once so far: CUDA allocations; on a CPU
             the resident set.
         bubble: Share of the ranks' time in the pipeline that went into no stage's compute.
@@ -132,8 +132,8 @@ class Console:
 
     Args:
         enabled: False on all ranks but one.
-        total: Steps of the run.
-        done: Steps done before.
+        total: Number of steps of the run.
+        done: Number of steps done already.
     """
 
     def __init__(self, *, enabled: bool, total: int, done: int) -> None:
@@ -206,7 +206,7 @@ def read_metrics(folder: Folder, *, to_step: int = _LAST) -> Iterator[tuple[byte
     """Lines of metrics.jsonl and what they say, one at a time, as the file may be long.
 
     Args:
-        folder: Of the run; a file that is missing has no lines.
+        folder: Run directory; a file that is missing has no lines.
         to_step: Where to end; what follows is not looked at. A last line that was cut off is left
             out.
 

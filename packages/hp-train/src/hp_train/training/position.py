@@ -22,7 +22,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
         step: Updates done, those that were skipped included.
         next_sequence: Global index of the first sequence that was not read.
         skipped: Steps that changed nothing.
-        skipped_in_a_row: Of them the last ones.
+        skipped_in_a_row: Number of skipped steps in a row at the end.
         data: Digest of the tokens; None: not known, as the checkpoint was imported.
     """
 

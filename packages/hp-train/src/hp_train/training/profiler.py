@@ -37,7 +37,7 @@ class Profiler:
     Args:
         train: The `train` section of the config.
         worker: This process.
-        device: Device that this rank computes on.
+        device: Device on which this rank computes.
         tell: Function that shows a person a line of text.
     """
 

@@ -52,7 +52,7 @@ def planned_and_actual(
     Args:
         schedule: What was run.
         timeline: This rank's spans.
-        mesh: Of the run.
+        mesh: Mesh of the run.
         control: Group over all ranks for objects.
 
     Returns:
@@ -78,7 +78,7 @@ def write_report(folder: Folder, timelines: Mapping[str, Timeline]) -> None:
     Of GPUs also memory.svg, and mfu.svg where their peak is known.
 
     Args:
-        folder: Of the run; holds metrics.jsonl.
+        folder: Run directory; holds metrics.jsonl.
         timelines: For example ``{"planned": ..., "actual": ...}``; none leaves the timeline out.
     """
     keys = ("step", *_LOSSES, *_MFU, *_MEMORY)

@@ -61,9 +61,9 @@ def require_same_position(extra: Mapping[str, Any], config: Config, path: Path) 
     """Refuse to go on from a checkpoint of another seed, sequence length or model.
 
     Args:
-        extra: Of the checkpoint; of one that was imported it may not know its config.
-        config: Of the run.
-        path: Of the checkpoint.
+        extra: JSON saved with the checkpoint; that of one that was imported may lack its config.
+        config: Configuration of the run.
+        path: Path of the checkpoint.
 
     Raises:
         ConfigError: Names the key and both values.

@@ -87,8 +87,8 @@ def vocab_size_of(config: Config, tokenizer: Tokenizer) -> int:
     """Rows of the embedding.
 
     Args:
-        config: Validated.
-        tokenizer: Of the data.
+        config: Validated configuration.
+        tokenizer: Tokenizer of the data.
 
     Raises:
         DataError: When the tokenizer has more tokens.
@@ -106,7 +106,7 @@ def require_same_data(digests: tuple[str, ...], *, control: dist.ProcessGroup) -
     """Compare what the ranks read: nodes without shared storage each tokenise their own copy.
 
     Args:
-        digests: Of this rank's splits.
+        digests: Digests of this rank's splits.
         control: Group over all ranks for objects.
 
     Raises:

@@ -44,7 +44,7 @@ def checkpoint_tensors(
     Args:
         parameters: This rank's.
         optimizer: Materialised; see :func:`materialize_optimizer`.
-        mesh: Of the run.
+        mesh: Mesh of the run.
 
     Returns:
         ``model.<name>``, ``optimizer.exp_avg.<name>`` and ``optimizer.exp_avg_sq.<name>``.

@@ -108,10 +108,10 @@ class Trainer:
     """A run as one rank sees it. All ranks construct it and call its methods together.
 
     Args:
-        config: Validated.
+        config: Validated configuration.
         worker: This process.
         runtime: The initialised world.
-        tokenizer: Of the data.
+        tokenizer: Tokenizer of the data.
     """
 
     def __init__(
@@ -321,9 +321,9 @@ class Trainer:
         """Drop what a step computed, see Note [skipped step]; returns why.
 
         Args:
-            losses: Of the step.
+            losses: Losses of the step.
             shares: This rank's part of them.
-            squares: Of gradient norms by entry.
+            squares: Squared gradient norms by entry, fp64 [entries].
 
         Raises:
             NumericsError: On every rank, when the config says to stop.

@@ -98,7 +98,7 @@ def run(
 
     Args:
         resolved: The config.
-        options: Of `add_arguments`.
+        options: Parsed options of `add_arguments`.
         given: Overrides from the command line.
 
     Returns:

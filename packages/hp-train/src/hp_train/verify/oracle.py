@@ -56,10 +56,10 @@ class Outcome:
     """What one step computed.
 
     Attributes:
-        losses: Of all sequences.
-        norm: Of all gradients together, before clipping.
+        losses: Losses over all sequences.
+        norm: Norm of all gradients together, before clipping.
         rate: Learning rate.
-        gradients: By name, before clipping.
+        gradients: Gradients by name, before clipping.
         choices: Name of a layer -> experts of each token [B, S, K].
         scores: Likewise, what they were chosen by [B, S, E].
     """
@@ -96,12 +96,13 @@ class Oracle:
 
     Args:
         tables: The config: section -> key -> value.
-        weights: Of parameters and correction biases, by global name; they are copied to fp64.
+        weights: Values of parameters and correction biases, by global name; they are copied to
+            fp64.
         separator: Token that ends a document; -1: sequences are one document each.
 
     Attributes:
         weights: fp64, by name.
-        moments: Of AdamW: decaying means of gradients and of their squares, by name.
+        moments: Moments of AdamW: decaying means of gradients and of their squares, by name.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class Oracle:
 
         Args:
             rows: The whole batch.
-            max_norm: Norm that gradients are scaled down to; 0: they are not.
+            max_norm: Largest norm of the gradients, which are scaled down to it; 0: they are not.
             skip: Whether the weights are to stay as they are.
         """
         parameters = {name: self.weights[name].requires_grad_() for name in self.names}

@@ -129,7 +129,7 @@ def families(layouts: Iterable[Config]) -> list[list[Config]]:
     """Layouts that must be bitwise equal with each other, together; in the order of their first.
 
     Args:
-        layouts: Of one model, data and batch.
+        layouts: Layouts of one model, data and batch.
     """
     found: dict[bytes, list[Config]] = defaultdict(list)
     for layout in layouts:

@@ -19,7 +19,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     """A training of a few steps in which everything happens that happens in a long one.
 
     Attributes:
-        steps: To train.
+        steps: Number of steps to train.
     """
 
     steps: int
@@ -100,7 +100,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         job: ``module:callable``, a `Build`.
         program: What is to happen.
         tensor_steps: Steps whose tensors are recorded, counted from 1; empty: all.
-        source: Directory of the run whose checkpoint is gone on from; empty: its own.
+        source: Directory of the run whose checkpoint is resumed; empty: its own.
         num_runs: How many runs there are to be, if the first rank is to say how long they take.
     """
 

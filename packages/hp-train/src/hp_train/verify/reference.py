@@ -22,8 +22,8 @@ def record_oracle(actual: Path, directory: Path, *, config: Config, request: Req
     Args:
         actual: What the run has recorded.
         directory: Where the oracle records the same quantities.
-        config: Of the run.
-        request: Of the run.
+        config: Configuration of the run.
+        request: Request of the run.
     """
     record = Recorder(directory, rank=0, tensor_steps=frozenset(request.tensor_steps) or None)
     oracle: Oracle | None = None

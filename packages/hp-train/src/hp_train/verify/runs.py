@@ -74,8 +74,7 @@ class Runs:
 
     Args:
         scratch: An empty folder for them.
-        base: What layouts are told apart by: they are named by how they differ from its run in
-            one process.
+        base: Base configuration: layouts are named by how they differ from its run in one process.
         program: What happens in each.
         every_tensor: Whether tensors of all steps are compared, and not of some.
         num_runs: How many there are to be; the first one says how long they take. 0: it does not.
@@ -147,8 +146,8 @@ class Runs:
         """Run two configs and compare them.
 
         Args:
-            config: To judge.
-            other: To judge by.
+            config: Configuration to judge.
+            other: Reference configuration.
             bound: Largest error that counts as equal; None: 0 where bits must be the same, else
                 what the dtype allows.
 
@@ -176,8 +175,8 @@ class Runs:
         """Like :meth:`compare`, but a run that failed is a verdict as well.
 
         Args:
-            config: To judge.
-            other: To judge by; None: the oracle.
+            config: Configuration to judge.
+            other: Reference configuration; None: the oracle.
         """
         began = time.monotonic()
         comparison, problem = None, ""
@@ -201,7 +200,8 @@ def judge_all(runs: Runs, layouts: Sequence[Config], *, has_oracle: bool) -> Ite
 
     Args:
         runs: Takes the recordings.
-        layouts: Of one model, data and batch; those that must be bitwise equal are compared too.
+        layouts: Layouts of one model, data and batch; those that must be bitwise equal are compared
+            too.
         has_oracle: Whether the job is that of hp-train.
     """
     reference = one_process(runs.base)

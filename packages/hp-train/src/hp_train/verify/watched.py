@@ -31,11 +31,12 @@ class TrainerJob(Job):
     """The training job of hp-train.
 
     Args:
-        config: Of the run; its layout is the one to be judged.
+        config: Configuration of the run; its layout is the one to be judged.
         worker: This process; its run directory has a request.
 
     Attributes:
-        trainer: In the middle of the run, another one takes its place and loads what was saved.
+        trainer: Trainer of the run; in the middle of it another one takes its place and loads what
+            was saved.
     """
 
     def __init__(self, config: Config, worker: Worker) -> None:
