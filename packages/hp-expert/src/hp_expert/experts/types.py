@@ -79,7 +79,7 @@ class ExpertWeights(NamedTuple):
 
     @property
     def hidden(self) -> int:
-        """H."""
+        """Hidden width, H."""
         return self.weights.down.shape[2]
 
     @property

@@ -44,7 +44,7 @@ def refusal(experts: nn.Module) -> str | None:
 
 
 def num_experts_of(experts: nn.Module) -> int:
-    """E."""
+    """Return the number of experts, E."""
     return experts.get_parameter("down_proj").shape[0]
 
 
