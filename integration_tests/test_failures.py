@@ -19,11 +19,11 @@ import hp_train.training.train
 from hp_expert import GroupedExperts, TopKRouter
 from hp_platform import PeerError, RankInfo
 from hp_platform.testing import run_distributed
-from hp_train.checkpoint.checkpointer import Checkpointer
 from hp_train.config import Config
 from hp_train.launch.worker import one_line
 from hp_train.model import attention
 from hp_train.training.batches import Batches
+from hp_train.training.checkpointer import Checkpointer
 from hp_train.training.train import Trainer
 from integration_tests.layouts import config_of, worker_of, write_corpus
 

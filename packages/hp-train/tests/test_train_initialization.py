@@ -15,8 +15,8 @@ from torch import Tensor
 from hp_platform.testing import watch_operators
 from hp_train.config import ModelConfig
 from hp_train.config.options import resolve
+from hp_train.layout.cuts import chunk
 from hp_train.model import TransformerStage, initialization
-from hp_train.model.cuts import chunk
 from hp_train.model.initialization import TILE, initialize_parameters
 from hp_train.model.parameters import Parameter, named_parameters
 

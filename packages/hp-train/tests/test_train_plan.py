@@ -15,18 +15,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hp_schedule import Costs, simulate
+from hp_train.base.dtypes import BYTES
 from hp_train.cli import main
-from hp_train.config import BYTES, Config, ModelConfig, rules
+from hp_train.config import Config, ModelConfig, rules
 from hp_train.config.options import resolve
 from hp_train.config.space import enumerate_layouts, enumerate_meshes, with_keys
 from hp_train.costs.machine import GPU_MARGIN
 from hp_train.costs.modules import Weight, Work, layer, stage, stages, whole_model
 from hp_train.errors import ConfigError
 from hp_train.layout.communicators import Held, held
+from hp_train.layout.cuts import name_in_block
 from hp_train.layout.ranks import Layout, StageLayout
 from hp_train.layout.schedules import KINDS, split_layers
 from hp_train.model import DropoutKey, Microbatch, TransformerStage, look_ahead
-from hp_train.model.cuts import name_in_block
 from hp_train.model.transformer import cross_entropy
 from hp_train.plan import MACHINES, Machine, choose, estimate
 from hp_train.plan.choose import _is_repeated, _Search, plan_axes

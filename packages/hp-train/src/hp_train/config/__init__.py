@@ -1,7 +1,6 @@
 """The keys of a config, where their values come from, and the rules across them."""
 
 from hp_train.config.keys import (
-    BYTES,
     LARGEST,
     MOST_EXPERTS,
     MOST_LAYERS,
@@ -25,7 +24,6 @@ from hp_train.config.keys import (
 )
 
 __all__ = [
-    "BYTES",
     "LARGEST",
     "MOST_EXPERTS",
     "MOST_LAYERS",

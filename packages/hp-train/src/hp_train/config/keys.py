@@ -17,9 +17,6 @@ MOST_LAYERS = 10_000
 MOST_EXPERTS = 200_000
 """Of all layers together: parameters, files and ranks list every one of them."""
 
-BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
-"""Of a number in each train.dtype."""
-
 if TYPE_CHECKING:
     ScheduleName = str
 else:

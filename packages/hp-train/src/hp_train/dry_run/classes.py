@@ -10,9 +10,9 @@ from collections.abc import Hashable, Sequence
 from hp_train.config import Config
 from hp_train.costs.modules import Weight, stage
 from hp_train.dry_run.routing import Skew, rows_per_rank
+from hp_train.layout.cuts import HIDDEN_DIM, chunk, cut_dim, name_in_block
 from hp_train.layout.ranks import Axis, Layout, StageLayout
 from hp_train.layout.schedules import KINDS, count_stages, placement, split_layers
-from hp_train.model.cuts import HIDDEN_DIM, chunk, cut_dim, name_in_block
 
 _COPIED: tuple[Axis, ...] = ("dp_replicate", "tp", "expert_replicate", "etp")
 """Axes along which ranks have copies of some parameter: the first of them speaks for it."""

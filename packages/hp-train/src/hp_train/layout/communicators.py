@@ -11,13 +11,14 @@ from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
+from hp_train.base.dtypes import BYTES
 from hp_train.layout.ranks import Axis, Layout, StageLayout
 from hp_train.layout.schedules import KINDS, placement, split_layers
 from hp_vtp import Edge, PipelineLayout, Sharded, StepKind, plan_edge
 from hp_vtp import StageLayout as ReplicaLayout
 
 if TYPE_CHECKING:
-    from hp_train.config import BYTES, Config
+    from hp_train.config import Config
 
 GROUPS: Mapping[str, tuple[Axis, ...]] = {
     "dp_replicate": ("dp_replicate",),

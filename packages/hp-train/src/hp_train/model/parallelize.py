@@ -31,6 +31,7 @@ from hp_schedule.runtime import (
     TensorSpec,
 )
 from hp_train.config import Config
+from hp_train.layout.cuts import chunk
 from hp_train.layout.edges import Edges, build_edges
 from hp_train.layout.mesh import Mesh
 from hp_train.layout.schedules import (
@@ -45,7 +46,6 @@ from hp_train.layout.sequence import SequenceShare
 from hp_train.model import TransformerStage
 from hp_train.model.block import Block
 from hp_train.model.compiled import compile_blocks
-from hp_train.model.cuts import chunk
 from hp_train.model.initialization import initialize_parameters
 from hp_train.model.layers import Embedding, Linear
 from hp_train.model.parameters import Parameter, named_parameters

@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
 from hp_expert import GroupedExperts
+from hp_train.layout.cuts import HIDDEN_DIM, chunk, cut_dim
 from hp_train.layout.mesh import Mesh
-from hp_train.model.cuts import HIDDEN_DIM, chunk, cut_dim
 
 Kind = Literal["matrix", "norm", "bias"]
 """What a parameter is for, whatever its number of dims: biases of experts are stacked."""

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from hp_platform import all_gather_uneven, outside_graph, reduce_scatter_uneven
+from hp_train.layout.cuts import chunk, cut_dim
 from hp_train.model import TransformerStage
 from hp_train.model.block import Block
-from hp_train.model.cuts import chunk, cut_dim
 from hp_train.model.layers import Embedding
 from hp_train.model.transformer import cross_entropy as whole_cross_entropy
 

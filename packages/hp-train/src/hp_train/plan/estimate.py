@@ -16,7 +16,8 @@ from hp_schedule import (
     add_fsdp_unshard_reshard,
     simulate,
 )
-from hp_train.config import BYTES, Config
+from hp_train.base.dtypes import BYTES
+from hp_train.config import Config
 from hp_train.costs import modules
 from hp_train.costs.machine import Machine
 from hp_train.costs.modules import Work

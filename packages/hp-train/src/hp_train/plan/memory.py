@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
-from hp_train.config import BYTES, Config
+from hp_train.base.dtypes import BYTES
+from hp_train.config import Config
 from hp_train.costs.machine import Machine
 from hp_train.costs.modules import WIDE_BYTES, Weight, Work, kept_once
 from hp_train.layout.communicators import held
+from hp_train.layout.cuts import HIDDEN_DIM, chunk, cut_dim, name_in_block
 from hp_train.layout.ranks import StageLayout
-from hp_train.model.cuts import HIDDEN_DIM, chunk, cut_dim, name_in_block
 
 _STEP_BYTES = 4
 """AdamW counts its steps in one fp32 number per parameter."""

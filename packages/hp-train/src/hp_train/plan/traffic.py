@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from hp_train.config import BYTES, Config, ModelConfig
+from hp_train.base.dtypes import BYTES
+from hp_train.config import Config, ModelConfig
 from hp_train.costs.machine import Link, Machine
 from hp_train.costs.modules import Work
 from hp_train.layout.ranks import Axis, Layout, StageLayout

@@ -21,7 +21,6 @@ from hp_expert import take_loads, update_correction_biases
 from hp_platform import Runtime, doing, failing_together, mark_agreed, new_group, shutdown
 from hp_platform.host_reads import arrived
 from hp_schedule import MetaStep, Timeline
-from hp_train.checkpoint.checkpointer import Checkpointer
 from hp_train.config import Config, to_dict
 from hp_train.config.timeouts import Timeouts
 from hp_train.data import Tokenizer
@@ -36,6 +35,7 @@ from hp_train.model.parallelize import build_pipeline
 from hp_train.model.tensor_parallel import cross_entropy
 from hp_train.training.banner import banner
 from hp_train.training.batches import Batches
+from hp_train.training.checkpointer import Checkpointer
 from hp_train.training.finiteness import Skips, describe_not_finite
 from hp_train.training.garbage import garbage_collection
 from hp_train.training.generate import continue_text
