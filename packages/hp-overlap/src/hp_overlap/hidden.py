@@ -38,7 +38,7 @@ class HiddenReport:
 
     Attributes:
         process: Its id in the trace; of a GPU, its index.
-        transfers: In the order of their starts.
+        transfers: Transfers in the order of their starts.
         total: Microseconds in which at least one transfer ran.
         hidden: Those of them in which compute ran as well.
     """

@@ -22,8 +22,10 @@ class Launches(Protocol):
     `hp_expert.Dispatcher` is one.
 
     Attributes:
-        launch_dispatch: Of a tensor, its first argument; see `CommComputeOverlap.wrap_dispatch`.
-        launch_combine: See `CommComputeOverlap.wrap_combine`.
+        launch_dispatch: Function that launches the dispatch of a tensor, its first argument; see
+            `CommComputeOverlap.wrap_dispatch`.
+        launch_combine: Function that launches the combine of a tensor, its first argument; see
+            `CommComputeOverlap.wrap_combine`.
     """
 
     @property

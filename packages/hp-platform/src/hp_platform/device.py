@@ -46,7 +46,7 @@ def ranks_per_device(device: torch.device, world_size: int, store: _internals.St
     which one they have. All of them call this together, and all get the same answer.
 
     Args:
-        device: Of this rank.
+        device: Device of this rank.
         world_size: Number of ranks.
         store: Where they meet.
     """

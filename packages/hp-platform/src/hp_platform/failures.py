@@ -78,7 +78,7 @@ class FailureReport:
         rank: Global rank that failed.
         place: What it was doing, such as "step 3, stage 1, microbatch 5, experts".
         error: Type and message of its error.
-        stack: Of a rank that is stuck, its Python stack, innermost frame first.
+        stack: Python stack of a rank that is stuck, innermost frame first; empty otherwise.
     """
 
     rank: int
@@ -141,7 +141,7 @@ class FailureNote:
 
     Args:
         store: Shared by the ranks; None keeps the report of each rank to itself.
-        key: In the store; used for one failure.
+        key: Key of the report in the store; used for one failure.
     """
 
     def __init__(self, store: Store | None, key: str) -> None:
@@ -196,7 +196,7 @@ def failing_together(
 
     Args:
         *words: What is being done, as for `doing`.
-        groups: To be broken besides those that were used inside.
+        groups: Process groups to break besides those that were used inside.
         everything: Break all groups of this process, for example around a training step.
 
     Raises:
@@ -224,8 +224,8 @@ def raise_first(
     """Tell the other ranks of an error, break groups, and raise what this rank should.
 
     Args:
-        error: Of this rank.
-        groups: To be broken; nobody can use them any more.
+        error: Error of this rank.
+        groups: Process groups to break; nobody can use them any more.
         everything: Break all groups of this process.
 
     Raises:
@@ -274,7 +274,7 @@ def first_failure(error: BaseException, notes: Sequence[FailureNote]) -> Failure
     """Find out who failed first, this rank or the one its error came from, and pass it on.
 
     Args:
-        error: Of this rank.
+        error: Error of this rank.
         notes: Read for a report, and left one where there is none.
     """
     mine = FailureReport.of(error, rank=dist.get_rank())

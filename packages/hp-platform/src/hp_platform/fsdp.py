@@ -32,7 +32,7 @@ def set_fsdp_frees_parameters(module: object, frees: bool) -> None:
     (`set_reshard_after_forward(False)`), under the feet of that backward.
 
     Args:
-        module: One that `fully_shard` was applied to; not those inside it.
+        module: Module that was passed to `fully_shard`; modules sharded inside it are not affected.
         frees: True brings back the usual behaviour.
     """
     for group in _internals.fsdp_param_groups(module):
@@ -54,7 +54,7 @@ def set_fsdp_exchanges(module: Any, *, group: ProcessGroup) -> None:
 
     Args:
         module: One that `fully_shard` was applied to over one mesh axis; not those inside it.
-        group: Of that axis.
+        group: Process group of that axis.
     """
     cpu = torch.device("cpu")
     if group.size() == 1 or _internals.backend_name(group, cpu) != "gloo":

@@ -20,8 +20,8 @@ class Call(NamedTuple):
     """One call that several ranks make together.
 
     Attributes:
-        key: Of the call in the store; the same on all of them and of no other call.
-        secret: That the first of them has made up for it.
+        key: Key of the call in the store; the same on all of its ranks, and no other call has it.
+        secret: Secret that the first of the ranks has made up for the call.
     """
 
     key: str

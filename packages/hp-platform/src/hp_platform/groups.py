@@ -48,9 +48,9 @@ def new_group(
 
     Args:
         rank_lists: Disjoint, ascending lists of global ranks. Ranks may be left out.
-        name: What the group is for, such as `"ep"`; shown in torch's logs.
+        name: Purpose of the group, such as `"ep"`; shown in torch's logs.
         backend: `"gloo"` or `"nccl"`; by default that of the default group.
-        timeout: Of each collective; by default that of the default group.
+        timeout: Time-out of each collective; by default that of the default group.
         high_priority: Run NCCL kernels of this group on a high-priority stream.
 
     Returns:

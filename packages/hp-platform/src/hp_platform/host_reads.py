@@ -24,7 +24,7 @@ def arrived(copy: Tensor, *, purpose: object) -> Tensor:
     """Return numbers that have come from the device, to be read by the host.
 
     Args:
-        copy: On the host, complete.
+        copy: Complete copy of the numbers on the host.
         purpose: What they are, in words or, where a model needs facts, as data: what a dry run
             knows them by.
 
@@ -42,7 +42,7 @@ def require_on_device(condition: Tensor, message: str) -> None:
 
     Args:
         condition: Bool, of one element.
-        message: Of the error on a CPU, and what a GPU prints.
+        message: Message of the error on a CPU, and what a GPU prints.
 
     Raises:
         RuntimeError: On a CPU, if it is False.

@@ -38,9 +38,9 @@ class RankInfo:
     """Place of this process among all of them.
 
     Attributes:
-        rank: Among all processes, from 0.
+        rank: Rank of this process among all processes, from 0.
         world_size: Number of processes.
-        local_rank: Among those of this machine, from 0.
+        local_rank: Rank of this process among those of this machine, from 0.
         local_world_size: Number of those of this machine.
     """
 
@@ -90,7 +90,7 @@ class Runtime:
         info: Place of this process.
         device: Device of its tensors; the current one.
         backend: `"nccl"` or `"gloo"`: what serves the device in the default group.
-        timeout: Of each collective of the default group and of groups derived from it.
+        timeout: Time-out of each collective of the default group and of groups derived from it.
         control: Gloo group of all ranks for CPU tensors and objects, distinct from the default.
     """
 
@@ -116,7 +116,7 @@ def initialize(
     Args:
         info: Place of this process; None: from the environment, else a world of one.
         device_type: As in `local_device`.
-        timeout: Of each collective; a default group that exists keeps its own.
+        timeout: Time-out of each collective; a default group that exists keeps its own.
         init_method: Address as in `torch.distributed.init_process_group`; None: that of the
             variable `HP_INIT_METHOD`, else `env://`, or nothing for a world of one.
         backend: `"auto"`: NCCL for GPUs and Gloo for CPUs. `"gloo"` for GPUs as well, through the

@@ -37,9 +37,9 @@ def require_members(group: ProcessGroup, *, secret: str, name: str) -> None:
     Every rank of the group calls this. NCCL is left alone: its id has a secret of its own.
 
     Args:
-        group: New.
+        group: New process group.
         secret: The same on all ranks of the default group.
-        name: Of the group, for the message.
+        name: Name of the group, for the message.
 
     Raises:
         RuntimeError: If it is so.

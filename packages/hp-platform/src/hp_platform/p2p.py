@@ -64,8 +64,8 @@ def isend_irecv(
     post their send first would wait for each other. Here all are handed over together.
 
     Args:
-        sends: Tensors and the global ranks they go to, as in `isend`.
-        receives: Buffers and the global ranks they come from, as in `irecv`.
+        sends: Tensors to send, each with the global rank of its receiver, as in `isend`.
+        receives: Buffers to fill, each with the global rank of its sender, as in `irecv`.
         group: The group whose connections are used. With NCCL all its ranks must have run a
             collective on it before.
         tag: Matches that of the other side. Messages of one tag between two ranks match in order.

@@ -81,7 +81,7 @@ def whom_to_blame(error: BaseException) -> FailureReport:
     """Hold a roll call and say who is to blame for an error that came from another rank.
 
     Args:
-        error: Of an operation that waited for other ranks.
+        error: Error of an operation that waited for other ranks.
     """
     world = dist.group.WORLD
     assert world is not None, "the caller has seen that there is one"

@@ -37,8 +37,8 @@ class _Offer(NamedTuple):
     """What others need to open what a rank has made.
 
     Attributes:
-        pid: Of the rank.
-        token: What its memory begins with, hexadecimal, which tells its process from one of
+        pid: Process ID of the rank.
+        token: First bytes of each of its memories, hexadecimal, which tell its process from one of
             another machine.
         memories: File descriptors, one per slot.
         inlets: Group rank -> file descriptor of the end of a pipe into which that rank writes.

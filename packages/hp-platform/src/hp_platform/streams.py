@@ -29,7 +29,7 @@ def side_stream(device: torch.device, purpose: str) -> torch.cuda.Stream | None:
 
     Args:
         device: With its index.
-        purpose: What the stream is for, such as `"read counts"`.
+        purpose: Purpose of the stream, such as `"read counts"`.
     """
     if device.type != "cuda":
         return None

@@ -27,8 +27,8 @@ class ThreadContext:
         autocast_cache: Whether autocast keeps cast weights.
         multithreading: Whether backward may use the device threads of the autograd engine.
         words: What the thread is doing, for messages about failures.
-        belonging: Whose groups it may use, and what its uses are counted to, so that a failure
-            breaks them.
+        belonging: Thread whose groups it may use, and scope to which its uses are counted, so that
+            a failure breaks them.
     """
 
     stream: torch.cuda.Stream | None

@@ -37,8 +37,8 @@ class Belonging:
     """What a helper thread shares with the thread that starts it.
 
     Attributes:
-        thread: Whose groups it may use.
-        scope: What its uses are counted to.
+        thread: Thread whose groups it may use.
+        scope: Scope to which its uses of groups are counted; None: none.
     """
 
     thread: threading.Thread

@@ -150,8 +150,8 @@ def linear(
         x: `[..., in]`.
         weight: `[out, in]`.
         bias: `[out]` or None.
-        dtype: To compute in, autocast or not; as wide as that of `x` or wider. Backward keeps `x`
-            as it is: a product in fp32 of bf16 rows keeps no fp32 copy of them.
+        dtype: Dtype of the computation, autocast or not; as wide as that of `x` or wider. Backward
+            keeps `x` as it is: a product in fp32 of bf16 rows keeps no fp32 copy of them.
         cast: `weight` in the dtype of `x`, which is narrower: made before, for many calls. It is
             computed with in place of `weight`, whose gradient is added up in the dtype of `weight`.
 

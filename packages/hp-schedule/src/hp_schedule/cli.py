@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status.
 
     Args:
-        arguments: Without the program's name; default: those of the process.
+        arguments: Command-line arguments without the program's name; default: those of the process.
     """
     options = parser().parse_args(arguments)
     try:

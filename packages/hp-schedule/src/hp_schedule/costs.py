@@ -26,8 +26,8 @@ class Costs:
             of its backward (of its weight part where it is split), in any unit.
         latency: Time from the end of a message's transmission to its arrival.
         message: Size of a stage's output, which is the size of its gradient too, in any unit.
-        bandwidth: That unit per unit of time, on every channel: a message occupies its channel
-            for message / bandwidth.
+        bandwidth: Bandwidth of every channel, in the unit of `message` per unit of time: a message
+            occupies its channel for message / bandwidth.
         unshard: Duration of gathering a stage's parameters.
         reduce_grad: Duration of reducing a stage's gradients.
 

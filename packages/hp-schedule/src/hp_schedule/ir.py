@@ -63,7 +63,7 @@ class MetaStep:
 
     Attributes:
         type: What is done.
-        stage_index: Whose stage; None for an overlap, whose halves carry their own.
+        stage_index: Index of the stage; None for an overlap, whose halves carry their own.
         microbatch_index: Which microbatch; None for an overlap and for the FSDP steps.
         sub_steps: The two halves of an overlap in their order, otherwise empty. One half is a
             forward, the other a full or an input backward.

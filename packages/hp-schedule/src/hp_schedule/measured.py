@@ -27,11 +27,12 @@ def measured_costs(
 
     Args:
         timeline: With the spans of all ranks, of one run or several.
-        num_stages: Of the schedule.
-        num_microbatches: Of the schedule.
+        num_stages: Number of stages of the schedule.
+        num_microbatches: Number of microbatches of the schedule.
         per_microbatch: Whether microbatches differ, for example in length; otherwise the mean
             over all of a stage stands for each.
-        latency: Of a message; a timeline does not tell it.
+        latency: Latency of a message, in the unit of the timeline, which does not tell it; see
+            `Costs`.
 
     Raises:
         ValueError: If a stage has no forward in the timeline.

@@ -23,7 +23,7 @@ class ModelCosts:
         last_scale: The last stage's.
         microbatch_scale: Each microbatch's costs and memory relative to those above; empty for
             microbatches of one size.
-        latency: Of a message between ranks, see `Costs`.
+        latency: Latency of a message between ranks; see `Costs`.
         message: Size of a microbatch's message between two stages.
         bandwidth: Size per unit of time of every channel.
     """

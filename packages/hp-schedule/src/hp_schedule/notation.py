@@ -40,7 +40,7 @@ def to_csv(schedule: Schedule, *, waits: bool = False) -> str:
     """Return a schedule as torch's CSV, one line per rank.
 
     Args:
-        schedule: With communication steps or without.
+        schedule: Schedule to write, which may have communication steps.
         waits: Whether to say where torch's runtime waits, as torch 2.15 wants it of a schedule with
             messages and older ones do not know it: for the activation of a microbatch after its
             backward, for reduced gradients at once, for all other messages at the end.

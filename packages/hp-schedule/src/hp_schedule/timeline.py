@@ -12,7 +12,7 @@ class Span:
     """One step of one rank on the clock.
 
     Attributes:
-        rank: Whose step.
+        rank: Rank of the pipeline that runs the step.
         step: A compute step, or what the rank stood waiting for meanwhile: a receive or a send, the
             gathering of parameters (UNSHARD), the last reduction of gradients (REDUCE_GRAD).
         start: Seconds from any origin common to all spans of a timeline.
@@ -29,7 +29,7 @@ class Timeline(tuple[Span, ...]):
     """The spans of one run of a schedule, by rank and then by time.
 
     Args:
-        spans: In any order, of any number of ranks.
+        spans: Spans in any order, of any number of ranks.
     """
 
     __slots__ = ()

@@ -32,7 +32,7 @@ class Message:
         destination: Rank of the pipeline that receives.
         stage_index: The stage whose input, output gradient, or header of an input it is; for a
             request the stage that expects.
-        microbatch_index: Of which microbatch; 0 for a request.
+        microbatch_index: Index of the microbatch; 0 for a request.
         kind: An input, a gradient, the header that tells the shapes of an input ahead of it, or
             the request that tells the stage before, once, what a stage expects of every input.
     """
@@ -86,7 +86,7 @@ class Transport(Protocol[T]):
         """Give up after an error, so that the other ranks fail instead of waiting.
 
         Args:
-            error: Of this rank.
+            error: Error of this rank.
 
         Returns:
             What this rank is to raise: the error, or one that names the rank that failed first.

@@ -56,7 +56,7 @@ def send(
     """Send tensors to the next stage as part of the graph.
 
     Args:
-        transport: Whose edge.
+        transport: Transport that has the edge.
         tensors: As for `Transport.send`.
         source: Logical stage of this rank.
         destination: Logical stage that receives.
@@ -99,7 +99,7 @@ def receive(
     """Receive tensors from the stage before as part of the graph.
 
     Args:
-        transport: Whose edge.
+        transport: Transport that has the edge.
         metas: As for `Transport.receive`; the gradient of each floating-point tensor is sent back.
         source: Logical stage that sends.
         destination: Logical stage of this rank.

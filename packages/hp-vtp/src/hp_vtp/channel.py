@@ -82,8 +82,8 @@ class Channel:
         """Run this rank's part of a transfer; on a CPU it is done on return, on CUDA issued.
 
         Args:
-            steps: Of the transfer, the same on every rank of the edge.
-            workspaces: Of each tensor; read by a sender, filled by a receiver.
+            steps: Steps of the transfer, the same on every rank of the edge.
+            workspaces: Workspace of each tensor; read by a sender, filled by a receiver.
             header: Shown to the other end first; None if they have agreed before.
             where: Begins the messages of errors.
 

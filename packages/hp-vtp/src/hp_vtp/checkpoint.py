@@ -60,7 +60,7 @@ def save_checkpoint(
         path: Directory that does not exist yet, on a file system that all ranks share.
         tensors: This rank's tensors or parts, by name.
         sharded_dim: How each is cut.
-        layout: Of the ranks.
+        layout: Pipeline layout of the ranks.
         group: CPU group of all ranks of the layout.
         extra: For JSON, such as the number of steps; that of rank 0 is written.
 
@@ -111,9 +111,9 @@ def load_checkpoint(
 
     Args:
         path: What `save_checkpoint` wrote, with any layout.
-        tensors: To be filled, by name.
+        tensors: Tensors or parts to fill in place, by name.
         sharded_dim: How each is cut here, which need not be how it was cut there.
-        layout: Of the ranks here.
+        layout: Pipeline layout of the ranks that load.
 
     Returns:
         What was given as `extra`.
@@ -169,7 +169,8 @@ def optimizer_dim(
     """Extend what says how parameters are cut to the names of `optimizer_tensors`.
 
     Args:
-        sharded_dim: Of parameters.
+        sharded_dim: Function from the name of a parameter to the dimension along which it is cut,
+            None if it is not.
         whole: Keys of the state that are not of their parameter's shape.
     """
 
@@ -193,11 +194,12 @@ def load_optimizer(
     """Give a new optimizer the state that `optimizer_tensors` made for a checkpoint.
 
     Args:
-        path: Of the checkpoint.
-        optimizer: Of these parameters; state that it has is replaced.
+        path: Directory of the checkpoint.
+        optimizer: Optimizer of these parameters; state that it has is replaced.
         parameters: This rank's, by name.
-        sharded_dim: Of parameters and state; from `optimizer_dim`.
-        layout: Of the ranks here.
+        sharded_dim: Function from the name of a parameter, or of its state, to the dimension along
+            which it is cut; from `optimizer_dim`.
+        layout: Pipeline layout of the ranks that load.
 
     Raises:
         CheckpointError: As `load_checkpoint`.

@@ -38,11 +38,11 @@ class EdgeEnd:
         """Take the groups of an edge.
 
         Args:
-            edge: Whose end.
+            edge: Edge of which this is one end.
             groups: Used by this object alone.
             rank: Global rank of this process.
-            device: Of the tensors.
-            failure: Of the transport.
+            device: Device of the tensors.
+            failure: Failure state of the transport.
             check_each: Whether both ends agree before each transfer, or before the first alone.
         """
         self.edge = edge

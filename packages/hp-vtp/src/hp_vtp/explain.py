@@ -14,8 +14,8 @@ def explain(plan: TransferPlan, links: Links = Links()) -> str:  # noqa: B008 (f
     """Describe what a plan sends, what that costs, and what no plan can beat.
 
     Args:
-        plan: From `plan_transfer`.
-        links: Speeds to predict the time with.
+        plan: Plan of the transfer, from `plan_transfer`.
+        links: Speeds of the links, from which the time is predicted.
 
     Returns:
         Several lines: the messages of each step, bytes on each link of the cut, predicted time

@@ -33,8 +33,9 @@ class TransferError(RuntimeError):
 
     Attributes:
         edge: Where.
-        peers: Global ranks that this rank was waiting for.
-        report: Of the rank that failed first, if that is another one.
+        peers: Global ranks of the peers in question: those that this rank was waiting for, or that
+            described the transfer differently.
+        report: Report of the rank that failed first, if that is another one.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Failure:
         """Watch over one transport.
 
         Args:
-            name: Of the transport.
+            name: Name of the transport.
             note: Where the ranks tell each other; by default in the default group's store.
         """
         key = f"hp_vtp/failure/{name}/{next(_serial)}"

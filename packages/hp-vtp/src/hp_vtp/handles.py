@@ -76,7 +76,7 @@ class EngineHandle(Handle[T]):
             edge: Where it runs.
             where: Begins the messages of its errors.
             microbatch: For people.
-            failure: Of the transport.
+            failure: Failure state of the transport.
             deliver: Makes the result, once, in the thread of the first `wait`.
             waits_for: Global ranks whose messages it still needs.
         """

@@ -18,8 +18,8 @@ class Header:
     """A description of a transfer in readable text; the digest covers all of it.
 
     Attributes:
-        text: At most `SIZE - 32` bytes of it travel.
-        digest: Of the whole text.
+        text: Description of the transfer; at most `SIZE - 32` bytes of it travel.
+        digest: SHA-256 digest of the whole text, 32 bytes.
     """
 
     text: str

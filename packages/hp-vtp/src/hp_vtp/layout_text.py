@@ -30,7 +30,7 @@ def describe_layout(
         shape: Global shape of the activation of one microbatch.
         itemsize: Bytes of an element.
         algorithm: As in `plan_transfer`.
-        links: Speeds to predict times with.
+        links: Speeds of the links, from which times are predicted.
 
     Returns:
         Several lines: the stages, then a table with a row per directed edge, which is a process

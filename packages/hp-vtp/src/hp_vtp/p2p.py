@@ -60,7 +60,8 @@ class P2POptions(TypedDict, total=False):
         is_end_stage: The last logical stage of this rank is meant, not the first.
         domain: Data-parallel pipeline; default 0.
         microbatch: For errors, and compared with what the other end says.
-        timers: Whose timer of the function's name runs until the call returns.
+        timers: Timers, of which the one of the function, such as `forward-recv`, runs until the
+            call returns; None: no timing.
     """
 
     is_end_stage: bool
@@ -103,8 +104,8 @@ def vtp_recv_forward(
 
     Args:
         tensor_shape: Global shape, whatever part of it a rank gets.
-        transport: Of the layout.
-        dtype: Of the tensor.
+        transport: Transport of the layout.
+        dtype: Dtype of the tensor.
         async_op: Return a handle at once.
         **options: See `P2POptions`.
 
@@ -176,7 +177,7 @@ def vtp_send_forward(
 
     Args:
         tensor: This rank's part.
-        transport: Of the layout.
+        transport: Transport of the layout.
         tensor_shape: Global shape; needed where the boundary of this stage is sharded.
         **options: See `P2POptions`.
 

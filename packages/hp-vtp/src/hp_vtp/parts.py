@@ -37,10 +37,10 @@ def require_parts(
     """Compare tensors with the parts that a source rank should have.
 
     Args:
-        tensors: To be sent.
-        metas: What they are parts of.
-        plans: Of each tensor.
-        index: Of this rank in the source stage.
+        tensors: Tensors to be sent.
+        metas: Global shape and dtype of each tensor.
+        plans: Transfer plan of each tensor.
+        index: Position of this rank in the source stage.
         where: Begins the messages of errors.
 
     Raises:

@@ -101,7 +101,7 @@ def plan_edge(
     """Plan the transfer of one tensor over an edge of a layout.
 
     Args:
-        edge: From `PipelineLayout.edge`.
+        edge: Edge of the layout, from `PipelineLayout.edge`.
         shape: Global shape of the tensor.
         itemsize: Bytes of an element.
         replicated: The tensor is replicated at both ends, whatever the stages' boundaries say.

@@ -49,7 +49,7 @@ class Crossing:
     Attributes:
         edge: Where.
         payload: What the sender called it.
-        microbatch: Of which microbatch, if the sender said so.
+        microbatch: Index of the microbatch; None if the sender did not say.
         metas: Global shapes and dtypes.
         values: Copies of this rank's parts, if the recorder keeps them.
     """
@@ -121,10 +121,10 @@ class EdgePolicy:
 
         Args:
             tensors: This rank's parts.
-            edge: Where to.
-            chain: Of the layout.
+            edge: Edge over which they go.
+            chain: Chain of the layout: the physical stage of each logical stage.
             payload: What they are.
-            microbatch: Of which microbatch.
+            microbatch: Index of the microbatch; None if the sender did not say.
             metas: Global shapes and dtypes.
             where: Begins the message of the error.
 

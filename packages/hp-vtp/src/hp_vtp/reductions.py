@@ -52,7 +52,7 @@ def loss_scale(layout: PipelineLayout, num_microbatches: int) -> float:
 
     Args:
         layout: For the number of domains.
-        num_microbatches: Of one domain in one step.
+        num_microbatches: Number of microbatches of one domain in one step.
     """
     return 1.0 / (layout.num_domains * num_microbatches)
 
@@ -70,9 +70,9 @@ class ReplicaGradients:
         """Create the groups of ranks that hold the same parameters.
 
         Args:
-            layout: Of the ranks.
-            backend: Of the groups; by default that of the default group.
-            timeout: Of each operation.
+            layout: Pipeline layout of the ranks.
+            backend: Backend of the groups; by default that of the default group.
+            timeout: Time-out of each operation; by default that of the default group.
         """
         lists = [
             sorted(part[i] for part in stage.replicas)
@@ -124,8 +124,9 @@ def global_grad_norm(
     its replicas, one is. Sums are made in float64. Gradients have to be summed over replicas first.
 
     Args:
-        parameters: Of this rank, by name. One that appears under several names counts once.
-        layout: Of the ranks.
+        parameters: Parameters of this rank, by name. One that appears under several names counts
+            once.
+        layout: Pipeline layout of the ranks.
         group: CPU group of all ranks of the layout.
         is_sharded: Whether the ranks of a stage have different parts of the parameter of a name.
         norm_type: 2 or infinity.

@@ -49,7 +49,7 @@ class Step(NamedTuple):
     """Moves that may run at the same time; all earlier steps come first.
 
     Attributes:
-        kind: Which stages the senders and receivers belong to.
+        kind: Kind of the step, which tells the stages of the senders and of the receivers.
         round: Counts the steps of one kind.
         moves: Ascending by sender, then receiver.
     """

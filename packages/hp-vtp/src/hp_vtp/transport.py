@@ -45,9 +45,9 @@ class Transport:
     the other direction. All ranks call `close`, or use it as a context manager.
 
     Attributes:
-        layout: Of the stages.
+        layout: Layout of the stages.
         rank: Global rank of this process.
-        timeout: Of each operation on a group, None if that of the default group.
+        timeout: Time-out of each operation on a group, None if that of the default group.
     """
 
     def __init__(
@@ -68,9 +68,10 @@ class Transport:
         Args:
             layout: Its ranks are those of the default process group.
             name: Begins the names of the groups.
-            backend: Of the groups; by default that of the default process group.
-            timeout: Of each operation of a transfer; by default that of the default process group.
-            algorithm: Of every plan.
+            backend: Backend of the groups; by default that of the default process group.
+            timeout: Time-out of each operation of a transfer; by default that of the default
+                process group.
+            algorithm: Algorithm of every plan.
             links: Speeds by which `"auto"` decides.
             check: Both ends show each other what they are about to transfer (shapes, dtypes,
                 placements, plan, microbatch, running number) before any of it moves: before
@@ -270,7 +271,8 @@ class Transport:
         """Give up, so that all ranks fail within seconds instead of waiting.
 
         Args:
-            reason: Of this rank, for the others; to begin with where.
+            reason: Reason why this rank gives up, told to the others; it begins with the place, as
+                in ``place: error``.
 
         Returns:
             The reason of the rank that gave up first.

@@ -30,7 +30,8 @@ class UShapeOrder:
         turns: Forward and backward pairs of the last layers after that.
         extra: Microbatches in flight on the other stages beyond those of 1F1B.
         makespan: What the simulator says it takes.
-        peak_activations: Of each rank, in the unit of the costs.
+        peak_activations: Most memory that the activations of each rank take at once, in the unit of
+            the costs.
     """
 
     warm_up: int
@@ -55,7 +56,7 @@ def documented_order(num_ranks: int, *, num_microbatches: int, costs: Costs) -> 
 
     Args:
         num_ranks: Physical stages.
-        num_microbatches: Of one step.
+        num_microbatches: Number of microbatches of one step.
         costs: One entry per logical stage, num_ranks + 1 of them, or one number for all.
     """
     warm_up, turns = num_ranks + 1, (4 * num_ranks + 5) // 6
@@ -80,7 +81,7 @@ def search_u_shape(
 
     Args:
         num_ranks: Physical stages, at least 2.
-        num_microbatches: Of one step.
+        num_microbatches: Number of microbatches of one step.
         costs: One entry per logical stage, num_ranks + 1 of them, or one number for all; with the
             latency of messages.
         memory_limit: What the activations of a rank may take at most, in the unit of the costs.

@@ -39,7 +39,7 @@ def multiplex(schedule: Schedule, layout: PipelineLayout) -> Schedule:
 
     Args:
         schedule: One chain, a row for each physical stage; with its messages or without.
-        layout: Whose chain is that of the schedule.
+        layout: Layout with the same chain as the schedule.
 
     Returns:
         A schedule with a chain of stages per domain: logical stage l of domain d is stage

@@ -11,7 +11,8 @@ class Classes:
     """Ranks of a world, each with the one that stands for it.
 
     Attributes:
-        members: Ranks that each representative stands for, itself among them, by its global rank.
+        members: Global ranks of each class, the representative among them, by the global rank of
+            the representative.
         representative: Representative of each rank, by global rank.
     """
 
@@ -23,8 +24,8 @@ class Classes:
         """Read a map of representatives to ranks that they stand for.
 
         Args:
-            members: Ranks that each representative stands for, by its global rank; it may leave
-                itself out. None: every rank has a process.
+            members: Global ranks of each class, by the global rank of its representative, which may
+                be left out. None: every rank has a process.
             world_size: Number of ranks.
 
         Raises:

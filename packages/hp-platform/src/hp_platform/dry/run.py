@@ -59,7 +59,7 @@ class DryRun:
     Attributes:
         results: What `function` returned in each process, as JSON carries it, by representative.
         traces: Traces of all processes, by representative.
-        classes: Ranks that each representative stood for.
+        classes: Classes of the ranks, each with the representative that ran for it in a process.
     """
 
     results: Mapping[int, Any]
@@ -95,8 +95,8 @@ def run_ranks(
         function: Function of each rank, called with `args`; its result must be JSON.
         *args: Arguments of any kind; processes are forks.
         world_size: Number of ranks.
-        representatives: Ranks that each representative stands for, by its global rank; None: every
-            rank has a process.
+        representatives: Global ranks of each class, by the global rank of its representative; None:
+            every rank has a process.
         timeout: Seconds until all ranks must have ended.
         local_world_size: Ranks per machine.
         gpu: Kind of GPU that every rank has; None: an H100.

@@ -60,10 +60,10 @@ class Allocate(Event):
 
     Attributes:
         block: Number of the new block.
-        num_bytes: Bytes that were asked for.
+        num_bytes: Size of the request in bytes.
         stream: Stream that was current.
         what: Operator that asked, such as `"aten.mm.default"`.
-        shape: Shape of the tensor that it is for; () if that is not known.
+        shape: Shape of the tensor that gets the memory; () if that is not known.
         dtype: Dtype of that tensor, such as `"bfloat16"`; "" if that is not known.
     """
 
@@ -116,9 +116,9 @@ class Launch(Event):
             for other operators.
         reads: Numbers of the blocks that it reads.
         writes: Numbers of the blocks that it writes.
-        host_reads: Numbers of the host buffers that the device reads while the host goes on:
+        host_reads: Numbers of the host buffers that the device reads while the host continues:
             sources of asynchronous copies. They have nothing to do with numbers of blocks.
-        host_writes: Numbers of the host buffers that the device fills while the host goes on.
+        host_writes: Numbers of the host buffers that the device fills while the host continues.
     """
 
     what: str
@@ -139,8 +139,9 @@ class HostWait(Event):
     Attributes:
         what: What the host called, such as `"aten._local_scalar_dense"`, `"copy to host"`,
             `"Event.synchronize"`.
-        stream: Stream that was waited for; -1 for all streams of the device.
-        event: Event that was waited for; -1 if it was a stream.
+        stream: Number of the awaited stream; -1 for all streams of the device, and if it was an
+            event.
+        event: Number of the awaited event; -1 if it was a stream.
         num_bytes: Bytes that were copied to the host.
     """
 
@@ -192,13 +193,13 @@ class Collective(Event):
             `broadcast`, `reduce`, `gather`, `scatter`, `barrier`, `send`, `recv`.
         group: Name of the communicator, a key of `Trace.groups`.
         issuer: Stream that was current on the thread that called it.
-        stream: Stream that it runs on: that of the communicator, or `issuer`.
+        stream: Stream that runs it: that of the communicator, or `issuer`.
         inputs: Shape and dtype of each tensor that this rank gives.
         outputs: Shape and dtype of each tensor that this rank gets.
         reads: Numbers of the blocks of `inputs`.
         writes: Numbers of the blocks of `outputs`.
         work: Number that `WaitWork` names.
-        detail: What else ranks must agree on, such as `"sum"` or `"root 3"`.
+        detail: Further properties, on which ranks must agree, such as `"sum"` or `"root 3"`.
         input_splits: Rows for each rank of the group; empty: the same for all.
         output_splits: Rows from each rank of the group; empty: the same from all.
         peer: Global rank of the other side of a message; -1 otherwise.
@@ -240,7 +241,7 @@ class HostMessage(Event):
         op: Name of the operation, as in `Collective`, or `connect`, `new_group`, `split_group`.
         group: Name of the communicator, a key of `Trace.groups`.
         shapes: Shape and dtype of each tensor that this rank gives, or gets where it gives none.
-        detail: What else ranks must agree on, as in `Collective`.
+        detail: Further properties, on which ranks must agree, as in `Collective`.
         peer: Global rank of the other side of a message; -1 otherwise.
         waits: Whether the host goes on only when the operation is done.
         work: Number that `WaitWork` names where the host waits later; -1 otherwise.
@@ -302,8 +303,8 @@ class Trace:
     Attributes:
         rank: Global rank.
         world_size: Number of ranks.
-        groups: Global ranks of each communicator that this rank is in, by its name: that of its
-            family, then its ranks in brackets.
+        groups: Global ranks of each communicator that has this rank as a member, by name of the
+            communicator: that of its family, then its ranks in brackets.
         events: Events in the order in which the host issued them.
         families: Global ranks of all communicators that were made alike, this rank's or not, by the
             name of the family: the partition of a mesh axis.

@@ -18,7 +18,7 @@ class Box(NamedTuple):
 
     Attributes:
         offsets: Where it begins in the whole tensor.
-        sizes: Of the part.
+        sizes: Size of the part in each dimension.
     """
 
     offsets: tuple[int, ...]
@@ -47,7 +47,7 @@ class Part:
 
     Attributes:
         local: The values that are here.
-        shape: Of the whole tensor.
+        shape: Shape of the whole tensor.
         offset: Where the part begins in it.
 
     Raises:
@@ -97,7 +97,7 @@ def coverage_error(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     are Python's, so that no product overflows.
 
     Args:
-        shape: Of the tensor.
+        shape: Shape of the tensor.
         boxes: Non-empty boxes; none for a tensor without elements.
     """
     volume = 0

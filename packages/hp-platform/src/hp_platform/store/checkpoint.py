@@ -43,8 +43,8 @@ class Checkpoint:
     """One checkpoint, whose manifest was checked; every chunk is hashed when it is read.
 
     Args:
-        path: Of its directory.
-        manifest: Of it, decoded.
+        path: Directory of the checkpoint.
+        manifest: Decoded manifest of the checkpoint.
         on_read: Called before each chunk that is read into a part.
     """
 
@@ -73,7 +73,7 @@ class Checkpoint:
         """Check every byte of some tensors, and of the files they are in, on this rank alone.
 
         Args:
-            names: Of the tensors; None: all.
+            names: Names of the tensors to check; None: all.
 
         Raises:
             CheckpointError: In one line, naming the file and the tensor, if one is damaged; if one
@@ -188,8 +188,8 @@ def verify_entries(
     """Check chunks, and size and header of the files they are in.
 
     Args:
-        path: Of the checkpoint.
-        manifest: Of it, decoded.
+        path: Directory of the checkpoint.
+        manifest: Decoded manifest of the checkpoint.
         entries: Some of its chunks.
         on_entry: Called before each of them.
 

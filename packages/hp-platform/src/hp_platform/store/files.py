@@ -140,10 +140,10 @@ def hash_span(
     """SHA-256 of a part of a file; of what there is if the file ends before.
 
     Args:
-        descriptor: Of the file.
+        descriptor: Descriptor of the file.
         begin: First byte.
-        nbytes: How many.
-        buffer: For the bytes.
+        nbytes: Number of bytes.
+        buffer: Buffer for the bytes.
         keep: Whether the buffer, which is long enough then, has all of them in the end.
     """
     os.lseek(descriptor, begin, os.SEEK_SET)
@@ -163,8 +163,9 @@ def created(path: str | Path, directory: int | None = None) -> Iterator[int]:
     """Make a new file, give its descriptor, and put it on the disk before closing it.
 
     Args:
-        path: Of the file.
-        directory: Descriptor of the one that a relative path begins in.
+        path: Path of the new file.
+        directory: Descriptor of the directory to which a relative path refers; None: the
+            working directory.
 
     Raises:
         FileExistsError: If it is there.
@@ -232,7 +233,7 @@ def create_staging(directory: Path, name: str) -> tuple[Path, int]:
 
     Args:
         directory: Where the checkpoint will be; made if it is missing, in one that is there.
-        name: That the checkpoint will have.
+        name: Name that the checkpoint will have.
 
     Returns:
         Its path, and a descriptor that keeps it from being taken for a leftover until it is closed.
@@ -253,7 +254,7 @@ def rename(path: Path, name_of: Callable[[set[str]], str]) -> Path:
     """Give a directory another name beside its own, and put that on the disk.
 
     Args:
-        path: Of the directory.
+        path: Path of the directory.
         name_of: Chooses the name, given those that are taken.
 
     Returns:

@@ -22,7 +22,7 @@ def load(
     """Fill the tensors of all ranks in place. Every rank of `group` calls.
 
     Args:
-        checkpoint: That was verified.
+        checkpoint: Checkpoint to load, already verified.
         tensors: What this rank holds, by global name; see `parts_of`. The names of all ranks
             together must be those of the checkpoint, with the same dtypes and shapes.
         group: CPU group; None: this rank is alone.

@@ -70,8 +70,8 @@ class Chunk(NamedTuple):
         file: Index into :attr:`Manifest.files`.
         begin: Where it starts, in bytes after the header of the file.
         offsets: Where it starts in the tensor.
-        sizes: Of the box; at least one element.
-        sha256: Of its bytes, hexadecimal.
+        sizes: Size of the box in each dimension; at least one element.
+        sha256: SHA-256 of its bytes, hexadecimal.
     """
 
     file: int
@@ -107,7 +107,7 @@ class Entry(NamedTuple):
     Attributes:
         tensor: Its name.
         dtype: As safetensors calls it.
-        key: Of the chunk in its file.
+        key: Key of the chunk in its file.
         chunk: Where it is.
         end: One past its last byte, after the header.
     """
@@ -138,7 +138,7 @@ class Manifest:
 
     Attributes:
         save_id: Differs between any two saves; repeated in the header of each file.
-        step: Of the training run.
+        step: Step of the training run.
         world_size: Number of ranks that wrote it; information only.
         software: Name and version of what wrote it; information only.
         extra: JSON of the caller, as text.

@@ -43,10 +43,10 @@ class FileTensor:
     """A tensor of an open file.
 
     Attributes:
-        descriptor: Of the file.
+        descriptor: Descriptor of the file.
         begin: Where its bytes begin in the file.
         dtype: As safetensors calls it.
-        shape: Of the whole.
+        shape: Shape of the whole tensor.
         file: Name, for messages.
     """
 
@@ -151,7 +151,7 @@ def index_of(file_of: Mapping[str, str], num_bytes: int) -> bytes:
 
     Args:
         file_of: Names of files by name of tensor.
-        num_bytes: Of all tensors.
+        num_bytes: Size of all tensors together, in bytes.
     """
     index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(file_of)}
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()

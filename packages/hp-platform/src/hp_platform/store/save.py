@@ -68,11 +68,12 @@ class Source:
     """What a rank can save of a tensor.
 
     Attributes:
-        dtype: Of the tensor.
-        shape: Of the whole tensor.
-        boxes: That the rank has.
+        dtype: Dtype of the tensor.
+        shape: Shape of the whole tensor.
+        boxes: Boxes of the tensor that the rank has.
         read: Gives the values of one of them; called when they are written.
-        kind: On which all ranks that have the tensor must agree, for messages.
+        kind: Kind of the tensor, such as `"DTensor"`, for messages; all ranks that have the tensor
+            must agree on it.
     """
 
     dtype: torch.dtype
@@ -114,7 +115,8 @@ def sources_of(
 
     Args:
         tensors: By global name.
-        copies: Of what this rank has of each, to be written in its place; None: it is written.
+        copies: Copies of this rank's part of each tensor, to be written in its place, by the same
+            names; None: the part itself is written.
     """
     sources = {}
     for name, part in parts_of(tensors).items():
@@ -157,8 +159,8 @@ class Written(NamedTuple):
     """A file that a rank has written; without any chunk there is none.
 
     Attributes:
-        name: Of the file.
-        bytes: Of all of it.
+        name: Name of the file.
+        bytes: Size of the whole file, in bytes.
         tensors: Name, dtype and shape of each, and its chunks; which file it is, is not yet known.
     """
 
@@ -187,13 +189,13 @@ def save(
     Args:
         directory: Where the checkpoint will be, on storage that all ranks share; made if it is
             missing, in one that is there. No symbolic link.
-        name: That it will have.
+        name: Name that the checkpoint will have.
         sources: Says what this rank has, by global name. Of ranks that have the same box, the one
             with the least to write so far writes it.
         commit: Called on the first rank with the written directory; returns where it is then.
         group: CPU group; None: this rank is alone.
-        step: Of the training run.
-        extra: From `encode_extra`; that of the first rank is saved.
+        step: Step of the training run.
+        extra: JSON of the caller, from `encode_extra`; that of the first rank is saved.
         on_progress: Told what this rank does, chunk by chunk.
 
     Returns:
@@ -249,7 +251,7 @@ def write_file(
     is a file without chunks.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         chosen: Names of tensors, boxes of them, and what they are read from.
         head: Identity of the save, and step.
         on_progress: Told of every chunk.
@@ -304,7 +306,7 @@ def finish(
         folder: With the files.
         written: By this rank.
         head: Identity of the save, and step.
-        extra: From `encode_extra`; that of the first rank is saved.
+        extra: JSON of the caller, from `encode_extra`; that of the first rank is saved.
         group: CPU group; None: this rank is alone.
         on_progress: Told what this rank does, chunk by chunk.
 

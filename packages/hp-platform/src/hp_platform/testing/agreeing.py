@@ -29,7 +29,7 @@ class Place:
     Attributes:
         step: Counted from 1.
         quantity: For example "gradient".
-        difference: Of one tensor.
+        difference: Difference of one tensor.
     """
 
     step: int
@@ -48,7 +48,7 @@ class Flip:
 
     Attributes:
         step: Counted from 1.
-        name: Of the layer.
+        name: Name of the layer.
         tokens: How many of them.
         margin: The largest difference of the scores of two experts, one of which was taken here
             and the other there; infinite where scores were not recorded.
@@ -153,7 +153,7 @@ def compare_runs(
 
     Args:
         actual: Directory of the recorders of the run to judge.
-        expected: Of the run that errors are relative to.
+        expected: Directory of the recorders of the reference run, to which errors are relative.
         bound: Largest error that counts as equal; 0: every value is the same.
         norms_of: Quantities of which the 2-norm of each tensor is compared as well.
         tie: An excess is excused where a token chose other experts before it, among scores less

@@ -36,7 +36,7 @@ class Task:
     """What a rank has to do.
 
     Attributes:
-        rank: Of this process.
+        rank: Rank of this process.
         world_size: Number of ranks.
         store: File in which the ranks meet, in a folder of the caller's own.
         timeout: Seconds for the function.

@@ -27,7 +27,7 @@ class Exchange:
         num_bytes: What this rank sends to others. Of a reduction what the best algorithm needs: of
             an all-reduce of b bytes over N ranks 2 * b * (N - 1) / N, rounded up. Nothing of a
             broadcast, a barrier or what is received.
-        dtype: Of the tensors.
+        dtype: Dtype of the tensors.
     """
 
     kind: str

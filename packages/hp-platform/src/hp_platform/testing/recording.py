@@ -31,7 +31,7 @@ class Part:
 
     Attributes:
         local: The values here.
-        shape: Of the whole.
+        shape: Shape of the whole tensor.
         offset: Where the box begins in the whole, one number per dim.
     """
 
@@ -76,7 +76,7 @@ class Recorder:
 
     Args:
         directory: The same for all ranks of a run, on storage that the reader sees.
-        rank: Of this process.
+        rank: Rank of this process.
         quantities: What is wanted; the rest is dropped. None: all.
         tensor_steps: Steps, counted from 1, whose tensors of more than one value are wanted; None:
             all.
@@ -162,7 +162,7 @@ def read_steps(directory: Path) -> Iterator[RecordedStep]:
     """Yield the steps of a recording, one at a time.
 
     Args:
-        directory: That of its recorders.
+        directory: Directory of the recorders.
 
     Raises:
         FileNotFoundError: If nothing was recorded there.

@@ -70,7 +70,8 @@ def slow_group(
         group: Group of this rank, for example of `run_in_threads` or the default one.
         latency: Seconds.
         bandwidth: Bytes per second.
-        clock: Of this rank: the delay is counted there and not spent.
+        clock: Clock of this rank: the delay is counted there and not spent. None: the delay is
+            spent.
 
     Raises:
         ValueError: If `latency` is negative or `bandwidth` not positive.

@@ -49,8 +49,8 @@ def squeeze(lines: Sequence[Line], flow: Dataflow, *, limit: int) -> list[Line]:
     steady state between has no free slot (Qi et al. 2024, section 4).
 
     Args:
-        lines: Of all ranks.
-        flow: Of their schedule.
+        lines: Line of each rank.
+        flow: Dataflow of their schedule.
         limit: Activations a rank may hold.
     """
     grids = [with_weights(line) for line in lines]
@@ -105,8 +105,8 @@ def fill(
     """Run lines in their order, each step as soon as it can, and fill every wait with weights.
 
     Args:
-        lines: Of all ranks; values go from a rank to itself or to a neighbour.
-        flow: Of their schedule.
+        lines: Line of each rank; values go from a rank to itself or to a neighbour.
+        flow: Dataflow of their schedule.
         limit: Activations a rank may hold, at least as many as `with_weights` would.
         latency: Slots a message takes.
 

@@ -36,7 +36,7 @@ class ScheduleKind:
         generate: Called with the number of ranks, `num_microbatches` and `options` returns the
             compute steps.
         form: The same, but returns the rule of the rows.
-        purpose: What it is for, in half a sentence.
+        purpose: Purpose of the schedule, in half a sentence.
         source: Who published it, and where.
         order: Place in lists; of equal places the name decides.
         pairs: The option that makes a forward and a backward one step wherever both are side by

@@ -35,9 +35,12 @@ def u_shape(
     Args:
         num_ranks: Ranks of the pipeline, at least 1.
         num_microbatches: Any number from 1.
-        warm_up: At least 1; default num_ranks + 1.
-        turns: From 0 to warm_up; default (4 * num_ranks + 5) // 6.
-        extra: At least 0.
+        warm_up: Number of forwards of its first stage that rank 0 runs first, at least 1; default
+            num_ranks + 1.
+        turns: Number of pairs of a forward and a backward that rank 0 runs in its last stage after
+            that, 0 to warm_up; default (4 * num_ranks + 5) // 6, or warm_up if that is less.
+        extra: Number of forwards, beyond those of 1F1B, that each other rank runs before its first
+            pair of a forward and a backward; at least 0.
 
     Raises:
         DeadlockError: If the numbers contradict each other: ranks may wait for more microbatches

@@ -59,12 +59,12 @@ def add_send_recv(
     take; costs only shape where receives stand.
 
     Args:
-        schedule: Without communication steps. Empty cells and FSDP steps stay where they are,
-            in front of the step they precede.
-        costs: Durations and latency to lay messages out with; default 1 for each of forward, input
-            gradient and weight gradient. Every forward and backward must take some time. Without a
-            latency, a quarter of the shortest forward is assumed: an order for messages that take
-            no time at all would be a bad one for any real ones.
+        schedule: Schedule without communication steps. Empty cells and FSDP steps stay where they
+            are, in front of the step they precede.
+        costs: Durations and latency by which messages are laid out; default 1 for each of forward,
+            input gradient and weight gradient. Every forward and backward must take some time.
+            Without a latency, a quarter of the shortest forward is assumed: an order for messages
+            that take no time at all would be a bad one for any real ones.
         times: For each rank the times at which its compute steps end, instead of the times that
             the costs give. They must grow along every row and from the step that makes a value to
             the step that reads it.
@@ -86,8 +86,8 @@ def lay_out(
     """Yield the rows of some ranks with their messages.
 
     Args:
-        schedule: Without communication steps. The rows of ranks that are neither among `ranks` nor
-            their neighbours are not looked at.
+        schedule: Schedule without communication steps. The rows of ranks that are neither among
+            `ranks` nor their neighbours are not looked at.
         times: See `add_send_recv`.
         ranks: Which.
 

@@ -34,7 +34,7 @@ def pair_overlap(schedule: Schedule, *, order: PairOrder = "b_f") -> Schedule:
     weight gradient alone is not paired: it waits for nothing that a forward could hide.
 
     Args:
-        schedule: Without communication steps.
+        schedule: Schedule without communication steps.
         order: ``b_f`` pairs a backward with the forward behind it (OVERLAP_B_F), ``f_b`` a forward
             with the backward behind it (OVERLAP_F_B).
 

@@ -39,7 +39,7 @@ def step_grid(schedule: Schedule, *, mark: tuple[int, int] | None = None, contex
 
     Args:
         schedule: Valid or not.
-        mark: Rank and cell to point at; then only the lines around it are shown.
+        mark: Rank and cell to mark; then only the lines around it are shown.
         context: Lines before and after the marked one.
     """
     num_lines = max((len(row) for row in schedule.steps), default=0)

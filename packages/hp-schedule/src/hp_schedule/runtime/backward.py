@@ -29,7 +29,7 @@ class BackwardSplitter(Protocol):
         """Run the part of the backward that the stage before waits for.
 
         Args:
-            module: Whose parameters get gradients, of which any part may be put off.
+            module: Module whose parameters get gradients, of which any part may be put off.
             outputs: Where the backward starts: tensors that require grad, each with its graph.
             grads: Their gradients, as many.
             inputs: What the forward received, leaves that require grad; may be empty.

@@ -55,7 +55,7 @@ class Values:
     """What waits on this rank for the step that takes it.
 
     Attributes:
-        inputs: Of stages, leaves for the backward.
+        inputs: Inputs by stage and microbatch, leaves for the backward.
         output_grads: One per output, None where nothing reached one.
         outgoing: Outputs to be sent, with their graphs.
         outgoing_grads: Gradients of inputs to be sent.

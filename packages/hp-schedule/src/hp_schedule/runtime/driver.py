@@ -31,11 +31,11 @@ class StageDriver:
     what is left, the batch above all, goes with the run and does not wait for a garbage collection.
 
     Args:
-        rank: Of the pipeline.
+        rank: Rank in the pipeline.
         schedule: What is run.
         stages: This rank's stages by index.
         transport: Moves messages; None if the schedule has none.
-        expectations: Of the stages after this rank's, kept from run to run.
+        expectations: Expectations of the stages after this rank's, kept from run to run.
         sharding: Does the FSDP steps; None leaves them to registered functions.
         shared: Keeps the gradients of parameters that several stages have apart by stage.
         loss_fn: Applied to what a chain's last stage returns; None takes that for the loss.

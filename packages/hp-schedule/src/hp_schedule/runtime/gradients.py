@@ -30,9 +30,9 @@ class GradientPaths:
         """Take note of the outputs of a forward that trains.
 
         Args:
-            stage: Whose outputs.
-            microbatch: Of which microbatch.
-            outputs: What it passes on.
+            stage: Index of the stage.
+            microbatch: Index of the microbatch.
+            outputs: Outputs of the stage for that microbatch.
             expected: Returns what the next stage expects; asked only if a gradient has no way.
 
         Raises:

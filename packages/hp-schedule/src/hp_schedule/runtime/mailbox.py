@@ -37,7 +37,8 @@ class Expectations:
     """What the stages after a rank's expect; lives from the first run to the last.
 
     Attributes:
-        specs: By the stage before, as far as they have said so; None expects a header.
+        specs: Specs that the next stage expects, by index of the stage before it, as far as it has
+            said so; None if it expects a header.
         asked: Whether this rank has told, and asked for, what there is to tell.
     """
 
@@ -109,7 +110,7 @@ class Mailbox:
     """Sends and receives of one rank during one run; steps of several threads may use it.
 
     Args:
-        rank: Of the pipeline.
+        rank: Rank in the pipeline.
         schedule: What is run.
         stages: This rank's stages by index.
         transport: Moves messages.
@@ -142,8 +143,8 @@ class Mailbox:
         """Send a stage's output on.
 
         Args:
-            stage: Whose output it is.
-            microbatch: Of which microbatch.
+            stage: Index of the stage that made the output.
+            microbatch: Index of the microbatch.
             values: With their graphs, which tell which of them get a gradient.
 
         Raises:
@@ -164,7 +165,7 @@ class Mailbox:
         """Return what the stage after one expects; the first time waits until it has said so.
 
         Args:
-            stage: Whose outputs are expected.
+            stage: Index of the stage whose outputs are expected.
             values: What it has, which a dry run takes to be that: there nobody can say so.
         """
         known = self._expectations.specs

@@ -20,7 +20,7 @@ class NamedSchedule(PipelineSchedule):
     """A schedule of the registry. Subclass it and give the name.
 
     Attributes:
-        name: In `hp_schedule.SCHEDULES`.
+        name: Name of the schedule in `hp_schedule.SCHEDULES`.
         chosen: Options of its generator.
     """
 
@@ -62,7 +62,7 @@ class ScheduleInterleaved1F1B(NamedSchedule):
 
     Args:
         stages: This rank's.
-        num_microbatches: Of each run.
+        num_microbatches: Number of microbatches of each run.
         overlap_b_f: Whether a backward and the forward after it are one step, which a function
             registered for OVERLAP_B_F may run at the same time.
         **options: See `PipelineSchedule`.
@@ -87,7 +87,7 @@ class ScheduleZeroBubble(NamedSchedule):
 
     Args:
         stages: This rank's.
-        num_microbatches: Of each run.
+        num_microbatches: Number of microbatches of each run.
         max_in_flight: Microbatches whose activations a rank may hold: a number, or in terms of the
             number of ranks.
         **options: See `PipelineSchedule`.

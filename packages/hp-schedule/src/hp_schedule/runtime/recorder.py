@@ -24,7 +24,7 @@ class Recorder:
     """Collects the spans of one rank's run.
 
     Args:
-        rank: Of the pipeline.
+        rank: Rank in the pipeline.
         device: Where the stages compute.
     """
 

@@ -22,7 +22,7 @@ def check_same_schedule(schedule: Schedule, ranks: Sequence[int]) -> None:
     Steps that concern nobody else, those of sharded parameters, may differ.
 
     Args:
-        schedule: Of this rank.
+        schedule: Schedule of this rank.
         ranks: The global ranks of its pipeline.
 
     Raises:

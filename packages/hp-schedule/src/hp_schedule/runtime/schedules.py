@@ -44,14 +44,14 @@ class PipelineSchedule(PipelineScheduleRuntime):
 
     Args:
         stages: This rank's stage or stages.
-        num_microbatches: Of each run.
+        num_microbatches: Number of microbatches of each run.
         pipelines: For each of several pipelines side by side the global ranks of its ranks in
             order; or the pipeline axis of a `DeviceMesh`, as in ``mesh["pp"]``, or its group.
             Default one over the whole world.
         groups: Those of an earlier schedule with the same edges; default new ones.
         overlap_p2p: Whether sends go on while the rank computes; otherwise it waits for each.
-        max_active_stages: Of how many stages a rank has the parameters gathered at once, if
-            `sharding` is given and the order has no FSDP steps of its own.
+        max_active_stages: Most stages whose parameters a rank has gathered at once, if `sharding`
+            is given and the order has no FSDP steps of its own.
         shared_parameters: What stages have in common.
         **options: See `PipelineScheduleRuntime`.
 
@@ -173,7 +173,7 @@ def from_schedule(
     """Return what runs a schedule that was searched, read from a file or made by a generator.
 
     Args:
-        schedule: With its messages or without.
+        schedule: Schedule to run; messages are inserted if it has none.
         stages: This rank's.
         **options: See `PipelineSchedule`.
     """

@@ -59,7 +59,7 @@ class _Shared:
 
     Attributes:
         places: This rank's modules that have it, with its name in each.
-        group: Of the ranks that have it; None if this is the only one.
+        group: Process group of the ranks that have it; None if this is the only one.
         owners: The global rank of each stage that has it, by stage in ascending order; the first
             one gives the value.
     """
@@ -184,8 +184,8 @@ def share_parameters(
         stages: This rank's stages.
         schedule: Says which rank has which stage.
         pipelines: As for `build_edge_groups`; not needed if all stages are on one rank.
-        backend: Of the groups; default that of the default group.
-        timeout: Of their collectives.
+        backend: Backend of the groups; default that of the default group.
+        timeout: Time-out of their collectives; default that of the default group.
 
     Raises:
         ValueError: If a stage does not exist, or the shapes of its parameters differ on this rank.
@@ -247,9 +247,9 @@ def _sum_by_stage(
     """Add up the gradients of all stages in ascending order; None if no rank but this has any.
 
     Args:
-        shared: Whose.
+        shared: Shared parameter.
         like: A parameter of this rank.
-        grads: Of this rank's stages.
+        grads: Gradients of this rank's stages, by index of the stage.
     """
     total: Tensor | None = None
     for stage, owner in shared.owners.items():

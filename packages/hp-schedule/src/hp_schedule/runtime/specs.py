@@ -51,13 +51,13 @@ class TensorSpec:
     """What a tensor looks like that a stage receives for one microbatch.
 
     Attributes:
-        shape: Of one microbatch.
-        dtype: Of its elements.
+        shape: Shape for one microbatch.
+        dtype: Dtype of the elements.
         requires_grad: Whether the stage before gets a gradient of it; None means that it does if
             the dtype can have one.
         strides: How it lies in memory when the stage gets it ([Note: Layouts]); None: densely, in
             the order of its dims.
-        offset: At how many elements from a boundary of 64 bytes it then begins.
+        offset: Number of elements between a boundary of 64 bytes and its beginning in that memory.
     """
 
     shape: tuple[int, ...]
@@ -199,7 +199,8 @@ def to_header(specs: Specs | None) -> Tensor:
     """Return the header of a message.
 
     Args:
-        specs: Of its tensors; None says that every message will have a header of its own.
+        specs: Specs of the message's tensors; None says that every message will have a header of
+            its own.
 
     Raises:
         ValueError: If the specs do not fit into a header, or a dtype is not known to it.
@@ -249,8 +250,8 @@ def from_header(header: Tensor, *, likely: Specs | None = None) -> Specs | None:
     """Read a header; the inverse of `to_header`.
 
     Args:
-        header: On any device.
-        likely: What a dry run takes it for.
+        header: Header, [HEADER_SIZE] int64 on any device.
+        likely: Specs that a dry run takes the header to hold; None: nobody can tell.
     """
     numbers = iter(arrived(header.cpu(), purpose=HeaderRead(likely)).tolist())
     count = next(numbers)

@@ -17,7 +17,7 @@ def split_args(args: Sequence[Any], num: int, *, dims: BatchDims | None = None) 
     well. What is no tensor goes to every microbatch as it is.
 
     Args:
-        args: Of the whole batch.
+        args: Positional arguments of the whole batch.
         num: Number of microbatches.
         dims: Default: 0 for every argument.
 
@@ -58,8 +58,8 @@ def concat_outputs(outputs: Sequence[Any], *, dim: int = 0) -> Any:
     """Put the outputs of microbatches together; the inverse of the cut.
 
     Args:
-        outputs: Of each microbatch: a tensor, or a sequence or dict of such.
-        dim: To concatenate along; scalars become a vector.
+        outputs: Output of each microbatch: a tensor, or a sequence or dict of such.
+        dim: Dimension along which tensors are concatenated; scalars become a vector.
 
     Returns:
         In the structure of one microbatch's output; None without outputs.

@@ -51,8 +51,8 @@ def split_model(model: nn.Module, layers: int | Sequence[int]) -> SplitModel:
     Args:
         model: A causal language model of one of `MODEL_TYPES`, for example `LlamaForCausalLM` or
             `Qwen3ForCausalLM`. May be on the meta device.
-        layers: Of each stage, or a number of stages that share the layers evenly, the last ones
-            taking one less where it does not divide.
+        layers: Number of layers of each stage, or a number of stages that share the layers evenly,
+            the last ones taking one less where it does not divide.
 
     Raises:
         ValueError: If the model is of another kind or the layers do not add up.

@@ -53,8 +53,9 @@ def as_torch_schedule(
     """Return what runs a schedule on torch's stages; every rank of the world calls this.
 
     Args:
-        schedule: With its messages or without; its number of microbatches is the one of every step.
-            It says itself which rank has which stages, so a V or any other placement is fine.
+        schedule: Schedule to run; messages are inserted if it has none, and its number of
+            microbatches is the one of every step. It says itself which rank has
+            which stages, so a V or any other placement is fine.
         stages: This rank's. Where `fully_shard` was applied to their modules the schedule takes
             command (`FullySharded`); FSDP steps are added if it has none.
         loss_fn: ``loss_fn(output, target)`` returns a scalar. None: `step` only runs forward.
@@ -136,12 +137,14 @@ class TorchSchedule:
         """Train on one batch; parameter gradients accumulate.
 
         Args:
-            *args: Of the first stage; none on ranks without it.
-            target: Of the loss function; only needed where the last stage is.
+            *args: Positional arguments of the first stage for the whole batch; none on ranks
+                without it.
+            target: Target of the loss function for the whole batch; only needed where the last
+                stage is.
             losses: Gets the loss of each microbatch where the last stage is, not scaled, detached.
             return_outputs: Whether to return outputs.
             loss_kwargs: Further arguments of the loss function.
-            **kwargs: Of every stage.
+            **kwargs: Keyword arguments of every stage for the whole batch.
 
         Returns:
             The outputs of all microbatches in one where the last stage is, detached; else None.

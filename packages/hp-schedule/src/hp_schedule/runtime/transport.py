@@ -93,7 +93,7 @@ def build_edge_groups(
         edges: Directed pairs of pipeline ranks; default all neighbours in a ring, both ways,
             which loop and V placements need at most.
         backend: ``"gloo"`` or ``"nccl"``; default that of the default group.
-        timeout: Of each message; default that of the default group.
+        timeout: Time-out of each message; default that of the default group.
 
     Raises:
         ValueError: If the pipelines differ in length or an edge is out of range.
@@ -157,9 +157,10 @@ class TorchTransport:
     """A `hp_schedule.transport.Transport` of tuples of tensors over process groups.
 
     Args:
-        schedule: Whose messages are to be moved.
+        schedule: Schedule whose messages are to be moved.
         rank_of: The global rank of each rank of the pipeline.
-        groups: From `build_edge_groups`; may serve several transports in turn.
+        groups: Process groups of the edges, from `build_edge_groups`; may serve several transports
+            in turn.
         max_sends_in_flight: A send of an edge waits for the one that many before it, which bounds
             the memory of sent values; with 0 for itself. Safe for every schedule that `validate`
             accepts; without effect on edges whose shapes are told in headers, where values live

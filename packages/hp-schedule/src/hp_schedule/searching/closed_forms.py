@@ -24,7 +24,7 @@ def closed_forms(
         num_microbatches: Any number from 1.
         num_stages_per_rank: Stages on every rank.
         style: Where they live; one stage per rank is a loop.
-        latency: Of a message, in units of one step, for those that allow for it.
+        latency: Latency of a message, in units of one step, for the generators that allow for it.
         split_backward: Whether to yield those that split backwards, too.
     """
     style = "loop" if num_stages_per_rank == 1 else style

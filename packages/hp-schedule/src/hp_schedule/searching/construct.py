@@ -49,7 +49,7 @@ def construct(problem: Problem, priority: Sequence[float], *, patience: float = 
     """Build a plan.
 
     Args:
-        problem: What to build it for.
+        problem: Problem of the plan: its steps, their precedence and the memory limit.
         priority: By step; the lowest number is taken first.
         patience: A rank that could start a step waits instead for a better one that is known to
             arrive within this share of the step's duration, unless a step fits in between.
@@ -64,7 +64,7 @@ def tighten(problem: Problem, mirror: Problem, plan: Plan, *, patience: float) -
     """Rebuild a plan backwards and forwards as long as it gets shorter.
 
     Args:
-        problem: What the plan is for.
+        problem: Problem that the plan solves.
         mirror: `problem.reversed()`.
         plan: Any plan of the problem, or of one with fewer restrictions.
         patience: See `construct`.

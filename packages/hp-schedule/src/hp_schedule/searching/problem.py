@@ -42,12 +42,13 @@ class Problem:
         rank: The rank of each step.
         duration: How long it takes.
         successors: Which steps it precedes, each with the time from its end to their start.
-        acquires: The memory it takes from its start on.
-        releases: The memory it gives back at its end.
-        needs: The memory that must be free for it to start.
-        num_predecessors: How many steps each step waits for.
+        acquires: Memory that each step takes at its start.
+        releases: Memory that each step gives back at its end.
+        needs: Memory that must be free for each step to start.
+        num_predecessors: Number of steps that precede each step.
         lag: For each cell of a forward, the time of its message to the next stage; 0 on one rank.
-        lag_back: The same for the gradient to the stage before.
+        lag_back: For each cell of a backward, the time of the gradient's message to the stage
+            before; 0 on one rank.
     """
 
     def __init__(

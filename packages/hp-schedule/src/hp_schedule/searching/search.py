@@ -69,12 +69,12 @@ class SearchResult:
     Attributes:
         schedule: Compute steps only; `hp_schedule.add_send_recv` adds the messages, without loss of
             time if it is told the costs.
-        costs: Of the stages of the schedule.
+        costs: Costs of the stages of the schedule.
         makespan: What the simulator says it takes.
         lower_bound: No schedule of the places, split and memory that were searched is shorter.
-        origin: What the schedule grew from.
-        num_stages_per_rank: Of the schedule.
-        placement: Of its stages.
+        origin: Origin of the schedule, in words, such as the name of a closed form.
+        num_stages_per_rank: Number of stages per rank of the schedule.
+        placement: Placement of its stages.
         makespans: The best of every number of stages per rank and placement.
         num_candidates: Plans that were built.
         ended_by: What ended the search: it met the bound, it had built the candidates asked for,
@@ -120,20 +120,20 @@ def search(
     arguments alone; only the moment at which a time budget ends it does not.
 
     Args:
-        costs: Of the model, or of the stages if `virtual` is one number.
+        costs: Costs of the model, or of the stages if `virtual` is one number.
         num_ranks: Ranks of the pipeline.
         num_microbatches: Any number from 1.
         virtual: Numbers of stages per rank to try.
         memory_limit: What the activations of a rank may take at most, in the unit of the costs.
-        latency: In place of that of the costs.
-        placements: To try; with one stage per rank they are the same.
+        latency: Latency of messages, in place of that of the costs.
+        placements: Placements to try; with one stage per rank they are the same.
         split_backward: Whether to split backwards into I and W; without, weight gradients are
             computed with the input's.
         num_candidates: Plans to build at most; default: until the time is up.
         time_budget: Seconds of processor time of the calling thread, so that a busy machine gets
             the same plans, later; the closed forms and the bounds are worked out however little.
             Default: 10, or as many as `num_candidates` take.
-        seed: Of the variations.
+        seed: Seed of the random numbers by which plans are varied.
 
     Raises:
         ValueError: If a count is below 1, costs are of stages and `virtual` has several numbers,

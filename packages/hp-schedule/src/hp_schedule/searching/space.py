@@ -27,11 +27,11 @@ class Recipe(NamedTuple):
     """How to make a plan from a periodic pattern: see `template` and `construct`.
 
     Attributes:
-        stretch: Of the period.
-        slack: Between stages, in periods.
+        stretch: Period of the pattern, in units of the busiest rank's work for one microbatch.
+        slack: Time left between a stage and the next, in the same unit.
         fill: Share of the memory dealt out to the stages; infinite for none.
         weight_delay: How far behind its pattern W is put, in periods.
-        patience: Of the construction.
+        patience: Patience of the construction.
     """
 
     stretch: float
@@ -67,9 +67,9 @@ class Space:
         costs: For its number of stages.
         stage_to_rank: The placement.
         order: The order in which every stage takes the microbatches.
-        memory_limit: Of every rank.
+        memory_limit: Most memory that the activations of a rank may take, in the unit of the costs.
         split_backward: Whether I and W are steps of their own.
-        units: In which plans are built; all times of the space are in them.
+        units: Units of time and memory of the plans; all times of the space are in them.
 
     Attributes:
         costs: As given.

@@ -47,7 +47,8 @@ class Template:
         microbatch.
 
         Args:
-            problem: Whose memory limit and activations count; the mean over microbatches is taken.
+            problem: Problem whose memory limit and activations count; the mean over microbatches is
+                taken.
             fill: Share of the memory limit to deal out; above 1 stages compete for the rest,
                 infinite is no window at all.
         """
@@ -75,7 +76,7 @@ def template(problem: Problem, *, stretch: float, slack: float) -> Template | No
     """Return a pattern, each step placed at the first time that is free in every period.
 
     Args:
-        problem: Whose mean durations are taken.
+        problem: Problem whose mean durations are taken.
         stretch: The period in units of the busiest rank's work for one microbatch.
         slack: Time left between a stage and the next beside the message's, in the same unit.
 

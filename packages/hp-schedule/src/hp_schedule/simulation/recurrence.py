@@ -81,8 +81,8 @@ class Walk:
 
     Args:
         schedule: Its placement and its counts.
-        durations: Of each kind of compute step; see `Costs.durations`.
-        latency_of: Of the edge from one rank to another.
+        durations: Durations of each kind of compute step; see `Costs.durations`.
+        latency_of: Function that returns the latency of the edge from one rank to another.
 
     Attributes:
         ends: For each rank the end of each of its compute steps.

@@ -18,7 +18,7 @@ class Simulation:
     """What the simulator found.
 
     Attributes:
-        makespan: From the start of the first step to the end of the last.
+        makespan: Time from the start of the first step to the end of the last.
         bubble: For each rank the share of the makespan in which it computes nothing.
         peak_activations: For each rank the most memory its microbatches in flight hold at once.
         exposed_communication: For each rank the time it stood waiting for values that were computed

@@ -64,7 +64,7 @@ class CachingAllocator:
         """Find memory for a request, without giving back what is free.
 
         Args:
-            num_bytes: Bytes that are asked for, before rounding.
+            num_bytes: Size of the request in bytes, before rounding.
             stream: Stream that is current for the request.
             cached: Whether to look for a free block first. As torch has it, a request that is tried
                 again gets none: not even one that has become free by waiting for its borrower.

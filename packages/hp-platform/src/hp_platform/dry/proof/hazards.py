@@ -53,11 +53,11 @@ class Hazard:
 
     Attributes:
         kind: Rule that is broken; `check_streams` says what each means.
-        first: Event that should have been over; None where nothing had begun.
+        first: Event that should have ended first; None where nothing had begun.
         second: Event that did not wait for it.
         block: Number of the block of device memory, or of the host buffer for `"host too early"`;
             -1 if it is about no memory.
-        shape: Shape of the tensor that the memory was allocated for.
+        shape: Shape of the tensor for which the memory was allocated.
         dtype: Dtype of that tensor, such as `"bfloat16"`.
         times: Times that the same two lines met in this way.
     """

@@ -31,7 +31,8 @@ def prove(
 
     Args:
         traces: Traces of all representatives, by global rank or in any order.
-        classes: Ranks that each representative stands for; None: every rank has a trace.
+        classes: Classes of the ranks, or the global ranks of each class by its representative;
+            None: every rank has a trace.
         launch_order_implicit: Whether `NCCL_LAUNCH_ORDER_IMPLICIT` is set: NCCL keeps operations
             of all communicators in the order of the host. Otherwise another order on another rank
             is a warning, since the GPU may have no room for both operations at a time.

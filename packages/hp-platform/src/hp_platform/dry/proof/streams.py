@@ -87,7 +87,8 @@ class _Memory:
         reads: Last read of each stream since that write, by position of the stream.
         last: Last operation of each stream that used it, by position of the stream.
         borrowers: Streams that `record_stream` named.
-        works: Numbers of collectives on it that nobody has waited for: they keep it alive.
+        works: Numbers of the collectives on it whose work nobody has waited for yet: they keep it
+            alive.
         released: The event by which the host let go of it; None while the host holds it.
     """
 

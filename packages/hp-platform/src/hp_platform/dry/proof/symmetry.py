@@ -43,7 +43,7 @@ class Symmetry:
 
     Attributes:
         traces: Traces of the representatives, by global rank.
-        classes: Ranks that each representative stands for.
+        classes: Classes of the ranks, each with its representative.
         colours: Colour of each rank, a number, by global rank.
         example: A rank of each colour, by colour; the representative where it has that colour.
 

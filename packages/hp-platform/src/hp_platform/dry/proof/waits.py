@@ -33,7 +33,7 @@ class _Graph:
     """What needs what.
 
     Attributes:
-        needs: Nodes that each node waits for.
+        needs: Nodes that must be reached before each node.
         owner: Rank, event and side (`"host"`, `"begin"` or `"end"`) of each node; None for a mere
             join.
     """

@@ -27,12 +27,13 @@ class Communicator:
     Attributes:
         name: Distinct for every list of ranks; the same on all of them.
         family: Name of all that were made alike.
-        ranks: Global.
-        mine: Position of this rank.
+        ranks: Global ranks of the members.
+        mine: Position of this rank in `ranks`.
         is_eager: Whether NCCL has one communicator for all its messages.
         is_connected: Whether NCCL has connected it.
-        num_operations: That this rank has begun on the host.
-        num_messages: Of them to or from each member, by direction, member and tag.
+        num_operations: Number of operations that this rank has begun on the host.
+        num_messages: Number of messages to or from each member, by direction (`"to"` or `"from"`),
+            position of the member and tag.
     """
 
     name: str
@@ -64,7 +65,7 @@ class Families:
     that of the same family that has the rank in it.
 
     Attributes:
-        lists: Of ranks, by the name of the family.
+        lists: Ranks of each group of a family, by the name of the family.
     """
 
     def __init__(self, classes: Classes) -> None:

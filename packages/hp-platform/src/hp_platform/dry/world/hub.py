@@ -186,10 +186,10 @@ class HubClient:
         Args:
             do: Command: `set`, `get`, `wait`, `add`, `check`, `compare_set`, `delete`, `break` or
                 `count`.
-            keys: Keys that it is about.
+            keys: Keys of the command; for `break`, the prefix of keys that will not be set.
             pieces: Values to be set or compared.
             timeout: Seconds that `get` and `wait` may take.
-            what: What is waited for, in words, for messages.
+            what: Words for messages: what is awaited; for `break`, why it will not come.
             amount: Number that `add` adds.
 
         Returns:

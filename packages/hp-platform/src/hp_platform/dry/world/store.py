@@ -24,7 +24,7 @@ class DryStore(Store):
 
     Args:
         client: Connection to the hub.
-        classes: Ranks that each representative stands for.
+        classes: Classes of the ranks, each with its representative.
         own: Part of a key that belongs to this rank alone: the UUID of its device.
     """
 

@@ -50,7 +50,7 @@ class DryWorld:
 
     Args:
         device: Device of this rank, which was entered already.
-        classes: Ranks that each representative stands for.
+        classes: Classes of the ranks, each with its representative.
         client: Connection to the hub that all representatives share.
     """
 
