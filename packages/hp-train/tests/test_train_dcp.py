@@ -32,8 +32,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import hp_train.dcp
+from hp_platform.store.files import DamageError
 from hp_platform.testing import run_distributed
-from hp_train.base.folder import DamageError
 from hp_train.checkpoint import load_latest, save_checkpoint
 from hp_train.cli import main
 from hp_train.config import Config, to_dict

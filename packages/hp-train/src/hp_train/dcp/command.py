@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from hp_platform import store
 from hp_platform.store.extra import MAX_EXTRA_BYTES
-from hp_platform.store.files import failed
+from hp_platform.store.files import DamageError, failed, opened_directory, read_whole
 from hp_platform.store.manifest import DTYPES
-from hp_train.base.folder import DamageError, Folder, opened_directory, read_whole
+from hp_train.base.folder import Folder
 from hp_train.checkpoint.directory import newest_checkpoint, with_exit_code
 from hp_train.checkpoint.save import save_step
 from hp_train.checkpoint.verify import open_checkpoint

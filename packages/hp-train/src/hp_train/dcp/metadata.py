@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hp_platform.store import Box, coverage_error
+from hp_platform.store.files import DamageError, opened, opened_directory, read_whole
 from hp_platform.store.manifest import DTYPES, name_error
-from hp_train.base.folder import DamageError, opened, opened_directory, read_whole
 from hp_train.dcp.pickled import Called, Named, read_pickle
 
 METADATA = ".metadata"
@@ -79,7 +79,7 @@ class Stored:
     """A plain checkpoint.
 
     Attributes:
-        tensors: By name.
+        tensors: Tensors by name.
         left_out: Names of what is no tensor. It is pickled, and never opened.
     """
 

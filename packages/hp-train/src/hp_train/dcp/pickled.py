@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from hp_train.base.folder import DamageError
+from hp_platform.store.files import DamageError
 
 _MARK = object()
 _MAX_MEMO = 1 << 24

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hp_platform.store.files import DamageError, opened, opened_directory, read_into
 from hp_platform.store.manifest import DTYPES
-from hp_train.base.folder import DamageError, opened, opened_directory, read_into
 from hp_train.dcp.metadata import DTYPE_NAMES, Place
 from hp_train.dcp.pickled import Called, Named, Persistent, read_pickle
 
