@@ -100,8 +100,8 @@ def masked_attention(
 
     Args:
         q: [B, S, H, D], or [B, H, S, D] with seq_dim=2 and head_dim=1.
-        k: Like `q` with G heads.
-        v: Like `k` with head size E.
+        k: Keys, shaped as `q` but with G heads.
+        v: Values, shaped as `k` but with head size E.
         mask: Which keys a query may see, by global positions.
         seq_dim: Dimension of S.
         head_dim: Dimension of the heads.

@@ -82,7 +82,7 @@ def compare(
 
     Args:
         error: What is wrong on this rank.
-        facts: As many on every rank, in one order, by what to call them; see `digest`.
+        facts: Facts by what to call them, as many on every rank and in one order; see `digest`.
         group: The ranks that share the sequence.
         device: Where they communicate.
         content: int64 [n] on `device`, to be exchanged and not to be compared.

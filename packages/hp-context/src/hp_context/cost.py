@@ -66,9 +66,9 @@ def exchanged_bytes(
         head_size: Head size of queries and keys, D.
         num_ranks: Number of ranks that share the sequence, N.
         ulysses_degree: Ulysses degree, d; None is N, or 1 for a ring, as in `ContextParallel`.
-        ring: As in `ContextParallel`.
+        ring: Same as in `ContextParallel`.
         mask: Which keys a query may see: what no query of a rank sees is not sent there. None: all.
-        layout: As in `ContextParallel`.
+        layout: Same as in `ContextParallel`.
         value_size: Head size of values, E; None is D.
         batch_size: Number of sequences in the batch, B.
         dtype: Dtype of q, k and v.

@@ -106,11 +106,11 @@ def block_backward(
         grad_out: [B, H, Q, E].
         out: [B, H, Q, E], over all blocks of these queries.
         lse: [B, H, Q], over all blocks; without -inf, see `merge.for_backward`.
-        kind: As in `block_forward`.
-        mask: As in `block_forward`.
-        scale: As in `block_forward`.
-        softcap: As in `block_forward`.
-        dropout: As in `block_forward`.
+        kind: Same as in `block_forward`.
+        mask: Same as in `block_forward`.
+        scale: Same as in `block_forward`.
+        softcap: Same as in `block_forward`.
+        dropout: Same as in `block_forward`.
 
     Returns:
         dq, dk, dv like q, k, v, in their dtype or wider.

@@ -99,9 +99,9 @@ def local_positions(
 
     Args:
         seq_len: Length of the whole sequence, S.
-        mesh_or_group: As in `shard_sequence`.
-        layout: As in `shard_sequence`.
-        ulysses_degree: As in `shard_sequence`.
+        mesh_or_group: Same as in `shard_sequence`.
+        layout: Same as in `shard_sequence`.
+        ulysses_degree: Same as in `shard_sequence`.
         device: Device of the result.
 
     Raises:
@@ -163,7 +163,7 @@ def unshard_sequence(
         mesh_or_group: The ranks that share the sequence, as passed to `shard_sequence`.
         seq_dim: Dimension of the sequence.
         layout: Layout of the split, as passed to `shard_sequence`.
-        ulysses_degree: As in `shard_sequence`.
+        ulysses_degree: Same as in `shard_sequence`.
 
     Returns:
         Like `x` with S at `seq_dim`, in the order of positions.

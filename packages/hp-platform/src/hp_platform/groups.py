@@ -78,8 +78,8 @@ def new_groups(
 
     Args:
         rank_lists: What `new_group` takes, by its name. Lists of different names may overlap.
-        backend: As for `new_group`.
-        timeout: As for `new_group`.
+        backend: Same as for `new_group`.
+        timeout: Same as for `new_group`.
 
     Returns:
         The groups that contain this rank, by name.
@@ -101,8 +101,8 @@ def new_group_of_members(
 
     Args:
         ranks: Ascending global ranks, among them this one.
-        name: As for `new_group`.
-        backend: As for `new_group`.
+        name: Same as for `new_group`.
+        backend: Same as for `new_group`.
 
     Raises:
         ValueError: If the ranks are not ascending and inside the world, or the arguments differ

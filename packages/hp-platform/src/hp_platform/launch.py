@@ -115,7 +115,7 @@ def initialize(
 
     Args:
         info: Place of this process; None: from the environment, else a world of one.
-        device_type: As in `local_device`.
+        device_type: Same as in `local_device`.
         timeout: Time-out of each collective; a default group that exists keeps its own.
         init_method: Address as in `torch.distributed.init_process_group`; None: that of the
             variable `HP_INIT_METHOD`, else `env://`, or nothing for a world of one.

@@ -24,7 +24,7 @@ def launch(
     """Launch a kernel on the current stream.
 
     Args:
-        name: With its package, such as `"hp_expert.gather_rows"`.
+        name: Name of the kernel with its package, such as `"hp_expert.gather_rows"`.
         run: Launches it.
         reads: What it reads.
         writes: What it writes.

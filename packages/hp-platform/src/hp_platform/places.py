@@ -37,7 +37,7 @@ class doing:  # noqa: N801 - reads as a statement: `with doing("step 3"):`
     An exception that leaves the context remembers the whole place, see `place_of`.
 
     Args:
-        *words: For example `"step 3"`, `"experts"`.
+        *words: Words for what is done, for example `"step 3"`, `"experts"`.
 
     Example:
         >>> with doing("step 3"), doing("experts"):

@@ -110,7 +110,7 @@ def blame(
     """Say whom a rank waited for in vain; see Note [Roll call].
 
     Args:
-        answers: By global rank, of those who answered.
+        answers: Answers by global rank, of those who gave one.
         me: Global rank that waited.
         world_size: Number of ranks.
         place: Where it waited.

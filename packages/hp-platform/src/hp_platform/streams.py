@@ -28,7 +28,7 @@ def side_stream(device: torch.device, purpose: str) -> torch.cuda.Stream | None:
     call soon shares one with NCCL, with FSDP, or with another purpose, and waits for its work.
 
     Args:
-        device: With its index.
+        device: Device with its index.
         purpose: Purpose of the stream, such as `"read counts"`.
     """
     if device.type != "cuda":

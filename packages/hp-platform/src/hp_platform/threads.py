@@ -23,7 +23,7 @@ class ThreadContext:
         stream: Current CUDA stream, which implies the device; None without CUDA.
         grad_enabled: Grad mode.
         inference: Inference mode.
-        autocast: Per device type: enabled, dtype.
+        autocast: State of autocast per device type: enabled, dtype.
         autocast_cache: Whether autocast keeps cast weights.
         multithreading: Whether backward may use the device threads of the autograd engine.
         words: What the thread is doing, for messages about failures.

@@ -65,7 +65,8 @@ class WeightGradQueue:
         of its own. What was queued stays queued if the context is left by an exception.
 
         Args:
-            key: For example `(stage_index, microbatch_index)`; using it again adds to it.
+            key: Key of the queue, for example `(stage_index, microbatch_index)`; using it again
+                adds to it.
         """
         with self._lock:
             entries = self._entries.setdefault(key, [])

@@ -117,8 +117,8 @@ class MetaStep:
         """Read a step; the exact inverse of ``str``.
 
         Args:
-            text: For example ``2F0`` or ``(0F1;1B0)OVERLAP_F_B``. Blanks around it are allowed,
-                anything else beside the step is not.
+            text: Step as text, for example ``2F0`` or ``(0F1;1B0)OVERLAP_F_B``. Blanks around it
+                are allowed, anything else beside the step is not.
 
         Raises:
             ValueError: If the text is no step.

@@ -26,7 +26,7 @@ def measured_costs(
     half is taken for half of it, unless the halves' stages ran such steps on their own as well.
 
     Args:
-        timeline: With the spans of all ranks, of one run or several.
+        timeline: Timeline with the spans of all ranks, of one run or several.
         num_stages: Number of stages of the schedule.
         num_microbatches: Number of microbatches of the schedule.
         per_microbatch: Whether microbatches differ, for example in length; otherwise the mean

@@ -58,9 +58,9 @@ class Trace:
     """What each stage computed.
 
     Attributes:
-        outputs: By (stage, microbatch): the output.
-        weight_grads: By stage: what was added to the weight gradients, in order.
-        reduced: By stage: how much of that had been added when the gradients were reduced.
+        outputs: Output of each (stage, microbatch).
+        weight_grads: What was added to the weight gradients of each stage, in order.
+        reduced: How much of that had been added when the gradients of the stage were reduced.
         gathered: Stages whose parameters were still gathered in the end.
     """
 
@@ -122,7 +122,7 @@ class _Network:
     """The queues of all ranks.
 
     Attributes:
-        arrived: By rank and receive.
+        arrived: Values that arrived, by rank and receive.
     """
 
     def __init__(self, machine: MessageMachine) -> None:

@@ -57,12 +57,12 @@ def send(
 
     Args:
         transport: Transport that has the edge.
-        tensors: As for `Transport.send`.
+        tensors: Same as for `Transport.send`.
         source: Logical stage of this rank.
         destination: Logical stage that receives.
         domain: Data-parallel pipeline.
-        metas: As for `Transport.send`; of each floating-point tensor a gradient comes back.
-        microbatch: For errors, and compared with what the other end says.
+        metas: Same as for `Transport.send`; of each floating-point tensor a gradient comes back.
+        microbatch: Name of the microbatch for errors, compared with what the other end says.
 
     Returns:
         A zero of shape () whose backward waits for the gradients of the tensors and goes on with
@@ -100,11 +100,12 @@ def receive(
 
     Args:
         transport: Transport that has the edge.
-        metas: As for `Transport.receive`; the gradient of each floating-point tensor is sent back.
+        metas: Same as for `Transport.receive`; the gradient of each floating-point tensor is sent
+            back.
         source: Logical stage that sends.
         destination: Logical stage of this rank.
         domain: Data-parallel pipeline.
-        microbatch: For errors, and compared with what the other end says.
+        microbatch: Name of the microbatch for errors, compared with what the other end says.
 
     Returns:
         This rank's parts. Backward through any of them sends the gradients of all.

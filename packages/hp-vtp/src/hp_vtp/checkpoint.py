@@ -62,7 +62,7 @@ def save_checkpoint(
         sharded_dim: How each is cut.
         layout: Pipeline layout of the ranks.
         group: CPU group of all ranks of the layout.
-        extra: For JSON, such as the number of steps; that of rank 0 is written.
+        extra: JSON of the caller, such as the number of steps; that of rank 0 is written.
 
     Raises:
         CheckpointError: On all ranks, if the path exists, or parts of a name do not fit each other,

@@ -75,7 +75,7 @@ class EngineHandle(Handle[T]):
         Args:
             edge: Where it runs.
             where: Begins the messages of its errors.
-            microbatch: For people.
+            microbatch: Microbatch that messages and errors name.
             failure: Failure state of the transport.
             deliver: Makes the result, once, in the thread of the first `wait`.
             waits_for: Global ranks whose messages it still needs.

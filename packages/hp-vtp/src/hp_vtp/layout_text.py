@@ -29,7 +29,7 @@ def describe_layout(
         layout: Any.
         shape: Global shape of the activation of one microbatch.
         itemsize: Bytes of an element.
-        algorithm: As in `plan_transfer`.
+        algorithm: Same as in `plan_transfer`.
         links: Speeds of the links, from which times are predicted.
 
     Returns:

@@ -59,7 +59,7 @@ class P2POptions(TypedDict, total=False):
     Attributes:
         is_end_stage: The last logical stage of this rank is meant, not the first.
         domain: Data-parallel pipeline; default 0.
-        microbatch: For errors, and compared with what the other end says.
+        microbatch: Name of the microbatch for errors, compared with what the other end says.
         timers: Timers, of which the one of the function, such as `forward-recv`, runs until the
             call returns; None: no timing.
     """

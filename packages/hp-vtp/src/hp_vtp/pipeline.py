@@ -69,8 +69,8 @@ class StageTransport:
             transport: Transport of the layout.
             schedule: Schedule with a chain per domain of the layout, see `multiplex`; or with one
                 chain and a row for each physical stage, if `domain` is given.
-            metas: By logical stage, from 1: global shapes of what it receives, if a boundary is
-                sharded or to have them checked.
+            metas: Metadata by logical stage, from 1: global shapes of what it receives, if a
+                boundary is sharded or to have them checked.
             domain: The one that this rank serves, each domain running the schedule by itself.
 
         Raises:

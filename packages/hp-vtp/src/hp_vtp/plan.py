@@ -105,8 +105,8 @@ def plan_edge(
         shape: Global shape of the tensor.
         itemsize: Bytes of an element.
         replicated: The tensor is replicated at both ends, whatever the stages' boundaries say.
-        algorithm: As in `plan_transfer`.
-        links: As in `plan_transfer`.
+        algorithm: Same as in `plan_transfer`.
+        links: Same as in `plan_transfer`.
 
     Raises:
         ValueError: If a boundary of the stages does not fit the shape.

@@ -51,7 +51,7 @@ def loss_scale(layout: PipelineLayout, num_microbatches: int) -> float:
     and no gradient is ever divided.
 
     Args:
-        layout: For the number of domains.
+        layout: Layout, of which the number of domains is read.
         num_microbatches: Number of microbatches of one domain in one step.
     """
     return 1.0 / (layout.num_domains * num_microbatches)

@@ -80,7 +80,8 @@ class PipelineLayout:
 
         Args:
             tp_sizes: Ranks of each stage.
-            dp: As in `straight`; `dp=[1, 2, 2]` lets one first stage serve two domains in turn.
+            dp: Same as in `straight`; `dp=[1, 2, 2]` lets one first stage serve two domains in
+                turn.
 
         Raises:
             LayoutError: With every problem of the layout.

@@ -154,8 +154,9 @@ class Transport:
             domain: Data-parallel pipeline.
             metas: Global shape and dtype of each tensor. By default those of the tensors, which
                 works where the boundary of this stage is replicated.
-            microbatch: For errors, and compared with what the other end says.
-            payload: For the policy; by default activations go forward and gradients back.
+            microbatch: Name of the microbatch for errors, compared with what the other end says.
+            payload: What is sent, for the policy; by default activations go forward and gradients
+                back.
 
         Raises:
             ValueError: If this rank is not of the source stage, or a tensor is not what its meta
@@ -208,7 +209,7 @@ class Transport:
             source: Logical stage that sends.
             destination: Logical stage of this rank.
             domain: Data-parallel pipeline.
-            microbatch: For errors, and compared with what the other end says.
+            microbatch: Name of the microbatch for errors, compared with what the other end says.
             into: Where to receive, one contiguous tensor per meta; by default new ones. A plan by a
                 leader may need others.
 

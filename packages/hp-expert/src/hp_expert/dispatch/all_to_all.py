@@ -147,8 +147,8 @@ def prepare_slice(
     Args:
         over: Exchanges the slices.
         x: The slice of this rank; see `Dispatcher.prepare`.
-        experts: Likewise.
-        weights: Likewise.
+        experts: Expert of each choice, of the same tokens.
+        weights: Weight of each choice, of the same tokens.
         slices: Ranks that have the other slices of the same tokens, in order; None: there is
             one. Those of any two of them must exchange with the same ranks here.
         num_tokens: How many the slices have together, if all ranks of `slices` know.

@@ -31,8 +31,8 @@ class Activation(Protocol):
 
         Args:
             dh: Gradient of the product; is overwritten.
-            gate: As in the method `gate`.
-            up: As in `product`.
+            gate: Same as in the method `gate`.
+            up: Same as in `product`.
             gated: What `gate` returned.
             dgate: Where the gradient of `gate` goes; may be `dh`.
             dup: Where that of `up` goes; may be `gated`.

@@ -110,8 +110,8 @@ class GroupedExperts(nn.Module):
         Args:
             rows: Rows sorted by expert [R, dim]; or a batch from `Dispatcher.finish_dispatch`, of
                 rows that have arrived at their experts.
-            num_tokens_per_expert: With rows: how many there are of each expert, integer
-                [num_experts].
+            num_tokens_per_expert: Number of rows of each expert, integer [num_experts]; with
+                rows only.
 
         Returns:
             The outputs in the order of the rows [R, dim].

@@ -27,8 +27,8 @@ class RoutingRecord:
     """The experts that a model chose.
 
     Attributes:
-        calls: By path of the module of experts, in the order of the layers: what each of its calls
-            chose, int64 [T, K].
+        calls: What each call chose, int64 [T, K], by path of the module of experts, in the order of
+            the layers.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -84,10 +84,10 @@ def replay_routing(
 
     Args:
         model: What `apply_to_transformers` returned.
-        experts: By layer, in the order of the layers or by path of the module of experts: integer
-            [T, K] or [B, S, K]. -1 is no expert: such a slot contributes nothing; for a token of
-            which some experts are -1, routers that normalize count them as expert 0. Layers that
-            a mapping does not name choose themselves.
+        experts: Experts of each token by layer, in the order of the layers or by path of the module
+            of experts: integer [T, K] or [B, S, K]. -1 is no expert: such a slot contributes
+            nothing; for a token of which some experts are -1, routers that normalize count them as
+            expert 0. Layers that a mapping does not name choose themselves.
 
     Raises:
         ValueError: If the layers are not those of the model, or it recomputes in a way that would

@@ -108,7 +108,7 @@ class Checkpoint:
         """Read what parts need, each chunk once, whatever boxes were saved.
 
         Args:
-            parts: By name; see :meth:`require_fit`.
+            parts: Parts to fill, by name of the tensor; see :meth:`require_fit`.
 
         Raises:
             CheckpointError: If a chunk cannot be read or is not what was saved; parts may have been

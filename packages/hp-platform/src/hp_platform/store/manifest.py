@@ -106,7 +106,7 @@ class Entry(NamedTuple):
 
     Attributes:
         tensor: Its name.
-        dtype: As safetensors calls it.
+        dtype: Dtype of the tensor, a key of `DTYPES` such as `"BF16"`.
         key: Key of the chunk in its file.
         chunk: Where it is.
         end: One past its last byte, after the header.
@@ -143,7 +143,7 @@ class Manifest:
         software: Name and version of what wrote it; information only.
         extra: JSON of the caller, as text.
         files: Those that hold chunks.
-        tensors: By global name.
+        tensors: Whole tensors and their chunks, by global name.
     """
 
     save_id: str

@@ -45,7 +45,7 @@ class FileTensor:
     Attributes:
         descriptor: Descriptor of the file.
         begin: Where its bytes begin in the file.
-        dtype: As safetensors calls it.
+        dtype: Dtype by safetensors' name, such as `"BF16"`; `DTYPES` need not have it.
         shape: Shape of the whole tensor.
         file: Name, for messages.
     """

@@ -92,7 +92,7 @@ def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
     """What is here of tensors that can be saved or loaded.
 
     Args:
-        tensors: By global name; of a `DTensor` placements are `Shard` and `Replicate`.
+        tensors: Tensors by global name; placements of a `DTensor` are `Shard` and `Replicate`.
 
     Raises:
         CheckpointError: Naming one of which that cannot be said, or that cannot be saved.
@@ -114,7 +114,7 @@ def sources_of(
     """Tensors as what can be saved of them; see :func:`parts_of`.
 
     Args:
-        tensors: By global name.
+        tensors: Tensors by global name, as for :func:`parts_of`.
         copies: Copies of this rank's part of each tensor, to be written in its place, by the same
             names; None: the part itself is written.
     """
@@ -303,8 +303,8 @@ def finish(
     """Write the manifest of what all ranks have written, and read everything back.
 
     Args:
-        folder: With the files.
-        written: By this rank.
+        folder: Directory of the files that all ranks have written.
+        written: Files that this rank has written.
         head: Identity of the save, and step.
         extra: JSON of the caller, from `encode_extra`; that of the first rank is saved.
         group: CPU group; None: this rank is alone.

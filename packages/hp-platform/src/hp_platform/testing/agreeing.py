@@ -28,7 +28,7 @@ class Place:
 
     Attributes:
         step: Counted from 1.
-        quantity: For example "gradient".
+        quantity: Kind of what is compared, for example "gradient".
         difference: Difference of one tensor.
     """
 

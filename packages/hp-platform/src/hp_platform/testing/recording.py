@@ -110,10 +110,10 @@ class Recorder:
         """Note down tensors of this step as they are now; they are copied.
 
         Args:
-            quantity: For example "gradient". The order of quantities and of names is the one in
-                which a difference is looked for first.
-            tensors: By name in the whole model. Ranks may add different names, and several parts
-                of the same one.
+            quantity: Kind of what is compared, for example "gradient". The order of quantities and
+                of names is the one in which a difference is looked for first.
+            tensors: Tensors by name in the whole model. Ranks may add different names, and several
+                parts of the same one.
             in_every_step: Whether to keep them in steps whose tensors are not wanted, too.
         """
         is_chosen = self._quantities is None or quantity in self._quantities

@@ -167,7 +167,7 @@ class _Posts:
 
     Attributes:
         flows: What was taken down.
-        first: By kind and stage.
+        first: First post of each kind and stage.
     """
 
     def __init__(self, schedule: Schedule) -> None:

@@ -42,7 +42,7 @@ def add_fsdp_unshard_reshard(
     freed at once after its last use.
 
     Args:
-        schedule: With or without communication steps.
+        schedule: Schedule with or without communication steps.
         max_active_stages: Stages that a rank may hold gathered at once, at least 1, and at least 2
             if an overlap uses two.
         prefetch: Stages to gather ahead, less than `max_active_stages`; default: one less.
@@ -72,7 +72,8 @@ def add_fsdp_reduce_grad(schedule: Schedule, *, stages: Iterable[int] | None = N
     """Reduce the gradients of each stage after its last weight gradient of all microbatches.
 
     Args:
-        schedule: With or without communication steps; the messages of that last step go first.
+        schedule: Schedule with or without communication steps; the messages of that last step go
+            first.
         stages: Those whose gradients are to be reduced; default: all. The result says so
             (`reduced_stages`).
 

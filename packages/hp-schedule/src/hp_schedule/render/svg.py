@@ -70,7 +70,7 @@ def timeline_svg(timelines: Mapping[str, Timeline], *, in_seconds: bool = True) 
     Pointing at a block tells step and times.
 
     Args:
-        timelines: By title, for example a plan and a measurement; each starts at 0.
+        timelines: Timelines by title, for example a plan and a measurement; each starts at 0.
         in_seconds: Whether times are seconds; otherwise they are printed as numbers of units.
 
     Raises:

@@ -15,7 +15,7 @@ def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
     events ("X") named like their step, with stage, microbatch and type as arguments.
 
     Args:
-        timelines: By title, in seconds.
+        timelines: Timelines by title, in seconds.
     """
     events: list[dict[str, Any]] = []
     for pid, (title, timeline) in enumerate(timelines.items()):

@@ -74,7 +74,7 @@ def full_backward(
     """Run the whole backward; parameter gradients accumulate.
 
     Args:
-        outputs: As in `BackwardSplitter.split_backward`.
+        outputs: Same as in `BackwardSplitter.split_backward`.
         grads: Their gradients, as many.
         inputs: Leaves that require grad.
 

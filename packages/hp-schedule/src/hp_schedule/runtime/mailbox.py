@@ -145,7 +145,7 @@ class Mailbox:
         Args:
             stage: Index of the stage that made the output.
             microbatch: Index of the microbatch.
-            values: With their graphs, which tell which of them get a gradient.
+            values: Values with their graphs, which tell which of them get a gradient.
 
         Raises:
             ValueError: If it is not what the next stage expects.

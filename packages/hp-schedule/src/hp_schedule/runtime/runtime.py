@@ -51,7 +51,8 @@ class PipelineScheduleRuntime:
 
     Args:
         stages: This rank's stages, all those that the schedule places on it.
-        schedule: With communication steps, unless all stages are on one rank. Checked here.
+        schedule: Schedule with communication steps, unless all stages are on one rank. Checked
+            here.
         pipeline_rank: This rank's row.
         transport: Moves messages; may be None if all stages are on one rank.
         loss_fn: ``loss_fn(output, target)`` returns a scalar on the last stage of a chain. None:

@@ -183,7 +183,7 @@ def share_parameters(
         infos: What is shared; the same on every caller.
         stages: This rank's stages.
         schedule: Says which rank has which stage.
-        pipelines: As for `build_edge_groups`; not needed if all stages are on one rank.
+        pipelines: Same as for `build_edge_groups`; not needed if all stages are on one rank.
         backend: Backend of the groups; default that of the default group.
         timeout: Time-out of their collectives; default that of the default group.
 

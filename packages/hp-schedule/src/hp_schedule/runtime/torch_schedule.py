@@ -59,12 +59,12 @@ def as_torch_schedule(
         stages: This rank's. Where `fully_shard` was applied to their modules the schedule takes
             command (`FullySharded`); FSDP steps are added if it has none.
         loss_fn: ``loss_fn(output, target)`` returns a scalar. None: `step` only runs forward.
-        args_chunk_spec: As in torch: `TensorChunkSpec` per positional argument.
+        args_chunk_spec: Same as in torch: `TensorChunkSpec` per positional argument.
         kwargs_chunk_spec: The same by name.
         output_merge_spec: How outputs of microbatches are put together.
         scale_grads: Whether gradients are those of the mean over the microbatches' losses. The
             loss is scaled, not the gradients, so steps may be repeated to accumulate.
-        input_specs: By stage, what one microbatch of its input looks like. Receives are then
+        input_specs: What one microbatch of the input of each stage looks like. Receives are then
             posted ahead of time; stages that are not named are told the shapes by the sender, so
             microbatches may differ.
         splitter: Splits backwards in schedules with I and W steps; default by cutting the graph.

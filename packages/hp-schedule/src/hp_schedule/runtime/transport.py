@@ -42,7 +42,7 @@ class EdgeGroups:
     """The process groups of this rank's edges, kept here alone so that `close` really closes them.
 
     Args:
-        groups: By edge.
+        groups: Process groups by edge.
         note: Where a rank that fails leaves its reason.
     """
 

@@ -29,7 +29,7 @@ class Plan:
     """When every step of a problem starts.
 
     Attributes:
-        starts: By step.
+        starts: Start of each step, by step.
         sequence: All steps in the order in which they start.
         makespan: The end of the last.
     """
@@ -50,7 +50,7 @@ def construct(problem: Problem, priority: Sequence[float], *, patience: float = 
 
     Args:
         problem: Problem of the plan: its steps, their precedence and the memory limit.
-        priority: By step; the lowest number is taken first.
+        priority: Priority of each step; the lowest number is taken first.
         patience: A rank that could start a step waits instead for a better one that is known to
             arrive within this share of the step's duration, unless a step fits in between.
 

@@ -49,7 +49,7 @@ class Candidate:
         makespan: What the simulator says it takes.
         origin: How it was found, in words.
         plan: Its steps in the problem of its space.
-        patience: With which it was built.
+        patience: Patience with which it was built.
         schedule: A closed form as it is; None if the plan says it all.
     """
 
@@ -64,7 +64,7 @@ class Space:
     """All plans of one placement and one order of the microbatches.
 
     Args:
-        costs: For its number of stages.
+        costs: Costs for its number of stages.
         stage_to_rank: The placement.
         order: The order in which every stage takes the microbatches.
         memory_limit: Most memory that the activations of a rank may take, in the unit of the costs.
@@ -72,7 +72,7 @@ class Space:
         units: Units of time and memory of the plans; all times of the space are in them.
 
     Attributes:
-        costs: As given.
+        costs: Costs as they were given.
         bound: No plan of the space is shorter.
 
     Raises:

@@ -34,7 +34,7 @@ class Channels:
 
     Args:
         model: Which messages share a queue.
-        schedule: For the sizes of the messages.
+        schedule: Schedule whose messages are sent.
         costs: Latency, message sizes and bandwidth.
         clock: Told when messages arrive.
         on_arrival: Called with the value and its edge.

@@ -53,8 +53,8 @@ class Machine:
         options: The kind of machine.
 
     Attributes:
-        produced: By value: when it was computed.
-        arrived: By value and destination: when it was there.
+        produced: Time at which each value was computed.
+        arrived: Time at which each value was at each destination.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs, options: Options) -> None:

@@ -86,8 +86,8 @@ class Walk:
 
     Attributes:
         ends: For each rank the end of each of its compute steps.
-        busy: By rank: time spent in steps.
-        exposed: By rank: time spent waiting for values that were computed already.
+        busy: Time spent in steps, by rank.
+        exposed: Time each rank spent waiting for values that were computed already.
     """
 
     def __init__(

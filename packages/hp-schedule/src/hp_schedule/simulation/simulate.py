@@ -59,7 +59,7 @@ def simulate(
     for the parameters they need, and the end of the schedule for all gradients.
 
     Args:
-        schedule: With or without communication steps.
+        schedule: Schedule with or without communication steps.
         costs: Default: 1 for every forward, input gradient and weight gradient, no latency.
         channels: Which messages share an in-order queue on a rank: those of a directed edge
             ("edge"; only there may a message follow another before that has arrived), of a pair

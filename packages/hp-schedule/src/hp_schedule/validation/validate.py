@@ -53,7 +53,8 @@ def validate(
             compute steps has no cycle over the ranks either.
         max_active_stages: Most stages whose parameters a rank may hold gathered; default: any.
         memory_limit: Most memory that the activations of a rank may take; default: any.
-        costs: For `activation`; default: a microbatch takes 1 on a rank, shared by its stages.
+        costs: Costs, of which `activation` is read; default: a microbatch takes 1 on a rank, shared
+            by its stages.
 
     Raises:
         ValueError: If `channels` is unknown, or the costs do not fit the schedule.

@@ -12,9 +12,9 @@ def whole(option: str, *, least: int, largest: int = _LARGEST) -> Callable[[str]
     """Make what reads a whole number.
 
     Args:
-        option: As it is given, for messages.
+        option: Name of the option as it is given, for messages.
         least: Smallest number that is allowed.
-        largest: Likewise.
+        largest: Largest number that is allowed.
 
     Returns:
         For `argparse`; raises `ConfigError`.
@@ -38,7 +38,7 @@ def real(option: str, *, below: float = math.inf) -> Callable[[str], float]:
     """Make what reads a number that is not negative; neither NaN nor infinity is one.
 
     Args:
-        option: As it is given, for messages.
+        option: Name of the option as it is given, for messages.
         below: What it has to be less than.
 
     Returns:

@@ -49,7 +49,7 @@ class Work:
         flops: Operations of the forward per token; a multiplication and its addition are two.
         kept: Elements per token that autograd keeps from forward to backward, in the dtype of
             activations.
-        wide: Likewise, in float32 or wider.
+        wide: Elements per token that autograd keeps in float32 or wider.
         gathered: Elements per token that tensor-parallel ranks put together in forward, at the
             entry of what they cut.
         summed: Elements per token that they sum in forward, at its end.

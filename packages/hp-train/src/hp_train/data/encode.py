@@ -56,7 +56,7 @@ def encode_all(
 
     Args:
         pieces: Pieces to encode, in order.
-        tokenizer: For ids.
+        tokenizer: Tokenizer that gives the ids.
         num_processes: Number of processes to start; 0: this one does it.
 
     Yields:

@@ -34,7 +34,7 @@ def import_hf(folder: Path, out: Path | None) -> int:
     Nothing is copied: when the run starts, every rank reads the slices that it needs.
 
     Args:
-        folder: With `config.json` and safetensors files.
+        folder: Folder with `config.json` and safetensors files.
         out: A new TOML file; None: standard output.
 
     Returns:

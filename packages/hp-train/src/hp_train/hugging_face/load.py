@@ -49,7 +49,7 @@ def load_weights(
     Values are cast to the dtype of the tensors. A DTensor takes its part, however it is sharded.
 
     Args:
-        folder: With `config.json` and safetensors files.
+        folder: Folder with `config.json` and safetensors files.
         tensors: What this rank has, by global name: parameters, and buffers of routers.
         group: CPU group of the ranks that call together; None: this rank is alone.
 

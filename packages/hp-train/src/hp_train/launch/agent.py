@@ -45,7 +45,7 @@ def meet(
         info: Place of this process.
         env: `env://` will mean the new store, which rank 0 serves on the host of the old one, or on
             loopback if all ranks are on one machine; what it says of interfaces stays.
-        timeout: For all ranks to come.
+        timeout: Time limit for all ranks to come.
 
     Returns:
         What rank 0 must keep until the default process group is made.
@@ -113,7 +113,8 @@ def when_agent_ends(grace_seconds: float) -> Callable[[], bool]:
     """Watch the parent: without it nobody starts this rank again, and another may take its place.
 
     Args:
-        grace_seconds: For saving with the others, if they are there; then this process is ended.
+        grace_seconds: Seconds for saving with the others, if they are there; then this process is
+            ended.
 
     Returns:
         Tells whether the parent is gone.

@@ -41,7 +41,7 @@ def main(*, as_json: bool = False) -> int:
     """Print the checks.
 
     Args:
-        as_json: As one JSON object instead of lines.
+        as_json: Whether to print one JSON object instead of lines.
 
     Returns:
         0 if this machine can train, else 1.

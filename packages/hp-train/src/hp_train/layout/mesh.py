@@ -23,7 +23,7 @@ class Mesh:
     Attributes:
         layout: The arithmetic of all stages.
         rank: Global rank.
-        groups: By name, see :data:`hp_train.layout.communicators.GROUPS`.
+        groups: Process groups by name, see :data:`hp_train.layout.communicators.GROUPS`.
         world: All ranks, for the step's scalars.
         device_type: ``"cpu"`` or ``"cuda"``.
     """

@@ -99,7 +99,7 @@ class Embedding(nn.Embedding):
     every schedule: sums in another order are other numbers.
 
     Attributes:
-        is_split: As of `Linear`.
+        is_split: Same as of `Linear`.
     """
 
     is_split = True

@@ -182,7 +182,7 @@ def build_pipeline(
         vocab_size: Tokens of the vocabulary, the rows of the embedding.
         timeout: Time limit of every message between stages.
         on_step: Called before each step of a schedule, for heartbeats.
-        on_progress: Likewise while weights are made, which may take minutes.
+        on_progress: Called again and again while weights are made, which may take minutes.
     """
     num_stages = count_stages(config)
     layers = split_layers(config.model.num_layers, num_stages)

@@ -38,7 +38,7 @@ class Parameter:
 
     Attributes:
         name: Global name.
-        tensor: As the module has it: plain, or a DTensor where FSDP shards it.
+        tensor: Tensor as the module has it: plain, or a DTensor where FSDP shards it.
         local: The values that are here, sharing the memory of ``tensor``; a leaf, for the
             optimizer.
         shape: Shape of the whole parameter.

@@ -86,7 +86,7 @@ def machine_of(
     Args:
         config: Configuration that was timed.
         small: What `time_model` found with the config's microbatches.
-        large: With microbatches twice as large.
+        large: The same times with microbatches twice as large.
         link: What `time_link` found.
     """
     tokens = config.train.microbatch_size * config.data.seq_len

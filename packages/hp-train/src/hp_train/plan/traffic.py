@@ -29,7 +29,7 @@ class Transfer:
     Attributes:
         purpose: "pipeline", "experts", "tensor", "context", "gradients" or "parameters".
         bytes: Sent.
-        seconds: For which its link is busy.
+        seconds: Seconds for which its link is busy.
         between_nodes: Whether it leaves the node.
     """
 
@@ -45,8 +45,8 @@ class ExpertExchanges:
 
     Attributes:
         bytes: Bytes sent for a token in forward, and as many in backward.
-        forward: Messages of a rank.
-        backward: Likewise.
+        forward: Messages of a rank in forward.
+        backward: Messages of a rank in backward.
     """
 
     bytes: float

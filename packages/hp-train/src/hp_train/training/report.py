@@ -79,7 +79,8 @@ def write_report(folder: Folder, timelines: Mapping[str, Timeline]) -> None:
 
     Args:
         folder: Run directory; holds metrics.jsonl.
-        timelines: For example ``{"planned": ..., "actual": ...}``; none leaves the timeline out.
+        timelines: Timelines by title, for example ``{"planned": ..., "actual": ...}``; none: the
+            timeline is left out.
     """
     keys = ("step", *_LOSSES, *_MFU, *_MEMORY)
     rows = [{key: row.get(key) for key in keys} for _, row in read_metrics(folder)]

@@ -61,7 +61,7 @@ class Outcome:
         rate: Learning rate.
         gradients: Gradients by name, before clipping.
         choices: Name of a layer -> experts of each token [B, S, K].
-        scores: Likewise, what they were chosen by [B, S, E].
+        scores: Name of a layer -> scores that they were chosen by [B, S, E].
     """
 
     losses: Losses

@@ -45,10 +45,10 @@ class Verdict:
     """What became of one layout.
 
     Attributes:
-        layout: As overrides.
-        against: Likewise, or "one process".
+        layout: Layout as overrides of the config.
+        against: Overrides of the layout beside which it was judged, or "one process".
         comparison: None where it could not be run.
-        seconds: For running it.
+        seconds: Seconds that running it took.
         problem: Why it could not be run.
     """
 

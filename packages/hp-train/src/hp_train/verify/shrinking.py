@@ -20,7 +20,7 @@ def shrink(configs: Sequence[Config]) -> list[Config]:
     tokenizer has.
 
     Args:
-        configs: With the same model and batch.
+        configs: Configs with the same model and batch.
 
     Raises:
         ConfigError: When the small config breaks a rule that the large one does not.

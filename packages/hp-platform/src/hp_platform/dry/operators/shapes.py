@@ -60,7 +60,7 @@ def form_of(func: Any, args: Any, kwargs: Any) -> Hashable:
     Args:
         func: An overload of an operator.
         args: Its arguments; every tensor is on `meta`.
-        kwargs: Likewise.
+        kwargs: Keyword arguments of the operator.
     """
     return func, torch.get_default_dtype(), _form(args), _form((*kwargs, *kwargs.values()))
 

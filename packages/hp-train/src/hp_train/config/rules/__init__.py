@@ -35,7 +35,7 @@ def check(config: Config, world: World | None = None) -> None:
     """Refuse a config that breaks a rule.
 
     Args:
-        config: With every single value in its bounds.
+        config: Config whose single values are all in their bounds.
         world: The processes that torchrun or Slurm started; None where neither did.
 
     Raises:
