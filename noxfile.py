@@ -251,7 +251,9 @@ for _name in PACKAGES:
 
 
 # What looks at files alone.
-TEXT_TESTS = tuple(f"integration_tests/test_docs_{name}.py" for name in ("errors", "paths"))
+TEXT_TESTS = tuple(
+    f"integration_tests/test_{name}.py" for name in ("docs_errors", "docs_paths", "mutants")
+)
 
 
 @nox.session(allow_parallel=True)
@@ -332,6 +334,18 @@ def mutations(session: nox.Session) -> None:
     tests = "packages/hp-schedule/tests/test_schedule_mutations.py"
     env = {"HP_SCHEDULE_MUTANTS": "20000", "HP_SCHEDULE_EXHAUSTIVE": "1"}
     _pytest(session, "-s", tests, *session.posargs, env=env)
+
+
+@nox.session(default=False)
+def mutants(session: nox.Session) -> None:
+    """Make 150 small wrong changes, one by one: the tests of the default run must find 95 %.
+
+    It goes on where it was stopped; `-- NAME` tries those changes alone. Take away .nox/mutants to
+    begin anew. Commit first: it is the last commit that is changed.
+    """
+    _install(session, *map(_with_extras, PACKAGES), group="test-torch")
+    session.run("python", "tools/mutants", "record")
+    session.run("python", "tools/mutants", "run", *session.posargs)
 
 
 @nox.session(default=False)

@@ -46,7 +46,7 @@ def test_fsdp_needs_what_it_really_needs_and_what_its_tracker_finds(name: str) -
     _compare(f"{name}, FSDPMemTracker", [dry], [tracked_fsdp(name, _FSDP_RANKS)])
 
 
-@pytest.mark.sample("dp_shard 2", "pp 2, 1f1b")
+@pytest.mark.sample("pp 2, 1f1b")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_needs_what_it_really_needs(name: str) -> None:
     dry, real = dry_layout(name), real_layout(name)

@@ -143,6 +143,15 @@ def run(case: str, encoded: bytes, directory: Path) -> tuple[str, str, float]:
     return "nothing", "", 0.0
 
 
+@pytest.mark.sample(
+    "data",
+    "attention over context",
+    "experts of a sharded model",
+    "overlapped pair, backward",
+    "pipeline message",
+    "gradient reduction",
+    "save",
+)
 @pytest.mark.parametrize("case", FAULTS)
 def test_every_rank_ends_and_names_the_first_that_failed(case: str, tmp_path: Path) -> None:
     fault = FAULTS[case]

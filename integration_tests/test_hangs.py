@@ -24,6 +24,7 @@ SETTINGS: dict[str, object] = {
 }
 
 
+@pytest.mark.sample("sleeps")
 @pytest.mark.parametrize("how", ["sleeps", "is stopped"])
 def test_every_rank_ends_and_names_the_one_that_hangs(how: str, tmp_path: Path) -> None:
     """It says where it stands as well, with its Python stack, unless it is stopped."""

@@ -153,6 +153,7 @@ def test_a_damaged_checkpoint_is_not_exported(
     assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
 
 
+@pytest.mark.sample("debug-deepseek-v3")
 @pytest.mark.parametrize("name", ["debug-deepseek-v3", "debug-gpt-oss"])
 def test_a_family_trains_alike_over_stages_and_experts(name: str, tmp_path: Path) -> None:
     model = msgspec.structs.asdict(resolve(name, env={}).config.model) | {"init_std": 0.1}

@@ -127,14 +127,9 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
 
 @pytest.mark.sample(
     "pp2-fsdp2-1f1b",
-    "pp2-fsdp2-ep2-one-microbatch",
-    "hsdp-ep4",
     "pp2-fsdp2-ep2-zbv",
-    "tp2",
     "tp2-etp2-fsdp2-ep2",
     "cp4-hybrid-ep2",
-    "cp4-ring",
-    "cp2-keys-tp2-ep2",
     "pp2-cp2-interleaved-zero-bubble",
     "pp2-fsdp2-dualpipe",
     "stages2-1-ep-interleaved",

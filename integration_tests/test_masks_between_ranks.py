@@ -64,6 +64,7 @@ def _run(what: Any, layout: dict[str, dict[str, Any]], directory: Path) -> list[
     return run_distributed(run, world_size=2, timeout=120)
 
 
+@pytest.mark.sample("a ring, all run again")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_documents_are_compared_once_and_not_in_each_of_the_layers(
     name: str, tmp_path: Path
@@ -71,6 +72,7 @@ def test_documents_are_compared_once_and_not_in_each_of_the_layers(
     assert _run(_compared, LAYOUTS[name], tmp_path) == [BATCH] * 2
 
 
+@pytest.mark.sample("keys gathered")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_rank_with_other_documents_is_named_by_all(name: str, tmp_path: Path) -> None:
     for message in _run(_different, LAYOUTS[name], tmp_path):

@@ -57,6 +57,10 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample(
+    "sharded, recomputed, dualpipe_v",
+    "tensor parallel on the second of two stages",
+)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_training_with_overlap_is_bitwise_the_same(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
@@ -237,6 +241,7 @@ def timed_pipeline() -> tuple[list[float], list[float]]:
     return off, on
 
 
+@pytest.mark.sample()
 def test_a_pipeline_on_a_slow_link_takes_less_time_with_overlap() -> None:
     for off, on in run_distributed(timed_pipeline, world_size=4, timeout=100):
         assert min(on) < 0.95 * min(off)

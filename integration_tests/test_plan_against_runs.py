@@ -78,6 +78,12 @@ EXCHANGING: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample(
+    "ep2 where a row is for several experts",
+    "etp2",
+    "ep2 with feed-forward run again",
+    "tp2 dense with all run again and nothing dropped",
+)
 @pytest.mark.parametrize("name", EXCHANGING)
 def test_messages_inside_layers_are_those_that_are_sent(name: str, tmp_path: Path) -> None:
     config = config_of(EXCHANGING[name])

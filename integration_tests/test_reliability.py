@@ -20,8 +20,8 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_what_goes_wrong_is_found_and_got_over(tmp_path: Path) -> None:
-    counts = {"kills": 3, "flips": 40, "others": 7, "configs": 55, "reloads": 3}
-    counts |= {"rundirs": 28, "mutants": 14, "models": 40}
+    counts = {"kills": 1, "flips": 13, "others": 7, "configs": 20, "reloads": 2}
+    counts |= {"rundirs": 14, "mutants": 14, "models": 20}
     options = [f"--{name}={count}" for name, count in counts.items()]
     done = subprocess.run(
         [sys.executable, "-m", "integration_tests.reliability", *options, f"--folder={tmp_path}"],
@@ -33,13 +33,13 @@ def test_what_goes_wrong_is_found_and_got_over(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [
-        "kills: 3 of 3",
-        "damages: 47 of 47",
-        "configs: 55 of 55",
-        "reloads: 3 of 3",
-        "models: 40 of 40",
+        "kills: 1 of 1",
+        "damages: 20 of 20",
+        "configs: 20 of 20",
+        "reloads: 2 of 2",
+        "models: 20 of 20",
         "mutants: 24 of 24",
-        "run directories: 28 of 28",
+        "run directories: 14 of 14",
     ]
     for line in lines:
         assert f"{line} good" in done.stdout

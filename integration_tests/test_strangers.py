@@ -14,12 +14,14 @@ _LOOPBACK = ("0100007F", "00000000000000000000000001000000")
 
 
 def _settings(folder: Path) -> dict[str, object]:
-    steps = int(os.environ.get("HP_STRANGER_STEPS", "300"))
+    steps = int(os.environ.get("HP_STRANGER_STEPS", "120"))
     changed = {
         "mesh.dp_replicate": 1,
         "mesh.ep": 1,
         "train.steps": steps,
+        "train.global_batch_size": 4,
         "train.save_every": 20,
+        "train.eval_every": 0,
         "data.paths": str(write_corpus(folder)),
         "run.output_dir": str(folder / "out"),
         "launch.max_restarts": 0,

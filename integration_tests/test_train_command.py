@@ -30,14 +30,14 @@ TINY = {
     "model.dropout": 0.1,
     "data.seq_len": 16,
     "data.eval_fraction": 0.2,
-    "train.steps": 24,
-    "train.global_batch_size": 16,
+    "train.steps": 12,
+    "train.global_batch_size": 8,
     "train.microbatch_size": 2,
     "train.warmup_steps": 2,
     "train.log_every": 1,
-    "train.eval_every": 12,
+    "train.eval_every": 6,
     "train.eval_batches": 1,
-    "train.save_every": 12,
+    "train.save_every": 6,
     "train.sample_tokens": 4,
 }
 
@@ -91,7 +91,7 @@ def test_a_run_says_what_it_is_and_where_it_is_kept(whole: tuple[Path, str]) -> 
     run, output = whole
     assert "pp 2 x dp_replicate 2 (ep 2)" in output
     assert "4 processes on" in output
-    for step in range(1, 25):
+    for step in range(1, 13):
         assert f"step {step:>5}  loss" in output
     assert "sample:" in output
     assert run.is_dir()
@@ -100,10 +100,10 @@ def test_a_run_says_what_it_is_and_where_it_is_kept(whole: tuple[Path, str]) -> 
 def test_a_run_leaves_metrics_pictures_and_a_checkpoint(whole: tuple[Path, str]) -> None:
     run, _ = whole
     rows = metrics_of(run)
-    assert [row["step"] for row in rows] == list(range(1, 25))
+    assert [row["step"] for row in rows] == list(range(1, 13))
     keys = {"loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds"}
     assert all(keys | {"peak_memory_bytes"} <= row.keys() for row in rows)
-    assert [row["step"] for row in rows if "eval_loss" in row] == [12, 24]
+    assert [row["step"] for row in rows if "eval_loss" in row] == [6, 12]
     for name in ("config.toml", "loss.svg", "timeline.svg", "timeline.json"):
         assert (run / name).stat().st_size > 100, name
     trace = json.loads((run / "timeline.json").read_text())
@@ -129,7 +129,7 @@ def test_a_stopped_run_is_resumed_bit_exactly(
     assert "stopped on request after step" in output
     run = metrics.parent
     done = len(metrics_of(run))
-    assert 2 <= done < 24
+    assert 2 <= done < 12
     status, output = finish(start(["--resume", str(run)]))
     assert status == 0, output
     assert f"resumed from {run}" in output
@@ -177,8 +177,8 @@ def test_a_finished_run_is_left_as_it_is(whole: tuple[Path, str], tmp_path: Path
     run = tmp_path / "run"
     shutil.copytree(whole[0], run)
     before = snapshot(run)
-    newest = Path("checkpoints", "step-00000024")
-    said = f"nothing to do: all of train.steps (24) are in {newest}\n{run}\n"
+    newest = Path("checkpoints", "step-00000012")
+    said = f"nothing to do: all of train.steps (12) are in {newest}\n{run}\n"
     assert finish(start(["--resume", str(run)])) == (0, said)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4"]
     ranks = subprocess.run(

@@ -40,15 +40,15 @@ def verify(*arguments: str, timeout: float = 280) -> tuple[int, str]:
 def test_generated_layouts_equal_one_process(corpus: str) -> None:
     """A bounded sample; `nox -s verify` runs 150 of them for 20 steps."""
     status, text = verify(
-        MODEL, "--data", corpus, "--generate", "6", "--steps", "2", "--processes", "2:6"
+        MODEL, "--data", corpus, "--generate", "4", "--steps", "2", "--processes", "2:6"
     )
     assert status == 0, text
     assert "one process equals the oracle" in text
-    assert "6 of 6 layouts equal one process" in text
+    assert "4 of 4 layouts equal one process" in text
     assert "0 could not be run" in text
 
 
-@pytest.mark.sample("sharded", "v_half")
+@pytest.mark.sample("v_half")
 @pytest.mark.parametrize(
     ("layout", "other"),
     [

@@ -166,7 +166,7 @@ def errors(num_ranks: int) -> list[float]:
     return found
 
 
-@pytest.mark.sample("3", "4")
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 def test_the_grid_equals_one_process(num_ranks: int) -> None:
     for found in run_distributed(errors, num_ranks, world_size=num_ranks, timeout=300):

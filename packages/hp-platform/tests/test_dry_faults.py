@@ -181,6 +181,7 @@ DEFINED = [case for case in TOGETHER if case.elsewhere != "crash"]
 """Gloo writes to memory that is gone, in the other one: a segmentation fault as a rule."""
 
 
+@pytest.mark.sample("skips_a_collective", "has_another_root", "waits_in_a_circle")
 @pytest.mark.parametrize("case", DEFINED, ids=name_of)
 def test_what_torchs_debug_level_finds_over_gloo(case: Case) -> None:
     assert run_distributed(over_gloo, case.program, True, world_size=2, timeout=60) == ["", ""]

@@ -1,0 +1,94 @@
+"""Let every process of a test write down which functions of the packages it enters.
+
+Python runs this at its start where the folder is on PYTHONPATH. HP_TEST_MAP names the folder to
+write to; without it nothing happens. A function is written once for each test and process, at its
+first call, so that processes that are killed are counted as well. Modules are changed as they are
+imported, in the process alone: each function begins with a look into a set.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+_FOLDER = os.environ.get("HP_TEST_MAP", "")
+_ENTERED = "__hp_entered__"
+_NOTE = "__hp_note__"
+
+
+class _Recorder:
+    """Writes names of functions, with the test that runs, to one file for all processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._current = folder / "current"
+        self._test = ""
+        self._file = os.open(folder / "entered", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self.entered: set[str] = set()
+
+    def begin(self) -> None:
+        """Forget what was entered, and look up which test runs."""
+        self.entered.clear()
+        self._test = self._current.read_text() if self._current.exists() else ""
+
+    def note(self, function: str) -> None:
+        self.entered.add(function)
+        if self._test:
+            os.write(self._file, f"{self._test} {function}\n".encode())
+
+
+class _Loader(SourceFileLoader):
+    """Puts a look into the set of entered functions at the head of each function of a module."""
+
+    def source_to_code(self, data: Any, path: Any, **_: Any) -> CodeType:  # type: ignore[override]
+        tree = ast.parse(data, path)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and not _is_kernel(node):
+                key = f"{_from_root(str(path))}:{min([node.lineno, *(d.lineno for d in node.decorator_list)])}"
+                source = f"if {key!r} not in {_ENTERED}: {_NOTE}({key!r})"
+                [statement] = ast.parse(source).body
+                for part in ast.walk(statement):
+                    ast.copy_location(part, node.body[0])
+                    part.__dict__ |= {"end_lineno": None, "end_col_offset": None}
+                node.body.insert(1 if ast.get_docstring(node, clean=False) else 0, statement)
+        return compile(tree, path, "exec", dont_inherit=True)
+
+
+def _from_root(path: str) -> str:
+    """Return the path of a source file from the root of its repository."""
+    return f"packages{path.rpartition('/packages')[2]}"
+
+
+def _is_kernel(function: ast.FunctionDef) -> bool:
+    """Whether Triton compiles the function from its source."""
+    return any("triton" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+class _Finder(MetaPathFinder):
+    """Finds modules of the packages, which are those whose name begins with `hp_`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith("hp_"):
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+if _FOLDER:
+    recorder = _Recorder(Path(_FOLDER))
+    recorder.begin()
+    setattr(builtins, _ENTERED, recorder.entered)
+    setattr(builtins, _NOTE, recorder.note)
+    os.register_at_fork(after_in_child=recorder.begin)
+    sys.meta_path.insert(0, _Finder())
