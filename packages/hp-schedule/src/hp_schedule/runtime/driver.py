@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hp_platform import doing
 from hp_schedule.ir import MetaStep, MetaStepType
+from hp_schedule.packing import KIND, encode, unpack
 from hp_schedule.runtime.backward import Grads
 from hp_schedule.runtime.context import Batch, Chunk, Key, LossFunction, PipelineContext, Values
 from hp_schedule.runtime.gradients import GradientPaths
@@ -163,10 +164,12 @@ class StageDriver:
             run_halves()
             return
         self.wait_inputs(step)
-        with nullcontext() if self._recorder is None else self._recorder.span(step):
-            self._in_overlap = True
-            run_halves()
-            self._in_overlap = False
+        start = None if self._recorder is None else self._recorder.mark()
+        self._in_overlap = True
+        run_halves()
+        self._in_overlap = False
+        if self._recorder is not None:
+            self._recorder.add(step, start)
 
     def send_forward(self, stage_index: int, microbatch_index: int) -> None:
         """Start to send an output."""
@@ -271,13 +274,13 @@ class StageDriver:
         chunk = self._chunks.pop(key)
         grads = self._values.output_grads.pop(key, None)
         if grads is None:
-            grads = tuple(torch.full_like(x, self._batch.loss_scale) for x in chunk.outputs)
+            grads = tuple([torch.full_like(x, self._batch.loss_scale) for x in chunk.outputs])
         starts = [
             (x, grad)
             for x, grad in zip(chunk.outputs, grads, strict=True)
             if grad is not None and x.requires_grad
         ]
-        arguments = [x for x, _ in starts], [grad for _, grad in starts]
+        arguments = list(zip(*starts, strict=True)) or [(), ()]
         inputs = [x for x in chunk.received if x.requires_grad]
         with self._span(step_type, key), _without_autocast(stage), self._apart(key[0]):
             if step_type is MetaStepType.BWD:
@@ -369,11 +372,13 @@ class StageDriver:
 
     @contextmanager
     def _span(self, step_type: MetaStepType, key: Key) -> Iterator[None]:
-        step = MetaStep(step_type, *key)
+        step = unpack(encode(KIND[step_type], *key))
         recorder = None if self._in_overlap else self._recorder
-        span = nullcontext() if recorder is None else recorder.span(step)
-        with doing(f"stage {key[0]}, microbatch {key[1]}: in step {step}"), span:
+        with doing(f"stage {key[0]}, microbatch {key[1]}: in step {step}"):
+            start = None if recorder is None else recorder.mark()
             yield
+            if recorder is not None:
+                recorder.add(step, start)
 
 
 def _output_specs(chunks: Mapping[Key, Chunk], stage: int, microbatch: int) -> Specs | None:

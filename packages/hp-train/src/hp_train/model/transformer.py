@@ -100,7 +100,8 @@ class TransformerStage(nn.Module):
             assert self.embedding is not None
             tokens = x if ahead is None else torch.cat((x, *ahead.tokens))
             x, *later = self.embedding(tokens).to(self.compute_dtype).split(len(x))
-            x = dropout(x, config.dropout, microbatch.key, "embedding")
+            if config.dropout:
+                x = dropout(x, config.dropout, microbatch.key, "embedding")
         elif config.num_mtp_modules:
             x, *later = x.split(config.dim, dim=-1)
             x = x.contiguous()  # strides like those that later blocks see: graphs serve all
