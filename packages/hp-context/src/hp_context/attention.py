@@ -212,7 +212,7 @@ def _attend(
 
 def _by_torch(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
     plain = isinstance(mask, Full | Causal)
-    if isinstance(mask, Causal) and q.size(-1) != v.size(-1) and strips_apply(q, k, v):
+    if isinstance(mask, Causal) and q.size(-1) != v.size(-1) and strips_apply(q, k):
         return attend_in_strips(q, k, v, scale)
     return F.scaled_dot_product_attention(
         q,

@@ -19,7 +19,7 @@ _LEAST = 64  # queries of a strip: fewer make products too small to be fast
 _STRIPS = 4  # leave out three of eight scores; more would add to gradients of keys too often
 
 
-def strips_apply(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def strips_apply(q: Tensor, k: Tensor) -> bool:
     """Whether heads of two sizes are better attended to here; the same for any number of heads."""
     return (
         q.device.type == "cpu"
