@@ -35,7 +35,7 @@ class Recorder:
         self._cuda = device.type == "cuda"
         self.mark: Callable[[], _Mark] = _event if self._cuda else time.perf_counter
         self._marks: list[tuple[MetaStep, _Mark, _Mark]] = []
-        self._origin = self.mark()
+        self._origin: _Mark = self.mark()
         self._epoch = time.time()
 
     def add(self, step: MetaStep, start: _Mark) -> None:

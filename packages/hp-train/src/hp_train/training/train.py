@@ -451,9 +451,7 @@ class Trainer:
             group=group,
             tensors=self.tensors,
             extra=self._extra,
-            on_progress=lambda phase, *, waiting=False: self._beat(
-                f"checkpoint: {phase}", waiting=waiting
-            ),
+            on_progress=self._on_checkpoint,
         )
 
     def _extra(self) -> dict[str, Any]:
@@ -562,6 +560,9 @@ class Trainer:
 
     def _on_pipeline_step(self, step: MetaStep) -> None:
         self.worker.board.beat(step=self.step, phase=str(step))
+
+    def _on_checkpoint(self, phase: str, *, waiting: bool = False) -> None:
+        self.worker.board.beat(step=self.step, phase=f"checkpoint: {phase}", waiting=waiting)
 
     def _beat(self, phase: str, *, waiting: bool = False) -> None:
         self.worker.board.beat(step=self.step, phase=phase, waiting=waiting)
