@@ -194,4 +194,4 @@ def _span(
     for group, dim in cuts:
         assert mesh is not None
         parts[dim] = chunk(parts[dim], mesh.size(group), mesh.index(group))
-    return tuple((part.start, part.stop) for part in parts)
+    return tuple([(part.start, part.stop) for part in parts])
