@@ -9,6 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hp_expert.kernels import kernels_for
+from hp_expert.permute import invert
+
 
 class ExpertBatch(NamedTuple):
     """Rows, and which of this rank's experts take them.
@@ -46,17 +49,12 @@ class ExpertBatch(NamedTuple):
         """Slots of the rows, listed or not: N * F."""
         return self.rows.shape[0] * self.num_slots_per_row
 
-    def valid(self) -> Tensor | None:
-        """Which positions are no padding, bool [P]; None if none is."""
+    def slot_at(self, padding: int = 0) -> Tensor:
+        """Slot at each position, int64 [P]; `padding` where there is padding."""
         if self.counts is not None:
-            return None
+            return self.order
         positions = torch.arange(self.order.numel(), device=self.order.device)
-        return positions < self.num_tokens_per_expert.sum()
-
-    def slot_at(self) -> Tensor:
-        """Slot at each position, int64 [P]; some slot where there is padding."""
-        valid = self.valid()
-        return self.order if valid is None else self.order.where(valid, 0)
+        return self.order.where(positions < self.num_tokens_per_expert.sum(), padding)
 
     def row_at(self) -> Tensor:
         """Row of the slot at each position, int64 [P]; some row where there is padding."""
@@ -65,11 +63,22 @@ class ExpertBatch(NamedTuple):
 
     def at_slots(self, values_P: Tensor, *, default: float) -> Tensor:
         """Put a value for each position to its slot: [N * F]; `default` where a slot has none."""
-        valid = self.valid()
+        num_slots = self.num_slots
         # One slot more than there are takes what belongs to padding.
-        slot = self.order if valid is None else self.order.where(valid, self.num_slots)
-        values = values_P.new_full((self.num_slots + 1,), default)
-        return values.scatter_(0, slot, values_P)[:-1]
+        values = values_P.new_full((num_slots + 1,), default)
+        return values.scatter_(0, self.slot_at(num_slots), values_P)[:-1]
+
+    def sum_over_slots(self, values_PD: Tensor, weights_NF: Tensor | None = None) -> Tensor:
+        """Sum weight * value over each row's listed slots [N, D], in fp32 or wider."""
+        all_listed = self.counts is not None and self.order.numel() == self.num_slots
+        if all_listed:
+            position_S = invert(self.order)
+        else:
+            positions = torch.arange(self.order.numel(), device=self.order.device)
+            position_S = self.at_slots(positions, default=-1)
+        position_NF = position_S.view(-1, self.num_slots_per_row)
+        kernels = kernels_for(values_PD)
+        return kernels.sum_rows(values_PD, position_NF, weights_NF, holes=not all_listed)
 
     def spans(self) -> list[slice]:
         """Positions of each local expert, if the host knows them."""

@@ -97,10 +97,11 @@ class Header:
 
 def input_error(x: Tensor, experts: Tensor, weights: Tensor | None) -> Exception | None:
     """Return what is wrong with tokens [T, D], experts [T, K] and weights [T, K], if anything."""
-    return refused_input() or _wrong_input(x, experts, weights)
+    return refused_input() or wrong_input(x, experts, weights)
 
 
-def _wrong_input(x: Tensor, experts: Tensor, weights: Tensor | None) -> Exception | None:
+def wrong_input(x: Tensor, experts: Tensor, weights: Tensor | None) -> ValueError | None:
+    """Return what is wrong with the input itself; see `input_error`."""
     if x.ndim != 2 or x.dtype not in _DTYPES:
         return ValueError(f"x ({tuple(x.shape)}, {x.dtype}) must be [T, D] and of a floating dtype")
     if experts.ndim != 2 or experts.dtype not in (torch.int64, torch.int32):
@@ -117,8 +118,8 @@ def _wrong_input(x: Tensor, experts: Tensor, weights: Tensor | None) -> Exceptio
             f"weights ({tuple(weights.shape)}, {weights.dtype}) must have the shape of experts "
             f"({tuple(experts.shape)}) and a floating dtype"
         )
-    devices = {t.device for t in (x, experts, weights) if t is not None}
-    if len(devices) > 1:
+    if experts.device != x.device or (weights is not None and weights.device != x.device):
+        devices = {t.device for t in (x, experts, weights) if t is not None}
         return ValueError(f"devices of x, experts and weights ({devices}) must be the same")
     return None
 

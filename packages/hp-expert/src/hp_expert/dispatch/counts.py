@@ -43,8 +43,10 @@ def count_slots(experts_TK: Tensor, num_experts: int) -> SlotCounts:
 
 def narrowed(keys: Tensor, num_keys: int) -> Tensor:
     """Cast keys 0 .. num_keys - 1 to a dtype that sorts fast."""
-    fits = (dtype for dtype in (torch.uint8, torch.int16) if num_keys <= torch.iinfo(dtype).max)
-    return keys.to(next(fits, torch.int32))
+    for dtype in (torch.uint8, torch.int16):
+        if num_keys <= torch.iinfo(dtype).max:
+            return keys.to(dtype)
+    return keys.to(torch.int32)
 
 
 def invalid_experts(num_invalid: int, num_experts: int) -> ValueError:

@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from hp_expert.batch import ExpertBatch
-from hp_expert.dispatch.agreement import input_error
-from hp_expert.dispatch.counts import count_slots, invalid_experts, read_host
-from hp_expert.dispatch.protocol import DispatchState
-from hp_expert.permute import sort_slots
+from hp_expert.dispatch.agreement import wrong_input
+from hp_expert.dispatch.counts import count_slots, invalid_experts
 from hp_platform.host_reads import require_on_device
 
 _GROUPED_PRODUCTS_SINCE = (9, 0)
@@ -32,50 +30,39 @@ class LocalDispatcher:
 
     def prepare(
         self, x: Tensor, experts: Tensor, weights: Tensor | None = None
-    ) -> tuple[Tensor, DispatchState]:
-        """Sort; see `Dispatcher.prepare`."""
-        error = input_error(x, experts, weights)
+    ) -> tuple[Tensor, ExpertBatch]:
+        """Sort; see `Dispatcher.prepare`. What the other calls need to know is the batch."""
+        error = wrong_input(x, experts, weights)
         if error is not None:
             raise error
         counted = count_slots(experts, self.num_experts)
-        permutation = sort_slots(counted.keys)
-        order: Tensor = permutation.order
+        order = counted.keys.reshape(-1).argsort(stable=True)
         counts: tuple[int, ...] | None = None
         if stays_on_device(x):
             message = f"experts must be in [0, num_experts ({self.num_experts})), or -1 for none"
             require_on_device(counted.counts[-1] == 0, message)
         else:
-            *numbers, _, invalid = read_host(counted.counts)
+            *numbers, _, invalid = counted.counts.tolist()
             if invalid:
                 raise invalid_experts(invalid, self.num_experts)
             order, counts = order[: sum(numbers)], tuple(numbers)
-        state = DispatchState(
-            permutation, weights, order, counts, counted.counts[: self.num_experts]
-        )
-        return x, state
+        num_tokens = counted.counts[: self.num_experts]
+        return x, ExpertBatch(x, weights, order, counts, num_tokens, experts.shape[1])
 
-    def launch_dispatch(self, rows: Tensor, state: DispatchState) -> tuple[Tensor, DispatchState]:
+    def launch_dispatch(self, rows: Tensor, state: ExpertBatch) -> tuple[Tensor, ExpertBatch]:
         """Return both."""
         return rows, state
 
-    def finish_dispatch(self, rows: Tensor, state: DispatchState) -> ExpertBatch:
+    def finish_dispatch(self, rows: Tensor, state: ExpertBatch) -> ExpertBatch:
         """Hand the tokens on as they are."""
-        assert state.order is not None
-        return ExpertBatch(
-            rows,
-            state.weights,
-            state.order,
-            state.counts,
-            state.num_tokens_per_expert,
-            num_slots_per_row=state.permutation.inverse.shape[1],
-        )
+        return state._replace(rows=rows)
 
-    def launch_combine(self, y: Tensor, state: DispatchState) -> Tensor:
+    def launch_combine(self, y: Tensor, state: ExpertBatch) -> Tensor:
         """Return `y`: the experts have summed over the slots of each token."""
         del state
         return y
 
-    def finish_combine(self, rows: Tensor, state: DispatchState) -> Tensor:
+    def finish_combine(self, rows: Tensor, state: ExpertBatch) -> Tensor:
         """Return `rows`."""
         del state
         return rows

@@ -17,13 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hp_expert.batch import ExpertBatch
-from hp_expert.experts.slots import at_positions, sum_over_slots
-from hp_expert.experts.types import (
-    ExpertWeights,
-    InputGradients,
-    WeightGradients,
-    gate_and_up,
-)
+from hp_expert.experts.activation import gate_and_up
+from hp_expert.experts.types import ExpertWeights, InputGradients, WeightGradients
+from hp_expert.kernels import kernels_for
 
 
 class GroupedProducts:
@@ -66,7 +62,7 @@ class Grouped:
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute the output [N, D]; keep the pre-activations."""
         ends, multiply = _ends(batch), self.products.forward
-        x_PD = at_positions(batch.rows, batch.row_at())
+        x_PD = kernels_for(batch.rows).gather_rows(batch.rows, batch.row_at(), holes=False)
         pre = tuple(multiply(x_PD, weight, ends) for weight in experts.weights.gate_up)
         for piece, bias in zip(pre, experts.biases.gate_up, strict=True):
             _add_bias(piece, bias, ends)
@@ -76,7 +72,7 @@ class Grouped:
         h_PH = activation.product(gated_PH, up_PH, out=gated_PH)
         y_PD = multiply(h_PH, experts.weights.down, ends)
         _add_bias(y_PD, experts.output_bias, ends)
-        return sum_over_slots(y_PD, batch, batch.weights), pre
+        return batch.sum_over_slots(y_PD, batch.weights), pre
 
     def backward(
         self,
@@ -90,7 +86,9 @@ class Grouped:
     ) -> InputGradients:
         """Compute the gradients of rows and scale; hand the factors of the others to `wanted`."""
         ends, row_at = _ends(batch), batch.row_at()
-        x_PD, dy_PD = at_positions(batch.rows, row_at), at_positions(grad_out, row_at)
+        gather = kernels_for(batch.rows).gather_rows
+        x_PD = gather(batch.rows, row_at, holes=False)
+        dy_PD = gather(grad_out, row_at, holes=False)
         dh_PH = self.products.input_gradient(dy_PD, experts.weights.down, ends)
         gate_PH, up_PH = gate_and_up(kept)
         gated_PH = experts.activation.gate(gate_PH)
@@ -115,10 +113,12 @@ class Grouped:
         for gradient, piece in zip(wanted.weights.gate_up, dpre, strict=True):
             gradient.set(partial(multiply, piece, x_PD, ends))
         wanted.weights.down.set(partial(multiply, dy_PD, h_PH, ends))
-        for gradient, piece in zip(wanted.biases.gate_up, dpre, strict=True):
-            gradient.set(partial(_bias_gradient, piece, None, ends))
-        wanted.biases.down.set(partial(_bias_gradient, dy_PD, scale_P, ends))
-        return InputGradients(sum_over_slots(dx_PD, batch), grad_scale)
+        for bias, piece in zip(wanted.biases.gate_up, dpre, strict=True):
+            if bias is not None:
+                bias.set(partial(_bias_gradient, piece, None, ends))
+        if wanted.biases.down is not None:
+            wanted.biases.down.set(partial(_bias_gradient, dy_PD, scale_P, ends))
+        return InputGradients(batch.sum_over_slots(dx_PD), grad_scale)
 
 
 def _ends(batch: ExpertBatch) -> Tensor:

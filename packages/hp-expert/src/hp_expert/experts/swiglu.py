@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch.counts import read_host
@@ -139,11 +140,12 @@ def routed_swiglu_by(
         cast_of: Gives them in the dtype of the rows; None: forward casts them, and backward again.
     """
     batch = batch._replace(rows=autocast(batch.rows))
-    _require_fit(batch, experts)
-    backend = _fastest(batch, experts) if backend is None else backend
+    weights, biases = experts.weights, experts.biases
+    parameters = (*weights.gate_up, weights.down, *biases.gate_up, biases.down)
+    _require_fit(batch, parameters)
+    backend = _fastest(batch, weights.down) if backend is None else backend
     if batch.counts is None and (backend.reads_counts or batch.num_slots == 0):
         batch = _without_padding(batch)
-    parameters = (*experts.weights.stored, *experts.biases.stored)
     options = _Options(experts.adds_output_bias, experts.activation, cast_of)
     with torch.autocast(batch.rows.device.type, enabled=False):
         out: Tensor = _RoutedSwiGLU.apply(
@@ -193,15 +195,20 @@ class _RoutedSwiGLU(torch.autograd.Function):
         backend: Backend = ctx.backend
         experts = _local(saved[:num_parameters], ctx.parameters, rows.dtype, ctx.options)
         # Sums over rows, which gradients of biases are, are cheap to compute more precisely.
-        dtypes = rows.dtype, torch.promote_types(rows.dtype, torch.float32)
-        wanted = [
-            WeightGradient(
-                parameter, dtype=dtypes[2 * index >= num_parameters], batch=batch, needed=needed
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        parts = zip(ctx.parameters, _here(saved[:num_parameters]), strict=True)
+        wanted: list[WeightGradient | None] = []
+        for index, (parameter, part) in enumerate(parts):
+            dtype, needed = (
+                (rows.dtype, wide)[2 * index >= num_parameters],
+                ctx.needs_input_grad[5 + index],
             )
-            for index, (parameter, needed) in enumerate(
-                zip(ctx.parameters, ctx.needs_input_grad[5:], strict=True)
-            )
-        ]
+            gradient = None
+            if part is not None:
+                gradient = WeightGradient(
+                    parameter, part.shape, dtype=dtype, batch=batch, needed=needed
+                )
+            wanted.append(gradient)
         grad_out = wait_tensor(grad_out).contiguous()
         with torch.autocast(rows.device.type, enabled=False):
             grads = backend.backward(
@@ -210,9 +217,11 @@ class _RoutedSwiGLU(torch.autograd.Function):
                 experts,
                 tuple(saved[num_parameters:]),
                 grad_out,
-                wanted=WeightGradients(*_by_projection(wanted)),
+                wanted=WeightGradients(
+                    *cast("tuple[Any, Projections[WeightGradient | None]]", _by_projection(wanted))
+                ),
             )
-        results = (gradient.result() for gradient in wanted)
+        results = [None if gradient is None else gradient.result() for gradient in wanted]
         return (grads.rows, _unscale(grads.scale, batch), None, None, None, *results)
 
 
@@ -238,8 +247,14 @@ def _unscale(grad_P: Tensor | None, batch: ExpertBatch) -> Tensor | None:
 
 def _by_projection(flat: Sequence[T]) -> tuple[Projections[T], Projections[T]]:
     """Weights and biases from what `_RoutedSwiGLU` was given."""
-    half = len(flat) // 2
-    return Projections.of(flat[:half]), Projections.of(flat[half:])
+    *gate_up, down = flat[: len(flat) // 2]
+    *gate_up_bias, down_bias = flat[len(flat) // 2 :]
+    return Projections(tuple(gate_up), down), Projections(tuple(gate_up_bias), down_bias)
+
+
+def _here(parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The parts of parameters that are here."""
+    return [value.to_local() if isinstance(value, DTensor) else value for value in parameters]
 
 
 def _local(
@@ -249,18 +264,14 @@ def _local(
     options: _Options,
 ) -> ExpertWeights:
     """The parts of the parameters that are here, in `dtype`."""
-    parts = [
-        None if value is None or parameter is None else _cast(value, parameter, dtype, options)
-        for value, parameter in zip(values, parameters, strict=True)
-    ]
+    parts = _here(values)
+    for index, (part, parameter) in enumerate(zip(parts, parameters, strict=True)):
+        if part is not None and parameter is not None and part.dtype != dtype:
+            made = None if options.cast_of is None else options.cast_of(parameter, dtype)
+            parts[index] = part.to(dtype) if made is None else local_part(made)
     weights, biases = _by_projection(parts)
     experts = cast("Projections[Tensor]", weights)
     return ExpertWeights(experts, biases, options.adds_output_bias, options.activation)
-
-
-def _cast(value: Tensor, parameter: Tensor, dtype: torch.dtype, options: _Options) -> Tensor:
-    made = None if options.cast_of is None else options.cast_of(parameter, dtype)
-    return local_part(value).to(dtype) if made is None else local_part(made)
 
 
 def _without_padding(batch: ExpertBatch) -> ExpertBatch:
@@ -273,29 +284,30 @@ def _without_padding(batch: ExpertBatch) -> ExpertBatch:
     return batch._replace(counts=counts, order=batch.order[: sum(counts)])
 
 
-def _fastest(batch: ExpertBatch, experts: ExpertWeights) -> Backend:
+def _fastest(batch: ExpertBatch, down: Tensor) -> Backend:
     """`grouped_mm` wants CUDA, bf16 and strides of a multiple of 16 bytes; all else is a loop."""
-    rows, H, D = batch.rows, experts.hidden, batch.rows.shape[1]
+    rows, H, D = batch.rows, down.shape[2], batch.rows.shape[1]
     fits = rows.is_cuda and rows.dtype == torch.bfloat16 and H % 8 == 0 and D % 8 == 0
     return _GROUPED if fits and batch.order.numel() > 0 else loop
 
 
-def _require_fit(batch: ExpertBatch, experts: ExpertWeights) -> None:
+def _require_fit(batch: ExpertBatch, parameters: Sequence[Tensor | None]) -> None:
     """Raise ValueError if rows, routing, weights and biases do not fit each other."""
-    rows, (gate_up, down) = batch.rows, experts.weights
-    L, D, H = local_part(down).shape
+    rows, half, parts = batch.rows, len(parameters) // 2, _here(parameters)
+    down = parts[half - 1]
+    assert down is not None
+    L, D, H = down.shape
     if rows.ndim != 2 or rows.shape[1] != D:
         raise ValueError(f"rows ({tuple(rows.shape)}) must be [N, dim ({D})]")
-    M = 2 * H // len(gate_up)
-    shapes: list[tuple[int, ...]] = [*[(L, M, D)] * len(gate_up), (L, D, H)]
-    shapes += [*[(L, M)] * len(gate_up), (L, D)]
-    parameters = (*experts.weights.stored, *experts.biases.stored)
-    for parameter, shape in zip(parameters, shapes, strict=True):
+    M = 2 * H // (half - 1)
+    shapes: list[tuple[int, ...]] = [*[(L, M, D)] * (half - 1), (L, D, H)]
+    shapes += [*[(L, M)] * (half - 1), (L, D)]
+    for parameter, shape in zip(parts, shapes, strict=True):
         if parameter is None:
             continue
-        if local_part(parameter).shape != shape:
+        if parameter.shape != shape:
             raise ValueError(
-                f"shape of a weight or bias ({tuple(local_part(parameter).shape)}) must be {shape} "
+                f"shape of a weight or bias ({tuple(parameter.shape)}) must be {shape} "
                 f"beside down projections of {(L, D, H)}"
             )
         if torch.promote_types(rows.dtype, parameter.dtype) != parameter.dtype:
