@@ -58,7 +58,9 @@ class ExpertBatch(NamedTuple):
 
     def row_at(self) -> Tensor:
         """Row of the slot at each position, int64 [P]; some row where there is padding."""
-        slot, slots_per_row = self.slot_at(), self.num_slots_per_row
+        slot, slots_per_row = self.order, self.num_slots_per_row
+        if self.counts is None:
+            slot = self.slot_at()
         return slot if slots_per_row == 1 else slot.div(slots_per_row, rounding_mode="floor")
 
     def at_slots(self, values_P: Tensor, *, default: float) -> Tensor:
@@ -70,14 +72,15 @@ class ExpertBatch(NamedTuple):
 
     def sum_over_slots(self, values_PD: Tensor, weights_NF: Tensor | None = None) -> Tensor:
         """Sum weight * value over each row's listed slots [N, D], in fp32 or wider."""
-        all_listed = self.counts is not None and self.order.numel() == self.num_slots
+        slots_per_row = self.num_slots_per_row
+        num_listed, num_slots = self.order.numel(), self.rows.shape[0] * slots_per_row
+        all_listed = self.counts is not None and num_listed == num_slots
         if all_listed:
             position_S = invert(self.order)
         else:
-            positions = torch.arange(self.order.numel(), device=self.order.device)
+            positions = torch.arange(num_listed, device=self.order.device)
             position_S = self.at_slots(positions, default=-1)
-        position_NF = position_S.view(-1, self.num_slots_per_row)
-        kernels = kernels_for(values_PD)
+        kernels, position_NF = kernels_for(values_PD), position_S.view(-1, slots_per_row)
         return kernels.sum_rows(values_PD, position_NF, weights_NF, holes=not all_listed)
 
     def spans(self) -> list[slice]:

@@ -80,26 +80,19 @@ def _through_experts(
 ) -> Tensor:
     """Bring tokens to their experts, apply those, and sum their outputs in the shape of `like`."""
     dispatcher = experts.dispatcher
-    if type(dispatcher) is LocalDispatcher:
-        return _alone(experts, dispatcher, x_TD, routing).view_as(like)
+    if type(dispatcher) is LocalDispatcher:  # no other rank waits, or must learn of errors
+        place = "dispatch"
+        try:
+            _, batch = dispatcher.prepare(autocast(x_TD), routing.experts, routing.weights)
+            place = "experts"
+            y: Tensor = experts(batch)
+        except Exception as error:
+            mark_place(error, place)
+            raise
+        return y.view_as(like)
     with dispatching(dispatcher):
         rows, state = dispatcher.prepare(autocast(x_TD), routing.experts, routing.weights)
     return through_experts(dispatcher, experts, rows, state).view_as(like)
-
-
-def _alone(
-    experts: GroupedExperts, dispatcher: LocalDispatcher, x_TD: Tensor, routing: Routing
-) -> Tensor:
-    """Apply experts that are all here: no other rank waits, or must learn of errors."""
-    place = "dispatch"
-    try:
-        _, batch = dispatcher.prepare(autocast(x_TD), routing.experts, routing.weights)
-        place = "experts"
-        y: Tensor = experts(batch)
-    except Exception as error:
-        mark_place(error, place)
-        raise
-    return y
 
 
 @outside_graph

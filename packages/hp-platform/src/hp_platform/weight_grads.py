@@ -196,8 +196,12 @@ class _Linear(torch.autograd.Function):
         if dtype is None:
             dtype = _autocast_dtype(x)
             x = _cast(x, dtype)
+        elif x.dtype == weight.dtype == dtype and (bias is None or bias.dtype == dtype):
+            dtype = None
         ctx.compute_dtype = dtype
         ctx.save_for_backward(x, weight)
+        if dtype is None:
+            return F.linear(x, weight, bias)
         return F.linear(_cast(x, dtype), _cast(weight, dtype), _cast(bias, dtype))
 
     @staticmethod
@@ -208,7 +212,9 @@ class _Linear(torch.autograd.Function):
         weight, bias = ctx.params
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = _cast(grad.matmul(_cast(saved_weight, ctx.compute_dtype)), ctx.input_dtype)
+            if ctx.compute_dtype is not None:
+                saved_weight = _cast(saved_weight, ctx.compute_dtype)
+            grad_x = _cast(grad.matmul(saved_weight), ctx.input_dtype)
         if not torch.is_grad_enabled():
             x, grad = x.detach(), grad.detach()
         if ctx.needs_input_grad[1]:

@@ -38,7 +38,7 @@ class LocalDispatcher:
         counted = count_slots(experts, self.num_experts)
         order = counted.keys.reshape(-1).argsort(stable=True)
         counts: tuple[int, ...] | None = None
-        if stays_on_device(x):
+        if x.is_cuda and stays_on_device(x):
             message = f"experts must be in [0, num_experts ({self.num_experts})), or -1 for none"
             require_on_device(counted.counts[-1] == 0, message)
         else:

@@ -39,6 +39,7 @@ from hp_platform import wait_tensor
 
 T = TypeVar("T")
 _GROUPED: Final = Grouped()
+_MOST_INT32: Final = torch.iinfo(torch.int32).max
 
 
 class _Options(NamedTuple):
@@ -174,9 +175,9 @@ class _RoutedSwiGLU(torch.autograd.Function):
         *parameters: Tensor | None,
     ) -> Tensor:
         batch = batch._replace(rows=rows, weights=slot_weights)
-        experts = _local(parameters, parameters, rows.dtype, options)
+        experts = _cast(_here(parameters), parameters, rows.dtype, options)
         out, kept = backend.forward(batch, experts)
-        order = batch.order.to(_narrow_index(batch.num_slots))
+        order = batch.order.to(torch.int32 if batch.num_slots <= _MOST_INT32 else torch.int64)
         ctx.save_for_backward(rows, slot_weights, order, *parameters, *kept)
         nothing = rows.new_empty(0)
         ctx.batch = batch._replace(rows=nothing, weights=None, order=nothing)
@@ -193,22 +194,21 @@ class _RoutedSwiGLU(torch.autograd.Function):
         order = order.to(torch.int64)
         batch: ExpertBatch = ctx.batch._replace(rows=rows, weights=slot_weights, order=order)
         backend: Backend = ctx.backend
-        experts = _local(saved[:num_parameters], ctx.parameters, rows.dtype, ctx.options)
+        parts = _here(saved[:num_parameters])
+        experts = _cast(parts, ctx.parameters, rows.dtype, ctx.options)
         # Sums over rows, which gradients of biases are, are cheap to compute more precisely.
         wide = torch.promote_types(rows.dtype, torch.float32)
-        parts = zip(ctx.parameters, _here(saved[:num_parameters]), strict=True)
-        wanted: list[WeightGradient | None] = []
-        for index, (parameter, part) in enumerate(parts):
-            dtype, needed = (
-                (rows.dtype, wide)[2 * index >= num_parameters],
-                ctx.needs_input_grad[5 + index],
-            )
-            gradient = None
+        wanted: list[WeightGradient | None] = [None] * num_parameters
+        for index, part in enumerate(parts):
             if part is not None:
-                gradient = WeightGradient(
-                    parameter, part.shape, dtype=dtype, batch=batch, needed=needed
+                wanted[index] = WeightGradient(
+                    ctx.parameters[index],
+                    part.shape,
+                    dtype=wide if 2 * index >= num_parameters else rows.dtype,
+                    batch=batch,
+                    needed=ctx.needs_input_grad[5 + index],
                 )
-            wanted.append(gradient)
+        weights, biases = _by_projection(wanted)
         grad_out = wait_tensor(grad_out).contiguous()
         with torch.autocast(rows.device.type, enabled=False):
             grads = backend.backward(
@@ -217,16 +217,10 @@ class _RoutedSwiGLU(torch.autograd.Function):
                 experts,
                 tuple(saved[num_parameters:]),
                 grad_out,
-                wanted=WeightGradients(
-                    *cast("tuple[Any, Projections[WeightGradient | None]]", _by_projection(wanted))
-                ),
+                wanted=WeightGradients(cast("Projections[WeightGradient]", weights), biases),
             )
-        results = [None if gradient is None else gradient.result() for gradient in wanted]
+        results = [each.result() if each is not None and each.now else None for each in wanted]
         return (grads.rows, _unscale(grads.scale, batch), None, None, None, *results)
-
-
-def _narrow_index(size: int) -> torch.dtype:
-    return torch.int32 if size <= torch.iinfo(torch.int32).max else torch.int64
 
 
 def _scale(batch: ExpertBatch) -> Tensor | None:
@@ -254,22 +248,26 @@ def _by_projection(flat: Sequence[T]) -> tuple[Projections[T], Projections[T]]:
 
 def _here(parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The parts of parameters that are here."""
-    return [value.to_local() if isinstance(value, DTensor) else value for value in parameters]
+    parts = list(parameters)
+    for index, parameter in enumerate(parameters):
+        if isinstance(parameter, DTensor):
+            parts[index] = parameter.to_local()
+    return parts
 
 
-def _local(
-    values: Sequence[Tensor | None],
+def _cast(
+    parts: list[Tensor | None],
     parameters: Sequence[Tensor | None],
     dtype: torch.dtype,
     options: _Options,
 ) -> ExpertWeights:
-    """The parts of the parameters that are here, in `dtype`."""
-    parts = _here(values)
+    """The parts of the parameters in `dtype`."""
+    casts = list(parts)
     for index, (part, parameter) in enumerate(zip(parts, parameters, strict=True)):
         if part is not None and parameter is not None and part.dtype != dtype:
             made = None if options.cast_of is None else options.cast_of(parameter, dtype)
-            parts[index] = part.to(dtype) if made is None else local_part(made)
-    weights, biases = _by_projection(parts)
+            casts[index] = part.to(dtype) if made is None else local_part(made)
+    weights, biases = _by_projection(casts)
     experts = cast("Projections[Tensor]", weights)
     return ExpertWeights(experts, biases, options.adds_output_bias, options.activation)
 

@@ -38,6 +38,10 @@ class WeightGradient:
         dtype: Dtype of the computation; the gradient has that of the weight.
         batch: Batch whose gradient it is. Experts without positions get zeros.
         needed: Whether the weight wants a gradient at all.
+
+    Attributes:
+        needed: Same as the argument.
+        now: Whether the gradient is computed as its factors come.
     """
 
     def __init__(
@@ -51,13 +55,13 @@ class WeightGradient:
     ) -> None:
         self._weight, self._shape, self._dtype = weight, shape, dtype
         self._counts, self._num_tokens_per_expert = batch.counts, batch.num_tokens_per_expert
-        self._now = False
+        self.now = False
         self._asked = False
         self._total: Tensor | None = None
         self._kept: list[Callable[[], None]] = []
         self.needed = needed
         if needed:
-            self._now = submit_weight_grad(weight, self._compute) is not None
+            self.now = submit_weight_grad(weight, self._compute) is not None
         self._asked = True
 
     def add(self, left: Tensor, right: Tensor, run: ExpertRun, part: slice) -> None:
@@ -69,30 +73,10 @@ class WeightGradient:
             run: The experts, and how many of the R rows each has.
             part: Rows of the weight.
         """
-        if self._now:
-            self._multiply(left, right, run, part)
-        elif self.needed:
-            self._kept.append(partial(self._multiply, left, right, run, part))
-
-    def set(self, product: Callable[[], Tensor]) -> None:
-        """Take what computes the gradients of all experts."""
-        if self._now:
-            self._take(product)
-        elif self.needed:
-            self._kept.append(partial(self._take, product))
-
-    def result(self) -> Tensor | None:
-        """Return the gradient, or None if it comes later or never."""
-        return self._finished() if self._now else None
-
-    def _compute(self) -> Tensor:
-        if not self._asked:
-            return self._weight
-        while self._kept:
-            self._kept.pop(0)()
-        return self._finished()
-
-    def _multiply(self, left: Tensor, right: Tensor, run: ExpertRun, part: slice) -> None:
+        if not self.now:
+            if self.needed:
+                self._kept.append(partial(self.add, left, right, run, part))
+            return
         if self._total is None:
             columns = () if len(self._shape) > 2 else (1,)
             self._total = left.new_empty((*self._shape, *columns), dtype=self._dtype)
@@ -101,10 +85,23 @@ class WeightGradient:
         for expert, left_n, right_n in zip(run.experts, lefts, rights, strict=True):
             torch.mm(left_n, right_n, out=self._total[expert, part])
 
-    def _take(self, product: Callable[[], Tensor]) -> None:
-        self._total = product()
+    def set(self, product: Callable[[], Tensor]) -> None:
+        """Take what computes the gradients of all experts."""
+        if self.now:
+            self._total = product()
+        elif self.needed:
+            self._kept.append(partial(self.set, product))
 
-    def _finished(self) -> Tensor:
+    def _compute(self) -> Tensor:
+        if not self._asked:
+            return self._weight
+        self.now = True
+        while self._kept:
+            self._kept.pop(0)()
+        return self.result()
+
+    def result(self) -> Tensor:
+        """Return the gradient of the factors that were taken; if it is computed now."""
         total, self._total = self._total, None
         if total is None:
             return torch.zeros_like(self._weight)

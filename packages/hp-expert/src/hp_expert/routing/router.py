@@ -179,7 +179,7 @@ class TopKRouter(nn.Module):
             _check_record(replay, num_tokens=logits_TE.shape[0], router=self)
             choice = _Choice(replay, replay)
         if self.training and torch.is_grad_enabled() and scores_TE.requires_grad:
-            total = self._load_on(scores_TE.device)
+            total = self.load if self.load.device == scores_TE.device else self._load_on(scores_TE)
             scores_TE = count_in_backward(scores_TE, choice.chosen, total)
         weights_TK = self._weigh(scores_TE, choice, replayed=replay is not None)
         drops = choice.experts is not choice.chosen
@@ -234,11 +234,12 @@ class TopKRouter(nn.Module):
             weights_TK = weights_TK.masked_fill(choice.experts < 0, 0.0)
         return weights_TK
 
-    def _load_on(self, device: torch.device) -> Tensor:
-        """The counter, where the tokens are."""
-        if self.load.device != device:
-            # What was counted before a move is lost; on the meta device nothing was.
-            self.load = torch.zeros_like(self.load, device=device)
+    def _load_on(self, place: Tensor) -> Tensor:
+        """Begin to count where the tokens are, or the weight is.
+
+        What was counted before a move is lost; on the meta device nothing was.
+        """
+        self.load = torch.zeros_like(self.load, device=place.device)
         return self.load
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -251,7 +252,8 @@ class TopKRouter(nn.Module):
         after = self.correction_bias
         if before is not None and after is not None and _wide(after.dtype) != after.dtype:
             self.correction_bias = before.to(after.device)
-        self._load_on(self.weight.device)
+        if self.load.device != self.weight.device:
+            self._load_on(self.weight)
         return self
 
     def extra_repr(self) -> str:

@@ -132,7 +132,7 @@ def _dense(shape: Sequence[int]) -> tuple[int, ...]:
 def _place(spec: TensorSpec) -> tuple[tuple[int, ...], int]:
     """Return strides, 0 where there is nothing to step over, and the offset."""
     strides = spec.strides or _dense(spec.shape)
-    stepped = (n if size > 1 else 0 for n, size in zip(strides, spec.shape, strict=True))
+    stepped = [n if size > 1 else 0 for n, size in zip(strides, spec.shape, strict=True)]
     return tuple(stepped), spec.offset
 
 
