@@ -185,7 +185,8 @@ def _special(
 ) -> Tensor:
     """What torch's attention does not do, or not as well: one break of a compiled graph."""
     _check(q, terms)
-    q, k, v = (x.movedim(dims, _HEADS_FIRST) for x in (q, k, v))
+    q, k = q.movedim(dims, _HEADS_FIRST), k.movedim(dims, _HEADS_FIRST)
+    v = v.movedim(dims, _HEADS_FIRST)
     share = mask.share if isinstance(mask, SpreadMask) else None
     if terms.sinks is not None:
         terms = replace(terms, sinks=_own_sinks(terms.sinks, share, q.size(1)))

@@ -7,7 +7,6 @@ gradients may be written into memory that their inputs came in.
 Shape symbols: R rows, H hidden width.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -38,12 +37,6 @@ class Activation(Protocol):
             dgate: Where the gradient of `gate` goes; may be `dh`.
             dup: Where that of `up` goes; may be `gated`.
         """
-
-
-def gate_and_up(pieces: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return what belongs to the gate and to the up projection [R, H], as views of the pieces."""
-    gate, up = pieces if len(pieces) > 1 else pieces[0].chunk(2, 1)
-    return gate, up
 
 
 @dataclass(frozen=True, slots=True)

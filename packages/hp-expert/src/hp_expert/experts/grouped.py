@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hp_expert.batch import ExpertBatch
-from hp_expert.experts.activation import gate_and_up
 from hp_expert.experts.types import ExpertWeights, InputGradients, WeightGradients
 from hp_expert.kernels import kernels_for
 
@@ -66,7 +65,7 @@ class Grouped:
         pre = tuple(multiply(x_PD, weight, ends) for weight in experts.weights.gate_up)
         for piece, bias in zip(pre, experts.biases.gate_up, strict=True):
             _add_bias(piece, bias, ends)
-        gate_PH, up_PH = gate_and_up(pre)
+        gate_PH, up_PH = pre if len(pre) > 1 else pre[0].chunk(2, 1)
         activation = experts.activation
         gated_PH = activation.gate(gate_PH)
         h_PH = activation.product(gated_PH, up_PH, out=gated_PH)
@@ -90,7 +89,7 @@ class Grouped:
         x_PD = gather(batch.rows, row_at, holes=False)
         dy_PD = gather(grad_out, row_at, holes=False)
         dh_PH = self.products.input_gradient(dy_PD, experts.weights.down, ends)
-        gate_PH, up_PH = gate_and_up(kept)
+        gate_PH, up_PH = kept if len(kept) > 1 else kept[0].chunk(2, 1)
         gated_PH = experts.activation.gate(gate_PH)
         h_PH = experts.activation.product(gated_PH, up_PH)
         grad_scale = None
@@ -102,7 +101,8 @@ class Grouped:
             dh_PH.mul_(scale_P[:, None])
             h_PH.mul_(scale_P[:, None])
         dpre = tuple(torch.empty_like(piece) for piece in kept)
-        experts.activation.backward(dh_PH, gate_PH, up_PH, gated_PH, *gate_and_up(dpre))
+        dgate_PH, dup_PH = dpre if len(dpre) > 1 else dpre[0].chunk(2, 1)
+        experts.activation.backward(dh_PH, gate_PH, up_PH, gated_PH, dgate_PH, dup_PH)
         dx_PD, *others = [
             self.products.input_gradient(piece, weight, ends)
             for piece, weight in zip(dpre, experts.weights.gate_up, strict=True)

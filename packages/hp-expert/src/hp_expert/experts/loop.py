@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from hp_expert.batch import ExpertBatch
-from hp_expert.experts.activation import gate_and_up
 from hp_expert.experts.types import ExpertWeights, InputGradients, WeightGradients
 from hp_expert.experts.weight_gradient import ExpertRun
 from hp_expert.kernels import kernels_for
@@ -42,7 +41,7 @@ def forward(batch: ExpertBatch, experts: ExpertWeights) -> tuple[Tensor, tuple[T
         for piece, (i, part) in zip(pre, pieces, strict=True):
             if (bias := experts.biases.gate_up[i]) is not None:
                 _add_bias(piece, bias[:, part], run)
-        gate_RH, up_RH = gate_and_up(pre)
+        gate_RH, up_RH = pre if len(pre) > 1 else pre[0].chunk(2, 1)
         gated_RH = activation.gate(gate_RH)
         h_RH = activation.product(gated_RH, up_RH, out=gated_RH)
         y_RD = _times(h_RH, down, run, out=y_PD[positions])
@@ -74,7 +73,7 @@ def backward(
         x_RD, dy_RD = gather(rows, row_R, holes=False), gather(grad_out, row_R, holes=False)
         dh_RH = _times(dy_RD, down, run)
         pre = kept[index * len(weights) : (index + 1) * len(weights)]
-        gate_RH, up_RH = gate_and_up(pre)
+        gate_RH, up_RH = pre if len(pre) > 1 else pre[0].chunk(2, 1)
         gated_RH = activation.gate(gate_RH)
         h_RH = activation.product(gated_RH, up_RH)
         one_R1 = dy_RD.new_ones(dy_RD.shape[0], 1)
@@ -91,7 +90,8 @@ def backward(
             h_RH.mul_(scale_R1)
         # Where they are, if they need not be in one tensor: memory is used again while it is warm.
         dpre = [dh_RH, gated_RH] if len(pre) > 1 else [torch.empty_like(pre[0])]
-        activation.backward(dh_RH, gate_RH, up_RH, gated_RH, *gate_and_up(dpre))
+        dgate_RH, dup_RH = dpre if len(dpre) > 1 else dpre[0].chunk(2, 1)
+        activation.backward(dh_RH, gate_RH, up_RH, gated_RH, dgate_RH, dup_RH)
         dx_RD = _times(dpre[0], weights[0], run, out=dx_PD[positions])
         for dpiece, weight in zip(dpre[1:], weights[1:], strict=True):
             _add_times(dx_RD, dpiece, weight, run)

@@ -6,7 +6,7 @@ Shape symbols: T tokens in sequences of S, E experts, K experts per token, D mod
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple, Self, get_args
+from typing import Final, Literal, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from hp_expert.routing.selection import GroupScore, limit_to_groups, top_k_exper
 from hp_platform import linear
 
 ScoreFunction = Literal["softmax", "sigmoid"]
+_WIDE: Final = torch.float32
+"""The least dtype of logits, scores and correction biases."""
 
 
 class Routing(NamedTuple):
@@ -124,7 +126,7 @@ class TopKRouter(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, dim, device=device, dtype=dtype))
         empty = torch.empty(num_experts, device=device, dtype=dtype)
         self.bias = nn.Parameter(empty) if bias else None
-        wide = _wide(empty.dtype)
+        wide = torch.promote_types(empty.dtype, _WIDE)
         self.register_buffer("correction_bias", empty.to(wide) if correction_bias else None)
         self.load = torch.zeros(num_experts, dtype=torch.int64, device=device)
         self.reset_parameters()
@@ -148,7 +150,7 @@ class TopKRouter(nn.Module):
         # Two dims whatever x has: the kernel and its bits do not depend on the caller's view.
         x_TD = x.reshape(-1, x.shape[-1])
         with torch.autocast(x.device.type, enabled=False):
-            dtype = _wide(torch.promote_types(x.dtype, self.weight.dtype))
+            dtype = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), _WIDE)
             logits_TE = linear(x_TD, self.weight, self.bias, dtype=dtype)
             logits = logits_TE.view(*x.shape[:-1], self.num_experts)
             return self.route(logits, replay=replay)
@@ -169,7 +171,8 @@ class TopKRouter(nn.Module):
             ValueError: If the record is of the wrong shape or dtype; on the CPU also if its experts
                 are none.
         """
-        logits_TE = logits.reshape(-1, self.num_experts).to(_wide(logits.dtype))
+        logits_TE = logits.reshape(-1, self.num_experts)
+        logits_TE = logits_TE.to(torch.promote_types(logits.dtype, _WIDE))
         softmax = self.score_function == "softmax"
         scores_TE = logits_TE.softmax(dim=-1) if softmax else logits_TE.sigmoid()
         if replay is None:
@@ -250,7 +253,7 @@ class TopKRouter(nn.Module):
         before = self.correction_bias
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         after = self.correction_bias
-        if before is not None and after is not None and _wide(after.dtype) != after.dtype:
+        if before is not None and after is not None and after.dtype.itemsize < _WIDE.itemsize:
             self.correction_bias = before.to(after.device)
         if self.load.device != self.weight.device:
             self._load_on(self.weight)
@@ -268,10 +271,6 @@ class TopKRouter(nn.Module):
         if self.capacity_factor is not None:
             shown += f", capacity_factor={self.capacity_factor} ({self.drop_policy})"
         return shown
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _check_record(replay: Tensor, *, num_tokens: int, router: TopKRouter) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hp_platform import doing
 from hp_schedule.ir import MetaStep, MetaStepType
-from hp_schedule.packing import KIND, encode, unpack
 from hp_schedule.runtime.backward import Grads
 from hp_schedule.runtime.context import Batch, Chunk, Key, LossFunction, PipelineContext, Values
 from hp_schedule.runtime.gradients import GradientPaths
@@ -372,13 +371,20 @@ class StageDriver:
 
     @contextmanager
     def _span(self, step_type: MetaStepType, key: Key) -> Iterator[None]:
-        step = unpack(encode(KIND[step_type], *key))
+        step, words = _described(step_type, *key)
         recorder = None if self._in_overlap else self._recorder
-        with doing(f"stage {key[0]}, microbatch {key[1]}: in step {step}"):
+        with doing(words):
             start = None if recorder is None else recorder.mark()
             yield
             if recorder is not None:
                 recorder.add(step, start)
+
+
+@lru_cache(maxsize=1 << 16)  # every run of a schedule has the same steps
+def _described(step_type: MetaStepType, stage: int, microbatch: int) -> tuple[MetaStep, str]:
+    """A step of one stage, and the words for it."""
+    step = MetaStep(step_type, stage, microbatch)
+    return step, f"stage {stage}, microbatch {microbatch}: in step {step}"
 
 
 def _output_specs(chunks: Mapping[Key, Chunk], stage: int, microbatch: int) -> Specs | None:
