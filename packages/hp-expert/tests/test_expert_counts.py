@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hp_expert.dispatch import counts
-from hp_expert.dispatch.counts import read_exchange
+from hp_expert.dispatch.announcement import read_exchange
 from hp_platform import Pending, streams
 
 GPU = torch.device("cuda", 0)

@@ -19,7 +19,6 @@ from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch.agreement import Header, input_error, raise_together
 from hp_expert.dispatch.announcement import Heard, announcement, listen
 from hp_expert.dispatch.cost import deduplication_pays
-from hp_expert.dispatch.counts import SlotCounts, count_slots, invalid_experts
 from hp_expert.dispatch.deduplicated import (
     Destinations,
     SlotExchange,
@@ -33,8 +32,11 @@ from hp_expert.dispatch.exchange_read import ExchangeRead
 from hp_expert.dispatch.protocol import DispatchState
 from hp_expert.permute import (
     Permutation,
+    SlotCounts,
+    count_slots,
     gather_rows,
     gather_slots,
+    invalid_experts,
     permute_slots,
     sort_slots,
     sum_slots,

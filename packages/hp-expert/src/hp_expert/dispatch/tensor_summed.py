@@ -18,8 +18,9 @@ from torch.distributed import ProcessGroup
 
 from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch.agreement import Header, block_size, input_error, raise_together
-from hp_expert.dispatch.counts import SlotCounts, count_slots, invalid_experts, read_exchange
+from hp_expert.dispatch.announcement import read_exchange
 from hp_expert.dispatch.exchange_read import ExchangeRead
+from hp_expert.permute import SlotCounts, count_slots, invalid_experts
 from hp_platform import launch_all_to_all, wait_tensor
 
 _CODE, _INVALID, _TOKENS, _COUNTS = range(4)

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hp_expert.batch import ExpertBatch
-from hp_expert.dispatch.counts import read_host
 from hp_expert.experts import loop
 from hp_expert.experts.activation import SWIGLU, Activation
 from hp_expert.experts.grouped import Grouped
@@ -177,7 +176,8 @@ class _RoutedSwiGLU(torch.autograd.Function):
         batch = batch._replace(rows=rows, weights=slot_weights)
         experts = _cast(_here(parameters), parameters, rows.dtype, options)
         out, kept = backend.forward(batch, experts)
-        order = batch.order.to(torch.int32 if batch.num_slots <= _MOST_INT32 else torch.int64)
+        num_slots = rows.shape[0] * batch.num_slots_per_row
+        order = batch.order.to(torch.int32 if num_slots <= _MOST_INT32 else torch.int64)
         ctx.save_for_backward(rows, slot_weights, order, *parameters, *kept)
         nothing = rows.new_empty(0)
         ctx.batch = batch._replace(rows=nothing, weights=None, order=nothing)
@@ -275,7 +275,7 @@ def _cast(
 def _without_padding(batch: ExpertBatch) -> ExpertBatch:
     """Read the counts that were left on the device; without slots they are known."""
     counts = tuple(
-        read_host(batch.num_tokens_per_expert)
+        batch.num_tokens_per_expert.tolist()
         if batch.num_slots
         else [0] * batch.num_tokens_per_expert.shape[0]
     )
