@@ -57,12 +57,17 @@ class ExpertBatch(NamedTuple):
         """Slots of the rows, listed or not: N * F."""
         return self.rows.shape[0] * self.num_slots_per_row
 
+    def valid(self) -> Tensor | None:
+        """Which positions are no padding, bool [P]; None if none is."""
+        if self.counts is not None:
+            return None
+        positions = torch.arange(self.order.numel(), device=self.order.device)
+        return positions < self.num_tokens_per_expert.sum()
+
     def slot_at(self, padding: int = 0) -> Tensor:
         """Slot at each position, int64 [P]; `padding` where there is padding."""
-        if self.counts is not None:
-            return self.order
-        positions = torch.arange(self.order.numel(), device=self.order.device)
-        return self.order.where(positions < self.num_tokens_per_expert.sum(), padding)
+        valid = None if self.counts is not None else self.valid()
+        return self.order if valid is None else self.order.where(valid, padding)
 
     def row_at(self) -> Tensor:
         """Row of the slot at each position, int64 [P]; some row where there is padding."""

@@ -8,7 +8,6 @@ global index, so the same expert starts the same wherever it lives.
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -56,7 +55,7 @@ def initialize_parameters(
         parameters: Parameters under their global names.
         config: The whole model.
         seed: The run's seed.
-        on_progress: Called again and again, after 1024 tiles at most, in this thread.
+        on_progress: Called after every tile, in this thread.
     """
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for parameter in parameters:
@@ -76,8 +75,8 @@ def initialize_parameters(
                 few = torch.get_num_threads() == 1 or values.numel() < _FEW
                 tiles = iter(_tiles(parameter.shape[-2:], parameter.span[-2:]))
                 while window := list(islice(tiles, _WINDOW)):
-                    deque(map(draw, window) if few else pool.map(draw, window), maxlen=0)
-                    on_progress()
+                    for _ in map(draw, window) if few else pool.map(draw, window):
+                        on_progress()
                 if not is_here:
                     matrix.copy_(values)
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,7 +140,7 @@ class Trainer:
             vocab_size=vocab_size,
             timeout=timeout,
             on_step=self._on_pipeline_step,
-            on_progress=lambda: self._beat("make weights"),
+            on_progress=partial(self._beat, "make weights"),
         )
         self._first_token = self.pipeline.vocabulary.start
         self.runner = self.pipeline.training(self._loss)
