@@ -158,7 +158,7 @@ def f(x: Any, y: int) -> int:
 
 
 def test_no_act_goes_further_through_the_house_than_it_has_to() -> None:
-    """Bounds are loose: some more calls per layer, tile or tensor pass, a class of them does not."""
+    """Bounds are loose: a few more calls per step pass, ten more per layer or tensor do not."""
     bounds = {
         "MoE forward": {"files": 14, "calls": 60},
         "quickstart step": {"calls": 12_500},

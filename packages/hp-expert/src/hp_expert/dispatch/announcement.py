@@ -110,14 +110,18 @@ def listen(
 
 
 def _of_slice(mine: list[list[int]], theirs: list[list[int]], counts_WL: Tensor) -> Heard:
+    codes, invalid, tokens, received_rows, most, *counts = zip(*theirs, strict=True)
+    sent_rows = tuple([block[ROWS] for block in mine])
+    sent = tuple([sum(block[COUNTS:]) for block in mine])
+    received = tuple(map(sum, zip(*counts, strict=True)))
     return Heard(
         num_invalid=mine[0][INVALID],
-        verdicts=[[block[CODE], block[INVALID]] for block in theirs],
-        tokens=tuple(block[TOKENS] for block in theirs),
-        slots=Volume(*(tuple(sum(block[COUNTS:]) for block in side) for side in (mine, theirs))),
-        rows=Volume(*(tuple(block[ROWS] for block in side) for side in (mine, theirs))),
-        counts=tuple(map(sum, zip(*(block[COUNTS:] for block in theirs), strict=True))),
-        most=max(block[MOST] for block in theirs),
+        verdicts=list(map(list, zip(codes, invalid, strict=True))),
+        tokens=tokens,
+        slots=Volume(sent, received),
+        rows=Volume(sent_rows, received_rows),
+        counts=tuple(map(sum, counts)),
+        most=max(most),
         counts_by_rank=counts_WL,
     )
 
