@@ -180,7 +180,8 @@ def _as_forms(form: Any, values: list[Any]) -> list[Any]:
     elif origin in (Union, UnionType):
         found = [_as_one_of(parts, value) for value in values]
     else:
-        wrong = next(v for v in values if type(v) not in (form, origin))
+        right = {int, float} if form is float else {form, origin}
+        wrong = next((v for v in values if type(v) not in right), values[0])
         raise ValueError(f"{str(wrong)[:80]!r} must be {form}")
     return found
 
