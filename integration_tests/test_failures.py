@@ -80,16 +80,16 @@ FAULTS = {
     "forward": Fault(attention.GroupedQueryAttention, "forward", PLACE, rank=3),
     "attention over context": Fault(attention, "_attend", PLACE, layout=CONTEXT, rank=2),
     "router": Fault(TopKRouter, "forward", (*PLACE, "router"), rank=2),
-    "experts": Fault(GroupedExperts, "_compute", (*PLACE, "experts")),
+    "experts": Fault(GroupedExperts, "forward", (*PLACE, "experts")),
     "experts of a sharded model": Fault(
-        GroupedExperts, "_compute", ("step ", "experts"), layout=SHARDED, rank=3
+        GroupedExperts, "forward", ("step ", "experts"), layout=SHARDED, rank=3
     ),
-    "backward of experts": Fault(GroupedExperts, "_compute", PLACE, in_backward=True, rank=3),
+    "backward of experts": Fault(GroupedExperts, "forward", PLACE, in_backward=True, rank=3),
     "overlapped pair, forward": Fault(
-        GroupedExperts, "_compute", (*PLACE, "experts"), OVERLAP, call=7
+        GroupedExperts, "forward", (*PLACE, "experts"), OVERLAP, call=7
     ),
     "overlapped pair, backward": Fault(
-        GroupedExperts, "_compute", ("step ", "stage "), OVERLAP, call=7, in_backward=True
+        GroupedExperts, "forward", ("step ", "stage "), OVERLAP, call=7, in_backward=True
     ),
     "pipeline message": Fault(hp_schedule.runtime.TorchTransport, "send", PLACE, rank=0),
     "gradient reduction": Fault(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from check_distributions import check_wheel
-from house import arrows_of, circles_of, count_source, is_fragment, table
+from house import ROOT, arrows_of, circles_of, count_source, is_fragment, table, walk_figures
 from house_walks import count, find
 from lowest_siblings import lowest
 from packaging.requirements import Requirement
@@ -155,6 +155,22 @@ def f(x: Any, y: int) -> int:
         "ignore": 1,
     }
     assert not is_fragment("...")
+
+
+def test_no_act_goes_further_through_the_house_than_it_has_to() -> None:
+    """Bounds are loose: a few more calls per step pass, ten more per layer or tensor do not."""
+    bounds = {
+        "MoE forward": {"files": 14, "calls": 60},
+        "quickstart step": {"calls": 12_500},
+        "dense step": {"calls": 2_100},
+        "saving 2M": {"calls": 4_000},
+        "building a run": {"calls": 6_353},
+    }
+    walks = walk_figures(ROOT)
+    for name, limits in bounds.items():
+        for figure, limit in limits.items():
+            found = int(walks[name][figure])
+            assert found <= limit, f"{figure} of {name} ({found}) must be at most {limit}"
 
 
 def test_the_house_has_arrows_where_loading_one_room_loads_another(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hp_expert.dispatch import counts
-from hp_expert.dispatch.counts import read_exchange
+from hp_expert.dispatch import announcement
+from hp_expert.dispatch.announcement import read_exchange
 from hp_platform import Pending, streams
 
 GPU = torch.device("cuda", 0)
@@ -69,7 +69,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     monkeypatch.setattr(Tensor, "device", GPU)
     if hasattr(streams, "_side_streams"):  # an older version has none, and makes each anew
         monkeypatch.setattr(streams, "_side_streams", {})
-        monkeypatch.setattr(counts, "_landings", counts._Landings())
+        monkeypatch.setattr(announcement, "_landings", announcement._Landings())
     yield found
     monkeypatch.undo()
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hp_expert import GroupedExperts, LocalDispatcher, MoE, TopKRouter
-from hp_expert.dispatch import local
+from hp_expert import GroupedExperts, LocalDispatcher, MoE, TopKRouter, batch
 from hp_expert.experts import swiglu
 from hp_expert.experts.grouped import Grouped
 from hp_expert.testing import host_reads
@@ -48,7 +47,7 @@ def test_counts_on_the_device_are_the_same_numbers_bit_for_bit(dropped: bool) ->
         experts[3], experts[7, 1] = -1, -1
     reads, expected = run(experts)
     assert reads == ["tolist"]
-    with patch.object(local, "stays_on_device", lambda _rows: True):
+    with patch.object(batch, "stays_on_device", lambda _rows: True):
         reads, actual = run(experts)
     assert reads == []
     assert len(actual) == len(expected)
@@ -59,7 +58,7 @@ def test_an_expert_that_does_not_exist_is_no_silent_zero() -> None:
     experts = torch.zeros(TOKENS, TOP_K, dtype=torch.int64)
     experts[5, 1] = EXPERTS
     with (
-        patch.object(local, "stays_on_device", lambda _rows: True),
+        patch.object(batch, "stays_on_device", lambda _rows: True),
         pytest.raises(RuntimeError, match=r"experts must be in \[0, num_experts \(8\)\)"),
     ):
         run(experts)

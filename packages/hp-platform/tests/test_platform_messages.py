@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hp_platform import PeerError, all_gather_json, messages
+from hp_platform.messages import as_form
 from hp_platform.testing import run_distributed, run_in_threads
 
 
@@ -105,6 +107,27 @@ def test_another_form_than_expected_is_an_error_that_names_its_rank(of: Any, wro
 
     for error in run_in_threads(main, world_size=1):
         assert error.startswith(f"PeerError: what rank 0 sent must be {of}: ")
+
+
+@pytest.mark.parametrize(
+    ("of", "values", "wrong"),
+    [
+        (list[float], [1, 2.5, "x"], "'x'"),
+        (dict[str, tuple[int, ...]], {"a": [1], "b": [], "c": [2, 0.5]}, "0.5"),
+        (list[tuple[int, str]], [[1, "a"], [2, "b", 3]], "'b', 3"),
+        (list[list[bool]], [[True], [False, 0]], "'0'"),
+    ],
+)
+def test_of_many_values_the_wrong_one_is_named(of: Any, values: Any, wrong: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(wrong)):
+        as_form(of, values)
+
+
+def test_values_of_one_form_stay_apart() -> None:
+    lists: Any = {"a": [[1, 2], []], "b": [], "c": [[3]]}
+    assert as_form(dict[str, list[list[int]]], lists) == lists
+    assert as_form(dict[int, tuple[float, ...]], {"7": [1], "8": []}) == {7: (1.0,), 8: ()}
+    assert as_form(list[tuple[()]], [[], []]) == [(), ()]
 
 
 def _hears(told: bytes, size: int) -> str:

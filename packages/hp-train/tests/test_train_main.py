@@ -79,13 +79,12 @@ class _Behind:
 
 def test_no_rank_is_busy_for_longer_than_its_pipeline_runs() -> None:
     trainer: Any = SimpleNamespace(
-        batches=SimpleNamespace(cut=lambda *_, **__: ([], [], [])),
+        batches=SimpleNamespace(cut=lambda *_, **__: ([], [], [], 0)),
         step=0,
         _beat=lambda *_, **__: None,
         runner=SimpleNamespace(run_microbatches=lambda *_: _Behind(), loss_scale=1.0),
-        data=SimpleNamespace(num_targets=len),
+        data=None,
         next_sequence=0,
-        config=CONFIG,
         pipeline=SimpleNamespace(forget_casts=lambda: None),
         _once=lambda losses: float(sum(losses)),
         parameters=[],

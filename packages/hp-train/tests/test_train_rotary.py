@@ -73,7 +73,7 @@ def test_frequencies_are_those_of_the_formula(
 def test_a_pair_is_turned_like_a_complex_number(pairs: str) -> None:
     turn = rotation(_config(rope_pairs=pairs), torch.tensor([5]))
     x = torch.randn(1, 1, 1, WIDTH, dtype=torch.float64)
-    y = turn.apply(x).flatten().tolist()
+    y = turn.apply(x)[0].flatten().tolist()
     values = x.flatten().tolist()
     for i, frequency in enumerate(PLAIN):
         one, other = (i, i + WIDTH // 2) if pairs == "halves" else (2 * i, 2 * i + 1)
@@ -85,8 +85,8 @@ def test_a_pair_is_turned_like_a_complex_number(pairs: str) -> None:
 @pytest.mark.parametrize("pairs", ["halves", "neighbours"])
 def test_rotation_depends_on_the_distance_of_positions_alone(pairs: str) -> None:
     turn = rotation(_config(rope_pairs=pairs), torch.arange(12))
-    q, k = torch.randn(2, 1, 1, 1, WIDTH, dtype=torch.float64)
-    at = [turn.apply(t.expand(1, 12, 1, WIDTH))[0, :, 0] for t in (q, k)]
+    heads = torch.randn(2, 1, 1, 1, WIDTH, dtype=torch.float64).expand(2, 1, 12, 1, WIDTH)
+    at = [turned[0, :, 0] for turned in turn.apply(*heads)]
     scores = at[0] @ at[1].T
     assert torch.allclose(scores.diagonal(3), scores[0, 3].expand(9), rtol=0, atol=1e-12)
 

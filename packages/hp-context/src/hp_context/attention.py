@@ -119,11 +119,11 @@ def masked_attention(
         ValueError: The mask does not fit S, or a number is out of its range.
     """
     scale = q.size(-1) ** -0.5 if scale is None else scale
-    terms = Terms(scale, softcap, sinks, dropout)
     dims = seq_dim, head_dim
-    if isinstance(mask, Full | Causal) and terms.plain:
-        return _plain(q, k, v, mask, terms, dims=dims)
-    return _special(q, k, v, mask, terms, dims=dims)
+    if softcap is not None or sinks is not None or dropout or not isinstance(mask, Full | Causal):
+        return _special(q, k, v, mask, Terms(scale, softcap, sinks, dropout), dims=dims)
+    q, k = q.movedim(dims, _HEADS_FIRST), k.movedim(dims, _HEADS_FIRST)
+    return _by_torch(q, k, v.movedim(dims, _HEADS_FIRST), mask, scale).movedim(_HEADS_FIRST, dims)
 
 
 class Attention(nn.Module):
@@ -179,20 +179,14 @@ class Attention(nn.Module):
         )
 
 
-def _plain(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, *, dims: tuple[int, int]
-) -> Tensor:
-    q, k, v = (x.movedim(dims, _HEADS_FIRST) for x in (q, k, v))
-    return _by_torch(q, k, v, mask, terms).movedim(_HEADS_FIRST, dims)
-
-
 @outside_graph
 def _special(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, *, dims: tuple[int, int]
 ) -> Tensor:
     """What torch's attention does not do, or not as well: one break of a compiled graph."""
     _check(q, terms)
-    q, k, v = (x.movedim(dims, _HEADS_FIRST) for x in (q, k, v))
+    q, k = q.movedim(dims, _HEADS_FIRST), k.movedim(dims, _HEADS_FIRST)
+    v = v.movedim(dims, _HEADS_FIRST)
     share = mask.share if isinstance(mask, SpreadMask) else None
     if terms.sinks is not None:
         terms = replace(terms, sinks=_own_sinks(terms.sinks, share, q.size(1)))
@@ -211,23 +205,23 @@ def _attend(
     mask.check(seq_len)
     plain = isinstance(mask, Full | Causal) or q.ndim != 4
     if terms.plain and (plain or not blocks_pay(mask, seq_len, q.device.type)):
-        return _by_torch(q, k, v, mask, terms)
+        return _by_torch(q, k, v, mask, terms.scale)
     dropped = Dropout(terms.dropout, draw_seed(), first_head) if terms.dropout else None
     scores = Scores(mask, terms.scale, terms.softcap, dropped)
     return attend_by_blocks((q, k, v), terms.sinks, scores)
 
 
-def _by_torch(q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms) -> Tensor:
+def _by_torch(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
     plain = isinstance(mask, Full | Causal)
-    if isinstance(mask, Causal) and strips_apply(q, k, v):
-        return attend_in_strips(q, k, v, terms.scale)
+    if isinstance(mask, Causal) and q.size(-1) != v.size(-1) and strips_apply(q, k):
+        return attend_in_strips(q, k, v, scale)
     return F.scaled_dot_product_attention(
         q,
         k,
         v,
         attn_mask=None if plain else mask_tensor(mask, q.size(2), device=q.device),
         is_causal=isinstance(mask, Causal),
-        scale=terms.scale,
+        scale=scale,
         enable_gqa=q.size(1) != k.size(1),
     )
 

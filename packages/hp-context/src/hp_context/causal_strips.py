@@ -19,13 +19,12 @@ _LEAST = 64  # queries of a strip: fewer make products too small to be fast
 _STRIPS = 4  # leave out three of eight scores; more would add to gradients of keys too often
 
 
-def strips_apply(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether these heads are better attended to here; the same for any number of heads."""
+def strips_apply(q: Tensor, k: Tensor) -> bool:
+    """Whether heads of two sizes are better attended to here; the same for any number of heads."""
     return (
         q.device.type == "cpu"
         and q.ndim == 4
         and q.shape == k.shape
-        and v.size(-1) != q.size(-1)
         and q.dtype in (torch.float32, torch.float64)
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()

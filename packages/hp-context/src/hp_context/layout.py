@@ -6,9 +6,9 @@ position ids and document ids are split by the same function, so that they canno
 Shape symbols: S length of the whole sequence, N ranks of the group, s = S / N.
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import reduce
 from itertools import chain
 from typing import ClassVar, NamedTuple
 
@@ -36,7 +36,7 @@ class SequenceLayout(ABC):
         Raises:
             ValueError: The number of chunks does not divide `seq_len` (S).
         """
-        size = self._chunk_size(seq_len, num_ranks)
+        size = _chunk_size(self, seq_len, num_ranks)
         return tuple(
             tuple(range(i * size, (i + 1) * size) for i in self.chunks(rank, num_ranks))
             for rank in range(num_ranks)
@@ -45,16 +45,6 @@ class SequenceLayout(ABC):
     def order(self, num_ranks: int) -> tuple[int, ...]:
         """Return all chunks as they lie when the parts follow each other by rank."""
         return tuple(chain.from_iterable(self.chunks(r, num_ranks) for r in range(num_ranks)))
-
-    def _chunk_size(self, seq_len: int, num_ranks: int) -> int:
-        num_chunks = self.chunks_per_rank * num_ranks
-        if seq_len % num_chunks:
-            each = f"{self.chunks_per_rank} times " if self.chunks_per_rank > 1 else ""
-            raise ValueError(
-                f"sequence length ({seq_len}) must be divisible by {each}the number of ranks "
-                f"({num_ranks}); pad it by {-seq_len % num_chunks}"
-            )
-        return seq_len // num_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +128,9 @@ def shard_sequence(
         ValueError: The layout cannot split S evenly, or the mesh does not fit.
     """
     place = _place(mesh_or_group, ulysses_degree)
-    runs = layout.runs(x.size(seq_dim), place.num_ranks)[place.rank]
-    parts = [x.narrow(seq_dim, run.start, len(run)) for run in runs]
+    num_ranks = place.num_ranks
+    size = _chunk_size(layout, x.size(seq_dim), num_ranks)
+    parts = [x.narrow(seq_dim, i * size, size) for i in layout.chunks(place.rank, num_ranks)]
     if len(parts) > 1:
         return torch.cat(parts, seq_dim).contiguous()
     return parts[0].clone(memory_format=torch.contiguous_format)
@@ -188,7 +179,7 @@ class _Place(NamedTuple):
 
     @property
     def num_ranks(self) -> int:
-        return reduce(lambda product, group: product * group.size(), self.groups, 1)
+        return math.prod([group.size() for group in self.groups])
 
 
 def _place(mesh_or_group: DeviceMesh | dist.ProcessGroup, degree: int | None) -> _Place:
@@ -198,6 +189,17 @@ def _place(mesh_or_group: DeviceMesh | dist.ProcessGroup, degree: int | None) ->
         return _Place(outer.rank() * inner.size() + inner.rank(), (inner, outer))
     group = resolve_group(mesh_or_group)
     return _Place(group.rank(), (group,))
+
+
+def _chunk_size(layout: SequenceLayout, seq_len: int, num_ranks: int) -> int:
+    num_chunks = layout.chunks_per_rank * num_ranks
+    if seq_len % num_chunks:
+        each = f"{layout.chunks_per_rank} times " if layout.chunks_per_rank > 1 else ""
+        raise ValueError(
+            f"sequence length ({seq_len}) must be divisible by {each}the number of ranks "
+            f"({num_ranks}); pad it by {-seq_len % num_chunks}"
+        )
+    return seq_len // num_chunks
 
 
 def to_positions(x: Tensor, layout: SequenceLayout, *, num_ranks: int, seq_dim: int) -> Tensor:

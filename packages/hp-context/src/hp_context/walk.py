@@ -192,10 +192,19 @@ def blocks_pay(mask: Mask, seq_len: int, device_type: str) -> bool:
     The answer is the same for any number of heads, so that ranks that share them agree with one
     process that has them all, to the bit.
     """
+    if _cannot_change(mask):
+        return _remembered_answer(mask, seq_len, device_type)
+    return _blocks_pay(mask, seq_len, device_type)
+
+
+def _blocks_pay(mask: Mask, seq_len: int, device_type: str) -> bool:
     call_cost = _CALL_COST.get(device_type, _CALL_COST["cuda"])
     runs = whole_plan(mask, seq_len)
     num_calls = sum(len(run.blocks) for run in runs)
     return sum(run.cost for run in runs) + num_calls * call_cost < seq_len**2
+
+
+_remembered_answer = lru_cache(maxsize=64)(_blocks_pay)
 
 
 def attend_by_blocks(

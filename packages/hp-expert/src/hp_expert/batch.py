@@ -1,13 +1,24 @@
-"""What the experts of one rank compute on.
+"""What the experts of one rank compute on, and how tokens become that where all experts are here.
 
-Shape symbols: N rows, F slots per row, P positions, L local experts, D width.
+Shape symbols: T tokens, K experts per token, N rows, F slots per row, P positions, L local experts,
+D width.
 """
 
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
+
+from hp_expert.kernels import kernels_for
+from hp_expert.permute import count_slots, invalid_experts, invert
+from hp_platform.host_reads import require_on_device
+
+FLOATS: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of rows and routing weights."""
+_GROUPED_PRODUCTS_SINCE = (9, 0)
+"""Compute capability from which on `grouped_mm` takes the ends of its groups from the device."""
 
 
 class ExpertBatch(NamedTuple):
@@ -53,26 +64,129 @@ class ExpertBatch(NamedTuple):
         positions = torch.arange(self.order.numel(), device=self.order.device)
         return positions < self.num_tokens_per_expert.sum()
 
-    def slot_at(self) -> Tensor:
-        """Slot at each position, int64 [P]; some slot where there is padding."""
-        valid = self.valid()
-        return self.order if valid is None else self.order.where(valid, 0)
+    def slot_at(self, padding: int = 0) -> Tensor:
+        """Slot at each position, int64 [P]; `padding` where there is padding."""
+        valid = None if self.counts is not None else self.valid()
+        return self.order if valid is None else self.order.where(valid, padding)
 
     def row_at(self) -> Tensor:
         """Row of the slot at each position, int64 [P]; some row where there is padding."""
-        slot, slots_per_row = self.slot_at(), self.num_slots_per_row
+        slot, slots_per_row = self.order, self.num_slots_per_row
+        if self.counts is None:
+            slot = self.slot_at()
         return slot if slots_per_row == 1 else slot.div(slots_per_row, rounding_mode="floor")
 
     def at_slots(self, values_P: Tensor, *, default: float) -> Tensor:
         """Put a value for each position to its slot: [N * F]; `default` where a slot has none."""
-        valid = self.valid()
+        num_slots = self.num_slots
         # One slot more than there are takes what belongs to padding.
-        slot = self.order if valid is None else self.order.where(valid, self.num_slots)
-        values = values_P.new_full((self.num_slots + 1,), default)
-        return values.scatter_(0, slot, values_P)[:-1]
+        values = values_P.new_full((num_slots + 1,), default)
+        return values.scatter_(0, self.slot_at(num_slots), values_P)[:-1]
+
+    def sum_over_slots(self, values_PD: Tensor, weights_NF: Tensor | None = None) -> Tensor:
+        """Sum weight * value over each row's listed slots [N, D], in fp32 or wider."""
+        slots_per_row = self.num_slots_per_row
+        num_listed, num_slots = self.order.numel(), self.rows.shape[0] * slots_per_row
+        all_listed = self.counts is not None and num_listed == num_slots
+        if all_listed:
+            position_S = invert(self.order)
+        else:
+            positions = torch.arange(num_listed, device=self.order.device)
+            position_S = self.at_slots(positions, default=-1)
+        kernels, position_NF = kernels_for(values_PD), position_S.view(-1, slots_per_row)
+        return kernels.sum_rows(values_PD, position_NF, weights_NF, holes=not all_listed)
 
     def spans(self) -> list[slice]:
         """Positions of each local expert, if the host knows them."""
         if self.counts is None:
             raise ValueError("counts (None) must be on the host")
         return [slice(*ends) for ends in pairwise(accumulate(self.counts, initial=0))]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalDispatcher:
+    """All experts are in this process: rows stay where they are, nothing is copied.
+
+    Where the experts' products take their counts from the device, the host reads nothing: slots of
+    no expert are padding then (`ExpertBatch`, Note [Padding]), and an expert that does not exist
+    ends in an assertion of the device. Elsewhere the host reads the counts, once.
+
+    Attributes:
+        num_experts: Number of experts, E.
+    """
+
+    num_experts: int
+
+    def prepare(
+        self, x: Tensor, experts: Tensor, weights: Tensor | None = None
+    ) -> tuple[Tensor, ExpertBatch]:
+        """Sort; see `Dispatcher.prepare`. What the other calls need to know is the batch."""
+        error = wrong_input(x, experts, weights)
+        if error is not None:
+            raise error
+        counted = count_slots(experts, self.num_experts)
+        order = counted.keys.reshape(-1).argsort(stable=True)
+        counts: tuple[int, ...] | None = None
+        if stays_on_device(x):
+            message = f"experts must be in [0, num_experts ({self.num_experts})), or -1 for none"
+            require_on_device(counted.counts[-1] == 0, message)
+        else:
+            *numbers, _, invalid = counted.counts.tolist()
+            if invalid:
+                raise invalid_experts(invalid, self.num_experts)
+            order, counts = order[: sum(numbers)], tuple(numbers)
+        num_tokens = counted.counts[: self.num_experts]
+        return x, ExpertBatch(x, weights, order, counts, num_tokens, experts.shape[1])
+
+    def launch_dispatch(self, rows: Tensor, state: ExpertBatch) -> tuple[Tensor, ExpertBatch]:
+        """Return both."""
+        return rows, state
+
+    def finish_dispatch(self, rows: Tensor, state: ExpertBatch) -> ExpertBatch:
+        """Hand the tokens on as they are."""
+        return state._replace(rows=rows)
+
+    def launch_combine(self, y: Tensor, state: ExpertBatch) -> Tensor:
+        """Return `y`: the experts have summed over the slots of each token."""
+        del state
+        return y
+
+    def finish_combine(self, rows: Tensor, state: ExpertBatch) -> Tensor:
+        """Return `rows`."""
+        del state
+        return rows
+
+
+def stays_on_device(rows: Tensor) -> bool:
+    """Whether grouped products of such rows need no counts on the host.
+
+    `torch.nn.functional.grouped_mm` has a kernel for that in bf16 from sm_90 on; elsewhere the
+    host reads for each product, or the experts are computed one after the other.
+    """
+    if not rows.is_cuda or rows.dtype != torch.bfloat16 or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(rows.device) >= _GROUPED_PRODUCTS_SINCE
+
+
+def wrong_input(x: Tensor, experts: Tensor, weights: Tensor | None) -> ValueError | None:
+    """Return what is wrong with the input itself; [T, D], [T, K] and [T, K], if anything."""
+    if x.ndim != 2 or x.dtype not in FLOATS:
+        return ValueError(f"x ({tuple(x.shape)}, {x.dtype}) must be [T, D] and of a floating dtype")
+    if experts.ndim != 2 or experts.dtype not in (torch.int64, torch.int32):
+        return ValueError(
+            f"experts ({tuple(experts.shape)}, {experts.dtype}) must be [T, K] and int64"
+        )
+    if experts.shape[0] != x.shape[0] or experts.shape[1] == 0:
+        return ValueError(
+            f"rows of experts ({experts.shape[0]}) must equal rows of x ({x.shape[0]}), and "
+            f"columns of experts ({experts.shape[1]}) be at least 1"
+        )
+    if weights is not None and (weights.shape != experts.shape or weights.dtype not in FLOATS):
+        return ValueError(
+            f"weights ({tuple(weights.shape)}, {weights.dtype}) must have the shape of experts "
+            f"({tuple(experts.shape)}) and a floating dtype"
+        )
+    if experts.device != x.device or (weights is not None and weights.device != x.device):
+        devices = {t.device for t in (x, experts, weights) if t is not None}
+        return ValueError(f"devices of x, experts and weights ({devices}) must be the same")
+    return None

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hp_expert.dispatch import LocalDispatcher
 from hp_expert.dispatch.refusal import dispatching, groups_of, refuse, through_experts
 from hp_expert.experts import GroupedExperts, autocast
 from hp_expert.routing import Routing, TopKRouter
@@ -79,6 +80,16 @@ def _through_experts(
 ) -> Tensor:
     """Bring tokens to their experts, apply those, and sum their outputs in the shape of `like`."""
     dispatcher = experts.dispatcher
+    if type(dispatcher) is LocalDispatcher:  # no other rank waits, or must learn of errors
+        place = "dispatch"
+        try:
+            _, batch = dispatcher.prepare(autocast(x_TD), routing.experts, routing.weights)
+            place = "experts"
+            y: Tensor = experts(batch)
+        except Exception as error:
+            mark_place(error, place)
+            raise
+        return y.view_as(like)
     with dispatching(dispatcher):
         rows, state = dispatcher.prepare(autocast(x_TD), routing.experts, routing.weights)
     return through_experts(dispatcher, experts, rows, state).view_as(like)

@@ -1,10 +1,10 @@
-"""From token order to expert order and back, each by one gather.
+"""How many slots each expert has, and from token order to expert order and back by one gather.
 
 The two gathers are each other's transpose, so both directions of autograd are gathers: nothing is
 scattered, no two writes meet, and a rerun gives the same bits on every device.
 
-Shape symbols: T tokens, K choices per token, S = T * K slots (slot = token * K + choice), R
-positions, D width.
+Shape symbols: T tokens, K choices per token, S = T * K slots (slot = token * K + choice), E
+experts, R positions, D width.
 """
 
 from typing import Any, NamedTuple
@@ -15,6 +15,49 @@ from torch import Tensor
 from hp_expert.kernels import kernels_for
 from hp_expert.once import differentiable_once
 from hp_platform import wait_tensor
+
+
+class SlotCounts(NamedTuple):
+    """Where slots go, and how many go there.
+
+    Attributes:
+        keys: Expert of each slot; E where it was dropped (-1), E + 1 where there is no such expert.
+            Of the narrowest dtype that holds it, which sorts fastest: [T, K].
+        experts: The same, int64 [T, K].
+        counts: Slots of each key, int64 [E + 2].
+    """
+
+    keys: Tensor
+    experts: Tensor
+    counts: Tensor
+
+
+def count_slots(experts_TK: Tensor, num_experts: int) -> SlotCounts:
+    """Count the slots of each expert, those of none, and those of experts that do not exist."""
+    experts_TK = experts_TK.contiguous()  # or what is made of it would have its strides
+    exists = (experts_TK >= 0) & (experts_TK < num_experts)
+    bucket_TK = experts_TK.to(torch.int64).where(exists, num_experts + 1)
+    bucket_TK = bucket_TK.masked_fill_(experts_TK == -1, num_experts)
+    counts = bucket_TK.new_zeros(num_experts + 2)
+    bucket_S = bucket_TK.view(-1)
+    counts.scatter_add_(0, bucket_S, torch.ones_like(bucket_S))
+    return SlotCounts(narrowed(bucket_TK, num_experts + 2), bucket_TK, counts)
+
+
+def narrowed(keys: Tensor, num_keys: int) -> Tensor:
+    """Cast keys 0 .. num_keys - 1 to a dtype that sorts fast."""
+    for dtype in (torch.uint8, torch.int16):
+        if num_keys <= torch.iinfo(dtype).max:
+            return keys.to(dtype)
+    return keys.to(torch.int32)
+
+
+def invalid_experts(num_invalid: int, num_experts: int) -> ValueError:
+    """Say that slots have experts that do not exist."""
+    return ValueError(
+        f"experts must be in [0, num_experts ({num_experts})), or -1 for none, but {num_invalid} "
+        "are not"
+    )
 
 
 class Permutation(NamedTuple):

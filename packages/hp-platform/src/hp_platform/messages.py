@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import cache
+from itertools import chain, islice
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -145,25 +146,43 @@ def as_form(form: Any, value: Any) -> Any:
     Raises:
         ValueError: If it has another one.
     """
-    origin, parts = get_origin(form), get_args(form)
-    if form in _PLAIN and type(value) is form:
-        found = value
-    elif form is float and type(value) is int:
-        found = float(value)
-    elif origin is list and isinstance(value, list):
-        found = _as_items(parts[0], value)
-    elif origin is dict and isinstance(value, dict):
-        found = {_as_key(parts[0], key): as_form(parts[1], item) for key, item in value.items()}
+    return _as_forms(form, [value])[0]
+
+
+def _as_forms(form: Any, values: list[Any]) -> list[Any]:
+    """`as_form` of many values of one form, column by column; of a manifest they are thousands."""
+    origin, parts, types = get_origin(form), get_args(form), set(map(type, values))
+    found: list[Any]
+    if not values or (form in _PLAIN and types == {form}):
+        found = values
+    elif form is float and types <= {int, float}:
+        found = list(map(float, values))
+    elif origin is list and types == {list}:
+        found = _as_lists(parts[0], values)
+    elif origin is dict and types == {dict}:
+        keys = chain.from_iterable(values)
+        items = _as_forms(parts[1], list(chain.from_iterable(map(dict.values, values))))
+        pairs = zip(map(int, keys) if parts[0] is int else keys, items, strict=True)
+        found = [dict(islice(pairs, len(value))) for value in values]
+    elif origin is tuple and parts[1:] == (...,) and types == {list}:
+        found = list(map(tuple, _as_lists(parts[0], values)))
     elif origin is tuple:
-        found = _as_tuple(parts, value)
+        found = list(zip(*_columns(parts, values), strict=True)) if parts else [()] * len(values)
     elif hasattr(form, "_fields"):  # a named tuple
-        if isinstance(value, dict) and value.keys() == set(form._fields):
-            value = [value[name] for name in form._fields]
-        found = form(*_as_tuple(_forms_of(form), value))
+        names, known = form._fields, set(form._fields)
+        lists = [
+            list(map(value.__getitem__, names))
+            if isinstance(value, dict) and value.keys() == known
+            else value
+            for value in values
+        ]
+        found = list(map(form, *_columns(_forms_of(form), lists)))
     elif origin in (Union, UnionType):
-        found = _as_one_of(parts, value)
+        found = [_as_one_of(parts, value) for value in values]
     else:
-        raise ValueError(f"{str(value)[:80]!r} must be {form}")
+        right = {int, float} if form is float else {form, origin}
+        wrong = next((v for v in values if type(v) not in right), values[0])
+        raise ValueError(f"{str(wrong)[:80]!r} must be {form}")
     return found
 
 
@@ -173,18 +192,21 @@ def _forms_of(form: Any) -> tuple[Any, ...]:
     return tuple(hints[name] for name in form._fields)
 
 
-def _as_items(form: Any, values: list[Any]) -> list[Any]:
-    if form in _PLAIN and set(map(type, values)) <= {form}:
-        return values
-    return [as_form(form, value) for value in values]
+def _as_lists(form: Any, values: list[Any]) -> list[list[Any]]:
+    """Lists of items of one form, checked as the one list of all items."""
+    items = iter(_as_forms(form, list(chain.from_iterable(values))))
+    return [list(islice(items, len(value))) for value in values]
 
 
-def _as_tuple(parts: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
-    if isinstance(value, list) and parts[1:] == (...,):
-        return tuple(_as_items(parts[0], value))
-    if not isinstance(value, list) or len(value) != len(parts):
-        raise ValueError(f"{str(value)[:80]!r} must be a list of {len(parts)}")
-    return tuple(as_form(part, item) for part, item in zip(parts, value, strict=True))
+def _columns(forms: tuple[Any, ...], values: list[Any]) -> list[list[Any]]:
+    """The first item of all values, then the second, each as its form."""
+    for value in values:
+        if not isinstance(value, list) or len(value) != len(forms):
+            raise ValueError(f"{str(value)[:80]!r} must be a list of {len(forms)}")
+    return [
+        _as_forms(form, list(column))
+        for form, column in zip(forms, zip(*values, strict=True), strict=True)
+    ]
 
 
 def _as_one_of(forms: tuple[Any, ...], value: Any) -> Any:
@@ -194,10 +216,6 @@ def _as_one_of(forms: tuple[Any, ...], value: Any) -> Any:
         except ValueError:
             continue
     raise ValueError(f"{str(value)[:80]!r} must be one of {forms}")
-
-
-def _as_key(form: Any, key: str) -> str | int:
-    return int(key) if form is int else key
 
 
 def _device(group: ProcessGroup) -> torch.device:

@@ -159,19 +159,9 @@ def linear(
     Returns:
         `[..., out]`, of `dtype` if it is given.
     """
-    if dtype is None:
-        return _linear(x, weight, bias, None, cast)
-    with torch.autocast(x.device.type, enabled=False):
-        return _linear(x, weight, bias, dtype, cast)
-
-
-def _linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype | None,
-    cast: Tensor | None,
-) -> Tensor:
+    if dtype is not None and torch.is_autocast_enabled(x.device.type):
+        with torch.autocast(x.device.type, enabled=False):
+            return linear(x, weight, bias, dtype=dtype, cast=cast)
     if torch.compiler.is_compiling():
         if cast is not None:
             dtype = cast.dtype  # a compiler places casts as it likes
@@ -196,8 +186,12 @@ class _Linear(torch.autograd.Function):
         if dtype is None:
             dtype = _autocast_dtype(x)
             x = _cast(x, dtype)
+        elif x.dtype == weight.dtype == dtype and (bias is None or bias.dtype == dtype):
+            dtype = None
         ctx.compute_dtype = dtype
         ctx.save_for_backward(x, weight)
+        if dtype is None:
+            return F.linear(x, weight, bias)
         return F.linear(_cast(x, dtype), _cast(weight, dtype), _cast(bias, dtype))
 
     @staticmethod
@@ -207,7 +201,9 @@ class _Linear(torch.autograd.Function):
         x, saved_weight = ctx.saved_tensors
         weight, bias = ctx.params
         grad_x = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0] and ctx.compute_dtype is None:
+            grad_x = grad.matmul(saved_weight)
+        elif ctx.needs_input_grad[0]:
             grad_x = _cast(grad.matmul(_cast(saved_weight, ctx.compute_dtype)), ctx.input_dtype)
         if not torch.is_grad_enabled():
             x, grad = x.detach(), grad.detach()

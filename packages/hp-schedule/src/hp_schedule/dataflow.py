@@ -10,6 +10,7 @@ A message is known by the value it carries: the send that reads it and the recei
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hp_schedule.packing import (
     BWD,
@@ -64,13 +65,24 @@ def _lookup(table: Table, code: int) -> int:
 
 def dataflow(schedule: Schedule) -> Dataflow:
     """Return the tables of a schedule's placement and chains."""
-    num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
+    chains = schedule.upstream, schedule.downstream
+    return _dataflow(schedule.num_microbatches, schedule.stage_to_rank, *chains)
+
+
+@lru_cache(maxsize=8)  # passes and checks ask for the same tables one after the other
+def _dataflow(
+    num_microbatches: int,
+    place: tuple[int, ...],
+    upstream: tuple[int, ...],
+    downstream: tuple[int, ...],
+) -> Dataflow:
+    num_stages = len(place)
     stages = range(num_stages)
     nothing = (-1,) * num_stages
     outputs = tuple(stage * num_microbatches for stage in stages)
     gradients = tuple((num_stages + stage) * num_microbatches for stage in stages)
-    inputs = _pick(outputs, schedule.upstream)
-    output_gradients = _pick(gradients, schedule.downstream)
+    inputs = _pick(outputs, upstream)
+    output_gradients = _pick(gradients, downstream)
     # The end of a chain starts its backward from its own output: the loss.
     backward_inputs = tuple(
         gradient if gradient >= 0 else output
@@ -82,8 +94,7 @@ def dataflow(schedule: Schedule) -> Dataflow:
     writes = dict.fromkeys(range(len(TYPES)), nothing)
     writes |= {FWD: outputs, BWD: gradients, BWD_INPUT: gradients}
     writes |= {FWD_RECV: inputs, BWD_RECV: output_gradients}
-    before = _other_rank(schedule, schedule.upstream)
-    after = _other_rank(schedule, schedule.downstream)
+    before, after = _other_rank(place, upstream), _other_rank(place, downstream)
     peer = dict.fromkeys(range(len(TYPES)), nothing)
     peer |= {FWD_SEND: after, BWD_RECV: after, FWD_RECV: before, BWD_SEND: before}
     return Dataflow(
@@ -106,8 +117,7 @@ def _pick(values: tuple[int, ...], neighbours: tuple[int, ...]) -> tuple[int, ..
     return tuple(values[other] if other >= 0 else -1 for other in neighbours)
 
 
-def _other_rank(schedule: Schedule, neighbours: tuple[int, ...]) -> tuple[int, ...]:
-    place = schedule.stage_to_rank
+def _other_rank(place: tuple[int, ...], neighbours: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(
         place[other] if other >= 0 and place[other] != place[stage] else -1
         for stage, other in enumerate(neighbours)
@@ -115,4 +125,4 @@ def _other_rank(schedule: Schedule, neighbours: tuple[int, ...]) -> tuple[int, .
 
 
 def _table(columns: dict[int, tuple[int, ...]]) -> Table:
-    return tuple(columns[kind] for kind in range(len(TYPES)))
+    return tuple([columns[kind] for kind in range(len(TYPES))])

@@ -17,7 +17,7 @@ from hp_schedule.packing import (
     STAGE_MASK,
     STAGE_SHIFT,
     TYPES,
-    leaves,
+    halves,
     unpack,
 )
 from hp_schedule.schedule import Row
@@ -136,14 +136,12 @@ class Executor:
         return True
 
     def _ready(self, code: int) -> bool:
-        ready = self._driver.ready
-        return all(
-            ready(
-                TYPES[part & KIND_MASK],
-                part >> STAGE_SHIFT & STAGE_MASK,
-                part >> MICROBATCH_SHIFT & MICROBATCH_MASK,
-            )
-            for part in leaves(code)
+        if code & KIND_MASK >= FIRST_OVERLAP:
+            return all(map(self._ready, halves(code)))
+        return self._driver.ready(
+            TYPES[code & KIND_MASK],
+            code >> STAGE_SHIFT & STAGE_MASK,
+            code >> MICROBATCH_SHIFT & MICROBATCH_MASK,
         )
 
     def _run(self, code: int) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Self
 
 from hp_schedule.ir import MetaStep
@@ -36,7 +37,7 @@ class Timeline(tuple[Span, ...]):
 
     def __new__(cls, spans: Iterable[Span] = ()) -> Self:
         """Sort the spans."""
-        return super().__new__(cls, sorted(spans, key=lambda span: (span.rank, span.start)))
+        return super().__new__(cls, sorted(spans, key=attrgetter("rank", "start")))
 
     @property
     def num_ranks(self) -> int:

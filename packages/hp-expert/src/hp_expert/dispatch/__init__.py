@@ -1,5 +1,6 @@
 """Bringing rows to the ranks of their experts and back."""
 
+from hp_expert.batch import LocalDispatcher
 from hp_expert.dispatch.all_to_all import AllToAllDispatcher
 from hp_expert.dispatch.bounded import (
     BoundedAllToAllDispatcher,
@@ -15,7 +16,6 @@ from hp_expert.dispatch.cost import (
 )
 from hp_expert.dispatch.deduplicated import SlotExchange
 from hp_expert.dispatch.exchange_read import ExchangeRead
-from hp_expert.dispatch.local import LocalDispatcher
 from hp_expert.dispatch.protocol import Dispatcher, DispatchState
 from hp_expert.dispatch.run_ahead import Mark, RunAhead
 from hp_expert.dispatch.tensor_sliced import SlicedState, TensorSlicedDispatcher

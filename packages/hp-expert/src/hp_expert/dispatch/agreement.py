@@ -19,17 +19,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hp_expert.batch import FLOATS, wrong_input
 from hp_expert.dispatch.refusal import refused_input
 from hp_platform import PeerError, agree
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_NO_WEIGHTS = len(_DTYPES)
+_NO_WEIGHTS = len(FLOATS)
 _FAILED = -1
 _GRAIN = 512
 
 # How many values each of them may have: dtype of the rows, that of the weights, K, number of
 # experts, whether rows are deduplicated, and whether rows and weights want gradients.
-_RANGES = (len(_DTYPES), len(_DTYPES) + 1, 1 << 12, 1 << 20, 2, 2, 2)
+_RANGES = (len(FLOATS), len(FLOATS) + 1, 1 << 12, 1 << 20, 2, 2, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class Header:
         """Describe an input that was found right."""
         training = torch.is_grad_enabled()
         values = (
-            _DTYPES.index(x.dtype),
-            _NO_WEIGHTS if weights is None else _DTYPES.index(weights.dtype),
+            FLOATS.index(x.dtype),
+            _NO_WEIGHTS if weights is None else FLOATS.index(weights.dtype),
             experts.shape[1],
             num_experts,
             int(deduplicated),
@@ -86,8 +86,8 @@ class Header:
         weights_grad, x_grad, deduplicated, num_experts, top_k, weights, dtype = values
         words = [
             f"width {width}",
-            f"{_DTYPES[dtype]}{', with gradient' if x_grad else ''}",
-            "no weights" if weights == _NO_WEIGHTS else f"weights {_DTYPES[weights]}",
+            f"{FLOATS[dtype]}{', with gradient' if x_grad else ''}",
+            "no weights" if weights == _NO_WEIGHTS else f"weights {FLOATS[weights]}",
             *(["with gradient"] if weights_grad else []),
             f"{top_k} of {num_experts} experts",
             *(["deduplicated"] if deduplicated else []),
@@ -97,30 +97,7 @@ class Header:
 
 def input_error(x: Tensor, experts: Tensor, weights: Tensor | None) -> Exception | None:
     """Return what is wrong with tokens [T, D], experts [T, K] and weights [T, K], if anything."""
-    return refused_input() or _wrong_input(x, experts, weights)
-
-
-def _wrong_input(x: Tensor, experts: Tensor, weights: Tensor | None) -> Exception | None:
-    if x.ndim != 2 or x.dtype not in _DTYPES:
-        return ValueError(f"x ({tuple(x.shape)}, {x.dtype}) must be [T, D] and of a floating dtype")
-    if experts.ndim != 2 or experts.dtype not in (torch.int64, torch.int32):
-        return ValueError(
-            f"experts ({tuple(experts.shape)}, {experts.dtype}) must be [T, K] and int64"
-        )
-    if experts.shape[0] != x.shape[0] or experts.shape[1] == 0:
-        return ValueError(
-            f"rows of experts ({experts.shape[0]}) must equal rows of x ({x.shape[0]}), and "
-            f"columns of experts ({experts.shape[1]}) be at least 1"
-        )
-    if weights is not None and (weights.shape != experts.shape or weights.dtype not in _DTYPES):
-        return ValueError(
-            f"weights ({tuple(weights.shape)}, {weights.dtype}) must have the shape of experts "
-            f"({tuple(experts.shape)}) and a floating dtype"
-        )
-    devices = {t.device for t in (x, experts, weights) if t is not None}
-    if len(devices) > 1:
-        return ValueError(f"devices of x, experts and weights ({devices}) must be the same")
-    return None
+    return refused_input() or wrong_input(x, experts, weights)
 
 
 def block_size(num_numbers: int) -> int:

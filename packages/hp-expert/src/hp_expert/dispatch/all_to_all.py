@@ -9,6 +9,7 @@ experts, R rows received, D width, B = E blocks of rows.
 """
 
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,7 +20,6 @@ from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch.agreement import Header, input_error, raise_together
 from hp_expert.dispatch.announcement import Heard, announcement, listen
 from hp_expert.dispatch.cost import deduplication_pays
-from hp_expert.dispatch.counts import SlotCounts, count_slots, invalid_experts
 from hp_expert.dispatch.deduplicated import (
     Destinations,
     SlotExchange,
@@ -33,8 +33,11 @@ from hp_expert.dispatch.exchange_read import ExchangeRead
 from hp_expert.dispatch.protocol import DispatchState
 from hp_expert.permute import (
     Permutation,
+    SlotCounts,
+    count_slots,
     gather_rows,
     gather_slots,
+    invalid_experts,
     permute_slots,
     sort_slots,
     sum_slots,
@@ -183,12 +186,12 @@ def prepare_slice(
     mine = heard[0 if slices is None else slices.rank()]
     if error is None and mine.num_invalid:
         error = invalid_experts(mine.num_invalid, over.num_experts)
-    verdicts = [v for of_rank in zip(*(h.verdicts for h in heard), strict=True) for v in of_rank]
+    verdicts = list(chain.from_iterable(zip(*[h.verdicts for h in heard], strict=True)))
     groups = [over.group] if slices is None else [over.group, slices]
     raise_together(error, header, verdicts, groups=groups, device=x.device)
     assert ahead is not None  # or an error was raised
     # Slices meet again as one batch, so their rows have the same number of slots.
-    most = max(h.most for h in heard)
+    most = max([h.most for h in heard])
     return *_prepared(x, weights, ahead, mine._replace(most=most)), heard
 
 

@@ -25,9 +25,16 @@ from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch.agreement import Header, input_error, raise_if_different
 from hp_expert.dispatch.all_to_all import by_expert
 from hp_expert.dispatch.announcement import CODE, COUNTS, INVALID, MOST, announcement
-from hp_expert.dispatch.counts import SlotCounts, count_slots, read_host
 from hp_expert.dispatch.run_ahead import RunAhead
-from hp_expert.permute import Permutation, gather_slots, permute_slots, sort_slots, sum_slots
+from hp_expert.permute import (
+    Permutation,
+    SlotCounts,
+    count_slots,
+    gather_slots,
+    permute_slots,
+    sort_slots,
+    sum_slots,
+)
 from hp_platform import agree, all_to_all, all_to_all_lazy, launch_all_to_all, wait_tensor
 
 
@@ -189,7 +196,7 @@ class BoundedAllToAllDispatcher:
             BufferOverflowError: If a buffer was too small. All outputs since then may be NaN.
             ValueError: If experts did not exist, or ranks passed different kinds of input.
         """
-        most, num_invalid, num_different = read_host(self._found)
+        most, num_invalid, num_different = self._found.tolist()
         self._found.zero_()
         if num_different:
             raise ValueError(

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from hp_expert.dispatch.cost import code_bytes
-from hp_expert.dispatch.counts import SlotCounts, narrowed
-from hp_expert.permute import Permutation, sort_slots
+from hp_expert.permute import Permutation, SlotCounts, narrowed, sort_slots
 
 
 @dataclass(frozen=True, slots=True, eq=False)

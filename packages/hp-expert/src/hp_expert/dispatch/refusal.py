@@ -27,9 +27,13 @@ def refused_input() -> Exception | None:
 
 def groups_of(dispatcher: Any) -> list[ProcessGroup]:
     """Return the process groups over which a dispatcher exchanges; none if all experts are here."""
-    holders = (dispatcher, getattr(dispatcher, "over_ep", None))
-    found = (getattr(holder, name, None) for holder in holders for name in ("group", "control"))
-    return [group for group in found if isinstance(group, ProcessGroup)]
+    groups = []
+    for holder in (dispatcher, getattr(dispatcher, "over_ep", None)):
+        for name in ("group", "control"):
+            group = getattr(holder, name, None)
+            if isinstance(group, ProcessGroup):
+                groups.append(group)
+    return groups
 
 
 @contextmanager

@@ -18,11 +18,9 @@ from torch.distributed import ProcessGroup
 
 from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch.agreement import Header, block_size, input_error, raise_together
-from hp_expert.dispatch.counts import SlotCounts, count_slots, invalid_experts, read_exchange
+from hp_expert.dispatch.announcement import read_exchange
 from hp_expert.dispatch.exchange_read import ExchangeRead
-from hp_expert.dispatch.local import LocalDispatcher
-from hp_expert.dispatch.protocol import DispatchState
-from hp_expert.permute import sort_slots
+from hp_expert.permute import SlotCounts, count_slots, invalid_experts
 from hp_platform import launch_all_to_all, wait_tensor
 
 _CODE, _INVALID, _TOKENS, _COUNTS = range(4)
@@ -49,7 +47,7 @@ class TensorSummedDispatcher:
 
     def prepare(
         self, x: Tensor, experts: Tensor, weights: Tensor | None = None
-    ) -> tuple[Tensor, DispatchState]:
+    ) -> tuple[Tensor, ExpertBatch]:
         """Sort while counts are compared; see `Dispatcher.prepare`."""
         E, W = self.num_experts, self.group.size()
         error, header, counted = input_error(x, experts, weights), Header.failed(), None
@@ -58,7 +56,7 @@ class TensorSummedDispatcher:
             counted = count_slots(experts, E)
         told = _announcement(header, counted, num_experts=E, x=x)
         exchange = launch_all_to_all(told.repeat(W, 1), group=self.group)
-        permutation = None if counted is None else sort_slots(counted.keys)
+        order = None if counted is None else counted.keys.reshape(-1).argsort(stable=True)
         read = ExchangeRead(
             header=header,
             num_tokens=len(x),
@@ -76,27 +74,27 @@ class TensorSummedDispatcher:
         verdicts = [block[: _INVALID + 1] for block in heard]
         raise_together(error, header, verdicts, groups=[self.group], device=x.device)
         self._require_same(heard)
-        assert permutation is not None
+        assert order is not None
         assert counted is not None
         x, weights = _sum_gradients(x, weights, self.group)
         counts = tuple(mine[_COUNTS:])
-        order = permutation.order[: sum(counts)]
-        return x, DispatchState(permutation, weights, order, counts, counted.counts[:E])
+        order, num_tokens = order[: sum(counts)], counted.counts[:E]
+        return x, ExpertBatch(x, weights, order, counts, num_tokens, experts.shape[1])
 
-    def launch_dispatch(self, rows: Tensor, state: DispatchState) -> tuple[Tensor, DispatchState]:
+    def launch_dispatch(self, rows: Tensor, state: ExpertBatch) -> tuple[Tensor, ExpertBatch]:
         """Return both."""
         return rows, state
 
-    def finish_dispatch(self, rows: Tensor, state: DispatchState) -> ExpertBatch:
+    def finish_dispatch(self, rows: Tensor, state: ExpertBatch) -> ExpertBatch:
         """Hand the tokens on as they are."""
-        return LocalDispatcher(self.num_experts).finish_dispatch(rows, state)
+        return state._replace(rows=rows)
 
-    def launch_combine(self, y: Tensor, state: DispatchState) -> Tensor:
+    def launch_combine(self, y: Tensor, state: ExpertBatch) -> Tensor:
         """Return `y`."""
         del state
         return y
 
-    def finish_combine(self, rows: Tensor, state: DispatchState) -> Tensor:
+    def finish_combine(self, rows: Tensor, state: ExpertBatch) -> Tensor:
         """Sum the outputs over the ranks."""
         del state
         y: Tensor = _SumOutputs.apply(rows, self.group)

@@ -17,13 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hp_expert.batch import ExpertBatch
-from hp_expert.experts.slots import at_positions, sum_over_slots
-from hp_expert.experts.types import (
-    ExpertWeights,
-    InputGradients,
-    WeightGradients,
-    gate_and_up,
-)
+from hp_expert.experts.types import ExpertWeights, InputGradients, WeightGradients
+from hp_expert.kernels import kernels_for
 
 
 class GroupedProducts:
@@ -66,17 +61,17 @@ class Grouped:
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute the output [N, D]; keep the pre-activations."""
         ends, multiply = _ends(batch), self.products.forward
-        x_PD = at_positions(batch.rows, batch.row_at())
+        x_PD = kernels_for(batch.rows).gather_rows(batch.rows, batch.row_at(), holes=False)
         pre = tuple(multiply(x_PD, weight, ends) for weight in experts.weights.gate_up)
         for piece, bias in zip(pre, experts.biases.gate_up, strict=True):
             _add_bias(piece, bias, ends)
-        gate_PH, up_PH = gate_and_up(pre)
+        gate_PH, up_PH = pre if len(pre) > 1 else pre[0].chunk(2, 1)
         activation = experts.activation
         gated_PH = activation.gate(gate_PH)
         h_PH = activation.product(gated_PH, up_PH, out=gated_PH)
         y_PD = multiply(h_PH, experts.weights.down, ends)
         _add_bias(y_PD, experts.output_bias, ends)
-        return sum_over_slots(y_PD, batch, batch.weights), pre
+        return batch.sum_over_slots(y_PD, batch.weights), pre
 
     def backward(
         self,
@@ -90,9 +85,11 @@ class Grouped:
     ) -> InputGradients:
         """Compute the gradients of rows and scale; hand the factors of the others to `wanted`."""
         ends, row_at = _ends(batch), batch.row_at()
-        x_PD, dy_PD = at_positions(batch.rows, row_at), at_positions(grad_out, row_at)
+        gather = kernels_for(batch.rows).gather_rows
+        x_PD = gather(batch.rows, row_at, holes=False)
+        dy_PD = gather(grad_out, row_at, holes=False)
         dh_PH = self.products.input_gradient(dy_PD, experts.weights.down, ends)
-        gate_PH, up_PH = gate_and_up(kept)
+        gate_PH, up_PH = kept if len(kept) > 1 else kept[0].chunk(2, 1)
         gated_PH = experts.activation.gate(gate_PH)
         h_PH = experts.activation.product(gated_PH, up_PH)
         grad_scale = None
@@ -104,7 +101,8 @@ class Grouped:
             dh_PH.mul_(scale_P[:, None])
             h_PH.mul_(scale_P[:, None])
         dpre = tuple(torch.empty_like(piece) for piece in kept)
-        experts.activation.backward(dh_PH, gate_PH, up_PH, gated_PH, *gate_and_up(dpre))
+        dgate_PH, dup_PH = dpre if len(dpre) > 1 else dpre[0].chunk(2, 1)
+        experts.activation.backward(dh_PH, gate_PH, up_PH, gated_PH, dgate_PH, dup_PH)
         dx_PD, *others = [
             self.products.input_gradient(piece, weight, ends)
             for piece, weight in zip(dpre, experts.weights.gate_up, strict=True)
@@ -115,10 +113,12 @@ class Grouped:
         for gradient, piece in zip(wanted.weights.gate_up, dpre, strict=True):
             gradient.set(partial(multiply, piece, x_PD, ends))
         wanted.weights.down.set(partial(multiply, dy_PD, h_PH, ends))
-        for gradient, piece in zip(wanted.biases.gate_up, dpre, strict=True):
-            gradient.set(partial(_bias_gradient, piece, None, ends))
-        wanted.biases.down.set(partial(_bias_gradient, dy_PD, scale_P, ends))
-        return InputGradients(sum_over_slots(dx_PD, batch), grad_scale)
+        for bias, piece in zip(wanted.biases.gate_up, dpre, strict=True):
+            if bias is not None:
+                bias.set(partial(_bias_gradient, piece, None, ends))
+        if wanted.biases.down is not None:
+            wanted.biases.down.set(partial(_bias_gradient, dy_PD, scale_P, ends))
+        return InputGradients(batch.sum_over_slots(dx_PD), grad_scale)
 
 
 def _ends(batch: ExpertBatch) -> Tensor:

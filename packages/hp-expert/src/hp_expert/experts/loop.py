@@ -11,16 +11,16 @@ Shape symbols: N rows, P positions in expert order, R of them in one chunk, L lo
 H hidden width, D width, K and M the dims of a product.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hp_expert.batch import ExpertBatch
-from hp_expert.experts.slots import at_positions, sum_over_slots
-from hp_expert.experts.types import ExpertWeights, InputGradients, WeightGradients, gate_and_up
+from hp_expert.experts.types import ExpertWeights, InputGradients, WeightGradients
 from hp_expert.experts.weight_gradient import ExpertRun
+from hp_expert.kernels import kernels_for
 
 reads_counts: Final = True
 _ROWS = 1024
@@ -28,24 +28,27 @@ _ROWS = 1024
 
 def forward(batch: ExpertBatch, experts: ExpertWeights) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Compute the output [N, D]; keep the pre-activations of each chunk."""
-    rows, row_at, y_PD = batch.rows, batch.row_at(), _one_row_each(batch)
-    H, whole = experts.hidden, _whole(batch)
-    weights = [w[:, part].mT.unbind(0) for w, part in experts.weights.pieces(H, whole=whole)]
-    biases = [_rows_of(b, part) for b, part in experts.biases.pieces(H, whole=whole)]
+    rows, row_at, gather = batch.rows, batch.row_at(), kernels_for(batch.rows).gather_rows
+    y_PD = rows.new_empty(batch.order.numel(), rows.shape[1])
+    pieces = _pieces(batch, experts)
+    weights = [experts.weights.gate_up[i][:, part].mT.unbind(0) for i, part in pieces]
     down, activation = experts.weights.down.mT.unbind(0), experts.activation
+    output_bias = experts.biases.down if experts.adds_output_bias else None
     kept: list[Tensor] = []
     for positions, run in _chunks(batch):
-        x_RD = at_positions(rows, row_at[positions])
+        x_RD = gather(rows, row_at[positions], holes=False)
         pre = [_times(x_RD, w, run) for w in weights]
-        for piece, bias in zip(pre, biases, strict=True):
-            _add_bias(piece, bias, run)
-        gate_RH, up_RH = gate_and_up(pre)
+        for piece, (i, part) in zip(pre, pieces, strict=True):
+            if (bias := experts.biases.gate_up[i]) is not None:
+                _add_bias(piece, bias[:, part], run)
+        gate_RH, up_RH = pre if len(pre) > 1 else pre[0].chunk(2, 1)
         gated_RH = activation.gate(gate_RH)
         h_RH = activation.product(gated_RH, up_RH, out=gated_RH)
         y_RD = _times(h_RH, down, run, out=y_PD[positions])
-        _add_bias(y_RD, experts.output_bias, run)
+        if output_bias is not None:
+            _add_bias(y_RD, output_bias, run)
         kept += pre
-    return sum_over_slots(y_PD, batch, batch.weights), tuple(kept)
+    return batch.sum_over_slots(y_PD, batch.weights), tuple(kept)
 
 
 def backward(
@@ -58,17 +61,19 @@ def backward(
     wanted: WeightGradients,
 ) -> InputGradients:
     """Compute the gradients of rows and scale; hand the factors of the others to `wanted`."""
-    rows, row_at, dx_PD = batch.rows, batch.row_at(), _one_row_each(batch)
+    rows, row_at, gather = batch.rows, batch.row_at(), kernels_for(batch.rows).gather_rows
+    dx_PD = rows.new_empty(batch.order.numel(), rows.shape[1])
     grad_scale = None if scale_P is None else torch.empty_like(scale_P)
-    H, whole = experts.hidden, _whole(batch)
-    weights = [w[:, part].unbind(0) for w, part in experts.weights.pieces(H, whole=whole)]
+    pieces = _pieces(batch, experts)
+    weights = [experts.weights.gate_up[i][:, part].unbind(0) for i, part in pieces]
     down, activation = experts.weights.down.unbind(0), experts.activation
+    output_bias = experts.biases.down if experts.adds_output_bias else None
     for index, (positions, run) in enumerate(_chunks(batch)):
         row_R = row_at[positions]
-        x_RD, dy_RD = at_positions(rows, row_R), at_positions(grad_out, row_R)
+        x_RD, dy_RD = gather(rows, row_R, holes=False), gather(grad_out, row_R, holes=False)
         dh_RH = _times(dy_RD, down, run)
         pre = kept[index * len(weights) : (index + 1) * len(weights)]
-        gate_RH, up_RH = gate_and_up(pre)
+        gate_RH, up_RH = pre if len(pre) > 1 else pre[0].chunk(2, 1)
         gated_RH = activation.gate(gate_RH)
         h_RH = activation.product(gated_RH, up_RH)
         one_R1 = dy_RD.new_ones(dy_RD.shape[0], 1)
@@ -77,26 +82,27 @@ def backward(
             scale_R1 = scale_P[positions, None]
             if rows.dtype != torch.float16:  # small weights are out of its range
                 scale_R1 = scale_R1.to(rows.dtype)  # a product of two dtypes takes thrice as long
-            torch.add(
-                _dot(dh_RH, h_RH, scale_P.dtype),
-                _dot_bias(dy_RD, experts.output_bias, run, scale_P.dtype),
-                out=grad_scale[positions],
-            )
+            grad_R = _dot(dh_RH, h_RH, scale_P.dtype)
+            if output_bias is not None:
+                grad_R += _dot_bias(dy_RD, output_bias, run, scale_P.dtype)
+            grad_scale[positions] = grad_R
             dh_RH.mul_(scale_R1)
             h_RH.mul_(scale_R1)
         # Where they are, if they need not be in one tensor: memory is used again while it is warm.
         dpre = [dh_RH, gated_RH] if len(pre) > 1 else [torch.empty_like(pre[0])]
-        activation.backward(dh_RH, gate_RH, up_RH, gated_RH, *gate_and_up(dpre))
+        dgate_RH, dup_RH = dpre if len(dpre) > 1 else dpre[0].chunk(2, 1)
+        activation.backward(dh_RH, gate_RH, up_RH, gated_RH, dgate_RH, dup_RH)
         dx_RD = _times(dpre[0], weights[0], run, out=dx_PD[positions])
         for dpiece, weight in zip(dpre[1:], weights[1:], strict=True):
             _add_times(dx_RD, dpiece, weight, run)
-        for gradients, right in ((wanted.weights, x_RD), (wanted.biases, one_R1)):
-            pieces_of = gradients.pieces(H, whole=whole)
-            for (gradient, part), left in zip(pieces_of, dpre, strict=True):
-                gradient.add(left, right, run, part)
+        for left, (i, part) in zip(dpre, pieces, strict=True):
+            wanted.weights.gate_up[i].add(left, x_RD, run, part)
+            if (bias := wanted.biases.gate_up[i]) is not None:
+                bias.add(left, one_R1, run, part)
         wanted.weights.down.add(dy_RD, h_RH, run, slice(None))
-        wanted.biases.down.add(dy_RD, scale_R1, run, slice(None))
-    return InputGradients(sum_over_slots(dx_PD, batch), grad_scale)
+        if wanted.biases.down is not None:
+            wanted.biases.down.add(dy_RD, scale_R1, run, slice(None))
+    return InputGradients(batch.sum_over_slots(dx_PD), grad_scale)
 
 
 class _Chunk(NamedTuple):
@@ -106,22 +112,36 @@ class _Chunk(NamedTuple):
     run: ExpertRun
 
 
-def _chunks(batch: ExpertBatch) -> Iterator[_Chunk]:
+def _pieces(batch: ExpertBatch, experts: ExpertWeights) -> list[tuple[int, slice]]:
+    """Which stored tensors have the gate and up projections, and in which rows.
+
+    See Note [Fused or separate]. In two bytes a fused one stays in one piece: what one product
+    saves is less than what strided views cost in fp32.
+    """
+    if len(experts.weights.gate_up) > 1:
+        return [(0, slice(None)), (1, slice(None))]
+    hidden = experts.weights.down.shape[2]
+    if batch.rows.element_size() == 2:
+        return [(0, slice(None))]
+    return [(0, slice(hidden)), (0, slice(hidden, 2 * hidden))]
+
+
+def _chunks(batch: ExpertBatch) -> list[_Chunk]:
     """See Note [Chunks]."""
     if batch.counts is None:
         raise ValueError("counts (None) must be on the host to compute one expert after the other")
-    start = size = 0
-    run = ExpertRun([], [])
+    chunks, start, size, run = [], 0, 0, ExpertRun([], [])
     for expert, count in enumerate(batch.counts):
         if size > 0 and size + count > _ROWS:
-            yield _Chunk(slice(start, start + size), run)
+            chunks.append(_Chunk(slice(start, start + size), run))
             start, size, run = start + size, 0, ExpertRun([], [])
         if count > 0:
             run.experts.append(expert)
             run.sizes.append(count)
             size += count
     if size > 0:
-        yield _Chunk(slice(start, start + size), run)
+        chunks.append(_Chunk(slice(start, start + size), run))
+    return chunks
 
 
 def _times(
@@ -142,11 +162,10 @@ def _add_times(y_RM: Tensor, x_RK: Tensor, matrices: Sequence[Tensor], run: Expe
         y_n.addmm_(x_n, matrices[expert])
 
 
-def _add_bias(y_RM: Tensor, bias_LM: Tensor | None, run: ExpertRun) -> None:
+def _add_bias(y_RM: Tensor, bias_LM: Tensor, run: ExpertRun) -> None:
     """Add each expert's bias to its rows, in place."""
-    if bias_LM is not None:
-        for expert, y_n in zip(run.experts, y_RM.split(run.sizes), strict=True):
-            y_n.add_(bias_LM[expert])
+    for expert, y_n in zip(run.experts, y_RM.split(run.sizes), strict=True):
+        y_n.add_(bias_LM[expert])
 
 
 def _dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -160,25 +179,7 @@ def _dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return total_R
 
 
-def _dot_bias(
-    dy_RD: Tensor, bias_LD: Tensor | None, run: ExpertRun, dtype: torch.dtype
-) -> Tensor | float:
+def _dot_bias(dy_RD: Tensor, bias_LD: Tensor, run: ExpertRun, dtype: torch.dtype) -> Tensor:
     """Multiply each row with its expert's bias: [R]."""
-    if bias_LD is None:
-        return 0.0
     parts = zip(run.experts, dy_RD.split(run.sizes), strict=True)
     return torch.cat([dy_n.to(dtype) @ bias_LD[expert].to(dtype) for expert, dy_n in parts])
-
-
-def _rows_of(bias_LM: Tensor | None, part: slice) -> Tensor | None:
-    return None if bias_LM is None else bias_LM[:, part]
-
-
-def _whole(batch: ExpertBatch) -> bool:
-    # What one product with a fused weight saves is less than what strided views cost in fp32.
-    return batch.rows.element_size() == 2
-
-
-def _one_row_each(batch: ExpertBatch) -> Tensor:
-    """Room for a row at each position [P, D]."""
-    return batch.rows.new_empty(batch.order.numel(), batch.rows.shape[1])

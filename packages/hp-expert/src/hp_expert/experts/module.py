@@ -120,8 +120,16 @@ class GroupedExperts(nn.Module):
             ValueError: If the counts do not fit the rows or the experts.
             hp_platform.PeerError: If they do not on another rank.
         """
-        if isinstance(rows, ExpertBatch):
-            return self._compute(rows)
+        if not isinstance(rows, ExpertBatch):
+            return self._sorted(rows, num_tokens_per_expert)
+        weights: Projections[Tensor] = Projections((self.w1, self.w3), self.w2)
+        biases: Projections[Tensor | None] = Projections((self.b1, self.b3), self.b2)
+        experts = ExpertWeights(weights, biases, self.adds_output_bias, self.activation)
+        backend = None if self.products is None else Grouped(self.products)
+        return routed_swiglu_by(backend, rows, experts, cast_of=self.cast_of)
+
+    def _sorted(self, rows: Tensor, num_tokens_per_expert: Tensor | None) -> Tensor:
+        """Bring rows that are sorted by expert to their experts, and the outputs back."""
         if num_tokens_per_expert is None:
             raise TypeError("num_tokens_per_expert must be given with rows")
         expert_R1 = _expert_of_rows(rows, num_tokens_per_expert, self.num_experts)
@@ -131,14 +139,7 @@ class GroupedExperts(nn.Module):
                 prepared, state = dispatcher.prepare(autocast(rows), expert_R1)
         except ValueError as error:
             raise _explain(rows, num_tokens_per_expert, self.num_experts) or error from None
-        return through_experts(dispatcher, self._compute, prepared, state)
-
-    def _compute(self, batch: ExpertBatch) -> Tensor:
-        weights: Projections[Tensor] = Projections((self.w1, self.w3), self.w2)
-        biases: Projections[Tensor | None] = Projections((self.b1, self.b3), self.b2)
-        experts = ExpertWeights(weights, biases, self.adds_output_bias, self.activation)
-        backend = None if self.products is None else Grouped(self.products)
-        return routed_swiglu_by(backend, batch, experts, cast_of=self.cast_of)
+        return through_experts(dispatcher, self.forward, prepared, state)
 
     def extra_repr(self) -> str:
         """Show the sizes and the part of the experts that is here."""

@@ -20,10 +20,8 @@ def local_part(parameter: Tensor | None) -> Tensor | None:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def placed_like(parameter: Tensor, gradient: Tensor) -> Tensor:
+def placed_like(parameter: DTensor, gradient: Tensor) -> DTensor:
     """Return the gradient of a parameter from that of its local part."""
-    if not isinstance(parameter, DTensor):
-        return gradient
     return DTensor.from_local(
         gradient,
         parameter.device_mesh,

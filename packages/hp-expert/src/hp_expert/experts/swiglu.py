@@ -18,9 +18,9 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from hp_expert.batch import ExpertBatch
-from hp_expert.dispatch.counts import read_host
 from hp_expert.experts import loop
 from hp_expert.experts.activation import SWIGLU, Activation
 from hp_expert.experts.grouped import Grouped
@@ -38,6 +38,7 @@ from hp_platform import wait_tensor
 
 T = TypeVar("T")
 _GROUPED: Final = Grouped()
+_MOST_INT32: Final = torch.iinfo(torch.int32).max
 
 
 class _Options(NamedTuple):
@@ -139,11 +140,12 @@ def routed_swiglu_by(
         cast_of: Gives them in the dtype of the rows; None: forward casts them, and backward again.
     """
     batch = batch._replace(rows=autocast(batch.rows))
-    _require_fit(batch, experts)
-    backend = _fastest(batch, experts) if backend is None else backend
+    weights, biases = experts.weights, experts.biases
+    parameters = (*weights.gate_up, weights.down, *biases.gate_up, biases.down)
+    _require_fit(batch, parameters)
+    backend = _fastest(batch, weights.down) if backend is None else backend
     if batch.counts is None and (backend.reads_counts or batch.num_slots == 0):
         batch = _without_padding(batch)
-    parameters = (*experts.weights.stored, *experts.biases.stored)
     options = _Options(experts.adds_output_bias, experts.activation, cast_of)
     with torch.autocast(batch.rows.device.type, enabled=False):
         out: Tensor = _RoutedSwiGLU.apply(
@@ -172,9 +174,10 @@ class _RoutedSwiGLU(torch.autograd.Function):
         *parameters: Tensor | None,
     ) -> Tensor:
         batch = batch._replace(rows=rows, weights=slot_weights)
-        experts = _local(parameters, parameters, rows.dtype, options)
+        experts = _cast(_here(parameters), parameters, rows.dtype, options)
         out, kept = backend.forward(batch, experts)
-        order = batch.order.to(_narrow_index(batch.num_slots))
+        num_slots = rows.shape[0] * batch.num_slots_per_row
+        order = batch.order.to(torch.int32 if num_slots <= _MOST_INT32 else torch.int64)
         ctx.save_for_backward(rows, slot_weights, order, *parameters, *kept)
         nothing = rows.new_empty(0)
         ctx.batch = batch._replace(rows=nothing, weights=None, order=nothing)
@@ -191,17 +194,21 @@ class _RoutedSwiGLU(torch.autograd.Function):
         order = order.to(torch.int64)
         batch: ExpertBatch = ctx.batch._replace(rows=rows, weights=slot_weights, order=order)
         backend: Backend = ctx.backend
-        experts = _local(saved[:num_parameters], ctx.parameters, rows.dtype, ctx.options)
+        parts = _here(saved[:num_parameters])
+        experts = _cast(parts, ctx.parameters, rows.dtype, ctx.options)
         # Sums over rows, which gradients of biases are, are cheap to compute more precisely.
-        dtypes = rows.dtype, torch.promote_types(rows.dtype, torch.float32)
-        wanted = [
-            WeightGradient(
-                parameter, dtype=dtypes[2 * index >= num_parameters], batch=batch, needed=needed
-            )
-            for index, (parameter, needed) in enumerate(
-                zip(ctx.parameters, ctx.needs_input_grad[5:], strict=True)
-            )
-        ]
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        wanted: list[WeightGradient | None] = [None] * num_parameters
+        for index, part in enumerate(parts):
+            if part is not None:
+                wanted[index] = WeightGradient(
+                    ctx.parameters[index],
+                    part.shape,
+                    dtype=wide if 2 * index >= num_parameters else rows.dtype,
+                    batch=batch,
+                    needed=ctx.needs_input_grad[5 + index],
+                )
+        weights, biases = _by_projection(wanted)
         grad_out = wait_tensor(grad_out).contiguous()
         with torch.autocast(rows.device.type, enabled=False):
             grads = backend.backward(
@@ -210,14 +217,10 @@ class _RoutedSwiGLU(torch.autograd.Function):
                 experts,
                 tuple(saved[num_parameters:]),
                 grad_out,
-                wanted=WeightGradients(*_by_projection(wanted)),
+                wanted=WeightGradients(cast("Projections[WeightGradient]", weights), biases),
             )
-        results = (gradient.result() for gradient in wanted)
+        results = [each.result() if each is not None and each.now else None for each in wanted]
         return (grads.rows, _unscale(grads.scale, batch), None, None, None, *results)
-
-
-def _narrow_index(size: int) -> torch.dtype:
-    return torch.int32 if size <= torch.iinfo(torch.int32).max else torch.int64
 
 
 def _scale(batch: ExpertBatch) -> Tensor | None:
@@ -238,64 +241,71 @@ def _unscale(grad_P: Tensor | None, batch: ExpertBatch) -> Tensor | None:
 
 def _by_projection(flat: Sequence[T]) -> tuple[Projections[T], Projections[T]]:
     """Weights and biases from what `_RoutedSwiGLU` was given."""
-    half = len(flat) // 2
-    return Projections.of(flat[:half]), Projections.of(flat[half:])
+    *gate_up, down = flat[: len(flat) // 2]
+    *gate_up_bias, down_bias = flat[len(flat) // 2 :]
+    return Projections(tuple(gate_up), down), Projections(tuple(gate_up_bias), down_bias)
 
 
-def _local(
-    values: Sequence[Tensor | None],
+def _here(parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The parts of parameters that are here."""
+    parts = list(parameters)
+    for index, parameter in enumerate(parameters):
+        if isinstance(parameter, DTensor):
+            parts[index] = parameter.to_local()
+    return parts
+
+
+def _cast(
+    parts: list[Tensor | None],
     parameters: Sequence[Tensor | None],
     dtype: torch.dtype,
     options: _Options,
 ) -> ExpertWeights:
-    """The parts of the parameters that are here, in `dtype`."""
-    parts = [
-        None if value is None or parameter is None else _cast(value, parameter, dtype, options)
-        for value, parameter in zip(values, parameters, strict=True)
-    ]
-    weights, biases = _by_projection(parts)
+    """The parts of the parameters in `dtype`."""
+    casts = list(parts)
+    for index, (part, parameter) in enumerate(zip(parts, parameters, strict=True)):
+        if part is not None and parameter is not None and part.dtype != dtype:
+            made = None if options.cast_of is None else options.cast_of(parameter, dtype)
+            casts[index] = part.to(dtype) if made is None else local_part(made)
+    weights, biases = _by_projection(casts)
     experts = cast("Projections[Tensor]", weights)
     return ExpertWeights(experts, biases, options.adds_output_bias, options.activation)
-
-
-def _cast(value: Tensor, parameter: Tensor, dtype: torch.dtype, options: _Options) -> Tensor:
-    made = None if options.cast_of is None else options.cast_of(parameter, dtype)
-    return local_part(value).to(dtype) if made is None else local_part(made)
 
 
 def _without_padding(batch: ExpertBatch) -> ExpertBatch:
     """Read the counts that were left on the device; without slots they are known."""
     counts = tuple(
-        read_host(batch.num_tokens_per_expert)
+        batch.num_tokens_per_expert.tolist()
         if batch.num_slots
         else [0] * batch.num_tokens_per_expert.shape[0]
     )
     return batch._replace(counts=counts, order=batch.order[: sum(counts)])
 
 
-def _fastest(batch: ExpertBatch, experts: ExpertWeights) -> Backend:
+def _fastest(batch: ExpertBatch, down: Tensor) -> Backend:
     """`grouped_mm` wants CUDA, bf16 and strides of a multiple of 16 bytes; all else is a loop."""
-    rows, H, D = batch.rows, experts.hidden, batch.rows.shape[1]
+    rows, H, D = batch.rows, down.shape[2], batch.rows.shape[1]
     fits = rows.is_cuda and rows.dtype == torch.bfloat16 and H % 8 == 0 and D % 8 == 0
     return _GROUPED if fits and batch.order.numel() > 0 else loop
 
 
-def _require_fit(batch: ExpertBatch, experts: ExpertWeights) -> None:
+def _require_fit(batch: ExpertBatch, parameters: Sequence[Tensor | None]) -> None:
     """Raise ValueError if rows, routing, weights and biases do not fit each other."""
-    rows, (gate_up, down) = batch.rows, experts.weights
-    L, D, H = local_part(down).shape
+    rows, half, parts = batch.rows, len(parameters) // 2, _here(parameters)
+    down = parts[half - 1]
+    assert down is not None
+    L, D, H = down.shape
     if rows.ndim != 2 or rows.shape[1] != D:
         raise ValueError(f"rows ({tuple(rows.shape)}) must be [N, dim ({D})]")
-    M = 2 * H // len(gate_up)
-    shapes: list[tuple[int, ...]] = [*[(L, M, D)] * len(gate_up), (L, D, H)]
-    shapes += [*[(L, M)] * len(gate_up), (L, D)]
-    parameters = (*experts.weights.stored, *experts.biases.stored)
-    for parameter, shape in zip(parameters, shapes, strict=True):
+    M = 2 * H // (half - 1)
+    shapes: list[tuple[int, ...]] = [*[(L, M, D)] * (half - 1), (L, D, H)]
+    shapes += [*[(L, M)] * (half - 1), (L, D)]
+    for parameter, shape in zip(parts, shapes, strict=True):
         if parameter is None:
             continue
-        if local_part(parameter).shape != shape:
+        if parameter.shape != shape:
             raise ValueError(
-                f"shape of a weight or bias ({tuple(local_part(parameter).shape)}) must be {shape} "
+                f"shape of a weight or bias ({tuple(parameter.shape)}) must be {shape} "
                 f"beside down projections of {(L, D, H)}"
             )
         if torch.promote_types(rows.dtype, parameter.dtype) != parameter.dtype:

@@ -11,7 +11,7 @@ gradient is one more product: that of the same left factor with a column of ones
 Shape symbols: N rows, P positions, L local experts, D width, H hidden width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -38,28 +38,6 @@ class Projections(NamedTuple, Generic[T]):
     gate_up: tuple[T, ...]
     down: T
 
-    @classmethod
-    def of(cls, stored: Sequence[T]) -> "Projections[T]":
-        """Take what `stored` returns."""
-        return cls(tuple(stored[:-1]), stored[-1])
-
-    @property
-    def stored(self) -> tuple[T, ...]:
-        """All of them, down last."""
-        return (*self.gate_up, self.down)
-
-    def pieces(self, hidden: int, *, whole: bool) -> list[tuple[T, slice]]:
-        """What has the gate and up projections, and in which rows: Note [Fused or separate].
-
-        Args:
-            hidden: Hidden width, H.
-            whole: Leave a tensor that stores both in one piece.
-        """
-        if len(self.gate_up) > 1 or whole:
-            return [(stored, slice(None)) for stored in self.gate_up]
-        (both,) = self.gate_up
-        return [(both, slice(hidden)), (both, slice(hidden, 2 * hidden))]
-
 
 class ExpertWeights(NamedTuple):
     """Weights and biases.
@@ -78,11 +56,6 @@ class ExpertWeights(NamedTuple):
     activation: Activation = SWIGLU
 
     @property
-    def hidden(self) -> int:
-        """Hidden width, H."""
-        return self.weights.down.shape[2]
-
-    @property
     def output_bias(self) -> Tensor | None:
         """The bias of down [L, D], if it counts."""
         return self.biases.down if self.adds_output_bias else None
@@ -96,10 +69,13 @@ class InputGradients(NamedTuple):
 
 
 class WeightGradients(NamedTuple):
-    """Where the factors of the gradients go; see Note [A bias is a weight]."""
+    """Where the factors of the gradients go; of a bias that is not there, None.
+
+    See Note [A bias is a weight].
+    """
 
     weights: Projections[WeightGradient]
-    biases: Projections[WeightGradient]
+    biases: Projections[WeightGradient | None]
 
 
 class Backend(Protocol):
@@ -125,9 +101,3 @@ class Backend(Protocol):
         wanted: WeightGradients,
     ) -> InputGradients:
         """Compute the gradients of rows and scale; hand the factors of the others to `wanted`."""
-
-
-def gate_and_up(pieces: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return what belongs to the gate and to the up projection [P, H], as views of the pieces."""
-    gate, up = pieces if len(pieces) > 1 else pieces[0].chunk(2, 1)
-    return gate, up

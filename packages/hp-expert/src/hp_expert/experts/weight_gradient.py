@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from hp_expert.batch import ExpertBatch
-from hp_expert.experts.placement import local_part, placed_like
+from hp_expert.experts.placement import placed_like
 from hp_platform import submit_weight_grad
 
 
@@ -32,25 +33,35 @@ class WeightGradient:
     factors are kept until then.
 
     Args:
-        weight: The parameter as it was passed to the Function, [L, X, Y] or, for a bias, [L, X];
-            None if there is none.
+        weight: The parameter as it was passed to the Function, [L, X, Y] or, for a bias, [L, X].
+        shape: Shape of the part of it that is here.
         dtype: Dtype of the computation; the gradient has that of the weight.
         batch: Batch whose gradient it is. Experts without positions get zeros.
         needed: Whether the weight wants a gradient at all.
+
+    Attributes:
+        needed: Same as the argument.
+        now: Whether the gradient is computed as its factors come.
     """
 
     def __init__(
-        self, weight: Tensor | None, *, dtype: torch.dtype, batch: ExpertBatch, needed: bool
+        self,
+        weight: Tensor,
+        shape: torch.Size,
+        *,
+        dtype: torch.dtype,
+        batch: ExpertBatch,
+        needed: bool,
     ) -> None:
-        self._weight, self._dtype = weight, dtype
+        self._weight, self._shape, self._dtype = weight, shape, dtype
         self._counts, self._num_tokens_per_expert = batch.counts, batch.num_tokens_per_expert
-        self._now = False
+        self.now = False
         self._asked = False
         self._total: Tensor | None = None
         self._kept: list[Callable[[], None]] = []
-        self.needed = needed and weight is not None
-        if self.needed and weight is not None:
-            self._now = submit_weight_grad(weight, self._compute) is not None
+        self.needed = needed
+        if needed:
+            self.now = submit_weight_grad(weight, self._compute) is not None
         self._asked = True
 
     def add(self, left: Tensor, right: Tensor, run: ExpertRun, part: slice) -> None:
@@ -62,49 +73,35 @@ class WeightGradient:
             run: The experts, and how many of the R rows each has.
             part: Rows of the weight.
         """
-        self._do(partial(self._multiply, left, right, run, part))
-
-    def set(self, product: Callable[[], Tensor]) -> None:
-        """Take what computes the gradients of all experts."""
-        self._do(partial(self._take, product))
-
-    def result(self) -> Tensor | None:
-        """Return the gradient, or None if it comes later or never."""
-        return self._finished() if self._now else None
-
-    def _do(self, step: Callable[[], None]) -> None:
-        if self._now:
-            step()
-        elif self.needed:
-            self._kept.append(step)
-
-    def _compute(self) -> Tensor:
-        assert self._weight is not None
-        if not self._asked:
-            return self._weight
-        while self._kept:
-            self._kept.pop(0)()
-        return self._finished()
-
-    def _multiply(self, left: Tensor, right: Tensor, run: ExpertRun, part: slice) -> None:
+        if not self.now:
+            if self.needed:
+                self._kept.append(partial(self.add, left, right, run, part))
+            return
         if self._total is None:
-            shape = self._shape()
-            columns = () if len(shape) > 2 else (1,)
-            self._total = left.new_empty((*shape, *columns), dtype=self._dtype)
+            columns = () if len(self._shape) > 2 else (1,)
+            self._total = left.new_empty((*self._shape, *columns), dtype=self._dtype)
         lefts = left.t().to(self._dtype).split(run.sizes, 1)
         rights = right.to(self._dtype).split(run.sizes)
         for expert, left_n, right_n in zip(run.experts, lefts, rights, strict=True):
             torch.mm(left_n, right_n, out=self._total[expert, part])
 
-    def _take(self, product: Callable[[], Tensor]) -> None:
-        self._total = product()
+    def set(self, product: Callable[[], Tensor]) -> None:
+        """Take what computes the gradients of all experts."""
+        if self.now:
+            self._total = product()
+        elif self.needed:
+            self._kept.append(partial(self.set, product))
 
-    def _shape(self) -> torch.Size:
-        assert self._weight is not None
-        return local_part(self._weight).shape
+    def _compute(self) -> Tensor:
+        if not self._asked:
+            return self._weight
+        self.now = True
+        while self._kept:
+            self._kept.pop(0)()
+        return self.result()
 
-    def _finished(self) -> Tensor:
-        assert self._weight is not None
+    def result(self) -> Tensor:
+        """Return the gradient of the factors that were taken; if it is computed now."""
         total, self._total = self._total, None
         if total is None:
             return torch.zeros_like(self._weight)
@@ -115,4 +112,7 @@ class WeightGradient:
             for expert, count in enumerate(self._counts):
                 if count == 0:
                     total[expert].zero_()
-        return placed_like(self._weight, total.view(self._shape()).to(self._weight.dtype))
+        gradient = total.view(self._shape).to(self._weight.dtype)
+        if isinstance(self._weight, DTensor):
+            return placed_like(self._weight, gradient)
+        return gradient

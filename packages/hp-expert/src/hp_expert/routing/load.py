@@ -13,6 +13,7 @@ Shape symbols: T tokens, E experts, K experts per token, B sequences, N slots of
 """
 
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -61,14 +62,8 @@ class _CountInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if torch.compiler.is_compiling():
-            _add(ctx.total, ctx.counts)
-        else:
-            with _lock:
-                _add(ctx.total, ctx.counts)
+        counts: Tensor = ctx.counts
+        with nullcontext() if torch.compiler.is_compiling() else _lock:
+            # Atomic on CUDA, where the lock does not keep two streams apart.
+            ctx.total.index_add_(0, torch.arange(counts.numel(), device=counts.device), counts)
         return grad, None, None
-
-
-def _add(total: Tensor, counts: Tensor) -> None:
-    # Atomic on CUDA, where the lock does not keep two streams apart.
-    total.index_add_(0, torch.arange(counts.numel(), device=counts.device), counts)

@@ -1,12 +1,13 @@
 """The router: scores of all experts for each token, and the best of them.
 
-Shape symbols: T tokens in sequences of S, E experts, K experts per token, D model width, G groups.
+Shape symbols: T tokens in sequences of S, E experts, K experts per token, D model width, G groups
+of M = E / G experts.
 """
 
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple, Self, get_args
+from typing import Final, Literal, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +16,12 @@ from hp_expert.routing.capacity import DropPolicy, expert_capacity, is_within_ca
 from hp_expert.routing.load import count_in_backward
 from hp_expert.routing.recompute import decide
 from hp_expert.routing.replay import check_replay, check_replay_shape
-from hp_expert.routing.selection import GroupScore, limit_to_groups, top_k_experts
 from hp_platform import linear
 
 ScoreFunction = Literal["softmax", "sigmoid"]
+GroupScore = Literal["max", "top2_sum"]
+_WIDE: Final = torch.float32
+"""The least dtype of logits, scores and correction biases."""
 
 
 class Routing(NamedTuple):
@@ -124,7 +127,7 @@ class TopKRouter(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, dim, device=device, dtype=dtype))
         empty = torch.empty(num_experts, device=device, dtype=dtype)
         self.bias = nn.Parameter(empty) if bias else None
-        wide = _wide(empty.dtype)
+        wide = torch.promote_types(empty.dtype, _WIDE)
         self.register_buffer("correction_bias", empty.to(wide) if correction_bias else None)
         self.load = torch.zeros(num_experts, dtype=torch.int64, device=device)
         self.reset_parameters()
@@ -148,7 +151,7 @@ class TopKRouter(nn.Module):
         # Two dims whatever x has: the kernel and its bits do not depend on the caller's view.
         x_TD = x.reshape(-1, x.shape[-1])
         with torch.autocast(x.device.type, enabled=False):
-            dtype = _wide(torch.promote_types(x.dtype, self.weight.dtype))
+            dtype = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), _WIDE)
             logits_TE = linear(x_TD, self.weight, self.bias, dtype=dtype)
             logits = logits_TE.view(*x.shape[:-1], self.num_experts)
             return self.route(logits, replay=replay)
@@ -169,7 +172,8 @@ class TopKRouter(nn.Module):
             ValueError: If the record is of the wrong shape or dtype; on the CPU also if its experts
                 are none.
         """
-        logits_TE = logits.reshape(-1, self.num_experts).to(_wide(logits.dtype))
+        logits_TE = logits.reshape(-1, self.num_experts)
+        logits_TE = logits_TE.to(torch.promote_types(logits.dtype, _WIDE))
         softmax = self.score_function == "softmax"
         scores_TE = logits_TE.softmax(dim=-1) if softmax else logits_TE.sigmoid()
         if replay is None:
@@ -179,7 +183,7 @@ class TopKRouter(nn.Module):
             _check_record(replay, num_tokens=logits_TE.shape[0], router=self)
             choice = _Choice(replay, replay)
         if self.training and torch.is_grad_enabled() and scores_TE.requires_grad:
-            total = self._load_on(scores_TE.device)
+            total = self.load if self.load.device == scores_TE.device else self._load_on(scores_TE)
             scores_TE = count_in_backward(scores_TE, choice.chosen, total)
         weights_TK = self._weigh(scores_TE, choice, replayed=replay is not None)
         drops = choice.experts is not choice.chosen
@@ -234,11 +238,12 @@ class TopKRouter(nn.Module):
             weights_TK = weights_TK.masked_fill(choice.experts < 0, 0.0)
         return weights_TK
 
-    def _load_on(self, device: torch.device) -> Tensor:
-        """The counter, where the tokens are."""
-        if self.load.device != device:
-            # What was counted before a move is lost; on the meta device nothing was.
-            self.load = torch.zeros_like(self.load, device=device)
+    def _load_on(self, place: Tensor) -> Tensor:
+        """Begin to count where the tokens are, or the weight is.
+
+        What was counted before a move is lost; on the meta device nothing was.
+        """
+        self.load = torch.zeros_like(self.load, device=place.device)
         return self.load
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -249,9 +254,10 @@ class TopKRouter(nn.Module):
         before = self.correction_bias
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         after = self.correction_bias
-        if before is not None and after is not None and _wide(after.dtype) != after.dtype:
+        if before is not None and after is not None and after.dtype.itemsize < _WIDE.itemsize:
             self.correction_bias = before.to(after.device)
-        self._load_on(self.weight.device)
+        if self.load.device != self.weight.device:
+            self._load_on(self.weight)
         return self
 
     def extra_repr(self) -> str:
@@ -268,8 +274,57 @@ class TopKRouter(nn.Module):
         return shown
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+@torch.no_grad()
+def top_k_experts(scores_TE: Tensor, top_k: int) -> Tensor:
+    """Return the indices of the highest scores, best first; the lower index wins ties.
+
+    `torch.topk` breaks ties arbitrarily, and a stable sort takes twice the time of K maxima, whose
+    index is that of the first one.
+
+    Args:
+        scores_TE: Finite, or -inf for no more than E - K experts [T, E].
+        top_k: Number of experts per token, K.
+
+    Returns:
+        int64 [T, K].
+    """
+    left_TE = scores_TE.clone() if top_k > 1 else scores_TE
+    chosen = []
+    for choice in range(top_k):
+        best_T1 = left_TE.max(dim=-1, keepdim=True).indices
+        chosen.append(best_T1)
+        if choice < top_k - 1:
+            left_TE.scatter_(-1, best_T1, -math.inf)
+    return torch.cat(chosen, dim=-1)
+
+
+@torch.no_grad()
+def limit_to_groups(
+    scores_TE: Tensor, *, num_groups: int, num_limited_groups: int, group_score: GroupScore
+) -> Tensor:
+    """Leave each token the experts of its best groups; of equal groups the lower index wins.
+
+    Groups are equal runs of experts. A group counts as much as its best expert ("max", DeepSeek-V2,
+    arXiv:2405.04434, section 2.2.2) or its best two together ("top2_sum", DeepSeek-V3,
+    arXiv:2412.19437, section 2.1.2).
+
+    Args:
+        scores_TE: Finite [T, E].
+        num_groups: G, a divisor of E.
+        num_limited_groups: How many groups a token keeps.
+        group_score: What a group counts.
+
+    Returns:
+        The scores, -inf for the experts of all other groups [T, E].
+    """
+    scores_TGM = scores_TE.view(-1, num_groups, scores_TE.shape[-1] // num_groups)
+    if group_score == "max":
+        groups_TG = scores_TGM.amax(dim=-1)
+    else:
+        groups_TG = scores_TGM.topk(2, dim=-1).values.sum(dim=-1)
+    best = top_k_experts(groups_TG, num_limited_groups)
+    is_out_TG = torch.ones_like(groups_TG, dtype=torch.bool).scatter_(-1, best, value=False)
+    return scores_TGM.masked_fill(is_out_TG.unsqueeze(-1), -math.inf).flatten(-2)
 
 
 def _check_record(replay: Tensor, *, num_tokens: int, router: TopKRouter) -> None:

@@ -7,6 +7,7 @@ from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import add, gt
 from typing import NamedTuple, Self
 
 from torch import Tensor
@@ -60,12 +61,12 @@ class Part:
 
     def __post_init__(self) -> None:
         """Refuse a part that is not inside the whole."""
-        ends = [o + n for o, n in zip(self.offset, self.local.shape, strict=True)]
-        if any(end > n for end, n in zip(ends, self.shape, strict=True)):
-            raise ValueError(
-                f"offset {self.offset} + local {tuple(self.local.shape)} must be inside shape "
-                f"{self.shape}"
-            )
+        for begin, size, whole in zip(self.offset, self.local.shape, self.shape, strict=True):
+            if begin + size > whole:
+                raise ValueError(
+                    f"offset {self.offset} + local {tuple(self.local.shape)} must be inside shape "
+                    f"{self.shape}"
+                )
 
     @property
     def box(self) -> Box:
@@ -104,7 +105,7 @@ def coverage_error(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             return f"dimensions of a chunk ({len(sizes)}) must equal those of shape {list(shape)}"
-        if any(o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
+        if any(map(gt, map(add, offsets, sizes), shape)):
             return f"chunk at {list(offsets)} of {list(sizes)} must lie inside shape {list(shape)}"
         if 0 in sizes:
             return f"chunk at {list(offsets)} of {list(sizes)} must have elements"

@@ -160,8 +160,12 @@ class Checkpoint:
         return values.view(DTYPES[entry.dtype]).reshape(entry.chunk.sizes)
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path, *, decoded: Mapping[bytes, Manifest] | None = None) -> Manifest:
     """Read and check the manifest of a checkpoint; its files are not opened.
+
+    Args:
+        path: Directory of the checkpoint.
+        decoded: Manifests by their text that need not be decoded again.
 
     Raises:
         DamageError: If it is missing or not what was written.
@@ -175,7 +179,7 @@ def read_manifest(path: Path) -> Manifest:
         raise _damage_or(error, MANIFEST) from None
     if digest != digest_line(text):
         raise DamageError(f"{MANIFEST} does not match {DIGEST}")
-    return decode(text)
+    return decoded[text] if decoded and text in decoded else decode(text)
 
 
 def verify_entries(

@@ -57,8 +57,9 @@ def _refuse(constant: str) -> NoReturn:
 
 def _same(value: object, restored: object) -> bool:
     if isinstance(value, Mapping) and isinstance(restored, dict):
+        keys = list(restored)
         return value.keys() == restored.keys() and all(
-            _same(value[key], restored[key]) for key in restored
+            map(_same, map(value.__getitem__, keys), map(restored.__getitem__, keys))
         )
     if isinstance(value, list | tuple) and isinstance(restored, list):
         return len(value) == len(restored) and all(map(_same, value, restored))

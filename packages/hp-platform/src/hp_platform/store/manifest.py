@@ -21,16 +21,18 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from hp_platform.messages import as_form
 from hp_platform.store.boxes import Box, coverage_error, gap_error
-from hp_platform.store.extra import decode_extra, unique_keys
+from hp_platform.store.extra import decode_extra
 from hp_platform.store.files import DamageError
 
 MANIFEST = "manifest.json"
@@ -109,27 +111,21 @@ class Entry(NamedTuple):
         dtype: Dtype of the tensor, a key of `DTYPES` such as `"BF16"`.
         key: Key of the chunk in its file.
         chunk: Where it is.
-        end: One past its last byte, after the header.
+        nbytes: Bytes of the chunk.
     """
 
     tensor: str
     dtype: str
     key: str
     chunk: Chunk
-    end: int
+    nbytes: int
 
     @classmethod
     def of(cls, tensor: str, dtype: str, shape: tuple[int, ...], chunk: Chunk) -> Entry:
         """The entry of a chunk; its key has the offsets where it is not all of the tensor."""
         is_whole = chunk.sizes == shape
         key = tensor if is_whole else f"{tensor}@{','.join(map(str, chunk.offsets))}"
-        nbytes = math.prod(chunk.sizes) * DTYPES[dtype].itemsize
-        return cls(tensor, dtype, key, chunk, chunk.begin + nbytes)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the chunk."""
-        return self.end - self.chunk.begin
+        return cls(tensor, dtype, key, chunk, math.prod(chunk.sizes) * DTYPES[dtype].itemsize)
 
 
 @dataclass(frozen=True)
@@ -162,7 +158,7 @@ class Manifest:
             for chunk in chunks:
                 entries[chunk.file].append(Entry.of(name, dtype, shape, chunk))
         for of_file in entries:
-            of_file.sort(key=lambda entry: entry.chunk.begin)
+            of_file.sort(key=attrgetter("chunk.begin"))
         return entries
 
     @cached_property
@@ -181,13 +177,12 @@ def encode(manifest: Manifest) -> bytes:
         "world_size": manifest.world_size,
         "software": manifest.software,
     }
-    tail = {
-        "files": [file._asdict() for file in manifest.files],
-        "tensors": {
-            name: {"dtype": dtype, "shape": shape, "chunks": [chunk._asdict() for chunk in chunks]}
-            for name, (dtype, shape, chunks) in manifest.tensors.items()
-        },
-    }
+    tensors: dict[str, dict[str, Any]] = {}
+    for name, (dtype, shape, chunks) in manifest.tensors.items():
+        tensors[name] = {"dtype": dtype, "shape": shape, "chunks": []}
+        for chunk in chunks:
+            tensors[name]["chunks"].append(dict(zip(Chunk._fields, chunk, strict=True)))
+    tail = {"files": [file._asdict() for file in manifest.files], "tensors": tensors}
     return _json(head)[:-1] + b',"extra":' + manifest.extra + b"," + _json(tail)[1:]
 
 
@@ -220,7 +215,7 @@ def decode(text: bytes) -> Manifest:
     extra = text[first + len(b',"extra":') : last]
     try:
         decode_extra(extra)
-        values = json.loads(text[:first] + text[last:], object_pairs_hook=unique_keys)
+        values = json.loads(text[:first] + text[last:])  # with a key twice, spelled otherwise
         stated: _Stated = as_form(_Stated, values)
         head = stated.save_id, stated.step, stated.world_size, stated.software
         manifest = Manifest(*head, extra, stated.files, stated.tensors)
@@ -239,8 +234,8 @@ def decode(text: bytes) -> Manifest:
 def file_header(save_id: str, step: int, entries: list[Entry]) -> bytes:
     """Length and JSON that a safetensors file with these chunks starts with."""
     header: dict[str, Any] = {RESERVED: {"format": "pt", "save_id": save_id, "step": str(step)}}
-    for _, dtype, key, chunk, end in entries:
-        span = [chunk.begin, end]
+    for _, dtype, key, chunk, nbytes in entries:
+        span = [chunk.begin, chunk.begin + nbytes]
         header[key] = {"dtype": dtype, "shape": chunk.sizes, "data_offsets": span}
     return framed(header)
 
@@ -257,11 +252,13 @@ def digest_line(manifest: bytes) -> bytes:
     return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n".encode()
 
 
-def name_error(name: str) -> str | None:
-    """Say why a tensor cannot be saved under this name; None if it can."""
-    if not 0 < len(name) <= 512 or not name.isprintable() or name == RESERVED:
-        shown = repr(name[:60])
-        return f"name {shown} must be printable, of 1 to 512 characters and not {RESERVED}"
+def unfit_name(names: Collection[str]) -> tuple[str, str] | None:
+    """Find a name under which no tensor can be saved, and say why; None if all will do."""
+    for name in names:
+        if not 0 < len(name) <= 512 or not name.isprintable() or name == RESERVED:
+            shown = repr(name[:60])
+            limits = f"printable, of 1 to 512 characters and not {RESERVED}"
+            return name, f"name {shown} must be {limits}"
     return None
 
 
@@ -286,24 +283,28 @@ def _check_numbers(manifest: Manifest) -> None:
         raise DamageError(
             f"{MANIFEST}: dtype {min(unknown)[:60]!r} must be one of {', '.join(DTYPES)}"
         )
-    texts = [(manifest.save_id, _SAVE_ID), *((file.name, _FILE) for file in manifest.files)]
-    for text, pattern in chain(texts, ((chunk.sha256, _SHA256) for chunk in chunks)):
-        if not pattern.fullmatch(text):
-            raise DamageError(f"{MANIFEST}: {text[:80]!r} must be of the form {pattern.pattern}")
+    names, hashes = [file.name for file in manifest.files], [chunk.sha256 for chunk in chunks]
+    for texts, pattern in ([manifest.save_id], _SAVE_ID), (names, _FILE), (hashes, _SHA256):
+        for text in texts:
+            if not pattern.fullmatch(text):
+                shown = f"{text[:80]!r} must be of the form {pattern.pattern}"
+                raise DamageError(f"{MANIFEST}: {shown}")
 
 
 def _check_tensors(manifest: Manifest) -> None:
+    if bad := unfit_name(manifest.tensors):
+        raise DamageError(f"{MANIFEST}: {bad[1]}")
     for name, tensor in manifest.tensors.items():
-        if error := name_error(name):
-            raise DamageError(f"{MANIFEST}: {error}")
-        if error := coverage_error(tensor.shape, [chunk.box for chunk in tensor.chunks]):
-            raise DamageError(f"{MANIFEST}: tensor {name}: {error}")
+        boxes = []
         for chunk in tensor.chunks:
+            boxes.append(Box(chunk.offsets, chunk.sizes))
             if chunk.file >= len(manifest.files):
                 raise DamageError(
                     f"{MANIFEST}: tensor {name}: file ({chunk.file}) must be less than the number "
                     f"of files ({len(manifest.files)})"
                 )
+        if error := coverage_error(tensor.shape, boxes):
+            raise DamageError(f"{MANIFEST}: tensor {name}: {error}")
 
 
 def _check_files(manifest: Manifest) -> None:
@@ -319,12 +320,13 @@ def _file_error(manifest: Manifest, number: int) -> str | None:
     entries, stated = manifest.entries[number], manifest.files[number].bytes
     if not entries:
         return "must hold a chunk"
-    keys = Counter(entry.key for entry in entries)
+    keys = Counter([entry.key for entry in entries])
     if repeated := [key for key, count in keys.items() if count > 1]:
         return f"key {repeated[0]} must appear once"
-    if error := gap_error([(entry.chunk.begin, entry.end) for entry in entries]):
+    spans = [(entry.chunk.begin, entry.chunk.begin + entry.nbytes) for entry in entries]
+    if error := gap_error(spans):
         return error
-    size = len(manifest.headers[number]) + entries[-1].end
+    size = len(manifest.headers[number]) + spans[-1][1]
     if size != stated:
         return f"bytes ({stated}) must equal those of header and chunks ({size})"
     return None

@@ -8,8 +8,9 @@ import os
 import platform
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
@@ -47,7 +48,7 @@ from hp_platform.store.manifest import (
     digest_line,
     encode,
     file_header,
-    name_error,
+    unfit_name,
 )
 from hp_platform.store.together import (
     OnProgress,
@@ -85,7 +86,8 @@ class Source:
     @classmethod
     def of(cls, part: Part, *, kind: str = "Tensor") -> Source:
         """A part that is there."""
-        return cls(part.local.dtype, part.shape, (part.box,), lambda _: part.local, kind)
+        box = Box(part.offset, tuple(part.local.shape))
+        return cls(part.local.dtype, part.shape, (box,), lambda _: part.local, kind)
 
 
 def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
@@ -97,9 +99,10 @@ def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
     Raises:
         CheckpointError: Naming one of which that cannot be said, or that cannot be saved.
     """
+    _require_names(tensors)
     parts = {}
     for name, tensor in tensors.items():
-        if error := name_error(name) or _tensor_error(tensor):
+        if error := _tensor_error(tensor):
             raise CheckpointError(f"tensor {name}: {error}")
         try:
             parts[name] = Part.of(tensor)
@@ -120,9 +123,10 @@ def sources_of(
     """
     sources = {}
     for name, part in parts_of(tensors).items():
-        local = part.local if copies is None else copies[name]
+        if copies is not None:
+            part = Part(copies[name], part.shape, part.offset)  # noqa: PLW2901 - the same, copied
         kind = "DTensor" if isinstance(tensors[name], DTensor) else "Tensor"
-        sources[name] = Source.of(Part(local, part.shape, part.offset), kind=kind)
+        sources[name] = Source.of(part, kind=kind)
     return sources
 
 
@@ -140,11 +144,6 @@ class _Offer(NamedTuple):
     def shown(self) -> str:
         """What a rank takes the tensor for, in words."""
         return f"{self.kind} {list(self.shape)} {DTYPES[self.dtype]}"
-
-    @property
-    def box(self) -> Box:
-        """Where the chunk is."""
-        return Box(self.offsets, self.sizes)
 
 
 class _Orders(NamedTuple):
@@ -221,7 +220,8 @@ def save(
     try:
         orders = on_first_rank(decide, of=_Orders, group=group)
         staging, rank = Path(orders.staging), 0 if group is None else group.rank()
-        chosen = [(mine[n].name, mine[n].box, offered[n][1]) for n in orders.kept[rank]]
+        kept = [offered[n] for n in orders.kept[rank]]
+        chosen = [(offer.name, Box(offer.offsets, offer.sizes), source) for offer, source in kept]
         file = f"rank-{rank:05d}.safetensors"
 
         head = orders.save_id, step
@@ -259,30 +259,27 @@ def write_file(
     Raises:
         CheckpointError: In one line, if it cannot be written.
     """
-    named = [
-        (Entry.of(name, NAME_OF[source.dtype], source.shape, Chunk(0, 0, *box, "")), source)
-        for name, box, source in chosen
-    ]
-    named.sort(key=lambda one: (-DTYPES[one[0].dtype].itemsize, one[0].key))
-    tensors = {
-        entry.tensor: (entry.tensor, entry.dtype, source.shape, list[Chunk]())
-        for entry, source in named
-    }
-    named = [one for one in named if one[0].nbytes]
-    entries: list[Entry] = []
-    begin = 0
-    for entry, _ in named:
-        placed = entry.chunk._replace(begin=begin)
-        begin += entry.nbytes
-        entries.append(entry._replace(chunk=placed, end=begin))
+    named = []
+    for name, box, source in chosen:
+        entry = Entry.of(name, NAME_OF[source.dtype], source.shape, Chunk(0, 0, *box, ""))
+        named.append((-source.dtype.itemsize, entry.key, entry, source))
+    named.sort(key=itemgetter(0, 1))
+    tensors: dict[str, tuple[str, str, tuple[int, ...], list[Chunk]]] = {}
+    entries, begin, reads = list[Entry](), 0, []
+    for *_, entry, source in named:
+        tensors[entry.tensor] = entry.tensor, entry.dtype, source.shape, []
+        if entry.nbytes:
+            entries.append(entry._replace(chunk=entry.chunk._replace(begin=begin)))
+            reads.append((source.read, Box(entry.chunk.offsets, entry.chunk.sizes)))
+            begin += entry.nbytes
     header = file_header(*head, entries)
     try:
         if entries:
             with opened_directory(path.parent) as folder, created(path.name, folder) as descriptor:
                 write(descriptor, memoryview(header))
-                for entry, (_, source) in zip(entries, named, strict=True):
+                for entry, (read, box) in zip(entries, reads, strict=True):
                     on_progress("write")
-                    digest = write_tensor(descriptor, source.read(entry.chunk.box))
+                    digest = write_tensor(descriptor, read(box))
                     tensors[entry.tensor][3].append(entry.chunk._replace(sha256=digest))
     except DamageError as damage:
         raise CheckpointError(f"cannot write {path}: {damage}") from None
@@ -315,17 +312,19 @@ def finish(
         RuntimeError: If a rank is gone.
     """
     reports = gathered(json.dumps(written), of=str, group=group)
+    decoded: dict[bytes, Manifest] = {}
 
     def make() -> str:
         on_progress("write the manifest")
         everyones = _decoded(reports, list[Written])
-        _write_manifest(folder, _manifest_of(everyones, head=head, extra=extra))
+        text = encode(_manifest_of(everyones, head=head, extra=extra))
+        decoded[text] = _write_manifest(folder, text)
         return ""
 
     on_first_rank(make, of=str, group=group)
     error = None
     try:
-        manifest = read_manifest(folder)
+        manifest = read_manifest(folder, decoded=decoded)
     except (DamageError, OSError) as raised:
         error = CheckpointError(f"{folder}: {raised}")
     agree_all(error, group=group, where="reading a new checkpoint back")
@@ -343,8 +342,9 @@ def _manifest_of(
         number = len(files)
         for name, dtype, shape, chunks in report.tensors:
             known = tensors.setdefault(name, (dtype, shape, []))
-            known[2].extend(chunk._replace(file=number) for chunk in chunks)
-        if any(chunks for *_, chunks in report.tensors):
+            for chunk in chunks:
+                known[2].append(chunk._replace(file=number))
+        if any(map(itemgetter(3), report.tensors)):
             files.append(SavedFile(report.name, report.bytes))
     software = {"python": platform.python_version(), "torch": str(torch.__version__)}
     return Manifest(
@@ -361,11 +361,10 @@ def _manifest_of(
     )
 
 
-def _write_manifest(folder: Path, manifest: Manifest) -> None:
+def _write_manifest(folder: Path, text: bytes) -> Manifest:
     """Write the manifest and its hash, and put the names of a folder on the disk."""
-    text = encode(manifest)
     try:
-        decode(text)  # never write what a load would refuse
+        manifest = decode(text)  # never write what a load would refuse
         with opened_directory(folder) as directory:
             for name, data in ((MANIFEST, text), (DIGEST, digest_line(text))):
                 with created(name, directory) as descriptor:
@@ -375,6 +374,7 @@ def _write_manifest(folder: Path, manifest: Manifest) -> None:
         raise CheckpointError(f"cannot save: {damage}") from None
     except OSError as error:
         raise failed("write", folder / MANIFEST, error) from None
+    return manifest
 
 
 def _tensor_error(tensor: object) -> str | None:
@@ -387,20 +387,24 @@ def _tensor_error(tensor: object) -> str | None:
         local = tensor.to_local()
     if local.layout != torch.strided or local.is_quantized or local.device.type == "meta":
         return f"layout ({local.layout}) on {local.device} must be strided memory"
-    return _dtype_error(local.dtype)
+    return None if local.dtype in NAME_OF else _unknown(local.dtype)
 
 
-def _dtype_error(dtype: torch.dtype) -> str | None:
-    if dtype not in NAME_OF:
-        return f"dtype ({dtype}) must be one of {', '.join(map(str, NAME_OF))}"
-    return None
+def _unknown(dtype: torch.dtype) -> str:
+    return f"dtype ({dtype}) must be one of {', '.join(map(str, NAME_OF))}"
+
+
+def _require_names(names: Collection[str]) -> None:
+    if bad := unfit_name(names):
+        raise CheckpointError(f"tensor {bad[0]}: {bad[1]}")
 
 
 def _offers(sources: Mapping[str, Source]) -> list[tuple[_Offer, Source]]:
     found = []
+    _require_names(sources)
     for name, source in sources.items():
-        if error := name_error(name) or _dtype_error(source.dtype):
-            raise CheckpointError(f"tensor {name}: {error}")
+        if source.dtype not in NAME_OF:
+            raise CheckpointError(f"tensor {name}: {_unknown(source.dtype)}")
         described = name, source.kind, NAME_OF[source.dtype], source.shape
         # One box without elements for a tensor that has none.
         for box in source.boxes or (Box((0,) * len(source.shape), source.shape),):
@@ -414,7 +418,7 @@ def _shared_out(offers: Sequence[Sequence[_Offer]]) -> list[list[int]]:
     Every chunk once: of several ranks that have it, by the one with the least to write so far.
     """
     seen: dict[str, tuple[int, _Offer]] = {}
-    holders: dict[tuple[str, Box], list[tuple[int, int]]] = defaultdict(list)
+    holders: dict[_Offer, list[tuple[int, int]]] = defaultdict(list)
     for rank, of_rank in enumerate(offers):
         for number, offer in enumerate(of_rank):
             first, other = seen.setdefault(offer.name, (rank, offer))
@@ -423,13 +427,14 @@ def _shared_out(offers: Sequence[Sequence[_Offer]]) -> list[list[int]]:
                     f"tensor {offer.name}: {offer.shown} of rank {rank} must equal {other.shown} "
                     f"of rank {first}"
                 )
-            holders[offer.name, offer.box].append((rank, number))
+            holders[offer].append((rank, number))
     kept: list[list[int]] = [[] for _ in offers]
     to_write = [0] * len(offers)
-    for (_, box), having in holders.items():
-        rank, number = min(having, key=lambda one: to_write[one[0]])
-        itemsize = DTYPES[offers[rank][number].dtype].itemsize
-        to_write[rank] += math.prod(box.sizes) * itemsize
+    for offer, having in holders.items():
+        rank, number = having[0]
+        if len(having) > 1:
+            _, rank, number = min([(to_write[rank], rank, number) for rank, number in having])
+        to_write[rank] += math.prod(offer.sizes) * DTYPES[offer.dtype].itemsize
         kept[rank].append(number)
     return kept
 

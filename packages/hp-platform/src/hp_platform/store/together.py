@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
@@ -120,7 +121,7 @@ def verify_together(
     damage, error = "", None
     try:
         share = share_of(manifest, rank=rank, world_size=world_size)
-        verify_entries(path, manifest, share, on_entry=lambda: on_progress("verify"))
+        verify_entries(path, manifest, share, on_entry=partial(on_progress, "verify"))
     except DamageError as found:
         damage = str(found)
     except OSError as raised:
@@ -152,7 +153,7 @@ def _told(error: BaseException | None) -> str:
 def share_of(manifest: Manifest, *, rank: int, world_size: int) -> list[Entry]:
     """Consecutive chunks for one rank to check: all ranks get about as many bytes."""
     entries = [entry for of_file in manifest.entries for entry in of_file]
-    total = sum(entry.nbytes for entry in entries)
+    total = sum([entry.nbytes for entry in entries])
     mine, before = [], 0
     for entry in entries:
         middle = before + entry.nbytes // 2

@@ -85,7 +85,8 @@ def full_backward(
         # In this thread, so that what is bound to it (deferred weight gradients) applies.
         with torch.autograd.set_multithreading_enabled(False):
             torch.autograd.backward(list(outputs), list(grads))
-    found = tuple(leaf.grad for leaf in inputs)
+    found = []
     for leaf in inputs:
+        found.append(leaf.grad)
         leaf.grad = None
-    return found
+    return tuple(found)

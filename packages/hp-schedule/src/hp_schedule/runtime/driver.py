@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -163,10 +163,12 @@ class StageDriver:
             run_halves()
             return
         self.wait_inputs(step)
-        with nullcontext() if self._recorder is None else self._recorder.span(step):
-            self._in_overlap = True
-            run_halves()
-            self._in_overlap = False
+        start = None if self._recorder is None else self._recorder.mark()
+        self._in_overlap = True
+        run_halves()
+        self._in_overlap = False
+        if self._recorder is not None:
+            self._recorder.add(step, start)
 
     def send_forward(self, stage_index: int, microbatch_index: int) -> None:
         """Start to send an output."""
@@ -271,13 +273,13 @@ class StageDriver:
         chunk = self._chunks.pop(key)
         grads = self._values.output_grads.pop(key, None)
         if grads is None:
-            grads = tuple(torch.full_like(x, self._batch.loss_scale) for x in chunk.outputs)
+            grads = tuple([torch.full_like(x, self._batch.loss_scale) for x in chunk.outputs])
         starts = [
             (x, grad)
             for x, grad in zip(chunk.outputs, grads, strict=True)
             if grad is not None and x.requires_grad
         ]
-        arguments = [x for x, _ in starts], [grad for _, grad in starts]
+        arguments = list(zip(*starts, strict=True)) or [(), ()]
         inputs = [x for x in chunk.received if x.requires_grad]
         with self._span(step_type, key), _without_autocast(stage), self._apart(key[0]):
             if step_type is MetaStepType.BWD:
@@ -369,11 +371,20 @@ class StageDriver:
 
     @contextmanager
     def _span(self, step_type: MetaStepType, key: Key) -> Iterator[None]:
-        step = MetaStep(step_type, *key)
+        step, words = _described(step_type, *key)
         recorder = None if self._in_overlap else self._recorder
-        span = nullcontext() if recorder is None else recorder.span(step)
-        with doing(f"stage {key[0]}, microbatch {key[1]}: in step {step}"), span:
+        with doing(words):
+            start = None if recorder is None else recorder.mark()
             yield
+            if recorder is not None:
+                recorder.add(step, start)
+
+
+@lru_cache(maxsize=1 << 16)  # every run of a schedule has the same steps
+def _described(step_type: MetaStepType, stage: int, microbatch: int) -> tuple[MetaStep, str]:
+    """A step of one stage, and the words for it."""
+    step = MetaStep(step_type, stage, microbatch)
+    return step, f"stage {stage}, microbatch {microbatch}: in step {step}"
 
 
 def _output_specs(chunks: Mapping[Key, Chunk], stage: int, microbatch: int) -> Specs | None:

@@ -150,7 +150,10 @@ class FullySharded:
 
 def sharded_modules(module: nn.Module) -> list["FSDPModule"]:
     """Return the modules inside, or the module itself, that `fully_shard` was applied to."""
-    return [inner for inner in module.modules() if _is_sharded(inner)]
+    fsdp = _fsdp()
+    if fsdp is None:
+        return []
+    return [inner for inner in module.modules() if isinstance(inner, fsdp.FSDPModule)]
 
 
 def check_sharding(

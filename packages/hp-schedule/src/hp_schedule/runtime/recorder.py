@@ -7,8 +7,7 @@ mark the steps, so that recording never holds up the host; reading the timeline 
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +22,9 @@ _Mark = Any
 class Recorder:
     """Collects the spans of one rank's run.
 
+    Attributes:
+        mark: Function that returns the moment at which the device gets here.
+
     Args:
         rank: Rank in the pipeline.
         device: Where the stages compute.
@@ -31,38 +33,37 @@ class Recorder:
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank = rank
         self._cuda = device.type == "cuda"
+        self.mark: Callable[[], _Mark] = _event if self._cuda else time.perf_counter
         self._marks: list[tuple[MetaStep, _Mark, _Mark]] = []
-        self._origin = self._mark()
+        self._origin: _Mark = self.mark()
         self._epoch = time.time()
 
-    @contextmanager
-    def span(self, step: MetaStep) -> Iterator[None]:
-        """Record what runs inside as one span of a step."""
-        start = self._mark()
-        yield
-        self._marks.append((step, start, self._mark()))
+    def add(self, step: MetaStep, start: _Mark) -> None:
+        """Record a span of a step that ends now.
+
+        Args:
+            step: The step.
+            start: What `mark` returned when it began.
+        """
+        self._marks.append((step, start, self.mark()))
 
     def timeline(self) -> Timeline:
         """Return the spans so far; on CUDA waits until the device has got there."""
         if self._cuda and self._marks:
-            now = self._mark()
+            now = self.mark()
             now.synchronize()
             self._epoch = time.time() - self._origin.elapsed_time(now) / 1e3
-        return Timeline(
-            Span(self._rank, step, self._seconds(start), self._seconds(end))
-            for step, start, end in self._marks
-        )
+        spans = []
+        for step, *marks in self._marks:
+            if self._cuda:
+                start, end = (self._origin.elapsed_time(mark) / 1e3 for mark in marks)
+            else:
+                start, end = marks[0] - self._origin, marks[1] - self._origin
+            spans.append(Span(self._rank, step, self._epoch + start, self._epoch + end))
+        return Timeline(spans)
 
-    def _mark(self) -> _Mark:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
-    def _seconds(self, mark: _Mark) -> float:
-        if isinstance(mark, float):
-            elapsed: float = mark - self._origin
-            return self._epoch + elapsed
-        milliseconds: float = self._origin.elapsed_time(mark)
-        return self._epoch + milliseconds / 1e3
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

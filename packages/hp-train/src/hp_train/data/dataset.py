@@ -7,7 +7,9 @@ Shape symbols: B sequences, S positions.
 """
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,8 +126,8 @@ class Dataset:
             sequence_index: Global indices; past the end a new pass begins, in another order.
         """
         rows = np.empty((len(sequence_index), self.seq_len + 1), dtype=np.int64)
-        for row, index in zip(rows, sequence_index, strict=True):
-            row[:] = self._tokens(index)
+        for row, tokens_of_row in zip(rows, self._tokens(sequence_index), strict=True):
+            row[:] = tokens_of_row
         block = torch.from_numpy(rows)
         tokens, targets = block[:, :-1].contiguous(), block[:, 1:].contiguous()
         whole = ((self.seq_len,),) * len(rows)
@@ -134,7 +136,7 @@ class Dataset:
         # What follows a separator is the beginning of another document, and nothing tells which.
         # Not in place: of a single sequence, both are views of the same memory.
         targets = targets.masked_fill(tokens == self.separator, -1)
-        return Batch(tokens, targets, tuple(map(self._lengths, rows[:, :-1])))
+        return Batch(tokens, targets, self._lengths(rows[:, :-1]))
 
     def num_targets(self, sequence_index: range, *, ahead: int = 0) -> int:
         """How many targets of some sequences are to be learned.
@@ -146,22 +148,28 @@ class Dataset:
         if self.separator is None:
             return len(sequence_index) * max(0, self.seq_len - ahead)
         total = 0
-        for index in sequence_index:
-            ends = np.flatnonzero(self._tokens(index)[:-1] == self.separator)
+        for tokens in self._tokens(sequence_index):
+            ends = np.flatnonzero(tokens[:-1] == self.separator)
             # From the tokens of a document, its separator apart, to those as far ahead in it.
             lengths = np.diff(ends, prepend=-1, append=self.seq_len) - 1
             total += int(np.maximum(lengths - ahead, 0).sum())
         return total
 
-    def _tokens(self, index: int) -> NDArray[Any]:
-        """The tokens of a sequence and the one after it, as they are stored."""
-        epoch, offset = divmod(index, self.num_sequences)
-        start = int(self._order(epoch)[offset]) * self.seq_len
-        tokens: NDArray[Any] = self.tokens[start : start + self.seq_len + 1]
-        return tokens
+    def _tokens(self, sequence_index: range) -> Iterator[NDArray[Any]]:
+        """The tokens of each sequence and the one after it, as they are stored."""
+        epochs, offsets = np.divmod(np.asarray(sequence_index), self.num_sequences)
+        places = np.empty_like(offsets)
+        for epoch in np.unique(epochs):
+            places[epochs == epoch] = self._order(int(epoch))[offsets[epochs == epoch]]
+        starts, length = (places * self.seq_len).tolist(), self.seq_len + 1
+        if isinstance(self.tokens, TokenFile):
+            return self.tokens.rows(starts, length)
+        return (self.tokens[start : start + length] for start in starts)
 
-    def _lengths(self, row: NDArray[np.int64]) -> tuple[int, ...]:
-        """Lengths of the documents of one sequence, separators included."""
-        ends = np.flatnonzero(row == self.separator) + 1
-        bounds = np.unique(np.concatenate(([0], ends, [self.seq_len])))
-        return tuple(np.diff(bounds).tolist())
+    def _lengths(self, rows: NDArray[np.int64]) -> tuple[tuple[int, ...], ...]:
+        """Lengths of the documents of sequences [B, S], separators included."""
+        is_last = rows == self.separator
+        is_last[:, -1] = True
+        lengths = np.diff(np.flatnonzero(is_last), prepend=-1).tolist()
+        documents = iter(lengths)  # sequences follow each other, and each ends with a document
+        return tuple([tuple(islice(documents, count)) for count in is_last.sum(axis=1).tolist()])

@@ -7,6 +7,9 @@ A folder holds for each split ``NAME.bin``, ids one after the other, and ``NAME.
 import hashlib
 import os
 import weakref
+from collections.abc import Iterable, Iterator
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,6 +27,10 @@ CHUNK_BYTES = 1 << 16
 SPLITS = ("train", "eval")
 
 _DIGEST_BYTES = 16
+_stamp = attrgetter("st_size", "st_mtime_ns", "st_ctime_ns")
+"""What of a file changes when it is written."""
+new_hasher = partial(hashlib.blake2b, digest_size=_DIGEST_BYTES)
+"""For chunks and what stands for all of them."""
 
 
 class TokenWriter:
@@ -109,7 +116,7 @@ class TokenFile:
         if digest_of_split(self._sums, self.size, self._dtype) != about.digest:
             where = printable(folder / f"{split}.sums")
             raise DataError(f"{where} does not have the digest that {INDEX} says")
-        self._stamp = self._look()
+        self._stamp = _stamp(os.fstat(self._descriptor))
         if (found := self._stamp[0]) != nbytes:
             raise DataError(f"{printable(self.path)}: {found} bytes must equal {nbytes} of {INDEX}")
         self._seen = np.zeros(num_chunks, dtype=bool)
@@ -121,15 +128,30 @@ class TokenFile:
             DataError: Naming file and chunk, where they are not what was written.
         """
         first, last, _ = part.indices(self.size)
-        itemsize = self._dtype.itemsize
-        begin, end = first * itemsize, last * itemsize
-        stamp = self._look()
-        if stamp != self._stamp:
-            self._stamp, self._seen[:] = stamp, False
-        for chunk in range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
-            if not self._seen[chunk]:
-                self.verified(chunk)
-        return np.frombuffer(self._read(begin, end), dtype=self._dtype)
+        return next(self.rows([first], last - first))
+
+    def rows(self, starts: Iterable[int], length: int) -> Iterator[NDArray[Any]]:
+        """Ranges of one length, as they are asked for; each as `__getitem__` reads it.
+
+        Args:
+            starts: First token of each range.
+            length: Number of tokens, no range goes beyond the file.
+
+        Yields:
+            Ids, one-dimensional, read-only.
+
+        Raises:
+            DataError: Naming file and chunk, where they are not what was written.
+        """
+        nbytes = length * self._dtype.itemsize
+        for start in starts:
+            begin = start * self._dtype.itemsize
+            if (stamp := _stamp(os.fstat(self._descriptor))) != self._stamp:
+                self._stamp, self._seen[:] = stamp, False
+            for chunk in range(begin // CHUNK_BYTES, -(-(begin + nbytes) // CHUNK_BYTES)):
+                if not self._seen[chunk]:
+                    self.verified(chunk)
+            yield np.frombuffer(self._read(begin, begin + nbytes), dtype=self._dtype)
 
     @property
     def num_chunks(self) -> int:
@@ -152,13 +174,13 @@ class TokenFile:
         hasher = new_hasher()
         hasher.update(data)
         begin = chunk * _DIGEST_BYTES
-        where = f"{printable(self.path)}: chunk {chunk} of {self._seen.size}"
         if hasher.digest() != self._sums[begin : begin + _DIGEST_BYTES]:
-            raise DataError(f"{where} is not what was written")
+            raise DataError(f"{self._place(chunk)} is not what was written")
         largest = int(np.frombuffer(data, dtype=self._dtype).max())
         if largest >= self._vocab_size:
             raise DataError(
-                f"{where}: token ({largest}) must be below vocab_size ({self._vocab_size})"
+                f"{self._place(chunk)}: token ({largest}) must be below vocab_size "
+                f"({self._vocab_size})"
             )
         self._seen[chunk] = True
         return data
@@ -170,21 +192,15 @@ class TokenFile:
                 more = os.pread(self._descriptor, end - begin - len(data), begin + len(data))
                 if not more:
                     chunk = (begin + len(data)) // CHUNK_BYTES
-                    where = f"{printable(self.path)}: chunk {chunk} of {self._seen.size}"
-                    raise DataError(f"{where} is cut off")
+                    raise DataError(f"{self._place(chunk)} is cut off")
                 data += more
         except OSError as error:
             raise DataError(f"{printable(self.path)}: {error.strerror}") from None
         return data
 
-    def _look(self) -> tuple[int, int, int]:
-        about = os.fstat(self._descriptor)
-        return about.st_size, about.st_mtime_ns, about.st_ctime_ns
-
-
-def new_hasher() -> "hashlib.blake2b":
-    """For chunks and what stands for all of them."""
-    return hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    def _place(self, chunk: int) -> str:
+        """Name a chunk, for a message."""
+        return f"{printable(self.path)}: chunk {chunk} of {self._seen.size}"
 
 
 def digest_of_split(sums: bytes | bytearray, tokens: int, dtype: "np.dtype[Any]") -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from hp_platform.store import Box, coverage_error
 from hp_platform.store.files import DamageError, opened, opened_directory, read_whole
-from hp_platform.store.manifest import DTYPES, name_error
+from hp_platform.store.manifest import DTYPES, unfit_name
 from hp_train.dcp.pickled import Called, Named, read_pickle
 
 METADATA = ".metadata"
@@ -117,9 +117,9 @@ def _stored(root: Any) -> Stored:
     places = dict(_places(top["storage_data"]))
     tensors: dict[str, StoredTensor] = {}
     left_out = []
+    if bad := unfit_name(top["state_dict_metadata"]):
+        raise DamageError(bad[1])
     for name, entry in top["state_dict_metadata"].items():
-        if error := name_error(name):
-            raise DamageError(error)
         if entry.name == _HERE + "BytesStorageMetadata":
             left_out.append(name)
             continue

@@ -26,6 +26,8 @@ class Mesh:
         groups: Process groups by name, see :data:`hp_train.layout.communicators.GROUPS`.
         world: All ranks, for the step's scalars.
         device_type: ``"cpu"`` or ``"cuda"``.
+        pp_index: Position in its pipeline.
+        stage: The arithmetic of its own stage.
     """
 
     layout: Layout
@@ -33,17 +35,21 @@ class Mesh:
     groups: Mapping[str, ProcessGroup]
     world: ProcessGroup
     device_type: str
+    pp_index: int = field(init=False)
+    stage: StageLayout = field(init=False)
+    _places: dict[str, tuple[int, int]] = field(init=False, repr=False)
     _submeshes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, repr=False)
 
-    @property
-    def pp_index(self) -> int:
-        """Position in its pipeline."""
-        return self.layout.pp_index(self.rank)
-
-    @property
-    def stage(self) -> StageLayout:
-        """The arithmetic of its own stage."""
-        return self.layout.stages[self.pp_index]
+    def __post_init__(self) -> None:
+        """Work out the place of the rank, which nothing changes."""
+        pp_index = self.layout.pp_index(self.rank)
+        stage = self.layout.stages[pp_index]
+        places = {
+            name: (stage.size(*axes), stage.index(self.rank, *axes))
+            for name, axes in GROUPS.items()
+        }
+        for name, value in ("pp_index", pp_index), ("stage", stage), ("_places", places):
+            object.__setattr__(self, name, value)
 
     @property
     def dp_index(self) -> int:
@@ -57,11 +63,11 @@ class Mesh:
 
     def size(self, name: str) -> int:
         """Ranks of a group."""
-        return self.stage.size(*GROUPS[name])
+        return self._places[name][0]
 
     def index(self, name: str) -> int:
         """Position of this rank in a group."""
-        return self.stage.index(self.rank, *GROUPS[name])
+        return self._places[name][1]
 
     def submesh(self, *names: str) -> DeviceMesh:
         """A mesh whose axes are some groups of one grid, outermost first, in any order."""

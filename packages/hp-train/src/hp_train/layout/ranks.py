@@ -93,7 +93,8 @@ class StageLayout:
 
     def size(self, *axes: Axis) -> int:
         """Ranks along some axes together."""
-        return math.prod(int(getattr(self, axis)) for axis in axes)
+        sizes: list[int] = [getattr(self, axis) for axis in axes]
+        return math.prod(sizes)
 
     def index(self, rank: int, *axes: Axis) -> int:
         """Position of a rank along some axes of one grid together, the last axis fastest."""

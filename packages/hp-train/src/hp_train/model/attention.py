@@ -53,10 +53,12 @@ class GroupedQueryAttention(nn.Module):
             documents: What else limits the keys of a query, in this call, for each sequence.
         """
         # Heads are counted by what the projections give: under tensor parallelism a part of them.
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        heads = -1, self.head_dim
+        q, k = self.wq(x).unflatten(-1, heads), self.wk(x).unflatten(-1, heads)
+        v = self.wv(x).unflatten(-1, heads)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotation.apply(q), rotation.apply(k)
+        q, k = rotation.apply(q, k)
         y = _attend(self.core, (q, k, v), documents)
         out: Tensor = self.wo(y)
         return out
@@ -103,9 +105,9 @@ class LatentAttention(nn.Module):
             .unflatten(-1, (-1, self.nope + self.value))
             .split([self.nope, self.value], dim=-1)
         )
-        k_rope = rotation.apply(k_rope.unsqueeze(2)).expand(*k_nope.shape[:-1], -1)
-        q = torch.cat((q_nope, rotation.apply(q_rope)), dim=-1)
-        k = torch.cat((k_nope, k_rope), dim=-1)
+        k_rope, q_rope = rotation.apply(k_rope.unsqueeze(2), q_rope)
+        q = torch.cat((q_nope, q_rope), dim=-1)
+        k = torch.cat((k_nope, k_rope.expand(*k_nope.shape[:-1], -1)), dim=-1)
         y = _attend(self.core, (q, k, v), documents)
         out: Tensor = self.wo(y)
         return out

@@ -72,9 +72,11 @@ def initialize_parameters(
                 is_here = matrix.device.type == "cpu" and matrix.dtype == torch.float32
                 values = matrix if is_here else torch.empty(matrix.shape, dtype=torch.float32)
                 draw = _Draw(values, std, seed, purpose)
-                tiles = _tiles(parameter.shape[-2:], parameter.span[-2:])
-                for _ in _in_threads(pool, draw, tiles):
-                    on_progress()
+                few = torch.get_num_threads() == 1 or values.numel() < _FEW
+                tiles = iter(_tiles(parameter.shape[-2:], parameter.span[-2:]))
+                while window := list(islice(tiles, _WINDOW)):
+                    for _ in map(draw, window) if few else pool.map(draw, window):
+                        on_progress()
                 if not is_here:
                     matrix.copy_(values)
 
@@ -104,23 +106,25 @@ class _Tile(NamedTuple):
     into: tuple[slice, slice]
 
 
-def _tiles(shape: Sequence[int], span: Sequence[Span]) -> Iterator[_Tile]:
-    rows, columns = (list(_cut(*dim)) for dim in zip(shape, span, TILE, strict=True))
-    for row, height, held_rows, into_rows in rows:
-        for column, width, held_columns, into_columns in columns:
-            yield _Tile(
-                (row, column), (height, width), (held_rows, held_columns), (into_rows, into_columns)
-            )
+def _tiles(shape: Sequence[int], span: Sequence[Span]) -> list[_Tile]:
+    rows, columns = map(_cut, shape, span, TILE)
+    return [
+        _Tile((row, column), (height, width), (held_rows, held_columns), (into_rows, into_columns))
+        for row, height, held_rows, into_rows in rows
+        for column, width, held_columns, into_columns in columns
+    ]
 
 
-def _cut(size: int, span: Span, step: int) -> Iterator[tuple[int, int, slice, slice]]:
+def _cut(size: int, span: Span, step: int) -> list[tuple[int, int, slice, slice]]:
     """Of one dim: index and size of each tile, what is held of it, and where that belongs."""
     first, last = span
+    pieces = []
     for index in range(first // step, -(-last // step) if last > first else 0):
         start, stop = index * step, min(size, (index + 1) * step)
         low, high = max(first, start), min(last, stop)
         held, into = slice(low - start, high - start), slice(low - first, high - first)
-        yield index, stop - start, held, into
+        pieces.append((index, stop - start, held, into))
+    return pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,19 +136,11 @@ class _Draw:
     seed: int
     purpose: tuple[str | int, ...]
 
-    def __call__(self, tile: _Tile) -> _Tile:
+    def __call__(self, tile: _Tile) -> None:
         stream = generator(self.seed, "init", *self.purpose, *tile.place)
         here = self.values[tile.into]
         if here.shape == tile.shape and here.is_contiguous():
             here.normal_(0.0, self.std, generator=stream)
-            return tile
+            return
         drawn = torch.empty(tile.shape, dtype=torch.float32, device="cpu")
         here.copy_(drawn.normal_(0.0, self.std, generator=stream)[tile.held])
-        return tile
-
-
-def _in_threads(pool: ThreadPoolExecutor, draw: _Draw, tiles: Iterator[_Tile]) -> Iterator[_Tile]:
-    if torch.get_num_threads() == 1 or draw.values.numel() < _FEW:
-        yield from map(draw, tiles)
-    while window := list(islice(tiles, _WINDOW)):
-        yield from pool.map(draw, window)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import reduce
 from typing import Literal, NamedTuple
 
 import torch
@@ -85,14 +84,14 @@ class Parameter:
 
         An expert that nobody chose has no gradient.
         """
-        tensors = (self.tensor, *self.twins)
-        found = [local_part(tensor.grad) for tensor in tensors if tensor.grad is not None]
-        for tensor in tensors:
-            tensor.grad = None
-        if found:
-            self.local.grad = reduce(torch.add, found)
-        else:
-            self.local.grad = self.local.new_zeros(self.local.shape)
+        total: Tensor | None = None
+        for tensor in (self.tensor, *self.twins):
+            found, tensor.grad = tensor.grad, None
+            if isinstance(found, DTensor):
+                found = found.to_local()
+            if found is not None:
+                total = found if total is None else total + found
+        self.local.grad = self.local.new_zeros(self.local.shape) if total is None else total
 
     @torch.no_grad()
     def update_twins(self) -> None:
@@ -195,4 +194,4 @@ def _span(
     for group, dim in cuts:
         assert mesh is not None
         parts[dim] = chunk(parts[dim], mesh.size(group), mesh.index(group))
-    return tuple((part.start, part.stop) for part in parts)
+    return tuple([(part.start, part.stop) for part in parts])

@@ -29,18 +29,23 @@ class Rotation(NamedTuple):
     sin: Tensor
     neighbours: bool
 
-    def apply(self, x: Tensor) -> Tensor:
-        """Rotate heads [B, S, N, H], in fp32 or wider."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        cos, sin = (t[None, :, None].to(wide) for t in (self.cos, self.sin))
-        if self.neighbours and not torch.compiler.is_compiling():
-            # One pass over memory; a compiler makes one anyway, but not of complex numbers.
-            turned: Tensor = _Turn.apply(x.to(wide), torch.complex(cos, sin))
-            return turned.to(x.dtype)
-        dim = -1 if self.neighbours else -2
-        one, other = x.to(wide).unflatten(-1, (-1, 2) if self.neighbours else (2, -1)).unbind(dim)
-        rotated = (one * cos - other * sin, other * cos + one * sin)
-        return torch.stack(rotated, dim=dim).flatten(-2).to(x.dtype)
+    def apply(self, *heads: Tensor) -> list[Tensor]:
+        """Rotate heads [B, S, N, H] of one dtype, in fp32 or wider; N may differ."""
+        dtype = heads[0].dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        cos, sin = self.cos[None, :, None].to(wide), self.sin[None, :, None].to(wide)
+        dim, pairs = (-1, (-1, 2)) if self.neighbours else (-2, (2, -1))
+        rotated = []
+        for x in heads:
+            if self.neighbours and not torch.compiler.is_compiling():
+                # One pass over memory; a compiler makes one anyway, but not of complex numbers.
+                turned: Tensor = _Turn.apply(x.to(wide), torch.complex(cos, sin))
+            else:
+                one, other = x.to(wide).unflatten(-1, pairs).unbind(dim)
+                both = (one * cos - other * sin, other * cos + one * sin)
+                turned = torch.stack(both, dim=dim).flatten(-2)
+            rotated.append(turned.to(dtype))
+        return rotated
 
 
 class _Turn(torch.autograd.Function):

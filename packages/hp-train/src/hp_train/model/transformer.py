@@ -100,11 +100,15 @@ class TransformerStage(nn.Module):
             assert self.embedding is not None
             tokens = x if ahead is None else torch.cat((x, *ahead.tokens))
             x, *later = self.embedding(tokens).to(self.compute_dtype).split(len(x))
-            x = dropout(x, config.dropout, microbatch.key, "embedding")
+            if config.dropout:
+                x = dropout(x, config.dropout, microbatch.key, "embedding")
         elif config.num_mtp_modules:
             x, *later = x.split(config.dim, dim=-1)
             x = x.contiguous()  # strides like those that later blocks see: graphs serve all
-        turn = rotation(config, _positions(x, microbatch))
+        positions = microbatch.positions
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device)
+        turn = rotation(config, positions)
         for block in self.layers.values():
             x = block(x, rotation=turn, microbatch=microbatch, documents=microbatch.documents)
         if self.norm is not None:
@@ -149,9 +153,3 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         targets: int64 [T].
     """
     return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
-
-
-def _positions(x: Tensor, microbatch: Microbatch) -> Tensor:
-    if microbatch.positions is not None:
-        return microbatch.positions
-    return torch.arange(x.shape[1], device=x.device)

@@ -3,6 +3,7 @@
 Shape symbols: B sequences of a microbatch, S positions that attention sees on this rank.
 """
 
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +24,13 @@ class Share(NamedTuple):
         args: Tokens of each, int64 [B, S].
         kwargs: The `Microbatch` of each.
         targets: The token after each, int64 [B, S], negative where none is to be learned.
+        num_targets: Targets of the global batch that are to be learned, the same on all ranks.
     """
 
     args: list[tuple[Tensor]]
     kwargs: list[dict[str, Any]]
     targets: list[Tensor]
+    num_targets: int
 
 
 class Batches:
@@ -60,28 +63,35 @@ class Batches:
         depths = range(0 if step is None else config.model.num_mtp_modules)
         num_ahead = tuple(data.num_targets(batch, ahead=depth + 1) for depth in depths)
         mine = whole // self._mesh.layout.dp
-        first += self._mesh.dp_index * mine
-        share = Share([], [], [])
-        for start in range(first, first + mine, size):
-            indices = range(start, start + size)
-            tokens, targets, lengths = data.batch(indices)
-            limits = tuple(map(Documents, lengths)) if any(len(n) > 1 for n in lengths) else None
-            ahead = look_ahead(tokens, targets, num_ahead).map(sequence.shard) if depths else None
+        start = self._mesh.dp_index * mine
+        indices, *others = batch[start : start + mine], batch[:start], batch[start + mine :]
+        tokens, targets, lengths = data.batch(indices)
+        num_targets = int((targets >= 0).sum()) + sum(map(data.num_targets, others))
+        ahead = look_ahead(tokens, targets, num_ahead).map(self._mine) if depths else None
+        sequence_index = self._to_device(torch.tensor(indices))
+        tokens, targets = self._mine(tokens), self._mine(targets)
+        share = Share([], [], [], num_targets)
+        for start in range(0, mine, size):
+            part = slice(start, start + size)
+            is_packed = max(map(len, lengths[part])) > 1
             key = None
             if step is not None:
-                sequence_index = self._to_device(torch.tensor(indices))
-                key = DropoutKey(config.run.seed, step, sequence_index, sequence.between)
+                key = DropoutKey(config.run.seed, step, sequence_index[part], sequence.between)
             microbatch = Microbatch(
                 whole,
                 key,
                 positions=sequence.attended,
-                documents=limits,
-                ahead=ahead and ahead.map(self._to_device),
+                documents=tuple(map(Documents, lengths[part])) if is_packed else None,
+                ahead=ahead and ahead.map(itemgetter(part)),
             )
-            share.args.append((self._to_device(sequence.shard(tokens)),))
+            share.args.append((tokens[part],))
             share.kwargs.append({"microbatch": microbatch})
-            share.targets.append(self._to_device(sequence.shard(targets)))
+            share.targets.append(targets[part])
         return share
+
+    def _mine(self, x: Tensor) -> Tensor:
+        """This rank's positions of whole sequences [B, S], on the device."""
+        return self._to_device(self._sequence.shard(x))
 
     def _to_device(self, x: Tensor) -> Tensor:
         """Copy from the CPU without waiting for what the device still computes."""

@@ -34,7 +34,7 @@ def reduce_gradients(parameters: Iterable[Parameter], mesh: Mesh) -> list[Tensor
         parameter.collect_gradient()
         gradient = parameter.local.grad
         assert gradient is not None
-        over = tuple(mesh.groups[name] for name in parameter.replicas)
+        over = tuple(map(mesh.groups.__getitem__, parameter.replicas))
         if parameter.peers is not None:
             over = (*over, parameter.peers)
         if over:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,8 +140,9 @@ class Trainer:
             vocab_size=vocab_size,
             timeout=timeout,
             on_step=self._on_pipeline_step,
-            on_progress=lambda: self._beat("make weights"),
+            on_progress=partial(self._beat, "make weights"),
         )
+        self._first_token = self.pipeline.vocabulary.start
         self.runner = self.pipeline.training(self._loss)
         self.parameters = self.pipeline.parameters
         self.optimizer = build_optimizer(self.parameters, config.train)
@@ -353,10 +355,11 @@ class Trainer:
             rank spent computing.
         """
         self._beat("read data")
-        args, kwargs, targets = self.batches.cut(self.data, self.next_sequence, step=self.step)
-        batch = range(self.next_sequence, self.next_sequence + self.config.train.global_batch_size)
+        args, kwargs, targets, num_targets = self.batches.cut(
+            self.data, self.next_sequence, step=self.step
+        )
         # Known before forward, and the same in every layout.
-        self.runner.loss_scale = 1.0 / max(1, self.data.num_targets(batch))
+        self.runner.loss_scale = 1.0 / max(1, num_targets)
         began = time.perf_counter()
         result = self.runner.run_microbatches(args, kwargs, targets)
         self.pipeline.forget_casts()
@@ -368,7 +371,7 @@ class Trainer:
         microbatches: list[Microbatch] = [k["microbatch"] for k in kwargs]
         balances = [t for m in microbatches for t in m.balance_losses.values()]
         predictions = [t for m in microbatches for t in m.prediction_losses]
-        busy = sum(span.end - span.start for span in self.timeline if span.step.type.is_compute)
+        busy = sum([span.end - span.start for span in self.timeline if span.step.type.is_compute])
         loss = self._once(result.losses) * self.runner.loss_scale
         return Losses(loss, float(sum(balances)), self._once(predictions)), busy / seconds
 
@@ -386,9 +389,10 @@ class Trainer:
         available = max(1, self.held_out.num_sequences // size)
         num_batches = min(self.config.train.eval_batches, available)
         self._beat("read data")
-        loss, num_targets = 0.0, self.held_out.num_targets(range(num_batches * size))
+        loss, num_targets = 0.0, 0
         for batch in range(num_batches):
-            args, kwargs, targets = self.batches.cut(self.held_out, batch * size)
+            args, kwargs, targets, in_batch = self.batches.cut(self.held_out, batch * size)
+            num_targets += in_batch
             losses = self.runner.evaluate_microbatches(args, kwargs, targets).losses
             self.pipeline.forget_casts()
             self._beat("evaluate", waiting=True)
@@ -448,9 +452,7 @@ class Trainer:
             group=group,
             tensors=self.tensors,
             extra=self._extra,
-            on_progress=lambda phase, *, waiting=False: self._beat(
-                f"checkpoint: {phase}", waiting=waiting
-            ),
+            on_progress=self._on_checkpoint,
         )
 
     def _extra(self) -> dict[str, Any]:
@@ -476,7 +478,8 @@ class Trainer:
 
     def _update_twins(self) -> None:
         for parameter in self.parameters:
-            parameter.update_twins()
+            if parameter.twins:
+                parameter.update_twins()
 
     def _warn(self, problem: str) -> None:
         """Have the console say it, or where another rank has that, do so by itself."""
@@ -512,7 +515,7 @@ class Trainer:
         """Sum of the cross-entropy of this rank's targets; tensor-parallel ranks have the same."""
         wide = torch.promote_types(logits.dtype, torch.float32)
         rows = logits.flatten(0, 1).to(wide)
-        tp, first = self.mesh.groups["tp"], self.pipeline.vocabulary.start
+        tp, first = self.mesh.groups["tp"], self._first_token
         return cross_entropy(rows, target.flatten(), first=first, group=tp)
 
     def _sum_over_ranks(self, scalars: Sequence[float]) -> tuple[list[float], Tensor, MemoryUse]:
@@ -557,7 +560,10 @@ class Trainer:
         return every > 0 and self.step % every == 0
 
     def _on_pipeline_step(self, step: MetaStep) -> None:
-        self._beat(str(step))
+        self.worker.board.beat(step=self.step, phase=str(step))
+
+    def _on_checkpoint(self, phase: str, *, waiting: bool = False) -> None:
+        self.worker.board.beat(step=self.step, phase=f"checkpoint: {phase}", waiting=waiting)
 
     def _beat(self, phase: str, *, waiting: bool = False) -> None:
         self.worker.board.beat(step=self.step, phase=phase, waiting=waiting)
