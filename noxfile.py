@@ -220,7 +220,7 @@ def mypy(session: nox.Session) -> None:
     for tests in [*sorted(ROOT.glob("packages/*/tests")), ROOT / "integration_tests"]:
         if any(tests.rglob("*.py")):
             session.run("mypy", str(tests.relative_to(ROOT)))
-    session.run("mypy", "noxfile.py", "conftest.py", "tools", "benchmarks", "docs/conf.py")
+    session.run("mypy", "noxfile.py", "conftest.py", "tools", "benchmarks", "docs")
 
 
 def _tests(requirement: str, *, only: str = "", without: str = "") -> Callable[[nox.Session], None]:
@@ -255,14 +255,15 @@ for _name in PACKAGES:
 
 # What looks at files alone.
 TEXT_TESTS = tuple(
-    f"integration_tests/test_{name}.py" for name in ("docs_errors", "docs_paths", "pins")
+    f"integration_tests/test_{name}.py"
+    for name in ("docs_errors", "docs_names", "docs_paths", "pins")
 )
 
 
 @nox.session(allow_parallel=True)
 @_recorded
 def pages(session: nox.Session) -> None:
-    """Check what pages say of files, sessions and errors, and the pins; without torch."""
+    """Check what pages say of files, sessions, errors and names, and the pins; without torch."""
     _install(session, group="test")
     _pytest(session, *TEXT_TESTS, *session.posargs)
 

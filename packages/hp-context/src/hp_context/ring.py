@@ -155,7 +155,7 @@ class Ring:
 
 
 class Sums:
-    """The gradients of the keys that travel, added up on their way: see the Note above.
+    """The gradients of the keys that travel: Note [Gradients travel behind the keys].
 
     Args:
         ring: The walk.

@@ -1,6 +1,6 @@
 """Who may run when a forward and a backward run at once: a state machine. No torch, no threads.
 
-[Note: Baton]
+Note [Baton]
 Two parties run one chunk each: the *forward* party on the thread that starts the pair, the
 *backward* party on any other thread. Hooks A, B, C, D surround dispatch and combine in both
 directions, so that a layer reads, in launch order::
@@ -45,7 +45,7 @@ COMPUTE = frozenset({"attention", "experts"})
 
 @dataclass(frozen=True, slots=True)
 class Baton:
-    """Who holds the turn, who has not ended, who failed first. See [Note: Baton]."""
+    """Who holds the turn, who has not ended, who failed first. See Note [Baton]."""
 
     holder: Party = "backward"
     live: frozenset[Party] = frozenset(OTHER)

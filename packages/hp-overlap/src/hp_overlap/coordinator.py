@@ -1,4 +1,4 @@
-"""`HookCoordinator`: the state machine of [Note: Baton] in `hp_overlap.baton` behind a lock."""
+"""`HookCoordinator`: the state machine of Note [Baton] behind a lock."""
 
 import threading
 from typing import NamedTuple
@@ -70,7 +70,7 @@ class HookCoordinator:
         return self._baton is not None
 
     def hook(self, direction: Party, name: Hook) -> None:
-        """Pass hook `name`, handing the turn over where [Note: Baton] says so.
+        """Pass hook `name`, handing the turn over where Note [Baton] says so.
 
         Raises:
             OverlapAbortedError: The other party failed, or the pair was disabled.

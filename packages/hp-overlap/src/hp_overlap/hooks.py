@@ -17,7 +17,7 @@ def hook_tensor(x: Tensor, name: Hook, coordinator: HookCoordinator) -> Tensor:
 
     Args:
         x: Any shape and dtype; a lazy collective result stays unwaited.
-        name: Hook A, B, C or D of [Note: Baton] in `hp_overlap.baton`.
+        name: Hook A, B, C or D of Note [Baton].
         coordinator: Where the two parties meet.
     """
     return sync_hook(

@@ -43,7 +43,7 @@ class CommComputeOverlap:
 
     The functions given to `wrap_dispatch` and `wrap_combine` launch a collective and return its
     result *unwaited* (`hp_platform.all_to_all_lazy`); permutations of the result belong after
-    the wrapped call. [Note: Baton] in `hp_overlap.baton` states the protocol.
+    the wrapped call. Note [Baton] states the protocol.
 
     Args:
         coordinator: Where the two parties meet; its own one when None.

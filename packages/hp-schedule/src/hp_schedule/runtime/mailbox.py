@@ -1,6 +1,6 @@
 """One rank's messages of one run: what is expected of whom, and in which order it is asked for.
 
-[Note: Shapes on the way] A stage with an `input_spec` tells the stage before it once, ahead of the
+Note [Shapes on the way]. A stage with an `input_spec` tells the stage before it once, ahead of the
 first run, what it expects; its receives are posted where the schedule says. A stage without one
 gets a header ahead of each input. Its buffers can only be made once the header is there, which the
 stage waits for when it needs the input. Whatever is posted later on the same edge then waits behind
@@ -224,7 +224,7 @@ class Mailbox:
         self._transport.finish()
 
     def _exchange_requests(self) -> None:
-        """Tell the stages before this rank's what is expected ([Note: Shapes on the way])."""
+        """Tell the stages before this rank's what is expected (Note [Shapes on the way])."""
         here = self._stages
         if self._expectations.asked:
             return
