@@ -329,7 +329,7 @@ def dryrun(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def reliability(session: nox.Session) -> None:
-    """Kill ranks, damage checkpoints, garble configs, reload in 60 layouts; hostile checkpoints."""
+    """Kill ranks, damage checkpoints, fuzz configs, reload in 60 layouts; hostile checkpoints."""
     _install(session, "hp-train", group="test-torch")
     session.run("python", "-m", "integration_tests.reliability", *session.posargs)
     if not session.posargs:
