@@ -5,7 +5,7 @@
     nox -s tests-hp-schedule     # one package, with only what it declares installed
     nox -R -s tests-hp-expert -- -k permute    # again, nothing reinstalled
 
-torch comes at the version that constraints.txt pins. Two variables name another one:
+Everything comes at the version that constraints.txt pins. Two variables name another torch:
 
     HP_TORCH        a requirement ("torch==2.11.0"), or the path or URL of a wheel; replaces the pin
     HP_TORCH_INDEX  the URL of an index, or a directory of wheels, to look in as well
@@ -67,7 +67,9 @@ def _constraints(torch: str) -> str:
     pinned = ROOT / "constraints.txt"
     if not torch:
         return str(pinned)
-    others = [line for line in pinned.read_text().splitlines() if not line.startswith("torch=")]
+    # Each torch has a range of setuptools of its own.
+    dropped = ("torch=", "setuptools=")
+    others = [line for line in pinned.read_text().splitlines() if not line.startswith(dropped)]
     replaced = SCRATCH / f"constraints-{re.sub(r'[^0-9A-Za-z.]+', '-', torch)}.txt"
     replaced.parent.mkdir(exist_ok=True)
     replaced.write_text("\n".join([*others, torch, ""]))
@@ -78,6 +80,7 @@ def _environment(torch: str = "") -> dict[str, str]:
     """Return what makes pip and uv resolve alike: the pins and the places to look in."""
     constraints = _constraints(torch or _torch_requirement())
     env = {"PIP_CONSTRAINT": constraints, "UV_CONSTRAINT": constraints}
+    env |= {"PIP_BUILD_CONSTRAINT": constraints, "UV_BUILD_CONSTRAINT": constraints}
     # Where it is set, every process would compile torch's sources again: twice the time of import.
     env["PYTHONDONTWRITEBYTECODE"] = ""
     env["PYTHONPYCACHEPREFIX"] = str(BYTECODE)
@@ -217,7 +220,7 @@ def mypy(session: nox.Session) -> None:
     for tests in [*sorted(ROOT.glob("packages/*/tests")), ROOT / "integration_tests"]:
         if any(tests.rglob("*.py")):
             session.run("mypy", str(tests.relative_to(ROOT)))
-    session.run("mypy", "noxfile.py", "conftest.py", "tools", "benchmarks", "docs/conf.py")
+    session.run("mypy", "noxfile.py", "conftest.py", "tools", "benchmarks", "docs")
 
 
 def _tests(requirement: str, *, only: str = "", without: str = "") -> Callable[[nox.Session], None]:
@@ -252,14 +255,15 @@ for _name in PACKAGES:
 
 # What looks at files alone.
 TEXT_TESTS = tuple(
-    f"integration_tests/test_{name}.py" for name in ("docs_errors", "docs_paths", "mutants")
+    f"integration_tests/test_{name}.py"
+    for name in ("docs_errors", "docs_names", "docs_paths", "mutants", "pins")
 )
 
 
 @nox.session(allow_parallel=True)
 @_recorded
 def pages(session: nox.Session) -> None:
-    """Check what pages say of files, sessions and errors; nothing is installed but pytest."""
+    """Check what pages say of files, sessions, errors and names, and the pins; without torch."""
     _install(session, group="test")
     _pytest(session, *TEXT_TESTS, *session.posargs)
 
@@ -272,6 +276,15 @@ def docs(session: nox.Session) -> None:
     # -E: pages that an earlier build has read would keep their warnings to themselves.
     session.run("sphinx-build", "-W", "-n", "-E", "-q", "docs", "docs/_build/html")
     session.log("open docs/_build/html/index.html")
+
+
+@nox.session(default=False)
+def lock(session: nox.Session) -> None:
+    """Write constraints.txt anew: `nox -s lock -- --upgrade-package ruff`, or only what is new."""
+    _install(session, group="sessions")
+    # What the pins are to be is not bound by what they were.
+    unbound = {"UV_CONSTRAINT": None, "UV_BUILD_CONSTRAINT": None}
+    session.run("python", "tools/lock.py", *session.posargs, env=unbound)
 
 
 @nox.session(venv_backend="none", default=False)
@@ -316,7 +329,7 @@ def dryrun(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def reliability(session: nox.Session) -> None:
-    """Kill ranks, damage checkpoints, garble configs, reload in 60 layouts; hostile checkpoints."""
+    """Kill ranks, damage checkpoints, fuzz configs, reload in 60 layouts; hostile checkpoints."""
     _install(session, "hp-train", group="test-torch")
     session.run("python", "-m", "integration_tests.reliability", *session.posargs)
     if not session.posargs:

@@ -3,7 +3,7 @@
 Two Gloo ranks exchange rows before and after the experts of every layer. `slow_group` makes each
 exchange take `--latency` seconds longer, and attention and experts take `--compute` seconds in each
 direction without using a core, as on a device that is not the CPU. So every exchange is paired with
-`--compute` seconds of the other party: what of it can be hidden is the shorter of the two, and
+`--compute` seconds of the other side: what of it can be hidden is the shorter of the two, and
 `hidden` is the share of that which overlap takes off the time. `waiting` is the same pair where the
 wrapped functions wait for what they launch: threads alone hide nothing. The bits of the output and
 of all gradients must be equal.

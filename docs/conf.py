@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from hp_schedule import SCHEDULES, ScheduleKind
 from hp_train.layout.schedules import KINDS
 
+_DOCS = Path(__file__).resolve().parent
+sys.path[:0] = [str(_DOCS), str(_DOCS.parent / "tools")]
+
 project = "hp packages"
 author = "the contributors"
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser"]
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "myst_parser",
+    "expansions",
+]
 exclude_patterns = ["_build", "hp-schedule/search_table.md", "hp-vtp/u_shape_table.md"]
 html_theme = "furo"
 html_title = project

@@ -225,8 +225,8 @@ def test_pipelines_with_overlap_are_bitwise_the_same(name: str) -> None:
     traces = [on.traces for _, on, _ in ranks]
     assert traces[0] == traces[1]
     assert traces[2] == traces[3]
-    parties = {entry.party for trace in traces[0] for entry in trace}
-    assert parties == {"forward", "backward"}
+    sides = {entry.side for trace in traces[0] for entry in trace}
+    assert sides == {"forward", "backward"}
 
 
 def timed_pipeline() -> tuple[list[float], list[float]]:

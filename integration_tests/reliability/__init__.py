@@ -4,7 +4,7 @@
     python -m integration_tests.reliability --kills 6 --flips 40 --configs 40 --reloads 4
 
 Ranks are killed in real runs of the launcher (`kills`), checkpoints are damaged (`damages`) and
-loaded under other layouts (`reloads`), configs are garbled (`garble`), and so are text and
+loaded under other layouts (`reloads`), configs are fuzzed (`fuzz`), and so are text and
 directories of tokens (`mutants`); run directories come from strangers (`rundirs`, judged as all
 files of strangers are: `strangers`). Everything is drawn from a seed; a case that fails is named
 with what to repeat it by.

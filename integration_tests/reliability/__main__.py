@@ -9,7 +9,7 @@ from pathlib import Path
 from integration_tests.layouts import write_corpus
 from integration_tests.reliability import (
     damages,
-    garble,
+    fuzz,
     kills,
     models,
     mutants,
@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=120, help="kill -9 of ranks")
     parser.add_argument("--flips", type=int, default=300, help="single bits of checkpoints")
     parser.add_argument("--others", type=int, default=140, help="greater damages")
-    parser.add_argument("--configs", type=int, default=500, help="garbled configs")
+    parser.add_argument("--configs", type=int, default=500, help="fuzzed configs")
     parser.add_argument("--rundirs", type=int, default=300, help="run directories of strangers")
     parser.add_argument("--mutants", type=int, default=160, help="damaged text and tokens")
     parser.add_argument("--models", type=int, default=1000, help="models of strangers")
@@ -45,7 +45,7 @@ def main() -> int:
         series: dict[str, Callable[[], Outcome]] = {
             "kills": lambda: kills.run(options.kills, folder, seed=seed, data=data),
             "flips": lambda: damages.run(options.flips, options.others, seed=seed),
-            "configs": lambda: garble.run(options.configs, seed=seed),
+            "configs": lambda: fuzz.run(options.configs, seed=seed),
             "rundirs": lambda: rundirs.run(options.rundirs, seed=seed),
             "mutants": lambda: mutants.run(options.mutants, seed=seed),
             "models": lambda: models.run(options.models, seed=seed),

@@ -31,7 +31,7 @@ from hp_context.checks import Dims
 from hp_context.heads import split_heads
 from hp_context.hybrid import outer_runs
 from hp_context.in_flight import Exchange
-from hp_context.ring import journeys
+from hp_context.ring import routes
 from hp_context.spread import Needs
 from hp_platform.testing import record_exchanges, run_distributed, run_in_threads
 
@@ -77,10 +77,10 @@ class Case:
             return heads, heads
         runs = outer_runs(self.layout, SEQ, RANKS, degree)
         if self.ring:
-            at = [journeys(runs, self.mask)[rank // degree - t] for t in range(len(runs))]
-            on = sum(journey.hops > t for t, journey in enumerate(at))
-            sums = sum(journey.hops >= t > 0 for t, journey in enumerate(at))
-            passed = sum(journey.hops >= t > 1 for t, journey in enumerate(at))
+            at = [routes(runs, self.mask)[rank // degree - t] for t in range(len(runs))]
+            on = sum(route.hops > t for t, route in enumerate(at))
+            sums = sum(route.hops >= t > 0 for t, route in enumerate(at))
+            passed = sum(route.hops >= t > 1 for t, route in enumerate(at))
             forward = heads + Counter(send=on, recv=sums)
             return forward, forward + Counter(send=sums, recv=passed + (at[0].hops > 0))
         strides = min(4, len(split_heads(*self.heads, degree).kv[rank % degree]))

@@ -31,7 +31,7 @@ from hp_context import (
     shard_sequence,
     unshard_sequence,
 )
-from hp_context.ring import journeys
+from hp_context.ring import routes
 from hp_context.spread import length
 from hp_platform.pending import release_completed
 from hp_platform.testing import run_distributed, watch_operators
@@ -57,7 +57,7 @@ class Way:
 
 
 def ways(mask: Mask, layout: SequenceLayout) -> list[Way]:
-    """The same as `journeys`, by looking at each pair of positions."""
+    """The same as `routes`, by looking at each pair of positions."""
     allowed = mask_tensor(mask, SEQ)
     held = [[p for run in runs for p in run] for runs in layout.runs(SEQ, RANKS)]
     result = []
@@ -74,21 +74,21 @@ def ways(mask: Mask, layout: SequenceLayout) -> list[Way]:
 def test_keys_go_as_far_as_they_are_seen_and_those_alone(
     mask: Mask, layout: SequenceLayout
 ) -> None:
-    planned = journeys(layout.runs(SEQ, RANKS), mask)
+    planned = routes(layout.runs(SEQ, RANKS), mask)
     assert [Way(length(rows), hops) for rows, hops in planned] == ways(mask, layout)
 
 
 def test_an_unknown_mask_sends_everything_all_the_way() -> None:
     mask = PositionMask(lambda query, key: query == key)
-    for rows, hops in journeys(Contiguous().runs(SEQ, RANKS), mask):
+    for rows, hops in routes(Contiguous().runs(SEQ, RANKS), mask):
         assert (length(rows), hops) == (PART, RANKS - 1)
 
 
 def test_a_window_bounds_the_way() -> None:
     window = SlidingWindow(PART + 1)
-    planned = journeys(Contiguous().runs(SEQ, RANKS), window)
+    planned = routes(Contiguous().runs(SEQ, RANKS), window)
     assert [hops for _, hops in planned] == [2, 2, 1, 0]
-    near = journeys(Contiguous().runs(SEQ, RANKS), SlidingWindow(3))
+    near = routes(Contiguous().runs(SEQ, RANKS), SlidingWindow(3))
     assert [(rows, hops) for rows, hops in near[:2]] == [((range(5, 8),), 1), ((range(13, 16),), 1)]
 
 

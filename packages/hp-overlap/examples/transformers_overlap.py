@@ -127,7 +127,7 @@ def main() -> dict[str, float]:
     """Compare; return what is printed."""
     torch.set_num_threads(1)
     overlapped = step(overlap.run)
-    sequence = " ".join(f"{entry.party[0]}:{entry.section}" for entry in overlap.trace)
+    sequence = " ".join(f"{entry.side[0]}:{entry.section}" for entry in overlap.trace)
     after_each_other = step(lambda forward, backward: (backward(), forward()))
     with torch.no_grad():
         alone = build()(input_ids=tokens(1)).logits

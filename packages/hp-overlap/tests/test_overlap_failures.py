@@ -1,4 +1,4 @@
-"""A party that fails on one rank: both parties end on every rank, and the rank is named."""
+"""A side that fails on one rank: both sides end on every rank, and the rank is named."""
 
 import threading
 from datetime import timedelta
@@ -16,8 +16,8 @@ from hp_platform.testing import run_distributed
 WORLD, FAILS, LAYERS = 3, 1, 3
 
 
-def _fail(party: str) -> tuple[str, str, int]:
-    """Run a pair whose parties exchange in every layer; one of them fails on one rank."""
+def _fail(side: str) -> tuple[str, str, int]:
+    """Run a pair whose sides exchange in every layer; one of them fails on one rank."""
     initialize()
     group = new_group([range(WORLD)], name="ep", timeout=timedelta(seconds=60))
     assert group is not None
@@ -27,7 +27,7 @@ def _fail(party: str) -> tuple[str, str, int]:
     combine = overlap.wrap_combine(lambda x: all_to_all_lazy(x, group=group))
 
     def unlucky(where: str, layer: int) -> None:
-        if where == party and layer == 1 and dist.get_rank() == FAILS:
+        if where == side and layer == 1 and dist.get_rank() == FAILS:
             raise MemoryError("no room")
 
     def unlucky_gradient(layer: int, _gradient: Tensor) -> None:
@@ -53,9 +53,9 @@ def _fail(party: str) -> tuple[str, str, int]:
     return "nothing", "", 0
 
 
-@pytest.mark.parametrize("party", ["forward", "backward"])
-def test_every_rank_ends_both_parties_and_names_the_one_that_failed(party: str) -> None:
-    said = run_distributed(_fail, party, world_size=WORLD, timeout=30)
+@pytest.mark.parametrize("side", ["forward", "backward"])
+def test_every_rank_ends_both_sides_and_names_the_one_that_failed(side: str) -> None:
+    said = run_distributed(_fail, side, world_size=WORLD, timeout=30)
     for rank, (kind, text, helpers) in enumerate(said):
         assert helpers == 0
         if rank == FAILS:

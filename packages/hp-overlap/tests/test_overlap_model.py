@@ -11,13 +11,13 @@ from typing import Literal, NamedTuple, TypeVar, get_args
 import pytest
 
 from hp_overlap import coordinator
-from hp_overlap.baton import OTHER, SECTIONS, Baton, Hook, Party
+from hp_overlap.turn import OTHER, SECTIONS, Hook, Side, Turn
 
 T = TypeVar("T")
 # What a backward runs again, and when: nothing, each layer before its backward, all layers first,
 # or each layer with the results of its exchanges saved (selective checkpointing).
 Recompute = Literal["none", "layer", "chunk", "saved"]
-PARTIES: tuple[Party, Party] = ("forward", "backward")
+SIDES: tuple[Side, Side] = ("forward", "backward")
 
 
 class Step(NamedTuple):
@@ -25,16 +25,16 @@ class Step(NamedTuple):
 
     launch: str = ""
     hook: Hook | None = None
-    direction: Party = "forward"
+    direction: Side = "forward"
     fails: bool = False
 
 
 class State(NamedTuple):
-    """Where both parties are: next step, blocked in a hook or at the start, ended; and the log."""
+    """Where both sides are: next step, blocked in a hook or at the start, ended; and the log."""
 
     at: tuple[int, int]
     waiting: tuple[bool, bool]
-    baton: Baton
+    turn: Turn
     log: tuple[str, ...] = ()
 
 
@@ -84,29 +84,29 @@ def put(pair: tuple[T, T], i: int, value: T) -> tuple[T, T]:
 
 
 def successors(
-    state: State, programs: tuple[list[Step], list[Step]], interrupted: Party | None
+    state: State, programs: tuple[list[Step], list[Step]], interrupted: Side | None
 ) -> Iterator[State]:
     """All states one atomic action of either thread away, or one signal in a waiting thread."""
-    for i, party in enumerate(PARTIES):
-        program, position, baton = programs[i], state.at[i], state.baton
+    for i, side in enumerate(SIDES):
+        program, position, turn = programs[i], state.at[i], state.turn
         if position > len(program):
             continue
         moved = state._replace(waiting=put(state.waiting, i, False))
         on = moved._replace(at=put(state.at, i, position + 1))
         failed = moved._replace(
             at=put(state.at, i, len(program) + 1),
-            baton=baton.left(party, failed=True),
-            log=(*state.log, f"{party}!"),
+            turn=turn.left(side, failed=True),
+            log=(*state.log, f"{side}!"),
         )
         if state.waiting[i]:
-            if party == interrupted or baton.stops(party):
+            if side == interrupted or turn.stops(side):
                 yield failed
-            if baton.ready(party) and not baton.stops(party):
+            if turn.ready(side) and not turn.stops(side):
                 yield moved
             continue
-        assert baton.holder == party or baton.stops(party), "both parties run"
+        assert turn.holder == side or turn.stops(side), "both sides run"
         if position == len(program):
-            yield on._replace(baton=baton.left(party, failed=False))
+            yield on._replace(turn=turn.left(side, failed=False))
             continue
         step = program[position]
         if step.fails:
@@ -114,14 +114,14 @@ def successors(
         elif step.hook is None:
             yield on._replace(log=(*state.log, step.launch))
         else:
-            reached = baton.at_hook(party, step.direction, step.hook)
-            yield on._replace(waiting=put(state.waiting, i, True), baton=reached)
+            reached = turn.at_hook(side, step.direction, step.hook)
+            yield on._replace(waiting=put(state.waiting, i, True), turn=reached)
 
 
-def explore(forward: list[Step], backward: list[Step], interrupted: Party | None = None) -> Outcome:
+def explore(forward: list[Step], backward: list[Step], interrupted: Side | None = None) -> Outcome:
     """Walk through every interleaving; the two threads start in any order."""
     programs = (forward, backward)
-    start = State((0, 0), (True, True), Baton())
+    start = State((0, 0), (True, True), Turn())
     seen, stack, outcome = {start}, [start], Outcome(set(), [])
     while stack:
         state = stack.pop()
@@ -171,7 +171,7 @@ def test_collectives_alternate_in_the_documented_order(layers: int) -> None:
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
-def test_what_follows_a_collective_is_the_other_party_s_compute(layers: int) -> None:
+def test_what_follows_a_collective_is_the_other_side_s_compute(layers: int) -> None:
     (log,) = explore(forward_chunk(layers), backward_chunk(layers)).logs
     for launched, following in pairwise(log):
         if collectives((launched,)):
@@ -187,8 +187,8 @@ def test_a_recomputed_layer_is_one_uninterrupted_run_of_launches() -> None:
         assert list(log[first : first + 4]) == [f"B.again.{name}{layer}" for name in again]
 
 
-@pytest.mark.parametrize("failing", PARTIES)
-def test_a_failure_anywhere_ends_both_parties_within_one_section(failing: Party) -> None:
+@pytest.mark.parametrize("failing", SIDES)
+def test_a_failure_anywhere_ends_both_sides_within_one_section(failing: Side) -> None:
     chunks = {"forward": forward_chunk(2), "backward": backward_chunk(2, recompute="layer")}
     for position in range(len(chunks[failing]) + 1):
         broken = dict(chunks)
@@ -202,9 +202,9 @@ def test_a_failure_anywhere_ends_both_parties_within_one_section(failing: Party)
         assert set(log) >= {f"{failing}!"}
 
 
-@pytest.mark.parametrize("interrupted", PARTIES)
-def test_a_signal_in_a_waiting_party_lets_the_other_finish_its_section_only(
-    interrupted: Party,
+@pytest.mark.parametrize("interrupted", SIDES)
+def test_a_signal_in_a_waiting_side_lets_the_other_finish_its_section_only(
+    interrupted: Side,
 ) -> None:
     outcome = explore(forward_chunk(2), backward_chunk(2), interrupted)
     assert not outcome.deadlocks
@@ -232,5 +232,5 @@ def test_the_coordinator_fits_in_a_hundred_lines() -> None:
     assert len(inspect.getsource(coordinator.HookCoordinator).splitlines()) < 100
 
 
-def test_the_two_parties_are_each_other_s_other() -> None:
-    assert all(OTHER[OTHER[party]] == party for party in PARTIES)
+def test_the_two_sides_are_each_other_s_other() -> None:
+    assert all(OTHER[OTHER[side]] == side for side in SIDES)

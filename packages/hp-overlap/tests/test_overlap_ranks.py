@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 )
 
 from hp_overlap import CommComputeOverlap, HookCoordinator, TraceEntry
-from hp_overlap.baton import Party
+from hp_overlap.turn import Side
 from hp_platform import all_to_all, all_to_all_lazy, set_fsdp_frees_parameters
 from hp_platform.testing import (
     CountedClock,
@@ -282,11 +282,11 @@ def test_bits_and_order_are_those_of_one_after_the_other(name: str, found: Found
     assert first.exchanges[0] == first.exchanges[1]
 
 
-def documented(forward: int, backward: int) -> list[tuple[Party, str]]:
+def documented(forward: int, backward: int) -> list[tuple[Side, str]]:
     """The table of the documentation: who launches what, for layers with experts alone."""
     fwd = ["attention", "dispatch", "experts", "combine"] * forward + ["attention"]
     bwd = ["combine", "experts", "dispatch", "attention"] * backward
-    table: list[tuple[Party, str]] = [("backward", section) for section in bwd[:1]]
+    table: list[tuple[Side, str]] = [("backward", section) for section in bwd[:1]]
     del bwd[:1]
     while fwd or bwd:
         table += [("forward", section) for section in fwd[:2]]
@@ -297,7 +297,7 @@ def documented(forward: int, backward: int) -> list[tuple[Party, str]]:
 
 @pytest.mark.parametrize("name", ["equal", "short forward", "short backward", "sharded"])
 def test_traces_are_the_documented_table(name: str, found: Found) -> None:
-    trace = [(entry.party, entry.section) for entry in found[0][name].trace]
+    trace = [(entry.side, entry.section) for entry in found[0][name].trace]
     assert trace == documented(CASES[name].forward, CASES[name].backward)
 
 
@@ -368,7 +368,7 @@ def timed(seconds: float, num_layers: int) -> tuple[float, float]:
     return pair(overlapped=False), pair(overlapped=True)
 
 
-def test_transfers_hide_behind_the_other_party_s_compute() -> None:
+def test_transfers_hide_behind_the_other_side_s_compute() -> None:
     for sequential, overlapped in run_distributed(timed, 0.02, 3, world_size=2):
         assert overlapped < 0.85 * sequential
 
@@ -409,4 +409,4 @@ def test_a_rank_that_fails_in_a_pair_ends_the_run_naming_it() -> None:
     with pytest.raises(RankError, match="bad expert on rank 1") as caught:
         run_distributed(one_rank_fails, world_size=2, timeout=120)
     assert caught.value.rank == 1
-    assert "backward party of the overlapped pair ended with" in str(caught.value)
+    assert "backward side of the overlapped pair ended with" in str(caught.value)

@@ -24,7 +24,7 @@ from hp_overlap import (
     OverlapTimeoutError,
     TraceEntry,
 )
-from hp_overlap.baton import SECTIONS, Hook, Party
+from hp_overlap.turn import SECTIONS, Hook, Side
 from hp_platform import ThreadContext
 
 setting: ContextVar[str] = ContextVar("setting", default="unset")
@@ -39,7 +39,7 @@ def no_thread_is_left() -> Iterator[None]:
 
 def chunk(
     coordinator: HookCoordinator,
-    party: Party,
+    side: Side,
     layers: int,
     *,
     visit: Callable[[Hook | None], None] = lambda _: None,
@@ -49,8 +49,8 @@ def chunk(
     def run() -> None:
         visit(None)
         for _ in range(layers):
-            for name in SECTIONS[party]:
-                coordinator.hook(party, name)
+            for name in SECTIONS[side]:
+                coordinator.hook(side, name)
                 visit(name)
 
     return run
@@ -64,8 +64,8 @@ def fail_at(name: Hook | None, error: BaseException) -> Callable[[Hook | None], 
     return visit
 
 
-def sections(trace: list[TraceEntry]) -> list[tuple[Party, str]]:
-    return [(entry.party, entry.section) for entry in trace]
+def sections(trace: list[TraceEntry]) -> list[tuple[Side, str]]:
+    return [(entry.side, entry.section) for entry in trace]
 
 
 @pytest.mark.parametrize("layers", [1, 2, 5])
@@ -73,7 +73,7 @@ def test_trace_is_the_documented_pairing(layers: int) -> None:
     overlap = CommComputeOverlap()
     co = overlap.coordinator
     overlap.run(chunk(co, "forward", layers), chunk(co, "backward", layers))
-    steady: list[tuple[Party, str]] = [
+    steady: list[tuple[Side, str]] = [
         ("backward", "combine"),
         ("forward", "dispatch"),
         ("backward", "experts"),
@@ -82,7 +82,7 @@ def test_trace_is_the_documented_pairing(layers: int) -> None:
         ("forward", "combine"),
         ("backward", "attention"),
     ]
-    boundary: list[tuple[Party, str]] = [("backward", "combine"), ("forward", "attention")]
+    boundary: list[tuple[Side, str]] = [("backward", "combine"), ("forward", "attention")]
     expected = list(steady)
     for _ in range(layers - 1):
         expected += [*boundary, *steady[1:]]
@@ -94,8 +94,8 @@ def test_unequal_chunks_end(forward: int, backward: int) -> None:
     overlap = CommComputeOverlap()
     co = overlap.coordinator
     overlap.run(chunk(co, "forward", forward), chunk(co, "backward", backward))
-    parties = [entry.party for entry in overlap.trace]
-    assert (parties.count("forward"), parties.count("backward")) == (4 * forward, 4 * backward)
+    sides = [entry.side for entry in overlap.trace]
+    assert (sides.count("forward"), sides.count("backward")) == (4 * forward, 4 * backward)
     assert not co.is_enabled()
 
 
@@ -105,7 +105,7 @@ def test_hooks_are_no_ops_while_disabled() -> None:
     assert coordinator.trace == []
 
 
-def test_only_one_party_runs_at_a_time_and_random_failures_never_hang() -> None:
+def test_only_one_side_runs_at_a_time_and_random_failures_never_hang() -> None:
     for seed in range(3000):
         orders = {_random_pair(seed) for _ in range(2 if seed % 10 == 0 else 1)}
         assert len(orders) == 1
@@ -114,28 +114,28 @@ def test_only_one_party_runs_at_a_time_and_random_failures_never_hang() -> None:
 def _random_pair(seed: int) -> tuple[object, ...]:
     draw = random.Random(seed)
     overlap = CommComputeOverlap(HookCoordinator(timeout=20))
-    inside: list[Party] = []
+    inside: list[Side] = []
     order: list[object] = []
 
-    def visitor(party: Party, fails_at: int | None) -> Callable[[Hook | None], None]:
+    def visitor(side: Side, fails_at: int | None) -> Callable[[Hook | None], None]:
         count = iter(range(10_000))
 
         def visit(name: Hook | None) -> None:
             assert not inside
-            inside.append(party)
+            inside.append(side)
             if draw.random() < 0.02:
                 time.sleep(0.0005)
-            order.append((party, name))
+            order.append((side, name))
             inside.pop()
             if next(count) == fails_at:
-                raise ValueError(party)
+                raise ValueError(side)
 
         return visit
 
-    def program(party: Party) -> Callable[[], None]:
+    def program(side: Side) -> Callable[[], None]:
         fails_at = draw.choice([None, None, draw.randint(0, 12)])
         layers = draw.randint(0, 5)
-        return chunk(overlap.coordinator, party, layers, visit=visitor(party, fails_at))
+        return chunk(overlap.coordinator, side, layers, visit=visitor(side, fails_at))
 
     try:
         overlap.run(program("forward"), program("backward"))
@@ -147,22 +147,22 @@ def _random_pair(seed: int) -> tuple[object, ...]:
 @pytest.mark.parametrize("failing", ["forward", "backward"])
 @pytest.mark.parametrize("hook", [None, "A", "B", "C", "D"])
 def test_root_error_is_raised_with_the_other_side_s_end_as_a_note(
-    failing: Party, hook: Hook | None
+    failing: Side, hook: Hook | None
 ) -> None:
     overlap = CommComputeOverlap()
     root = KeyError("lost expert")
     visits = {failing: fail_at(hook, root)}
     programs = {
-        party: chunk(overlap.coordinator, party, 2, visit=visits.get(party, lambda _: None))
-        for party in SECTIONS
+        side: chunk(overlap.coordinator, side, 2, visit=visits.get(side, lambda _: None))
+        for side in SECTIONS
     }
     with pytest.raises(KeyError, match="lost expert") as caught:
         overlap.run(programs["forward"], programs["backward"])
     assert caught.value is root
     (note,) = root.__notes__
     other = "backward" if failing == "forward" else "forward"
-    assert note.startswith(f"{other} party of the overlapped pair ended with: ")
-    assert f"{failing} party failed" in note
+    assert note.startswith(f"{other} side of the overlapped pair ended with: ")
+    assert f"{failing} side failed" in note
     assert not overlap.coordinator.is_enabled()
 
 
@@ -176,7 +176,7 @@ def test_a_pair_runs_again_after_a_failure() -> None:
 
 
 @pytest.mark.parametrize("failing", ["forward", "backward"])
-def test_an_error_that_was_handled_keeps_nothing_alive(failing: Party) -> None:
+def test_an_error_that_was_handled_keeps_nothing_alive(failing: Side) -> None:
     overlap = CommComputeOverlap()
     kept: list[weakref.ref[Tensor]] = []
 
@@ -199,7 +199,7 @@ def test_an_error_that_was_handled_keeps_nothing_alive(failing: Party) -> None:
 
 
 def test_a_long_pair_is_not_a_silent_one() -> None:
-    """The time-out is between hooks: a party that recomputes several layers keeps passing them."""
+    """The time-out is between hooks: a side that recomputes several layers keeps passing them."""
     overlap = CommComputeOverlap(HookCoordinator(timeout=0.4))
     co = overlap.coordinator
 
@@ -248,10 +248,10 @@ def test_a_forward_that_never_arrives_is_logged_at_once_and_raised(
         overlap.run(chunk(co, "forward", 2, visit=stuck), chunk(co, "backward", 2))
     assert logged_in_time == [True]
     assert str(caught.value) == (
-        "backward party at hook A: no turn within timeout (0.5 s), "
-        "forward party still in section 'experts' after hook B"
+        "backward side at hook A: no turn within timeout (0.5 s), "
+        "forward side still in section 'experts' after hook B"
     )
-    assert "forward party of the overlapped pair ended with" in caught.value.__notes__[0]
+    assert "forward side of the overlapped pair ended with" in caught.value.__notes__[0]
 
 
 def test_a_backward_that_never_arrives_is_reported_and_left_behind() -> None:
@@ -271,15 +271,15 @@ def test_a_backward_that_never_arrives_is_reported_and_left_behind() -> None:
             ends.append(str(error))
             raise
 
-    with pytest.raises(OverlapTimeoutError, match="forward party at hook B") as caught:
+    with pytest.raises(OverlapTimeoutError, match="forward side at hook B") as caught:
         overlap.run(chunk(co, "forward", 2), backward)
     assert "thread is left in section 'dispatch' after hook B" in caught.value.__notes__[0]
-    with pytest.raises(RuntimeError, match="no live party"):
+    with pytest.raises(RuntimeError, match="no live side"):
         overlap.run(lambda: None, lambda: None)
     release.set()
     (helper,) = [t for t in threading.enumerate() if t.name == "hp-overlap-backward"]
     helper.join(20)
-    assert ends == ["backward party stopped at hook A: forward party failed"]
+    assert ends == ["backward side stopped at hook A: forward side failed"]
     co.timeout = 20
     overlap.run(chunk(co, "forward", 1), chunk(co, "backward", 1))
 
@@ -292,7 +292,7 @@ def test_a_backward_that_hangs_alone_is_reported() -> None:
         release.wait(20)
 
     backward = chunk(overlap.coordinator, "backward", 1, visit=stuck)
-    with pytest.raises(OverlapTimeoutError, match="forward party at its start: no turn"):
+    with pytest.raises(OverlapTimeoutError, match="forward side at its start: no turn"):
         overlap.run(lambda: None, backward)
     release.set()
     for thread in threading.enumerate():
@@ -309,14 +309,14 @@ def test_keyboard_interrupt_stops_both_sides() -> None:
         passed.append(name)
         if name == "B":
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.2)  # the forward party, waiting in its hook, gets the signal
+            time.sleep(0.2)  # the forward side, waiting in its hook, gets the signal
 
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt) as caught:
         overlap.run(chunk(co, "forward", 3), chunk(co, "backward", 3, visit=interrupt))
     assert time.monotonic() - start < 60  # no turn was waited for in vain; 0.3 s on a quiet machine
     assert passed == [None, "D", "C", "B"]
-    assert "backward party stopped at hook A" in caught.value.__notes__[0]
+    assert "backward side stopped at hook A" in caught.value.__notes__[0]
 
 
 def test_keyboard_interrupt_works_after_the_forward_has_ended() -> None:

@@ -165,7 +165,7 @@ def _in_a_thread() -> str:
 
     def helper(context: ThreadContext) -> None:
         try:
-            with context.apply(), doing("backward party"):
+            with context.apply(), doing("backward side"):
                 all_to_all(torch.ones(3, 1), group=group)
                 if dist.get_rank() == 1:
                     time.sleep(0.2)  # until the main thread has failed

@@ -15,7 +15,7 @@ from hp_context.heads import split_heads
 from hp_context.hybrid import outer_runs
 from hp_context.layout import CONTIGUOUS, SequenceLayout
 from hp_context.masks import Full, Mask
-from hp_context.ring import journeys
+from hp_context.ring import routes
 from hp_context.spread import Needs, Rows, length
 
 
@@ -149,9 +149,9 @@ def _ring_rows(runs: tuple[Rows, ...], mask: Mask) -> list[tuple[int, int]]:
     found = []
     for rank in ranks:
         # In a step there are the keys of the rank that is so many places before.
-        at = [journeys(runs, mask)[rank - step] for step in ranks]
-        keys = sum(length(journey.rows) for t, journey in enumerate(at) if journey.hops > t)
-        sums = sum(length(journey.rows) for t, journey in enumerate(at) if journey.hops >= t > 0)
+        at = [routes(runs, mask)[rank - step] for step in ranks]
+        keys = sum(length(route.rows) for t, route in enumerate(at) if route.hops > t)
+        sums = sum(length(route.rows) for t, route in enumerate(at) if route.hops >= t > 0)
         found.append((keys, sums))
     return found
 

@@ -4,7 +4,8 @@ The record of it rides on that tensor: not on a module and not on the object tha
 parallelism, which several microbatches, threads and recomputations share. Attention takes the
 record if the tensor is still what was launched; otherwise it exchanges what it was given.
 
-Note [Two nodes]. Autograd sees
+Note [Two nodes]
+Autograd sees
 
     q, k, v  --_Launch, one each-->  edges of no elements  --_Arrive, one for all-->  q', k', v'
 

@@ -1,4 +1,3 @@
-# ruff: noqa: SLF001  # no public function of torch returns the log-sum-exp
 """Attention of one block of queries and keys with its log-sum-exp, by the kernel that takes it.
 
 Note [Backward by blocks]
@@ -11,16 +10,15 @@ divides H), D head size of queries and keys, E head size of values.
 """
 
 from enum import Enum
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
-from hp_context import cuda_kernels, flex_kernel, reference_kernel
+from hp_context import cpu_kernel, cuda_kernels, flex_kernel, reference_kernel
 from hp_context.dropout import BlockDropout
 from hp_context.masks import BlockKind
 from hp_context.reference_kernel import Scoring
-
-_CPU_FLASH_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Kernel(Enum):
@@ -31,6 +29,47 @@ class Kernel(Enum):
     CUDA_EFFICIENT = "efficient attention of CUDA"
     CUDA_FLEX = "FlexAttention"
     REFERENCE = "plain torch"
+
+
+class BlockKernel(Protocol):
+    """A module that computes blocks; its tensors have the head size in one piece of memory."""
+
+    def applies(self, q: Tensor, v: Tensor, *, mask: Tensor | None, softcap: float | None) -> bool:
+        """Tell whether it takes such a block, in forward and in backward, and is to take it."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None,
+        causal: bool,
+        scoring: Scoring,
+    ) -> tuple[Tensor, Tensor]:
+        """Return output and log-sum-exp; what a query without keys gets does not matter."""
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        grad_out: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scoring: Scoring,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk, dv; see Note [Backward by blocks]."""
+
+
+MODULES: Final[dict[Kernel, BlockKernel]] = {
+    Kernel.CUDA_FLEX: flex_kernel,
+    Kernel.CPU_FLASH: cpu_kernel,
+}
+"""The kernels that are a module each. A block without dropout goes to the first that applies."""
 
 
 def block_forward(
@@ -62,20 +101,17 @@ def block_forward(
     """
     causal = kind is BlockKind.CAUSAL
     kernel = choose_kernel(q, v, mask=mask, softcap=softcap, dropout=dropout)
-    if kernel is Kernel.CPU_FLASH:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *_rows(q, k, v), 0.0, causal, attn_mask=_bias(mask, q.dtype), scale=scale
-        )
-    elif kernel is Kernel.CUDA_FLASH:
+    if kernel is Kernel.CUDA_FLASH:
         out, lse = cuda_kernels.flash_forward(*_rows(q, k, v), causal=causal, scale=scale)
     elif kernel is Kernel.CUDA_EFFICIENT:
         out, lse = cuda_kernels.efficient_forward(
             *_rows(q, k, v), mask=mask, causal=causal, scale=scale
         )
     else:
-        forward = flex_kernel.forward if kernel is Kernel.CUDA_FLEX else reference_kernel.forward
         scoring = Scoring(scale, softcap, dropout)
-        out, lse = forward(*_rows(q, k, v), mask=mask, causal=causal, scoring=scoring)
+        out, lse = MODULES.get(kernel, reference_kernel).forward(
+            *_rows(q, k, v), mask=mask, causal=causal, scoring=scoring
+        )
     if mask is not None:
         unseen = ~mask.any(-1)  # most kernels call their log-sum-exp 0
         out.masked_fill_(unseen[:, None], 0.0)
@@ -118,11 +154,6 @@ def block_backward(
     causal = kind is BlockKind.CAUSAL
     kernel = choose_kernel(q, v, mask=mask, softcap=softcap, dropout=dropout)
     grad_out, q, k, v, out = _rows(grad_out, q, k, v, out)
-    if kernel is Kernel.CPU_FLASH:
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, k, v, out, lse, 0.0, causal, attn_mask=_bias(mask, q.dtype), scale=scale
-        )
-        return dq, dk, dv
     if kernel is Kernel.CUDA_FLASH:
         return cuda_kernels.flash_backward(
             q, k, v, grad_out=grad_out, out=out, lse=lse, causal=causal, scale=scale
@@ -131,8 +162,7 @@ def block_backward(
         return cuda_kernels.efficient_backward(
             q, k, v, grad_out=grad_out, out=out, lse=lse, mask=mask, causal=causal, scale=scale
         )
-    backward = flex_kernel.backward if kernel is Kernel.CUDA_FLEX else reference_kernel.backward
-    return backward(
+    return MODULES.get(kernel, reference_kernel).backward(
         q,
         k,
         v,
@@ -154,13 +184,13 @@ def choose_kernel(
     dropout: BlockDropout | None = None,
 ) -> Kernel:
     """Return what computes such a block: REFERENCE whenever no other is known to be right."""
-    if dropout is None and flex_kernel.applies(q, v, mask=mask, softcap=softcap):
-        return Kernel.CUDA_FLEX
-    if softcap is not None or dropout is not None:
+    if dropout is not None:
         return Kernel.REFERENCE
-    if q.device.type == "cpu":
-        fits = v.size(-1) == q.size(-1) and q.dtype in _CPU_FLASH_DTYPES
-        return Kernel.CPU_FLASH if fits else Kernel.REFERENCE
+    for kernel, module in MODULES.items():
+        if module.applies(q, v, mask=mask, softcap=softcap):
+            return kernel
+    if softcap is not None:
+        return Kernel.REFERENCE
     if q.device.type == "cuda" and cuda_kernels.flash_applies(q, v, mask):
         return Kernel.CUDA_FLASH
     if q.device.type == "cuda" and cuda_kernels.efficient_applies(q, v):
@@ -171,10 +201,3 @@ def choose_kernel(
 def _rows(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors with the head size in one piece of memory, as kernels want it."""
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
-
-
-def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return what is added to the scores, [Q, K]: 0 where attention is allowed, -inf elsewhere."""
-    if mask is None:
-        return None
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)

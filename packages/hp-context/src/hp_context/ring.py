@@ -4,15 +4,15 @@ From "Ring Attention with Blockwise Transformers" (Liu, Zaharia and Abbeel 2023,
 balanced by the head-tail layout ("zigzag"). A rank holds its own keys and values and those of one
 other rank at a time, where the all-gather K/V mode holds all of them.
 
-Note [Journeys]
+Note [Ring hops]
     In step t rank r has the keys of rank r - t. It computes the blocks that its queries see of
     them, and passes them on to rank r + 1 unless no rank from there on sees any. What sets out at
-    all is what any other rank sees. Both follow from the mask, so every rank knows of all journeys
+    all is what any other rank sees. Both follow from the mask, so every rank knows of all routes
     beforehand: under a sliding window keys go as far as the window reaches, under a contiguous
     causal layout to the last rank and not round.
 
 Note [Gradients travel behind the keys]
-    Backward sends the keys on their journeys again. Each rank on the way adds its share of the
+    Backward sends the keys on their routes again. Each rank on the way adds its share of the
     gradients to what it got from the rank before, in float32 or wider, and passes the sum on; the
     last one sends it home, where the share of the owner is added. The sum has one order on every
     run. It is sent while the next step computes; the last way home has nothing to hide behind.
@@ -58,15 +58,15 @@ class RingMask(PartsMask):
         return out
 
 
-class Journey(NamedTuple):
+class Route(NamedTuple):
     """Which keys of a rank travel, and to how many ranks after it."""
 
     rows: Rows
     hops: int
 
 
-def journeys(runs: tuple[Rows, ...], mask: Mask) -> tuple[Journey, ...]:
-    """Return the journey of the keys of each rank; Note [Journeys].
+def routes(runs: tuple[Rows, ...], mask: Mask) -> tuple[Route, ...]:
+    """Return the route of the keys of each rank; Note [Ring hops].
 
     Args:
         runs: Positions of each rank.
@@ -78,7 +78,7 @@ def journeys(runs: tuple[Rows, ...], mask: Mask) -> tuple[Journey, ...]:
     for source in range(num_ranks):
         far = range(num_ranks - 1, 0, -1)
         hops = next((t for t in far if needs.of((source + t) % num_ranks, source)), 0)
-        result.append(Journey(needs.of_others(source), hops))
+        result.append(Route(needs.of_others(source), hops))
     return tuple(result)
 
 
@@ -107,16 +107,16 @@ class Ring:
     def __init__(self, spread: Spread, scores: Scores) -> None:
         self.spread, self.scores = spread, scores
         self.group, self.rank = spread.group, spread.group.rank()
-        self.journeys = journeys(spread.runs, scores.mask)
-        self.num_steps = 1 + max(journey.hops for journey in self.journeys)
+        self.routes = routes(spread.runs, scores.mask)
+        self.num_steps = 1 + max(route.hops for route in self.routes)
 
-    def at(self, step: int) -> Journey:
-        """Return the journey whose keys may be at this rank in a step."""
-        return self.journeys[(self.rank - step) % len(self.journeys)]
+    def at(self, step: int) -> Route:
+        """Return the route whose keys may be at this rank in a step."""
+        return self.routes[(self.rank - step) % len(self.routes)]
 
     def peer(self, offset: int) -> int:
         """Return the global rank of another rank of the ring."""
-        return global_ranks(self.group)[(self.rank + offset) % len(self.journeys)]
+        return global_ranks(self.group)[(self.rank + offset) % len(self.routes)]
 
     def blocks(self, step: Step) -> list[QueryRun]:
         """Return what this rank's queries see of the keys of a step."""
@@ -155,7 +155,7 @@ class Ring:
 
 
 class Sums:
-    """The gradients of the keys that travel, added up on their way: see the Note above.
+    """The gradients of the keys that travel: Note [Gradients travel behind the keys].
 
     Args:
         ring: The walk.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hp_overlap.hidden import EXCHANGES, HiddenReport, hidden_communication
+from hp_overlap.report import EXCHANGES, OverlapReport, overlap_report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--match", default=EXCHANGES, help=f"transfers to count: {EXCHANGES}")
     parser.add_argument("--worst", type=int, default=5, help="exposed transfers to list")
     given = parser.parse_args(arguments)
-    reports = hidden_communication(_read(given.trace), match=given.match)
+    reports = overlap_report(_read(given.trace), match=given.match)
     for report in reports:
         _show(report, given.worst)
     if not reports:
@@ -36,7 +36,7 @@ def _read(path: Path) -> dict[str, Any]:
     return trace
 
 
-def _show(report: HiddenReport, num_worst: int) -> None:
+def _show(report: OverlapReport, num_worst: int) -> None:
     print(
         f"process {report.process}: {len(report.transfers)} transfers, "
         f"{report.total / 1e3:.2f} ms, {report.fraction:.1%} hidden, "

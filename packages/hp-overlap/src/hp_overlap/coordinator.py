@@ -1,38 +1,51 @@
-"""`HookCoordinator`: the state machine of [Note: Baton] in `hp_overlap.baton` behind a lock."""
+"""`HookCoordinator`: the state machine of Note [Turns] behind a lock."""
 
 import threading
+import warnings
 from typing import NamedTuple
 
-from hp_overlap.baton import OTHER, SECTIONS, Baton, Hook, Party
+from hp_overlap.turn import OTHER, SECTIONS, Hook, Side, Turn
 
 
 class OverlapAbortedError(RuntimeError):
-    """Raised in a party whose pair ended early: the other party failed, or it was disabled."""
+    """Raised in a side whose pair ended early: the other side failed, or it was disabled."""
 
 
 class OverlapTimeoutError(TimeoutError):
-    """Raised in a party that waited too long for its turn; says where the other party is."""
+    """Raised in a side that waited too long for its turn; says where the other side is."""
 
 
 class TraceEntry(NamedTuple):
-    """A hook as it was passed; `section` is what the party ran after it, or "recompute"."""
+    """A hook as it was passed; `section` is what the side ran after it, or "recompute"."""
 
-    party: Party
+    side: Side
     hook: Hook
     section: str
+
+    @property
+    def party(self) -> Side:
+        """The name of `side` until 0.1."""
+        warnings.warn("TraceEntry.party is called side", DeprecationWarning, stacklevel=2)
+        return self.side
+
+
+def _party(self: "HookCoordinator") -> Side:
+    """`HookCoordinator.side`, whose name this was until 0.1."""
+    warnings.warn("HookCoordinator.party is called side", DeprecationWarning, stacklevel=2)
+    return self.side()
 
 
 class HookCoordinator:
     """Orders the hooks of two threads by one turn; every hook is a no-op while disabled.
 
     Args:
-        timeout: Seconds in which neither party passes a hook, after which the one that waits raises
+        timeout: Seconds in which neither side passes a hook, after which the one that waits raises
             `OverlapTimeoutError`. Progress never needs it. It should exceed the longest section and
             the time-out of the collectives, whose own error says more.
 
     Attributes:
         trace: The hooks of the current or last pair, in the order they were passed.
-        places: Where each party stands.
+        places: Where each side stands.
     """
 
     def __init__(self, *, timeout: float = 600.0) -> None:
@@ -40,81 +53,83 @@ class HookCoordinator:
             raise ValueError(f"timeout ({timeout}) must be > 0 seconds")
         self.timeout = timeout
         self.trace: list[TraceEntry] = []
-        self.places: dict[Party, str] = {}
+        self.places: dict[Side, str] = {}
         self._changed = threading.Condition()
-        self._baton: Baton | None = None
+        self._turn: Turn | None = None
         self._forward_thread = 0
 
     def enable(self) -> None:
-        """Start a pair whose forward party is the calling thread.
+        """Start a pair whose forward side is the calling thread.
 
         Raises:
-            RuntimeError: A party of the last pair has not ended.
+            RuntimeError: A side of the last pair has not ended.
         """
         with self._changed:
-            if self._baton is not None and self._baton.live:
-                left = "; ".join(f"{p} party in {self.places[p]}" for p in sorted(self._baton.live))
-                raise RuntimeError(f"coordinator must have no live party to be enabled: {left}")
+            if self._turn is not None and self._turn.live:
+                left = "; ".join(f"{p} side in {self.places[p]}" for p in sorted(self._turn.live))
+                raise RuntimeError(f"coordinator must have no live side to be enabled: {left}")
             self.trace = []
             self.places = dict.fromkeys(OTHER, "its first section, before any hook")
-            self._baton, self._forward_thread = Baton(), threading.get_ident()
+            self._turn, self._forward_thread = Turn(), threading.get_ident()
 
     def disable(self) -> None:
-        """End the pair: hooks are no-ops, a party waiting in one raises `OverlapAbortedError`."""
+        """End the pair: hooks are no-ops, a side waiting in one raises `OverlapAbortedError`."""
         with self._changed:
-            self._baton = None
+            self._turn = None
             self._changed.notify_all()
 
     def is_enabled(self) -> bool:
         """Whether hooks take part in a pair."""
-        return self._baton is not None
+        return self._turn is not None
 
-    def hook(self, direction: Party, name: Hook) -> None:
-        """Pass hook `name`, handing the turn over where [Note: Baton] says so.
+    def hook(self, direction: Side, name: Hook) -> None:
+        """Pass hook `name`, handing the turn over where Note [Turns] says so.
 
         Raises:
-            OverlapAbortedError: The other party failed, or the pair was disabled.
-            OverlapTimeoutError: The other party passed no hook within `timeout` seconds.
+            OverlapAbortedError: The other side failed, or the pair was disabled.
+            OverlapTimeoutError: The other side passed no hook within `timeout` seconds.
         """
-        if self._baton is None:
+        if self._turn is None:
             return
         # Backward runs where autograd runs it: on the helper thread, or on a device's thread.
-        party, section = self.party(), SECTIONS[direction][name]
+        side, section = self.side(), SECTIONS[direction][name]
         with self._changed:
-            if self._baton is None or party not in self._baton.live:
+            if self._turn is None or side not in self._turn.live:
                 return
-            self._baton = self._baton.at_hook(party, direction, name)
+            self._turn = self._turn.at_hook(side, direction, name)
             self._changed.notify_all()
-            self.await_turn(party, f"hook {name}")
-            section = section if direction == party else "recompute"
-            self.places[party] = f"section {section!r} after hook {name}"
-            self.trace.append(TraceEntry(party, name, section))
+            self.await_turn(side, f"hook {name}")
+            section = section if direction == side else "recompute"
+            self.places[side] = f"section {section!r} after hook {name}"
+            self.trace.append(TraceEntry(side, name, section))
 
-    def party(self) -> Party:
-        """Which party the calling thread is, if there is a pair."""
+    def side(self) -> Side:
+        """Which side the calling thread is, if there is a pair."""
         return "forward" if threading.get_ident() == self._forward_thread else "backward"
 
-    def await_turn(self, party: Party, where: str = "its start") -> None:
-        """Wait until `party` has the turn; raises what `hook` raises."""
+    party = _party
+
+    def await_turn(self, side: Side, where: str = "its start") -> None:
+        """Wait until `side` has the turn; raises what `hook` raises."""
         with self._changed:
             passed = len(self.trace)
-            while not self._changed.wait_for(lambda: self._may_leave(party), self.timeout):
+            while not self._changed.wait_for(lambda: self._may_leave(side), self.timeout):
                 if len(self.trace) == passed:
                     raise OverlapTimeoutError(
-                        f"{party} party at {where}: no turn within timeout ({self.timeout:g} s), "
-                        f"{OTHER[party]} party still in {self.places[OTHER[party]]}"
+                        f"{side} side at {where}: no turn within timeout ({self.timeout:g} s), "
+                        f"{OTHER[side]} side still in {self.places[OTHER[side]]}"
                     )
                 passed = len(self.trace)
-            if self._baton is None or self._baton.stops(party):
-                cause = f"{OTHER[party]} party failed" if self._baton else "the pair was disabled"
-                raise OverlapAbortedError(f"{party} party stopped at {where}: {cause}")
+            if self._turn is None or self._turn.stops(side):
+                cause = f"{OTHER[side]} side failed" if self._turn else "the pair was disabled"
+                raise OverlapAbortedError(f"{side} side stopped at {where}: {cause}")
 
-    def leave(self, party: Party, *, failed: bool) -> None:
-        """Give the turn away for good; after a failure the other party stops at its next hook."""
+    def leave(self, side: Side, *, failed: bool) -> None:
+        """Give the turn away for good; after a failure the other side stops at its next hook."""
         with self._changed:
-            if self._baton is not None:
-                self._baton = self._baton.left(party, failed=failed)
+            if self._turn is not None:
+                self._turn = self._turn.left(side, failed=failed)
                 self._changed.notify_all()
 
-    def _may_leave(self, party: Party) -> bool:
-        return self._baton is None or self._baton.ready(party)
+    def _may_leave(self, side: Side) -> bool:
+        return self._turn is None or self._turn.ready(side)

@@ -4,8 +4,8 @@ from functools import partial
 
 from torch import Tensor
 
-from hp_overlap.baton import Hook, Party
 from hp_overlap.coordinator import HookCoordinator
+from hp_overlap.turn import Hook, Side
 from hp_platform import is_waited, sync_hook
 
 
@@ -17,8 +17,8 @@ def hook_tensor(x: Tensor, name: Hook, coordinator: HookCoordinator) -> Tensor:
 
     Args:
         x: Any shape and dtype; a lazy collective result stays unwaited.
-        name: Hook A, B, C or D of [Note: Baton] in `hp_overlap.baton`.
-        coordinator: Where the two parties meet.
+        name: Hook A, B, C or D of Note [Turns].
+        coordinator: Where the two sides meet.
     """
     return sync_hook(
         x,
@@ -27,7 +27,7 @@ def hook_tensor(x: Tensor, name: Hook, coordinator: HookCoordinator) -> Tensor:
     )
 
 
-def require_unwaited(x: Tensor, what: str, direction: Party, coordinator: HookCoordinator) -> None:
+def require_unwaited(x: Tensor, what: str, direction: Side, coordinator: HookCoordinator) -> None:
     """Raise if `x`, the result of a wrapped collective, was waited for while a pair runs.
 
     Outside a pair nothing has to be hidden, and a recomputation may hand out saved results, so
@@ -36,7 +36,7 @@ def require_unwaited(x: Tensor, what: str, direction: Party, coordinator: HookCo
     Raises:
         ValueError: Its collective was waited for inside the wrapped function.
     """
-    relevant = coordinator.is_enabled() and coordinator.party() == direction
+    relevant = coordinator.is_enabled() and coordinator.side() == direction
     if relevant and is_waited(x):
         raise ValueError(
             f"{what} ({tuple(x.shape)}, {x.dtype}) must be unwaited for its transfer to be "

@@ -6,10 +6,10 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 from torch import Tensor
 
-from hp_overlap.baton import Hook
 from hp_overlap.coordinator import HookCoordinator, TraceEntry
 from hp_overlap.hooks import hook_tensor, require_unwaited
 from hp_overlap.pair import run_pair
+from hp_overlap.turn import Hook
 from hp_platform import outside_graph
 
 P = ParamSpec("P")
@@ -43,10 +43,10 @@ class CommComputeOverlap:
 
     The functions given to `wrap_dispatch` and `wrap_combine` launch a collective and return its
     result *unwaited* (`hp_platform.all_to_all_lazy`); permutations of the result belong after
-    the wrapped call. [Note: Baton] in `hp_overlap.baton` states the protocol.
+    the wrapped call. Note [Turns] states the protocol.
 
     Args:
-        coordinator: Where the two parties meet; its own one when None.
+        coordinator: Where the two sides meet; its own one when None.
         strict: While a pair runs, raise where a wrapped function returned a result that was
             waited for already, or its backward a gradient that was: nothing would be hidden.
 
@@ -63,12 +63,12 @@ class CommComputeOverlap:
 
     @property
     def coordinator(self) -> HookCoordinator:
-        """Where the two parties meet."""
+        """Where the two sides meet."""
         return self._coordinator
 
     @property
     def trace(self) -> list[TraceEntry]:
-        """The hooks of the current or last pair as (party, hook, section), in launch order."""
+        """The hooks of the current or last pair as (side, hook, section), in launch order."""
         return self._coordinator.trace
 
     def wrap_dispatch(self, fn: Callable[P, R]) -> Callable[P, R]:
@@ -88,7 +88,7 @@ class CommComputeOverlap:
 
         Args:
             fn: Launches the combine of its first positional argument; see `wrap_dispatch`.
-            is_last_layer: Has no effect. The baton needs no mark on the last layer, and its
+            is_last_layer: Has no effect. The turn needs no mark on the last layer, and its
                 hook D hands the turn over like any other, so that what follows the last
                 combine is hidden as well.
         """

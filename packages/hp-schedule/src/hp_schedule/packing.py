@@ -50,7 +50,7 @@ FSDP_REDUCE_GRAD: Final = KIND[MetaStepType.FSDP_REDUCE_GRAD]
 OVERLAP_F_B: Final = KIND[MetaStepType.OVERLAP_F_B]
 OVERLAP_B_F: Final = KIND[MetaStepType.OVERLAP_B_F]
 
-# [Note: Order of kinds] The hot loops compare kinds instead of looking them up: compute steps
+# Note [Order of kinds]. The hot loops compare kinds instead of looking them up: compute steps
 # (F, B, I, W) come first, then communication, then FSDP, then overlaps. `MetaStepType` lists its
 # members in this order.
 FIRST_COMMUNICATION: Final = FWD_SEND

@@ -10,7 +10,7 @@ Read column by column, that is the order in which the rank runs. Rank 1 of 3, 1F
 With several stages on a rank, microbatches go through in rounds: a rank takes a round through its
 first stage, then through its second and so on, before the next round enters.
 
-[Note: Logical time of rounds] Column x of rank r begins at C x + hop * r, for P ranks, a column of
+Note [Logical time of rounds]. Column x of rank r begins at C x + hop * r, for P ranks, a column of
 C slots and `hop` slots from a rank to the next. The result of a forward goes to the same column of
 the next rank: hop > 0. A gradient goes to the rank before, `step` columns later, where `step` is
 how much longer the warm-up is there: C step > hop. A round of R microbatches that leaves the last

@@ -1,6 +1,6 @@
 """Send and receive steps between the compute steps.
 
-[Note: Order of messages] Every message has a key: the time t at which it is produced when the
+Note [Order of messages]. Every message has a key: the time t at which it is produced when the
 compute steps run as soon as they can, then, where several are produced at once, a number of its
 source. Rows are laid out along the keys: a step that ends at t on rank r stands at (t, r) and its
 SENDs right behind it, a RECV stands where its message's key belongs. A receive is posted while its

@@ -13,7 +13,7 @@ from hp_schedule.ir import MetaStep, MetaStepType
 from hp_schedule.runtime.backward import Grads
 from hp_schedule.runtime.context import Batch, Chunk, Key, LossFunction, PipelineContext, Values
 from hp_schedule.runtime.gradients import GradientPaths
-from hp_schedule.runtime.mailbox import Expectations, Mailbox
+from hp_schedule.runtime.p2p import Expectations, PointToPoint
 from hp_schedule.runtime.recorder import Recorder
 from hp_schedule.runtime.sharding import StageSharding
 from hp_schedule.runtime.shared import SharedParameters
@@ -85,9 +85,9 @@ class StageDriver:
             for number, chain in enumerate(schedule.chains)
             for stage in chain
         }
-        self._mailbox: Mailbox | None = None
+        self._p2p: PointToPoint | None = None
         if transport is not None:
-            self._mailbox = Mailbox(
+            self._p2p = PointToPoint(
                 rank=rank,
                 schedule=schedule,
                 stages=stages,
@@ -247,8 +247,8 @@ class StageDriver:
                 "losses must require grad to train, but none of this run does (is inference mode "
                 "on, or the loss detached?)"
             )
-        if self._mailbox is not None:
-            self._mailbox.finish()
+        if self._p2p is not None:
+            self._p2p.finish()
 
     def _finish_chain(self, output: Any, entry: int) -> tuple[Tensor, ...]:
         """Keep output and loss of a chain; return what the backward starts from."""
@@ -364,10 +364,10 @@ class StageDriver:
         return self._sharding
 
     @property
-    def _messages(self) -> Mailbox:
-        if self._mailbox is None:
+    def _messages(self) -> PointToPoint:
+        if self._p2p is None:
             raise RuntimeError("transport must be given for a schedule with messages")
-        return self._mailbox
+        return self._p2p
 
     @contextmanager
     def _span(self, step_type: MetaStepType, key: Key) -> Iterator[None]:

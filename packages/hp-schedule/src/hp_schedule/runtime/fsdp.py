@@ -1,6 +1,6 @@
 """FSDP2 (`torch.distributed.fsdp.fully_shard`) under the command of a schedule.
 
-[Note: Who launches collectives] FSDP's own hooks gather parameters before a module's forward and
+Note [Who launches collectives]. FSDP's own hooks gather parameters before a module's forward and
 backward, free them after, and reduce gradients in every backward. A schedule knows better when:
 its UNSHARD, RESHARD and REDUCE_GRAD steps do so, and nothing else does. The hooks stay, since they
 also cast inputs for mixed precision, but are left nothing to launch: parameters are gathered when
@@ -117,7 +117,7 @@ class FullySharded:
             self._gathered.discard(stage.stage_index)
 
     def reduce_grad(self, stage: PipelineStage) -> None:
-        """Reduce what the backwards of all microbatches have left (Note: Who launches...).
+        """Reduce what all backwards have left; Note [Who launches collectives].
 
         Waits for nothing on CUDA, where the gradients are ready for the current stream.
         """

@@ -1,6 +1,6 @@
 """Split the backward of modules that know nothing of it, by cutting their autograd graph.
 
-[Note: Where the graph is cut] Take the nodes from which an input of the stage can be reached: the
+Note [Where the graph is cut]. Take the nodes from which an input of the stage can be reached: the
 first half of the backward runs those, and autograd skips what they would compute for anybody else.
 Every edge that leaves this set leads to parameters only. The second half runs the nodes at such
 edges once more, each with the gradients it got in the first half, now for the edges that were
@@ -34,7 +34,7 @@ _UNSPLITTABLE: Final = {
 
 
 class GraphCuttingSplitter:
-    """Splits the backward of any module (Note: Where the graph is cut).
+    """Splits the backward of any module (Note [Where the graph is cut]).
 
     Right for shared parameters, several outputs, inputs that nothing depends on and gradients that
     do not reach everything. Without inputs that require grad, at the start of a pipeline, the

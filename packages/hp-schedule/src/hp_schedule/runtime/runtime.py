@@ -14,7 +14,7 @@ from hp_schedule.runtime.context import Batch, LossFunction, PipelineContext
 from hp_schedule.runtime.driver import StageDriver
 from hp_schedule.runtime.evaluation import forward_part
 from hp_schedule.runtime.fsdp import check_sharding
-from hp_schedule.runtime.mailbox import Expectations
+from hp_schedule.runtime.p2p import Expectations
 from hp_schedule.runtime.recorder import Recorder
 from hp_schedule.runtime.result import PipelineResult
 from hp_schedule.runtime.sharding import StageSharding

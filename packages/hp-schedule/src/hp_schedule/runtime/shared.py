@@ -1,6 +1,6 @@
 """Parameters that several stages have, for example an embedding tied to the output layer.
 
-[Note: Gradients of one run] Every stage adds up a gradient of its own, also where stages of one
+Note [Gradients of one run]. Every stage adds up a gradient of its own, also where stages of one
 rank have one parameter: whose turn comes when is the schedule's, and sums in another order are
 other numbers. At the end of a run these are added up in the order of the stages, so that they have
 the same bits wherever the stages are. To add all parts of a microbatch first, as autograd does
@@ -8,10 +8,10 @@ with one parameter in one graph, every stage would have to keep a gradient for e
 the last of them is backward, or to send it. What earlier runs have left in `grad` is a sum already,
 so it is put aside while a run lasts and added afterwards: gradients accumulate over runs.
 
-[Note: Copies] Stages of one rank have one and the same `Parameter`. Where `fully_shard` is applied
-to them, before or after, each has its own sharded parameter instead. Those are copies like the ones
-on other ranks: they start with the same value and get the same gradient, so an optimizer keeps them
-equal. Which parameters there are is therefore looked up when the first run starts.
+Note [Tied parameters]. Stages of one rank have one and the same `Parameter`. Where `fully_shard` is
+applied to them, before or after, each has its own sharded parameter instead. Those are copies like
+the ones on other ranks: they start with the same value and get the same gradient, so an optimizer
+keeps them equal. Which parameters there are is therefore looked up when the first run starts.
 """
 
 import sys
@@ -39,7 +39,7 @@ class SharedParameterInfo:
 
     Its gradient is the sum over stages, in ascending order, of the sums over microbatches. One
     graph with one parameter gives it to rounding only (1e-12 in fp64, tested): there autograd adds
-    what all uses give for one microbatch, then the microbatches. [Note: Gradients of one run].
+    what all uses give for one microbatch, then the microbatches. Note [Gradients of one run].
 
     Attributes:
         names: The parameter's qualified name in the module of each stage that has it. The stage
@@ -69,7 +69,7 @@ class _Shared:
     owners: Mapping[int, int]
 
     def by_stage(self) -> dict[int, nn.Parameter]:
-        """Return the parameters of this rank's stages, one object if not sharded (Note: Copies)."""
+        """Return the parameters of this rank's stages; Note [Tied parameters]."""
         return {stage: module.get_parameter(name) for stage, module, name in self.places}
 
     def copies(self) -> list[nn.Parameter]:
@@ -138,7 +138,7 @@ class SharedParameters:
             apart[stage], parameter.grad = parameter.grad, None
 
     def sync_shared_parameters_grad(self) -> None:
-        """Sum the gradients of all stages; every rank calls it ([Note: Gradients of one run]).
+        """Sum the gradients of all stages; every rank calls it (Note [Gradients of one run]).
 
         The runtime does so at the end of every run. A stage without a gradient adds nothing and
         gets the sum too. Frozen parameters are left out, so freeze or unfreeze them on all ranks
@@ -175,9 +175,9 @@ def share_parameters(
 ) -> SharedParameters:
     """Make the stages of all ranks share parameters; every rank of the world calls this.
 
-    Stages of one rank then have one and the same `Parameter`, save for sharded ones (Note: Copies),
-    so make the optimizer afterwards. Ranks get the value of the lowest stage, and are frozen if it
-    is, and sum their gradients at the end of each run.
+    Stages of one rank then have one and the same `Parameter`, save for sharded ones (Note [Tied
+    parameters]), so make the optimizer afterwards. Ranks get the value of the lowest stage, and are
+    frozen if it is, and sum their gradients at the end of each run.
 
     Args:
         infos: What is shared; the same on every caller.

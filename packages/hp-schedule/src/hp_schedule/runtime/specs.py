@@ -4,7 +4,7 @@ A header is one int64 tensor of a fixed size, so that it can be received before 
 the number of tensors, then for each its dtype, whether it requires grad and has a layout of its
 own, its number of dimensions, its shape and that layout.
 
-[Note: Layouts] Matrix products add up in another order for operands that lie otherwise in memory.
+Note [Layouts]. Matrix products add up in another order for operands that lie otherwise in memory.
 To give the bits of one process, where a stage gets the very tensor that the one before has
 returned, a received tensor is put where that one lies: with its strides, and as far from a boundary
 of 64 bytes. Gradients come as dense tensors; in no case that was tried did that change a bit.
@@ -55,7 +55,7 @@ class TensorSpec:
         dtype: Dtype of the elements.
         requires_grad: Whether the stage before gets a gradient of it; None means that it does if
             the dtype can have one.
-        strides: How it lies in memory when the stage gets it ([Note: Layouts]); None: densely, in
+        strides: How it lies in memory when the stage gets it (Note [Layouts]); None: densely, in
             the order of its dims.
         offset: Number of elements between a boundary of 64 bytes and its beginning in that memory.
     """
@@ -176,7 +176,7 @@ def check_expected(
     """Refuse outputs of a stage that the stage after it does not expect.
 
     Raises:
-        ValueError: If their number, a shape, a dtype or how one lies in memory ([Note: Layouts])
+        ValueError: If their number, a shape, a dtype or how one lies in memory (Note [Layouts])
             differs.
     """
     if len(values) != len(expected) or not all(map(TensorSpec.fits, expected, values)):

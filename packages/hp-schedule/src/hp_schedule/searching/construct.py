@@ -5,7 +5,7 @@ starts the step of best priority that is ready. `tighten` rebuilds a plan backwa
 the priorities its own order gives, and forwards again: forward-backward improvement (Li and Willis
 1992; Tormos and Lova 2001), here with memory that is taken and given back.
 
-[Note: Memory without deadlock] A step that takes memory starts only if there is room for it and,
+Note [Memory without deadlock]. A step that takes memory starts only if there is room for it and,
 beside it, for the most that each later stage of its rank may take. So among the microbatches under
 way the one that is furthest can always go on, on every rank: whatever stands before it there was
 taken by stages before its own, and each of those left room for it. Stages take microbatches in one

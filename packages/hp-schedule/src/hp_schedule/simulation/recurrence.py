@@ -33,7 +33,7 @@ from hp_schedule.schedule import Schedule
 
 _ABSENT: Final = -1.0
 
-# [Note: Overlaps as five acts] An overlap is two waits, two runs and, after the second run has
+# Note [Overlaps as five acts]. An overlap is two waits, two runs and, after the second run has
 # handed out its own result, the first one's. Each act is a step with part of an entry; its code has
 # the act in the bits above a step's.
 _ACT_SHIFT: Final = 33

@@ -52,7 +52,7 @@ def uniform(key: int, sequence_index: Tensor, positions: Tensor, num_channels: i
         key: Seed of the numbers' purpose; see :func:`derive_seed`.
         sequence_index: Global index of each sequence of the batch, int64 [B].
         positions: Positions of the activations in their sequence, int64 [S].
-        num_channels: D.
+        num_channels: Size of the last dimension, D.
 
     Returns:
         float32 [B, S, D] on the device of ``sequence_index``.

@@ -46,7 +46,7 @@ class Dataset:
 
     Attributes:
         tokens: The split's ids, one-dimensional, compared with their digests as they are read.
-        seq_len: S.
+        seq_len: Length of whole sequences, S.
         seed: Seed of the order; None keeps the order of the file.
         digest: Digest of all tokens: two runs read the same data exactly if these agree. Of tokens
             that have not been read, it is what they must be to be read.
@@ -74,7 +74,7 @@ class Dataset:
         Args:
             directory: Directory of the files.
             split: ``"train"`` or ``"eval"``.
-            seq_len: S.
+            seq_len: Length of whole sequences, S.
             seed: Seed of the order; None keeps that of the file.
             separate: Whether documents are to be kept apart.
 

@@ -39,7 +39,7 @@ class SequenceShare:
 
         Args:
             mesh: Mesh of the run.
-            seq_len: S.
+            seq_len: Length of whole sequences, S.
             gathers_keys: Whether context-parallel ranks compute for their own queries alone, and
                 so need equal shares of early and late ones.
             device: Device of the positions.

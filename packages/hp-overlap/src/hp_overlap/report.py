@@ -3,7 +3,7 @@
 A transfer is a kernel of NCCL, or a range that Gloo or `hp_platform.testing.slow_group` recorded.
 Compute is every other kernel; where a trace has no kernels, it is the time in which an operator
 ran on the host, without that of operators inside it, and without waiting for a transfer or a turn.
-Host operators of the backward party are there only if the profiler saw all threads.
+Host operators of the backward side are there only if the profiler saw all threads.
 """
 
 import re
@@ -33,7 +33,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class HiddenReport:
+class OverlapReport:
     """What was hidden in one process.
 
     Attributes:
@@ -54,7 +54,7 @@ class HiddenReport:
         return self.hidden / self.total if self.total else 1.0
 
 
-def hidden_communication(trace: Mapping[str, Any], *, match: str = EXCHANGES) -> list[HiddenReport]:
+def overlap_report(trace: Mapping[str, Any], *, match: str = EXCHANGES) -> list[OverlapReport]:
     """Compare transfers with compute, process by process.
 
     Args:
@@ -93,7 +93,7 @@ def hidden_communication(trace: Mapping[str, Any], *, match: str = EXCHANGES) ->
 
 def _report(
     process: int | str, events: Sequence[Mapping[str, Any]], busy: Sequence[Interval]
-) -> HiddenReport:
+) -> OverlapReport:
     transfers = []
     for event in events:
         start, end = _interval(event)
@@ -101,7 +101,7 @@ def _report(
         transfers.append(Transfer(event["name"], start, end, exposed))
     communication = _union(map(_interval, events))
     hidden = _length(_intersection(communication, busy))
-    return HiddenReport(process, tuple(transfers), _length(communication), hidden)
+    return OverlapReport(process, tuple(transfers), _length(communication), hidden)
 
 
 def _is_transfer(event: Mapping[str, Any]) -> bool:

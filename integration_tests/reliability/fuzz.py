@@ -2,7 +2,7 @@
 
 A program of its own, since it forks for every case and must have nothing of torch in it:
 
-    python -m integration_tests.reliability.garble COUNT SEED
+    python -m integration_tests.reliability.fuzz COUNT SEED
 """
 
 import sys
@@ -176,7 +176,7 @@ def _stranger(number: int, case: Case, seed: int) -> strangers.Case:
         config.write_text(text, errors="replace")
         return ["train", str(config), *argv, "--dry-run"]
 
-    what = f"garbled config {number}, seed {seed}, {argv}"
+    what = f"fuzzed config {number}, seed {seed}, {argv}"
     return strangers.Case(what, make, refusals=(2,), accepted="is good", writes=False)
 
 

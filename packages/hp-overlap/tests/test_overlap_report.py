@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from hp_overlap import HiddenReport, hidden_communication
+import hp_overlap
+from hp_overlap import HookCoordinator, OverlapReport, TraceEntry, overlap_report
 from hp_overlap.cli import main
 
 TRACES = Path(__file__).parent / "traces"
@@ -26,8 +27,8 @@ def kernel(name: str, start: float, end: float, **args: str) -> dict[str, Any]:
     return event("kernel", name, start, end, args=args)
 
 
-def recorded(name: str) -> list[HiddenReport]:
-    return hidden_communication(json.loads((TRACES / f"{name}.json").read_text()))
+def recorded(name: str) -> list[OverlapReport]:
+    return overlap_report(json.loads((TRACES / f"{name}.json").read_text()))
 
 
 def trace(*events: dict[str, Any]) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def test_a_recorded_pair_hides_most_of_its_transfers_and_one_that_waits_none() -
 
 
 def test_kernels_of_a_gpu_are_compared_in_its_own_time() -> None:
-    (report,) = hidden_communication(
+    (report,) = overlap_report(
         trace(
             event("cpu_op", "aten::mm", 0, 1000, pid=99),  # the host is busy launching
             event("user_annotation", "nccl:all_to_all", 0, 5, pid=99),
@@ -64,7 +65,7 @@ def test_kernels_of_a_gpu_are_compared_in_its_own_time() -> None:
 
 
 def test_gloo_between_gpus_is_compared_with_their_kernels() -> None:
-    (report,) = hidden_communication(
+    (report,) = overlap_report(
         trace(
             event("user_annotation", "gloo:all_to_all", 0, 100, pid=99),
             event("cpu_op", "aten::mm", 0, 100, pid=99),
@@ -81,18 +82,18 @@ def test_other_collectives_count_only_where_they_are_asked_for() -> None:
         kernel("ncclDevKernel_SendRecv", 10, 20, **{"Process Group Description": "ep"}),
         kernel("ampere_sgemm_128x64_tn", 0, 10),
     )
-    (exchanges,) = hidden_communication(events)
+    (exchanges,) = overlap_report(events)
     assert exchanges.fraction == 0
     for match in ("AllGather", "FSDP", "allgather_base"):
-        (gathers,) = hidden_communication(events, match=match)
+        (gathers,) = overlap_report(events, match=match)
         assert gathers.fraction == 1
-    (everything,) = hidden_communication(events, match="nccl")
+    (everything,) = overlap_report(events, match="nccl")
     assert everything.fraction == 0.5
-    assert hidden_communication(events, match="broadcast") == []
+    assert overlap_report(events, match="broadcast") == []
 
 
 def test_waiting_in_a_hook_or_for_a_transfer_is_no_compute() -> None:
-    (report,) = hidden_communication(
+    (report,) = overlap_report(
         trace(
             event("user_annotation", "gloo:all_to_all", 0, 100, tid=1),
             event("cpu_op", "autograd::engine::evaluate_function: _SyncHookBackward", 0, 40),
@@ -106,7 +107,7 @@ def test_waiting_in_a_hook_or_for_a_transfer_is_no_compute() -> None:
 
 
 def test_processes_are_reported_apart() -> None:
-    reports = hidden_communication(
+    reports = overlap_report(
         trace(
             kernel("ncclDevKernel_SendRecv", 0, 10),
             {**kernel("ncclDevKernel_SendRecv", 0, 10), "pid": 1},
@@ -141,6 +142,18 @@ def test_a_trace_without_transfers_is_no_success(
 
 def test_what_is_no_trace_is_refused() -> None:
     with pytest.raises(ValueError, match=r"traceEvents \(0\) of the trace must be > 0"):
-        hidden_communication({})
+        overlap_report({})
     with pytest.raises(ValueError, match=r"match \('\('\) must be a regular expression"):
-        hidden_communication(trace(kernel("gemm", 0, 1)), match="(")
+        overlap_report(trace(kernel("gemm", 0, 1)), match="(")
+
+
+def test_old_names_warn_and_are_the_new_ones() -> None:
+    renamed = {"hidden_communication": "overlap_report", "HiddenReport": "OverlapReport"}
+    for old, new in renamed.items():
+        with pytest.warns(DeprecationWarning, match=f"{old} is called {new}"):
+            assert getattr(hp_overlap, old) is getattr(hp_overlap, new)
+    with pytest.warns(DeprecationWarning, match="called side"):
+        assert TraceEntry("forward", "A", "dispatch").party == "forward"
+    with pytest.warns(DeprecationWarning, match="called side"):
+        assert HookCoordinator().party() == "backward"
+    assert not hasattr(hp_overlap, "overlap_raport")

@@ -1,6 +1,6 @@
 """One rank's messages of one run: what is expected of whom, and in which order it is asked for.
 
-[Note: Shapes on the way] A stage with an `input_spec` tells the stage before it once, ahead of the
+Note [Shapes on the way]. A stage with an `input_spec` tells the stage before it once, ahead of the
 first run, what it expects; its receives are posted where the schedule says. A stage without one
 gets a header ahead of each input. Its buffers can only be made once the header is there, which the
 stage waits for when it needs the input. Whatever is posted later on the same edge then waits behind
@@ -62,7 +62,7 @@ class _Wanted:
     header_is_posted: bool = False
 
 
-class _Inbox:
+class _Receives:
     """The receives of one edge, posted in the order they are wanted in."""
 
     def __init__(self, transport: Transport[Tensors]) -> None:
@@ -106,7 +106,7 @@ class _Inbox:
             waits = waits and first.message != until
 
 
-class Mailbox:
+class PointToPoint:
     """Sends and receives of one rank during one run; steps of several threads may use it.
 
     Args:
@@ -135,8 +135,8 @@ class Mailbox:
         self._transport = transport
         self._expectations = expectations
         self._output_specs = output_specs
-        self._inboxes: defaultdict[tuple[int, int], _Inbox]
-        self._inboxes = defaultdict(lambda: _Inbox(transport))
+        self._receives: defaultdict[tuple[int, int], _Receives]
+        self._receives = defaultdict(lambda: _Receives(transport))
         self._exchange_requests()
 
     def send_input(self, stage: int, microbatch: int, values: Tensors) -> None:
@@ -180,7 +180,7 @@ class Mailbox:
         specs = self._stages[stage].input_spec
         header = self._from(stage, microbatch, MessageKind.HEADER) if specs is None else None
         device = self._stages[stage].device
-        self._inboxes[message.edge].want(_Wanted(message, device, lambda: specs, header))
+        self._receives[message.edge].want(_Wanted(message, device, lambda: specs, header))
 
     def take_input(self, stage: int, microbatch: int) -> tuple[Tensors, Specs]:
         """Wait for a stage's input; return it with its specs."""
@@ -200,7 +200,7 @@ class Mailbox:
 
         message = self._from(stage, microbatch, MessageKind.OUTPUT_GRADIENT)
         wanted = _Wanted(message, self._stages[stage].device, specs)
-        self._inboxes[message.edge].want(wanted)
+        self._receives[message.edge].want(wanted)
 
     def take_gradient(self, stage: int, microbatch: int) -> tuple[Tensor | None, ...]:
         """Wait for the gradients of a stage's outputs; return one per output."""
@@ -216,7 +216,7 @@ class Mailbox:
 
     def progress(self) -> None:
         """Post receives whose shapes have come to be known."""
-        for inbox in list(self._inboxes.values()):
+        for inbox in list(self._receives.values()):
             inbox.progress()
 
     def finish(self) -> None:
@@ -224,7 +224,7 @@ class Mailbox:
         self._transport.finish()
 
     def _exchange_requests(self) -> None:
-        """Tell the stages before this rank's what is expected ([Note: Shapes on the way])."""
+        """Tell the stages before this rank's what is expected (Note [Shapes on the way])."""
         here = self._stages
         if self._expectations.asked:
             return
@@ -239,11 +239,11 @@ class Mailbox:
             else:
                 message = self._request(stage)
                 wanted = _Wanted(message, here[before].device, lambda: _HEADER_SPECS)
-                self._inboxes[message.edge].want(wanted)
+                self._receives[message.edge].want(wanted)
 
     def _take(self, message: Message) -> tuple[Tensors, Specs]:
         with _noted("waiting for", message):
-            return self._inboxes[message.edge].take(message)
+            return self._receives[message.edge].take(message)
 
     def _send(self, message: Message, values: Tensors) -> None:
         with _noted("sending", message):
