@@ -92,7 +92,7 @@ def test_what_was_done_is_not_done_again(out: Path) -> None:
     assert result_of(out)["counts"] == {"passed": 5}
 
 
-@pytest.mark.sample()
+@pytest.mark.sample
 def test_two_machines_run_a_layout_together(tmp_path: Path) -> None:
     """Two agents of torchrun with a kit each, both on this machine."""
     with socket.socket() as found:

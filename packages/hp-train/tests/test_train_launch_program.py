@@ -91,7 +91,7 @@ def test_nobody_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
         assert_nobody_is_left(launcher.pid)
 
 
-@pytest.mark.sample()
+@pytest.mark.sample
 def test_what_the_allocator_has_it_keeps_unless_told_otherwise(tmp_path: Path) -> None:
     for given in ("", "glibc.malloc.arena_max=2"):
         env = {"GLIBC_TUNABLES": given} if given else {}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
-from sitecustomize import recorder
 
 _FOLDER = Path(os.environ["HP_TEST_MAP"])
 _NUMBERS: dict[str, int] = {}
@@ -21,7 +21,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> None:
     current = _FOLDER / "current"
     current.with_suffix(".new").write_text(str(number))
     current.with_suffix(".new").rename(current)
-    recorder.begin()
+    sys.modules["sitecustomize"].recorder.begin()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -51,7 +51,8 @@ class _Loader(SourceFileLoader):
         tree = ast.parse(data, path)
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and not _is_kernel(node):
-                key = f"{_from_root(str(path))}:{min([node.lineno, *(d.lineno for d in node.decorator_list)])}"
+                first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+                key = f"{_from_root(str(path))}:{first}"
                 source = f"if {key!r} not in {_ENTERED}: {_NOTE}({key!r})"
                 [statement] = ast.parse(source).body
                 for part in ast.walk(statement):

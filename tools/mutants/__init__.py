@@ -1,0 +1,1 @@
+"""Measure what tests find: `python tools/mutants`."""
