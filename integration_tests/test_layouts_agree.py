@@ -134,6 +134,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     "pp2-fsdp2-dualpipe",
     "stages2-1-ep-interleaved",
     "u1-2-fsdp2-ep2",
+    "stages2-1-cp2-zbv",
 )
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gradients_equal_one_process_in_fp64(

@@ -12,6 +12,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from hp_expert import TopKRouter
 from hp_platform import RankInfo, initialize, shutdown
 from hp_platform.store import files
 from hp_platform.testing import run_distributed
@@ -108,6 +109,7 @@ def skips(fresh: Callable[..., Trainer], patch: pytest.MonkeyPatch) -> str:
     assert "grad_norm" not in metrics.as_dict()
     assert (trainer.step, trainer.next_sequence) == (2, 32)
     assert (trainer.skips.total, trainer.skips.in_a_row) == (1, 1)
+    assert num_counted(trainer) == 0
     trainer.checkpointer.begin(2)
     following, _ = trainer.train_step()
     assert trainer.skips.in_a_row == 0
@@ -128,6 +130,14 @@ def skips(fresh: Callable[..., Trainer], patch: pytest.MonkeyPatch) -> str:
     resumed.train_step()
     assert same(state_of(resumed), state_of(other))
     return metrics.skipped
+
+
+def num_counted(trainer: Trainer) -> int:
+    """Slots of experts that the next move of correction biases would see."""
+    parts = (part for stage in trainer.pipeline.modules.values() for part in stage.modules())
+    routers = [part for part in parts if isinstance(part, TopKRouter)]
+    assert routers
+    return sum(int(router.load.sum()) for router in routers)
 
 
 def stops(fresh: Callable[..., Trainer], patch: pytest.MonkeyPatch) -> str:
