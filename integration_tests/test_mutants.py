@@ -148,14 +148,19 @@ def test_what_no_test_finds_is_named_and_what_is_known_is_not_tried_again(
     assert outcomes["double-is-a-square"].found_by.endswith("::test_in_a_child_process")
     assert outcomes["limit"].found_by.endswith("::test_limit")
     assert outcomes["half-is-a-third"].everything
+    changes = repository / "changes.toml"
+    changes.write_text(changes.read_text().replace('"LIMIT = 4"', '"LIMIT = 5"'))
     again = mutants(repository, "run")
+    assert "limit: found by" in again.stdout  # another change than the one that is known
     assert "half-is-a-third: " not in again.stdout
     assert "together           3      2" in again.stdout
 
 
 def test_the_table_counts_by_area() -> None:
     found = [("a", "mesh", "test_x"), ("b", "mesh", ""), ("c", "data", "test_y")]
-    outcomes = [Outcome(name, area, test, 1, 0.0, everything=False) for name, area, test in found]
+    outcomes = [
+        Outcome(name, name, area, test, 1, 0.0, everything=False) for name, area, test in found
+    ]
     rows = [line.split() for line in table(outcomes).splitlines()]
     assert rows[1:] == [
         ["data", "1", "1"],

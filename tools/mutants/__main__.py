@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
+import hashlib
 import json
 import os
 import shutil
@@ -52,6 +53,12 @@ class Change:
     new: str
     wrong: str
 
+    @property
+    def digest(self) -> str:
+        """Tells the change from another one of its name."""
+        text = f"{self.file}\x00{self.old}\x00{self.new}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
     def apply(self, tree: Path) -> None:
         """Change the file in a tree.
 
@@ -88,6 +95,7 @@ class Outcome:
 
     Args:
         name: Name of the change.
+        digest: Digest of the change.
         area: Area of the change.
         found_by: Test that failed; empty if none did.
         chosen: Number of tests that enter the function.
@@ -96,6 +104,7 @@ class Outcome:
     """
 
     name: str
+    digest: str
     area: str
     found_by: str
     chosen: int
@@ -160,8 +169,8 @@ def record(root: Path, folder: Path) -> None:
 def run(root: Path, folder: Path, changes: list[Change], *, workers: int) -> None:
     """Run tests against each change that has no outcome yet, and write the outcomes down."""
     known = Map(folder / "map")
-    known_names = {outcome.name for outcome in read_outcomes(folder)}
-    left = [change for change in changes if change.name not in known_names]
+    done = {outcome.digest for outcome in read_outcomes(folder)}
+    left = [change for change in changes if change.digest not in done]
     lock = threading.Lock()
     trees = [_tree(root, folder / f"worker-{number}") for number in range(workers)]
 
@@ -232,7 +241,8 @@ def _judge(change: Change, tree: Path, known: Map, *, everything: bool) -> Outco
                 break
     seconds = time.monotonic() - began
     _restore(tree)
-    return Outcome(change.name, change.area, found_by, chosen, round(seconds, 1), everything)
+    who = (change.name, change.digest, change.area)
+    return Outcome(*who, found_by, chosen, round(seconds, 1), everything)
 
 
 def _failing(tree: Path, tests: list[str], known: Map) -> str:
@@ -324,11 +334,12 @@ def main() -> int:
     if arguments.command == "record":
         record(root, folder)
         return 0
+    changes = read_changes(arguments.changes)
     if arguments.command == "run":
-        changes = read_changes(arguments.changes)
         wanted = [c for c in changes if not arguments.names or c.name in arguments.names]
         run(root, folder, wanted, workers=arguments.workers)
-    outcomes = read_outcomes(folder)
+    current = {change.digest for change in changes}
+    outcomes = [outcome for outcome in read_outcomes(folder) if outcome.digest in current]
     print(table(outcomes))
     found = sum(bool(outcome.found_by) for outcome in outcomes)
     return int(found < GOAL * len(outcomes))
