@@ -15,7 +15,7 @@ from torch import Tensor
 from hp_platform.testing import watch_operators
 from hp_train.config import ModelConfig
 from hp_train.config.options import resolve
-from hp_train.layout.cuts import chunk
+from hp_train.layout.parameter import chunk
 from hp_train.model import TransformerStage, initialization
 from hp_train.model.initialization import TILE, initialize_parameters
 from hp_train.model.parameters import Parameter, named_parameters
@@ -92,7 +92,7 @@ def drawn_by(parts: list[Parameter], config: ModelConfig) -> int:
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_rank_of_eight_draws_an_eighth(dim: int) -> None:
     parameters, config = whole_model(dim=2048, dense_hidden=4096, num_dense_layers=1)
-    large = [p for p in parameters if p.kind == "matrix" and min(p.shape) >= 2048]
+    large = [p for p in parameters if p.spec.kind == "matrix" and min(p.shape) >= 2048]
     assert large
     whole = sum(parameter.local.numel() for parameter in large)
     for index in range(8):
@@ -125,7 +125,7 @@ def test_numbers_are_normal_with_the_deviation_of_the_config() -> None:
     residual = config.init_std / math.sqrt(2 * config.num_layers)
     seen = 0
     for parameter in parameters:
-        if parameter.kind != "matrix" or parameter.local.numel() < 2**18:
+        if parameter.spec.kind != "matrix" or parameter.local.numel() < 2**18:
             continue
         seen += 1
         values = parameter.local.detach()
@@ -145,7 +145,7 @@ def test_tiles_experts_names_and_seeds_have_streams_of_their_own() -> None:
     for seed in (0, 1):
         initialize_parameters(parameters, config, seed=seed)
         for parameter in parameters:
-            if parameter.kind != "matrix":
+            if parameter.spec.kind != "matrix":
                 continue
             matrices = parameter.local if parameter.is_expert else [parameter.local]
             for index, matrix in enumerate(matrices):

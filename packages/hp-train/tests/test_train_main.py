@@ -20,6 +20,7 @@ from hp_train.errors import DataError
 from hp_train.launch.board import Board
 from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
+from hp_train.layout.parameter import ParameterSpec
 from hp_train.model.parameters import Parameter
 from hp_train.training import train
 from hp_train.training.gradients import GradientNorm
@@ -100,9 +101,19 @@ def test_squares_of_gradients_are_written_once_and_in_their_places(worker: Worke
     whole.grad = torch.tensor([1.0, 2.0, 2.0])
     experts.grad = torch.tensor([[3.0, 4.0], [0.0, 1.0]])
     mesh: Any = SimpleNamespace(index={"dp_replicate": 0, "expert_replicate": 0}.__getitem__)
+    stack = ParameterSpec(is_expert=True)
     parameters = [
-        Parameter("z", whole, whole, (3,), (), ("dp_replicate",), False, ((0, 3),)),
-        Parameter("a", experts, experts, (8, 2), (), ("expert_replicate",), True, ((4, 6), (0, 2))),
+        Parameter("z", whole, whole, (3,), (), ("dp_replicate",), ParameterSpec(), ((0, 3),)),
+        Parameter(
+            "a",
+            experts,
+            experts,
+            (8, 2),
+            (),
+            ("expert_replicate",),
+            stack,
+            ((4, 6), (0, 2)),
+        ),
     ]
     norm = GradientNorm(parameters, mesh, control=runtime.control)
     assert list(norm.sizes) == ["a[4]", "a[5]", "z"]

@@ -21,14 +21,14 @@ from hp_train.config import Config, ModelConfig, rules
 from hp_train.config.options import resolve
 from hp_train.config.space import enumerate_layouts, enumerate_meshes, with_keys
 from hp_train.costs.machine import GPU_MARGIN
-from hp_train.costs.modules import Weight, Work, layer, stage, stages, whole_model
+from hp_train.costs.modules import stage, stages, whole_model
+from hp_train.costs.work import Weight, Work
 from hp_train.errors import ConfigError
 from hp_train.layout.communicators import Held, held
-from hp_train.layout.cuts import name_in_block
 from hp_train.layout.ranks import Layout, StageLayout
 from hp_train.layout.schedules import KINDS, split_layers
 from hp_train.model import DropoutKey, Microbatch, TransformerStage, look_ahead
-from hp_train.model.transformer import cross_entropy
+from hp_train.model.stage import cross_entropy
 from hp_train.plan import MACHINES, Machine, choose, estimate
 from hp_train.plan.choose import _is_repeated, _Search, plan_axes
 from hp_train.plan.estimate import Plan
@@ -110,7 +110,7 @@ def test_parameters_are_those_of_the_modules(
     module = built(model, layers, first=first, last=last)
     expected = {name: tuple(tensor.shape) for name, tensor in module.named_parameters()}
     assert {weight.name: weight.shape for weight in work.weights} == expected
-    experts = {weight.name for weight in work.weights if weight.is_expert}
+    experts = {weight.name for weight in work.weights if weight.spec.is_expert}
     assert experts == {name for name in expected if ".experts." in name}
 
 
@@ -121,8 +121,8 @@ def test_stages_with_layers_of_the_same_kinds_are_one(name: str) -> None:
     assert len(set(found)) < 6
     for index, (work, layers) in enumerate(zip(found, split_layers(12, 6), strict=True)):
         own = stage(config, VOCAB, layers=layers, first=index == 0, last=index == 5)
-        expected = [replace(weight, name=name_in_block(weight.name)) for weight in own.weights]
-        assert [replace(w, name=name_in_block(w.name)) for w in work.weights] == expected
+        expected = [replace(weight, name="") for weight in own.weights]
+        assert [replace(weight, name="") for weight in work.weights] == expected
         for field in fields(Work):
             if field.name != "weights":
                 assert getattr(work, field.name) == getattr(own, field.name), field.name
@@ -139,11 +139,12 @@ def test_what_is_kept_for_backward_is_within_ten_percent(name: str, dtype: torch
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     measured = kept_bytes(module, sequences, length)
-    config = with_keys(Config(model=model), {"data.seq_len": length})
+    keys = {"data.seq_len": length, "train.dtype": str(dtype).removeprefix("torch.")}
+    config = with_keys(Config(model=model), keys)
     work = stage(config, VOCAB, layers=range(2), first=True, last=True)
-    predicted = work.kept_bytes(sequences * length, size=dtype.itemsize)
+    predicted = work.kept_bytes(sequences * length)
     # Of experts autograd keeps no casts, with or without a place where they are shared.
-    dense = replace(work, weights=tuple(w for w in work.weights if not w.is_expert))
+    dense = replace(work, weights=tuple(w for w in work.weights if not w.spec.is_expert))
     predicted += dense.cast_bytes(size=dtype.itemsize)
     assert predicted == pytest.approx(measured, rel=0.1)
 
@@ -177,7 +178,7 @@ def test_operations_are_two_per_weight_that_a_token_meets() -> None:
     for weight in work.weights:
         if weight.name == "embedding.weight" or len(weight.shape) == 1:
             continue
-        met += weight.size * (model.top_k / model.num_experts if weight.is_expert else 1)
+        met += weight.size * (model.top_k / model.num_experts if weight.spec.is_expert else 1)
     assert work.flops == pytest.approx(2 * met, rel=0.01)
 
 
@@ -413,7 +414,7 @@ def test_the_copies_of_logits_that_a_loss_makes_are_counted(dtype: str) -> None:
     keys = {"train.dtype": dtype, "train.microbatch_size": 1, "data.seq_len": tokens}
     config = config_of(keys)
     work = whole_model(config, rows)
-    headless = replace(work, weights=tuple(w for w in work.weights if w.name != "norm.weight"))
+    headless = replace(work, logits=0)
     with_head, without = (
         buffer_bytes(config, [part], StageLayout(), active_stages=2) for part in (work, headless)
     )
@@ -484,7 +485,9 @@ def test_a_model_that_fits_only_in_few_layouts_is_found_one() -> None:
 def test_casts_of_sharded_stages_are_held_while_their_parameters_are_gathered() -> None:
     keys = {"train.dtype": "bfloat16", "model.num_experts": 0, "model.num_layers": 8}
     config = with_keys(Config(), keys)
-    layers = [layer(config, index) for index in range(8)]
+    layers = [
+        stage(config, VOCAB, layers=range(i, i + 1), first=False, last=False) for i in range(8)
+    ]
     each = layers[0].cast_bytes(size=2)
     whole, sharded = StageLayout(), StageLayout(dp_shard=2)
     casts = [
@@ -528,8 +531,8 @@ def test_a_layer_that_runs_again_keeps_a_slice_of_its_input_and_exchanges_once_m
     }
     model, tokens = plans["full"].config.model, plans["full"].tokens
     size = BYTES[plans["full"].config.train.dtype]
-    first = layer(plans["full"].config, 0)
-    assert first.kept_bytes(tokens, size=size, tp=2) == model.dim * size * tokens / 2
+    first = stage(plans["full"].config, VOCAB, layers=range(1), first=False, last=False)
+    assert first.kept_bytes(tokens, tp=2) == model.dim * size * tokens / 2
     plain, again = (plan.exchange_seconds[0] for plan in (plans["none"], plans["full"]))
     assert 1.3 * plain < again < 1.5 * plain  # forward is half, and embedding and head stay
     assert plans["none"].forward == plans["full"].forward

@@ -169,6 +169,9 @@ class PipelineConfig(Struct, frozen=True, kw_only=True):
 class ModelConfig(Struct, frozen=True, kw_only=True):
     """Shape of the decoder."""
 
+    factory: Annotated[
+        str, _help("A model of your own: package.module:function or file.py:function. Empty: none.")
+    ] = ""
     vocab_size: Annotated[
         CountOrZero, _help("Rows of the embedding. 0: as many as the tokenizer has tokens.")
     ] = 0

@@ -8,14 +8,17 @@ a sequence in a ring, the rows that experts get. All else is the same code with 
 from collections.abc import Hashable, Sequence
 
 from hp_train.config import Config
-from hp_train.costs.modules import Weight, stage
+from hp_train.costs.modules import stage
+from hp_train.costs.work import Weight
 from hp_train.dry_run.routing import Skew, rows_per_rank
-from hp_train.layout.cuts import HIDDEN_DIM, chunk, cut_dim, name_in_block
+from hp_train.layout.parameter import local_shape
 from hp_train.layout.ranks import Axis, Layout, StageLayout
 from hp_train.layout.schedules import KINDS, count_stages, placement, split_layers
 
 _COPIED: tuple[Axis, ...] = ("dp_replicate", "tp", "expert_replicate", "etp")
 """Axes along which ranks have copies of some parameter: the first of them speaks for it."""
+
+_CUTTING: tuple[Axis, ...] = ("tp", "ep", "etp", "expert_shard")
 
 
 def classes_of(
@@ -35,17 +38,17 @@ def classes_of(
         weights = _weights(config, index, vocab_size)
         sizes: dict[tuple[int, ...], Hashable] = {}
         for rank in place.members:
-            at = tuple(place.index(rank, axis) for axis in ("tp", "ep", "etp"))
-            shards = place.index(rank, "dp_shard", "cp"), place.index(rank, "expert_shard")
-            key = (*at, *shards)
+            at: dict[str, int] = {axis: place.index(rank, axis) for axis in _CUTTING}
+            at["fsdp"] = place.index(rank, "dp_shard", "cp")
+            key = tuple(at.values())
             if key not in sizes:
-                sizes[key] = tuple(_local_shape(weight, place, key) for weight in weights)
+                sizes[key] = tuple(local_shape(w.shape, w.spec, place, at) for w in weights)
             kind = (
                 index,
                 sizes[key],
                 tuple(place.index(rank, axis) == 0 for axis in _COPIED),
                 _position(config, layout, place, rank),
-                _load(config, skew, place, at[1]),
+                _load(config, skew, place, at["ep"]),
                 rank if rank in apart else -1,
             )
             found.setdefault(kind, []).append(rank)
@@ -67,34 +70,8 @@ def _weights(config: Config, pp_index: int, vocab_size: int) -> list[Weight]:
             last=index == num_stages - 1,
         )
         for weight in work.weights:
-            weights[name_in_block(weight.name), weight.shape] = weight
+            weights[weight.shape, weight.spec] = weight
     return list(weights.values())
-
-
-def _local_shape(weight: Weight, place: StageLayout, at: Sequence[int]) -> tuple[int, ...]:
-    """Shape of what a rank has of a parameter; see `hp_train.model.parallelize`.
-
-    Args:
-        weight: The whole parameter.
-        place: Stage of the rank, with the axes that cut the parameter.
-        at: Indices of the rank along tp, ep, etp, of its dense shard and of its expert shard.
-    """
-    tp, ep, etp, shard, expert_shard = at
-    shape = list(weight.shape)
-
-    def cut(dim: int | None, ranks: int, index: int) -> None:
-        if dim is not None and ranks > 1:
-            shape[dim] = len(chunk(range(shape[dim]), ranks, index))
-
-    if weight.is_expert:
-        cut(0, place.ep, ep)
-        cut(HIDDEN_DIM.get(weight.name.rpartition(".")[2]), place.etp, etp)
-        inside = shape[0] < place.expert_shard and shape[1] % place.expert_shard == 0
-        cut(int(inside), place.expert_shard, expert_shard)
-    else:
-        cut(cut_dim(weight.name), place.tp, tp)
-        cut(0, place.fsdp, shard)
-    return tuple(shape)
 
 
 def _position(config: Config, layout: Layout, place: StageLayout, rank: int) -> tuple[int, ...]:

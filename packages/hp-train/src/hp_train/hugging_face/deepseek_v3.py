@@ -77,18 +77,7 @@ FAMILY = Family(
     architecture="DeepseekV3ForCausalLM",
     read=_read,
     write=_write,
-    layer_names={
-        "attention.wq_a": "self_attn.q_a_proj",
-        "attention.q_norm": "self_attn.q_a_layernorm",
-        "attention.wq_b": "self_attn.q_b_proj",
-        "attention.wkv_a": "self_attn.kv_a_proj_with_mqa",
-        "attention.kv_norm": "self_attn.kv_a_layernorm",
-        "attention.wkv_b": "self_attn.kv_b_proj",
-        "moe.router.correction_bias": "mlp.gate.e_score_correction_bias",
-        "moe.shared.w1": "mlp.shared_experts.gate_proj",
-        "moe.shared.w3": "mlp.shared_experts.up_proj",
-        "moe.shared.w2": "mlp.shared_experts.down_proj",
-    },
+    renamed={"mlp.gate.correction_bias": "mlp.gate.e_score_correction_bias"},
     # Width of heads is that of the parts; `aux_loss_alpha` is of published files, not of the class.
     defaults=COMMON
     | {

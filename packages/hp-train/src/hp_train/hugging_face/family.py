@@ -27,13 +27,12 @@ class Family:
     Attributes:
         model_type: Value of `model_type` in `config.json`.
         architecture: The class in transformers.
-        layer_names: What follows `layers.N.` in our names -> in theirs, where it is not in
-            `LAYER_NAMES`.
+        renamed: Paths of modules or parameters of a layer that this family calls otherwise than
+            the model has declared -> theirs.
         read: Function that maps `config.json` to keys of `ModelConfig`.
         write: Function that maps a `ModelConfig` to what `config.json` has besides the common keys;
             raises ConfigError for a model that this family does not have.
         stacking: How files have experts.
-        experts: Path of the experts of a layer, after `layers.N.`.
         projections: What files call gate, up and down of an expert.
         defaults: What a key means that `config.json` does not have: the default of the family's
             config class in transformers 5.23.
@@ -43,28 +42,10 @@ class Family:
     architecture: str
     read: Callable[["Settings"], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]
-    layer_names: Mapping[str, str] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
     stacking: Stacking = "none"
-    experts: str = "mlp.experts"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     defaults: Json = field(default_factory=dict)
-
-
-LAYER_NAMES = {
-    "attention_norm": "input_layernorm",
-    "feed_forward_norm": "post_attention_layernorm",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w3": "mlp.up_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "moe.router": "mlp.gate",
-}
-"""Modules of a layer, as most families call them."""
 
 
 LARGEST = 2**31 - 1

@@ -73,7 +73,7 @@ FAMILY = Family(
     architecture="GptOssForCausalLM",
     read=_read,
     write=_write,
-    layer_names={"moe.router": "mlp.router", "attention.core.sinks": "self_attn.sinks"},
+    renamed={"mlp.gate": "mlp.router"},
     stacking="interleaved",
     defaults=COMMON
     | {

@@ -21,7 +21,7 @@ from hp_train.hugging_face.config import family_of, model_config, read_config
 from hp_train.hugging_face.files import opened_files
 from hp_train.hugging_face.plan import Stored, stacking_of, stored_tensors, theirs_of
 from hp_train.hugging_face.together import together
-from hp_train.model.shapes import model_shapes
+from hp_train.model.shapes import model_tensors
 
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _SHOWN = 3
@@ -87,11 +87,11 @@ def check_weights(folder: Path) -> int:
     """
     values = read_config(folder)
     model, family = model_config(values), family_of(values)
-    shapes = model_shapes(model)
+    ours = model_tensors(model)
     with opened_files(folder) as files:
-        listed = stored_tensors(shapes, model, family, stacking=stacking_of(files, family))
+        listed = stored_tensors(ours, model, family, stacking=stacking_of(files, family))
         _check(files, listed, model)
-    return sum(torch.Size(shape).numel() for shape in shapes.values())
+    return sum(torch.Size(tensor.shape).numel() for tensor in ours.values())
 
 
 def _reads(
@@ -99,8 +99,8 @@ def _reads(
 ) -> Iterator[_Read]:
     values = read_config(folder)
     model, family = model_config(values), family_of(values)
-    shapes = model_shapes(model)
-    listed = stored_tensors(shapes, model, family, stacking=stacking_of(files, family))
+    ours = model_tensors(model)
+    listed = stored_tensors(ours, model, family, stacking=stacking_of(files, family))
     _check(files, listed, model)
     of_part: dict[str, list[tuple[Stored, int]]] = {}
     for stored in listed:
@@ -108,8 +108,8 @@ def _reads(
             for number, part in enumerate(stored.parts):
                 of_part.setdefault(part, []).append((stored, number))
     for name, tensor in tensors.items():
-        if name not in shapes or tuple(tensor.shape) != tuple(shapes[name]):
-            has = f"must have shape {list(shapes[name])}" if name in shapes else "must be absent"
+        if name not in ours or tuple(tensor.shape) != ours[name].shape:
+            has = f"must have shape {list(ours[name].shape)}" if name in ours else "must be absent"
             raise ConfigError(
                 f"tensor {name} ({list(tensor.shape)}) {has}: [model] must be what hp import-hf "
                 f'prints for "{folder}"'

@@ -39,8 +39,7 @@ FAMILY = Family(
     architecture="MixtralForCausalLM",
     read=_read,
     write=_write,
-    layer_names={"moe.router": "block_sparse_moe.gate"},
-    experts="block_sparse_moe.experts",
+    renamed={"mlp": "block_sparse_moe"},
     projections=("w1", "w3", "w2"),
     defaults=COMMON
     | {

@@ -5,14 +5,14 @@ Names and shapes alone: no tensor is read or made here.
 Shape symbols: E experts, D model width, F hidden width of an expert.
 """
 
-import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from hp_platform.store import Box
 from hp_train.config import ModelConfig
-from hp_train.hugging_face.family import LAYER_NAMES, Family, Stacking
+from hp_train.hugging_face.family import Family, Stacking
+from hp_train.model.declared import Declared
 
 Shape = tuple[int, ...]
 
@@ -20,18 +20,6 @@ Arrangement = Literal["same", "transposed", "interleaved", "concatenated"]
 """How a stored tensor follows from its parts: as they are; each expert transposed; the columns of
 both, transposed, in turns; the rows of one after those of the other."""
 
-_TOP = {
-    "embedding.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_AHEAD = {
-    "embedding_norm": "enorm",
-    "hidden_norm": "hnorm",
-    "projection": "eh_proj",
-    "norm": "shared_head.norm",
-}
-_EXPERTS = re.compile(r"(.*moe\.experts)\.[wb][123]")
 _PROJECTION = {"1": 0, "3": 1, "2": 2}
 
 
@@ -57,51 +45,34 @@ class Stored:
 
 
 def stored_tensors(
-    shapes: Mapping[str, Shape],
+    tensors: Mapping[str, Declared],
     model: ModelConfig,
     family: Family,
     *,
     stacking: Stacking | None = None,
 ) -> list[Stored]:
-    """List all tensors of a model's files, in the order of `shapes`.
+    """List all tensors of a model's files, in the order of `tensors`.
 
     Args:
-        shapes: Shapes of all our parameters and buffers, by global name.
+        tensors: All our parameters and buffers, by global name.
         model: Configuration of their model.
         family: Family whose names are used.
         stacking: How experts are kept; None: as the family publishes them.
     """
     stacking = stacking or family.stacking
     found: list[Stored] = []
-    for name, shape in shapes.items():
-        matched = _EXPERTS.fullmatch(name)
-        if matched is None:
-            found.append(Stored(their_name(name, model, family), shape, (name,)))
+    for name, tensor in tensors.items():
+        theirs = _renamed(tensor.published, family)
+        if not tensor.spec.is_expert:
+            found.append(Stored(theirs, tensor.shape, (name,)))
+            continue
+        path = theirs.rpartition(".")[0]
+        if stacking == "none":
+            found += _single(path, name, tensor.shape, family)
         else:
-            path = f"{_layer_path(matched[1], model)}.{family.experts}"
-            if stacking == "none":
-                found += _single(path, name, shape, family)
-            else:
-                found += _stacked(path, name, shape, is_interleaved=stacking == "interleaved")
-    return [*found, *_copies(shapes, model)]
-
-
-def their_name(name: str, model: ModelConfig, family: Family) -> str:
-    """What files call one of our tensors that is no stack of experts."""
-    if name in _TOP:
-        return _TOP[name]
-    path = _layer_path(name, model)
-    rest = name.split(".", 2)[2]
-    if name.startswith("mtp."):
-        module, _, leaf = rest.rpartition(".")
-        if module in _AHEAD:
-            return f"{path}.{_AHEAD[module]}.{leaf}"
-        rest = rest.removeprefix("block.")
-    names = {**LAYER_NAMES, **family.layer_names}
-    if rest in names:
-        return f"{path}.{names[rest]}"
-    module, _, leaf = rest.rpartition(".")
-    return f"{path}.{names[module]}.{leaf}"
+            is_interleaved = stacking == "interleaved"
+            found += _stacked(path, name, tensor.shape, is_interleaved=is_interleaved)
+    return [*found, *_copies(tensors, model)]
 
 
 def stacking_of(names: Collection[str], family: Family) -> Stacking:
@@ -131,9 +102,11 @@ def theirs_of(stored: Stored, part: int, box: Box) -> Box:
     return Box((e, *d, 2 * f), (ne, *nd, 2 * nf))
 
 
-def _layer_path(name: str, model: ModelConfig) -> str:
-    kind, index, *_ = name.split(".")
-    return f"model.layers.{int(index) + (model.num_layers if kind == 'mtp' else 0)}"
+def _renamed(published: str, family: Family) -> str:
+    """What a family's files call a tensor."""
+    for usual, theirs in family.renamed.items():
+        published = f"{published}.".replace(f".{usual}.", f".{theirs}.")[:-1]
+    return published
 
 
 def _single(path: str, name: str, shape: Shape, family: Family) -> Iterator[Stored]:
@@ -161,14 +134,14 @@ def _stacked(path: str, name: str, shape: Shape, *, is_interleaved: bool) -> Ite
         yield Stored(f"{path}.gate_up_proj{ending}", theirs, both, None, arrangement)
 
 
-def _copies(shapes: Mapping[str, Shape], model: ModelConfig) -> Iterator[Stored]:
+def _copies(tensors: Mapping[str, Declared], model: ModelConfig) -> Iterator[Stored]:
     """Embedding and output matrix, which published files repeat in each module of prediction."""
-    head = "output.weight" if "output.weight" in shapes else "embedding.weight"
+    head = "output.weight" if "output.weight" in tensors else "embedding.weight"
     for depth in range(model.num_mtp_modules):
         path = f"model.layers.{model.num_layers + depth}"
         for name, part in (
             ("embed_tokens", "embedding.weight"),
             ("shared_head.head", head),
         ):
-            if part in shapes:
-                yield Stored(f"{path}.{name}.weight", shapes[part], (part,), is_copy=True)
+            if part in tensors:
+                yield Stored(f"{path}.{name}.weight", tensors[part].shape, (part,), is_copy=True)

@@ -28,7 +28,7 @@ from hp_train.hugging_face.arrange import to_theirs
 from hp_train.hugging_face.config import FAMILIES, hf_config
 from hp_train.hugging_face.plan import Stored, stored_tensors, theirs_of
 from hp_train.hugging_face.together import together
-from hp_train.model.shapes import model_shapes
+from hp_train.model.shapes import model_tensors
 
 _SHARD_BYTES = 5 * 10**9  # of a file, as transformers cuts them
 
@@ -141,7 +141,7 @@ def write_model(
 def _places(model: ModelConfig, dtype: torch.dtype, shard_bytes: int) -> list[_Place]:
     """Where every stored tensor goes: full files, in the order of the model."""
     family = FAMILIES[hf_config(model, dtype=_name_of(dtype))["model_type"]]
-    listed = stored_tensors(model_shapes(model), model, family)
+    listed = stored_tensors(model_tensors(model), model, family)
     shards: list[list[Stored]] = [[]]
     size = 0
     for stored in listed:

@@ -1,18 +1,28 @@
-"""The models: decoder-only transformers, dense or with experts, built from one block."""
+"""The models: decoder-only transformers, and what models of one's own are made with."""
 
+from hp_train.layout.parameter import ParameterSpec
 from hp_train.model.ahead import Ahead, look_ahead
 from hp_train.model.block import Microbatch, add_loss
-from hp_train.model.layers import DropoutKey
+from hp_train.model.declared import declare
+from hp_train.model.layers import DropoutKey, Embedding, FeedForward, Linear, RMSNorm
 from hp_train.model.shapes import count_parameters, model_shapes
+from hp_train.model.stage import Stage
 from hp_train.model.transformer import TransformerStage
 
 __all__ = [
     "Ahead",
     "DropoutKey",
+    "Embedding",
+    "FeedForward",
+    "Linear",
     "Microbatch",
+    "ParameterSpec",
+    "RMSNorm",
+    "Stage",
     "TransformerStage",
     "add_loss",
     "count_parameters",
+    "declare",
     "look_ahead",
     "model_shapes",
 ]

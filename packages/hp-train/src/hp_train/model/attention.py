@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from hp_context import Attention, Causal, Mask, SlidingWindow
 from hp_platform import doing, outside_graph
 from hp_train.config import ModelConfig
+from hp_train.layout.parameter import ParameterSpec
+from hp_train.model.declared import declare
 from hp_train.model.layers import Linear, RMSNorm
 from hp_train.model.rotary import Rotation, softmax_growth
 
@@ -35,14 +37,19 @@ class GroupedQueryAttention(nn.Module):
         super().__init__()
         width = self.head_dim = config.head_dim or config.dim // config.num_heads
         bias = config.attention_bias
-        self.wq = Linear(config.dim, config.num_heads * width, bias=bias)
-        self.wk = Linear(config.dim, config.num_kv_heads * width, bias=bias)
-        self.wv = Linear(config.dim, config.num_kv_heads * width, bias=bias)
-        self.wo = Linear(config.num_heads * width, config.dim, bias=bias)
-        self.q_norm = RMSNorm(width, eps=config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(width, eps=config.norm_eps) if config.qk_norm else None
+        of_q, of_kv = config.num_heads * width, config.num_kv_heads * width
+        self.wq = Linear(config.dim, of_q, bias=bias, tp_dim=0, published="q_proj")
+        self.wk = Linear(config.dim, of_kv, bias=bias, tp_dim=0, published="k_proj")
+        self.wv = Linear(config.dim, of_kv, bias=bias, tp_dim=0, published="v_proj")
+        self.wo = _output(of_q, config.dim, bias=bias)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(width, eps=config.norm_eps, published="q_norm")
+            self.k_norm = RMSNorm(width, eps=config.norm_eps, published="k_norm")
         sinks = torch.empty(config.num_heads) if config.attention_sinks else None
         self.core = Attention(mask, scale=width**-0.5, sinks=sinks)
+        declare(self.core, sinks=ParameterSpec("bias", tp_dim=0))  # scores of nothing
+        declare(self, "self_attn")
 
     def forward(self, x: Tensor, *, rotation: Rotation, documents: Limits = None) -> Tensor:
         """[B, S, D] to [B, S, D].
@@ -81,16 +88,19 @@ class LatentAttention(nn.Module):
         self.value, self.latent = config.v_head_dim, config.kv_lora_rank
         heads, width = config.num_heads, self.nope + self.rope
         if config.q_lora_rank:
-            self.wq_a = Linear(config.dim, config.q_lora_rank)
-            self.q_norm = RMSNorm(config.q_lora_rank, eps=_LATENT_EPS)
-            self.wq_b = Linear(config.q_lora_rank, heads * width)
+            rank = config.q_lora_rank
+            self.wq_a = Linear(config.dim, rank, published="q_a_proj")
+            self.q_norm = RMSNorm(rank, eps=_LATENT_EPS, published="q_a_layernorm")
+            self.wq_b = Linear(rank, heads * width, tp_dim=0, published="q_b_proj")
         else:
-            self.wq = Linear(config.dim, heads * width)
+            self.wq = Linear(config.dim, heads * width, tp_dim=0, published="q_proj")
         self.is_compressed = config.q_lora_rank > 0
-        self.wkv_a = Linear(config.dim, self.latent + self.rope)
-        self.kv_norm = RMSNorm(self.latent, eps=_LATENT_EPS)
-        self.wkv_b = Linear(self.latent, heads * (self.nope + self.value))
-        self.wo = Linear(heads * self.value, config.dim)
+        of_kv = heads * (self.nope + self.value)
+        self.wkv_a = Linear(config.dim, self.latent + self.rope, published="kv_a_proj_with_mqa")
+        self.kv_norm = RMSNorm(self.latent, eps=_LATENT_EPS, published="kv_a_layernorm")
+        self.wkv_b = Linear(self.latent, of_kv, tp_dim=0, published="kv_b_proj")
+        self.wo = _output(heads * self.value, config.dim)
+        declare(self, "self_attn")
         self.core = Attention(mask, scale=width**-0.5 * softmax_growth(config))
 
     def forward(self, x: Tensor, *, rotation: Rotation, documents: Limits = None) -> Tensor:
@@ -125,6 +135,11 @@ def make_attention(config: ModelConfig, layer: int) -> GroupedQueryAttention | L
     has_window = config.has_window(layer)
     mask = SlidingWindow(config.sliding_window - 1) if has_window else Causal()
     return ATTENTION[config.attention](config, mask)
+
+
+def _output(width: int, dim: int, *, bias: bool = False) -> Linear:
+    """The matrix that writes what heads found into the residual stream."""
+    return Linear(width, dim, bias=bias, tp_dim=1, is_residual=True, published="o_proj")
 
 
 @outside_graph

@@ -24,9 +24,11 @@ from hp_platform import doing
 from hp_train.config import ModelConfig
 from hp_train.model.ahead import Ahead
 from hp_train.model.attention import Limits, make_attention
+from hp_train.model.declared import declare
 from hp_train.model.layers import DropoutKey, FeedForward, RMSNorm, dropout
 from hp_train.model.recompute import Recompute, recomputed
 from hp_train.model.rotary import Rotation
+from hp_train.model.stage import Exchanges
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,21 +99,29 @@ class Block(nn.Module):
         config: Configuration of the model.
         layer: Global index, which decides whether it is dense and has a window.
         name: Global name; part of the key of dropout.
+        published: See `hp_train.model.declare`.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, name: str) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, name: str, *, published: str | None = None
+    ) -> None:
         super().__init__()
+        declare(self, published)
         self.name = name
         self.sequence_ranks: ProcessGroup | None = None
         self.recompute: Recompute = "none"
         self.dropout = config.dropout
         self.balance_coefficient = config.balance_coefficient
-        self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
+        eps = config.norm_eps
+        self.attention_norm = RMSNorm(config.dim, eps=eps, published="input_layernorm")
         self.attention = make_attention(config, layer)
-        self.feed_forward_norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.feed_forward_norm = RMSNorm(config.dim, eps=eps, published="post_attention_layernorm")
         dense = config.is_dense(layer)
         self.moe = None if dense else make_moe(config)
-        self.feed_forward = FeedForward(config.dim, config.dense_hidden) if dense else None
+        self.feed_forward = None
+        if dense:
+            hidden = config.dense_hidden
+            self.feed_forward = FeedForward(config.dim, hidden, is_cut=True, published="mlp")
         self.attend: Callable[[Tensor, Rotation, Limits], Tensor] = self._attend
         self.feed: Callable[[Tensor], tuple[Tensor, Routing | None]] = self._feed
 
@@ -134,6 +144,19 @@ class Block(nn.Module):
         if self.recompute == "full":
             return recomputed(self._run, x, rotation, microbatch, documents)
         return self._run(x, rotation, microbatch, documents)
+
+    def place_exchanges(self, exchanges: Exchanges) -> None:
+        """Gather positions before attention and feed-forward, and sum after them."""
+
+        def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            del module
+            return exchanges.gather(args[0]), *args[1:]
+
+        self.attention.register_forward_pre_hook(before)
+        self.attention.wo.finish = exchanges.scatter
+        if self.feed_forward is not None:
+            self.feed_forward.register_forward_pre_hook(before)
+            self.feed_forward.w2.finish = exchanges.scatter
 
     def _run(
         self, x: Tensor, rotation: Rotation, microbatch: Microbatch, documents: Limits
@@ -205,5 +228,9 @@ def make_moe(config: ModelConfig) -> MoE:
         activation=SwiGLU() if config.expert_activation == "swiglu" else clamped,
     )
     shared_hidden = config.num_shared_experts * config.expert_hidden
-    shared = FeedForward(config.dim, shared_hidden) if shared_hidden else None
-    return MoE(router, experts, shared=shared)
+    shared = None
+    if shared_hidden:
+        path = "shared_experts"
+        shared = FeedForward(config.dim, shared_hidden, is_cut=False, published=path)
+    moe = MoE(declare(router, "gate"), declare(experts, "experts"), shared=shared)
+    return declare(moe, "mlp")

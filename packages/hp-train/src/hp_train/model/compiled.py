@@ -14,26 +14,28 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from hp_train.model.block import Block
+from hp_train.model.stage import Stage
 
 Compiler = Literal["none", "inductor", "aot_eager"]
 """What compiles; torch's names of backends."""
 
 
-def compile_blocks(module: nn.Module, compiler: Compiler | Callable[..., Any]) -> None:
-    """Let a compiler run attention and feed-forward of every block.
+def compile_blocks(stage: Stage, compiler: Compiler | Callable[..., Any]) -> None:
+    """Let a compiler run attention and feed-forward of every block, or a block of one's own whole.
 
     Each kind of block is compiled once, not each block: they share graphs where they are equal.
 
     Args:
-        module: Cut and sharded already; changed in place.
+        stage: Cut and sharded already; changed in place.
         compiler: Also a backend of one's own, as `torch.compile` takes it.
     """
     if compiler == "none":
         return
-    for block in module.modules():
+    for block in stage.blocks:
         if isinstance(block, Block):
             block.attend = torch.compile(block.attend, backend=compiler)
             block.feed = torch.compile(block.feed, backend=compiler)
+        else:
+            block.compile(backend=compiler)

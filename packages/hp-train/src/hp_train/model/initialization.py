@@ -22,10 +22,6 @@ from hp_train.base.randomness import generator
 from hp_train.config import ModelConfig
 from hp_train.model.parameters import Parameter
 
-# Matrices that write into the residual stream start smaller (Radford et al., 2019), so that its
-# variance does not grow with depth.
-_RESIDUAL_OUTPUTS = (".wo.weight", ".w2", ".w2.weight")
-
 TILE = (64, 256)
 """Rows and columns of a tile; another number here is another start for every seed."""
 
@@ -59,11 +55,11 @@ def initialize_parameters(
     """
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for parameter in parameters:
-            if parameter.kind != "matrix":
-                parameter.local.fill_(1.0 if parameter.kind == "norm" else 0.0)
+            if parameter.spec.kind != "matrix":
+                parameter.local.fill_(1.0 if parameter.spec.kind == "norm" else 0.0)
                 continue
             std = config.init_std
-            if parameter.name.endswith(_RESIDUAL_OUTPUTS):
+            if parameter.spec.is_residual:
                 std /= math.sqrt(2 * config.num_layers)
             for matrix, purpose in _matrices(parameter):
                 if is_dry():  # no device takes the numbers, nor has the host memory for them

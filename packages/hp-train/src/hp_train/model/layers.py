@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from hp_platform import linear, submit_weight_grad
 from hp_train.base.randomness import derive_seed, uniform
+from hp_train.layout.parameter import ParameterSpec
+from hp_train.model.declared import declare
 
 
 class WeightCasts:
@@ -33,6 +35,11 @@ class WeightCasts:
             # Two threads may both come here: they make the same.
             found = self._made[id(weight)] = weight.detach().to(dtype)
         return found
+
+    @property
+    def made(self) -> list[Tensor]:
+        """All of them."""
+        return [*self._made.values()]
 
     def clear(self) -> None:
         """Let go of all of them."""
@@ -67,15 +74,39 @@ class Linear(nn.Module):
         casts: Where the weight is found once it was cast; None: it is cast at every use.
         is_split: Whether some schedule may compute the weight gradient later; what lets it costs
             some CPU time in every call.
+
+    Args:
+        in_features: Width of the input.
+        out_features: Width of the output.
+        bias: Whether a bias is added.
+        tp_dim: Dim of the weight that tensor-parallel ranks share out: 0 cuts the output, 1 the
+            input; None: each has all of it.
+        is_residual: Whether the output is added to the residual stream.
+        published: See `hp_train.model.declare`.
     """
 
     weight: Tensor  # [out_features, in_features]
     bias: Tensor | None  # [out_features]
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        tp_dim: int | None = None,
+        is_residual: bool = False,
+        published: str | None = None,
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features)) if bias else None)
+        declare(
+            self,
+            published,
+            weight=ParameterSpec(tp_dim=tp_dim, is_residual=is_residual),
+            bias=ParameterSpec("bias", tp_dim=0 if tp_dim == 0 else None),
+        )
         self.finish: Callable[[Tensor], Tensor] | None = None
         self.casts: WeightCasts | None = None
         self.is_split = True
@@ -100,9 +131,28 @@ class Embedding(nn.Embedding):
 
     Attributes:
         is_split: Same as of `Linear`.
+
+    Args:
+        num_embeddings: Rows, one for each token of the vocabulary.
+        embedding_dim: D.
+        device: Device of the table.
+        dtype: Dtype of the table.
+        published: See `hp_train.model.declare`.
     """
 
     is_split = True
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        published: str | None = None,
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, device=device, dtype=dtype)
+        declare(self, published, weight=ParameterSpec(tp_dim=0))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name in the base class
         """Token ids int64 [...] to [..., D]."""
@@ -135,9 +185,10 @@ class RMSNorm(nn.Module):
 
     weight: Tensor  # [D]
 
-    def __init__(self, dim: int, *, eps: float) -> None:
+    def __init__(self, dim: int, *, eps: float, published: str | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
+        declare(self, published, weight=ParameterSpec("norm"))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -225,13 +276,22 @@ def dropout(x: Tensor, rate: float, key: DropoutKey | None, layer: str) -> Tenso
 
 
 class FeedForward(nn.Module):
-    """Gated feed-forward layer (Shazeer, 2020): ``w2(silu(w1 x) * w3 x)``."""
+    """Gated feed-forward layer (Shazeer, 2020): ``w2(silu(w1 x) * w3 x)``.
 
-    def __init__(self, dim: int, hidden: int) -> None:
+    Args:
+        dim: D.
+        hidden: Hidden width.
+        is_cut: Whether tensor-parallel ranks share out the hidden width.
+        published: See `hp_train.model.declare`.
+    """
+
+    def __init__(self, dim: int, hidden: int, *, is_cut: bool, published: str) -> None:
         super().__init__()
-        self.w1 = Linear(dim, hidden)
-        self.w3 = Linear(dim, hidden)
-        self.w2 = Linear(hidden, dim)
+        columns, rows = (0, 1) if is_cut else (None, None)
+        self.w1 = Linear(dim, hidden, tp_dim=columns, published="gate_proj")
+        self.w3 = Linear(dim, hidden, tp_dim=columns, published="up_proj")
+        self.w2 = Linear(hidden, dim, tp_dim=rows, is_residual=True, published="down_proj")
+        declare(self, published)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] to [..., D]."""

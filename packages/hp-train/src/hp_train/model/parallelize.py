@@ -31,9 +31,10 @@ from hp_schedule.runtime import (
     TensorSpec,
 )
 from hp_train.config import Config
-from hp_train.layout.cuts import chunk
+from hp_train.errors import ConfigError
 from hp_train.layout.edges import Edges, build_edges
 from hp_train.layout.mesh import Mesh
+from hp_train.layout.parameter import chunk
 from hp_train.layout.schedules import (
     KINDS,
     count_microbatches,
@@ -43,14 +44,15 @@ from hp_train.layout.schedules import (
     training_schedule,
 )
 from hp_train.layout.sequence import SequenceShare
-from hp_train.model import TransformerStage
 from hp_train.model.block import Block
 from hp_train.model.compiled import compile_blocks
+from hp_train.model.declared import declared
 from hp_train.model.initialization import initialize_parameters
-from hp_train.model.layers import Embedding, Linear
 from hp_train.model.parameters import Parameter, named_parameters
+from hp_train.model.stage import Stage
 from hp_train.model.tensor_parallel import cut_tensors
 from hp_train.model.tied import merge_copies, share_table, tied_group
+from hp_train.model.transformer import build_stage
 from hp_train.overlap import overlap_experts, overlap_pairs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -69,7 +71,7 @@ class Pipeline:
         overlap: Runs a forward and a backward at once; None one after the other.
     """
 
-    modules: Mapping[int, TransformerStage]
+    modules: Mapping[int, Stage]
     parameters: Sequence[Parameter]
     num_stages: int
     vocab_size: int
@@ -159,7 +161,7 @@ class _Sharded(FullySharded):
     def reshard(self, stage: PipelineStage) -> None:
         """Free a stage's gathered parameters, and what was made from them."""
         super().reshard(stage)
-        assert isinstance(stage.module, TransformerStage)
+        assert isinstance(stage.module, Stage)
         stage.module.forget_casts()
 
 
@@ -216,37 +218,33 @@ def build_pipeline(
     # Experts of one rank exchange nothing: there a backward and a forward follow each other.
     overlaps = config.pipeline.overlap and mesh.size("ep") > 1
     overlap = _overlap(timeout) if overlaps else None
-    modules: dict[int, TransformerStage] = {}
+    modules: dict[int, Stage] = {}
     parameters: list[Parameter] = []
     for stage in schedule.stages_of(mesh.pp_index):
-        with torch.device("meta"):
-            module = TransformerStage(
-                config.model,
-                vocab_size,
-                layers=layers[stage],
-                first=stage == 0,
-                last=stage == num_stages - 1,
-                compute_dtype=DTYPES[config.train.dtype],
-            )
+        module = build_stage(
+            config.model,
+            vocab_size,
+            layers=layers[stage],
+            first=stage == 0,
+            last=stage == num_stages - 1,
+            compute_dtype=DTYPES[config.train.dtype],
+        )
         # Parameters stay fp32 under bf16 compute: they are the masters that the optimizer updates.
         module.to(torch.promote_types(module.compute_dtype, torch.float32))
-        shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+        whole = declared(module)
         _parallelize(module, mesh, context, vocab_size)
         if overlap is not None:
             overlap_experts(module, overlap)
         module.to_empty(device=runtime.device)
         module.share_casts()
-        for part in module.modules():
-            if isinstance(part, Block):
-                part.recompute = config.train.recompute
-            if isinstance(part, Linear | Embedding):
-                part.is_split = is_split
+        module.split_weight_gradients(is_split=is_split)
+        module.recompute(config.train.recompute)
         compile_blocks(module, config.train.compile)
         for buffer in module.buffers():  # correction biases
             buffer.zero_()
-        if stage and module.embedding is not None and 0 in modules:
+        if stage and config.model.tie_embeddings and stage == num_stages - 1 and 0 in modules:
             share_table(modules[0], module)
-        found = named_parameters(module, shapes, mesh)
+        found = named_parameters(module, whole, mesh)
         initialize_parameters(found, config.model, seed=config.run.seed, on_progress=on_progress)
         modules[stage] = module
         parameters += found
@@ -275,15 +273,16 @@ def _overlap(timeout: timedelta) -> CommComputeOverlap:
     return CommComputeOverlap(HookCoordinator(timeout=2 * timeout.total_seconds()), strict=True)
 
 
-def _parallelize(
-    module: TransformerStage, mesh: Mesh, context: ContextParallel, vocab_size: int
-) -> None:
+def _parallelize(module: Stage, mesh: Mesh, context: ContextParallel, vocab_size: int) -> None:
     """Cut a stage, on the meta device, over the ranks that share it; the order matters."""
     if mesh.size("tp") > 1:
         cut_tensors(module, vocabulary_of(mesh, vocab_size), mesh.groups["tp"])
+    attentions = module.attentions if mesh.size("cp") > 1 else []
+    if mesh.size("cp") > 1 and not attentions:
+        raise ConfigError("mesh.cp must be 1 for a model without hp_context.Attention")
+    for attention in attentions:
+        context.apply(attention, mesh.groups["cp"])
     for part in module.modules():
-        if isinstance(part, Block) and mesh.size("cp") > 1:
-            context.apply(part.attention.core, mesh.groups["cp"])
         if isinstance(part, Block) and mesh.size("sequence") > 1:
             part.sequence_ranks = mesh.groups["sequence"]
         if isinstance(part, GroupedExperts) and mesh.size("etp") > 1:
@@ -295,12 +294,12 @@ def _parallelize(
     _shard(module, mesh)
 
 
-def _is_sharded(module: TransformerStage) -> bool:
+def _is_sharded(module: Stage) -> bool:
     """Whether FSDP shards some of its parameters."""
     return any(isinstance(part, FSDPModule) for part in module.modules())
 
 
-def _shard(module: TransformerStage, mesh: Mesh) -> None:
+def _shard(module: Stage, mesh: Mesh) -> None:
     """Apply FSDP2, block by block; gradients are sums, as everywhere here."""
     if mesh.size("expert_shard") > 1:
         fully_shard_experts(module, mesh.submesh("expert_shard"), divide_gradients_by=1.0)
@@ -316,8 +315,7 @@ def _shard(module: TransformerStage, mesh: Mesh) -> None:
         if isinstance(part, GroupedExperts)
         for parameter in part.parameters(recurse=False)
     }
-    blocks = [part for part in module.modules() if isinstance(part, Block)]
-    for part in (*blocks, module):
+    for part in (*module.blocks, module):
         fully_shard(part, mesh=device_mesh, ignored_params=experts)
         assert isinstance(part, FSDPModule)
         part.set_gradient_divide_factor(1.0)

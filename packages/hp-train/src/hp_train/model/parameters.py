@@ -2,21 +2,16 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
-from hp_expert import GroupedExperts
-from hp_train.layout.cuts import HIDDEN_DIM, chunk, cut_dim
 from hp_train.layout.mesh import Mesh
-
-Kind = Literal["matrix", "norm", "bias"]
-"""What a parameter is for, whatever its number of dims: biases of experts are stacked."""
-
-_BIASES = frozenset(("bias", "b1", "b2", "b3", "sinks"))
+from hp_train.layout.parameter import ParameterSpec, chunk
+from hp_train.model.declared import Declared, declared
 
 
 class Cut(NamedTuple):
@@ -44,7 +39,7 @@ class Parameter:
         cuts: How the whole becomes the local part, one cut after the other.
         replicas: Groups whose ranks hold the same values, and whose gradients are to be summed
             after backward.
-        is_expert: Whether dim 0 is the experts of a layer.
+        spec: What it is.
         span: First and last + 1 index of the local part in the whole, for each dim.
         twins: The same parameter in other stages of this rank, with gradients of their own: in the
             same memory, or a copy, where FSDP shards each stage by itself.
@@ -57,7 +52,7 @@ class Parameter:
     shape: tuple[int, ...]
     cuts: tuple[Cut, ...]
     replicas: tuple[str, ...]
-    is_expert: bool
+    spec: ParameterSpec
     span: tuple[tuple[int, int], ...]
     twins: tuple[nn.Parameter, ...] = ()
     peers: ProcessGroup | None = None
@@ -68,16 +63,9 @@ class Parameter:
         return bool(self.replicas) or self.peers is not None
 
     @property
-    def kind(self) -> Kind:
-        """By its name; the sinks of attention are scores of nothing, and so biases."""
-        if self.name.rpartition(".")[2] in _BIASES:
-            return "bias"
-        return "norm" if self.name.endswith("norm.weight") else "matrix"
-
-    @property
     def experts(self) -> range | None:
         """Global indices of the local experts; None if it is no expert's."""
-        return range(*self.span[0]) if self.is_expert else None
+        return range(*self.span[0]) if self.spec.is_expert else None
 
     def collect_gradient(self) -> None:
         """Let ``local`` have what backward left on the module; zeros where that is nothing.
@@ -125,25 +113,24 @@ class Parameter:
 
 def named_parameters(
     stage: nn.Module,
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    whole: Mapping[str, Declared] | None = None,
     mesh: Mesh | None = None,
 ) -> list[Parameter]:
     """All parameters of a stage, after it has been cut and sharded.
 
     Args:
         stage: Its parameters carry their global names.
-        shapes: Shapes of the whole parameters, by global name; None: nothing is cut.
+        whole: What `declared` said before it was cut; None: nothing is cut.
         mesh: Mesh of the run, if something is cut.
     """
-    owners = {n for n, m in stage.named_modules() if isinstance(m, GroupedExperts)}
+    known = declared(stage) if whole is None else whole
     found = []
     for name, tensor in stage.named_parameters():
-        is_expert = name.rpartition(".")[0] in owners
+        shape, spec, _ = known[name]
         cuts: tuple[Cut, ...] = ()
         replicas: tuple[str, ...] = ()
         if mesh is not None:
-            cuts, replicas = _placement(name, tensor, mesh, is_expert=is_expert)
-        shape = tuple(tensor.shape) if shapes is None else shapes[name]
+            cuts, replicas = _placement(tensor, spec, mesh)
         found.append(
             Parameter(
                 name=name,
@@ -152,7 +139,7 @@ def named_parameters(
                 shape=shape,
                 cuts=cuts,
                 replicas=replicas,
-                is_expert=is_expert,
+                spec=spec,
                 span=_span(shape, cuts, mesh),
             )
         )
@@ -166,15 +153,12 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def _placement(
-    name: str, tensor: Tensor, mesh: Mesh, *, is_expert: bool
+    tensor: Tensor, spec: ParameterSpec, mesh: Mesh
 ) -> tuple[tuple[Cut, ...], tuple[str, ...]]:
     """Over which groups a parameter is cut, and which have copies of what is left."""
     cuts: list[Cut] = []
-    replicas = ["expert_replicate" if is_expert else "dp_replicate"]
-    dims = {"tp": cut_dim(name)}
-    if is_expert:
-        dims = {"ep": 0, "etp": HIDDEN_DIM.get(name.rpartition(".")[2])}
-    for group, dim in dims.items():
+    replicas: list[str] = ["expert_replicate" if spec.is_expert else "dp_replicate"]
+    for group, dim in spec.cuts.items():
         if dim is None:
             replicas.append(group)
         else:
@@ -183,7 +167,7 @@ def _placement(
     if isinstance(tensor, DTensor):
         (placement,) = tensor.placements
         assert isinstance(placement, Shard)
-        cuts.append(Cut("expert_shard" if is_expert else "fsdp", placement.dim))
+        cuts.append(Cut("expert_shard" if spec.is_expert else "fsdp", placement.dim))
     return tuple(cuts), tuple(group for group in replicas if mesh.size(group) > 1)
 
 

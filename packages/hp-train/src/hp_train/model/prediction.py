@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hp_train.config import ModelConfig
 from hp_train.model.attention import Limits
 from hp_train.model.block import Block, Microbatch
+from hp_train.model.declared import declare
 from hp_train.model.layers import Linear, RMSNorm
 from hp_train.model.rotary import Rotation
 
@@ -34,12 +35,14 @@ class PredictionModule(nn.Module):
 
     def __init__(self, config: ModelConfig, depth: int) -> None:
         super().__init__()
-        self.embedding_norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.hidden_norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.projection = Linear(2 * config.dim, config.dim)
+        eps = config.norm_eps
+        self.embedding_norm = RMSNorm(config.dim, eps=eps, published="enorm")
+        self.hidden_norm = RMSNorm(config.dim, eps=eps, published="hnorm")
+        self.projection = Linear(2 * config.dim, config.dim, published="eh_proj")
         layer = config.num_layers + depth - 1
+        declare(self, f"model.layers.{layer}")
         self.block = Block(config, layer, f"mtp.{depth - 1}.block")
-        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = RMSNorm(config.dim, eps=eps, published="shared_head.norm")
 
     def forward(
         self,

@@ -1,23 +1,25 @@
-"""Names and shapes of all tensors of a model, found without memory for any of them."""
-
-import torch
+"""All tensors of a model, found without memory for any of them."""
 
 from hp_train.config import ModelConfig
-from hp_train.model.transformer import TransformerStage
+from hp_train.model.declared import Declared, declared
+from hp_train.model.stage import Stage
+from hp_train.model.transformer import build_stage
 
 
-def whole_model(model: ModelConfig) -> TransformerStage:
+def whole_model(model: ModelConfig) -> Stage:
     """The whole model as one stage on the meta device."""
     layers = range(model.num_layers)
-    with torch.device("meta"):
-        return TransformerStage(model, model.vocab_size, layers=layers, first=True, last=True)
+    return build_stage(model, model.vocab_size, layers=layers, first=True, last=True)
+
+
+def model_tensors(model: ModelConfig) -> dict[str, Declared]:
+    """What all parameters and buffers are, by global name."""
+    return declared(whole_model(model))
 
 
 def model_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of all parameters and buffers, by global name."""
-    stage = whole_model(model)
-    named = [*stage.named_parameters(), *stage.named_buffers()]
-    return {name: tuple(tensor.shape) for name, tensor in named}
+    return {name: tensor.shape for name, tensor in model_tensors(model).items()}
 
 
 def count_parameters(model: ModelConfig) -> int:

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from hp_platform import all_gather_uneven, outside_graph, reduce_scatter_uneven
-from hp_train.layout.cuts import chunk, cut_dim
-from hp_train.model import TransformerStage
-from hp_train.model.block import Block
+from hp_train.layout.parameter import chunk
+from hp_train.model.declared import declared
 from hp_train.model.layers import Embedding
-from hp_train.model.transformer import cross_entropy as whole_cross_entropy
+from hp_train.model.stage import Exchanges, Stage
+from hp_train.model.stage import cross_entropy as whole_cross_entropy
 
 
-def cut_tensors(stage: TransformerStage, vocabulary: range, group: ProcessGroup) -> None:
+def cut_tensors(stage: Stage, vocabulary: range, group: ProcessGroup) -> None:
     """Keep this rank's part of every parameter, and put the exchanges where they belong.
 
     Args:
@@ -35,30 +35,20 @@ def cut_tensors(stage: TransformerStage, vocabulary: range, group: ProcessGroup)
         vocabulary: Tokens whose logits this rank computes.
         group: The tensor-parallel ranks.
     """
-    if stage.embedding is not None:
-        stage.embedding = VocabParallelEmbedding(stage.embedding, group)
-    for name, parameter in list(stage.named_parameters()):
-        dim = cut_dim(name)
-        if dim is not None and not name.startswith("embedding."):
-            owner, _, last = name.rpartition(".")
-            part = parameter.chunk(group.size(), dim)[group.rank()]
-            setattr(stage.get_submodule(owner), last, nn.Parameter(torch.empty_like(part)))
-    gather, scatter = partial(gather_positions, group=group), partial(sum_positions, group=group)
-
-    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        del module
-        return gather(args[0]), *args[1:]
-
-    for block in stage.modules():
-        if not isinstance(block, Block):
-            continue
-        block.attention.register_forward_pre_hook(before)
-        block.attention.wo.finish = scatter
-        if block.feed_forward is not None:
-            block.feed_forward.register_forward_pre_hook(before)
-            block.feed_forward.w2.finish = scatter
-    stage.before_output = gather
-    stage.cross_entropy = partial(cross_entropy, first=vocabulary.start, group=group)
+    for name, tensor in declared(stage).items():
+        path, _, leaf = name.rpartition(".")
+        module, dim = stage.get_submodule(path), tensor.spec.tp_dim
+        if isinstance(module, Embedding):
+            stage.set_submodule(path, VocabParallelEmbedding(module, group))
+        elif dim is not None:
+            part = module.get_parameter(leaf).chunk(group.size(), dim)[group.rank()]
+            setattr(module, leaf, nn.Parameter(torch.empty_like(part)))
+    exchanges = Exchanges(
+        gather=partial(gather_positions, group=group),
+        scatter=partial(sum_positions, group=group),
+        cross_entropy=partial(cross_entropy, first=vocabulary.start, group=group),
+    )
+    stage.place_exchanges(exchanges)
 
 
 class VocabParallelEmbedding(Embedding):

@@ -18,8 +18,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from hp_platform import new_group
-from hp_train.model import TransformerStage
 from hp_train.model.parameters import Parameter
+from hp_train.model.stage import Stage
 
 _TIED = "embedding.weight"
 
@@ -49,12 +49,12 @@ def tied_group(
     return new_group(pairs, name="tied embeddings", backend=backend, timeout=timeout)
 
 
-def share_table(first: TransformerStage, last: TransformerStage) -> None:
+def share_table(first: Stage, last: Stage) -> None:
     """Let two stages of one rank have one table in memory, unless FSDP shards each by itself."""
-    assert first.embedding is not None
-    assert last.embedding is not None
-    if not isinstance(first.embedding.weight, DTensor):
-        last.embedding.weight = nn.Parameter(first.embedding.weight.detach())
+    table = first.get_parameter(_TIED)
+    if not isinstance(table, DTensor):
+        module, _, leaf = _TIED.rpartition(".")
+        setattr(last.get_submodule(module), leaf, nn.Parameter(table.detach()))
 
 
 def merge_copies(parameters: Iterable[Parameter], peers: ProcessGroup | None) -> list[Parameter]:

@@ -10,28 +10,28 @@ Shape symbols: B sequences, S positions, D model width, V vocabulary, M modules 
 prediction.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hp_expert import GroupedExperts
 from hp_train.config import ModelConfig
+from hp_train.errors import ConfigError
 from hp_train.model.block import Block, Microbatch, add_loss
-from hp_train.model.layers import Embedding, Linear, RMSNorm, WeightCasts, cast_linear, dropout
+from hp_train.model.layers import Embedding, Linear, RMSNorm, cast_linear, dropout
 from hp_train.model.prediction import PredictionModule, prediction_loss
+from hp_train.model.recompute import Recompute
 from hp_train.model.rotary import Rotation, rotation
+from hp_train.model.stage import Exchanges, Stage, factory_of
 
 
-class TransformerStage(nn.Module):
+class TransformerStage(Stage):
     """One pipeline stage of the model.
 
     Attributes:
         before_output: What hidden states go through before the output matrix: where that is cut
             over ranks, the gathering of their positions.
-        cross_entropy: Function that maps logits and targets of tokens to the sum of their losses.
-        casts: Where weights are found once they were cast; see :meth:`share_casts`.
 
     Args:
         config: The whole model.
@@ -47,40 +47,47 @@ class TransformerStage(nn.Module):
         config: ModelConfig,
         vocab_size: int,
         *,
-        layers: range,
+        layers: Iterable[int],
         first: bool,
         last: bool,
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__()
+        super().__init__(compute_dtype=compute_dtype)
         self.config = config
-        self.compute_dtype = compute_dtype
         self.is_first = first
         has_table = first or (last and config.tie_embeddings)
-        self.embedding = Embedding(vocab_size, config.dim) if has_table else None
-        self.layers = nn.ModuleDict({str(i): Block(config, i, f"layers.{i}") for i in layers})
-        self.norm = RMSNorm(config.dim, eps=config.norm_eps) if last else None
-        has_output = last and not config.tie_embeddings
-        self.output = Linear(config.dim, vocab_size) if has_output else None
+        self.embedding = self.norm = self.output = None
+        if has_table:
+            self.embedding = Embedding(vocab_size, config.dim, published="model.embed_tokens")
+        self.layers = nn.ModuleDict(
+            {str(i): Block(config, i, f"layers.{i}", published=f"model.layers.{i}") for i in layers}
+        )
+        if last:
+            self.norm = RMSNorm(config.dim, eps=config.norm_eps, published="model.norm")
+        if last and not config.tie_embeddings:
+            self.output = Linear(config.dim, vocab_size, tp_dim=0, published="lm_head")
         depths = range(1, config.num_mtp_modules + 1) if last else range(0)
         self.mtp = nn.ModuleList(PredictionModule(config, depth) for depth in depths)
-        self.casts: WeightCasts | None = None
         self.before_output: Callable[[Tensor], Tensor] | None = None
-        self.cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy
 
-    def share_casts(self) -> None:
-        """Cast weights once for many calls; from now on :meth:`forget_casts` is to be called."""
-        self.casts = WeightCasts()
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        """See `Stage.blocks`; those of multi-token prediction are among them."""
+        return [part for part in self.modules() if isinstance(part, Block)]
+
+    def recompute(self, what: Recompute) -> None:
+        """See `Stage.recompute`."""
         for part in self.modules():
-            if isinstance(part, Linear):
-                part.casts = self.casts
-            elif isinstance(part, GroupedExperts):
-                part.cast_of = self.casts.of
+            if isinstance(part, Block):
+                part.recompute = what
 
-    def forget_casts(self) -> None:
-        """Cast weights anew at their next use: they have changed, or memory is wanted."""
-        if self.casts is not None:
-            self.casts.clear()
+    def place_exchanges(self, exchanges: Exchanges) -> None:
+        """See `Stage.place_exchanges`."""
+        for part in self.modules():
+            if isinstance(part, Block):
+                part.place_exchanges(exchanges)
+        self.before_output = exchanges.gather
+        self.cross_entropy = exchanges.cross_entropy
 
     def forward(self, x: Tensor, *, microbatch: Microbatch) -> Tensor:
         """Run the stage.
@@ -145,11 +152,33 @@ class TransformerStage(nn.Module):
         return cast_linear(x, self.embedding.weight, casts=self.casts)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the cross-entropy of all tokens whose target is not negative, a scalar.
+def build_stage(
+    config: ModelConfig,
+    vocab_size: int,
+    *,
+    layers: Iterable[int],
+    first: bool,
+    last: bool,
+    compute_dtype: torch.dtype = torch.float32,
+) -> Stage:
+    """Make a stage on the meta device: of `model.factory`, or a transformer's.
 
-    Args:
-        logits: [T, V], fp32 or wider.
-        targets: int64 [T].
+    Raises:
+        hp_train.errors.ConfigError: When the factory cannot be imported, or makes something else.
     """
-    return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
+    make = factory_of(config.factory) if config.factory else TransformerStage
+    with torch.device("meta"):
+        stage = make(
+            config,
+            vocab_size,
+            layers=layers,
+            first=first,
+            last=last,
+            compute_dtype=compute_dtype,
+        )
+    if not isinstance(stage, Stage):
+        kind = f"{type(stage).__module__}.{type(stage).__qualname__}"
+        raise ConfigError(
+            f'model.factory ("{config.factory}") must make a hp_train.model.Stage, not {kind}'
+        )
+    return stage

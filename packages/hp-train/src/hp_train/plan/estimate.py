@@ -16,11 +16,10 @@ from hp_schedule import (
     add_fsdp_unshard_reshard,
     simulate,
 )
-from hp_train.base.dtypes import BYTES
 from hp_train.config import Config
 from hp_train.costs import modules
 from hp_train.costs.machine import Machine
-from hp_train.costs.modules import Work
+from hp_train.costs.work import Work
 from hp_train.layout.ranks import Layout, StageLayout
 from hp_train.layout.schedules import (
     KINDS,
@@ -245,8 +244,7 @@ class Plan:
         return _once(self._held(schedule), self._need)
 
     def _need(self, stages: Sequence[Work], place: StageLayout) -> Need:
-        size = BYTES[self.config.train.dtype]
-        kept = [stage.kept_bytes(self.tokens, size=size, tp=place.tp) for stage in stages]
+        kept = [stage.kept_bytes(self.tokens, tp=place.tp) for stage in stages]
         return Need(self._memory(stages, place, 0.0).total, min(kept), sum(kept))
 
     def _full(self) -> list[float]:
@@ -296,14 +294,13 @@ class Plan:
 
     def costs(self, schedule: Schedule) -> Costs:
         """What the steps of a schedule cost."""
-        size = BYTES[self.config.train.dtype]
         sharded = self._sharded()
         return Costs(
             forward=self.forward,
             input_grad=self.input_grad,
             weight_grad=self.weight_grad,
             activation=self._of_each(
-                lambda stage, place: stage.kept_bytes(self.tokens, size=size, tp=place.tp)
+                lambda stage, place: stage.kept_bytes(self.tokens, tp=place.tp)
             ),
             latency=self._latencies(schedule),
             unshard=sharded,

@@ -12,9 +12,10 @@ from functools import lru_cache
 from hp_train.base.dtypes import BYTES
 from hp_train.config import Config
 from hp_train.costs.machine import Machine
-from hp_train.costs.modules import WIDE_BYTES, Weight, Work, kept_once
+from hp_train.costs.modules import kept_once
+from hp_train.costs.work import WIDE_BYTES, Weight, Work
 from hp_train.layout.communicators import held
-from hp_train.layout.cuts import HIDDEN_DIM, chunk, cut_dim, name_in_block
+from hp_train.layout.parameter import local_shape
 from hp_train.layout.ranks import StageLayout
 
 _STEP_BYTES = 4
@@ -77,22 +78,9 @@ def local_elements(weight: Weight, layout: StageLayout, *, first: bool = True) -
         layout: Cuts it.
         first: Whether the rank is the first of every group, or the last.
     """
-    sizes = list(weight.shape)
-
-    def cut(dim: int | None, ranks: int) -> None:
-        if dim is not None and ranks > 1:
-            sizes[dim] = len(chunk(range(sizes[dim]), ranks, 0 if first else ranks - 1))
-
-    if weight.is_expert:
-        cut(0, layout.ep)
-        cut(HIDDEN_DIM.get(weight.name.rpartition(".")[2]), layout.etp)
-        # Along the experts, or inside them where there are fewer of them than shards.
-        inside = sizes[0] < layout.expert_shard and sizes[1] % layout.expert_shard == 0
-        cut(int(inside), layout.expert_shard)
-    else:
-        cut(cut_dim(weight.name), layout.tp)
-        cut(0, layout.fsdp)
-    return math.prod(sizes)
+    axes = ("tp", "fsdp", "ep", "etp", "expert_shard")
+    index = {axis: 0 if first else getattr(layout, axis) - 1 for axis in axes}
+    return math.prod(local_shape(weight.shape, weight.spec, layout, index))
 
 
 @lru_cache(maxsize=1 << 16)  # pipelines and batches of one mesh ask for the same
@@ -101,14 +89,14 @@ def stage_elements(stage: Work, layout: StageLayout, *, is_expert: bool) -> int:
     return sum(
         count * local_elements(weight, layout)
         for weight, count in _kinds(stage)
-        if weight.is_expert is is_expert
+        if weight.spec.is_expert is is_expert
     )
 
 
 @lru_cache(maxsize=4096)
 def _kinds(stage: Work) -> tuple[tuple[Weight, int], ...]:
     """One of the parameters that layers have alike, and how many there are."""
-    return tuple(Counter(replace(w, name=name_in_block(w.name)) for w in stage.weights).items())
+    return tuple(Counter(replace(w, name="") for w in stage.weights).items())
 
 
 @lru_cache(maxsize=4096)
@@ -188,16 +176,12 @@ def _losing(config: Config, stages: Sequence[Work], layout: StageLayout) -> int:
     In backward two gradients of their size, of the logarithms and of the logits; where ranks share
     the vocabulary one, of which a copy in the dtype of activations is made.
     """
-    last = next((s for s in stages if any(w.name == "norm.weight" for w in s.weights)), None)
-    if last is None:
-        return 0
-    output = next((w for w in last.weights if w.name == "output.weight"), table_of(last))
-    assert output is not None, "the stage with the final norm has the logits"
+    logits = max((stage.logits for stage in stages), default=0)
     size = BYTES[config.train.dtype]
     wide = max(size, WIDE_BYTES)
     copies = 2 * wide if layout.tp == 1 else wide + size
     tokens = config.train.microbatch_size * config.data.seq_len // layout.cp
-    return copies * tokens * -(-output.shape[0] // layout.tp)
+    return copies * tokens * -(-logits // layout.tp)
 
 
 def _recomputed(config: Config, layout: StageLayout) -> int:
@@ -205,8 +189,7 @@ def _recomputed(config: Config, layout: StageLayout) -> int:
     if config.train.recompute == "none":
         return 0
     tokens = config.train.microbatch_size * config.data.seq_len // layout.cp
-    size = BYTES[config.train.dtype]
-    return round(kept_once(config.model, config.data.seq_len, size=size, tp=layout.tp) * tokens)
+    return round(kept_once(config, tp=layout.tp) * tokens)
 
 
 def message_bytes(config: Config, layout: StageLayout) -> int:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from hp_train.base.dtypes import BYTES
 from hp_train.config import Config, ModelConfig
 from hp_train.costs.machine import Link, Machine
-from hp_train.costs.modules import Work
+from hp_train.costs.work import Work
 from hp_train.layout.ranks import Axis, Layout, StageLayout
 from hp_train.plan.memory import (
     local_elements,

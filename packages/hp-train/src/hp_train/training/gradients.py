@@ -74,7 +74,7 @@ class GradientNorm:
         mine: dict[str, int] = {}
         for parameter in parameters:
             names = _entry_names(parameter)
-            whole = math.prod(parameter.shape[1:] if parameter.is_expert else parameter.shape)
+            whole = math.prod(parameter.shape[1:] if parameter.spec.is_expert else parameter.shape)
             mine |= dict.fromkeys(names, whole)
             is_first = parameter.peers is None or parameter.peers.rank() == 0
             if names and is_first and all(mesh.index(group) == 0 for group in parameter.replicas):

@@ -15,7 +15,7 @@ def build_optimizer(parameters: Iterable[Parameter], config: TrainConfig) -> tor
     decayed: list[Tensor] = []
     others: list[Tensor] = []
     for parameter in parameters:
-        (decayed if parameter.kind == "matrix" else others).append(parameter.local)
+        (decayed if parameter.spec.kind == "matrix" else others).append(parameter.local)
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},

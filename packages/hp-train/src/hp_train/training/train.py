@@ -33,7 +33,6 @@ from hp_train.layout.mesh import build_mesh
 from hp_train.layout.ranks import Layout
 from hp_train.model import Microbatch
 from hp_train.model.parallelize import build_pipeline
-from hp_train.model.tensor_parallel import cross_entropy
 from hp_train.training.banner import banner
 from hp_train.training.batches import Batches
 from hp_train.training.checkpointer import Checkpointer
@@ -142,7 +141,6 @@ class Trainer:
             on_step=self._on_pipeline_step,
             on_progress=partial(self._beat, "make weights"),
         )
-        self._first_token = self.pipeline.vocabulary.start
         self.runner = self.pipeline.training(self._loss)
         self.parameters = self.pipeline.parameters
         self.optimizer = build_optimizer(self.parameters, config.train)
@@ -515,8 +513,8 @@ class Trainer:
         """Sum of the cross-entropy of this rank's targets; tensor-parallel ranks have the same."""
         wide = torch.promote_types(logits.dtype, torch.float32)
         rows = logits.flatten(0, 1).to(wide)
-        tp, first = self.mesh.groups["tp"], self._first_token
-        return cross_entropy(rows, target.flatten(), first=first, group=tp)
+        last = self.pipeline.modules[self.pipeline.num_stages - 1]
+        return last.cross_entropy(rows, target.flatten())
 
     def _sum_over_ranks(self, scalars: Sequence[float]) -> tuple[list[float], Tensor, MemoryUse]:
         """Sum scalars and squared gradient norms over all ranks; see Note [one agreed step].

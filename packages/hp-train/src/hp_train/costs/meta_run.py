@@ -1,0 +1,289 @@
+"""What each block of a model computes and keeps, learned by running the model once without memory.
+
+Everything is seen where it happens: operations of matrices as they are dispatched, what autograd
+keeps as it is saved, exchanges of tensor-parallel ranks where they are placed. Only two things do
+not run, and say instead what their kernels do: attention proper, which keeps its arguments, its
+output and the logarithm of its denominators; and routed experts, which keep two of their hidden
+rows. In front of and behind blocks is what the first and the last stage have besides.
+
+Shape symbols: B sequences, S positions, N query heads, H width of a query head, K experts per
+token, F hidden width of an expert, V vocabulary.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from hp_context import Attention, SlidingWindow
+from hp_expert import MoE
+from hp_train.config import ModelConfig
+from hp_train.costs.work import Weight, Work
+from hp_train.model import DropoutKey, Microbatch, look_ahead
+from hp_train.model.block import Block
+from hp_train.model.declared import Declared, declared
+from hp_train.model.stage import Exchanges, Stage
+from hp_train.model.transformer import build_stage
+
+_SEQUENCES = 2
+BEFORE, AFTER = "before", "after"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWork:
+    """What a block does, by its parts.
+
+    Attributes:
+        attend: Up to the first residual connection; of a block of one's own, nothing.
+        feed: What follows it; of a block of one's own, all of it.
+        rest: What runs only once, whatever backward runs again.
+    """
+
+    attend: Work
+    feed: Work
+    rest: Work
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWork:
+    """What a model does.
+
+    Attributes:
+        before: What the first stage has in front of its blocks.
+        blocks: The blocks, by global name; those of multi-token prediction are behind the others.
+        after: What the last stage has behind its blocks.
+        tied: Parameters of `before` that the last stage has too.
+    """
+
+    before: Work
+    blocks: Mapping[str, BlockWork]
+    after: Work
+    tied: tuple[Weight, ...]
+
+
+def run(model: ModelConfig, vocab_size: int, *, seq_len: int, dtype: str) -> ModelWork:
+    """Run forward and loss of a whole model.
+
+    Args:
+        model: Configuration of the model.
+        vocab_size: Rows of the embedding, V.
+        seq_len: Positions of a sequence, S.
+        dtype: Dtype of activations, as `train.dtype` names it.
+
+    Raises:
+        hp_train.errors.ConfigError: When `model.factory` makes no stage.
+    """
+    build = partial(build_stage, model, vocab_size, compute_dtype=getattr(torch, dtype))
+    stage = build(layers=range(model.num_layers), first=True, last=True)
+    names = {id(block): name for name, block in stage.named_modules()}
+    blocks = {names[id(block)]: block for block in stage.blocks}
+    weights = {name: _weights(_parameters(block)) for name, block in blocks.items()}
+    outside = _outside(stage, blocks)
+    first = _outside(build(layers=range(1), first=True, last=False), blocks)
+    last = _outside(build(layers=range(model.num_layers)[-1:], first=False, last=True), blocks)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        stage.to_empty(device="cpu")
+        recorder = _Recorder(stage)
+        for name, block in blocks.items():
+            recorder.watch(name, block, is_layer=block in stage.layers.values())
+        kept = torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor)
+        with recorder.counter, kept:
+            logits = _forward(stage, model, seq_len)
+            recorder.enter(AFTER)
+    work = partial(recorder.work, tokens=_SEQUENCES * seq_len)
+    before = work(BEFORE, _weights({n: d for n, d in outside.items() if n in first}))
+    # Ranks that share out a table add up what each has found in its rows.
+    summed = model.dim if any(w.spec.tp_dim is not None for w in before.weights) else 0
+    after = work(AFTER, _weights({n: d for n, d in outside.items() if n not in first}))
+    return ModelWork(
+        before=before + Work(summed=float(summed)),
+        blocks={
+            name: BlockWork(work(f"{name}.attend"), work(f"{name}.feed"), work(name, weights[name]))
+            for name in blocks
+        },
+        after=after + Work(logits=logits),
+        tied=_weights({name: d for name, d in last.items() if name in first}),
+    )
+
+
+def _forward(stage: Stage, model: ModelConfig, seq_len: int) -> int:
+    """Forward and loss of a microbatch; returns the number of logits of a token."""
+    tokens = torch.zeros(_SEQUENCES, seq_len, dtype=torch.int64)
+    key = DropoutKey(0, 0, torch.arange(_SEQUENCES), torch.arange(seq_len))
+    counts = (tokens.numel(),) * model.num_mtp_modules
+    ahead = look_ahead(tokens, tokens, counts) if counts else None
+    logits: Tensor = stage(tokens, microbatch=Microbatch(_SEQUENCES, key, ahead=ahead))
+    rows = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    stage.cross_entropy(rows, tokens.flatten())
+    return rows.shape[1]
+
+
+def _parameters(module: nn.Module) -> dict[str, Declared]:
+    found = declared(module)
+    return {name: found[name] for name, _ in module.named_parameters()}
+
+
+def _weights(found: Mapping[str, Declared]) -> tuple[Weight, ...]:
+    return tuple(Weight(name, tensor.shape, tensor.spec) for name, tensor in found.items())
+
+
+def _outside(stage: Stage, blocks: Mapping[str, nn.Module]) -> dict[str, Declared]:
+    """Parameters of a stage that are in none of its blocks."""
+    inside = tuple(f"{name}." for name in blocks)
+    return {n: tensor for n, tensor in _parameters(stage).items() if not n.startswith(inside)}
+
+
+class _Recorder:
+    """Counts what happens in each part of a stage.
+
+    Attributes:
+        counter: Counts operations of matrices while it is entered.
+
+    Args:
+        stage: Its exchanges, attention and experts are replaced by what counts them.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self.counter = FlopCounterMode(display=False)
+        self._counts: defaultdict[str, defaultdict[str, float]] = defaultdict(
+            lambda: defaultdict(float)
+        )
+        self._found: dict[object, Work] = {}
+        self._now = BEFORE
+        self._flops = 0
+        stage.share_casts()
+        assert stage.casts is not None
+        self._casts = stage.casts
+        self._known = _Storages(stage.parameters())
+        if any(tensor.spec.tp_dim is not None for tensor in declared(stage).values()):
+            summed = partial(self._count, "summed")
+            stage.place_exchanges(Exchanges(self._gather, summed, stage.cross_entropy))
+        for part in stage.modules():
+            if isinstance(part, Attention):
+                _replace_forward(part, partial(self._attend, part))
+            elif isinstance(part, MoE):
+                _replace_forward(part, partial(self._mix, part))
+
+    def watch(self, name: str, block: nn.Module, *, is_layer: bool) -> None:
+        """Count what a block does under its name, and that of its parts under theirs."""
+        if isinstance(block, Block):
+            block.attend = self._scoped(f"{name}.attend", block.attend)
+            block.feed = self._scoped(f"{name}.feed", block.feed)
+        own = name if isinstance(block, Block) else f"{name}.feed"
+        _replace_forward(block, self._scoped(own, block.forward, is_layer=is_layer))
+
+    def work(self, name: str, weights: tuple[Weight, ...] = (), *, tokens: int) -> Work:
+        """What was counted in a part, for one of so many tokens."""
+        counts: dict[str, Any] = {n: count / tokens for n, count in self._counts[name].items()}
+        key = weights, tuple(sorted(counts.items()))
+        return self._found.setdefault(key, Work(weights, **counts))  # equal parts are one
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Count what autograd keeps, once."""
+        self._known.add(*self._casts.made)
+        if self._known.add(tensor):
+            self._counts[self._now]["kept"] += tensor.untyped_storage().nbytes()
+        return tensor
+
+    def enter(self, name: str) -> str:
+        """Count under another name; returns that before."""
+        flops = self.counter.get_total_flops()
+        self._counts[self._now]["flops"] += flops - self._flops
+        self._flops = flops
+        before, self._now = self._now, name
+        return before
+
+    def _scoped(
+        self, name: str, function: Callable[..., Any], *, is_layer: bool = False
+    ) -> Callable[..., Any]:
+        @wraps(function)
+        def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            outer = self.enter(name)
+            # Tables that all blocks read are not what one of them keeps.
+            self._known.add(*(t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)))
+            try:
+                return function(x, *args, **kwargs)
+            finally:
+                self.enter(AFTER if is_layer else outer)
+
+        return call
+
+    def _count(self, kind: str, x: Tensor) -> Tensor:
+        self._counts[self._now][kind] += x.numel()
+        return x
+
+    def _gather(self, x: Tensor) -> Tensor:
+        """Ranks keep all positions of what they gather."""
+        self._counts[self._now]["whole"] += x.numel() * x.element_size()
+        return self._count("gathered", x)
+
+    def _attend(
+        self, core: Attention, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None
+    ) -> Tensor:
+        """[B, S, N, H] of q, k and v to that of the output."""
+        del attn_mask
+        B, S, N, H = q.shape
+        # A query sees its window, or half of the positions on average.
+        seen = S / 2 if core.mask.causal else float(S)
+        if isinstance(core.mask, SlidingWindow):
+            seen = min(core.mask.left + 1 + core.mask.right, S)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        shape = (B, S, N, v.shape[3])
+        y = _keep(shape, q, k, v, q.new_empty(B, S, N, dtype=wide), with_output=True)
+        counts = self._counts[self._now]
+        counts["flops"] += 2.0 * seen * N * (H + v.shape[3]) * B * S
+        counts["attentions"] += B * S
+        counts["heads"] += sum(tensor.numel() for tensor in (q, k, v, y))
+        return y
+
+    def _mix(self, moe: MoE, x: Tensor, *, replay: Tensor | None = None) -> Any:
+        """See `hp_expert.MoE.forward`."""
+        routing = moe.router(x, replay=replay)
+        x_TD = x.reshape(-1, x.shape[-1])
+        T, K = routing.experts.shape
+        _, F, D = moe.experts.w1.shape
+        counts = self._counts[self._now]
+        counts["flops"] += 6.0 * T * K * D * F
+        counts["rows"] += T * K
+        y = _keep(x.shape, x_TD, x_TD.new_empty(2, T, K, F), routing.weights, routing.experts)
+        return (y if moe.shared is None else y + moe.shared(x)), routing
+
+
+class _Storages:
+    """Memory that was seen before; held, so that none takes the place of another."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._held: dict[int, torch.UntypedStorage] = {}
+        self.add(*tensors)
+
+    def add(self, *tensors: Tensor) -> bool:
+        """Remember the memory of tensors; return whether some of it is new."""
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        found = [storage for storage in storages if id(storage) not in self._held]
+        self._held |= {id(storage): storage for storage in found}
+        return bool(found)
+
+
+def _replace_forward(module: nn.Module, function: Callable[..., Any]) -> None:
+    module.__dict__["forward"] = function
+
+
+class _Keep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shape: tuple[int, ...], with_output: bool, *kept: Tensor) -> Tensor:
+        y = kept[0].new_empty(shape)
+        ctx.save_for_backward(*kept, *([y] if with_output else []))
+        return y
+
+
+def _keep(shape: tuple[int, ...], *kept: Tensor, with_output: bool = False) -> Tensor:
+    """An output in whose graph some tensors are kept, and maybe itself."""
+    y: Tensor = _Keep.apply(shape, with_output, *kept)
+    return y

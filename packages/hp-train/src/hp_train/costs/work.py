@@ -1,0 +1,117 @@
+"""What a part of a model has, computes, keeps and exchanges. No torch."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache, reduce
+from typing import Any
+
+from hp_train.layout.parameter import ParameterSpec
+
+WIDE_BYTES = 4
+"""Of an element of what is never computed in less than float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter.
+
+    Attributes:
+        name: Name within its module.
+        shape: Shape of the whole parameter.
+        spec: What it is.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    spec: ParameterSpec = field(default_factory=ParameterSpec)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """A module, or several of them one after the other. Told apart by identity, as a cached key.
+
+    Attributes:
+        weights: Its parameters, in the order of `torch.nn.Module.parameters`.
+        flops: Operations of the forward per token; a multiplication and its addition are two.
+        kept: Bytes per token that autograd keeps from forward to backward.
+        gathered: Elements per token that tensor-parallel ranks put together in forward, at the
+            entry of what they cut.
+        summed: Elements per token that they sum in forward, at its end.
+        whole: Bytes per token that each of them keeps of all positions, where there are several.
+        heads: Elements per token that context-parallel ranks exchange for attention.
+        attentions: Number of layers whose attention has that exchange.
+        rows: Rows of width D per token that travel to experts and back, in one direction.
+        logits: Logits of a token, where this has the loss.
+        again: What backward runs again of the forward, operations and exchanges; None: nothing.
+    """
+
+    weights: tuple[Weight, ...] = ()
+    flops: float = 0.0
+    kept: float = 0.0
+    gathered: float = 0.0
+    summed: float = 0.0
+    whole: float = 0.0
+    heads: float = 0.0
+    attentions: float = 0.0
+    rows: float = 0.0
+    logits: int = 0
+    again: "Work | None" = None
+
+    def kept_bytes(self, tokens: int, *, tp: int = 1) -> float:
+        """Bytes that a microbatch keeps from forward to backward on a rank.
+
+        Args:
+            tokens: Number of tokens of the microbatch that attention sees on the rank.
+            tp: Ranks that share them.
+        """
+        return (self.kept / tp + (self.whole if tp > 1 else 0.0)) * tokens
+
+    def cast_bytes(self, *, size: int, tp: int = 1, expert_ranks: int = 1) -> float:
+        """Bytes of the matrices in the dtype of activations, which all microbatches share.
+
+        Args:
+            size: Bytes of an element of activations.
+            tp: Ranks that share the dense matrices.
+            expert_ranks: Ranks that share the experts.
+        """
+        if size >= WIDE_BYTES:
+            return 0.0
+        dense, routed = _cast_elements(self)
+        return (dense / tp + routed / expert_ranks) * size
+
+    def __add__(self, other: "Work") -> "Work":
+        sums = {
+            each.name: _plus(getattr(self, each.name), getattr(other, each.name))
+            for each in fields(self)
+        }
+        return Work(**sums)
+
+    def under(self, prefix: str) -> "Work":
+        """The same with a prefix before the names."""
+        named = tuple(replace(w, name=prefix + w.name) for w in self.weights)
+        return replace(self, weights=named)
+
+
+@lru_cache(maxsize=4096)
+def _cast_elements(work: Work) -> tuple[int, int]:
+    """Elements of dense matrices, and of experts."""
+    dense = sum(w.size for w in work.weights if not w.spec.is_expert and len(w.shape) == 2)
+    return dense, sum(w.size for w in work.weights if w.spec.is_expert)
+
+
+def together(parts: Iterable[Work]) -> Work:
+    """All of some parts, one after the other."""
+    return reduce(Work.__add__, parts, Work())
+
+
+def _plus(one: Any, other: Any) -> Any:
+    """The sum of two values of a field, or the one that is there."""
+    if one is None or other is None:
+        return one or other
+    return one + other

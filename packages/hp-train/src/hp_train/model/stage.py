@@ -1,0 +1,162 @@
+"""What the trainer, the planner and checkpoints ask of a model.
+
+Note [Models of one's own]. A model is a function that makes its stages:
+`build(config, vocab_size, layers=..., first=..., last=..., compute_dtype=...)`, the arguments of
+`TransformerStage`. `model.factory` names it. A stage derives from `Stage` and has its blocks in
+`layers`, under their index in the whole model, so that names and initial weights of parameters are
+those of the whole model on every layout. Parameters that are not those of known modules are
+declared (`hp_train.model.declare`). Everything else follows: blocks are what FSDP shards, what runs
+again in backward and what a compiler gets; modules of hp-expert are spread over ranks, and so is
+`hp_context.Attention`.
+
+Shape symbols: B sequences, S positions of a rank, D width of the stream, V vocabulary.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hp_context import Attention
+from hp_expert import GroupedExperts
+from hp_train.errors import ConfigError
+from hp_train.model.layers import Embedding, Linear, WeightCasts
+from hp_train.model.recompute import Recompute, recomputed
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanges:
+    """What tensor-parallel ranks exchange around matrices that they share out.
+
+    Attributes:
+        gather: [B, s, D] of this rank's positions to [B, S, D] of all.
+        scatter: [B, S, D] summed over ranks to this rank's positions [B, s, D].
+        cross_entropy: See `Stage.cross_entropy`; takes this rank's part of the logits [T, v].
+    """
+
+    gather: Callable[[Tensor], Tensor]
+    scatter: Callable[[Tensor], Tensor]
+    cross_entropy: Callable[[Tensor, Tensor], Tensor]
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum of the cross-entropy of all tokens whose target is not negative, a scalar.
+
+    Args:
+        logits: [T, V], fp32 or wider.
+        targets: int64 [T].
+    """
+    return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
+
+
+class Stage(nn.Module):
+    """One pipeline stage of a model; see Note [Models of one's own].
+
+    `forward(x, *, microbatch)` gets token ids int64 [B, S] on the first stage and what the stage
+    before returned on others, and a `Microbatch`. It returns [B, S, D] in `compute_dtype`; the last
+    stage returns logits [B, S, V]. Parameters are fp32 or wider: `hp_train.model.Linear` casts its
+    weight to the dtype of its input.
+
+    Attributes:
+        layers: Blocks of this stage, by their index in the whole model. Each maps its first
+            argument, [B, S, D], to the same.
+        cross_entropy: Function that maps logits and targets of tokens to the sum of their losses.
+        casts: Where weights are found once they were cast; see :meth:`share_casts`.
+
+    Args:
+        compute_dtype: Dtype of activations; parameters may be wider.
+    """
+
+    layers: nn.ModuleDict
+
+    def __init__(self, *, compute_dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.compute_dtype = compute_dtype
+        self.casts: WeightCasts | None = None
+        self.cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        """What FSDP shards as one unit, backward runs again and a compiler gets."""
+        return [*self.layers.values()]
+
+    @property
+    def attentions(self) -> Sequence[Attention]:
+        """What context-parallel ranks share out."""
+        return [part for part in self.modules() if isinstance(part, Attention)]
+
+    def place_exchanges(self, exchanges: Exchanges) -> None:
+        """Put what tensor-parallel ranks exchange where parameters with a `tp_dim` need it.
+
+        Raises:
+            hp_train.errors.ConfigError: Here; a stage that can do it overrides this.
+        """
+        del exchanges
+        raise ConfigError(
+            "mesh.tp must be 1 with model.factory: its stages have no place_exchanges"
+        )
+
+    def recompute(self, what: Recompute) -> None:
+        """Let parts of every block run again in backward instead of being kept.
+
+        Raises:
+            hp_train.errors.ConfigError: When blocks have no such parts.
+        """
+        if what not in ("none", "full"):
+            raise ConfigError(f'train.recompute ("{what}") must be none or full with model.factory')
+        for block in self.blocks if what == "full" else ():
+            block.__dict__["forward"] = partial(recomputed, block.forward)
+
+    def split_weight_gradients(self, *, is_split: bool) -> None:
+        """Say whether some schedule may compute weight gradients later than input gradients."""
+        for part in self.modules():
+            if isinstance(part, Linear | Embedding):
+                part.is_split = is_split
+
+    def share_casts(self) -> None:
+        """Cast weights once for many calls; from now on :meth:`forget_casts` is to be called."""
+        self.casts = WeightCasts()
+        for part in self.modules():
+            if isinstance(part, Linear):
+                part.casts = self.casts
+            elif isinstance(part, GroupedExperts):
+                part.cast_of = self.casts.of
+
+    def forget_casts(self) -> None:
+        """Cast weights anew at their next use: they have changed, or memory is wanted."""
+        if self.casts is not None:
+            self.casts.clear()
+
+
+@cache
+def factory_of(name: str) -> Callable[..., Any]:
+    """Import what `model.factory` names.
+
+    Args:
+        name: `package.module:function`, or `path/to/file.py:function`.
+
+    Raises:
+        hp_train.errors.ConfigError: When there is no such thing.
+    """
+    path, _, function = name.rpartition(":")
+    try:
+        if path.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(path)
+        found: Callable[..., Any] = getattr(module, function)
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+        raise ConfigError(f'model.factory ("{name}") must be importable: {told}') from error
+    return found
