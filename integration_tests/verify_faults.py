@@ -192,7 +192,7 @@ def gradients_are_averaged(trainer: Trainer) -> None:
 
 @fault(DATA, r"step 1, gradient .*\.moe\.experts\.")
 def gradients_of_experts_count_twice(trainer: Trainer) -> None:
-    after_gradients(trainer, lambda p, g: g.mul_(2 if p.is_expert else 1))
+    after_gradients(trainer, lambda p, g: g.mul_(2 if p.spec.is_expert else 1))
 
 
 @fault(DATA, r"step 1, gradient .*\.moe\.router\.weight")
@@ -295,7 +295,7 @@ def predictions_further_ahead_are_divided_by_all_positions(trainer: Trainer) -> 
 def experts_begin_with_other_weights(trainer: Trainer) -> None:
     with torch.no_grad():
         for parameter in trainer.parameters:
-            if parameter.is_expert:
+            if parameter.spec.is_expert:
                 parameter.local.copy_(parameter.local.flip(0))
 
 

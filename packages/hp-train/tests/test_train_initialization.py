@@ -147,7 +147,7 @@ def test_tiles_experts_names_and_seeds_have_streams_of_their_own() -> None:
         for parameter in parameters:
             if parameter.spec.kind != "matrix":
                 continue
-            matrices = parameter.local if parameter.is_expert else [parameter.local]
+            matrices = parameter.local if parameter.spec.is_expert else [parameter.local]
             for index, matrix in enumerate(matrices):
                 places = product(range(0, matrix.shape[0], 64), range(0, matrix.shape[1], 256))
                 for row, column in places:

@@ -5,6 +5,7 @@ import json
 import math
 import weakref
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +29,8 @@ from hp_train.layout.communicators import Held, held
 from hp_train.layout.ranks import Layout, StageLayout
 from hp_train.layout.schedules import KINDS, split_layers
 from hp_train.model import DropoutKey, Microbatch, TransformerStage, look_ahead
-from hp_train.model.stage import cross_entropy
+from hp_train.model.stage import Stage, cross_entropy
+from hp_train.model.transformer import build_stage
 from hp_train.plan import MACHINES, Machine, choose, estimate
 from hp_train.plan.choose import _is_repeated, _Search, plan_axes
 from hp_train.plan.estimate import Plan
@@ -138,7 +140,7 @@ def test_what_is_kept_for_backward_is_within_ten_percent(name: str, dtype: torch
     ).to(torch.promote_types(dtype, torch.float32))
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    measured = kept_bytes(module, sequences, length)
+    measured = kept_bytes(module, sequences, length, num_ahead=model.num_mtp_modules)
     keys = {"data.seq_len": length, "train.dtype": str(dtype).removeprefix("torch.")}
     config = with_keys(Config(model=model), keys)
     work = stage(config, VOCAB, layers=range(2), first=True, last=True)
@@ -149,7 +151,29 @@ def test_what_is_kept_for_backward_is_within_ten_percent(name: str, dtype: torch
     assert predicted == pytest.approx(measured, rel=0.1)
 
 
-def kept_bytes(module: TransformerStage, sequences: int, length: int) -> int:
+def test_what_a_model_of_ones_own_keeps_is_within_ten_percent(tmp_path: Path) -> None:
+    page = Path(__file__).parents[3] / "docs" / "hp-train" / "add-a-model.md"
+    if not page.exists():
+        pytest.skip("not in a checkout")
+    (tmp_path / "own.py").write_text(page.read_text().split("```python\n")[1].split("```")[0])
+    model = ModelConfig(factory=f"{tmp_path}/own.py:MyStage", max_positions=64)
+    built = build_stage(model, VOCAB, layers=range(4), first=True, last=True)
+    module = built.to_empty(device="cpu")
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    config = with_keys(Config(model=model), {"data.seq_len": 64})
+    work = whole_model(config, VOCAB)
+    assert work.kept_bytes(4 * 64) == pytest.approx(kept_bytes(module, 4, 64), rel=0.1)
+    assert {weight.name for weight in work.weights} == dict(module.named_parameters()).keys()
+    matrices = sum(w.size for w in work.weights if len(w.shape) == 2 and "router" not in w.name)
+    dense = 2 * (matrices - 64 * model.dim - VOCAB * model.dim)  # but for both tables
+    experts = 4 * 6 * model.top_k * model.dim * model.expert_hidden
+    routers = 4 * 2 * model.dim * model.num_experts
+    attention = 4 * 4 * 32 * model.dim
+    assert work.flops == pytest.approx(dense + experts + routers + attention)
+
+
+def kept_bytes(module: Stage, sequences: int, length: int, *, num_ahead: int = 0) -> int:
     """Bytes that autograd keeps from a forward, parameters apart."""
     parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
@@ -162,8 +186,8 @@ def kept_bytes(module: TransformerStage, sequences: int, length: int) -> int:
 
     tokens = torch.randint(VOCAB, (sequences, length))
     key = DropoutKey(0, 0, torch.arange(sequences), torch.arange(length))
-    counts = (tokens.numel(),) * len(module.mtp)
-    microbatch = Microbatch(sequences, key, ahead=look_ahead(tokens, tokens, counts))
+    ahead = look_ahead(tokens, tokens, (tokens.numel(),) * num_ahead)
+    microbatch = Microbatch(sequences, key, ahead=ahead)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         logits = module(tokens, microbatch=microbatch)
         wide = torch.promote_types(logits.dtype, torch.float32)

@@ -115,6 +115,11 @@ def resolve(
     values, origins = _from_toml(text, path.name if path.parent == _SHIPPED else str(path))
     if resume is None and "run.resume" in values:
         _require_name(values["run.resume"], where=f"{origins['run.resume']}: ")
+    if resume is not None and values.get("model.factory") and "model.factory" not in given:
+        raise ConfigError(
+            f"model.factory ({shown(values['model.factory'])}) must be given on the command line "
+            "too: what a run directory names is not run without being asked for"
+        )
     for key, raw in given.items():
         values[key] = _convert_override(fields()[key], raw)
         origins[key] = COMMAND_LINE
@@ -160,12 +165,15 @@ def for_saving(resolved: Resolved) -> Config:
         launch = replace(launch, num_processes=0)
     tokenizer = str(Path(data.tokenizer).absolute()) if data.tokenizer else ""
     paths = tuple(str(Path(path).absolute()) for path in data.paths)
+    code, colon, function = config.model.factory.rpartition(":")
+    factory = str(Path(code).absolute()) if code.endswith(".py") else code
     output_dir = str(Path(config.run.output_dir).absolute())
     init_from = str(Path(config.run.init_from).absolute()) if config.run.init_from else ""
     return replace(
         config,
         run=replace(config.run, output_dir=output_dir, init_from=init_from, resume=""),
         launch=launch,
+        model=replace(config.model, factory=f"{factory}{colon}{function}"),
         data=replace(data, paths=paths, tokenizer=tokenizer),
     )
 

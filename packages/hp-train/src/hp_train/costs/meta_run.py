@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from hp_context import Attention, SlidingWindow
 from hp_expert import MoE
+from hp_train.base._internals import FakeTensorMode
 from hp_train.config import ModelConfig
 from hp_train.costs.work import Weight, Work
 from hp_train.model import DropoutKey, Microbatch, look_ahead
@@ -90,7 +90,7 @@ def run(model: ModelConfig, vocab_size: int, *, seq_len: int, dtype: str) -> Mod
     last = _outside(build(layers=range(model.num_layers)[-1:], first=False, last=True), blocks)
     with FakeTensorMode(allow_non_fake_inputs=True):
         stage.to_empty(device="cpu")
-        recorder = _Recorder(stage)
+        recorder = _Recorder(stage, is_own=bool(model.factory))
         for name, block in blocks.items():
             recorder.watch(name, block, is_layer=block in stage.layers.values())
         kept = torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor)
@@ -148,9 +148,10 @@ class _Recorder:
 
     Args:
         stage: Its exchanges, attention and experts are replaced by what counts them.
+        is_own: Whether it is one of the user's own, without exchanges.
     """
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, *, is_own: bool) -> None:
         self.counter = FlopCounterMode(display=False)
         self._counts: defaultdict[str, defaultdict[str, float]] = defaultdict(
             lambda: defaultdict(float)
@@ -162,7 +163,7 @@ class _Recorder:
         assert stage.casts is not None
         self._casts = stage.casts
         self._known = _Storages(stage.parameters())
-        if any(tensor.spec.tp_dim is not None for tensor in declared(stage).values()):
+        if not is_own:
             summed = partial(self._count, "summed")
             stage.place_exchanges(Exchanges(self._gather, summed, stage.cross_entropy))
         for part in stage.modules():

@@ -2,9 +2,10 @@
 
 from hp_train.layout.parameter import ParameterSpec
 from hp_train.model.ahead import Ahead, look_ahead
+from hp_train.model.attention import attend
 from hp_train.model.block import Microbatch, add_loss
 from hp_train.model.declared import declare
-from hp_train.model.layers import DropoutKey, Embedding, FeedForward, Linear, RMSNorm
+from hp_train.model.layers import DropoutKey, Embedding, Linear, RMSNorm
 from hp_train.model.shapes import count_parameters, model_shapes
 from hp_train.model.stage import Stage
 from hp_train.model.transformer import TransformerStage
@@ -13,7 +14,6 @@ __all__ = [
     "Ahead",
     "DropoutKey",
     "Embedding",
-    "FeedForward",
     "Linear",
     "Microbatch",
     "ParameterSpec",
@@ -21,6 +21,7 @@ __all__ = [
     "Stage",
     "TransformerStage",
     "add_loss",
+    "attend",
     "count_parameters",
     "declare",
     "look_ahead",

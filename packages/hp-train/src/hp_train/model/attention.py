@@ -66,7 +66,7 @@ class GroupedQueryAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotation.apply(q, k)
-        y = _attend(self.core, (q, k, v), documents)
+        y = attend(self.core, q, k, v, documents)
         out: Tensor = self.wo(y)
         return out
 
@@ -118,7 +118,7 @@ class LatentAttention(nn.Module):
         k_rope, q_rope = rotation.apply(k_rope.unsqueeze(2), q_rope)
         q = torch.cat((q_nope, q_rope), dim=-1)
         k = torch.cat((k_nope, k_rope.expand(*k_nope.shape[:-1], -1)), dim=-1)
-        y = _attend(self.core, (q, k, v), documents)
+        y = attend(self.core, q, k, v, documents)
         out: Tensor = self.wo(y)
         return out
 
@@ -143,12 +143,23 @@ def _output(width: int, dim: int, *, bias: bool = False) -> Linear:
 
 
 @outside_graph
-def _attend(core: Attention, qkv: tuple[Tensor, Tensor, Tensor], documents: Limits) -> Tensor:
-    """Attend, sequence by sequence where they have limits of their own; [B, S, N V]."""
+def attend(core: Attention, q: Tensor, k: Tensor, v: Tensor, documents: Limits = None) -> Tensor:
+    """Attend, sequence by sequence where they have limits of their own.
+
+    Args:
+        core: Attends.
+        q: [B, S, N, H].
+        k: [B, S, K, H].
+        v: [B, S, K, V].
+        documents: `Microbatch.documents`.
+
+    Returns:
+        [B, S, N V].
+    """
     with doing("attention"):
         if documents is None:
-            y: Tensor = core(*qkv)
+            y: Tensor = core(q, k, v)
             return y.flatten(2)
-        rows = zip(*(x.split(1) for x in qkv), documents, strict=True)
-        parts = [core(q, k, v, attn_mask=core.mask & row) for q, k, v, row in rows]
+        rows = zip(*(x.split(1) for x in (q, k, v)), documents, strict=True)
+        parts = [core(*row, attn_mask=core.mask & limit) for *row, limit in rows]
         return torch.cat([part.flatten(2) for part in parts])

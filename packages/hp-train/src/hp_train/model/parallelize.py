@@ -283,7 +283,7 @@ def _parallelize(module: Stage, mesh: Mesh, context: ContextParallel, vocab_size
     for attention in attentions:
         context.apply(attention, mesh.groups["cp"])
     for part in module.modules():
-        if isinstance(part, Block) and mesh.size("sequence") > 1:
+        if isinstance(part, Stage | Block) and mesh.size("sequence") > 1:
             part.sequence_ranks = mesh.groups["sequence"]
         if isinstance(part, GroupedExperts) and mesh.size("etp") > 1:
             # Ranks that share an expert's width have different positions.

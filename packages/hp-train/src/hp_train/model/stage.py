@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from hp_context import Attention
 from hp_expert import GroupedExperts
@@ -67,6 +68,7 @@ class Stage(nn.Module):
     Attributes:
         layers: Blocks of this stage, by their index in the whole model. Each maps its first
             argument, [B, S, D], to the same.
+        sequence_ranks: Ranks with other positions of the same sequences; None: there are none.
         cross_entropy: Function that maps logits and targets of tokens to the sum of their losses.
         casts: Where weights are found once they were cast; see :meth:`share_casts`.
 
@@ -79,6 +81,7 @@ class Stage(nn.Module):
     def __init__(self, *, compute_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.compute_dtype = compute_dtype
+        self.sequence_ranks: ProcessGroup | None = None
         self.casts: WeightCasts | None = None
         self.cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy
 
@@ -93,24 +96,15 @@ class Stage(nn.Module):
         return [part for part in self.modules() if isinstance(part, Attention)]
 
     def place_exchanges(self, exchanges: Exchanges) -> None:
-        """Put what tensor-parallel ranks exchange where parameters with a `tp_dim` need it.
-
-        Raises:
-            hp_train.errors.ConfigError: Here; a stage that can do it overrides this.
-        """
-        del exchanges
-        raise ConfigError(
-            "mesh.tp must be 1 with model.factory: its stages have no place_exchanges"
-        )
+        """Put what tensor-parallel ranks exchange where parameters with a `tp_dim` need it."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be cut over ranks")
 
     def recompute(self, what: Recompute) -> None:
         """Let parts of every block run again in backward instead of being kept.
 
-        Raises:
-            hp_train.errors.ConfigError: When blocks have no such parts.
+        Args:
+            what: Here "none" or "full": a block of one's own has no parts.
         """
-        if what not in ("none", "full"):
-            raise ConfigError(f'train.recompute ("{what}") must be none or full with model.factory')
         for block in self.blocks if what == "full" else ():
             block.__dict__["forward"] = partial(recomputed, block.forward)
 

@@ -17,10 +17,10 @@ from typing import TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from hp_train.base import _internals
 from hp_train.config import TrainConfig
 from hp_train.errors import HpError
 from hp_train.launch.task import Worker
-from hp_train.training import _internals
 
 FOLDER = "profile"
 _MOST_BYTES = 1 << 30

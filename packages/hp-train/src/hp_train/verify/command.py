@@ -16,6 +16,7 @@ from hp_train.base.environment import require_unstarted
 from hp_train.base.numbers import real, whole
 from hp_train.config import Config
 from hp_train.config.options import Resolved, resolve, split_overrides
+from hp_train.config.schema import shown
 from hp_train.config.space import sample_layouts
 from hp_train.errors import ConfigError, DifferenceError, HpError
 from hp_train.verify.pairs import (
@@ -145,7 +146,8 @@ def run(
         if options.generate is None:
             _verify_one(runs, config, other, options)
         else:
-            _verify_all(runs, layouts, has_oracle=options.job is None)
+            known = options.job is None and not config.model.factory
+            _verify_all(runs, layouts, has_oracle=known)
     return 0
 
 
@@ -172,9 +174,11 @@ def _other(
         ConfigError: When it would be compared with itself.
     """
     config = checked_config(resolved.config, dtype=options.dtype)
-    if options.against == ORACLE:
-        return None
-    if options.against is None and config.world_size == 1 and options.job is None:
+    alone = options.against is None and config.world_size == 1 and options.job is None
+    if options.against == ORACLE or (alone and not config.model.factory):
+        if config.model.factory:
+            factory = shown(config.model.factory)
+            raise ConfigError(f"--against oracle knows no model of model.factory ({factory})")
         return None
     other = one_process(config)
     if options.against is not None:

@@ -19,6 +19,14 @@ def file_rules(config: Config) -> Iterator[str]:
             yield f"data.paths ({_path(path)}) must exist{_neighbour(path)}"
         elif not (_is_file(path) or _is_folder(path)):
             yield f"data.paths ({_path(path)}) must be a regular file or a folder"
+    code, _, function = config.model.factory.rpartition(":")
+    if config.model.factory and not (code and function):
+        yield (
+            f"model.factory ({_path(config.model.factory)}) must be package.module:function or "
+            "file.py:function"
+        )
+    elif code.endswith(".py") and not _is_file(code):
+        yield f"model.factory ({_path(code)}) must be a file{_neighbour(code)}"
     if data.tokenizer and not _is_file(data.tokenizer):
         yield f"data.tokenizer ({_path(data.tokenizer)}) must be a file{_neighbour(data.tokenizer)}"
     if run.init_from and not _is_file(f"{run.init_from}/config.json"):

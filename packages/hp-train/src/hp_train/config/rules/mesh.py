@@ -34,6 +34,8 @@ def mesh_rules(config: Config, world: World | None) -> Iterator[str]:
             others = shown_factors(mesh, *STAGE_AXES[:-1])
             product, hint = f"{ranks} x {others} = {config.world_size}", ""
         yield f"{product} must equal {place}{hint}"
+    if config.model.factory:
+        yield from _own_model(config)
     for stage_mesh in _stage_meshes(mesh):
         here = replace(config, mesh=stage_mesh)
         yield from _expert_ranks(here)
@@ -58,6 +60,15 @@ def _stage_meshes(mesh: MeshConfig) -> list[MeshConfig]:
         return [mesh]
     sizes = dict.fromkeys(zip(mesh.tp_sizes, mesh.ep_sizes, strict=True))
     return [replace(mesh, tp=tp, ep=ep) for tp, ep in sizes]
+
+
+def _own_model(config: Config) -> Iterator[str]:
+    """What needs to know the inside of a block cannot be asked of one of the user's own."""
+    name, tp = f"model.factory ({shown(config.model.factory)})", max(config.mesh.tp_sizes)
+    if tp > 1:
+        yield f"mesh.tp ({tp}) must be 1 with {name}"
+    if config.train.recompute not in ("none", "full"):
+        yield f"train.recompute ({shown(config.train.recompute)}) must be none or full with {name}"
 
 
 def _expert_ranks(config: Config) -> Iterator[str]:
@@ -85,6 +96,8 @@ def _expert_ranks(config: Config) -> Iterator[str]:
 
 def _tensor_ranks(config: Config) -> Iterator[str]:
     tp, model = config.mesh.tp, config.model
+    if model.factory:  # its heads and hidden widths are not known
+        return
     cut = {"num_heads": model.num_heads}
     if model.attention == "gqa":
         cut["num_kv_heads"] = model.num_kv_heads

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from hp_train.config import Config, ModelConfig
 from hp_train.config.rules.hints import near_divisors, near_multiples
+from hp_train.config.schema import shown
 
 _GQA_ONLY = ("qk_norm", "attention_bias", "attention_sinks")
 
@@ -11,8 +12,11 @@ _GQA_ONLY = ("qk_norm", "attention_bias", "attention_sinks")
 def model_rules(config: Config) -> Iterator[str]:
     """The parts of a model must fit each other and the length of a sequence."""
     model = config.model
-    yield from _attention(model)
-    yield from _rotary(model)
+    if model.factory:
+        yield from _own(config)
+    else:
+        yield from _attention(model)
+        yield from _rotary(model)
     yield from _experts(model)
     if model.num_dense_layers > model.num_layers:
         yield (
@@ -29,6 +33,17 @@ def model_rules(config: Config) -> Iterator[str]:
             f"model.num_mtp_modules ({model.num_mtp_modules}) must be less than "
             f"data.seq_len ({config.data.seq_len})"
         )
+
+
+def _own(config: Config) -> Iterator[str]:
+    """What needs to know the inside of a model cannot be asked of one of the user's own."""
+    name = f"model.factory ({shown(config.model.factory)})"
+    if config.model.num_mtp_modules:
+        yield f"model.num_mtp_modules ({config.model.num_mtp_modules}) must be 0 with {name}"
+    if config.model.tie_embeddings:
+        yield f"model.tie_embeddings (true) must be false with {name}"
+    if config.run.init_from:
+        yield f"run.init_from ({shown(config.run.init_from)}) must be empty with {name}"
 
 
 def _attention(model: ModelConfig) -> Iterator[str]:

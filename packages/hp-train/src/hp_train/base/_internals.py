@@ -2,6 +2,14 @@
 """Every private torch symbol that hp-train itself uses, in one place; others are hp-platform's."""
 
 import torch
+from torch._subclasses import FakeTensorMode
+
+__all__ = [
+    "FakeTensorMode",
+    "dump_memory_history",
+    "end_memory_history",
+    "record_memory_history",
+]
 
 
 def record_memory_history(*, most: int) -> None:

@@ -1,0 +1,107 @@
+"""What is wrong with a model of one's own is said in one line, and what is right is known of it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hp_expert import GroupedExperts, TopKRouter
+from hp_train.config import ModelConfig
+from hp_train.config.options import resolve
+from hp_train.errors import ConfigError
+from hp_train.layout.parameter import ParameterSpec
+from hp_train.model import declare
+from hp_train.model.declared import declared
+from hp_train.model.transformer import build_stage
+
+MODULE = """
+from torch import nn
+from hp_train.model import Stage
+class Other(nn.Module):
+    def __init__(self, *args, **kwargs): super().__init__()
+"""
+
+
+def build(factory: str) -> None:
+    model = ModelConfig(factory=factory)
+    build_stage(model, 8, layers=range(1), first=True, last=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("{folder}/own.py:Missing", "must be importable: AttributeError"),
+        ("{folder}/own.py:Other", "must make a hp_train.model.Stage, not own.Other"),
+        ("{folder}/broken.py:Other", "must be importable: ZeroDivisionError"),
+        ("no_such_package_at_all:Other", "must be importable: ModuleNotFoundError"),
+    ],
+)
+def test_what_is_no_model_is_refused(name: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(MODULE)
+    (tmp_path / "broken.py").write_text("1 / 0")
+    with pytest.raises(ConfigError, match=reason):
+        build(name.format(folder=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("factory", "keys", "reason"),
+    [
+        ("own.py", {}, r'model.factory \("own.py"\) must be package.module:function or'),
+        (":Other", {}, r'model.factory \(":Other"\) must be package.module:function or'),
+        ("nowhere/own.py:Other", {}, r'model.factory \("nowhere/own.py"\) must be a file'),
+        ("own:Other", {"mesh.tp": 2}, r"mesh.tp \(2\) must be 1 with model.factory"),
+        ("own:Other", {"train.recompute": "attention"}, "train.recompute .* must be none or full"),
+        ("own:Other", {"model.num_mtp_modules": 1}, "model.num_mtp_modules .1. must be 0"),
+        ("own:Other", {"model.tie_embeddings": True}, "model.tie_embeddings .* must be false"),
+    ],
+)
+def test_what_cannot_be_done_with_it_is_refused_before_it_starts(
+    factory: str, keys: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        resolve("quickstart", {"model.factory": factory, **keys}.items(), env={})
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(3))
+        self.linear = nn.Linear(3, 4)
+        self.norm = nn.LayerNorm(4)
+        self.experts = GroupedExperts(2, 4, 8, bias=True)
+        self.router = TopKRouter(4, 2, 1, bias=True, correction_bias=True)
+
+
+def test_a_parameter_that_is_not_declared_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"parameter inner.scale of the model must be declared"):
+        declared(nn.ModuleDict({"inner": Own()}))
+
+
+def test_modules_of_torch_and_hp_expert_are_known() -> None:
+    model = Own()
+    declare(model, "model", scale=ParameterSpec("norm"))
+    declare(model.linear, "proj")
+    found = declared(model)
+    assert [*found] == [
+        *(name for name, _ in model.named_parameters()),
+        *(name for name, _ in model.named_buffers()),
+    ]
+    kinds = {name: tensor.spec.kind for name, tensor in found.items()}
+    assert {name for name, kind in kinds.items() if kind == "norm"} == {"scale", "norm.weight"}
+    assert {name for name, kind in kinds.items() if kind == "matrix"} == {
+        "linear.weight",
+        "router.weight",
+        *(f"experts.{name}" for name in ("w1", "w2", "w3")),
+    }
+    hidden = {name: found[f"experts.{name}"].spec.hidden_dim for name in ("w1", "w2", "b1", "b2")}
+    assert hidden == {"w1": 1, "w2": 2, "b1": 1, "b2": None}
+    assert found["linear.weight"].published == "model.proj.weight"
+    assert found["scale"].published == "model.scale"
+
+
+def test_a_tied_parameter_is_listed_once() -> None:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    model = nn.Sequential(first, second)
+    assert [*declared(model)] == ["0.weight", "0.bias", "1.bias"]
