@@ -60,14 +60,6 @@ def test_a_dry_run_shows_the_sizes_of_all_stages(capsys: pytest.CaptureFixture[s
     assert mesh in capsys.readouterr().out
 
 
-def test_a_plan_of_a_dense_model_needs_no_torch() -> None:
-    keys = ["model.num_experts=0", "mesh.ep=1"]
-    end = hp("plan", "--gpus", "8", *keys)
-    assert (end.returncode, end.stderr) == (0, "")
-    assert "best of" in end.stdout
-    assert "as configured" not in end.stdout
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
