@@ -69,7 +69,7 @@ class ModelWork:
 
 
 def run(model: ModelConfig, vocab_size: int, *, seq_len: int, dtype: str) -> ModelWork:
-    """Run forward and loss of a whole model.
+    """Run forward and loss of a model; of layers of the same kind, the first stands for all.
 
     Args:
         model: Configuration of the model.
@@ -81,7 +81,8 @@ def run(model: ModelConfig, vocab_size: int, *, seq_len: int, dtype: str) -> Mod
         hp_train.errors.ConfigError: When `model.factory` makes no stage.
     """
     build = partial(build_stage, model, vocab_size, compute_dtype=getattr(torch, dtype))
-    stage = build(layers=range(model.num_layers), first=True, last=True)
+    alike = _alike(model)
+    stage = build(layers=sorted({*alike.values()}), first=True, last=True)
     names = {id(block): name for name, block in stage.named_modules()}
     blocks = {names[id(block)]: block for block in stage.blocks}
     weights = {name: _weights(_parameters(block)) for name, block in blocks.items()}
@@ -102,15 +103,28 @@ def run(model: ModelConfig, vocab_size: int, *, seq_len: int, dtype: str) -> Mod
     # Ranks that share out a table add up what each has found in its rows.
     summed = model.dim if any(w.spec.tp_dim is not None for w in before.weights) else 0
     after = work(AFTER, _weights({n: d for n, d in outside.items() if n not in first}))
+    works = {
+        name: BlockWork(work(f"{name}.attend"), work(f"{name}.feed"), work(name, weights[name]))
+        for name in blocks
+    }
+    layers = {f"layers.{index}": works[f"layers.{of}"] for index, of in alike.items()}
+    behind = {name: found for name, found in works.items() if name not in layers}
     return ModelWork(
         before=before + Work(summed=float(summed)),
-        blocks={
-            name: BlockWork(work(f"{name}.attend"), work(f"{name}.feed"), work(name, weights[name]))
-            for name in blocks
-        },
+        blocks=layers | behind,
         after=after + Work(logits=logits),
         tied=_weights({name: d for name, d in last.items() if name in first}),
     )
+
+
+def _alike(model: ModelConfig) -> dict[int, int]:
+    """The first layer of the kind of each; of a model of one's own nothing is known of kinds."""
+    firsts: dict[object, int] = {}
+    found = {}
+    for index in range(model.num_layers):
+        kind = index if model.factory else (model.is_dense(index), model.has_window(index))
+        found[index] = firsts.setdefault(kind, index)
+    return found
 
 
 def _forward(stage: Stage, model: ModelConfig, seq_len: int) -> int:

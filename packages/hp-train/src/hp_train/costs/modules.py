@@ -38,7 +38,6 @@ def stages(config: Config, vocab_size: int, *, num_stages: int) -> tuple[Work, .
     return _stages(_key(config, vocab_size), config.train.recompute, num_stages)
 
 
-@lru_cache(maxsize=256)  # thousands of layouts ask for the same
 def kept_once(config: Config, *, tp: int) -> float:
     """Bytes per token that the largest block keeps while backward computes it again.
 
@@ -46,7 +45,12 @@ def kept_once(config: Config, *, tp: int) -> float:
         config: Configuration of the run.
         tp: Ranks that share them.
     """
-    blocks = _model(_key(config, config.model.vocab_size or 1)).blocks.values()
+    return _kept_once(_key(config, config.model.vocab_size or 1), tp)
+
+
+@lru_cache(maxsize=256)  # thousands of layouts ask for the same
+def _kept_once(key: Key, tp: int) -> float:
+    blocks = set(_model(key).blocks.values())
     parts = [together((block.attend, block.feed, block.rest)) for block in blocks]
     return max(part.kept_bytes(1, tp=tp) for part in parts)
 
@@ -65,7 +69,7 @@ def _model(key: Key) -> ModelWork:
 
 @lru_cache(maxsize=4096)  # thousands of layouts cut a model in few ways
 def _block(key: Key, recompute: str, name: str) -> Work:
-    """A block, less what backward computes again."""
+    """A block under its name, less what backward computes again."""
     block, model = _model(key).blocks[name], key[0]
     size = BYTES[key[3]]
     attend, feed, rest = block.attend, block.feed, block.rest
@@ -74,12 +78,13 @@ def _block(key: Key, recompute: str, name: str) -> Work:
     if recompute == "full":
         # Dropout at the end of a layer needs what it drops from.
         last = ends_in_sum and not model.dropout
-        return _repeated(together((attend, feed, rest)), model.dim, size, but_last_sum=last)
+        whole = _repeated(together((attend, feed, rest)), model.dim, size, but_last_sum=last)
+        return whole.under(f"{name}.")
     if recompute == "attention":
         attend = _repeated(attend, model.dim, size, but_last_sum=True)
     elif recompute == "feed_forward":
         feed = _repeated(feed, model.dim, size, but_last_sum=ends_in_sum)
-    return together((attend, feed, rest))
+    return together((attend, feed, rest)).under(f"{name}.")
 
 
 def _repeated(work: Work, dim: int, size: int, *, but_last_sum: bool) -> Work:
@@ -94,10 +99,10 @@ def _stage(key: Key, recompute: str, layers: range, first: bool, last: bool) -> 
     parts = [model.before] if first else []
     if last and not first:
         parts.append(Work(model.tied))
-    parts += [_block(key, recompute, f"layers.{i}").under(f"layers.{i}.") for i in layers]
+    parts += [_block(key, recompute, f"layers.{i}") for i in layers]
     if last:
         parts.append(model.after)
-        parts += [_block(key, recompute, name).under(f"{name}.") for name in _behind(model)]
+        parts += [_block(key, recompute, name) for name in _behind(model)]
     return together(parts)
 
 

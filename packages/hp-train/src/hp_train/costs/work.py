@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache, reduce
+from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from hp_train.layout.parameter import ParameterSpec
@@ -86,11 +87,7 @@ class Work:
         return (dense / tp + routed / expert_ranks) * size
 
     def __add__(self, other: "Work") -> "Work":
-        sums = {
-            each.name: _plus(getattr(self, each.name), getattr(other, each.name))
-            for each in fields(self)
-        }
-        return Work(**sums)
+        return together((self, other))
 
     def under(self, prefix: str) -> "Work":
         """The same with a prefix before the names."""
@@ -107,11 +104,11 @@ def _cast_elements(work: Work) -> tuple[int, int]:
 
 def together(parts: Iterable[Work]) -> Work:
     """All of some parts, one after the other."""
-    return reduce(Work.__add__, parts, Work())
+    found = list(parts)
+    weights = tuple(chain.from_iterable(part.weights for part in found))
+    sums: dict[str, Any] = {name: sum(getattr(p, name) for p in found) for name in _SUMMED}
+    again = [part.again for part in found if part.again is not None]
+    return Work(weights, **sums, again=together(again) if again else None)
 
 
-def _plus(one: Any, other: Any) -> Any:
-    """The sum of two values of a field, or the one that is there."""
-    if one is None or other is None:
-        return one or other
-    return one + other
+_SUMMED = tuple(each.name for each in fields(Work) if each.name not in ("weights", "again"))
