@@ -19,7 +19,7 @@ from hp_platform.testing import run_distributed
 from hp_train.config import Config
 from hp_train.data import load_tokenizer
 from hp_train.data.prepare import prepare
-from hp_train.launch.board import Board
+from hp_train.launch.heartbeats import Heartbeats
 from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
 from hp_train.model.parameters import Parameter
@@ -183,8 +183,8 @@ def trained_a_step(encoded: bytes, directory: str, address: str) -> Trainer:
 
 def worker_of(info: RankInfo, directory: Path) -> Worker:
     """A worker whose heartbeats nobody watches."""
-    board = Board.create(directory / f"board-{info.rank}", num_ranks=info.world_size)
-    return Worker(info=info, run_dir=directory, board=board, stop=StopFlag())
+    heartbeats = Heartbeats.create(directory / f"heartbeats-{info.rank}", num_ranks=info.world_size)
+    return Worker(info=info, run_dir=directory, heartbeats=heartbeats, stop=StopFlag())
 
 
 def _moment(trainer: Trainer, moment: str, parameter: Parameter) -> torch.Tensor:

@@ -113,7 +113,7 @@ def skips(fresh: Callable[..., Trainer], patch: pytest.MonkeyPatch) -> str:
     trainer.checkpointer.begin(2)
     following, _ = trainer.train_step()
     assert trainer.skips.in_a_row == 0
-    assert trainer.checkpointer.settle() == []
+    assert trainer.checkpointer.wait() == []
 
     other = fresh()
     other.train_step()
@@ -181,7 +181,7 @@ def warns_of_a_full_disk(fresh: Callable[..., Trainer], patch: pytest.MonkeyPatc
     newest = trainer.step + 1
     trainer.train_step()
     assert trainer.checkpointer.begin(newest) == []
-    assert trainer.checkpointer.settle() == []
+    assert trainer.checkpointer.wait() == []
     assert trainer.save().name == f"step-{newest:08d}"
     return f"step {newest}: {problem[:31]}"
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import pytest
 
-from hp_train.launch.board import Board
+from hp_train.launch.heartbeats import Heartbeats
 from integration_tests.layouts import write_corpus
 from integration_tests.reliability.strangers import snapshot
 
@@ -235,7 +235,7 @@ def _at_work(process: subprocess.Popen[str], run: Path, *, steps: int) -> list[i
         assert time.monotonic() < deadline
         heartbeat = run / "heartbeat"
         if heartbeat.exists() and heartbeat.stat().st_size:
-            slots = Board.attach(heartbeat, rank=0).slots()
+            slots = Heartbeats.attach(heartbeat, rank=0).slots()
             if all(slot.step >= steps for slot in slots):
                 return [slot.pid for slot in slots]
         time.sleep(0.01)

@@ -202,7 +202,7 @@ def routers_have_no_gradient(trainer: Trainer) -> None:
 
 @fault(PIPELINE, "step 1, gradient embedding.weight")
 def a_tied_table_has_the_gradient_of_one_end(trainer: Trainer) -> None:
-    change_parameter(trainer, "embedding.weight", lambda p: replace(p, peers=None))
+    change_parameter(trainer, "embedding.weight", lambda p: replace(p, tied_ranks=None))
 
 
 @fault(DATA, "step 1, norm")

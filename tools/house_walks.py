@@ -128,8 +128,12 @@ def _trainer(
     given = dict([*_ONE_PROCESS, ("data.paths", [str(text)]), *overrides])
     config = named("resolve")("quickstart", given.items(), env={}).config
     info = importlib.import_module("hp_platform").RankInfo(0, 1, 0, 1)
-    board = named("Board").create(run_dir / "heartbeat", num_ranks=1)
-    worker = named("Worker")(info=info, run_dir=run_dir, board=board, stop=named("StopFlag")())
+    try:
+        beats = named("Heartbeats")
+    except LookupError:  # an older house
+        beats = named("Board")
+    beats = beats.create(run_dir / "heartbeat", num_ranks=1)
+    worker = named("Worker")(info, run_dir, beats, named("StopFlag")())
     runtime = named("connect")(config, worker)
     tokenizer = named("prepare_data")(config, worker, runtime)
     trainer_class, built = named("Trainer"), []

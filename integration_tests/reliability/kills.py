@@ -118,8 +118,8 @@ class _Watched:
         if attempt < plan["kills"]:
             blow = Blow.draw(f"{plan['seed']} {attempt}", worker.info.world_size)
         self.blow = blow if blow and blow.victim == worker.info.rank else None
-        self.beat = worker.board.beat
-        worker.board.beat = self.on_beat  # type: ignore[method-assign]
+        self.beat = worker.heartbeats.beat
+        worker.heartbeats.beat = self.on_beat  # type: ignore[method-assign]
         if self.blow and self.blow.kind == "time":
             threading.Timer(self.blow.number / 1000, self.die).start()
         if self.blow and self.blow.kind in ("save", "file"):
@@ -165,7 +165,7 @@ class _Watched:
         self.append(self.log, f"{time.monotonic()} {self.blow.kind}{behind}|{place}\n")
         if self.blow.kind == "everyone":
             me = self.worker.info.rank
-            kill_ranks([slot for slot in self.worker.board.slots() if slot.rank != me])
+            kill_ranks([slot for slot in self.worker.heartbeats.slots() if slot.rank != me])
         self.kill(os.getpid(), signal.SIGKILL)
 
 

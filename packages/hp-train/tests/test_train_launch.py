@@ -18,9 +18,9 @@ from hp_train.base.folder import Folder
 from hp_train.config.options import Resolved, resolve
 from hp_train.errors import ConfigError
 from hp_train.launch import launcher
-from hp_train.launch.board import Slot, State
+from hp_train.launch.heartbeats import Slot, State
 from hp_train.launch.rundir import locked
-from hp_train.launch.supervise import Board, kill_ranks, process_state
+from hp_train.launch.supervise import Heartbeats, kill_ranks, process_state
 
 _WAIT_SECONDS = 60.0
 
@@ -145,7 +145,7 @@ def test_ranks_that_die_all_at_once_end_the_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def kill_all(_pid: int) -> None:
-        kill_ranks(Board.attach(tmp_path / "all" / "heartbeat", rank=0).slots())
+        kill_ranks(Heartbeats.attach(tmp_path / "all" / "heartbeat", rank=0).slots())
 
     when_started(tmp_path / "all", kill_all)
     assert run(tmp_path, "all") == 7
@@ -256,17 +256,17 @@ def test_a_signal_while_ranks_start_ends_those_that_have_nothing_to_save(
 def test_a_signal_that_comes_while_ranks_return_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    returned = Board.slots
+    returned = Heartbeats.slots
 
-    def slots(board: Board) -> list[Slot]:
-        found = returned(board)
+    def slots(heartbeats: Heartbeats) -> list[Slot]:
+        found = returned(heartbeats)
         if all(slot.state is State.RETURNED for slot in found) and not sent:
             sent.append(signal.SIGTERM)
             send(signal.SIGTERM)
         return found
 
     sent: list[int] = []
-    monkeypatch.setattr(Board, "slots", slots)
+    monkeypatch.setattr(Heartbeats, "slots", slots)
     assert run_entry(tmp_path, "returns") == 128 + signal.SIGTERM
 
 

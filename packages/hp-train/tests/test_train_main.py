@@ -17,7 +17,7 @@ from hp_platform.testing import run_distributed
 from hp_schedule import MetaStep, MetaStepType, Span, Timeline
 from hp_train.config import Config
 from hp_train.errors import DataError
-from hp_train.launch.board import Board
+from hp_train.launch.heartbeats import Heartbeats
 from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
 from hp_train.layout.parameter import ParameterSpec
@@ -40,8 +40,10 @@ CONFIG = msgspec.convert(
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[Worker]:
-    board = Board.create(tmp_path / "board", num_ranks=1)
-    yield Worker(info=RankInfo(0, 1, 0, 1), run_dir=tmp_path, board=board, stop=StopFlag())
+    heartbeats = Heartbeats.create(tmp_path / "heartbeats", num_ranks=1)
+    yield Worker(
+        info=RankInfo(0, 1, 0, 1), run_dir=tmp_path, heartbeats=heartbeats, stop=StopFlag()
+    )
     shutdown()
 
 

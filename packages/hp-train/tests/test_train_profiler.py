@@ -9,7 +9,7 @@ import torch
 
 from hp_platform import RankInfo
 from hp_train.config import TrainConfig
-from hp_train.launch.board import Board
+from hp_train.launch.heartbeats import Heartbeats
 from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
 from hp_train.training import profiler
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def profiler_of(train: TrainConfig, run_dir: Path, told: list[str], *, rank: int = 0) -> Profiler:
-    worker = Worker(RankInfo(rank, 2, rank, 2), run_dir, Board.unwatched(), StopFlag())
+    worker = Worker(RankInfo(rank, 2, rank, 2), run_dir, Heartbeats.unwatched(), StopFlag())
     return Profiler(train, worker, CPU, tell=told.append)
 
 

@@ -17,7 +17,7 @@ from hp_train.cli import main
 from hp_train.config.options import resolve
 from hp_train.errors import CheckpointError, ConfigError, RunDirectoryError
 from hp_train.launch import launcher
-from hp_train.launch.board import Board
+from hp_train.launch.heartbeats import Heartbeats
 from hp_train.launch.rundir import open_run_directory
 from hp_train.training.metrics import MetricsWriter, read_metrics
 from hp_train.training.position import Position
@@ -260,10 +260,10 @@ def test_a_heartbeat_of_another_size_is_refused(tmp_path: Path) -> None:
     for size in (0, 63, 64, 191, 193):
         (tmp_path / "heartbeat").write_bytes(bytes(size))
         with pytest.raises(RunDirectoryError, match="must have a slot for rank 0"):
-            Board.attach(tmp_path / "heartbeat", rank=0)
-    Board.create(tmp_path / "heartbeat", num_ranks=2)
+            Heartbeats.attach(tmp_path / "heartbeat", rank=0)
+    Heartbeats.create(tmp_path / "heartbeat", num_ranks=2)
     with pytest.raises(RunDirectoryError, match="must have a slot for rank 2"):
-        Board.attach(tmp_path / "heartbeat", rank=2)
+        Heartbeats.attach(tmp_path / "heartbeat", rank=2)
 
 
 def test_a_folder_stays_the_one_that_was_opened(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hp_train.launch.board import Board, State
+from hp_train.launch.heartbeats import Heartbeats, State
 from hp_train.launch.supervise import Verdict, Watch, kill_ranks, process_state
 
 
@@ -21,10 +21,10 @@ class World:
     dead: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.board = Board.create(self.path, num_ranks=self.num_ranks)
-        self.ranks = [Board.attach(self.path, rank=rank) for rank in range(self.num_ranks)]
+        self.heartbeats = Heartbeats.create(self.path, num_ranks=self.num_ranks)
+        self.ranks = [Heartbeats.attach(self.path, rank=rank) for rank in range(self.num_ranks)]
         self.watch = Watch(
-            self.board,
+            self.heartbeats,
             hang_seconds=10,
             start_seconds=60,
             clock=lambda: self.now,
@@ -53,20 +53,20 @@ def world(tmp_path: Path) -> World:
 def test_a_slot_holds_what_its_rank_last_said(world: World) -> None:
     world.ranks[1].join()
     world.ranks[1].beat(step=12, phase="1F3", waiting=True)
-    slot = world.board.slots()[1]
+    slot = world.heartbeats.slots()[1]
     assert (slot.step, slot.phase, slot.waiting, slot.sequence) == (12, "1F3", True, 1)
     assert (slot.pid, slot.state) == (os.getpid(), State.RUNNING)
-    assert world.board.slots()[0].state is State.ABSENT
+    assert world.heartbeats.slots()[0].state is State.ABSENT
 
 
 def test_a_long_phase_is_cut_and_stays_readable(world: World) -> None:
     world.ranks[0].beat(step=0, phase="\N{GREEK SMALL LETTER PHI}" * 100)
-    assert len(world.board.slots()[0].phase) <= 64
+    assert len(world.heartbeats.slots()[0].phase) <= 64
 
 
 def test_all_ranks_see_a_request_to_stop(world: World) -> None:
     assert not any(rank.stop_requested() for rank in world.ranks)
-    world.board.request_stop()
+    world.heartbeats.request_stop()
     assert all(rank.stop_requested() for rank in world.ranks)
 
 
@@ -169,10 +169,10 @@ def test_the_state_of_a_process_is_told() -> None:
 
 
 def test_killing_spares_ranks_that_never_came(world: World) -> None:
-    kill_ranks(world.board.slots())
+    kill_ranks(world.heartbeats.slots())
 
 
-def _pretend_pid(rank: Board, pid: int) -> None:
+def _pretend_pid(rank: Heartbeats, pid: int) -> None:
     real = os.getpid
     os.getpid = lambda: pid
     try:

@@ -12,6 +12,7 @@ from hp_platform.testing import run_distributed
 from hp_train.config.options import resolve
 from hp_train.layout.mesh import build_mesh
 from hp_train.layout.ranks import Layout
+from hp_train.model import TransformerStage
 from hp_train.model.layers import Linear
 from hp_train.model.parallelize import Pipeline, build_pipeline
 
@@ -60,19 +61,21 @@ def _build(address: str) -> dict[str, dict[str, Any]]:
         tables = [p for p in pipeline.parameters if p.name == _TABLE]
         for table in tables:
             table.local.add_(1.0)
-            table.update_twins()
-        held = [s.embedding.weight for s in pipeline.modules.values() if s.embedding is not None]
+            table.update_tied_copies()
+        stages = [s for s in pipeline.modules.values() if isinstance(s, TransformerStage)]
+        assert len(stages) == len(pipeline.modules)
+        held = [s.embedding.weight for s in stages if s.embedding is not None]
         parts = [(w.to_local() if isinstance(w, DTensor) else w).detach().clone() for w in held]
         found[name] = {
             "places": _names(pipeline),
             "tables": len(tables),
-            "twins": sum(len(table.twins) for table in tables),
-            "peers": [0 if t.peers is None else t.peers.size() for t in tables],
+            "twins": sum(len(table.tied_copies) for table in tables),
+            "peers": [0 if t.tied_ranks is None else t.tied_ranks.size() for t in tables],
             "sharded": [isinstance(weight, DTensor) for weight in held],
             "parts": parts,
             "memory": [weight.data_ptr() for weight in held if not isinstance(weight, DTensor)],
             "split": {part.is_split for part in linears(pipeline)},
-            "outputs": [s.output for s in pipeline.modules.values() if s.output is not None],
+            "outputs": [s.output for s in stages if s.output is not None],
         }
     shutdown()
     return found

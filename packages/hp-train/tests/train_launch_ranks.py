@@ -29,10 +29,10 @@ def trains(config: Config, *, worker: Worker) -> int:
     _connect(worker)
     for step in range(STEPS):
         _fault(config.run.name, step, worker)
-        worker.board.beat(step=step, phase="forward")
+        worker.heartbeats.beat(step=step, phase="forward")
         time.sleep(0.01)
         stop = torch.tensor(float(worker.stop.requested))
-        worker.board.beat(step=step, phase="reduce", waiting=True)
+        worker.heartbeats.beat(step=step, phase="reduce", waiting=True)
         dist.all_reduce(stop)
         if step == 2 and worker.info.rank == 0:
             _tell_started(worker)
@@ -57,8 +57,8 @@ def trains_in_attempts(config: Config, *, worker: Worker) -> int:
         if step == 2 and config.run.name == "saving" and attempt < 3:
             name = f"step-{attempt + 1:08d}"
             (worker.run_dir / "checkpoints" / name).mkdir(parents=True, exist_ok=True)
-        worker.board.beat(step=step, phase="forward")
-        worker.board.beat(step=step, phase="reduce", waiting=True)
+        worker.heartbeats.beat(step=step, phase="forward")
+        worker.heartbeats.beat(step=step, phase="reduce", waiting=True)
         dist.barrier()
     dist.destroy_process_group()
     return 0
@@ -67,7 +67,7 @@ def trains_in_attempts(config: Config, *, worker: Worker) -> int:
 def never_saves(_config: Config, *, worker: Worker) -> int:
     _tell_started(worker)
     while True:
-        worker.board.beat(step=7, phase="save")
+        worker.heartbeats.beat(step=7, phase="save")
         time.sleep(0.01)
 
 

@@ -20,7 +20,7 @@ from hp_train.dry_run.answers import Answers
 from hp_train.dry_run.labels import PARAMETERS, add_labels
 from hp_train.dry_run.routing import Skew
 from hp_train.dry_run.summary import RankSummary, Saved, summarize
-from hp_train.launch.board import Board
+from hp_train.launch.heartbeats import Heartbeats
 from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
 from hp_train.model.parallelize import vocabulary_of
@@ -70,7 +70,7 @@ def run_rank(job: Job) -> Any:
         worker = Worker(
             info=info,
             run_dir=Path(folder),
-            board=Board.unwatched(),
+            heartbeats=Heartbeats.unwatched(),
             stop=StopFlag(),
             data=job.data,
         )

@@ -16,11 +16,11 @@ from hp_platform.store import Box, Part
 from hp_platform.store.safetensors import FileTensor
 from hp_train.config import ModelConfig
 from hp_train.errors import ConfigError
+from hp_train.hugging_face.all_ranks import on_all_ranks
 from hp_train.hugging_face.arrange import to_ours
 from hp_train.hugging_face.config import family_of, model_config, read_config
 from hp_train.hugging_face.files import opened_files
 from hp_train.hugging_face.plan import Stored, stacking_of, stored_tensors, theirs_of
-from hp_train.hugging_face.together import together
 from hp_train.model.shapes import model_tensors
 
 _FLOATS = ("BF16", "F16", "F32", "F64")
@@ -71,9 +71,9 @@ def load_weights(
                 values = files[stored.name].read(box)
                 target.copy_(to_ours(stored, part, values).view(target.shape))
 
-        together(prepare, group=group, where="find the weights to load")
+        on_all_ranks(prepare, group=group, where="find the weights to load")
         with torch.no_grad():
-            together(read, group=group, where="load weights")
+            on_all_ranks(read, group=group, where="load weights")
 
 
 def check_weights(folder: Path) -> int:

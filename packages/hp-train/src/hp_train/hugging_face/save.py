@@ -24,10 +24,10 @@ from hp_platform.store.safetensors import INDEX, FileTensor, index_of, layout_of
 from hp_train.base.atomic_write import replace_file
 from hp_train.config import ModelConfig
 from hp_train.errors import CheckpointError, ConfigError
+from hp_train.hugging_face.all_ranks import on_all_ranks
 from hp_train.hugging_face.arrange import to_theirs
 from hp_train.hugging_face.config import FAMILIES, hf_config
 from hp_train.hugging_face.plan import Stored, stored_tensors, theirs_of
-from hp_train.hugging_face.together import together
 from hp_train.model.shapes import model_tensors
 
 _SHARD_BYTES = 5 * 10**9  # of a file, as transformers cuts them
@@ -123,19 +123,19 @@ def write_model(
             replace_file(folder / INDEX, index_of({p.stored.name: p.file for p in places}, total))
             fsync_directory(folder)
 
-    together(prepare, group=group, where="create the files of a model")
+    on_all_ranks(prepare, group=group, where="create the files of a model")
     everyone = _boxes_of_all(boxes, group)
-    together(
+    on_all_ranks(
         lambda: mine.update(_mine(places, everyone, 0 if group is None else group.rank())),
         group=group,
         where="share out the tensors of a model",
     )
-    together(
+    on_all_ranks(
         lambda: _write_boxes(folder, places, mine, read),
         group=group,
         where="write the files of a model",
     )
-    together(finish, group=group, where="write the index of a model")
+    on_all_ranks(finish, group=group, where="write the index of a model")
 
 
 def _places(model: ModelConfig, dtype: torch.dtype, shard_bytes: int) -> list[_Place]:

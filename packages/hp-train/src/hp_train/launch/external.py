@@ -25,8 +25,8 @@ from hp_train.launch.agent import (
     when_agent_ends,
     why_no_node_is_replaced,
 )
-from hp_train.launch.board import Board
 from hp_train.launch.hangs import end_when_stuck, print_report
+from hp_train.launch.heartbeats import Heartbeats
 from hp_train.launch.rundir import (
     finished,
     make_run_directory,
@@ -80,8 +80,8 @@ def run(resolved: Resolved, *, entry: str) -> int:
     if store is not None:
         timeout = timedelta(seconds=Timeouts.of(resolved.config).init)
         _served = meet(store, info, os.environ, timeout=timeout)
-    board = Board.unwatched()
-    worker = Worker(info=info, run_dir=run_dir, board=board, stop=stop)
+    heartbeats = Heartbeats.unwatched()
+    worker = Worker(info=info, run_dir=run_dir, heartbeats=heartbeats, stop=stop)
     report_stacks(worker)
     end_when_stuck(worker, hang_seconds=Timeouts.of(config).hang)
     status = run_guarded(entry, config, worker)
@@ -95,7 +95,7 @@ def run(resolved: Resolved, *, entry: str) -> int:
 
 def _end_failed(worker: Worker, error: BaseException) -> NoReturn:
     """End with one message, which names the rank that failed first, and where."""
-    fate, rank = worker.board.slots()[0], worker.info.rank
+    fate, rank = worker.heartbeats.slots()[0], worker.info.rank
     if isinstance(error, PeerError):
         print_report(error.report, rank=rank)
     else:

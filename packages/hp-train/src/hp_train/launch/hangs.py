@@ -51,7 +51,7 @@ def print_report(report: FailureReport, *, rank: int) -> None:
 def _watch(worker: Worker, hang_seconds: float) -> None:
     while True:
         time.sleep(_LOOK_SECONDS)
-        slot = worker.board.slots()[0]
+        slot = worker.heartbeats.slots()[0]
         if not slot.sequence or not dist.is_initialized() or dist.get_world_size() == 1:
             continue
         idle = time.monotonic() - slot.beat_at

@@ -22,7 +22,7 @@ from hp_train.errors import (
     RankLostError,
     RunDirectoryError,
 )
-from hp_train.launch.board import Board, State
+from hp_train.launch.heartbeats import Heartbeats, State
 from hp_train.launch.ranks import Ranks
 from hp_train.launch.rundir import (
     CHECKPOINTS,
@@ -67,7 +67,7 @@ _KEEP_MEMORY = ":".join(
 
 # torch imports the last three by itself at the first use of an optimizer, of a lazy collective and
 # of a checkpoint; every rank would take seconds for each of them, all at the same time.
-PRELOADED = ("hp_train.launch.zygote", "hp_train.launch.ranks", "hp_train.launch.worker")
+PRELOADED = ("hp_train.launch.fork_server", "hp_train.launch.ranks", "hp_train.launch.worker")
 PRELOADED_FOR_TRAINING = (
     "torch._dynamo",
     "torch.distributed.tensor",
@@ -160,7 +160,7 @@ def _attempt(task: Task, folder: Folder, trap: StopTrap, *, resumable: bool) -> 
 
         if not torch.cuda.is_available():
             raise ConfigError('launch.device ("cuda") must be cpu or auto where there is no GPU')
-    board = Board.create(task.board, num_ranks=config.world_size)
+    heartbeats = Heartbeats.create(task.heartbeats, num_ranks=config.world_size)
     trap.is_watched = True
     ranks: Ranks | None = None
     try:
@@ -170,14 +170,14 @@ def _attempt(task: Task, folder: Folder, trap: StopTrap, *, resumable: bool) -> 
         ranks = Ranks(task, num_processes=config.world_size)
         timeouts = Timeouts.of(config)
         watch = Watch(
-            board,
+            heartbeats,
             hang_seconds=timeouts.hang,
             start_seconds=timeouts.init,
             ended=ranks.ended,
         )
         grace = config.launch.stop_grace_seconds
         started = _Run(
-            folder, trap, board, ranks, watch, stop_grace_seconds=grace, resumable=resumable
+            folder, trap, heartbeats, ranks, watch, stop_grace_seconds=grace, resumable=resumable
         )
         return started.finish()
     except BaseException:
@@ -220,14 +220,14 @@ class _Run:
         self,
         folder: Folder,
         trap: StopTrap,
-        board: Board,
+        heartbeats: Heartbeats,
         ranks: Ranks,
         watch: Watch,
         *,
         stop_grace_seconds: float,
         resumable: bool,
     ) -> None:
-        self.folder, self.trap, self.board, self.ranks = folder, trap, board, ranks
+        self.folder, self.trap, self.heartbeats, self.ranks = folder, trap, heartbeats, ranks
         self.run_dir = folder.path
         self.watch, self.stop_grace_seconds = watch, stop_grace_seconds
         self.resumable = resumable
@@ -244,8 +244,8 @@ class _Run:
                 return self._directory_gone()
             if self.trap.first and not self.resumable:
                 return self._end_now()
-            if self.trap.first and not self.board.stop_requested():
-                self.board.request_stop()
+            if self.trap.first and not self.heartbeats.stop_requested():
+                self.heartbeats.request_stop()
                 _say("stopping: the ranks save after this step; once more to stop at once")
             if self.trap.second or self.trap.waiting_seconds > self.stop_grace_seconds:
                 return self._end_now()
@@ -259,11 +259,11 @@ class _Run:
             if verdict is not None and not self.ranks.is_done:
                 return self._fail(verdict)
         if self._all_returned():
-            return self._returned(max(slot.status for slot in self.board.slots()))
+            return self._returned(max(slot.status for slot in self.heartbeats.slots()))
         return self._ended_unseen()
 
     def _all_returned(self) -> bool:
-        return all(slot.state is State.RETURNED for slot in self.board.slots())
+        return all(slot.state is State.RETURNED for slot in self.heartbeats.slots())
 
     def _returned(self, status: int) -> int:
         if not self.folder.is_here:
@@ -276,7 +276,7 @@ class _Run:
         return status
 
     def _end_now(self) -> int:
-        slots = self.board.slots()
+        slots = self.heartbeats.slots()
         slot = most_suspect([slot for slot in slots if slot.state is State.RUNNING] or slots)
         self._kill()
         if self.trap.second or not self.resumable:
@@ -290,7 +290,7 @@ class _Run:
 
     def _directory_gone(self) -> int:
         """Nothing can be kept, whatever the ranks still compute."""
-        slot = most_suspect(self.board.slots())
+        slot = most_suspect(self.heartbeats.slots())
         self._kill()
         _say(f"error: {self.folder.gone} at step {slot.step}")
         return RunDirectoryError.exit_code
@@ -318,7 +318,7 @@ class _Run:
 
     def _ended_unseen(self) -> int:
         """All processes have ended, some without a result, before the watch saw anything."""
-        lost = [slot for slot in self.board.slots() if slot.state is not State.RETURNED]
+        lost = [slot for slot in self.heartbeats.slots() if slot.state is not State.RETURNED]
         codes = self.ranks.ended()
         return self._fail(gone(min(lost, key=lambda slot: codes[slot.rank] == 0)))
 
@@ -329,7 +329,7 @@ class _Run:
     def _stack_of(self, rank: int) -> list[str]:
         """The stack of a rank's main thread, which its fault handler writes even when blocked."""
         name = stack_file(rank)
-        kill_ranks([self.board.slots()[rank]], signal.SIGUSR2)
+        kill_ranks([self.heartbeats.slots()[rank]], signal.SIGUSR2)
         deadline = time.monotonic() + _STACK_SECONDS
         lines: list[str] = []
         while not lines and time.monotonic() < deadline:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hp_train.errors import HangError, RankLostError
-from hp_train.launch.board import Board, Slot, State
+from hp_train.launch.heartbeats import Heartbeats, Slot, State
 
 __all__ = [
-    "Board",
+    "Heartbeats",
     "Verdict",
     "Watch",
     "gone",
@@ -50,10 +50,10 @@ class Verdict:
 
 @dataclass
 class Watch:
-    """Looks at the board again and again until something is wrong.
+    """Looks at the heartbeats again and again until something is wrong.
 
     Args:
-        board: Board of the run.
+        heartbeats: Heartbeats of the run.
         hang_seconds: Seconds without progress of any rank that count as a hang.
         start_seconds: Seconds for all ranks to come.
         clock: Monotonic seconds.
@@ -61,7 +61,7 @@ class Watch:
         ended: Exit status by rank of those whose process is known to have ended.
     """
 
-    board: Board
+    heartbeats: Heartbeats
     hang_seconds: float
     start_seconds: float
     clock: Callable[[], float] = time.monotonic
@@ -78,7 +78,7 @@ class Watch:
 
     def look(self) -> Verdict | None:
         """What is wrong, as soon as that can be told; None while all is well."""
-        now, slots = self.clock(), self.board.slots()
+        now, slots = self.clock(), self.heartbeats.slots()
         if now - self._looked_at > _LONGEST_PAUSE:
             self._progress_at += now - self._looked_at
         self._looked_at = now

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from hp_train.base.folder import Folder
 from hp_train.config import Config
 from hp_train.errors import RunDirectoryError
-from hp_train.launch.board import Board
+from hp_train.launch.heartbeats import Heartbeats
 from hp_train.launch.signals import StopFlag
 
 if TYPE_CHECKING:
@@ -32,14 +32,14 @@ class Worker:
     Attributes:
         info: Its place among the others.
         run_dir: Where the run is kept.
-        board: Takes its heartbeats.
+        heartbeats: Takes its heartbeats.
         stop: Whether to save and stop.
         data: Where the tokens are; None: in the run directory.
     """
 
     info: RankInfo
     run_dir: Path
-    board: Board
+    heartbeats: Heartbeats
     stop: StopFlag
     data: Path | None = None
 
@@ -73,7 +73,7 @@ class Task:
     data: Path | None = None
 
     @property
-    def board(self) -> Path:
+    def heartbeats(self) -> Path:
         """File of the heartbeats."""
         return self.run_dir / HEARTBEAT
 

@@ -18,7 +18,7 @@ from hp_platform.roll_call import is_hang, is_loss
 from hp_train.base.lifetime import die_with
 from hp_train.config import Config
 from hp_train.errors import HangError, HpError, RankLostError, RunDirectoryError
-from hp_train.launch.board import Board
+from hp_train.launch.heartbeats import Heartbeats
 from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import ERRORS, Task, Worker, error_file, stack_file
 
@@ -36,13 +36,13 @@ def work(task: Task) -> int:
     info = RankInfo.from_env()
     assert info is not None, "the launcher sets RANK"
     try:
-        board = Board.attach(task.board, rank=info.local_rank)
+        heartbeats = Heartbeats.attach(task.heartbeats, rank=info.local_rank)
     except RunDirectoryError as error:
         os._exit(error.exit_code)  # the launcher looks at the directory as well, and says so
-    stop = StopFlag(passed_on=board.stop_requested)
+    stop = StopFlag(passed_on=heartbeats.stop_requested)
     stop.install()
-    board.join()
-    worker = Worker(info=info, run_dir=task.run_dir, board=board, stop=stop, data=task.data)
+    heartbeats.join()
+    worker = Worker(info, task.run_dir, heartbeats, stop, task.data)
     report_stacks(worker)
     status = run_guarded(task.entry, task.config, worker)
     if isinstance(status, BaseException):
@@ -52,10 +52,10 @@ def work(task: Task) -> int:
 
 
 def run_guarded(entry: str, config: Config, worker: Worker) -> int | BaseException:
-    """Call the entry and tell the board how it ended.
+    """Call the entry and tell the launcher how it ended.
 
     Returns:
-        Exit status; or the failure, which is on the board and in the error file.
+        Exit status; or the failure, which is told with the heartbeats and in the error file.
     """
     try:
         set_threads(config, worker.info.local_world_size)
@@ -66,10 +66,10 @@ def run_guarded(entry: str, config: Config, worker: Worker) -> int | BaseExcepti
         else:
             write_error(worker, error)
             sys.stdout.flush()
-            worker.board.failed(exit_status(error), is_echo=is_echo(error))
+            worker.heartbeats.failed(exit_status(error), is_echo=is_echo(error))
             return error
     sys.stdout.flush()
-    worker.board.returned(status)
+    worker.heartbeats.returned(status)
     return status
 
 

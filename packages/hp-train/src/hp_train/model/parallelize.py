@@ -199,9 +199,9 @@ def build_pipeline(
         returns=KINDS[config.pipeline.schedule].returns,
         timeout=timeout,
     )
-    peers = None
+    tied_ranks = None
     if config.model.tie_embeddings:
-        peers = tied_group(
+        tied_ranks = tied_group(
             schedule.stage_to_rank,
             [stage.members for stage in mesh.layout.stages],
             backend=runtime.backend,
@@ -250,7 +250,7 @@ def build_pipeline(
         parameters += found
     return Pipeline(
         modules,
-        merge_copies(parameters, peers),
+        merge_copies(parameters, tied_ranks),
         num_stages,
         vocab_size,
         sequence,

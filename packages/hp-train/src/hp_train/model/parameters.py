@@ -41,9 +41,10 @@ class Parameter:
             after backward.
         spec: What it is.
         span: First and last + 1 index of the local part in the whole, for each dim.
-        twins: The same parameter in other stages of this rank, with gradients of their own: in the
-            same memory, or a copy, where FSDP shards each stage by itself.
-        peers: Ranks whose stages have a copy; gradients are summed over them after all other sums.
+        tied_copies: The same parameter in other stages of this rank, with gradients of their own:
+            in the same memory, or a copy, where FSDP shards each stage by itself.
+        tied_ranks: Ranks whose stages have a copy; gradients are summed over them after all other
+            sums.
     """
 
     name: str
@@ -54,13 +55,13 @@ class Parameter:
     replicas: tuple[str, ...]
     spec: ParameterSpec
     span: tuple[tuple[int, int], ...]
-    twins: tuple[nn.Parameter, ...] = ()
-    peers: ProcessGroup | None = None
+    tied_copies: tuple[nn.Parameter, ...] = ()
+    tied_ranks: ProcessGroup | None = None
 
     @property
     def has_copies(self) -> bool:
         """Whether the gradient is summed over other ranks after backward."""
-        return bool(self.replicas) or self.peers is not None
+        return bool(self.replicas) or self.tied_ranks is not None
 
     @property
     def experts(self) -> range | None:
@@ -73,7 +74,7 @@ class Parameter:
         An expert that nobody chose has no gradient.
         """
         total: Tensor | None = None
-        for tensor in (self.tensor, *self.twins):
+        for tensor in (self.tensor, *self.tied_copies):
             found, tensor.grad = tensor.grad, None
             if isinstance(found, DTensor):
                 found = found.to_local()
@@ -82,9 +83,9 @@ class Parameter:
         self.local.grad = self.local.new_zeros(self.local.shape) if total is None else total
 
     @torch.no_grad()
-    def update_twins(self) -> None:
+    def update_tied_copies(self) -> None:
         """Give other stages of this rank the values that ``local`` has now."""
-        for twin in self.twins:
+        for twin in self.tied_copies:
             copy = local_part(twin)
             if copy.data_ptr() != self.local.data_ptr():
                 copy.copy_(self.local)

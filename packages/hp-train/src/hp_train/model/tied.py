@@ -57,18 +57,22 @@ def share_table(first: Stage, last: Stage) -> None:
         setattr(last.get_submodule(module), leaf, nn.Parameter(table.detach()))
 
 
-def merge_copies(parameters: Iterable[Parameter], peers: ProcessGroup | None) -> list[Parameter]:
+def merge_copies(
+    parameters: Iterable[Parameter], tied_ranks: ProcessGroup | None
+) -> list[Parameter]:
     """List every parameter of a rank once, however many of its stages have it.
 
     Args:
         parameters: Parameters of all stages.
-        peers: Ranks with copies of the embedding.
+        tied_ranks: Ranks with copies of the embedding.
     """
     known: dict[str, Parameter] = {}
     for parameter in parameters:
         first = known.setdefault(parameter.name, parameter)
         if parameter.tensor is not first.tensor:
-            known[parameter.name] = replace(first, twins=(*first.twins, parameter.tensor))
+            known[parameter.name] = replace(
+                first, tied_copies=(*first.tied_copies, parameter.tensor)
+            )
     if _TIED in known:
-        known[_TIED] = replace(known[_TIED], peers=peers)
+        known[_TIED] = replace(known[_TIED], tied_ranks=tied_ranks)
     return list(known.values())

@@ -200,7 +200,7 @@ def time_link(config: Config, *, worker: Worker) -> int:
         message = torch.zeros(2, size, dtype=torch.uint8, device=runtime.device)
         seconds = []
         for index in range(_ROUNDS):
-            worker.board.beat(step=index, phase="exchange", waiting=True)
+            worker.heartbeats.beat(step=index, phase="exchange", waiting=True)
             torch.mm(left, right)
             _synchronize(runtime.device)
             began = time.perf_counter()

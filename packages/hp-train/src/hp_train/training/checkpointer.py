@@ -64,7 +64,7 @@ class Checkpointer:
         Returns:
             What went wrong, in lines, with this save or with the one before it.
         """
-        problems = self.settle()
+        problems = self.wait()
         if not self._config.async_save:
             try:
                 self.save(step)
@@ -76,7 +76,7 @@ class Checkpointer:
         self._step_under_way = step
         return problems
 
-    def settle(self) -> list[str]:
+    def wait(self) -> list[str]:
         """Wait for the save under way, if there is one.
 
         Returns:

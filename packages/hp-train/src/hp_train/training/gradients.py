@@ -35,8 +35,8 @@ def reduce_gradients(parameters: Iterable[Parameter], mesh: Mesh) -> list[Tensor
         gradient = parameter.local.grad
         assert gradient is not None
         over = tuple(map(mesh.groups.__getitem__, parameter.replicas))
-        if parameter.peers is not None:
-            over = (*over, parameter.peers)
+        if parameter.tied_ranks is not None:
+            over = (*over, parameter.tied_ranks)
         if over:
             buckets.setdefault((over, gradient.dtype), []).append(gradient)
     # All ranks of a group hold the same parameters in the same order, so buckets come in one order.
@@ -76,7 +76,7 @@ class GradientNorm:
             names = _entry_names(parameter)
             whole = math.prod(parameter.shape[1:] if parameter.spec.is_expert else parameter.shape)
             mine |= dict.fromkeys(names, whole)
-            is_first = parameter.peers is None or parameter.peers.rank() == 0
+            is_first = parameter.tied_ranks is None or parameter.tied_ranks.rank() == 0
             if names and is_first and all(mesh.index(group) == 0 for group in parameter.replicas):
                 self._spoken.append((parameter.local, len(names)))
                 spoken_names += names

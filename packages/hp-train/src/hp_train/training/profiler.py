@@ -73,7 +73,7 @@ class Profiler:
             self._tried(step, lambda: self._write(step, recording))
 
     def _write(self, step: int, recording: "_Recording") -> None:
-        self._worker.board.beat(step=step, phase="write profile")
+        self._worker.heartbeats.beat(step=step, phase="write profile")
         name = f"step-{step:08d}-rank-{self._worker.info.rank}"
         with tempfile.TemporaryDirectory(prefix="hp-profile-") as scratch:
             trace = Path(scratch, "trace.json")

@@ -24,7 +24,7 @@ def connect(config: Config, worker: Worker) -> Runtime:
         config: Validated; the same on every rank.
         worker: This process.
     """
-    worker.board.beat(step=0, phase="connect", waiting=True)
+    worker.heartbeats.beat(step=0, phase="connect", waiting=True)
     gpu_settings.apply(config, os.environ)
     launch, timeouts = config.launch, Timeouts.of(config)
     runtime = initialize(
@@ -57,7 +57,7 @@ def prepare_data(config: Config, worker: Worker, runtime: Runtime) -> Tokenizer:
     prepares = worker.info.local_rank == 0
 
     def beat() -> None:
-        worker.board.beat(step=0, phase="prepare data", waiting=not prepares)
+        worker.heartbeats.beat(step=0, phase="prepare data", waiting=not prepares)
 
     beat()
     error: Exception | None = None

@@ -184,7 +184,7 @@ class Trainer:
         except NumericsError as error:
             mark_agreed(error, range(self.runtime.info.world_size))
             # All ranks are here, so what they are saving can be finished; less is lost then.
-            self.problems += self.checkpointer.settle()
+            self.problems += self.checkpointer.wait()
             self._tell(console)
             raise
         finally:
@@ -270,7 +270,7 @@ class Trainer:
             raise RunDirectoryError(self.worker.folder.gone)
         losses = Losses(*summed)
         if written == self.runtime.info.world_size:
-            self.problems += self.checkpointer.settle()
+            self.problems += self.checkpointer.wait()
         grad_norm = math.sqrt(squares.sum())
         rate = learning_rate(self.step, train)
         skipped = None
@@ -312,7 +312,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
-        self._update_twins()
+        self._update_tied_copies()
         self.optimizer.zero_grad()
         self._balance_experts()
         self.skips.done()
@@ -413,7 +413,7 @@ class Trainer:
             CheckpointError: On every rank; what was saved before is intact.
         """
         with doing(f"step {self.step}", "save"):
-            self.problems += self.checkpointer.settle()
+            self.problems += self.checkpointer.wait()
             return self.checkpointer.save(self.step)
 
     def resume(self) -> list[str]:
@@ -429,7 +429,7 @@ class Trainer:
         position = Position.of(loaded)
         if position.data is not None and not self.data.is_known_as(position.data):
             raise DataError(f"{loaded.path} was trained on other data than {self.worker.data_dir}")
-        self._update_twins()
+        self._update_tied_copies()
         self.step, self.next_sequence = position.step, position.next_sequence
         self.skips = Skips(position.skipped, position.skipped_in_a_row)
         set_optimizer_steps(self.optimizer, self.step - self.skips.total)
@@ -471,13 +471,13 @@ class Trainer:
         named = {k: v for k, v in self.tensors().items() if k.startswith("model.")}
         tensors = {name.removeprefix("model."): tensor for name, tensor in named.items()}
         load_weights(folder, tensors, group=self.runtime.control)
-        self._update_twins()
+        self._update_tied_copies()
         return f"started from the weights of {folder}"
 
-    def _update_twins(self) -> None:
+    def _update_tied_copies(self) -> None:
         for parameter in self.parameters:
-            if parameter.twins:
-                parameter.update_twins()
+            if parameter.tied_copies:
+                parameter.update_tied_copies()
 
     def _warn(self, problem: str) -> None:
         """Have the console say it, or where another rank has that, do so by itself."""
@@ -558,10 +558,10 @@ class Trainer:
         return every > 0 and self.step % every == 0
 
     def _on_pipeline_step(self, step: MetaStep) -> None:
-        self.worker.board.beat(step=self.step, phase=str(step))
+        self.worker.heartbeats.beat(step=self.step, phase=str(step))
 
     def _on_checkpoint(self, phase: str, *, waiting: bool = False) -> None:
-        self.worker.board.beat(step=self.step, phase=f"checkpoint: {phase}", waiting=waiting)
+        self.worker.heartbeats.beat(step=self.step, phase=f"checkpoint: {phase}", waiting=waiting)
 
     def _beat(self, phase: str, *, waiting: bool = False) -> None:
-        self.worker.board.beat(step=self.step, phase=phase, waiting=waiting)
+        self.worker.heartbeats.beat(step=self.step, phase=phase, waiting=waiting)

@@ -8,7 +8,7 @@ from hp_platform import agree
 from hp_train.errors import CheckpointError
 
 
-def together(action: Callable[[], None], *, group: ProcessGroup | None, where: str) -> None:
+def on_all_ranks(action: Callable[[], None], *, group: ProcessGroup | None, where: str) -> None:
     """Do something on every rank, and raise on all of them if it fails on one.
 
     Args:

@@ -67,7 +67,7 @@ class Slot:
         return f"step {self.step} ({self.phase or 'start'})"
 
 
-class Board:
+class Heartbeats:
     """One slot per rank in memory that all processes of a machine share.
 
     Reading may meet a slot that is half written; it is looked at again soon.
@@ -85,7 +85,7 @@ class Board:
         self._sequence = 0
 
     @classmethod
-    def create(cls, path: Path, *, num_ranks: int) -> "Board":
+    def create(cls, path: Path, *, num_ranks: int) -> "Heartbeats":
         """Make a file of empty slots; written in full, so that no later write can lack space."""
         with Folder.open(path.parent) as folder, folder.replacing(path.name) as file:
             file.write(bytes(_HEADER_BYTES + num_ranks * _SLOT_BYTES))
@@ -94,7 +94,7 @@ class Board:
         return cls(memory, num_ranks=num_ranks, rank=0)
 
     @classmethod
-    def attach(cls, path: Path, *, rank: int) -> "Board":
+    def attach(cls, path: Path, *, rank: int) -> "Heartbeats":
         """Open the file that the launcher made.
 
         Raises:
@@ -111,8 +111,8 @@ class Board:
         return cls(memory, num_ranks=num_ranks, rank=rank)
 
     @classmethod
-    def unwatched(cls) -> "Board":
-        """A board that nobody reads, for ranks that are not started by the launcher."""
+    def unwatched(cls) -> "Heartbeats":
+        """Those that nobody reads, for ranks that are not started by the launcher."""
         return cls(mmap.mmap(-1, _HEADER_BYTES + _SLOT_BYTES), num_ranks=1, rank=0)
 
     def beat(self, *, step: int, phase: str, waiting: bool = False) -> None:
