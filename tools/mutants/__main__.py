@@ -215,6 +215,7 @@ def table(outcomes: list[Outcome]) -> str:
 
 
 _PYTEST = [sys.executable, "tools/reaping.py", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+_USAGE = 4  # what pytest ends with when a test that is named does not exist
 _START_SECONDS = 300.0  # on a busy machine, with the collection of all tests
 
 
@@ -270,6 +271,8 @@ def _failing(tree: Path, tests: list[str], known: Map) -> str:
             return "(time-out)"
     if process.returncode == 0:
         return ""
+    if process.returncode == _USAGE:
+        raise ValueError(f"tests that were recorded are not there, record anew: {output[-500:]}")
     failed = [
         line.split(" - ")[0].split(" ", 1)[1]
         for line in output.splitlines()

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hp_expert.dispatch import announcement
-from hp_expert.dispatch.announcement import read_exchange
+from hp_expert.dispatch import exchange_plan
+from hp_expert.dispatch.exchange_plan import read_counts
 from hp_platform import Pending, streams
 
 GPU = torch.device("cuda", 0)
@@ -43,7 +43,7 @@ class Cuda:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
-    """Stand-ins for what `read_exchange` uses of CUDA."""
+    """Stand-ins for what `read_counts` uses of CUDA."""
     found, empty = Cuda(), torch.empty
 
     class Event:
@@ -69,7 +69,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     monkeypatch.setattr(Tensor, "device", GPU)
     if hasattr(streams, "_side_streams"):  # an older version has none, and makes each anew
         monkeypatch.setattr(streams, "_side_streams", {})
-        monkeypatch.setattr(announcement, "_landings", announcement._Landings())
+        monkeypatch.setattr(exchange_plan, "_landings", exchange_plan._Landings())
     yield found
     monkeypatch.undo()
 
@@ -77,7 +77,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
 def read(told: Tensor, heard: Tensor) -> None:
     """Read an exchange and look at what came."""
     mine, theirs = told[:, :3].tolist(), heard[:, :3].tolist()
-    assert read_exchange(told, Pending(heard), num_columns=3, purpose="a test")[1:] == (
+    assert read_counts(told, Pending(heard), num_columns=3, purpose="a test")[1:] == (
         mine,
         theirs,
     )

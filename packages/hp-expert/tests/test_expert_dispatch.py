@@ -18,7 +18,7 @@ from hp_expert import (
     GroupedExperts,
     LocalDispatcher,
 )
-from hp_expert.dispatch.agreement import Header, raise_together
+from hp_expert.dispatch.exchange_plan import Header, raise_together
 from hp_platform import PeerError, is_waited, new_group
 from hp_platform.testing import run_distributed, run_in_threads
 

@@ -39,7 +39,7 @@ def agree(
     text = b"" if error is None else FailureReport.of(error, rank=mine).encode().encode()
     try:
         lengths = _all_gather(torch.tensor([len(text)], device=device), group)
-        reports = _reports(text, lengths, group) if any(lengths.tolist()) else {}
+        reports = _reports(text, lengths, group) if bool(lengths.any()) else {}
     except RuntimeError as lost:
         if error is not None:
             error.add_note(f"the other ranks could not be told: {lost}")

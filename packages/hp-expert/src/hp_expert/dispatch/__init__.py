@@ -15,7 +15,7 @@ from hp_expert.dispatch.cost import (
     expected_rows_per_token,
 )
 from hp_expert.dispatch.deduplicated import SlotExchange
-from hp_expert.dispatch.exchange_read import ExchangeRead
+from hp_expert.dispatch.exchange_plan import ExchangeRead
 from hp_expert.dispatch.protocol import Dispatcher, DispatchState
 from hp_expert.dispatch.run_ahead import Mark, RunAhead
 from hp_expert.dispatch.tensor_sliced import SlicedState, TensorSlicedDispatcher

@@ -17,8 +17,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_expert.batch import ExpertBatch
-from hp_expert.dispatch.agreement import Header, input_error, raise_together
-from hp_expert.dispatch.announcement import Heard, announcement, listen
 from hp_expert.dispatch.cost import deduplication_pays
 from hp_expert.dispatch.deduplicated import (
     Destinations,
@@ -29,7 +27,15 @@ from hp_expert.dispatch.deduplicated import (
     spread,
     unpack,
 )
-from hp_expert.dispatch.exchange_read import ExchangeRead
+from hp_expert.dispatch.exchange_plan import (
+    ExchangePlan,
+    ExchangeRead,
+    Header,
+    agreed_plans,
+    count_block,
+    input_error,
+    raise_together,
+)
 from hp_expert.dispatch.protocol import DispatchState
 from hp_expert.permute import (
     Permutation,
@@ -95,7 +101,7 @@ class AllToAllDispatcher:
         return rows, state
 
     def launch_dispatch(self, rows: Tensor, state: DispatchState) -> tuple[Tensor, DispatchState]:
-        """Launch the exchange of rows, and before it that of what is told about them."""
+        """Launch the exchange of rows, and before it that of their weights and codes."""
         slots, weights = state.slots, state.weights
         if slots is not None:
             slots = replace(slots, codes=self._exchange(slots.codes, slots))
@@ -144,8 +150,8 @@ def prepare_slice(
     *,
     slices: ProcessGroup | None = None,
     num_tokens: int = 0,
-) -> tuple[Tensor, DispatchState, list[Heard]]:
-    """`over.prepare` for one slice of the tokens, and what was heard about every slice.
+) -> tuple[Tensor, DispatchState, list[ExchangePlan]]:
+    """`over.prepare` for one slice of the tokens, and the plans of all slices.
 
     Args:
         over: Exchanges the slices.
@@ -157,14 +163,14 @@ def prepare_slice(
         num_tokens: How many the slices have together, if all ranks of `slices` know.
     """
     W, L = over.group.size(), over.num_experts // over.group.size()
-    error, plan, header = input_error(x, experts, weights), None, Header.failed()
+    error, counted, header = input_error(x, experts, weights), None, Header.failed()
     if error is None:
         shared = over.deduplicates(x, experts, weights)
         header = Header.of(x, experts, weights, num_experts=over.num_experts, deduplicated=shared)
-        plan = _count(experts, num_ranks=W, num_local=L, shared=shared)
-    told = announcement(
+        counted = _count(experts, num_ranks=W, num_local=L, shared=shared)
+    told = count_block(
         header,
-        *(plan or (None, None)),
+        *(counted or (None, None)),
         num_ranks=W,
         num_local=L,
         num_tokens=num_tokens,
@@ -172,7 +178,7 @@ def prepare_slice(
     )
     told = _with_other_slices(told, slices)
     exchange = launch_all_to_all(told, group=over.group)
-    ahead = None if plan is None else _sort_and_gather(x, *plan, num_local=L)
+    ahead = None if counted is None else _sort_and_gather(x, *counted, num_local=L)
     read = ExchangeRead(
         header=header,
         num_tokens=len(x),
@@ -182,21 +188,21 @@ def prepare_slice(
         rank=over.group.rank(),
         num_ranks=W,
     )
-    heard = listen(told, exchange, num_local=L, purpose=read)
-    mine = heard[0 if slices is None else slices.rank()]
+    plans = agreed_plans(told, exchange, num_local=L, purpose=read)
+    mine = plans[0 if slices is None else slices.rank()]
     if error is None and mine.num_invalid:
         error = invalid_experts(mine.num_invalid, over.num_experts)
-    verdicts = list(chain.from_iterable(zip(*[h.verdicts for h in heard], strict=True)))
+    verdicts = list(chain.from_iterable(zip(*[p.verdicts for p in plans], strict=True)))
     groups = [over.group] if slices is None else [over.group, slices]
     raise_together(error, header, verdicts, groups=groups, device=x.device)
     assert ahead is not None  # or an error was raised
     # Slices meet again as one batch, so their rows have the same number of slots.
-    most = max([h.most for h in heard])
-    return *_prepared(x, weights, ahead, mine._replace(most=most)), heard
+    most = max([p.most for p in plans])
+    return *_prepared(x, weights, ahead, mine._replace(most=most)), plans
 
 
 def _with_other_slices(told: Tensor, slices: ProcessGroup | None) -> Tensor:
-    """What this rank would tell for all slices of its tokens: [W, B] to [W, Z, B]."""
+    """The blocks of this rank for all slices of its tokens: [W, B] to [W, Z, B]."""
     if slices is None:
         return told.unsqueeze(1)
     W, num_slices = told.shape[0], slices.size()
@@ -243,24 +249,24 @@ def _sort_and_gather(
 
 
 def _prepared(
-    x: Tensor, weights: Tensor | None, ahead: _Ahead, heard: Heard
+    x: Tensor, weights: Tensor | None, ahead: _Ahead, plan: ExchangePlan
 ) -> tuple[Tensor, DispatchState]:
     """Keep of what was done ahead as much as there is."""
-    num_slots, volume, order, shared = sum(heard.slots.sent), heard.slots, None, None
+    num_slots, volume, order, shared = sum(plan.slots.sent), plan.slots, None, None
     if ahead.codes is None:
-        order = by_expert(heard.counts_by_rank, num_rows=sum(volume.received))
+        order = by_expert(plan.counts_by_rank, num_rows=sum(volume.received))
     else:
         # More than that only if a token chose an expert twice.
-        usual = min(ahead.slots.inverse.shape[1], len(heard.counts))
-        shared = SlotExchange(ahead.codes[:num_slots], *volume, max(usual, heard.most))
-        volume = heard.rows
+        usual = min(ahead.slots.inverse.shape[1], len(plan.counts))
+        shared = SlotExchange(ahead.codes[:num_slots], *volume, max(usual, plan.most))
+        volume = plan.rows
     permutation = ahead.rows.first(sum(volume.sent))
     state = DispatchState(
         permutation,
         None if weights is None else permute_slots(weights, ahead.slots.first(num_slots)),
         order,
-        counts=heard.counts,
-        num_tokens_per_expert=heard.counts_by_rank.sum(0),
+        counts=plan.counts,
+        num_tokens_per_expert=plan.counts_by_rank.sum(0),
         input_splits=volume.sent,
         output_splits=volume.received,
         slots=shared,

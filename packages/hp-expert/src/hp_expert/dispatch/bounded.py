@@ -22,9 +22,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_expert.batch import ExpertBatch
-from hp_expert.dispatch.agreement import Header, input_error, raise_if_different
 from hp_expert.dispatch.all_to_all import by_expert
-from hp_expert.dispatch.announcement import CODE, COUNTS, INVALID, MOST, announcement
+from hp_expert.dispatch.exchange_plan import (
+    CODE,
+    COUNTS,
+    INVALID,
+    MOST,
+    Header,
+    count_block,
+    input_error,
+    raise_if_different,
+)
 from hp_expert.dispatch.run_ahead import RunAhead
 from hp_expert.permute import (
     Permutation,
@@ -149,7 +157,7 @@ class BoundedAllToAllDispatcher:
         W, L, C = self.group.size(), self.num_experts // self.group.size(), self.rows_per_pair
         counted = count_slots(experts, self.num_experts)
         counts_WL = counted.counts[: self.num_experts].view(W, L)
-        told = announcement(header, counted, None, num_ranks=W, num_local=L, device=x.device)
+        told = count_block(header, counted, None, num_ranks=W, num_local=L, device=x.device)
         told[:, MOST] = counts_WL.sum(1).amax()
         exchange = launch_all_to_all(told, group=self.group)
         permutation = _into_buffer(counted, counts_WL, rows_per_pair=C)

@@ -32,9 +32,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from hp_expert.batch import ExpertBatch
-from hp_expert.dispatch.agreement import input_error
 from hp_expert.dispatch.all_to_all import AllToAllDispatcher, by_expert, prepare_slice
-from hp_expert.dispatch.announcement import Heard
+from hp_expert.dispatch.exchange_plan import ExchangePlan, input_error
 from hp_expert.dispatch.protocol import DispatchState
 from hp_platform import all_to_all_lazy, wait_tensor
 
@@ -62,8 +61,8 @@ class SlicedState:
 class TensorSlicedDispatcher:
     """The ranks of `group` share the hidden dim of experts that are spread over `over_ep.group`.
 
-    One host read, as without `group`: what is told over ep speaks for all slices. A launch ends in
-    an exchange whose result nobody has waited for, in both directions.
+    One host read, as without `group`: the plan agreed over ep is that of all slices. A launch ends
+    in an exchange whose result nobody has waited for, in both directions.
 
     Attributes:
         over_ep: Carries a slice to the experts' ranks and back.
@@ -89,17 +88,17 @@ class TensorSlicedDispatcher:
             num_tokens = len(x)
             sizes = _even_sizes(num_tokens, self.group.size())
             x, experts, weights = (_slice(t, sizes, self.group) for t in (x, experts, weights))
-        rows, state, heard = prepare_slice(
+        rows, state, plans = prepare_slice(
             self.over_ep, x, experts, weights, slices=self.group, num_tokens=num_tokens
         )
-        _require_same_tokens(heard)
-        arriving = [h.slots if state.slots is None else h.rows for h in heard]
+        _require_same_tokens(plans)
+        arriving = [p.slots if state.slots is None else p.rows for p in plans]
         return rows, SlicedState(
             state,
             num_tokens=sizes,
             num_rows=tuple(sum(volume.received) for volume in arriving),
-            counts=tuple(h.counts for h in heard),
-            num_tokens_per_expert=torch.stack([h.counts_by_rank.sum(0) for h in heard]),
+            counts=tuple(p.counts for p in plans),
+            num_tokens_per_expert=torch.stack([p.counts_by_rank.sum(0) for p in plans]),
         )
 
     def launch_dispatch(self, rows: Tensor, state: SlicedState) -> tuple[Tensor, SlicedState]:
@@ -150,9 +149,9 @@ def _even_sizes(num_tokens: int, num_slices: int) -> tuple[int, ...]:
     return tuple(short + (index < longer) for index in range(num_slices))
 
 
-def _require_same_tokens(heard: Sequence[Heard]) -> None:
+def _require_same_tokens(plans: Sequence[ExchangePlan]) -> None:
     """Raise on every rank if ranks of any tp group have other numbers of tokens."""
-    for first, *others in zip(*(h.tokens for h in heard), strict=True):
+    for first, *others in zip(*(p.tokens for p in plans), strict=True):
         for other in others:
             if other != first:
                 raise ValueError(

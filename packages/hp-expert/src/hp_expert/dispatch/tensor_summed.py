@@ -17,9 +17,14 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from hp_expert.batch import ExpertBatch
-from hp_expert.dispatch.agreement import Header, block_size, input_error, raise_together
-from hp_expert.dispatch.announcement import read_exchange
-from hp_expert.dispatch.exchange_read import ExchangeRead
+from hp_expert.dispatch.exchange_plan import (
+    ExchangeRead,
+    Header,
+    block_size,
+    input_error,
+    raise_together,
+    read_counts,
+)
 from hp_expert.permute import SlotCounts, count_slots, invalid_experts
 from hp_platform import launch_all_to_all, wait_tensor
 
@@ -54,7 +59,7 @@ class TensorSummedDispatcher:
         if error is None:
             header = Header.of(x, experts, weights, num_experts=E)
             counted = count_slots(experts, E)
-        told = _announcement(header, counted, num_experts=E, x=x)
+        told = _count_block(header, counted, num_experts=E, x=x)
         exchange = launch_all_to_all(told.repeat(W, 1), group=self.group)
         order = None if counted is None else counted.keys.reshape(-1).argsort(stable=True)
         read = ExchangeRead(
@@ -65,7 +70,7 @@ class TensorSummedDispatcher:
             num_experts=E,
             tells_rows=False,
         )
-        _, _, heard = read_exchange(
+        _, _, heard = read_counts(
             told.expand(W, -1), exchange, num_columns=_COUNTS + E, purpose=read
         )
         mine = heard[self.group.rank()]
@@ -111,7 +116,7 @@ class TensorSummedDispatcher:
             )
 
 
-def _announcement(
+def _count_block(
     header: Header, counted: SlotCounts | None, *, num_experts: int, x: Tensor
 ) -> Tensor:
     """Return what this rank tells all others, int64 [B]."""

@@ -1,0 +1,403 @@
+"""The exchange plan of a dispatch: what goes where, agreed by all ranks before rows travel.
+
+Every rank counts the slots that it has for each expert (`count_block`), and one small all-to-all
+brings every rank what is coming; `agreed_plans` reads both sides of it on the host, once, and from
+that follow all splits, sizes and buffers of the layer (`ExchangePlan`). In a dry run nothing was
+counted, and an `ExchangeRead` gives the numbers. What such a plan costs on average is in
+`hp_expert.dispatch.cost`.
+
+Note [All or none]. A rank that raised on its own would leave the others waiting for its rows. Every
+rank therefore sends its verdict along with its counts, at no extra cost; all ranks see the same
+verdicts and either all go on or all raise.
+
+Note [Blocks of one size]. Ranks that were given different numbers of experts, or of anything else,
+must find out, not wait for each other: so every rank sends every other a block of numbers that
+begins with its header and has the same size for up to about 500 counts (and for up to 1000, ...).
+
+Where tokens were cut into slices first, a rank counts for all slices of its tokens.
+
+Shape symbols: T tokens, K experts per token, D width, E experts, W ranks, Z slices, L = E / W local
+experts, B numbers in a block, C of them that are read.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hp_expert.batch import FLOATS, wrong_input
+from hp_expert.dispatch.deduplicated import Destinations
+from hp_expert.dispatch.refusal import refused_input
+from hp_expert.permute import SlotCounts
+from hp_platform import Event, PeerError, Pending, agree, side_stream, use_stream
+from hp_platform.host_reads import arrived
+
+_NO_WEIGHTS = len(FLOATS)
+_FAILED = -1
+_GRAIN = 512
+
+# How many values each of them may have: dtype of the rows, that of the weights, K, number of
+# experts, whether rows are deduplicated, and whether rows and weights want gradients.
+_RANGES = (len(FLOATS), len(FLOATS) + 1, 1 << 12, 1 << 20, 2, 2, 2)
+
+
+# A block: code of the header, slots with experts that do not exist, tokens before they were cut
+# into slices, rows if they are deduplicated, most slots of such a row, then the slots of each of
+# the receiver's experts.
+CODE, INVALID, TOKENS, ROWS, MOST, COUNTS = range(6)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What ranks must have in common, as one number.
+
+    Ranks that disagree would wait for different exchanges, in forward or in backward.
+
+    Attributes:
+        code: Width and dtype of the rows, dtype of the routing weights if there are any, number of
+            experts per token and of all, how rows travel, and what wants gradients; negative if
+            the input is wrong.
+    """
+
+    code: int
+
+    @classmethod
+    def of(
+        cls,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor | None,
+        *,
+        num_experts: int,
+        deduplicated: bool = False,
+    ) -> "Header":
+        """Describe an input that was found right."""
+        training = torch.is_grad_enabled()
+        values = (
+            FLOATS.index(x.dtype),
+            _NO_WEIGHTS if weights is None else FLOATS.index(weights.dtype),
+            experts.shape[1],
+            num_experts,
+            int(deduplicated),
+            int(training and x.requires_grad),
+            int(training and weights is not None and weights.requires_grad),
+        )
+        code = x.shape[1]
+        for value, limit in zip(values, _RANGES, strict=True):
+            code = code * limit + value % limit
+        return cls(code)
+
+    @classmethod
+    def failed(cls) -> "Header":
+        """Say that the input is wrong."""
+        return cls(_FAILED)
+
+    def __str__(self) -> str:
+        """Describe it in words."""
+        values, width = [], self.code
+        for limit in reversed(_RANGES):
+            width, value = divmod(width, limit)
+            values.append(value)
+        weights_grad, x_grad, deduplicated, num_experts, top_k, weights, dtype = values
+        words = [
+            f"width {width}",
+            f"{FLOATS[dtype]}{', with gradient' if x_grad else ''}",
+            "no weights" if weights == _NO_WEIGHTS else f"weights {FLOATS[weights]}",
+            *(["with gradient"] if weights_grad else []),
+            f"{top_k} of {num_experts} experts",
+            *(["deduplicated"] if deduplicated else []),
+        ]
+        return ", ".join(words)
+
+
+class Volume(NamedTuple):
+    """What crosses between this rank and each other one.
+
+    Attributes:
+        sent: Rows or slots that this rank sends to each rank, W numbers.
+        received: Rows or slots that it receives from each rank, W numbers.
+    """
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+
+class ExchangePlan(NamedTuple):
+    """What one slice of the tokens sends and receives, as all ranks agreed.
+
+    Attributes:
+        num_invalid: Slots of this rank whose experts do not exist.
+        verdicts: Verdict of each rank: code of its header, number of its invalid slots.
+        tokens: Tokens of each rank before they were cut into slices; 0 if they were not.
+        slots: Slots sent and received.
+        rows: Rows sent and received, if they are deduplicated.
+        counts: Slots of each local expert.
+        most: Most slots of a received row, if they are deduplicated.
+        counts_by_rank: Slots from each rank for each local expert, on the device, [W, L].
+    """
+
+    num_invalid: int
+    verdicts: list[list[int]]
+    tokens: tuple[int, ...]
+    slots: Volume
+    rows: Volume
+    counts: tuple[int, ...]
+    most: int
+    counts_by_rank: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeRead:
+    """The one host read of a layer: the `purpose` of `hp_platform.host_reads.arrived`.
+
+    Attributes:
+        header: Header that every rank tells.
+        num_tokens: Number of tokens of this rank, or of its slice.
+        told_tokens: What the blocks say of them.
+        top_k: Number of experts per token, K.
+        num_experts: Number of experts, E.
+        rank: Rank in the group that exchanges rows.
+        num_ranks: Number of ranks, W; 1 where every rank has all experts.
+        tells_rows: Whether blocks say how many rows there are, and the most slots of one.
+    """
+
+    header: Header
+    num_tokens: int
+    told_tokens: int
+    top_k: int
+    num_experts: int
+    rank: int = 0
+    num_ranks: int = 1
+    tells_rows: bool = True
+
+    def __str__(self) -> str:
+        """Say it in words."""
+        return f"slots of {self.num_tokens} tokens x {self.top_k} of {self.num_experts} experts"
+
+    def numbers(self, slots: Sequence[int], rows: Sequence[int], *, like: Tensor) -> Tensor:
+        """What was told and what was heard, as the host would read it.
+
+        Args:
+            slots: How many slots of a rank's tokens each expert gets: E numbers.
+            rows: How many of these tokens go to each rank, however often: W numbers.
+            like: The copy, int64 [2, W or more, (Z,) C].
+        """
+        L = self.num_experts // self.num_ranks
+
+        def block(rank: int) -> Tensor:
+            about = [self.header.code, 0, self.told_tokens]
+            if self.tells_rows:
+                about += [rows[rank], min(self.top_k, L) if rows[rank] else 0]
+            return torch.tensor([*about, *slots[rank * L : (rank + 1) * L]], device="cpu")
+
+        if self.num_ranks == 1:
+            return block(0).expand(like.shape)
+        told = torch.stack([block(rank) for rank in range(self.num_ranks)])
+        both = torch.stack([told, block(self.rank).expand_as(told)])
+        return (both.unsqueeze(2) if like.ndim > both.ndim else both).expand(like.shape)
+
+
+def input_error(x: Tensor, experts: Tensor, weights: Tensor | None) -> Exception | None:
+    """Return what is wrong with tokens [T, D], experts [T, K] and weights [T, K], if anything."""
+    return refused_input() or wrong_input(x, experts, weights)
+
+
+def block_size(num_numbers: int) -> int:
+    """How long a block with so many numbers is; see Note [Blocks of one size]."""
+    return -(-num_numbers // _GRAIN) * _GRAIN
+
+
+def count_block(
+    header: Header,
+    counted: SlotCounts | None,
+    where: Destinations | None,
+    *,
+    num_ranks: int,
+    num_local: int,
+    num_tokens: int = 0,
+    device: torch.device,
+) -> Tensor:
+    """Return the block for each rank, int64 [W, B].
+
+    Args:
+        header: Header of this rank's input.
+        counted: Its slots; None if the input is wrong.
+        where: Its rows, if they are deduplicated.
+        num_ranks: Number of ranks, W.
+        num_local: Number of local experts of a rank, L.
+        num_tokens: Number of tokens before they were cut into slices; 0 if they were not.
+        device: Device of the result.
+    """
+    told = torch.full((num_ranks, block_size(COUNTS + num_local)), header.code, device=device)
+    told[:, TOKENS] = num_tokens
+    if counted is not None:
+        num_experts = num_ranks * num_local
+        told[:, INVALID] = counted.counts[num_experts + 1]
+        told[:, COUNTS : COUNTS + num_local] = counted.counts[:num_experts].view(num_ranks, -1)
+    if where is not None:
+        told[:, ROWS], told[:, MOST] = where.num_rows(), where.most_slots()
+    return told
+
+
+def agreed_plans(
+    told: Tensor, exchange: Pending[Tensor], *, num_local: int, purpose: object
+) -> list[ExchangePlan]:
+    """Wait for the blocks of the others [W, Z, B] and read all of them on the host.
+
+    Args:
+        told: Blocks of this rank, int64 [W, Z, B].
+        exchange: Pending all-to-all of `told`.
+        num_local: Number of local experts, L.
+        purpose: The `ExchangeRead` of this host read.
+
+    Returns:
+        The plan of each slice.
+    """
+    heard, mine, theirs = read_counts(
+        told, exchange, num_columns=COUNTS + num_local, purpose=purpose
+    )
+    return [
+        _of_slice(
+            [blocks[z] for blocks in mine],
+            [blocks[z] for blocks in theirs],
+            heard[:, z, COUNTS : COUNTS + num_local],
+        )
+        for z in range(told.shape[1])
+    ]
+
+
+def _of_slice(mine: list[list[int]], theirs: list[list[int]], counts_WL: Tensor) -> ExchangePlan:
+    codes, invalid, tokens, received_rows, most, *counts = zip(*theirs, strict=True)
+    sent_rows = tuple([block[ROWS] for block in mine])
+    sent = tuple([sum(block[COUNTS:]) for block in mine])
+    received = tuple(map(sum, zip(*counts, strict=True)))
+    return ExchangePlan(
+        num_invalid=mine[0][INVALID],
+        verdicts=list(map(list, zip(codes, invalid, strict=True))),
+        tokens=tokens,
+        slots=Volume(sent, received),
+        rows=Volume(sent_rows, received_rows),
+        counts=tuple(map(sum, counts)),
+        most=max(most),
+        counts_by_rank=counts_WL,
+    )
+
+
+def read_counts(
+    told: Tensor, exchange: Pending[Tensor], *, num_columns: int, purpose: object
+) -> tuple[Tensor, Any, Any]:
+    """Wait for an exchange of numbers and read both sides of it: the only host read of a layer.
+
+    On CUDA the read goes through a stream of its own: it waits for the exchange, and not for what
+    the current stream was given since, such as the gather of the rows.
+
+    Args:
+        told: What was sent [W, ..., B].
+        exchange: Pending exchange of `told`.
+        num_columns: How many of each block to read.
+        purpose: Purpose of the read, from which a dry run knows the numbers.
+
+    Returns:
+        What was heard on the device; what was told and what was heard on the host.
+    """
+    if told.device.type != "cuda":
+        heard = exchange.wait()
+        both = torch.stack([told[..., :num_columns], heard[..., :num_columns]])
+        return heard, *arrived(both, purpose=purpose).tolist()
+    done, stream = Event(told.device), side_stream(told.device, "read counts")
+    with use_stream(stream):
+        heard = exchange.wait()
+        both = torch.stack([told[..., :num_columns], heard[..., :num_columns]])
+        with _landings.lend(both) as on_host:
+            on_host.copy_(both, non_blocking=True)
+            done.record(stream)
+            # Also keeps `told` and `both` alive for as long as the other stream reads them.
+            done.synchronize()
+            mine, theirs = arrived(on_host, purpose=purpose).tolist()
+    done.wait()
+    return heard, mine, theirs
+
+
+class _Landings:
+    """Pinned memory that copies to the host land in; each piece serves one read at a time."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []  # adding and taking are one step each, in any thread
+
+    @contextmanager
+    def lend(self, source: Tensor) -> Iterator[Tensor]:
+        """Memory of the shape and dtype of `source` for as long as the context lasts."""
+        try:
+            memory = self._free.pop()
+        except IndexError:
+            memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if memory.numel() < source.nbytes:
+            size = max(_SMALLEST, 1 << (source.nbytes - 1).bit_length())
+            memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        yield memory[: source.nbytes].view(source.dtype).view(source.shape)
+        self._free.append(memory)  # not after an error: the device may yet write to it
+
+
+_SMALLEST = 1 << 14
+_landings = _Landings()
+
+
+def raise_together(
+    error: Exception | None,
+    mine: Header,
+    verdicts: Sequence[Sequence[int]],
+    *,
+    groups: Sequence[ProcessGroup],
+    device: torch.device,
+) -> None:
+    """Return on all ranks or raise on all of them; see Note [All or none].
+
+    Args:
+        error: What is wrong on this rank.
+        mine: What this rank told the others.
+        verdicts: Verdict of each rank: code of its header, how many of its slots are invalid.
+        groups: The ranks: those of one group; or, of two, all in the second group with a rank of
+            the first, which follow each other.
+        device: Where the exchange took place.
+    """
+    failed = [rank for rank, (code, bad) in enumerate(verdicts) if bad or code == _FAILED]
+    if failed:
+        if device.type == "cpu":
+            error = _heard_error(error, groups)
+        raise error or _unheard_error(failed[0] * groups[0].size() // len(verdicts), groups)
+    place = 0
+    for group in groups:
+        place = place * group.size() + group.rank()
+    raise_if_different(mine, [code for code, _ in verdicts], rank=place)
+
+
+def _heard_error(error: Exception | None, groups: Sequence[ProcessGroup]) -> Exception | None:
+    """What is wrong on this rank, or else what others say is on theirs, one group after another."""
+    for group in groups:
+        try:
+            agree(error, group=group, where="the exchange of rows between experts")
+        except Exception as heard:  # noqa: BLE001 - this rank's own, of whatever kind
+            error = heard
+    return error
+
+
+def _unheard_error(place: int, groups: Sequence[ProcessGroup]) -> PeerError:
+    """What is known of an error on a rank of the first group where no message can be sent."""
+    rank = dist.get_process_group_ranks(groups[0])[place]
+    where = f"rank {rank}" + (" or another one of its tp group" if len(groups) > 1 else "")
+    return PeerError(f"{where} has wrong input for its experts", rank=rank)
+
+
+def raise_if_different(mine: Header, codes: Sequence[int], *, rank: int) -> None:
+    """Raise if a rank has another header; every rank then finds one that differs from its own."""
+    others = [other for other, code in enumerate(codes) if code != mine.code]
+    if others:
+        raise ValueError(
+            f"rank {rank}: x ({mine}) must equal that of rank {others[0]} of the expert "
+            f"group ({Header(codes[others[0]])})"
+        )
