@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from hp_context import AsyncContextParallel, Attention, Causal, ContextParallel, PositionMask
-from hp_context.all_gather import MAX_STRIDES
+from hp_context.methods.all_gather import MAX_STRIDES
 from hp_platform.testing import run_distributed, slow_group
 
 RANKS, KEY_RANKS = 2, 4

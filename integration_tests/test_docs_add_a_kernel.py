@@ -58,12 +58,12 @@ def attention(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kernel, test = blocks(page, "python")
     [entry] = blocks(page, "diff")
     for block, name, place in (
-        (kernel, "padded_kernel.py", folder / "hp_context"),
+        (kernel, "padded.py", folder / "hp_context" / "kernels"),
         (test, "test_context_padded.py", folder),
     ):
         assert f"`{name}`" in page.read_text()
         (place / name).write_text(block)
-    apply(entry, folder / "hp_context" / "kernels.py")
+    apply(entry, folder / "hp_context" / "kernels" / "choice.py")
     return folder
 
 
@@ -82,7 +82,8 @@ def test_modes_that_compute_by_blocks_take_an_added_kernel(attention: Path) -> N
     (attention / "modes.py").write_text("""
 import torch
 import torch.distributed as dist
-from hp_context import Attention, Causal, ContextParallel, shard_sequence, padded_kernel
+from hp_context import Attention, Causal, ContextParallel, shard_sequence
+from hp_context.kernels import padded
 from hp_platform.testing import run_distributed
 
 MODES = [ContextParallel(1), ContextParallel(ring=True)]
@@ -90,8 +91,8 @@ MODES = [ContextParallel(1), ContextParallel(ring=True)]
 
 @torch.no_grad()
 def worst() -> list[float]:
-    calls, kernel = [], padded_kernel.forward
-    padded_kernel.forward = lambda *a, **k: calls.append(a) or kernel(*a, **k)
+    calls, kernel = [], padded.forward
+    padded.forward = lambda *a, **k: calls.append(a) or kernel(*a, **k)
     torch.manual_seed(0)
     whole = [torch.randn(1, 16, 4, size, dtype=torch.float64) for size in (8, 8, 5)]
     expected = shard_sequence(Attention(Causal())(*whole), dist.group.WORLD)

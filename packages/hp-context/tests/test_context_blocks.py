@@ -20,7 +20,7 @@ from hp_context import (
     SlidingWindow,
     mask_tensor,
 )
-from hp_context.blocks import QueryRun, plan
+from hp_context.masks.blocks import QueryRun, plan
 
 SEQ = 24
 masks = st.one_of(

@@ -27,12 +27,12 @@ from hp_context import (
     exchanged_bytes,
     shard_sequence,
 )
-from hp_context.checks import Dims
-from hp_context.heads import split_heads
-from hp_context.hybrid import outer_runs
-from hp_context.in_flight import Exchange
-from hp_context.ring import routes
-from hp_context.spread import Needs
+from hp_context.attention.heads import split_heads
+from hp_context.attention.spread import Needs
+from hp_context.batch.checks import Dims
+from hp_context.methods.hybrid import outer_runs
+from hp_context.methods.in_flight import Exchange
+from hp_context.methods.ring import routes
 from hp_platform.testing import record_exchanges, run_distributed, run_in_threads
 
 RANKS, SEQ, SIZE, BATCH = 4, 24, 8, 2

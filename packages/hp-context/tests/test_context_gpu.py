@@ -18,10 +18,10 @@ from hp_context import (
     shard_sequence,
     unshard_sequence,
 )
-from hp_context import kernels as k_module
-from hp_context.kernels import Kernel, block_backward, block_forward, choose_kernel
-from hp_context.masks import block_tensor
-from hp_context.merge import Merge, for_backward
+from hp_context.attention.merge import Merge, for_backward
+from hp_context.kernels import choice as k_module
+from hp_context.kernels.choice import Kernel, block_backward, block_forward, choose_kernel
+from hp_context.masks.mask import block_tensor
 from hp_platform import RankInfo, backend_for, initialize, shutdown
 from hp_platform.testing import run_distributed
 

@@ -30,11 +30,8 @@ from context_block import (
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hp_context import (
-    AsyncContextParallel,
-    Attention,
-    in_flight,
-)
+from hp_context import AsyncContextParallel, Attention
+from hp_context.methods import in_flight
 from hp_platform import Pending, ThreadContext, WeightGradQueue, _internals, linear
 from hp_platform.pending import release_completed
 from hp_platform.testing import run_in_threads

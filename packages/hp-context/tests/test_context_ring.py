@@ -31,8 +31,8 @@ from hp_context import (
     shard_sequence,
     unshard_sequence,
 )
-from hp_context.ring import routes
-from hp_context.spread import length
+from hp_context.attention.spread import length
+from hp_context.methods.ring import routes
 from hp_platform.pending import release_completed
 from hp_platform.testing import run_distributed, watch_operators
 

@@ -20,7 +20,7 @@ from hp_context import (
     shard_sequence,
     unshard_sequence,
 )
-from hp_context.walk import blocks_pay, whole_plan
+from hp_context.attention.softmax import blocks_pay, whole_plan
 from hp_platform.testing import run_distributed, watch_operators
 
 pytestmark = pytest.mark.usefixtures("one_thread")

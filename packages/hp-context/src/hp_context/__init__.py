@@ -2,11 +2,8 @@
 
 from hp_context.api import ContextParallel
 from hp_context.async_ import AsyncContextParallel
-from hp_context.attention import Attention, masked_attention
-from hp_context.batch import shard_batch
-from hp_context.cost import ExchangedBytes, exchanged_bytes
-from hp_context.hugging_face import register_attention
-from hp_context.layout import (
+from hp_context.attention.core import Attention, masked_attention
+from hp_context.batch.layout import (
     Contiguous,
     HeadTail,
     SequenceLayout,
@@ -14,8 +11,12 @@ from hp_context.layout import (
     shard_sequence,
     unshard_sequence,
 )
-from hp_context.loss import count_tokens, shift_labels, sum_gradients, token_loss
-from hp_context.masks import (
+from hp_context.batch.loss import count_tokens, shift_labels, sum_gradients, token_loss
+from hp_context.batch.positions import documents_of
+from hp_context.batch.shard import shard_batch
+from hp_context.cost import ExchangedBytes, exchanged_bytes
+from hp_context.hugging_face import register_attention
+from hp_context.masks.mask import (
     BlockKind,
     Causal,
     Documents,
@@ -25,9 +26,8 @@ from hp_context.masks import (
     SlidingWindow,
     mask_tensor,
 )
-from hp_context.overlap import Fallback, OverlapCounts, OverlapRates
-from hp_context.positions import documents_of
-from hp_context.ulysses import head_to_seq, seq_to_head
+from hp_context.methods.overlap import Fallback, OverlapCounts, OverlapRates
+from hp_context.methods.ulysses import head_to_seq, seq_to_head
 
 __all__ = [
     "AsyncContextParallel",

@@ -24,22 +24,22 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from hp_context.all_gather import GatheredMask, gather_keys
-from hp_context.attention import Attention
-from hp_context.call import Call, parts_of_rank, recall, remember
-from hp_context.checks import Dims, check_local, check_parts, content_of
-from hp_context.compare import compare, is_new, is_of_the_data, set_compared
-from hp_context.core_mask import CoreMask, check_core, check_used
+from hp_context.attention.core import Attention
+from hp_context.attention.core_mask import CoreMask, check_core, check_used
+from hp_context.attention.heads import HeadSplit, split_heads
+from hp_context.attention.parts import PartsMask
+from hp_context.attention.spread import Spread
+from hp_context.batch.checks import Dims, check_local, check_parts, content_of
+from hp_context.batch.layout import CONTIGUOUS, HeadTail, SequenceLayout, to_positions, to_ranks
 from hp_context.guard import PositionsOnly, guard
-from hp_context.heads import HeadSplit, split_heads
-from hp_context.hybrid import Axes, axes_of_mesh, plain_axes, split_group
-from hp_context.layout import CONTIGUOUS, HeadTail, SequenceLayout, to_positions, to_ranks
-from hp_context.masks import Full, Mask
-from hp_context.overlap import OverlapRates
-from hp_context.parts import PartsMask
-from hp_context.ring import RingMask
-from hp_context.spread import Spread
-from hp_context.ulysses import head_to_seq, seq_to_head
+from hp_context.masks.compare import compare, is_new, is_of_the_data, set_compared
+from hp_context.masks.mask import Full, Mask
+from hp_context.methods.all_gather import GatheredMask, gather_keys
+from hp_context.methods.call import Call, parts_of_rank, recall, remember
+from hp_context.methods.hybrid import Axes, axes_of_mesh, plain_axes, split_group
+from hp_context.methods.overlap import OverlapRates
+from hp_context.methods.ring import RingMask
+from hp_context.methods.ulysses import head_to_seq, seq_to_head
 from hp_platform import outside_graph, resolve_group
 
 M = TypeVar("M", bound=nn.Module)

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import torch
 
-from hp_context.heads import split_heads
-from hp_context.hybrid import outer_runs
-from hp_context.layout import CONTIGUOUS, SequenceLayout
-from hp_context.masks import Full, Mask
-from hp_context.ring import routes
-from hp_context.spread import Needs, Rows, length
+from hp_context.attention.heads import split_heads
+from hp_context.attention.spread import Needs, Rows, length
+from hp_context.batch.layout import CONTIGUOUS, SequenceLayout
+from hp_context.masks.mask import Full, Mask
+from hp_context.methods.hybrid import outer_runs
+from hp_context.methods.ring import routes
 
 
 class ExchangedBytes(NamedTuple):

@@ -6,10 +6,10 @@ from typing import Any
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from hp_context.batch.layout import CONTIGUOUS, HeadTail, SequenceLayout
 from hp_context.hugging_face.attention import SpreadAttention
 from hp_context.hugging_face.call import make_call_mask
 from hp_context.hugging_face.watch import watch_models
-from hp_context.layout import CONTIGUOUS, HeadTail, SequenceLayout
 from hp_platform import outside_graph
 
 

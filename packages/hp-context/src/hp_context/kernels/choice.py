@@ -15,10 +15,10 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from hp_context import cpu_kernel, cuda_kernels, flex_kernel, reference_kernel
-from hp_context.dropout import BlockDropout
-from hp_context.masks import BlockKind
-from hp_context.reference_kernel import Scoring
+from hp_context.kernels import cpu, cuda, flex, reference
+from hp_context.kernels.dropout import BlockDropout
+from hp_context.kernels.reference import Scoring
+from hp_context.masks.mask import BlockKind
 
 
 class Kernel(Enum):
@@ -66,8 +66,8 @@ class BlockKernel(Protocol):
 
 
 MODULES: Final[dict[Kernel, BlockKernel]] = {
-    Kernel.CUDA_FLEX: flex_kernel,
-    Kernel.CPU_FLASH: cpu_kernel,
+    Kernel.CUDA_FLEX: flex,
+    Kernel.CPU_FLASH: cpu,
 }
 """The kernels that are a module each. A block without dropout goes to the first that applies."""
 
@@ -102,14 +102,12 @@ def block_forward(
     causal = kind is BlockKind.CAUSAL
     kernel = choose_kernel(q, v, mask=mask, softcap=softcap, dropout=dropout)
     if kernel is Kernel.CUDA_FLASH:
-        out, lse = cuda_kernels.flash_forward(*_rows(q, k, v), causal=causal, scale=scale)
+        out, lse = cuda.flash_forward(*_rows(q, k, v), causal=causal, scale=scale)
     elif kernel is Kernel.CUDA_EFFICIENT:
-        out, lse = cuda_kernels.efficient_forward(
-            *_rows(q, k, v), mask=mask, causal=causal, scale=scale
-        )
+        out, lse = cuda.efficient_forward(*_rows(q, k, v), mask=mask, causal=causal, scale=scale)
     else:
         scoring = Scoring(scale, softcap, dropout)
-        out, lse = MODULES.get(kernel, reference_kernel).forward(
+        out, lse = MODULES.get(kernel, reference).forward(
             *_rows(q, k, v), mask=mask, causal=causal, scoring=scoring
         )
     if mask is not None:
@@ -155,14 +153,14 @@ def block_backward(
     kernel = choose_kernel(q, v, mask=mask, softcap=softcap, dropout=dropout)
     grad_out, q, k, v, out = _rows(grad_out, q, k, v, out)
     if kernel is Kernel.CUDA_FLASH:
-        return cuda_kernels.flash_backward(
+        return cuda.flash_backward(
             q, k, v, grad_out=grad_out, out=out, lse=lse, causal=causal, scale=scale
         )
     if kernel is Kernel.CUDA_EFFICIENT:
-        return cuda_kernels.efficient_backward(
+        return cuda.efficient_backward(
             q, k, v, grad_out=grad_out, out=out, lse=lse, mask=mask, causal=causal, scale=scale
         )
-    return MODULES.get(kernel, reference_kernel).backward(
+    return MODULES.get(kernel, reference).backward(
         q,
         k,
         v,
@@ -191,9 +189,9 @@ def choose_kernel(
             return kernel
     if softcap is not None:
         return Kernel.REFERENCE
-    if q.device.type == "cuda" and cuda_kernels.flash_applies(q, v, mask):
+    if q.device.type == "cuda" and cuda.flash_applies(q, v, mask):
         return Kernel.CUDA_FLASH
-    if q.device.type == "cuda" and cuda_kernels.efficient_applies(q, v):
+    if q.device.type == "cuda" and cuda.efficient_applies(q, v):
         return Kernel.CUDA_EFFICIENT
     return Kernel.REFERENCE
 

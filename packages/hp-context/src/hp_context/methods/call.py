@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from hp_context.checks import Dims
+from hp_context.batch.checks import Dims
 
 if TYPE_CHECKING:
-    from hp_context.placement import Placed
+    from hp_context.methods.placement import Placed
 
 _RECORD = "_hp_context_call"
 
@@ -40,7 +40,7 @@ def parts_of_rank(qkv: list[Tensor], dims: Dims) -> tuple[list[Tensor], Placed |
     """
     if not any(hasattr(x, "placements") for x in qkv):
         return qkv, None
-    from hp_context.placement import local_parts  # noqa: PLC0415  # takes seconds
+    from hp_context.methods.placement import local_parts  # noqa: PLC0415  # takes seconds
 
     return local_parts(qkv, seq_dim=dims.seq, head_dim=dims.head)
 

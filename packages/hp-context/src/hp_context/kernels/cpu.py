@@ -8,7 +8,7 @@ size of queries, keys and values.
 import torch
 from torch import Tensor
 
-from hp_context.reference_kernel import Scoring
+from hp_context.kernels.reference import Scoring
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

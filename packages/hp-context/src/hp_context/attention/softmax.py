@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hp_context.blocks import KeyBlock, QueryRun, plan
-from hp_context.dropout import Dropout
-from hp_context.kernels import block_backward, block_forward
-from hp_context.masks import (
+from hp_context.attention.merge import Merge, for_backward, sinks_gradient, with_sinks
+from hp_context.kernels.choice import block_backward, block_forward
+from hp_context.kernels.dropout import Dropout
+from hp_context.masks.blocks import KeyBlock, QueryRun, plan
+from hp_context.masks.mask import (
     BlockKind,
     Both,
     Causal,
@@ -30,7 +31,6 @@ from hp_context.masks import (
     SlidingWindow,
     block_tensor,
 )
-from hp_context.merge import Merge, for_backward, sinks_gradient, with_sinks
 
 # Pairs of positions whose scores could be computed in the time that a block takes beside its own:
 # measured on a CPU, where documents of 64 positions break even; estimated for a GPU, from 50 us for

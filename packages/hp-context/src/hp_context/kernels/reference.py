@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hp_context.dropout import BlockDropout
+from hp_context.kernels.dropout import BlockDropout
 
 TILE = 1 << 24  # scores
 

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hp_context import walk
-from hp_context.attention import SpreadMask, Terms
-from hp_context.blocks import QueryRun
-from hp_context.heads import HeadShare
-from hp_context.masks import Mask
-from hp_context.spread import Needs, Spread
-from hp_context.walk import Scores
+from hp_context.attention import softmax
+from hp_context.attention.core import SpreadMask, Terms
+from hp_context.attention.heads import HeadShare
+from hp_context.attention.softmax import Scores
+from hp_context.attention.spread import Needs, Spread
+from hp_context.masks.blocks import QueryRun
+from hp_context.masks.mask import Mask
 
 WORTH_A_COPY = 1024  # queries that use a key/value head
 
@@ -71,16 +71,16 @@ class PartsMask(SpreadMask):
         """Return [B, H, s, E]; differentiable. `sinks` are [H], see `merge.with_sinks`."""
 
 
-class Forward(walk.Forward):
-    """Attention over the parts that have been added so far; see `walk.Forward`."""
+class Forward(softmax.Forward):
+    """Attention over the parts that have been added so far; see `softmax.Forward`."""
 
     def add(self, part: Tensor, runs: Sequence[QueryRun]) -> None:
         """Take in a part, keys and values packed, and its blocks."""
         self.add_keys(*_rows_of_heads(part, self.q), runs)
 
 
-class Backward(walk.Backward):
-    """Gradients over the parts that have been added so far; see `walk.Backward`."""
+class Backward(softmax.Backward):
+    """Gradients over the parts that have been added so far; see `softmax.Backward`."""
 
     def add(self, part: Tensor, runs: Sequence[QueryRun]) -> Tensor:
         """Take in a part and its blocks; return its gradients, packed, in float32 or wider."""

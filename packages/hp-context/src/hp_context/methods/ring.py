@@ -35,12 +35,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hp_context.blocks import QueryRun, plan
-from hp_context.masks import Mask
-from hp_context.merge import sinks_gradient, with_sinks
-from hp_context.parts import Backward, Forward, PartsMask, new_results, packed, unpacked
-from hp_context.spread import Needs, Rows, Spread, add_to, length, take
-from hp_context.walk import Scores
+from hp_context.attention.merge import sinks_gradient, with_sinks
+from hp_context.attention.parts import Backward, Forward, PartsMask, new_results, packed, unpacked
+from hp_context.attention.softmax import Scores
+from hp_context.attention.spread import Needs, Rows, Spread, add_to, length, take
+from hp_context.masks.blocks import QueryRun, plan
+from hp_context.masks.mask import Mask
 from hp_platform import Pending, isend_irecv
 from hp_platform.groups import global_ranks
 

@@ -34,9 +34,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from hp_context.checks import Dims
-from hp_context.overlap import Fallback
-from hp_context.ulysses import Packing, seq_to_head
+from hp_context.batch.checks import Dims
+from hp_context.methods.overlap import Fallback
+from hp_context.methods.ulysses import Packing, seq_to_head
 from hp_platform import Pending, launch_all_to_all
 
 _RECORD = "_hp_context_record"

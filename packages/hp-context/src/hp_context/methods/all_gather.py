@@ -35,14 +35,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hp_context.blocks import QueryRun, joined, plan
-from hp_context.heads import HeadShare
-from hp_context.masks import Mask
-from hp_context.merge import sinks_gradient, with_sinks
-from hp_context.overlap import OverlapRates
-from hp_context.parts import Backward, Forward, PartsMask, new_results, packed, unpacked
-from hp_context.spread import Needs, Rows, Spread, add_to, in_order, length, take
-from hp_context.walk import Scores
+from hp_context.attention.heads import HeadShare
+from hp_context.attention.merge import sinks_gradient, with_sinks
+from hp_context.attention.parts import Backward, Forward, PartsMask, new_results, packed, unpacked
+from hp_context.attention.softmax import Scores
+from hp_context.attention.spread import Needs, Rows, Spread, add_to, in_order, length, take
+from hp_context.masks.blocks import QueryRun, joined, plan
+from hp_context.masks.mask import Mask
+from hp_context.methods.overlap import OverlapRates
 from hp_platform import Pending, launch_all_gather, launch_all_to_all
 
 MAX_STRIDES = 4  # a fifth hides a twentieth of the exchange more and makes every kernel smaller

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hp_context.causal_strips import attend_in_strips, strips_apply
-from hp_context.dropout import Dropout, draw_seed
-from hp_context.heads import HeadShare
-from hp_context.masks import Causal, Full, Mask, mask_tensor
-from hp_context.walk import Scores, attend_by_blocks, blocks_pay
+from hp_context.attention.causal_strips import attend_in_strips, strips_apply
+from hp_context.attention.heads import HeadShare
+from hp_context.attention.softmax import Scores, attend_by_blocks, blocks_pay
+from hp_context.kernels.dropout import Dropout, draw_seed
+from hp_context.masks.mask import Causal, Full, Mask, mask_tensor
 from hp_platform import outside_graph
 
 _HEADS_FIRST = (2, 1)

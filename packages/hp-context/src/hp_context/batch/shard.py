@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from hp_context.layout import CONTIGUOUS, SequenceLayout, shard_sequence
-from hp_context.loss import IGNORED, shift_labels
+from hp_context.batch.layout import CONTIGUOUS, SequenceLayout, shard_sequence
+from hp_context.batch.loss import IGNORED, shift_labels
 
 
 def shard_batch(

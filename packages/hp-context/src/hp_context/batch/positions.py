@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_context.compare import compare
-from hp_context.layout import SequenceLayout, to_positions
-from hp_context.masks import Documents
+from hp_context.batch.layout import SequenceLayout, to_positions
+from hp_context.masks.compare import compare
+from hp_context.masks.mask import Documents
 
 
 def documents_of(position_ids: Tensor) -> Documents:

@@ -28,7 +28,7 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
-from hp_context.reference_kernel import Scoring
+from hp_context.kernels.reference import Scoring
 
 MIN_MASK = 1 << 24  # entries; below, a mask tensor costs less than tiles of it
 _MIN_HEAD_SIZE = 16

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_context.masks import Mask
+from hp_context.masks.mask import Mask
 
 Rows = tuple[range, ...]  # runs of positions, in the order of a tensor
 

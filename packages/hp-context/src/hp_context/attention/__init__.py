@@ -1,0 +1,1 @@
+"""Attention over what a rank has: by torch, by blocks, by parts that are merged."""

@@ -1,0 +1,1 @@
+"""A batch whose sequences ranks share: layouts, positions, shards, losses."""

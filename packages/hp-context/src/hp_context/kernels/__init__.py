@@ -1,0 +1,1 @@
+"""What computes one block of attention on which device."""

@@ -1,0 +1,1 @@
+"""Which keys a query may see, as data, and by blocks."""

@@ -1,0 +1,1 @@
+"""How ranks exchange: keys gathered, keys in a ring, heads dealt out, both."""
