@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from hp_platform import resolve_group
@@ -133,8 +134,6 @@ def sum_gradients(model: M) -> M:
                     parameter.register_hook(partial(mul, model.process_group.size()))
             _summing.add(model)
         return model
-    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 - a fifth of the package's import
-
     sharded = [part for part in model.modules() if isinstance(part, FSDPModule)]
     for part in sharded:
         part.set_gradient_divide_factor(1.0)
