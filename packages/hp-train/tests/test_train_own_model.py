@@ -1,5 +1,6 @@
 """What is wrong with a model of one's own is said in one line, and what is right is known of it."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def build(factory: str) -> None:
     ("name", "reason"),
     [
         ("{folder}/own.py:Missing", "must be importable: AttributeError"),
-        ("{folder}/own.py:Other", "must make a hp_train.model.Stage, not own.Other"),
+        ("{folder}/own.py:Other", "must make a hp_train.model.Stage, not hp_model_own.Other"),
         ("{folder}/broken.py:Other", "must be importable: ZeroDivisionError"),
         ("no_such_package_at_all:Other", "must be importable: ModuleNotFoundError"),
     ],
@@ -42,6 +43,30 @@ def test_what_is_no_model_is_refused(name: str, reason: str, tmp_path: Path) -> 
     (tmp_path / "broken.py").write_text("1 / 0")
     with pytest.raises(ConfigError, match=reason):
         build(name.format(folder=tmp_path))
+
+
+def test_a_file_imports_what_lies_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "beside_own_model.py").write_text("SIZE = 3")
+    (tmp_path / "torch.py").write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "from torch import nn\n"
+        "from beside_own_model import SIZE\n"
+        "from hp_train.model import Stage\n"
+        "@dataclass\n"
+        "class Sizes:\n"
+        "    dim: int = SIZE\n"
+        "class Own(Stage):\n"
+        "    def __init__(self, *args, compute_dtype, **kwargs):\n"
+        "        super().__init__(compute_dtype=compute_dtype)\n"
+        "        self.layers = nn.ModuleDict({'0': nn.Linear(Sizes().dim, 3)})\n"
+    )
+    model = ModelConfig(factory=f"{tmp_path}/torch.py:Own")
+    stage = build_stage(model, 8, layers=range(1), first=True, last=True)
+    assert [*declared(stage)] == ["layers.0.weight", "layers.0.bias"]
 
 
 @pytest.mark.parametrize(

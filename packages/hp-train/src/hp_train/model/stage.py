@@ -14,10 +14,12 @@ Shape symbols: B sequences, S positions of a rank, D width of the stream, V voca
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -141,16 +143,23 @@ def factory_of(name: str) -> Callable[..., Any]:
     """
     path, _, function = name.rpartition(":")
     try:
-        if path.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(path)
+        module = _from_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
         found: Callable[..., Any] = getattr(module, function)
     except Exception as error:
         told = f"{type(error).__name__}: {error}"
         raise ConfigError(f'model.factory ("{name}") must be importable: {told}') from error
     return found
+
+
+def _from_file(path: Path) -> ModuleType:
+    """Import a file as a script is: what lies beside it can be imported too."""
+    if (folder := str(path.parent.absolute())) not in sys.path:
+        sys.path.append(folder)
+    # Not under its own name, which may be that of an installed module.
+    spec = importlib.util.spec_from_file_location(f"hp_model_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look there
+    spec.loader.exec_module(module)
+    return module
