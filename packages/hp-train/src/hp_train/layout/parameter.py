@@ -16,7 +16,7 @@ class ParameterSpec:
     """What a model says of a parameter where it makes it.
 
     Attributes:
-        kind: What it is for.
+        kind: Whether it is a matrix, a norm or a bias.
         tp_dim: Dim that tensor-parallel ranks share out; None: each has all of it.
         is_expert: Whether dim 0 is the experts of a layer.
         hidden_dim: Dim of an expert's parameter that is the hidden width, which ranks with other
