@@ -61,3 +61,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def forked_programs() -> Iterator[None]:
+    """Fork what tests start of Python from one process that has imported torch and hp_train.
+
+    A module asks for it by `pytestmark = pytest.mark.usefixtures("forked_programs")`. What a test
+    is to start as a user would, interpreter and imports included, is in modules that do not.
+    """
+    from forked import commands  # noqa: PLC0415 - is found once pytest has read its settings
+
+    with commands():
+        yield
