@@ -63,14 +63,23 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session")
+def program_server() -> Iterator[None]:
+    """A process that has imported torch and hp_train, from which programs can be forked."""
+    import forked  # noqa: PLC0415 - is found once pytest has read its settings
+
+    with forked.server():
+        yield
+
+
 @pytest.fixture(scope="module")
-def forked_programs() -> Iterator[None]:
-    """Fork what tests start of Python from one process that has imported torch and hp_train.
+def forked_programs(program_server: None) -> Iterator[None]:  # noqa: ARG001 - is there
+    """Fork what tests start of Python, instead of importing torch in each program.
 
-    A module asks for it by `pytestmark = pytest.mark.usefixtures("forked_programs")`. What a test
-    is to start as a user would, interpreter and imports included, is in modules that do not.
+    A module asks for it by `pytestmark = pytest.mark.usefixtures("forked_programs")`. What is to be
+    started as a user does, interpreter and imports included, is in modules that do not.
     """
-    from forked import commands  # noqa: PLC0415 - is found once pytest has read its settings
+    import forked  # noqa: PLC0415
 
-    with commands():
+    with forked.commands():
         yield

@@ -1,10 +1,10 @@
 """Python programs as forks of a process that has imported what they need, for tests.
 
 A command of `hp` imports torch for 4 s, and so do the server that its ranks are forked from, each
-rank that torchrun starts and each program of the acceptance kit. While `commands` is entered, such
-programs are forked from a server instead, which the first of them starts:
+rank that torchrun starts and each program of the acceptance kit. Such programs can be forked from a
+server instead:
 
-    with commands():
+    with server(), commands():
         subprocess.run([sys.executable, "-m", "hp_train", "train"])
 
 For the caller each is a child as usual, with the session, folder, environment, descriptors and
@@ -123,16 +123,6 @@ class _Server:
     def __init__(self, control: socket.socket) -> None:
         self._control, self._lock, self._owner = control, threading.Lock(), os.getpid()
 
-    @classmethod
-    def start(cls) -> _Server:
-        """Start one that has a Python of its own."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, __file__, str(theirs.fileno()), " " * _TITLE_BYTES]
-            null = subprocess.DEVNULL
-            _popen(command, stdin=null, stdout=null, pass_fds=[theirs.fileno()])
-        return cls(ours)
-
     @property
     def is_ours(self) -> bool:
         """Whether it is a child of this process, and not of one that has forked this."""
@@ -208,11 +198,26 @@ def _spawn_or_fork(path: Any, command: Sequence[Any], descriptors: Sequence[int]
 
 
 @contextlib.contextmanager
+def server() -> Iterator[None]:
+    """Have a server with a Python of its own, which `commands` needs; it starts to import."""
+    global _server  # noqa: PLW0603 - a process has one
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            command = [sys.executable, __file__, str(theirs.fileno()), " " * _TITLE_BYTES]
+            null = subprocess.DEVNULL
+            process = _popen(command, stdin=null, stdout=null, pass_fds=[theirs.fileno()])
+        _server = _Server(ours)
+        try:
+            yield
+        finally:
+            _server = None
+    process.wait()
+
+
+@contextlib.contextmanager
 def commands() -> Iterator[None]:
     """Fork the Python programs that this process starts meanwhile, by anything in `subprocess`."""
-    global _server  # noqa: PLW0603 - a process has one
-    if _server_of_this() is None:
-        _server = _Server.start()
     with patch.object(subprocess, "Popen", Popen):
         yield
 
