@@ -7,6 +7,8 @@ server instead:
     with server(), commands():
         subprocess.run([sys.executable, "-m", "hp_train", "train"])
 
+Tests themselves, and ranks that they run, share those imports: `forked.py -m pytest ...`.
+
 For the caller each is a child as usual, with the session, folder, environment, descriptors and
 signals that it would have. It has no seed of hashes of its own, and what an interpreter or library
 reads from the environment as it starts has been read: what depends on that is tested without.
@@ -132,8 +134,7 @@ class _Server:
         self, program: _Program, descriptors: Sequence[int], *, as_numbers: Sequence[int]
     ) -> int:
         """Start a program that has some descriptors as those numbers; return its process id."""
-        blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
-        program = replace(program, blocked=blocked, descriptors=list(as_numbers))
+        program = replace(program, blocked=_blocked(), descriptors=list(as_numbers))
         message = json.dumps(asdict(program)).encode()
         libc, before = ctypes.CDLL(None), ctypes.c_int()
         with self._lock:
@@ -146,6 +147,10 @@ class _Server:
                 return int.from_bytes(_read(self._control, _LENGTH_BYTES))
             finally:
                 libc.prctl(_SET_SUBREAPER, before.value, 0, 0, 0)
+
+
+def _blocked() -> list[int]:
+    return [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
 
 
 _server: _Server | None = None
@@ -199,12 +204,16 @@ def _spawn_or_fork(path: Any, command: Sequence[Any], descriptors: Sequence[int]
 
 @contextlib.contextmanager
 def server() -> Iterator[None]:
-    """Have a server with a Python of its own, which `commands` needs; it starts to import."""
+    """Have a server, which `commands` needs: that of this process, or one with its own Python."""
     global _server  # noqa: PLW0603 - a process has one
+    if _server_of_this() is not None:
+        yield
+        return
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
-            command = [sys.executable, __file__, str(theirs.fileno()), " " * _TITLE_BYTES]
+            number = str(theirs.fileno())
+            command = [sys.executable, __file__, "--serve", number, " " * _TITLE_BYTES]
             null = subprocess.DEVNULL
             process = _popen(command, stdin=null, stdout=null, pass_fds=[theirs.fileno()])
         _server = _Server(ours)
@@ -222,8 +231,10 @@ def commands() -> Iterator[None]:
         yield
 
 
-def _main(control: socket.socket) -> None:
-    """Import, then fork; what is forked goes on here and is the program."""
+def _main(arguments: Sequence[str]) -> None:
+    """Import, then be a program and fork others; what is forked goes on here as well."""
+    # For all, as tests have it: threads that wait for each other on busy cores take long.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     subprocess.Popen = Popen  # type: ignore[misc]
     multiprocessing.util.spawnv_passfds = _spawn_or_fork
     for name in _IMPORTED:
@@ -234,7 +245,14 @@ def _main(control: socket.socket) -> None:
     installed = [path for path in sys.path[1:] if path not in given]
     # A request to stop reaches all of a group; programs get back what was there.
     usual = {number: signal.signal(number, signal.SIG_IGN) for number in _STOPS}
-    program, descriptors = _next(control)
+    own = _program_of([sys.executable, *arguments])
+    if own is None:
+        program, descriptors = _next(*_serve(socket.socket(fileno=int(arguments[1]))))
+    else:
+        here = replace(own, folder=str(Path.cwd()), env=dict(os.environ), blocked=_blocked())
+        program, descriptors = _next(here, [])
+        if program is here:  # whoever asks for `commands` gets them
+            subprocess.Popen = _popen  # type: ignore[misc]
     signal.pthread_sigmask(signal.SIG_SETMASK, program.blocked)
     for number, handler in usual.items():
         signal.signal(number, handler)
@@ -246,11 +264,10 @@ def _main(control: socket.socket) -> None:
     _run(program, installed)
 
 
-def _next(control: socket.socket) -> tuple[_Program, list[int]]:
-    """Fork a process for every request until nobody can ask any more; return in what is forked."""
+def _next(program: _Program, descriptors: list[int]) -> tuple[_Program, list[int]]:
+    """Fork a server of the program, and return; there, return with every program it forks."""
     global _server  # noqa: PLW0603
     while True:
-        program, descriptors = _serve(control)
         if program.leads_session:
             os.setsid()
         if program.is_fork_server:
@@ -263,9 +280,11 @@ def _next(control: socket.socket) -> tuple[_Program, list[int]]:
         ours.close()
         for descriptor in descriptors:
             os.close(descriptor)
+        program, descriptors = _serve(control)
 
 
 def _serve(control: socket.socket) -> tuple[_Program, list[int]]:
+    """Fork a process for every request until nobody can ask any more; return in each of them."""
     while True:
         length, descriptors, _, _ = socket.recv_fds(control, _LENGTH_BYTES, _MOST_DESCRIPTORS)
         if not length:
@@ -305,7 +324,7 @@ def _read(connection: socket.socket, count: int) -> bytes:
 
 def _take(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
     """Give descriptors other numbers, which may be among those that they have."""
-    above = max(numbers) + 1
+    above = max(numbers, default=0) + 1
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, above) for descriptor in descriptors]
     for descriptor in descriptors:
         os.close(descriptor)
@@ -342,4 +361,4 @@ def _run(program: _Program, installed: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    _main(socket.socket(fileno=int(sys.argv[1])))
+    _main(sys.argv[1:])
