@@ -10,8 +10,9 @@ server instead:
 Tests themselves, and ranks that they run, share those imports: `forked.py -m pytest ...`.
 
 For the caller each is a child as usual, with the session, folder, environment, descriptors and
-signals that it would have. It has no seed of hashes of its own, and what an interpreter or library
-reads from the environment as it starts has been read: what depends on that is tested without.
+signals that it would have. It has no seed of hashes of its own, what a library reads from the
+environment as it is imported has been read, and nobody sees that an import is missing: what depends
+on those is tested without.
 
 A server can only fork children of its own. So it forks one that forks another and ends; the orphan
 goes to the next ancestor that asks for orphans, and while it waits, the caller does. For that the
@@ -20,6 +21,7 @@ server must be its child: each program has one, forked before it begins and has 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -116,6 +118,13 @@ def _program_of(command: Sequence[str]) -> _Program | None:
     )
 
 
+def _read_at_start(env: Mapping[str, str]) -> dict[str, str]:
+    """Return what an interpreter, its threads and its allocator read as they start."""
+    later = ("PYTHONPATH", "PYTHONUNBUFFERED")
+    names = ("PYTHON", "OMP_", "GLIBC_")
+    return {k: v for k, v in env.items() if k.startswith(names) and k not in later}
+
+
 class _Server:
     """A server, seen from its parent, whose children the programs become.
 
@@ -125,11 +134,16 @@ class _Server:
 
     def __init__(self, control: socket.socket) -> None:
         self._control, self._lock, self._owner = control, threading.Lock(), os.getpid()
+        self._read = _read_at_start(os.environ)
 
     @property
     def is_ours(self) -> bool:
         """Whether it is a child of this process, and not of one that has forked this."""
         return self._owner == os.getpid()
+
+    def suits(self, env: Mapping[str, str]) -> bool:
+        """Whether a process of its own would read the same from the environment at its start."""
+        return _read_at_start(env) == self._read
 
     def fork(
         self, program: _Program, descriptors: Sequence[int], *, as_numbers: Sequence[int]
@@ -171,8 +185,10 @@ class Popen(subprocess.Popen[Any]):
         pipes, (_, *identity, leads_session, group) = given[10:16], given[16:]
         command = [] if isinstance(args, str | bytes) else list(map(os.fspath, args))
         server, program = _server_of_this(), _program_of(command)
+        env = dict(os.environ if env is None else env)
         unusual = executable or preexec_fn or pass_fds or shell
-        if server is None or program is None or unusual or [*identity, group] != _NO_OTHER:
+        unusual = unusual or [*identity, group] != _NO_OTHER
+        if server is None or program is None or unusual or not server.suits(env):
             super()._execute_child(*given)  # type: ignore[misc]
             return
         theirs = zip((pipes[0], pipes[3], pipes[5]), range(3), strict=True)
@@ -180,7 +196,7 @@ class Popen(subprocess.Popen[Any]):
         program = replace(
             program,
             folder=os.path.abspath(os.fspath(cwd or ".")),  # noqa: PTH100
-            env=dict(os.environ if env is None else env),
+            env=env,
             leads_session=bool(leads_session),
         )
         self.pid = server.fork(program, given, as_numbers=range(3))
@@ -276,6 +292,7 @@ def _next(program: _Program, descriptors: list[int]) -> tuple[_Program, list[int
         ours, control = socket.socketpair()
         if os.fork():
             control.close()
+            atexit.register(ours.close)
             _server = _Server(ours)
             return program, descriptors
         ours.close()
