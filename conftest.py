@@ -61,3 +61,25 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def program_server() -> Iterator[None]:
+    """A process that has imported torch and hp_train, from which programs can be forked."""
+    import forked  # noqa: PLC0415 - is found once pytest has read its settings
+
+    with forked.server():
+        yield
+
+
+@pytest.fixture(scope="module")
+def forked_programs(program_server: None) -> Iterator[None]:  # noqa: ARG001 - is there
+    """Fork what tests start of Python, instead of importing torch in each program.
+
+    A module asks for it by `pytestmark = pytest.mark.usefixtures("forked_programs")`. What is to be
+    started as a user does, interpreter and imports included, is in modules that do not.
+    """
+    import forked  # noqa: PLC0415
+
+    with forked.commands():
+        yield

@@ -146,7 +146,8 @@ def _share_bytecode(session: nox.Session) -> None:
 
 def _pytest(session: nox.Session, *arguments: str, env: Mapping[str, str] | None = None) -> None:
     """Run pytest; what ranks and servers take, which outlive it, counts as of the session."""
-    session.run("python", "tools/reaping.py", "-m", "pytest", *arguments, env=env)
+    command = ("tools/reaping.py", "tools/forked.py", "-m", "pytest")
+    session.run("python", *command, *arguments, env=env)
 
 
 def _recorded(function: Callable[[nox.Session], None]) -> Callable[[nox.Session], None]:

@@ -38,7 +38,7 @@ def test_a_plain_model_needs_what_it_really_needs(name: str) -> None:
     _compare(name, [device.storages.peak_bytes], [real])
 
 
-@pytest.mark.sample("FSDP2")
+@pytest.mark.sample
 @pytest.mark.parametrize("name", FSDP)
 def test_fsdp_needs_what_it_really_needs_and_what_its_tracker_finds(name: str) -> None:
     dry = dry_fsdp(name, _FSDP_RANKS)

@@ -13,6 +13,8 @@ from hp_train.errors import HangError
 from integration_tests.layouts import write_corpus
 from integration_tests.reliability.kills import TINY
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 WORLD, STUCK = 3, 1
 SETTINGS: dict[str, object] = {
     "mesh.pp": 1,

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 KIT_SECONDS = 600.0
 NAMES = ("one process", "pp 2, interleaved_1f1b", "plan of moe on 2")
 SECRET = "of-nobodys-business-4711"

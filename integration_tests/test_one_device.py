@@ -94,7 +94,7 @@ def run(config: Config, directory: Path, fault: str = "") -> list[str]:
     return sorted({line for rank in found for line in rank})
 
 
-@pytest.mark.sample("bf16-documents", "cp2", "overlap", "unequal")
+@pytest.mark.sample("bf16-documents", "overlap", "unequal")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_operands_are_on_one_device_in_every_layout(name: str, tmp_path: Path) -> None:
     train = {**CLIPPED, "global_batch_size": 16 if name == "overlap" else 8}
@@ -109,6 +109,7 @@ def test_operands_are_on_one_device_in_every_family(preset: str, tmp_path: Path)
     assert run(config.config, tmp_path) == []
 
 
+@pytest.mark.sample("factor of clipping")
 @pytest.mark.parametrize("fault", ["step of adam", "factor of clipping"])
 def test_a_slip_is_found(fault: str, tmp_path: Path) -> None:
     found = run(config_of(train=CLIPPED), tmp_path, fault)

@@ -16,6 +16,8 @@ from integration_tests.reliability.strangers import (
     their_files,
 )
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 ROOT = Path(__file__).parent.parent
 
 

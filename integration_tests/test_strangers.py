@@ -10,6 +10,8 @@ from integration_tests.layouts import write_corpus
 from integration_tests.stranger import attack, listeners_of, processes_of
 from integration_tests.test_train_command import TINY, finish, metrics_of, start
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 _LOOPBACK = ("0100007F", "00000000000000000000000001000000")
 
 

@@ -22,6 +22,8 @@ from hp_train.checkpoint.directory import complete_checkpoints
 from integration_tests.layouts import write_corpus
 from integration_tests.reliability.kills import TINY
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 TAKES_MINUTES = pytest.mark.skipif(
     os.environ.get("HP_SLOW_RESTARTS") != "1", reason="takes minutes; nox -s reliability runs it"
 )

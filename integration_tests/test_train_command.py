@@ -18,6 +18,8 @@ from hp_train.launch.heartbeats import Heartbeats
 from integration_tests.layouts import write_corpus
 from integration_tests.reliability.strangers import snapshot
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 TINY = {
     "launch.hang_seconds": 60,
     "mesh.pp": 2,

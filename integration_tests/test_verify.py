@@ -13,6 +13,8 @@ from hp_train.errors import DifferenceError, HangError
 from integration_tests.layouts import write_corpus
 from integration_tests.verify_faults import MATRIX
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 ROOT = Path(__file__).parent
 MODEL = str(ROOT / "verify.toml")
 

@@ -30,7 +30,8 @@ Case = tuple[str, list[str]]
 
 def run(count: int, *, seed: int) -> Outcome:
     """Run the program of this module."""
-    return strangers.run_program(__name__, "configs", count, seed=seed)
+    # With any flag that matters a program is not forked from one that has imported torch.
+    return strangers.run_program(__name__, "configs", count, seed=seed, flags=["-s"])
 
 
 def cases(count: int, seed: int) -> list[Case]:

@@ -270,10 +270,12 @@ def _remove(room: Path) -> None:
     shutil.rmtree(room)
 
 
-def run_program(module: str, name: str, count: int, *, seed: int) -> Outcome:
-    """Run ``python -m MODULE COUNT SEED``, a program that ends with `tell`."""
+def run_program(
+    module: str, name: str, count: int, *, seed: int, flags: Sequence[str] = ()
+) -> Outcome:
+    """Run ``python FLAGS -m MODULE COUNT SEED``, a program that ends with `tell`."""
     began = time.monotonic()
-    command = [sys.executable, "-m", module, str(count), str(seed)]
+    command = [sys.executable, *flags, "-m", module, str(count), str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     seconds = time.monotonic() - began
     if done.returncode:

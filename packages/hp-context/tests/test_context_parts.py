@@ -162,7 +162,7 @@ WAYS: dict[int, list[tuple[Way, int]]] = {
 RATIOS = {2: [(4, 4), (4, 2), (3, 1)], 3: [(4, 4), (4, 2), (3, 1)], 4: [(4, 4), (4, 2), (4, 1)]}
 
 
-@pytest.mark.sample("3", "4")
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_outputs_and_gradients_equal_one_process(ranks: int) -> None:
     kinds = cycle(RECOMPUTE)

@@ -15,18 +15,24 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # exported,
 
 from hp_train.launch.supervise import process_state
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 _PROGRAM = Path(__file__).with_name("train_launch_ranks.py")
 _WAIT_SECONDS = 60.0
 
 
 @contextmanager
 def program(
-    entry: str, folder: Path, *overrides: str, env: dict[str, str] | None = None
+    entry: str,
+    folder: Path,
+    *overrides: str,
+    env: dict[str, str] | None = None,
+    flags: tuple[str, ...] = (),
 ) -> Iterator[subprocess.Popen[str]]:
     """Run the launcher in a session of its own, of which nothing is left afterwards."""
     options = (f"run.output_dir={folder}", "mesh.pp=1", "pipeline.stages_per_rank=1", *overrides)
     with subprocess.Popen(
-        [sys.executable, str(_PROGRAM), entry, *options],
+        [sys.executable, *flags, str(_PROGRAM), entry, *options],
         env=os.environ | (env or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -96,7 +102,8 @@ def test_what_the_allocator_has_it_keeps_unless_told_otherwise(tmp_path: Path) -
     for given in ("", "glibc.malloc.arena_max=2"):
         env = {"GLIBC_TUNABLES": given} if given else {}
         folder = tmp_path / (given or "usual")
-        with program("trains", folder, "run.name=x", env=env) as launcher:
+        # With a flag it has an interpreter of its own, which reads what it is given.
+        with program("trains", folder, "run.name=x", env=env, flags=("-s",)) as launcher:
             wait_until(folder / "x" / "started")
             places = [Path(f"/proc/{pid}/environ") for pid in session(launcher.pid)]
             environments = "\0".join(place.read_text() for place in places)
