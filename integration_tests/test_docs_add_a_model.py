@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 PAGE = Path(__file__).parent.parent / "docs" / "hp-train" / "add-a-model.md"
 MOST_LINES = 60
 PLAIN = '''
