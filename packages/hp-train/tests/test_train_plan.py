@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
@@ -195,15 +196,21 @@ def kept_bytes(module: Stage, sequences: int, length: int, *, num_ahead: int = 0
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def test_operations_are_two_per_weight_that_a_token_meets() -> None:
-    model = MODELS["wide"]
-    work = whole_model(with_keys(Config(model=model), {"data.seq_len": 1}), VOCAB)
+@pytest.mark.parametrize(("name", "widths"), [("wide", 32 + 32), ("latent", 24 + 8)])
+def test_operations_are_two_per_weight_that_a_token_meets_and_those_of_attention(
+    name: str, widths: int
+) -> None:
+    # Of a head, the width of keys and that of values: they differ where attention is latent.
+    model = msgspec.structs.replace(MODELS[name], num_mtp_modules=0, v_head_dim=8)
+    work = whole_model(with_keys(Config(model=model), {"data.seq_len": 64}), VOCAB)
     met = 0.0
     for weight in work.weights:
         if weight.name == "embedding.weight" or len(weight.shape) == 1:
             continue
         met += weight.size * (model.top_k / model.num_experts if weight.spec.is_expert else 1)
-    assert work.flops == pytest.approx(2 * met, rel=0.01)
+    seen = 64 / 2
+    attention = model.num_layers * 2 * seen * model.num_heads * widths
+    assert work.flops == pytest.approx(2 * met + attention)
 
 
 @pytest.mark.parametrize(("rows", "shards"), [(8, 2), (7, 2), (5, 4), (3, 4), (1, 8)])
