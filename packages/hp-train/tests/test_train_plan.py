@@ -570,6 +570,16 @@ def test_a_layer_that_runs_again_keeps_a_slice_of_its_input_and_exchanges_once_m
     assert plans["none"].input_grad[0] < plans["full"].input_grad[0]
 
 
+@pytest.mark.parametrize(("dropout", "again"), [(0.0, 1), (0.1, 2)])
+def test_dropout_at_the_end_of_a_layer_needs_its_last_sum_again(dropout: float, again: int) -> None:
+    keys = {"model.num_experts": 0, "model.dropout": dropout, "train.recompute": "full"}
+    config = config_of(keys | {"mesh.ep": 1})
+    block = stage(config, VOCAB, layers=range(1), first=False, last=False)
+    assert block.again is not None
+    assert block.summed == 2 * config.model.dim
+    assert block.again.summed == again * config.model.dim
+
+
 def test_shared_cores_make_ranks_slower() -> None:
     config = config_of()
     alone = estimate(config, H100, vocab_size=VOCAB)
