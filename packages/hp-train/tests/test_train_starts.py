@@ -25,7 +25,7 @@ from hp_train.layout.mesh import build_mesh
 from hp_train.layout.ranks import Layout
 from hp_train.layout.schedules import KINDS
 from hp_train.model.tied import tied_group
-from hp_vtp.edge_groups import build_edge_groups as build_uneven_edge_groups
+from hp_vtp.transport.edge_groups import build_edge_groups as build_uneven_edge_groups
 
 MOST = 20
 WORLD = 256

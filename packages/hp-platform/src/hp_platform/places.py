@@ -27,7 +27,7 @@ _WAITING = (
     "hp_platform/roll_call.py",
     "hp_platform/shared_memory.py",
     "hp_platform/_internals.py",
-    "hp_vtp/handles.py",
+    "hp_vtp/transport/handles.py",
 )
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from hp_vtp.placement import Sharded
-from hp_vtp.stages import StageLayout
+from hp_vtp.topology.placement import Sharded
+from hp_vtp.topology.stages import StageLayout
 
 if TYPE_CHECKING:
-    from hp_vtp.topology import PipelineLayout
+    from hp_vtp.topology.layout import PipelineLayout
 
 
 def layout_problems(layout: PipelineLayout) -> list[str]:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hp_platform import Event
-from hp_vtp.failure import Failure, TransferError, TransferTimeoutError
-from hp_vtp.stages import Edge
+from hp_vtp.topology.stages import Edge
+from hp_vtp.transport.failure import Failure, TransferError, TransferTimeoutError
 
 T = TypeVar("T")
 

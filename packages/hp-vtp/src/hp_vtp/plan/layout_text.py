@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hp_vtp.cost import Links, bound_seconds, cut_traffic, predicted_seconds
-from hp_vtp.explain import format_bytes, format_seconds
-from hp_vtp.plan import plan_edge
-from hp_vtp.stages import Edge
-from hp_vtp.topology import PipelineLayout
-from hp_vtp.transfer import Algorithm
+from hp_vtp.plan.cost import Links, bound_seconds, cut_traffic, predicted_seconds
+from hp_vtp.plan.explain import format_bytes, format_seconds
+from hp_vtp.plan.planner import plan_edge
+from hp_vtp.plan.transfer import Algorithm
+from hp_vtp.topology.layout import PipelineLayout
+from hp_vtp.topology.stages import Edge
 
 
 def describe_layout(

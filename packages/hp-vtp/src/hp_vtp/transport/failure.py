@@ -23,7 +23,7 @@ from hp_platform import (
     first_failure,
     is_echo,
 )
-from hp_vtp.stages import Edge
+from hp_vtp.topology.stages import Edge
 
 _serial = count()  # transports of this process, which every rank makes in one order
 

@@ -23,7 +23,7 @@ from enum import IntEnum
 from math import prod
 from typing import Literal, NamedTuple
 
-from hp_vtp.placement import Placement, Replicated, Sharded, cut
+from hp_vtp.topology.placement import Placement, Replicated, Sharded, cut
 
 Algorithm = Literal["auto", "direct", "interval", "leader"]
 

@@ -8,7 +8,7 @@ Legend: a source ranks, b destination ranks, N elements.
   lower bound. In chunks, the exchange of one runs under the hop of the next.
 - `leader`: first rank to first rank, then a broadcast tree. One message over the cut.
 - `direct`: every destination rank gets all it needs across the cut, and nothing is spread.
-- `auto`: the cheapest of the three by `hp_vtp.cost`, and of several numbers of chunks.
+- `auto`: the cheapest of the three by `hp_vtp.plan.cost`, and of several numbers of chunks.
 
 Needs no torch.
 """
@@ -20,10 +20,10 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 
-from hp_vtp.cost import Links, choose
-from hp_vtp.placement import Placement, Replicated, Sharded, cut, cut_by_lane
-from hp_vtp.stages import Edge
-from hp_vtp.transfer import Algorithm, Move, Step, StepKind, TransferPlan
+from hp_vtp.plan.cost import Links, choose
+from hp_vtp.plan.transfer import Algorithm, Move, Step, StepKind, TransferPlan
+from hp_vtp.topology.placement import Placement, Replicated, Sharded, cut, cut_by_lane
+from hp_vtp.topology.stages import Edge
 
 _CHUNKS = (2, 4, 8, 16, 32)
 _LEAST_CHUNK_BYTES = 64 * 1024  # below, what a message costs is not known well enough to decide

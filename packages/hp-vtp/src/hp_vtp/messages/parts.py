@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hp_vtp.packing import TensorMeta
-from hp_vtp.placement import Replicated, Sharded
-from hp_vtp.stages import Edge
-from hp_vtp.transfer import TransferPlan
+from hp_vtp.messages.packing import TensorMeta
+from hp_vtp.plan.transfer import TransferPlan
+from hp_vtp.topology.placement import Replicated, Sharded
+from hp_vtp.topology.stages import Edge
 
 
 def own_metas(edge: Edge, tensors: Sequence[Tensor], *, where: str) -> tuple[TensorMeta, ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hp_vtp.placement import Placement, Replicated, Sharded
-from hp_vtp.topology import LayoutError, PipelineLayout, StageLayout
+from hp_vtp.topology.layout import LayoutError, PipelineLayout, StageLayout
+from hp_vtp.topology.placement import Placement, Replicated, Sharded
 
 LONG_KEYS = ("chain", "stages", "world_size")
 SHORT_KEYS = ("dp", "shape", "tp_sizes")

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hp_vtp.stages import Edge
-from hp_vtp.transfer import StepKind, TransferPlan
+from hp_vtp.plan.transfer import StepKind, TransferPlan
+from hp_vtp.topology.stages import Edge
 
 ALIGNMENT = 16  # bytes; so that a receiver may view any element type in place
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hp_vtp.cost import Links, bound_seconds, cut_traffic, predicted_seconds, step_seconds
-from hp_vtp.plan import ALGORITHMS, plan_transfer
-from hp_vtp.transfer import Step, StepKind, TransferPlan
+from hp_vtp.plan.cost import Links, bound_seconds, cut_traffic, predicted_seconds, step_seconds
+from hp_vtp.plan.planner import ALGORITHMS, plan_transfer
+from hp_vtp.plan.transfer import Step, StepKind, TransferPlan
 
 # Letters of the stages that send and receive: S the source stage, D the destination stage.
 _ENDS = {StepKind.COLLECT: "SS", StepKind.HOP: "SD", StepKind.SPREAD: "DD"}

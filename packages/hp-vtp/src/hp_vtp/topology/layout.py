@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hp_vtp.layout_checks import layout_problems
-from hp_vtp.stages import Edge, StageLayout
+from hp_vtp.topology.checks import layout_problems
+from hp_vtp.topology.stages import Edge, StageLayout
 
 __all__ = ["Edge", "LayoutError", "PipelineLayout", "StageLayout"]
 
@@ -110,13 +110,13 @@ class PipelineLayout:
         Raises:
             LayoutError: With every problem, unknown keys and wrong types included.
         """
-        from hp_vtp.layout_dict import parse_layout  # noqa: PLC0415 (it needs our classes)
+        from hp_vtp.topology.dictionary import parse_layout  # noqa: PLC0415 (it needs our classes)
 
         return parse_layout(data)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dictionaries, lists, strings and integers, for TOML or JSON."""
-        from hp_vtp.layout_dict import dump_layout  # noqa: PLC0415 (it needs our classes)
+        from hp_vtp.topology.dictionary import dump_layout  # noqa: PLC0415 (it needs our classes)
 
         return dump_layout(self)
 

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hp_platform import Event, current_stream, use_stream
-from hp_vtp.bundle import MessageStep
-from hp_vtp.channel import Channel, EdgeGroups
-from hp_vtp.failure import Failure, TransferError, parse_reason
-from hp_vtp.handles import EngineHandle, Handle, T
-from hp_vtp.header import Header
-from hp_vtp.packing import Workspace
-from hp_vtp.stages import Edge
-from hp_vtp.worker import Worker
+from hp_vtp.messages.header import Header
+from hp_vtp.messages.packing import Workspace
+from hp_vtp.plan.bundle import MessageStep
+from hp_vtp.topology.stages import Edge
+from hp_vtp.transport.channel import Channel, EdgeGroups
+from hp_vtp.transport.failure import Failure, TransferError, parse_reason
+from hp_vtp.transport.handles import EngineHandle, Handle, T
+from hp_vtp.transport.worker import Worker
 
 
 class EdgeEnd:

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_platform import Pending, irecv, isend
-from hp_vtp.bundle import Message, MessageStep
-from hp_vtp.failure import TransferError
-from hp_vtp.header import SIZE, Header
-from hp_vtp.packing import Workspace, pack, receive_buffer, unpack
-from hp_vtp.stages import Edge
-from hp_vtp.transfer import StepKind
+from hp_vtp.messages.header import SIZE, Header
+from hp_vtp.messages.packing import Workspace, pack, receive_buffer, unpack
+from hp_vtp.plan.bundle import Message, MessageStep
+from hp_vtp.plan.transfer import StepKind
+from hp_vtp.topology.stages import Edge
+from hp_vtp.transport.failure import TransferError
 
 # Gloo matches by tag as well as by order; NCCL's control traffic has a group of its own.
 _PAYLOAD, _HEADER = 0, 1

@@ -19,20 +19,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hp_platform import break_group, explained
-from hp_vtp.bundle import bundle
-from hp_vtp.cost import Links
-from hp_vtp.edge_groups import build_edge_groups
-from hp_vtp.engine import EdgeEnd
-from hp_vtp.failure import Failure, TransferError, TransferTimeoutError, parse_reason
-from hp_vtp.handles import Handle
-from hp_vtp.packing import TensorMeta, Workspace
-from hp_vtp.parts import describe, own_metas, require_parts
-from hp_vtp.plan import plan_edge
+from hp_vtp.messages.packing import TensorMeta, Workspace
+from hp_vtp.messages.parts import describe, own_metas, require_parts
+from hp_vtp.plan.bundle import bundle
+from hp_vtp.plan.cost import Links
+from hp_vtp.plan.planner import plan_edge
+from hp_vtp.plan.transfer import Algorithm, TransferPlan
 from hp_vtp.policy import EdgePolicy, Payload
-from hp_vtp.topology import Edge, PipelineLayout
-from hp_vtp.transfer import Algorithm, TransferPlan
-
-__all__ = ["Handle", "TensorMeta", "TransferError", "TransferTimeoutError", "Transport"]
+from hp_vtp.topology.layout import Edge, PipelineLayout
+from hp_vtp.transport.edge_groups import build_edge_groups
+from hp_vtp.transport.engine import EdgeEnd
+from hp_vtp.transport.failure import Failure, TransferError, parse_reason
+from hp_vtp.transport.handles import Handle
 
 
 class Transport:

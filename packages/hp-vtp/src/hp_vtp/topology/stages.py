@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hp_vtp.placement import Placement, Replicated
+from hp_vtp.topology.placement import Placement, Replicated
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hp_vtp.bundle import Message, Piece
-from hp_vtp.stages import Edge
-from hp_vtp.transfer import TransferPlan
+from hp_vtp.plan.bundle import Message, Piece
+from hp_vtp.plan.transfer import TransferPlan
+from hp_vtp.topology.stages import Edge
 
 
 @dataclass(frozen=True, slots=True)
