@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from hp_vtp.topology.placement import Sharded
 from hp_vtp.topology.stages import StageLayout
 
-if TYPE_CHECKING:
-    from hp_vtp.topology.layout import PipelineLayout
+
+class LayoutError(ValueError):
+    """A layout that cannot work.
+
+    Attributes:
+        problems: Everything that is wrong with it, one line each.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        """Take the problems; at least one."""
+        self.problems = tuple(problems)
+        lines = "".join(f"\n- {problem}" for problem in self.problems)
+        super().__init__(f"bad layout, {len(self.problems)} problem(s):{lines}")
 
 
-def layout_problems(layout: PipelineLayout) -> list[str]:
+def layout_problems(
+    stages: tuple[StageLayout, ...], chain: tuple[int, ...], world_size: int
+) -> list[str]:
     """Describe every problem of a layout; empty when it can work."""
-    if not layout.stages:
+    if not stages:
         return ["stages must not be empty"]
     problems = [
         f"stage {index}: {problem}"
-        for index, stage in enumerate(layout.stages)
+        for index, stage in enumerate(stages)
         for problem in _stage_problems(stage)
     ]
-    problems += _replica_count_problems(layout)
-    problems += _rank_problems(layout)
-    problems += _chain_problems(layout)
+    problems += _replica_count_problems(stages)
+    problems += _rank_problems(stages, world_size)
+    problems += _chain_problems(stages, chain)
     return problems
 
 
@@ -42,8 +54,8 @@ def _stage_problems(stage: StageLayout) -> Iterator[str]:
         yield f"boundary dim ({stage.boundary.dim}) must be at least 0"
 
 
-def _replica_count_problems(layout: PipelineLayout) -> Iterator[str]:
-    counts = [len(stage.replicas) for stage in layout.stages]
+def _replica_count_problems(stages: Sequence[StageLayout]) -> Iterator[str]:
+    counts = [len(stage.replicas) for stage in stages]
     domains = max(counts)
     for index, count in enumerate(counts):
         if count and domains % count:
@@ -53,47 +65,47 @@ def _replica_count_problems(layout: PipelineLayout) -> Iterator[str]:
             )
 
 
-def _rank_problems(layout: PipelineLayout) -> Iterator[str]:
+def _rank_problems(stages: Sequence[StageLayout], world_size: int) -> Iterator[str]:
     uses = Counter(
         (rank, index)
-        for index, stage in enumerate(layout.stages)
+        for index, stage in enumerate(stages)
         for part in stage.replicas
         for rank in part
     )
     stages_by_rank: dict[int, list[int]] = {}
     for (rank, index), count in uses.items():
         stages_by_rank.setdefault(rank, []).extend([index] * count)
-    for rank, stages in sorted(stages_by_rank.items()):
-        if len(stages) > 1:
-            yield f"rank {rank} must appear once, but is in stages {stages}"
-        if not 0 <= rank < layout.world_size:
-            yield f"rank ({rank}) must be within 0..world_size - 1 ({layout.world_size - 1})"
-    if missing := sorted(set(range(layout.world_size)) - set(stages_by_rank)):
+    for rank, where in sorted(stages_by_rank.items()):
+        if len(where) > 1:
+            yield f"rank {rank} must appear once, but is in stages {where}"
+        if not 0 <= rank < world_size:
+            yield f"rank ({rank}) must be within 0..world_size - 1 ({world_size - 1})"
+    if missing := sorted(set(range(world_size)) - set(stages_by_rank)):
         yield f"every rank must belong to a stage, but none has {_ranges(missing)}"
 
 
-def _chain_problems(layout: PipelineLayout) -> Iterator[str]:
-    if not layout.chain:
+def _chain_problems(stages: Sequence[StageLayout], chain: tuple[int, ...]) -> Iterator[str]:
+    if not chain:
         yield "chain must not be empty"
         return
-    known = range(len(layout.stages))
-    outside = sorted({stage for stage in layout.chain if stage not in known})
+    known = range(len(stages))
+    outside = sorted({stage for stage in chain if stage not in known})
     if outside:
         yield f"chain names stages {outside}, which must be within 0..{len(known) - 1}"
-    if unused := sorted(set(known) - set(layout.chain)):
-        yield f"chain ({list(layout.chain)}) must visit every stage, but omits {unused}"
-    for position, (a, b) in enumerate(pairwise(layout.chain)):
+    if unused := sorted(set(known) - set(chain)):
+        yield f"chain ({list(chain)}) must visit every stage, but omits {unused}"
+    for position, (a, b) in enumerate(pairwise(chain)):
         if a == b:
             yield (
                 f"chain positions {position} and {position + 1} are both stage {a}: merge them, "
                 f"since nothing is to be transferred"
             )
         elif a in known and b in known:
-            yield from _boundary_problems(layout, a, b)
+            yield from _boundary_problems(stages, a, b)
 
 
-def _boundary_problems(layout: PipelineLayout, a: int, b: int) -> Iterator[str]:
-    first, second = layout.stages[a].boundary, layout.stages[b].boundary
+def _boundary_problems(stages: Sequence[StageLayout], a: int, b: int) -> Iterator[str]:
+    first, second = stages[a].boundary, stages[b].boundary
     if isinstance(first, Sharded) and isinstance(second, Sharded) and first.dim != second.dim:
         yield (
             f"boundary dim of stage {a} ({first.dim}) must equal that of its neighbour "

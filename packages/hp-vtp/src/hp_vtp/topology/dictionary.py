@@ -5,31 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hp_vtp.topology.layout import LayoutError, PipelineLayout, StageLayout
+from hp_vtp.topology.checks import LayoutError
 from hp_vtp.topology.placement import Placement, Replicated, Sharded
+from hp_vtp.topology.stages import StageLayout
 
 LONG_KEYS = ("chain", "stages", "world_size")
 SHORT_KEYS = ("dp", "shape", "tp_sizes")
 STAGE_KEYS = ("boundary", "lanes", "replicas")
 
 
-def dump_layout(layout: PipelineLayout) -> dict[str, Any]:
+def dump_layout(
+    stages: tuple[StageLayout, ...], chain: tuple[int, ...], world_size: int
+) -> dict[str, Any]:
     """The long form: every stage with its ranks. It has no null, which TOML lacks."""
     return {
-        "world_size": layout.world_size,
-        "chain": list(layout.chain),
-        "stages": [_dump_stage(stage) for stage in layout.stages],
+        "world_size": world_size,
+        "chain": list(chain),
+        "stages": [_dump_stage(stage) for stage in stages],
     }
 
 
-def parse_layout(data: Mapping[str, Any]) -> PipelineLayout:
-    """Build a layout from either form.
+def parse_long(data: Mapping[str, Any]) -> tuple[tuple[StageLayout, ...], tuple[int, ...], int]:
+    """Return the stages, the chain and the world size of the long form.
 
     Raises:
-        LayoutError: With every problem; those of types and keys before those of the layout.
+        LayoutError: With every problem of types and keys.
     """
-    if "tp_sizes" in data:
-        return _parse_short(data)
     problems = _unknown(data, LONG_KEYS, "layout")
     stages = data.get("stages")
     if not isinstance(stages, list) or not stages:
@@ -44,10 +45,15 @@ def parse_layout(data: Mapping[str, Any]) -> PipelineLayout:
         problems.append(f"layout: world_size ({world_size!r}) must be an integer of at least 0")
     if problems:
         raise LayoutError(problems)
-    return PipelineLayout(parsed, tuple(chain), world_size)
+    return parsed, tuple(chain), world_size
 
 
-def _parse_short(data: Mapping[str, Any]) -> PipelineLayout:
+def parse_short(data: Mapping[str, Any]) -> tuple[list[int], int | list[int], str]:
+    """Return the sizes, the replicas and the shape of the short form.
+
+    Raises:
+        LayoutError: With every problem of types and keys.
+    """
     problems = _unknown(data, SHORT_KEYS, "layout")
     sizes, dp, shape = data["tp_sizes"], data.get("dp", 1), data.get("shape", "straight")
     if not _are_ints(sizes):
@@ -58,8 +64,7 @@ def _parse_short(data: Mapping[str, Any]) -> PipelineLayout:
         problems.append(f"layout: shape ({shape!r}) must be 'straight' or 'u'")
     if problems:
         raise LayoutError(problems)
-    build = PipelineLayout.u_shaped if shape == "u" else PipelineLayout.straight
-    return build(sizes, dp=dp)
+    return sizes, dp, shape
 
 
 def _parse_stage(data: Any, index: int, problems: list[str]) -> StageLayout:

@@ -17,24 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hp_vtp.topology.checks import layout_problems
+from hp_vtp.topology.checks import LayoutError, layout_problems
+from hp_vtp.topology.dictionary import dump_layout, parse_long, parse_short
 from hp_vtp.topology.stages import Edge, StageLayout
 
 __all__ = ["Edge", "LayoutError", "PipelineLayout", "StageLayout"]
-
-
-class LayoutError(ValueError):
-    """A layout that cannot work.
-
-    Attributes:
-        problems: Everything that is wrong with it, one line each.
-    """
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        """Take the problems; at least one."""
-        self.problems = tuple(problems)
-        lines = "".join(f"\n- {problem}" for problem in self.problems)
-        super().__init__(f"bad layout, {len(self.problems)} problem(s):{lines}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +45,7 @@ class PipelineLayout:
         if self.world_size == 0:
             ranks = [rank for stage in self.stages for part in stage.replicas for rank in part]
             object.__setattr__(self, "world_size", max(ranks, default=-1) + 1)
-        if problems := layout_problems(self):
+        if problems := layout_problems(self.stages, self.chain, self.world_size):
             raise LayoutError(problems)
 
     @classmethod
@@ -110,15 +97,15 @@ class PipelineLayout:
         Raises:
             LayoutError: With every problem, unknown keys and wrong types included.
         """
-        from hp_vtp.topology.dictionary import parse_layout  # noqa: PLC0415 (it needs our classes)
-
-        return parse_layout(data)
+        if "tp_sizes" not in data:
+            return cls(*parse_long(data))
+        sizes, dp, shape = parse_short(data)
+        build = cls.u_shaped if shape == "u" else cls.straight
+        return build(sizes, dp=dp)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dictionaries, lists, strings and integers, for TOML or JSON."""
-        from hp_vtp.topology.dictionary import dump_layout  # noqa: PLC0415 (it needs our classes)
-
-        return dump_layout(self)
+        return dump_layout(self.stages, self.chain, self.world_size)
 
     @property
     def num_stages(self) -> int:
