@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_platform.messages import as_form
+from hp_platform.failures.messages import as_form
 from hp_platform.store.boxes import Part
 from hp_platform.store.checkpoint import Checkpoint, listed
 from hp_platform.store.files import CheckpointError

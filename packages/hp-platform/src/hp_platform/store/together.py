@@ -9,10 +9,10 @@ from typing import Protocol, TypeVar, cast
 
 from torch.distributed import ProcessGroup
 
-from hp_platform.agreement import agree
-from hp_platform.failures import PeerError
-from hp_platform.groups import global_ranks
-from hp_platform.messages import all_gather_json, on_one_rank
+from hp_platform.failures.agreement import agree
+from hp_platform.failures.failures import PeerError
+from hp_platform.failures.messages import all_gather_json, on_one_rank
+from hp_platform.groups.groups import global_ranks
 from hp_platform.store.checkpoint import verify_entries
 from hp_platform.store.files import CheckpointError, DamageError
 from hp_platform.store.manifest import Entry, Manifest

@@ -10,7 +10,7 @@ from typing import Any
 from hp_platform._internals import Store
 from hp_platform.dry.classes import Classes
 from hp_platform.dry.world.hub import HubClient
-from hp_platform.roll_call import RANK_KEYS
+from hp_platform.failures.roll_call import RANK_KEYS
 
 _OF_A_RANK = re.compile(f"(.*(?:{'|'.join(RANK_KEYS)}))/([0-9]+)")
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from hp_platform import _internals
-from hp_platform.places import doing, words_of_thread
-from hp_platform.use import Belonging, belonging, belonging_to
+from hp_platform.threads.places import doing, words_of_thread
+from hp_platform.threads.use import Belonging, belonging, belonging_to
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 

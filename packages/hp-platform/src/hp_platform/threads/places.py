@@ -21,11 +21,11 @@ _MARK = "hp_place"
 # Where a thread stands that waits for other ranks: frames of these files.
 _WAITING = (
     "torch/distributed/",
-    "hp_platform/collectives.py",
-    "hp_platform/failures.py",
-    "hp_platform/pending.py",
-    "hp_platform/roll_call.py",
-    "hp_platform/shared_memory.py",
+    "hp_platform/collectives/collectives.py",
+    "hp_platform/failures/failures.py",
+    "hp_platform/collectives/pending.py",
+    "hp_platform/failures/roll_call.py",
+    "hp_platform/collectives/shared_memory.py",
     "hp_platform/_internals.py",
     "hp_vtp/transport/handles.py",
 )

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_platform import _internals
-from hp_platform.collectives import add_up
-from hp_platform.shared_memory import Channel, Exchange
+from hp_platform.collectives.collectives import add_up
+from hp_platform.collectives.shared_memory import Channel, Exchange
 
 
 def set_fsdp_frees_parameters(module: object, frees: bool) -> None:

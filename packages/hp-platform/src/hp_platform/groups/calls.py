@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from hp_platform import _internals
-from hp_platform.membership import SECRET_DIGITS, new_secret
+from hp_platform.groups.membership import SECRET_DIGITS, new_secret
 
 _calls: Counter[tuple[int, ...]] = Counter()
 """By the ranks that take part, how often this process has taken part."""

@@ -23,8 +23,14 @@ from typing import Any
 import torch.distributed as dist
 
 from hp_platform import _internals
-from hp_platform.failures import WORLD_KEY, FailureNote, FailureReport, break_group, describe
-from hp_platform.places import main_place, place_of, stand
+from hp_platform.failures.failures import (
+    WORLD_KEY,
+    FailureNote,
+    FailureReport,
+    break_group,
+    describe,
+)
+from hp_platform.threads.places import main_place, place_of, stand
 
 _KEY = "hp_platform/roll_call"
 _PROCESS_KEY = "hp_platform/process"

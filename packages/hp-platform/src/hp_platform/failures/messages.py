@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_platform import _internals
-from hp_platform.agreement import agree
-from hp_platform.failures import PeerError
-from hp_platform.groups import global_ranks
+from hp_platform.failures.agreement import agree
+from hp_platform.failures.failures import PeerError
+from hp_platform.groups.groups import global_ranks
 
 T = TypeVar("T")
 
