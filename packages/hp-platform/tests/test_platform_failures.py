@@ -1,4 +1,4 @@
-"""One failure for all: see Note [First failure] and Note [Roll call]."""
+"""One failure for all: see Note [First failure] and Note [Liveness check]."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ from hp_platform import (
     new_group,
     shutdown,
 )
-from hp_platform.failures.roll_call import Answer, blame
+from hp_platform.failures.liveness import Answer, blame
 from hp_platform.testing import run_distributed
 from hp_platform.threads.places import current_place, place_of
 

@@ -22,7 +22,7 @@ from hp_platform.device.device import (
     ranks_per_device,
     why_no_nccl,
 )
-from hp_platform.failures.roll_call import stop_watching, watch
+from hp_platform.failures.liveness import stop_watching, watch
 from hp_platform.groups.calls import agree_on_call
 from hp_platform.groups.membership import require_members
 

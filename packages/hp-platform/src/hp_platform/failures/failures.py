@@ -4,7 +4,7 @@ Note [First failure]. A rank that fails leaves a report in the store of the defa
 and only then breaks connections. A rank that fails because of that finds the report there and
 raises with it, after it has passed it on to the groups that it used itself; so a failure travels
 through groups that overlap until no rank waits. Of several reports the first one counts. A rank
-that died has left none: then the others ask who is still there (`hp_platform.failures.roll_call`).
+that died has left none: then the others ask who is still there (`hp_platform.failures.liveness`).
 
 Note [Which groups]. A failure inside `failing_together` breaks the groups whose collectives of this
 package ran in it, in any thread that belongs to it, or the groups that it was given; the other
@@ -304,7 +304,7 @@ def _report_of_another(error: BaseException, notes: Sequence[FailureNote]) -> Fa
     notes = [*notes, world_note()]
     if (told := _told(error)) is not None:
         return next(filter(None, (note.read() for note in notes)), told)
-    from hp_platform.failures.roll_call import whom_to_blame  # noqa: PLC0415 - which needs this module
+    from hp_platform.failures.liveness import whom_to_blame  # noqa: PLC0415 - which needs this module
 
     deadline, suspected = time.monotonic() + _SETTLE_SECONDS, None
     while True:

@@ -24,7 +24,7 @@ _WAITING = (
     "hp_platform/collectives/collectives.py",
     "hp_platform/failures/failures.py",
     "hp_platform/collectives/pending.py",
-    "hp_platform/failures/roll_call.py",
+    "hp_platform/failures/liveness.py",
     "hp_platform/collectives/shared_memory.py",
     "hp_platform/_internals.py",
     "hp_vtp/transport/handles.py",

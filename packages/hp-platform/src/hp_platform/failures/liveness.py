@@ -1,10 +1,10 @@
 """Who is still there: every rank answers for itself, from a thread, also while it is stuck.
 
-Note [Roll call]. A rank that died leaves no report, and a rank that is stuck does not know it. So a
-rank that waited in vain opens a roll call in the store, and a thread of every rank answers what the
-rank is doing, whether it waits for others, and its Python stack. Who does not answer is gone or
-stopped; of those who answer, one that waits for nobody is what the others wait for. Nothing is
-written as long as nothing fails: the thread only asks, twice a second, whether there is a call.
+Note [Liveness check]. A rank that died leaves no report, and a rank that is stuck does not know it.
+So a rank that waited in vain asks all of them through the store, and a thread of every rank answers
+what the rank is doing, whether it waits for others, and its Python stack. Who does not answer is
+gone or stopped; of those who answer, one that waits for nobody is what the others wait for. Nothing
+is written as long as nothing fails: the thread only looks, twice a second, whether somebody asks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hp_platform.failures.failures import (
 )
 from hp_platform.threads.places import main_place, place_of, stand
 
-_KEY = "hp_platform/roll_call"
+_KEY = "hp_platform/liveness"
 _PROCESS_KEY = "hp_platform/process"
 RANK_KEYS = (f"{_KEY}/[0-9]+", _PROCESS_KEY)
 """Patterns of keys that, with a rank behind them, hold what that rank says of itself."""
@@ -84,7 +84,7 @@ class Answer:
 
 
 def whom_to_blame(error: BaseException) -> FailureReport:
-    """Hold a roll call and say who is to blame for an error that came from another rank.
+    """Ask who is alive, and say who is to blame for an error that came from another rank.
 
     Args:
         error: Error of an operation that waited for other ranks.
@@ -93,7 +93,7 @@ def whom_to_blame(error: BaseException) -> FailureReport:
     assert world is not None, "the caller has seen that there is one"
     me, text = world.rank(), describe(error)
     watcher = watch()
-    answers = {} if watcher is None else watcher.call()
+    answers = {} if watcher is None else watcher.ask_all()
     if answers is None:
         holder = "" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "it held the "
         return FailureReport(0, "", f"{_GONE}: {holder}store cannot be reached ({text})")
@@ -113,7 +113,7 @@ def is_hang(report: FailureReport) -> bool:
 def blame(
     answers: Mapping[int, Answer], *, me: int, world_size: int, place: str, text: str
 ) -> FailureReport:
-    """Say whom a rank waited for in vain; see Note [Roll call].
+    """Say whom a rank waited for in vain; see Note [Liveness check].
 
     Args:
         answers: Answers by global rank, of those who gave one.
@@ -165,8 +165,8 @@ class Watcher:
         self._stopped.set()
         self._thread.join(2 * _LOOK_SECONDS)
 
-    def call(self) -> dict[int, Answer] | None:
-        """Hold a roll call.
+    def ask_all(self) -> dict[int, Answer] | None:
+        """Ask every rank what it is doing; see Note [Liveness check].
 
         Returns:
             Answers by global rank, this one's included; None where the store cannot be reached.
@@ -246,7 +246,7 @@ _lock = threading.Lock()
 
 
 def watch() -> Watcher | None:
-    """Have this rank answer roll calls from now on; None where it is alone."""
+    """Have this rank answer liveness checks from now on; None where it is alone."""
     global _watcher  # noqa: PLW0603 - one thread per process
     world = dist.group.WORLD
     if world is None or world.size() == 1:
