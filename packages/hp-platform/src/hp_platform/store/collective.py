@@ -62,7 +62,7 @@ def on_rank_zero(call: Callable[[], T], *, of: type[T], group: ProcessGroup | No
         raise CheckpointError(str(peer)) from None
 
 
-def run_together(call: Callable[[], T], *, group: ProcessGroup | None) -> T:
+def on_all_ranks(call: Callable[[], T], *, group: ProcessGroup | None) -> T:
     """Run `call` on every rank; return on all of them or raise on all of them.
 
     Raises:
@@ -89,8 +89,8 @@ def run_together(call: Callable[[], T], *, group: ProcessGroup | None) -> T:
 
 
 def on_first_rank(call: Callable[[], T], *, of: type[T], group: ProcessGroup | None) -> T:
-    """`run_together` of what the first rank alone does; return its result on all."""
-    made = run_together(lambda: call() if is_first(group) else None, group=group)
+    """`on_all_ranks` of what the first rank alone does; return its result on all."""
+    made = on_all_ranks(lambda: call() if is_first(group) else None, group=group)
     return on_rank_zero(lambda: cast("T", made), of=of, group=group)
 
 
