@@ -1,4 +1,4 @@
-"""Nothing that comes from another process or a file is unpickled: `hp_platform.messages`."""
+"""Nothing of another process or a file is unpickled: `hp_platform.failures.messages`."""
 
 import ast
 import sys

@@ -33,7 +33,7 @@ from torch.distributed import ProcessGroup
 from hp_context import AsyncContextParallel, Attention
 from hp_context.methods import in_flight
 from hp_platform import Pending, ThreadContext, WeightGradQueue, _internals, linear
-from hp_platform.pending import release_completed
+from hp_platform.collectives.pending import release_completed
 from hp_platform.testing import run_in_threads
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -30,7 +30,7 @@ from hp_context import (
     shard_sequence,
     unshard_sequence,
 )
-from hp_platform.pending import release_completed
+from hp_platform.collectives.pending import release_completed
 from hp_platform.testing import run_distributed, watch_operators
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -33,7 +33,7 @@ from hp_context import (
 )
 from hp_context.attention.spread import length
 from hp_context.methods.ring import routes
-from hp_platform.pending import release_completed
+from hp_platform.collectives.pending import release_completed
 from hp_platform.testing import run_distributed, watch_operators
 
 pytestmark = pytest.mark.usefixtures("one_thread")

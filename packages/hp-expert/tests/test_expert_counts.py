@@ -17,7 +17,8 @@ from torch import Tensor
 
 from hp_expert.dispatch import exchange_plan
 from hp_expert.dispatch.exchange_plan import read_counts
-from hp_platform import Pending, streams
+from hp_platform import Pending
+from hp_platform.device import streams
 
 GPU = torch.device("cuda", 0)
 

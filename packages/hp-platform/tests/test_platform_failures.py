@@ -1,4 +1,4 @@
-"""One failure for all: see Note [First failure] and Note [Roll call]."""
+"""One failure for all: see Note [First failure] and Note [Liveness check]."""
 
 import os
 import signal
@@ -28,9 +28,9 @@ from hp_platform import (
     new_group,
     shutdown,
 )
-from hp_platform.places import current_place, place_of
-from hp_platform.roll_call import Answer, blame
+from hp_platform.failures.liveness import Answer, blame
 from hp_platform.testing import run_distributed
+from hp_platform.threads.places import current_place, place_of
 
 _GROUP_SECONDS = 3.0
 

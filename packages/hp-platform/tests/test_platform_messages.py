@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hp_platform import PeerError, all_gather_json, messages
-from hp_platform.messages import as_form
+from hp_platform import PeerError, all_gather_json
+from hp_platform.failures import messages
+from hp_platform.failures.messages import as_form
 from hp_platform.testing import run_distributed, run_in_threads
 
 

@@ -20,10 +20,10 @@ from hp_platform import (
     launch_all_gather,
     launch_all_to_all,
     new_group,
-    p2p,
     shutdown,
 )
-from hp_platform.pending import release_completed
+from hp_platform.collectives import p2p
+from hp_platform.collectives.pending import release_completed
 from hp_platform.testing import run_distributed, run_in_threads, slow_group
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hp_platform import set_fsdp_exchanges
-from hp_platform.shared_memory import Channel, Exchange
+from hp_platform.collectives.shared_memory import Channel, Exchange
 from hp_platform.testing import run_distributed
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs memfd_create")

@@ -16,7 +16,8 @@ from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 from hp_context.methods.hybrid import split_group
-from hp_platform import Runtime, _internals, groups
+from hp_platform import Runtime, _internals
+from hp_platform.groups import groups
 from hp_platform.launch import RankInfo
 from hp_schedule.runtime import build_edge_groups
 from hp_train.config import MeshConfig
@@ -25,7 +26,7 @@ from hp_train.layout.mesh import build_mesh
 from hp_train.layout.ranks import Layout
 from hp_train.layout.schedules import KINDS
 from hp_train.model.tied import tied_group
-from hp_vtp.edge_groups import build_edge_groups as build_uneven_edge_groups
+from hp_vtp.transport.edge_groups import build_edge_groups as build_uneven_edge_groups
 
 MOST = 20
 WORLD = 256

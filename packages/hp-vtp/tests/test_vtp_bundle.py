@@ -3,9 +3,9 @@ from itertools import permutations
 import pytest
 
 from hp_vtp import Algorithm, PipelineLayout, Sharded, StageLayout, plan_edge
-from hp_vtp.bundle import ALIGNMENT, bundle
-from hp_vtp.channel import header_peers
-from hp_vtp.header import SIZE, Header
+from hp_vtp.messages.header import SIZE, Header
+from hp_vtp.plan.bundle import ALIGNMENT, bundle
+from hp_vtp.transport.channel import header_peers
 
 
 def test_tensors_share_one_message_per_pair_and_step() -> None:

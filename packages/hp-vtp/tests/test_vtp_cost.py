@@ -10,7 +10,7 @@ from hp_vtp import (
     plan_transfer,
     predicted_seconds,
 )
-from hp_vtp.explain import format_bytes, format_seconds
+from hp_vtp.plan.explain import format_bytes, format_seconds
 
 MIB = 2**20
 PLAIN = Links(cross_bandwidth=MIB, cross_latency=0.0, local_bandwidth=1024 * MIB, local_latency=0.0)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from hp_platform.testing import run_distributed
 from hp_vtp import PipelineLayout
 from hp_vtp.autograd import receive, send
-from hp_vtp.handles import Handle
 from hp_vtp.p2p import (
     Timer,
     logical_stage,
@@ -20,6 +19,7 @@ from hp_vtp.p2p import (
     vtp_send_forward,
 )
 from hp_vtp.transport import TensorMeta, Transport
+from hp_vtp.transport.handles import Handle
 
 SHAPE = (3, 5)
 TIMEOUT = timedelta(seconds=30)

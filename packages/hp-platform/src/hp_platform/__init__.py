@@ -1,7 +1,9 @@
 """Devices, process groups and differentiable collectives over torch.distributed, fully typed."""
 
-from hp_platform.agreement import agree
-from hp_platform.collectives import (
+from hp_platform.autograd.compiling import outside_graph
+from hp_platform.autograd.sync_hooks import sync_hook
+from hp_platform.autograd.weight_grads import WeightGradQueue, linear, submit_weight_grad
+from hp_platform.collectives.collectives import (
     StartedAllToAll,
     all_gather_uneven,
     all_to_all,
@@ -14,9 +16,13 @@ from hp_platform.collectives import (
     start_all_to_all,
     wait_tensor,
 )
-from hp_platform.compiling import outside_graph
-from hp_platform.device import backend_for, local_device
-from hp_platform.failures import (
+from hp_platform.collectives.fsdp import set_fsdp_exchanges, set_fsdp_frees_parameters
+from hp_platform.collectives.p2p import irecv, isend, isend_irecv
+from hp_platform.collectives.pending import Pending
+from hp_platform.device.device import backend_for, local_device
+from hp_platform.device.streams import Event, current_stream, side_stream, use_stream
+from hp_platform.failures.agreement import agree
+from hp_platform.failures.failures import (
     FailureNote,
     FailureReport,
     PeerError,
@@ -31,8 +37,8 @@ from hp_platform.failures import (
     mark_agreed,
     raise_first,
 )
-from hp_platform.fsdp import set_fsdp_exchanges, set_fsdp_frees_parameters
-from hp_platform.groups import (
+from hp_platform.failures.messages import all_gather_json, on_one_rank
+from hp_platform.groups.groups import (
     mesh_of,
     new_group,
     new_group_of_members,
@@ -40,14 +46,8 @@ from hp_platform.groups import (
     resolve_group,
 )
 from hp_platform.launch import RankInfo, Runtime, initialize, shutdown
-from hp_platform.messages import all_gather_json, on_one_rank
-from hp_platform.p2p import irecv, isend, isend_irecv
-from hp_platform.pending import Pending
-from hp_platform.places import doing, mark_place, place_of
-from hp_platform.streams import Event, current_stream, side_stream, use_stream
-from hp_platform.sync_hooks import sync_hook
-from hp_platform.threads import ThreadContext
-from hp_platform.weight_grads import WeightGradQueue, linear, submit_weight_grad
+from hp_platform.threads.context import ThreadContext
+from hp_platform.threads.places import doing, mark_place, place_of
 
 __all__ = [
     "Event",

@@ -14,17 +14,17 @@ from torch.distributed import ProcessGroup
 from torch.distributed.rendezvous import rendezvous
 
 from hp_platform import _internals
-from hp_platform.device import (
+from hp_platform.collectives.pending import release_completed
+from hp_platform.device.device import (
     allow_shared_devices,
     backend_for,
     local_device,
     ranks_per_device,
     why_no_nccl,
 )
-from hp_platform.group_calls import agree_on_call
-from hp_platform.membership import require_members
-from hp_platform.pending import release_completed
-from hp_platform.roll_call import stop_watching, watch
+from hp_platform.failures.liveness import stop_watching, watch
+from hp_platform.groups.calls import agree_on_call
+from hp_platform.groups.membership import require_members
 
 _log = logging.getLogger("hp_platform")
 

@@ -3,12 +3,12 @@
 Everything here needs no torch; `hp_vtp.transport` executes plans over torch.distributed.
 """
 
-from hp_vtp.cost import Links, bound_seconds, predicted_seconds
-from hp_vtp.explain import explain
-from hp_vtp.placement import Placement, Replicated, Sharded
-from hp_vtp.plan import plan_edge, plan_transfer
-from hp_vtp.topology import Edge, LayoutError, PipelineLayout, StageLayout
-from hp_vtp.transfer import Algorithm, Move, Step, StepKind, TransferPlan
+from hp_vtp.plan.cost import Links, bound_seconds, predicted_seconds
+from hp_vtp.plan.explain import explain
+from hp_vtp.plan.planner import plan_edge, plan_transfer
+from hp_vtp.plan.transfer import Algorithm, Move, Step, StepKind, TransferPlan
+from hp_vtp.topology.layout import Edge, LayoutError, PipelineLayout, StageLayout
+from hp_vtp.topology.placement import Placement, Replicated, Sharded
 
 __all__ = [
     "Algorithm",

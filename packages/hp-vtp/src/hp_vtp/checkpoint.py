@@ -27,8 +27,8 @@ from hp_platform import all_gather_json
 from hp_platform.store import CheckpointError, Part, Source, encode_extra, rename, save
 from hp_platform.store.files import remove_leftovers
 from hp_vtp.checkpoint_reader import open_saved
-from hp_vtp.placement import cut
-from hp_vtp.topology import PipelineLayout
+from hp_vtp.topology.layout import PipelineLayout
+from hp_vtp.topology.placement import cut
 
 __all__ = [
     "CheckpointError",

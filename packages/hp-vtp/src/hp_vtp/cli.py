@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
-from hp_vtp.cost import Links
-from hp_vtp.explain import explain
-from hp_vtp.layout_text import describe_layout
-from hp_vtp.placement import Placement, Replicated, Sharded
-from hp_vtp.plan import ALGORITHMS, plan_transfer
-from hp_vtp.topology import PipelineLayout
+from hp_vtp.plan.cost import Links
+from hp_vtp.plan.explain import explain
+from hp_vtp.plan.layout_text import describe_layout
+from hp_vtp.plan.planner import ALGORITHMS, plan_transfer
+from hp_vtp.topology.layout import PipelineLayout
+from hp_vtp.topology.placement import Placement, Replicated, Sharded
 
 _Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"  # noqa: SLF001 (it has no other name)
 

@@ -16,9 +16,9 @@ from typing import Literal, Protocol, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from hp_vtp.handles import Handle
-from hp_vtp.packing import TensorMeta
+from hp_vtp.messages.packing import TensorMeta
 from hp_vtp.transport import Transport
+from hp_vtp.transport.handles import Handle
 
 __all__ = [
     "P2POptions",

@@ -15,8 +15,8 @@ from enum import Enum
 
 from torch import Tensor
 
-from hp_vtp.packing import TensorMeta
-from hp_vtp.stages import Edge
+from hp_vtp.messages.packing import TensorMeta
+from hp_vtp.topology.stages import Edge
 
 __all__ = [
     "Crossing",

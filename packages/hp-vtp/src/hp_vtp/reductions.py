@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from hp_platform import agree, new_group
-from hp_vtp.topology import PipelineLayout
+from hp_vtp.topology.layout import PipelineLayout
 
 __all__ = [
     "ReplicaGradients",

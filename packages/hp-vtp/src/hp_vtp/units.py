@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from hp_schedule import MetaStep, Schedule
-from hp_vtp.topology import PipelineLayout
+from hp_vtp.topology.layout import PipelineLayout
 
 
 def units_of(layout: PipelineLayout) -> tuple[tuple[int, int], ...]:

@@ -73,7 +73,7 @@ class Scores:
 
 
 class Forward:
-    """Attention over the keys that have been added so far.
+    """The online softmax: attention over the keys that have been added so far.
 
     Args:
         q: [B, H, S, D].
@@ -233,9 +233,9 @@ class _ByBlocks(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         lse = torch.empty(q.shape[:-1], dtype=wide, device=q.device)
         with torch.autocast(q.device.type, enabled=False):
-            walk, runs = Forward(q, scores), whole_plan(scores.mask, q.size(2))
-            walk.add_keys(k, v, runs)
-            walk.write(out, lse, sinks)
+            online, runs = Forward(q, scores), whole_plan(scores.mask, q.size(2))
+            online.add_keys(k, v, runs)
+            online.write(out, lse, sinks)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.scores, ctx.runs = scores, runs
         return out
@@ -245,10 +245,10 @@ class _ByBlocks(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         with torch.autocast(q.device.type, enabled=False):
-            walk = Backward(q, out=out, lse=lse, grad_out=grad_out, scores=ctx.scores)
+            grads = Backward(q, out=out, lse=lse, grad_out=grad_out, scores=ctx.scores)
             dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
-            walk.add_keys(k, v, ctx.runs, (dk, dv))
+            grads.add_keys(k, v, ctx.runs, (dk, dv))
             dsinks = None
             if sinks is not None and ctx.needs_input_grad[4]:
                 dsinks = sinks_gradient(sinks, grad_out=grad_out, out=out, lse=lse)
-        return None, walk.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
+        return None, grads.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks

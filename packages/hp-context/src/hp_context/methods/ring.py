@@ -21,7 +21,7 @@ Note [A step is one operation]
     What a rank sends and receives in a step is posted as one (`hp_platform.isend_irecv`), in the
     same order of steps on all ranks; threads that share a group must keep to one order of calls, as
     with any collective. Nothing is left in flight: a step is waited for even where an
-    exception ends the walk, since the next call would take its message for its own.
+    exception ends the loop, since the next call would take its message for its own.
 
 Shape symbols: B batch, s queries of this rank, K keys of a rank that travel, N ranks, H query
 heads, G key/value heads, D head size of queries and keys, E head size of values.
@@ -42,7 +42,7 @@ from hp_context.attention.spread import Needs, Rows, Spread, add_to, length, tak
 from hp_context.masks.blocks import QueryRun, plan
 from hp_context.masks.mask import Mask
 from hp_platform import Pending, isend_irecv
-from hp_platform.groups import global_ranks
+from hp_platform.groups.groups import global_ranks
 
 _KEYS, _GRADIENTS = 1, 2  # tags: both kinds are in flight between the same ranks
 
@@ -83,7 +83,7 @@ def routes(runs: tuple[Rows, ...], mask: Mask) -> tuple[Route, ...]:
 
 
 class Step(NamedTuple):
-    """What is at this rank in one step of the walk.
+    """What is at this rank in one step of the ring.
 
     Attributes:
         number: 0 for this rank's own keys.
@@ -97,7 +97,7 @@ class Step(NamedTuple):
 
 
 class Ring:
-    """The walk of one call, forward and once more backward.
+    """The hops of one call, forward and once more backward.
 
     Args:
         spread: Positions of the sequence that each rank of the group holds.
@@ -123,7 +123,7 @@ class Ring:
         return plan(self.scores.mask, self.spread.mine, step.rows)
 
     def steps(self, mine: Tensor) -> Generator[Step, None, None]:
-        """Yield each step of the walk while the keys of the next one are in flight.
+        """Yield each step of the ring while the keys of the next one are in flight.
 
         Args:
             mine: Keys and values of this rank, [s, B, G, D + E].
@@ -158,7 +158,7 @@ class Sums:
     """The gradients of the keys that travel: Note [Gradients travel behind the keys].
 
     Args:
-        ring: The walk.
+        ring: The hops of the keys.
     """
 
     def __init__(self, ring: Ring) -> None:
@@ -177,7 +177,7 @@ class Sums:
             like: Tensor with the dtype, the device and, but for K, the shape of the shares.
         """
         ring, number = self._ring, step.number
-        self._land()
+        self._wait()
         sends, receives = [], []
         if grads is not None:
             if self._passed is not None:
@@ -194,7 +194,7 @@ class Sums:
 
     def add_home_to(self, mine: Tensor) -> None:
         """Add the sum that came home to the gradients [s, ...] of this rank's own keys."""
-        self._land()
+        self._wait()
         if self._home is not None:
             add_to(mine, self._home, self._ring.at(0).rows, self._ring.spread.mine)
 
@@ -203,7 +203,7 @@ class Sums:
         if self._flight is not None:
             drain(self._flight)
 
-    def _land(self) -> None:
+    def _wait(self) -> None:
         """Wait for what the step before has sent and received."""
         flight, self._flight = self._flight, None
         self._passed = None

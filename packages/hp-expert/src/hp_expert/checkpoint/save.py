@@ -13,11 +13,11 @@ from hp_expert.checkpoint.load import agree_or_raise
 from hp_expert.checkpoint.names import ExpertNames
 from hp_expert.checkpoint.parts import StackedPart, find_experts
 from hp_platform.store import Part, Source
+from hp_platform.store.collective import on_rank_zero
 from hp_platform.store.files import created, write
 from hp_platform.store.manifest import DIGEST, MANIFEST, NAME_OF, Manifest
 from hp_platform.store.safetensors import INDEX, index_of
 from hp_platform.store.save import Written, finish, write_file
-from hp_platform.store.together import on_rank_zero
 
 
 def save_experts(

@@ -27,8 +27,8 @@ from hp_platform.dry.gpu import Gpu
 from hp_platform.dry.trace import Trace
 from hp_platform.dry.world.hub import Hub, HubClient
 from hp_platform.dry.world.world import DryWorld
-from hp_platform.failures import describe, is_echo
-from hp_platform.places import place_of
+from hp_platform.failures.failures import describe, is_echo
+from hp_platform.threads.places import place_of
 
 _DIE_WITH_PARENT = 1
 _LOOK_SECONDS = 0.2

@@ -7,11 +7,11 @@ not at all. Nothing read from storage is ever unpickled.
 
 from hp_platform.store.boxes import Box, Part, coverage_error
 from hp_platform.store.checkpoint import Checkpoint
+from hp_platform.store.collective import OnProgress
 from hp_platform.store.extra import decode_extra, encode_extra
 from hp_platform.store.files import CheckpointError, rename
 from hp_platform.store.load import load
 from hp_platform.store.save import Source, parts_of, save, sources_of
-from hp_platform.store.together import OnProgress
 
 __all__ = [
     "Box",

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_platform.messages import as_form
+from hp_platform.failures.messages import as_form
 from hp_platform.store.boxes import Part
 from hp_platform.store.checkpoint import Checkpoint, listed
+from hp_platform.store.collective import gathered, on_all_ranks, on_first_rank
 from hp_platform.store.files import CheckpointError
 from hp_platform.store.save import parts_of
-from hp_platform.store.together import gathered, on_first_rank, run_together
 
 
 def load(
@@ -37,7 +37,7 @@ def load(
         checkpoint.require_fit(parts)
         return parts
 
-    parts = run_together(fitting, group=group)
+    parts = on_all_ranks(fitting, group=group)
     wanted = gathered(json.dumps(sorted(tensors)), of=str, group=group)
 
     def require_all() -> str:
@@ -47,4 +47,4 @@ def load(
         return ""
 
     on_first_rank(require_all, of=str, group=group)
-    run_together(lambda: checkpoint.fill(parts), group=group)
+    on_all_ranks(lambda: checkpoint.fill(parts), group=group)

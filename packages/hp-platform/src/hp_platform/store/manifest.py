@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hp_platform.messages import as_form
+from hp_platform.failures.messages import as_form
 from hp_platform.store.boxes import Box, coverage_error, gap_error
 from hp_platform.store.extra import decode_extra
 from hp_platform.store.files import DamageError

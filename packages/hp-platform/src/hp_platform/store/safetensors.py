@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hp_platform.messages import as_form
+from hp_platform.failures.messages import as_form
 from hp_platform.store.boxes import Box
 from hp_platform.store.files import CheckpointError
 from hp_platform.store.manifest import DTYPES, NAME_OF, RESERVED, framed

@@ -21,9 +21,19 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import hp_platform
-from hp_platform.messages import as_form
+from hp_platform.failures.messages import as_form
 from hp_platform.store.boxes import Box, Part
 from hp_platform.store.checkpoint import read_manifest
+from hp_platform.store.collective import (
+    OnProgress,
+    agree_all,
+    gathered,
+    on_all_ranks,
+    on_first_rank,
+    on_rank_zero,
+    silent,
+    verify_together,
+)
 from hp_platform.store.files import (
     CheckpointError,
     DamageError,
@@ -49,16 +59,6 @@ from hp_platform.store.manifest import (
     encode,
     file_header,
     unfit_name,
-)
-from hp_platform.store.together import (
-    OnProgress,
-    agree_all,
-    gathered,
-    on_first_rank,
-    on_rank_zero,
-    run_together,
-    silent,
-    verify_together,
 )
 
 T = TypeVar("T")
@@ -204,7 +204,7 @@ def save(
         CheckpointError: On all ranks, in one line: the storage failed, or a tensor cannot be saved.
         RuntimeError: If a rank is gone.
     """
-    offered = run_together(lambda: _offers(sources()), group=group)
+    offered = on_all_ranks(lambda: _offers(sources()), group=group)
     mine = [offer for offer, _ in offered]
     told = gathered(json.dumps(mine), of=str, group=group)
     made: list[tuple[Path, int]] = []
@@ -225,7 +225,7 @@ def save(
         file = f"rank-{rank:05d}.safetensors"
 
         head = orders.save_id, step
-        written = run_together(
+        written = on_all_ranks(
             lambda: write_file(staging / file, chosen, head=head, on_progress=on_progress),
             group=group,
         )

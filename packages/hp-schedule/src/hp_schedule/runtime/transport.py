@@ -28,7 +28,7 @@ from hp_platform import (
     isend,
     new_groups,
 )
-from hp_platform.pending import release_completed
+from hp_platform.collectives.pending import release_completed
 from hp_schedule.schedule import Schedule
 from hp_schedule.transport import Message, MessageKind
 

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from hp_platform import Event, store
-from hp_platform.store.together import agree_all, silent
+from hp_platform.store.collective import agree_all, silent
 from hp_train.checkpoint.directory import purge, with_exit_code
 from hp_train.checkpoint.save import check_arguments, save_step
 

@@ -10,9 +10,9 @@ from torch.distributed import ProcessGroup
 
 from hp_platform import store
 from hp_platform.store import load
+from hp_platform.store.collective import on_rank_zero, silent, verify_together
 from hp_platform.store.files import DamageError
 from hp_platform.store.manifest import Manifest, decode, encode
-from hp_platform.store.together import on_rank_zero, silent, verify_together
 from hp_train.checkpoint.directory import (
     bad_checkpoints,
     complete_checkpoints,

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from hp_platform import agree, store
 from hp_platform.store import save
-from hp_platform.store.together import silent
+from hp_platform.store.collective import silent
 from hp_train.checkpoint.directory import (
     commit,
     purge,

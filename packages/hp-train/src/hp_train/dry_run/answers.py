@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hp_expert import ExchangeRead
-from hp_platform.places import current_place
+from hp_platform.threads.places import current_place
 from hp_schedule.runtime import HeaderRead
 from hp_train.dry_run.routing import ALL_LAYERS, Skew, rows_per_rank
 

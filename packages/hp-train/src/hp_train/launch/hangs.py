@@ -1,10 +1,10 @@
 """Under torchrun and Slurm, where nobody reads heartbeats, each rank looks at its own.
 
 Note [Hangs without a launcher]. A rank that has made no progress for `launch.hang_seconds` asks all
-ranks where they stand (Note [Roll call] of `hp_platform.roll_call`), and leaves a report about the
-one that is gone, or that waits for nobody, with its Python stack. As after any failure the others
-stop waiting then and raise with that report. A rank that cannot, because it is the one that is
-stuck, is ended from here.
+ranks where they stand (Note [Liveness check] of `hp_platform.failures`), and leaves a report about
+the one that is gone, or that waits for nobody, with its Python stack. As after any failure the
+others stop waiting then and raise with that report. A rank that cannot, because it is the one that
+is stuck, is ended from here.
 """
 
 import os
@@ -16,9 +16,9 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from hp_platform import FailureReport, PeerError, default_note
-from hp_platform.failures import WORLD_KEY
-from hp_platform.places import main_place, stand
-from hp_platform.roll_call import whom_to_blame
+from hp_platform.failures.failures import WORLD_KEY
+from hp_platform.failures.liveness import whom_to_blame
+from hp_platform.threads.places import main_place, stand
 from hp_train.errors import HangError
 from hp_train.launch.task import Worker
 from hp_train.launch.worker import exit_status

@@ -109,8 +109,8 @@ def finished(folder: Folder, config: Config, *, rank: int = 0, world_size: int =
         return None
     # Imports torch, which a run that has no checkpoint yet need not wait for.
     from hp_platform.store.checkpoint import verify_entries  # noqa: PLC0415
+    from hp_platform.store.collective import share_of  # noqa: PLC0415
     from hp_platform.store.files import DamageError  # noqa: PLC0415
-    from hp_platform.store.together import share_of  # noqa: PLC0415
     from hp_train.checkpoint import directory, verify  # noqa: PLC0415
 
     newest = next(iter(directory.complete_checkpoints(folder.path / CHECKPOINTS)), None)

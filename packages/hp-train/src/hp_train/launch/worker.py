@@ -14,7 +14,7 @@ from typing import IO, Any
 import torch
 
 from hp_platform import PeerError, RankInfo, is_echo
-from hp_platform.roll_call import is_hang, is_loss
+from hp_platform.failures.liveness import is_hang, is_loss
 from hp_train.base.lifetime import die_with
 from hp_train.config import Config
 from hp_train.errors import HangError, HpError, RankLostError, RunDirectoryError

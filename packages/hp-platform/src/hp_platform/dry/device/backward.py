@@ -57,7 +57,7 @@ class Backward:
     def follow(self) -> None:
         """Be on the stream of the node that the engine runs now."""
         if self._last is not None:
-            self._settle(*self._last)
+            self._tag_nodes(*self._last)
             self._last = None
         node = current_node()
         key = None if node is None else (id(node), sequence_number(node))
@@ -74,7 +74,7 @@ class Backward:
             thread.stream = stream
 
     @staticmethod
-    def _settle(made: list[weakref.ref[Tensor]], origin: Origin) -> None:
+    def _tag_nodes(made: list[weakref.ref[Tensor]], origin: Origin) -> None:
         for each in made:
             x = each()
             node: Any = None if x is None else x.grad_fn

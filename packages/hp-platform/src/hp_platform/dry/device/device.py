@@ -29,7 +29,7 @@ from hp_platform.dry.gpu import Gpu
 from hp_platform.dry.operators.dispatch import Operators, tensors_of
 from hp_platform.dry.trace import Event, Fault, HostAccess, Label, Launch, Trace
 from hp_platform.own_kernels import noting
-from hp_platform.places import current_place
+from hp_platform.threads.places import current_place
 
 _GROUP_STREAMS = 1000
 _pinned: WeakSet[torch.UntypedStorage] = WeakSet()  # what a program keeps may outlive a device

@@ -20,7 +20,7 @@ from hp_platform._internals.dry import (
     schema_of,
     tree_map_only,
 )
-from hp_platform.device_rules import may_mix
+from hp_platform.device.rules import may_mix
 from hp_platform.dry.operators import launches, shapes
 from hp_platform.dry.operators.shapes import META, Cost
 from hp_platform.dry.operators.values import STAND_INS, Again

@@ -204,8 +204,8 @@ class Waits:
             number = counts[one] = counts.get(one, 0) + 1
             self._began[(colour, *one, number)] = begin
             other = symmetry.at_distance(family, rank, distance if sends else -distance)
-            twin = (channel, family, distance, tag, not sends, number)
-            keys = [(symmetry.colours[other], *twin)]
+            matching = (channel, family, distance, tag, not sends, number)
+            keys = [(symmetry.colours[other], *matching)]
         self._ends.append((end, keys))
 
 

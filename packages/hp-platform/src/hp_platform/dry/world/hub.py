@@ -79,7 +79,7 @@ class Hub:
     def end_of(self, rank: int) -> None:
         """Refuse those who wait for what a rank gives to operations: it has ended."""
         self._broken.append((f"of/{rank}/", f"rank {rank} has ended"))
-        self._settle()
+        self._answer_waiting()
 
     def close(self) -> None:
         """Close all connections."""
@@ -92,23 +92,23 @@ class Hub:
             deadline = time.monotonic() + asked["timeout"]
             waiting = _Waiting(source, keys, deadline, do == "get", asked["rank"], asked["what"])
             self._waiting.append(waiting)
-            self._settle()
+            self._answer_waiting()
         elif do == "set":
             self._values[keys[0]] = pieces[0]
             _send(source, {"value": 0})
-            self._settle()
+            self._answer_waiting()
         elif do == "add":
             total = int(self._values.get(keys[0], b"0")) + asked["amount"]
             self._values[keys[0]] = str(total).encode()
             _send(source, {"value": total})
-            self._settle()
+            self._answer_waiting()
         elif do == "compare_set":
             expected, desired = pieces
             there = self._values.get(keys[0])
             if there == expected or (there is None and not expected):
                 there = self._values[keys[0]] = desired
             _send(source, {"value": 0}, [expected if there is None else there])
-            self._settle()
+            self._answer_waiting()
         elif do == "check":
             _send(source, {"value": int(all(key in self._values for key in keys))})
         elif do == "delete":
@@ -116,11 +116,11 @@ class Hub:
         elif do == "break":
             self._broken.append((keys[0], asked["what"]))
             _send(source, {"value": 0})
-            self._settle()
+            self._answer_waiting()
         else:  # count
             _send(source, {"value": len(self._values)})
 
-    def _settle(self) -> None:
+    def _answer_waiting(self) -> None:
         """Answer those whose keys are there now, or cannot come any more."""
         for each in [*self._waiting]:
             if all(key in self._values for key in each.keys):

@@ -10,7 +10,7 @@ from typing import Any
 from hp_platform._internals import Store
 from hp_platform.dry.classes import Classes
 from hp_platform.dry.world.hub import HubClient
-from hp_platform.roll_call import RANK_KEYS
+from hp_platform.failures.liveness import RANK_KEYS
 
 _OF_A_RANK = re.compile(f"(.*(?:{'|'.join(RANK_KEYS)}))/([0-9]+)")
 
@@ -20,7 +20,7 @@ class DryStore(Store):
 
     - `add` adds the amount once for every rank of the class, and returns what the representative
       would have seen as the last of them. Keys that name this rank's own device are the rank's own.
-    - What a rank says of itself (`RANK_KEYS` of the roll call) is what its representative says.
+    - What a rank says of itself (`RANK_KEYS` of a liveness check) is what its representative says.
 
     Args:
         client: Connection to the hub.

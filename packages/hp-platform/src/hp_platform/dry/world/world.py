@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_platform import messages
 from hp_platform._internals import AsyncCollectiveTensor, dry_world, group_of_name
 from hp_platform._internals.dry import is_meta
 from hp_platform.dry.classes import Classes
@@ -33,6 +32,7 @@ from hp_platform.dry.world.exchange import Exchange, Operation, seconds_of
 from hp_platform.dry.world.functional import arguments_by_name, functional_operation
 from hp_platform.dry.world.hub import HubClient
 from hp_platform.dry.world.store import DryStore
+from hp_platform.failures import messages
 
 NamedLists = list[tuple[str, str, tuple[int, ...]]]
 

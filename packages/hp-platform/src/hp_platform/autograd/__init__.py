@@ -1,0 +1,1 @@
+"""Hooks of autograd, deferred weight gradients, what `torch.compile` leaves out of its graphs."""

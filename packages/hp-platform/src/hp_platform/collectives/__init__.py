@@ -1,0 +1,1 @@
+"""Differentiable collectives, sends and receives, shared memory, and what FSDP2 exchanges."""

@@ -1,0 +1,416 @@
+"""Differentiable collectives: all-to-all in four forms, gather and scatter of uneven shards.
+
+Shape symbols: N rows of this rank before, M rows after, `...` any further dims.
+
+| function | differentiable | waits in forward | waits in backward |
+|---|---|---|---|
+| `all_to_all` | yes | before it returns | before it returns |
+| `all_to_all_lazy` | yes | at the first use of the result | at the first use of the gradient |
+| `start_all_to_all`, `all_to_all_wait` | yes | in the second | in backward of the first |
+| `launch_all_to_all`, `launch_all_gather` | no | in `Pending.wait` | |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from hp_platform import _internals
+from hp_platform.collectives.pending import Pending
+from hp_platform.groups.groups import resolve_group
+from hp_platform.threads.use import note_use
+
+Splits = list[int] | None
+
+
+def all_to_all(
+    x: Tensor,
+    *,
+    output_splits: Sequence[int] | None = None,
+    input_splits: Sequence[int] | None = None,
+    group: ProcessGroup | DeviceMesh,
+) -> Tensor:
+    """Send a block of rows to every rank of `group` and return those received, in rank order.
+
+    Its backward is the same exchange with the splits swapped.
+
+    Args:
+        x: `[N, ...]`, any floating dtype.
+        output_splits: Rows to receive from each rank, summing to M; None: all blocks are equal.
+        input_splits: Rows to send to each rank, summing to N; given with `output_splits` or not.
+        group: Group or one-dimensional mesh.
+
+    Returns:
+        `[M, ...]`, ready to use.
+
+    Raises:
+        ValueError: If the splits do not fit the group or the rows; before anything is sent.
+    """
+    pg = resolve_group(group)
+    splits = _splits(x, output_splits, input_splits, pg)
+    y: Tensor = _AllToAll.apply(x, splits, pg, False)
+    return y
+
+
+def all_to_all_lazy(
+    x: Tensor,
+    *,
+    output_splits: Sequence[int] | None = None,
+    input_splits: Sequence[int] | None = None,
+    group: ProcessGroup | DeviceMesh,
+) -> Tensor:
+    """`all_to_all` whose result, and whose gradient in backward, nobody has waited for yet.
+
+    Both are `AsyncCollectiveTensor`s: the first operation that reads them waits (views do not), so
+    what runs in between overlaps with the exchange. torch's own differentiable all-to-all is lazy
+    in forward only. Under `torch.compile` the compiler places the wait.
+    """
+    pg = resolve_group(group)
+    splits = _splits(x, output_splits, input_splits, pg)
+    y: Tensor = _AllToAll.apply(x, splits, pg, True)
+    return y
+
+
+def wait_tensor(x: Tensor) -> Tensor:
+    """Wait for the collective that writes `x`, if any; differentiable, no copy."""
+    if not isinstance(x, _internals.AsyncCollectiveTensor):
+        return x
+    y: Tensor = _WaitTensor.apply(x)
+    return y
+
+
+def is_waited(x: Tensor) -> bool:
+    """Whether reading `x` would not have to wait for a collective."""
+    return not isinstance(x, _internals.AsyncCollectiveTensor) or bool(x.completed)
+
+
+def launch_all_to_all(
+    x: Tensor,
+    *,
+    output_splits: Sequence[int] | None = None,
+    input_splits: Sequence[int] | None = None,
+    group: ProcessGroup | DeviceMesh,
+) -> Pending[Tensor]:
+    """Start the exchange of `all_to_all` outside autograd; arguments and errors are the same."""
+    pg = resolve_group(group)
+    outputs, inputs = _splits(x, output_splits, input_splits, pg)
+    return _launch(x, outputs, inputs, pg)
+
+
+def launch_all_gather(x: Tensor, *, group: ProcessGroup | DeviceMesh) -> Pending[Tensor]:
+    """Start to gather the `[N, ...]` of every rank, all of one shape, outside autograd.
+
+    Returns:
+        `[ranks * N, ...]` once waited for, in rank order.
+
+    Raises:
+        ValueError: If `x` has no dim.
+    """
+    pg = resolve_group(group)
+    if x.ndim == 0:
+        raise ValueError(f"rank {pg.rank()} of {pg.size()}: x.ndim (0) must be at least 1")
+    note_use(pg)
+    x = wait_tensor(x.detach()).contiguous()
+    y = x.new_empty((pg.size() * x.shape[0], *x.shape[1:]))
+    work = _internals.start_all_gather(y, x, pg)
+    return Pending(y, works=[] if work is None else [work], buffers=[x, y])
+
+
+class StartedAllToAll:
+    """An exchange between `start_all_to_all` and `all_to_all_wait`.
+
+    `edge` carries the autograd edge and must not be read: forward is still writing it. In backward
+    the reversed exchange travels in `backward`, beside the edge, because with uneven splits its
+    result has other rows than the gradient that the edge may carry.
+    """
+
+    __slots__ = ("backward", "edge", "forward", "group", "inputs", "outputs")
+
+    def __init__(self, outputs: Splits, inputs: Splits, group: ProcessGroup) -> None:
+        self.outputs, self.inputs, self.group = outputs, inputs, group
+        self.edge: Tensor | None = None
+        self.forward: Pending[Tensor] | None = None
+        self.backward: Pending[Tensor] | None = None
+
+
+def start_all_to_all(
+    x: Tensor,
+    *,
+    output_splits: Sequence[int] | None = None,
+    input_splits: Sequence[int] | None = None,
+    group: ProcessGroup | DeviceMesh,
+) -> StartedAllToAll:
+    """Start an exchange that `all_to_all_wait` finishes; arguments and errors as `all_to_all`.
+
+    Backward is the mirror image: it starts where forward waited and waits where forward started,
+    so whatever forward ran between the two overlaps with the exchange in both directions.
+    """
+    pg = resolve_group(group)
+    started = StartedAllToAll(*_splits(x, output_splits, input_splits, pg), pg)
+    started.edge = _Start.apply(x, started)
+    return started
+
+
+def all_to_all_wait(started: StartedAllToAll) -> Tensor:
+    """Finish an exchange and return its `[M, ...]` rows.
+
+    Raises:
+        RuntimeError: On a second call with the same exchange.
+    """
+    edge, started.edge = started.edge, None
+    if edge is None:
+        raise RuntimeError("all_to_all_wait must be called once per started exchange")
+    y: Tensor = _Wait.apply(edge, started)
+    return y
+
+
+def all_gather_uneven(
+    x: Tensor, *, sizes: Sequence[int], dim: int = 0, group: ProcessGroup | DeviceMesh
+) -> Tensor:
+    """Concatenate the shards of all ranks along `dim`; backward sums and scatters the gradients.
+
+    Shards of different sizes travel padded to the longest, so very unequal ones cost bandwidth.
+
+    Args:
+        x: Shard of this rank, `sizes[rank]` long along `dim`.
+        sizes: Length of every rank's shard.
+        dim: Tensor dim to concatenate along.
+        group: Group or one-dimensional mesh.
+
+    Returns:
+        `sum(sizes)` long along `dim`, the same on every rank.
+
+    Raises:
+        ValueError: If `sizes` does not fit the group or the shard.
+    """
+    pg = resolve_group(group)
+    dim = _dim(x, dim)
+    _require_sizes(sizes, pg, length=x.shape[dim], expected=None)
+    y: Tensor = _AllGather.apply(x, list(sizes), dim, pg)
+    return y
+
+
+def reduce_scatter_uneven(
+    x: Tensor, *, sizes: Sequence[int], dim: int = 0, group: ProcessGroup | DeviceMesh
+) -> Tensor:
+    """Sum over ranks and keep the shard of this rank along `dim`; backward gathers the gradients.
+
+    The transpose of `all_gather_uneven`: `x` is `sum(sizes)` long along `dim`, the result
+    `sizes[rank]`; over Gloo on a CPU parts travel as long as they are. Errors are the same.
+    """
+    pg = resolve_group(group)
+    dim = _dim(x, dim)
+    _require_sizes(sizes, pg, length=x.shape[dim], expected=sum(sizes))
+    y: Tensor = _ReduceScatter.apply(x, list(sizes), dim, pg)
+    return y
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, splits: tuple[Splits, Splits], group: ProcessGroup, lazy: bool
+    ) -> Tensor:
+        outputs, inputs = splits
+        ctx.call = ((inputs, outputs), group, lazy)
+        y = _internals.functional_all_to_all(x.contiguous(), outputs, inputs, group)
+        return y if lazy else _internals.functional_wait(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _AllToAll.apply(grad, *ctx.call), None, None, None
+
+
+class _WaitTensor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
+        return _internals.functional_wait(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        del ctx
+        return grad
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, started: StartedAllToAll) -> Tensor:
+        ctx.started = started
+        y, work, sent = _start(x, started.outputs, started.inputs, started.group)
+        started.forward = Pending(y, works=work, buffers=[sent, y])
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, token: Tensor) -> tuple[Tensor, None]:
+        del token
+        pending, ctx.started.backward = ctx.started.backward, None
+        return pending.wait(), None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, edge: Tensor, started: StartedAllToAll) -> Tensor:
+        ctx.started = started
+        pending, started.forward = started.forward, None
+        if pending is None:
+            raise RuntimeError("all_to_all_wait must be called once per started exchange")
+        pending.wait()
+        return edge
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        started: StartedAllToAll = ctx.started
+        started.backward = _launch(grad, started.inputs, started.outputs, started.group)
+        return grad, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: list[int], dim: int, group: ProcessGroup) -> Tensor:
+        ctx.call = (sizes, dim, group)
+        return _gather(x, sizes, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _ReduceScatter.apply(grad, *ctx.call), None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: list[int], dim: int, group: ProcessGroup) -> Tensor:
+        ctx.call = (sizes, dim, group)
+        return _scatter(x, sizes, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _AllGather.apply(grad, *ctx.call), None, None, None
+
+
+def _start(
+    x: Tensor, outputs: Splits, inputs: Splits, group: ProcessGroup
+) -> tuple[Tensor, list[dist.Work], Tensor]:
+    """Start an exchange; return what it writes, its handle and what it reads."""
+    x = wait_tensor(x.detach()).contiguous()
+    rows = x.shape[0] if outputs is None else sum(outputs)
+    y = x.new_empty((rows, *x.shape[1:]))
+    work = dist.all_to_all_single(y, x, outputs, inputs, group=group, async_op=True)
+    return y, [] if work is None else [work], x
+
+
+def _launch(x: Tensor, outputs: Splits, inputs: Splits, group: ProcessGroup) -> Pending[Tensor]:
+    y, works, sent = _start(x, outputs, inputs, group)
+    return Pending(y, works=works, buffers=[sent, y])
+
+
+def _gather(x: Tensor, sizes: list[int], dim: int, group: ProcessGroup) -> Tensor:
+    """Concatenate shards along `dim`; those that differ are padded to the longest on the way."""
+    longest, is_even = max(sizes), min(sizes) == max(sizes)
+    rows = x.movedim(dim, 0)
+    sent = rows.contiguous()
+    if not is_even:
+        sent = rows.new_zeros((longest, *rows.shape[1:]))
+        sent[: rows.shape[0]] = rows
+    gathered = rows.new_empty((longest * len(sizes), *rows.shape[1:]))
+    _internals.all_gather(gathered, sent, group)
+    if not is_even:
+        blocks = zip(gathered.split(longest), sizes, strict=True)
+        gathered = torch.cat([block[:size] for block, size in blocks])
+    return gathered.movedim(0, dim).contiguous()
+
+
+def _scatter(x: Tensor, sizes: list[int], dim: int, group: ProcessGroup) -> Tensor:
+    """Sum over ranks and keep this rank's part along `dim`."""
+    rows = x.movedim(dim, 0)
+    if x.device.type == "cpu" and _internals.backend_name(group, x.device) == "gloo":
+        return _scatter_by_exchange(rows, sizes, group).movedim(0, dim).contiguous()
+    longest, sent = max(sizes), rows.contiguous()
+    if min(sizes) < longest:
+        padded = rows.new_zeros((len(sizes), longest, *rows.shape[1:]))
+        for block, part in zip(padded, rows.split(sizes), strict=True):
+            block[: part.shape[0]] = part
+        sent = padded.flatten(0, 1)
+    mine = rows.new_empty((longest, *rows.shape[1:]))
+    _internals.reduce_scatter(mine, sent, group)
+    return mine[: sizes[group.rank()]].movedim(0, dim).contiguous()
+
+
+def _scatter_by_exchange(rows: Tensor, sizes: list[int], group: ProcessGroup) -> Tensor:
+    """Exchange parts and add them up in rank order: Note [Gloo by pairs] of `fsdp.py`."""
+    length = sizes[group.rank()]
+    parts = rows.new_empty((len(sizes), length, *rows.shape[1:]))
+    outputs = [length] * len(sizes)
+    dist.all_to_all_single(parts.flatten(0, 1), rows.contiguous(), outputs, sizes, group=group)
+    total = rows.new_empty((length, *rows.shape[1:]))
+    if len(sizes) == 1:
+        return total.copy_(parts[0])
+    add_up([*parts], out=total)
+    return total
+
+
+def add_up(parts: Sequence[Tensor], *, out: Tensor) -> None:
+    """Sum two parts or more in their order, so that it does not depend on how they came here."""
+    torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        out += part
+
+
+def _splits(
+    x: Tensor, outputs: Sequence[int] | None, inputs: Sequence[int] | None, group: ProcessGroup
+) -> tuple[Splits, Splits]:
+    """Check the splits against the rows of `x` and the group."""
+    note_use(group)
+    where = f"rank {group.rank()} of {group.size()}"
+    if x.ndim == 0:
+        raise ValueError(f"{where}: x.ndim (0) must be at least 1")
+    if outputs is None or inputs is None:
+        if outputs is not None or inputs is not None:
+            raise ValueError(f"{where}: output_splits and input_splits must be given together")
+        if x.shape[0] % group.size():
+            raise ValueError(
+                f"{where}: group size ({group.size()}) must divide rows of x ({x.shape[0]})"
+            )
+        return None, None
+    for name, splits in (("output_splits", outputs), ("input_splits", inputs)):
+        if len(splits) != group.size():
+            raise ValueError(
+                f"{where}: len({name}) ({len(splits)}) must equal the group size ({group.size()})"
+            )
+        if min(splits) < 0:
+            raise ValueError(f"{where}: {name} ({list(splits)}) must not be negative")
+    if sum(inputs) != x.shape[0]:
+        raise ValueError(
+            f"{where}: sum of input_splits {list(inputs)} ({sum(inputs)}) must equal "
+            f"rows of x ({x.shape[0]})"
+        )
+    return list(outputs), list(inputs)
+
+
+def _dim(x: Tensor, dim: int) -> int:
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim ({dim}) must be in [-{x.ndim}, {x.ndim})")
+    return dim % x.ndim
+
+
+def _require_sizes(
+    sizes: Sequence[int], group: ProcessGroup, *, length: int, expected: int | None
+) -> None:
+    note_use(group)
+    where = f"rank {group.rank()} of {group.size()}"
+    if len(sizes) != group.size():
+        raise ValueError(
+            f"{where}: len(sizes) ({len(sizes)}) must equal the group size ({group.size()})"
+        )
+    if min(sizes) < 0:
+        raise ValueError(f"{where}: sizes ({list(sizes)}) must not be negative")
+    mine = sizes[group.rank()] if expected is None else expected
+    name = "sizes[rank]" if expected is None else "sum(sizes)"
+    if mine != length:
+        raise ValueError(f"{where}: {name} ({mine}) must equal the length of x ({length})")

@@ -1,0 +1,242 @@
+"""Memory that the ranks of a group share where all of them are processes of one machine.
+
+Note [Shared memory]. Between processes of one machine Gloo sends through sockets: the kernel copies
+everything twice, and threads wake up to receive it. A `Channel` has memory of each rank that the
+others map, and a pipe from each rank to each other one that says when there is something to read,
+and when it has been read. Neither has a name in a file system; ranks open them through
+`/proc/PID/fd`. So nothing is left behind however a process ends, and a rank that ended is noticed
+at once: its ends of the pipes are closed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hp_platform.failures.messages import all_gather_json
+from hp_platform.groups.groups import global_ranks
+
+_TOKEN_BYTES = 16
+_POSTED, _READ = 0, 1
+
+
+class _Offer(NamedTuple):
+    """What others need to open what a rank has made.
+
+    Attributes:
+        pid: Process ID of the rank.
+        token: First bytes of each of its memories, hexadecimal, which tell its process from one of
+            another machine.
+        memories: File descriptors, one per slot.
+        inlets: Group rank -> file descriptor of the end of a pipe into which that rank writes.
+    """
+
+    pid: int
+    token: str
+    memories: tuple[int, ...]
+    inlets: dict[int, int]
+
+
+@dataclass(slots=True)
+class _Memory:
+    """A slot of one rank, mapped as far as it was needed."""
+
+    file: int
+    mapped: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8, device="cpu"))
+
+    @classmethod
+    def create(cls, token: bytes) -> Self:
+        file = os.memfd_create("hp-platform", os.MFD_CLOEXEC)
+        os.write(file, token)
+        return cls(file)
+
+    @classmethod
+    def open(cls, path: str, token: bytes) -> Self:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        if os.pread(file, _TOKEN_BYTES, 0) != token:
+            os.close(file)
+            raise OSError(f"{path} is not of this group")
+        return cls(file)
+
+    def bytes(self, size: int, *, grow: bool = False) -> Tensor:
+        """The first bytes, uint8 [size]."""
+        if len(self.mapped) < size:
+            if grow and os.fstat(self.file).st_size < size:
+                os.posix_fallocate(self.file, 0, size)  # fails here, not at some later write
+            self.mapped = torch.frombuffer(mmap.mmap(self.file, size), dtype=torch.uint8)
+        return self.mapped[:size]
+
+
+class Channel:
+    """Exchanges in one order over shared memory; not to be used by two threads at once.
+
+    In an exchange every rank posts bytes, as many as the others, and reads those of the others.
+    Several exchanges may be under way, as many as there are slots; before one more is posted, the
+    oldest is finished.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        global_ranks: list[int],
+        memories: list[list[_Memory]],
+        pipes: tuple[dict[int, int], dict[int, int]],
+        timeout: timedelta,
+    ) -> None:
+        self._rank, self._global_ranks, self._timeout = rank, global_ranks, timeout
+        self._memories = memories
+        self._inlets, self._outlets = pipes
+        self._heard = {other: [0, 0] for other in self._inlets}
+        self._num_posted = 0
+        self._under_way: deque[Exchange] = deque()
+
+    @classmethod
+    def connect(cls, group: ProcessGroup, *, num_slots: int, timeout: timedelta) -> Channel | None:
+        """Connect all ranks of a group. All of them call this together.
+
+        Args:
+            group: Its backend takes CPU tensors.
+            num_slots: Exchanges that may be under way at once.
+            timeout: How long to wait for another rank.
+
+        Returns:
+            None, on all ranks, where some of them cannot see the memory of others.
+        """
+        rank, token = group.rank(), os.urandom(_TOKEN_BYTES)
+        others = [other for other in range(group.size()) if other != rank]
+        mine: list[_Memory] = []
+        pipes: dict[int, tuple[int, int]] = {}
+        memories: list[list[_Memory]] = [[] for _ in range(group.size())]
+        outlets: dict[int, int] = {}
+        with suppress(OSError, AttributeError):  # no such system call here
+            mine = [_Memory.create(token) for _ in range(num_slots)]
+            pipes = {other: os.pipe2(os.O_CLOEXEC) for other in others}
+        memories[rank] = mine
+        files = tuple(memory.file for memory in mine)
+        inlets = {other: ends[1] for other, ends in pipes.items()}
+        offer = _Offer(os.getpid(), token.hex(), files, inlets)
+        offers = all_gather_json(offer, of=_Offer, group=group)
+        with suppress(OSError, KeyError):
+            for other in others:
+                offer = offers[other]
+                folder = f"/proc/{offer.pid}/fd"
+                for file in offer.memories:
+                    memories[other].append(
+                        _Memory.open(f"{folder}/{file}", bytes.fromhex(offer.token))
+                    )
+                inlet = f"{folder}/{offer.inlets[rank]}"
+                outlets[other] = os.open(inlet, os.O_WRONLY | os.O_CLOEXEC)
+        done = len(outlets) == len(others) and all(len(m) == num_slots for m in memories)
+        all_done = torch.tensor([done], dtype=torch.int32, device="cpu")
+        dist.all_reduce(all_done, dist.ReduceOp.MIN, group=group)
+        for _, end in pipes.values():
+            os.close(end)  # the other rank has its own now, and its death closes that one
+        reading = {other: ends[0] for other, ends in pipes.items()}
+        channel = cls(rank, global_ranks(group), memories, (reading, outlets), timeout)
+        return channel if all_done.item() else None
+
+    def __del__(self) -> None:
+        files = [memory.file for memories in self._memories for memory in memories]
+        for file in (*files, *self._inlets.values(), *self._outlets.values()):
+            with suppress(OSError):
+                os.close(file)
+
+    def post(
+        self, size: int, *, fill: Callable[[Tensor], object], read: Callable[[list[Tensor]], object]
+    ) -> Exchange:
+        """Begin an exchange.
+
+        Args:
+            size: Bytes of each rank, the same on all of them.
+            fill: Is given this rank's memory, uint8 [size].
+            read: Is given what every rank has filled, by group rank, this one's as well; at the
+                latest when another exchange needs the slot.
+        """
+        slots = self._memories[self._rank]
+        slot, is_first = self._num_posted % len(slots), self._num_posted < len(slots)
+        if len(self._under_way) == len(slots):
+            self._under_way[0].wait()
+        if not is_first:
+            for other in self._inlets:
+                self._hear(other, _READ)
+        self._num_posted += 1
+        fill(slots[slot].bytes(size, grow=True))
+        self._tell(_POSTED)
+        exchange = Exchange(self, slot, size, read)
+        self._under_way.append(exchange)
+        return exchange
+
+    def finish(self, exchange: Exchange) -> None:
+        """Read what the others have posted in an exchange, and in those before it."""
+        while not exchange.is_done:
+            oldest = self._under_way.popleft()
+            for other in self._inlets:
+                self._hear(other, _POSTED)
+            oldest.read([slots[oldest.slot].bytes(oldest.size) for slots in self._memories])
+            self._tell(_READ)
+            oldest.is_done = True
+
+    def _tell(self, what: int) -> None:
+        for outlet in self._outlets.values():
+            # Who has ended needs to hear nothing; who needs to hear of it will find out.
+            with suppress(BrokenPipeError):
+                os.write(outlet, bytes([what]))
+
+    def _hear(self, other: int, what: int) -> None:
+        """Wait until another rank has told something once more than was asked for."""
+        heard, inlet = self._heard[other], self._inlets[other]
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        poll = select.poll()
+        poll.register(inlet, select.POLLIN)
+        while heard[what] == 0:
+            with self._naming(other):
+                left = deadline - time.monotonic()
+                if left <= 0 or not poll.poll(left * 1000):
+                    raise TimeoutError(f"it did not come within {self._timeout}")
+                told = os.read(inlet, 4096)
+                if not told:
+                    raise BrokenPipeError("it has ended")
+            heard[_POSTED] += told.count(_POSTED)
+            heard[_READ] += told.count(_READ)
+        heard[what] -= 1
+
+    @contextmanager
+    def _naming(self, other: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            rank = self._global_ranks[other]
+            raise RuntimeError(f"an exchange with rank {rank} failed: {error}") from error
+
+
+class Exchange:
+    """One exchange of a channel, as the rank sees it that posted."""
+
+    __slots__ = ("_channel", "is_done", "read", "size", "slot")
+
+    def __init__(
+        self, channel: Channel, slot: int, size: int, read: Callable[[list[Tensor]], object]
+    ) -> None:
+        self._channel, self.slot, self.size, self.read = channel, slot, size, read
+        self.is_done = False
+
+    def wait(self) -> None:
+        """Have everything read.
+
+        Raises:
+            RuntimeError: When a rank has ended or did not come in time; it is named.
+        """
+        self._channel.finish(self)

@@ -1,0 +1,1 @@
+"""Which device computes, its streams, and which operands its kernels take from another."""

@@ -1,0 +1,1 @@
+"""What ends a failed step on every rank and names the culprit; what ranks tell each other."""

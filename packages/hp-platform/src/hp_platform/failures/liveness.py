@@ -1,0 +1,269 @@
+"""Who is still there: every rank answers for itself, from a thread, also while it is stuck.
+
+Note [Liveness check]. A rank that died leaves no report, and a rank that is stuck does not know it.
+So a rank that waited in vain asks all of them through the store, and a thread of every rank answers
+what the rank is doing, whether it waits for others, and its Python stack. Who does not answer is
+gone or stopped; of those who answer, one that waits for nobody is what the others wait for. Nothing
+is written as long as nothing fails: the thread only looks, twice a second, whether somebody asks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hp_platform import _internals
+from hp_platform.failures.failures import (
+    WORLD_KEY,
+    FailureNote,
+    FailureReport,
+    break_group,
+    describe,
+)
+from hp_platform.threads.places import main_place, place_of, stand
+
+_KEY = "hp_platform/liveness"
+_PROCESS_KEY = "hp_platform/process"
+RANK_KEYS = (f"{_KEY}/[0-9]+", _PROCESS_KEY)
+"""Patterns of keys that, with a rank behind them, hold what that rank says of itself."""
+_LOOK_SECONDS = 0.5
+_ANSWER_SECONDS = 3.0
+_SLOW_SECONDS = 15.0  # for processes of this machine that are there and not stopped
+_POLL_SECONDS = 0.05
+_GONE = "is gone"
+_LATE = "did not come"
+_RANKS_PER_LOOK = 512  # a store of one host serves so many questions at a time without delay
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a rank says of itself.
+
+    Attributes:
+        place: What its main thread is doing, in words.
+        waits: Whether it waits for other ranks.
+        stack: Its main thread's Python stack, innermost frame first.
+    """
+
+    place: str
+    waits: bool
+    stack: list[str] = field(default_factory=list)
+
+    @classmethod
+    def now(cls) -> Answer:
+        """Describe this process."""
+        waits, stack = stand()
+        return cls(main_place(), waits, stack)
+
+    @classmethod
+    def parse(cls, text: bytes | str) -> Answer | None:
+        """Read an answer from the store; None for what is none."""
+        try:
+            fields = json.loads(text)
+            place, waits, stack = fields["place"], fields["waits"], fields["stack"]
+        except (ValueError, TypeError, KeyError):
+            return None
+        lines = stack if isinstance(stack, list) else []
+        if not isinstance(place, str) or not isinstance(waits, bool):
+            return None
+        return cls(place, waits, [str(line) for line in lines])
+
+    def encode(self) -> str:
+        """Return a line of JSON."""
+        return json.dumps(asdict(self))
+
+
+def whom_to_blame(error: BaseException) -> FailureReport:
+    """Ask who is alive, and say who is to blame for an error that came from another rank.
+
+    Args:
+        error: Error of an operation that waited for other ranks.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "the caller has seen that there is one"
+    me, text = world.rank(), describe(error)
+    watcher = watch()
+    answers = {} if watcher is None else watcher.ask_all()
+    if answers is None:
+        holder = "" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "it held the "
+        return FailureReport(0, "", f"{_GONE}: {holder}store cannot be reached ({text})")
+    return blame(answers, me=me, world_size=world.size(), place=place_of(error), text=text)
+
+
+def is_loss(report: FailureReport) -> bool:
+    """Whether a report says that a rank is gone."""
+    return report.error.startswith(_GONE)
+
+
+def is_hang(report: FailureReport) -> bool:
+    """Whether a report says that a rank is there and others wait for it."""
+    return report.error.startswith((_LATE, "HangError"))
+
+
+def blame(
+    answers: Mapping[int, Answer], *, me: int, world_size: int, place: str, text: str
+) -> FailureReport:
+    """Say whom a rank waited for in vain; see Note [Liveness check].
+
+    Args:
+        answers: Answers by global rank, of those who gave one.
+        me: Global rank that waited.
+        world_size: Number of ranks.
+        place: Where it waited.
+        text: What it raised.
+    """
+    waited = f"rank {me}{f', {place},' if place else ''} waited in vain: {text}"
+    missing = [rank for rank in range(world_size) if rank != me and rank not in answers]
+    if (missing and len(missing) < world_size - 1) or (world_size == 2 and missing):
+        more = f", nor do ranks {missing[1:]}" if len(missing) > 1 else ""
+        return FailureReport(
+            missing[0], "", f"{_GONE} or stopped: it does not answer{more}; {waited}"
+        )
+    busy = [rank for rank, answer in answers.items() if rank != me and not answer.waits]
+    if busy:
+        culprit = answers[busy[0]]
+        return FailureReport(busy[0], culprit.place, f"{_LATE}: {waited}", tuple(culprit.stack))
+    others = "; ".join(
+        f"rank {rank} in {a.place or 'an unnamed place'}" for rank, a in answers.items()
+    )
+    return FailureReport(me, place, f"{text}; all ranks wait: {others}" if others else text)
+
+
+class Watcher:
+    """The thread that answers for this rank, and that ends its waiting when a job has failed.
+
+    Args:
+        world: The default process group; the thread ends with it.
+    """
+
+    def __init__(self, world: dist.ProcessGroup) -> None:
+        self.world = weakref.ref(world)
+        self._rank, self._size = world.rank(), world.size()
+        # A connection of its own: another thread may wait in the one that it is cloned from.
+        self._store = _internals.own_connection(_internals.default_store())
+        self._note = FailureNote(self._store, WORLD_KEY)
+        self._scale = max(1.0, self._size / _RANKS_PER_LOOK)
+        self._next = 0
+        self._is_broken = False
+        self._store.set(f"{_PROCESS_KEY}/{self._rank}", _process())
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hp-platform-watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread: an interpreter must not end while it is in the store."""
+        self._stopped.set()
+        self._thread.join(2 * _LOOK_SECONDS)
+
+    def ask_all(self) -> dict[int, Answer] | None:
+        """Ask every rank what it is doing; see Note [Liveness check].
+
+        Returns:
+            Answers by global rank, this one's included; None where the store cannot be reached.
+        """
+        try:
+            store = _internals.own_connection(self._store)
+            key = f"{_KEY}/{self._next}"
+            store.compare_set(key, "", str(self._rank))
+            keys = {rank: f"{key}/{rank}" for rank in range(self._size)}
+            began = time.monotonic()
+            while not store.check(list(keys.values())):
+                missing = [rank for rank, key in keys.items() if not store.check([key])]
+                if self._is_over(store, missing, time.monotonic() - began):
+                    break
+                time.sleep(_POLL_SECONDS * self._scale)
+            found = {r: store.get(k) for r, k in keys.items() if store.check([k])}
+        except RuntimeError:
+            return None
+        answers = {rank: Answer.parse(text) for rank, text in found.items()}
+        return {rank: answer for rank, answer in answers.items() if answer is not None}
+
+    def _is_over(self, store: Any, missing: list[int], waited: float) -> bool:
+        """Whether those who have not answered will not: what this machine knows of them counts."""
+        states = {_state_of(store, rank) for rank in missing}
+        if states == {"gone"}:
+            return True
+        limit = _SLOW_SECONDS if states <= {"gone", "there"} else _ANSWER_SECONDS
+        return waited > limit * self._scale
+
+    def _run(self) -> None:
+        while not self._stopped.wait(_LOOK_SECONDS * self._scale):
+            if dist.group.WORLD is not self.world():
+                return
+            try:
+                self._look()
+            except RuntimeError:  # the rank that holds the store is gone
+                return
+
+    def _look(self) -> None:
+        while self._store.check([key := f"{_KEY}/{self._next}"]):
+            self._store.set(f"{key}/{self._rank}", Answer.now().encode())
+            self._next += 1
+        if not self._is_broken and self._note.read() is not None:
+            self._is_broken = True
+            # Wakes the threads that wait; each finds the report and raises with it.
+            for group in _internals.all_groups():
+                break_group(group)
+
+
+def _process() -> str:
+    """Name this process so that others of this machine, and no others, can look at it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        space = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        boot = space = os.urandom(8).hex()
+    return f"{boot} {space} {os.getpid()}"
+
+
+def _state_of(store: Any, rank: int) -> str:
+    """Return "gone", "stopped" or "there" for a rank of this machine; "" for others."""
+    key = f"{_PROCESS_KEY}/{rank}"
+    if not store.check([key]):
+        return ""
+    machine, _, pid = store.get(key).decode(errors="replace").rpartition(" ")
+    if machine != _process().rpartition(" ")[0] or not pid.isdecimal():
+        return ""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "gone"
+    return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(state, "there")
+
+
+_watcher: Watcher | None = None
+_lock = threading.Lock()
+
+
+def watch() -> Watcher | None:
+    """Have this rank answer liveness checks from now on; None where it is alone."""
+    global _watcher  # noqa: PLW0603 - one thread per process
+    world = dist.group.WORLD
+    if world is None or world.size() == 1:
+        return None
+    with _lock:
+        if _watcher is None or _watcher.world() is not world:
+            _watcher = Watcher(world)
+        return _watcher
+
+
+def stop_watching() -> None:
+    """End the thread, before groups and their store go."""
+    global _watcher
+    with _lock:
+        watcher, _watcher = _watcher, None
+    if watcher is not None:
+        watcher.stop()
+
+
+atexit.register(stop_watching)

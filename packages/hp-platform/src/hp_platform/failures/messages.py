@@ -1,0 +1,233 @@
+"""What ranks tell each other: JSON of a stated form, and nothing that could be executed.
+
+Note [no pickles]: the object collectives of torch unpickle what comes from another process, and a
+pickle runs whatever it says. Nobody who writes to a socket of a run may have that, so ranks send
+JSON, which can only be wrong, and is checked against the form that the receiver expects.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from itertools import chain, islice
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hp_platform import _internals
+from hp_platform.failures.agreement import agree
+from hp_platform.failures.failures import PeerError
+from hp_platform.groups.groups import global_ranks
+
+T = TypeVar("T")
+
+MAX_BYTES = 256 << 20
+_FAILED = -1
+_LEAST_BITS = 12
+"""Texts are padded to a power of two of bytes, at least 4 KiB: so what is sent is of one size in
+groups of one kind, whose texts differ by the digits of their ranks."""
+_PLAIN = (bool, int, float, str, NoneType)
+
+
+def all_gather_json(value: T, *, of: type[T], group: ProcessGroup | None) -> list[T]:
+    """Exchange values as JSON; see Note [no pickles].
+
+    Args:
+        value: What this rank tells the others.
+        of: What every rank's must be, for example ``dict[str, list[int]]``: made of bool, int,
+            float, str, None, lists, tuples, dicts with str or int as keys, unions and named tuples.
+        group: Every rank of it must call; None: the default group. One that has no CPU tensors
+            sends through the current CUDA device.
+
+    Returns:
+        What every rank gave, by group rank.
+
+    Raises:
+        ValueError: If the value of this rank is not JSON, or has more than `MAX_BYTES`.
+        PeerError: On the others then; on all of them if a rank sent anything else than `of`.
+        RuntimeError: If a rank is gone.
+    """
+    group = group or dist.group.WORLD
+    if group is None:
+        raise ValueError("group (None) must be given where there is no default group")
+    text, error = b"", None
+    try:
+        text = _encode(value)
+    except ValueError as raised:
+        error = raised
+    device = _device(group)
+    lengths = torch.empty(group.size(), dtype=torch.int64, device=device)
+    mine = torch.tensor([len(text) if error is None else _FAILED], device=device)
+    _internals.all_gather(lengths, mine, group)
+    sizes: list[int] = lengths.tolist()
+    if _FAILED in sizes:
+        agree(error, group=group, where="telling each other", device=device)
+    longest = max(_checked_size(size, rank, group) for rank, size in enumerate(sizes))
+    longest = 1 << max(_LEAST_BITS, (longest - 1).bit_length())
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    received = torch.empty(group.size() * longest, dtype=torch.uint8, device=device)
+    _internals.all_gather(received, padded.to(device), group)
+    told = _bytes(received)
+    rows = (told[rank * longest :][:size] for rank, size in enumerate(sizes))
+    return [_decode(row, of, rank, group) for rank, row in enumerate(rows)]
+
+
+def on_one_rank(make: Callable[[], T], *, of: type[T], group: ProcessGroup, where: str = "") -> T:
+    """Make a value on the first rank and give it to all as JSON, or raise on all.
+
+    For what must be the same everywhere and need not be made everywhere: a searched schedule as
+    text, a file that is read.
+
+    Args:
+        make: Called on the first rank of the group alone.
+        of: What it returns, as in `all_gather_json`; the first rank as well has it from JSON.
+        group: CPU group, usually `Runtime.control`. Every rank of it must call.
+        where: What was about to happen, for the message.
+
+    Raises:
+        Exception: What `make` raised, on the first rank.
+        PeerError: On all others then.
+        RuntimeError: If a rank is gone.
+    """
+    text = b""
+    error: Exception | None = None
+    if group.rank() == 0:
+        try:
+            text = _encode(make())
+        except Exception as raised:  # noqa: BLE001 - told to all ranks, then raised
+            error = raised
+    agree(error, group=group, where=where)
+    size = torch.tensor([len(text)], device="cpu")
+    dist.broadcast(size, group_src=0, group=group)
+    told = torch.empty(_checked_size(int(size), 0, group), dtype=torch.uint8, device="cpu")
+    if group.rank() == 0:
+        told.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    dist.broadcast(told, group_src=0, group=group)
+    return _decode(_bytes(told), of, 0, group)
+
+
+def _encode(value: object) -> bytes:
+    try:
+        text = json.dumps(value, separators=(",", ":")).encode()
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"value ({type(value).__name__}) must be JSON: {error}") from None
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"JSON of value ({len(text)} bytes) must have at most {MAX_BYTES} bytes")
+    return text
+
+
+def _checked_size(size: int, rank: int, group: ProcessGroup) -> int:
+    if not 0 < size <= MAX_BYTES:
+        sender = global_ranks(group)[rank]
+        text = f"bytes that rank {sender} sends ({size}) must be in [1, {MAX_BYTES}]"
+        raise PeerError(text, rank=sender)
+    return size
+
+
+def _decode(text: bytes, of: type[T], rank: int, group: ProcessGroup) -> T:
+    try:
+        return cast("T", as_form(of, json.loads(text)))
+    except (ValueError, RecursionError) as error:
+        sender = global_ranks(group)[rank]
+        raise PeerError(f"what rank {sender} sent must be {of}: {error}", rank=sender) from None
+
+
+def as_form(form: Any, value: Any) -> Any:
+    """What JSON has read, as the form that it must have: see `all_gather_json`.
+
+    A named tuple may come as a list, as messages have it, or as an object of its fields.
+
+    Raises:
+        ValueError: If it has another one.
+    """
+    return _as_forms(form, [value])[0]
+
+
+def _as_forms(form: Any, values: list[Any]) -> list[Any]:
+    """`as_form` of many values of one form, column by column; of a manifest they are thousands."""
+    origin, parts, types = get_origin(form), get_args(form), set(map(type, values))
+    found: list[Any]
+    if not values or (form in _PLAIN and types == {form}):
+        found = values
+    elif form is float and types <= {int, float}:
+        found = list(map(float, values))
+    elif origin is list and types == {list}:
+        found = _as_lists(parts[0], values)
+    elif origin is dict and types == {dict}:
+        keys = chain.from_iterable(values)
+        items = _as_forms(parts[1], list(chain.from_iterable(map(dict.values, values))))
+        pairs = zip(map(int, keys) if parts[0] is int else keys, items, strict=True)
+        found = [dict(islice(pairs, len(value))) for value in values]
+    elif origin is tuple and parts[1:] == (...,) and types == {list}:
+        found = list(map(tuple, _as_lists(parts[0], values)))
+    elif origin is tuple:
+        found = list(zip(*_columns(parts, values), strict=True)) if parts else [()] * len(values)
+    elif hasattr(form, "_fields"):  # a named tuple
+        names, known = form._fields, set(form._fields)
+        lists = [
+            list(map(value.__getitem__, names))
+            if isinstance(value, dict) and value.keys() == known
+            else value
+            for value in values
+        ]
+        found = list(map(form, *_columns(_forms_of(form), lists)))
+    elif origin in (Union, UnionType):
+        found = [_as_one_of(parts, value) for value in values]
+    else:
+        right = {int, float} if form is float else {form, origin}
+        wrong = next((v for v in values if type(v) not in right), values[0])
+        raise ValueError(f"{str(wrong)[:80]!r} must be {form}")
+    return found
+
+
+@cache
+def _forms_of(form: Any) -> tuple[Any, ...]:
+    hints = get_type_hints(form)
+    return tuple(hints[name] for name in form._fields)
+
+
+def _as_lists(form: Any, values: list[Any]) -> list[list[Any]]:
+    """Lists of items of one form, checked as the one list of all items."""
+    items = iter(_as_forms(form, list(chain.from_iterable(values))))
+    return [list(islice(items, len(value))) for value in values]
+
+
+def _columns(forms: tuple[Any, ...], values: list[Any]) -> list[list[Any]]:
+    """The first item of all values, then the second, each as its form."""
+    for value in values:
+        if not isinstance(value, list) or len(value) != len(forms):
+            raise ValueError(f"{str(value)[:80]!r} must be a list of {len(forms)}")
+    return [
+        _as_forms(form, list(column))
+        for form, column in zip(forms, zip(*values, strict=True), strict=True)
+    ]
+
+
+def _as_one_of(forms: tuple[Any, ...], value: Any) -> Any:
+    for form in forms:
+        try:
+            return as_form(form, value)
+        except ValueError:
+            continue
+    raise ValueError(f"{str(value)[:80]!r} must be one of {forms}")
+
+
+def _device(group: ProcessGroup) -> torch.device:
+    cpu = torch.device("cpu")
+    # A group that wraps another one, as those of hp_platform.testing do, tells no backend.
+    if _internals.backend_name(group, cpu) is not None or not torch.cuda.is_available():
+        return cpu
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _bytes(x: Tensor) -> bytes:
+    """The bytes of a tensor, uint8 [N]; without NumPy, which need not be there."""
+    buffer = bytearray(x.numel())
+    torch.frombuffer(buffer, dtype=torch.uint8).copy_(x)
+    return bytes(buffer)

@@ -1,0 +1,357 @@
+"""Process groups that stay distinct, and what can stand for one.
+
+Note [A group of its own]. `DeviceMesh` gives a mesh axis that spans the world the default group, so
+expert, context, data-parallel and control traffic would share one queue and one sequence of
+collectives as soon as an axis has that size. `new_group` therefore always makes a communicator of
+its own, and `mesh_of` builds a mesh over such groups.
+
+Note [One split]. NCCL makes all parts of a partition in one collective of the whole world
+(`split_group`), while a call of torch's `new_group` for each part makes as many, on every rank:
+over a thousand at 256 ranks. Where there is nothing to split, as with Gloo, each rank makes the
+group that it is in, and none of the others. The colour of a part is its lowest rank since torch
+2.11 (pytorch pull request 173687, listed in its release notes); before, it was a hash, which two
+parts may share: the author names ranks 1474 and 1475, 1984 and 1985.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from hp_platform import _internals
+from hp_platform.groups.calls import Call, agree_on_call
+from hp_platform.groups.membership import require_members
+
+
+def new_group(
+    rank_lists: Sequence[Sequence[int]],
+    *,
+    name: str,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+    high_priority: bool = False,
+) -> ProcessGroup | None:
+    """Create one connected process group per list of ranks; return the one of this rank.
+
+    Every rank of the default group must call this with the same arguments and in the same order
+    as its other calls, members or not. The communicators are new even where the ranks coincide
+    with those of another group (Note [A group of its own]).
+
+    Args:
+        rank_lists: Disjoint, ascending lists of global ranks. Ranks may be left out.
+        name: Purpose of the group, such as `"ep"`; shown in torch's logs.
+        backend: `"gloo"` or `"nccl"`; by default that of the default group.
+        timeout: Time-out of each collective; by default that of the default group.
+        high_priority: Run NCCL kernels of this group on a high-priority stream.
+
+    Returns:
+        The group that contains this rank, or None.
+
+    Raises:
+        ValueError: If the lists are not disjoint, ascending and inside the world, or differ from
+            those that rank 0 passed in its call of the same number.
+        RuntimeError: If the default process group is not initialised.
+    """
+    kind = _Kind.of(backend, timeout, high_priority=high_priority)
+    return _make_groups({name: rank_lists}, kind).get(name)
+
+
+def new_groups(
+    rank_lists: Mapping[str, Sequence[Sequence[int]]],
+    *,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+) -> dict[str, ProcessGroup]:
+    """Create the groups of several purposes in as few calls of torch as their ranks allow.
+
+    Groups of different purposes that have no rank in common are made together (Note [One split]),
+    such as those of every other edge of a pipeline. Every rank of the default group must call this.
+
+    Args:
+        rank_lists: What `new_group` takes, by its name. Lists of different names may overlap.
+        backend: Same as for `new_group`.
+        timeout: Same as for `new_group`.
+
+    Returns:
+        The groups that contain this rank, by name.
+
+    Raises:
+        ValueError: As `new_group`.
+        RuntimeError: If the default process group is not initialised.
+    """
+    return _make_groups(rank_lists, _Kind.of(backend, timeout)) if rank_lists else {}
+
+
+def new_group_of_members(
+    ranks: Sequence[int], *, name: str, backend: str | None = None
+) -> ProcessGroup:
+    """Create one connected process group, with the help of its members alone.
+
+    For what some ranks do while others do something else. Each of them calls this, in the same
+    order as its other calls with the same ranks.
+
+    Args:
+        ranks: Ascending global ranks, among them this one.
+        name: Same as for `new_group`.
+        backend: Same as for `new_group`.
+
+    Raises:
+        ValueError: If the ranks are not ascending and inside the world, or the arguments differ
+            from those of the first rank.
+        RuntimeError: If the default process group is not initialised.
+    """
+    kind = _Kind.of(backend, None)
+    _validate([ranks], world_size=kind.world.size())
+    call = agree_on_call(f"{name} {list(ranks)} {kind.backend}", ranks)
+    group = _make_alone(ranks, f"{call.key}/{name}", kind, name=name)
+    assert group is not None, "a rank that is not among them does not call this"
+    return _finish(group, call, kind, name=name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What groups that are made together have in common."""
+
+    world: ProcessGroup
+    backend: str
+    timeout: timedelta | None
+    high_priority: bool
+
+    @classmethod
+    def of(
+        cls, backend: str | None, timeout: timedelta | None, *, high_priority: bool = False
+    ) -> _Kind:
+        world = dist.group.WORLD
+        if world is None:
+            raise RuntimeError("the default process group must be initialised before new_group")
+        world_backend = str(dist.get_backend(world))
+        if timeout is None:
+            timeout = _internals.group_timeout(world, _device(on_cuda=_serves_cuda(world_backend)))
+        return cls(world, backend or world_backend, timeout, high_priority)
+
+    @property
+    def on_cuda(self) -> bool:
+        return _serves_cuda(self.backend)
+
+    def options(self) -> Any:
+        """New ones for each group, which writes into them."""
+        if not self.on_cuda:
+            return None
+        return _internals.nccl_options(high_priority=self.high_priority, timeout=self.timeout)
+
+
+def _make_groups(
+    rank_lists: Mapping[str, Sequence[Sequence[int]]], kind: _Kind
+) -> dict[str, ProcessGroup]:
+    world = kind.world
+    for lists in rank_lists.values():
+        _validate(lists, world_size=world.size())
+    found: dict[str, ProcessGroup] = {}
+    for parts in _rounds(rank_lists):
+        what = "; ".join(f"{part.name} {part.ranks}" for part in parts)
+        call = agree_on_call(f"{what} {kind.backend}", range(world.size()))
+        mine = next((part for part in parts if world.rank() in part.ranks), None)
+        group = _make_own(parts, mine, kind, call)
+        if mine is not None and group is not None:
+            found[mine.name] = _finish(group, call, kind, name=mine.name)
+    return found
+
+
+class _Part(NamedTuple):
+    name: str
+    ranks: list[int]
+
+
+def _rounds(rank_lists: Mapping[str, Sequence[Sequence[int]]]) -> Iterator[list[_Part]]:
+    """Put each list into the first round in which none of its ranks has another."""
+    rounds: list[tuple[set[int], list[_Part]]] = []
+    for name, lists in rank_lists.items():
+        for ranks in map(list, lists):
+            taken, parts = next(
+                (each for each in rounds if each[0].isdisjoint(ranks)), (set[int](), list[_Part]())
+            )
+            if not parts:
+                rounds.append((taken, parts))
+            taken.update(ranks)
+            parts.append(_Part(name, ranks))
+    return (parts for _, parts in rounds)
+
+
+def _make_own(
+    parts: Sequence[_Part], mine: _Part | None, kind: _Kind, call: Call
+) -> ProcessGroup | None:
+    """Make the groups of some parts in which no rank is twice; return that of this rank."""
+    # Unlike torch's own names the same on all members, however many groups each of them has.
+    torch_name = call.key if mine is None else f"{call.key}/{mine.ranks[0]}/{mine.name}"
+    group: ProcessGroup | None = None
+    splits = kind.on_cuda and _internals.can_split(kind.world)
+    shared = [part.ranks for part in parts if len(part.ranks) > 1]
+    if splits and shared:
+        with _internals.naming_groups(torch_name):
+            group = dist.split_group(
+                split_ranks=shared,
+                timeout=kind.timeout,
+                pg_options=kind.options(),
+                group_desc=parts[0].name if mine is None else mine.name,
+            )
+    for part in parts:
+        if len(part.ranks) == 1 or not splits:
+            # Of those outside torch wants nothing; a dry run notes what there is.
+            made = _make_alone(part.ranks, torch_name, kind, name=part.name)
+            group = made if part is mine else group
+    return group
+
+
+def _make_alone(
+    ranks: Sequence[int], torch_name: str, kind: _Kind, *, name: str
+) -> ProcessGroup | None:
+    """Make a group without those outside, and do not connect one of a single rank.
+
+    It would take 512 MiB of the device for peers that it does not have (NVIDIA/nccl #2363).
+    """
+    with (
+        _unbound(kind.world) as device,
+        _internals.on_gloo_devices_of(kind.world),
+        _internals.naming_groups(torch_name),
+    ):
+        group: ProcessGroup | None = dist.new_group(
+            list(ranks),
+            timeout=kind.timeout,
+            backend=kind.backend,
+            pg_options=kind.options(),
+            use_local_synchronization=True,
+            group_desc=name,
+            device_id=device if kind.on_cuda and len(ranks) > 1 else None,
+        )
+    return group
+
+
+def _finish(group: ProcessGroup, call: Call, kind: _Kind, *, name: str) -> ProcessGroup:
+    """Prove that the members are ranks, and connect them."""
+    require_members(group, secret=call.secret, name=name)
+    if kind.on_cuda and group.size() > 1:
+        # NCCL may otherwise connect at the first use, and ranks may differ in which group that is.
+        dist.all_reduce(torch.zeros(1, device=_device(on_cuda=True)), group=group)
+        torch.cuda.synchronize()
+    return group
+
+
+def resolve_group(mesh_or_group: DeviceMesh | ProcessGroup) -> ProcessGroup:
+    """Return the process group that a one-dimensional mesh or a group stands for.
+
+    Raises:
+        ValueError: If a mesh has more than one axis.
+        TypeError: If it is neither.
+    """
+    if isinstance(mesh_or_group, ProcessGroup):
+        return mesh_or_group
+    if not isinstance(mesh_or_group, DeviceMesh):
+        kind = type(mesh_or_group).__name__
+        raise TypeError(f"mesh_or_group ({kind}) must be a DeviceMesh or a ProcessGroup")
+    if mesh_or_group.ndim != 1:
+        axes = mesh_or_group.mesh_dim_names
+        raise ValueError(
+            f"mesh.ndim ({mesh_or_group.ndim}) must equal 1: select one axis of {axes} first"
+        )
+    return mesh_or_group.get_group()
+
+
+def mesh_of(
+    group_by_axis: Mapping[str, ProcessGroup], ranks: Sequence[Any], *, device_type: str
+) -> DeviceMesh:
+    """Build a `DeviceMesh` whose axes are existing groups.
+
+    Args:
+        group_by_axis: Name of each axis and the group of this rank along it, outermost first.
+        ranks: Global ranks, nested as deep as there are axes.
+        device_type: `"cpu"` or `"cuda"`.
+
+    Raises:
+        ValueError: If `ranks` is not nested as deep as there are axes, or the ranks along an axis
+            are not those of its group.
+    """
+    mesh = torch.tensor(ranks, dtype=torch.int, device="cpu")
+    axes = tuple(group_by_axis)
+    if mesh.ndim != len(axes):
+        raise ValueError(f"depth of ranks ({mesh.ndim}) must equal the number of axes ({axes})")
+    _require_own_ranks(group_by_axis, mesh)
+    groups = list(group_by_axis.values())
+    return DeviceMesh.from_group(
+        groups[0] if len(groups) == 1 else groups,
+        device_type,
+        mesh=mesh,
+        mesh_dim_names=axes,
+    )
+
+
+def global_ranks(group: ProcessGroup) -> list[int]:
+    """Global rank of each rank of `group`; the group's own ranks if it has no default group."""
+    if _internals.knows_ranks(group):
+        return dist.get_process_group_ranks(group)
+    return list(range(group.size()))
+
+
+def _validate(rank_lists: Sequence[Sequence[int]], *, world_size: int) -> None:
+    ranks = list(chain.from_iterable(rank_lists))
+    if not rank_lists or not all(rank_lists):
+        raise ValueError(f"rank_lists ({list(rank_lists)}) must be a non-empty list of such lists")
+    if len(set(ranks)) != len(ranks):
+        raise ValueError(f"rank_lists ({list(rank_lists)}) must be disjoint")
+    if not all(0 <= rank < world_size for rank in ranks):
+        raise ValueError(
+            f"rank_lists ({list(rank_lists)}) must lie inside the world ({world_size} ranks)"
+        )
+    if any(a > b for part in rank_lists for a, b in pairwise(part)):
+        raise ValueError(f"rank_lists ({list(rank_lists)}) must be ascending")
+
+
+def _serves_cuda(backend: str) -> bool:
+    """Whether NCCL is part of a backend as `torch.distributed.new_group` takes it."""
+    if backend == "undefined":  # what torch calls its own choice: NCCL where there is a GPU
+        return torch.cuda.is_available()
+    return "nccl" in backend
+
+
+def _device(*, on_cuda: bool) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+
+
+@contextmanager
+def _unbound(world: ProcessGroup) -> Iterator[torch.device | None]:
+    """Hide the device of the default group while a group is made that is no part of it.
+
+    Otherwise torch takes part in splitting the default NCCL communicator: with Gloo on the ranks
+    outside a new group alone, with NCCL on the members alone, and they would wait forever.
+    """
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield device
+    finally:
+        world.bound_device_id = device
+
+
+def _require_own_ranks(group_by_axis: Mapping[str, ProcessGroup], mesh: torch.Tensor) -> None:
+    world = dist.group.WORLD
+    rank = 0 if world is None else world.rank()
+    at = (mesh == rank).nonzero()
+    if len(at) != 1:
+        raise ValueError(f"ranks ({mesh.tolist()}) must contain rank {rank} once")
+    position = at[0].tolist()
+    for axis, (name, group) in enumerate(group_by_axis.items()):
+        index: list[Any] = list(position)
+        index[axis] = slice(None)
+        along = mesh[tuple(index)].tolist()
+        if along != global_ranks(group):
+            raise ValueError(
+                f"ranks along axis {name} ({along}) must equal those of its group "
+                f"({global_ranks(group)})"
+            )

@@ -1,0 +1,1 @@
+"""Tensors as messages: packed, described to the other end, and checked before they leave."""

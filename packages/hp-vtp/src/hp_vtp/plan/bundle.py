@@ -1,0 +1,89 @@
+"""Several tensors over one edge: their plans merged into one message per pair of ranks and step.
+
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hp_vtp.plan.transfer import StepKind, TransferPlan
+from hp_vtp.topology.stages import Edge
+
+ALIGNMENT = 16  # bytes; so that a receiver may view any element type in place
+
+
+class Piece(NamedTuple):
+    """The units `[start, stop)` of one tensor, at a byte offset within a message."""
+
+    tensor: int
+    start: int
+    stop: int
+    offset: int
+    size: int
+
+
+class Message(NamedTuple):
+    """What one rank sends to another in a step; ranks are global."""
+
+    sender: int
+    receiver: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole message."""
+        last = self.pieces[-1]
+        return last.offset + last.size
+
+
+class MessageStep(NamedTuple):
+    """Messages that may travel at the same time.
+
+    Their order is the same on every rank. Ranks that issue their sends and receives in this order
+    cannot deadlock even where each blocks until its peer arrives: of all messages still open, both
+    ends of the first one have nothing else to do before it.
+    """
+
+    kind: StepKind
+    round: int
+    messages: tuple[Message, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind.name.lower()} {self.round}"
+
+
+def bundle(plans: Sequence[TransferPlan], edge: Edge) -> tuple[MessageStep, ...]:
+    """Merge the plans of several tensors that cross an edge together.
+
+    Returns:
+        Steps in order of round, then COLLECT before HOP before SPREAD, which is the order of every
+        plan. Tensors may differ in algorithm and number of chunks.
+    """
+    merged: dict[tuple[int, StepKind], dict[tuple[int, int], list[Piece]]] = {}
+    for tensor, plan in enumerate(plans):
+        for step in plan.steps:
+            senders, receivers = _ends(step.kind, edge)
+            pairs = merged.setdefault((step.round, step.kind), {})
+            for move in step.moves if plan.unit_bytes else ():
+                pieces = pairs.setdefault((senders[move.sender], receivers[move.receiver]), [])
+                end = pieces[-1].offset + pieces[-1].size if pieces else 0
+                offset = -(-end // ALIGNMENT) * ALIGNMENT
+                size = (move.stop - move.start) * plan.unit_bytes
+                pieces.append(Piece(tensor, move.start, move.stop, offset, size))
+    return tuple(
+        MessageStep(
+            kind,
+            number,
+            tuple(Message(*pair, tuple(pieces)) for pair, pieces in sorted(pairs.items())),
+        )
+        for (number, kind), pairs in sorted(merged.items())
+        if pairs
+    )
+
+
+def _ends(kind: StepKind, edge: Edge) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    senders = edge.destination_ranks if kind == StepKind.SPREAD else edge.source_ranks
+    receivers = edge.source_ranks if kind == StepKind.COLLECT else edge.destination_ranks
+    return senders, receivers

@@ -1,0 +1,217 @@
+"""One edge at work: runs the steps of a transfer on the groups that belong to the edge alone.
+
+Note [Agreement first]. Gloo takes a message of a wrong type without a word and ends the process if
+one is too long. So no byte of a tensor moves before both ends have shown each other what they are
+about to transfer. A rank shows it to few others, but the pairs connect all ranks of the edge: if
+any two disagree, so do the two ends of some pair, and both of those raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hp_platform import Pending, irecv, isend
+from hp_vtp.messages.header import SIZE, Header
+from hp_vtp.messages.packing import Workspace, pack, receive_buffer, unpack
+from hp_vtp.plan.bundle import Message, MessageStep
+from hp_vtp.plan.transfer import StepKind
+from hp_vtp.topology.stages import Edge
+from hp_vtp.transport.failure import TransferError
+
+# Gloo matches by tag as well as by order; NCCL's control traffic has a group of its own.
+_PAYLOAD, _HEADER = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeGroups:
+    """The process groups of one edge.
+
+    Attributes:
+        cross: Carries what crosses the cut, and what the source stage collects before.
+        local: Carries what the destination stage exchanges; `cross` itself on Gloo, which has no
+            order between messages of different pairs of ranks.
+        control: Carries headers in CPU tensors; `cross` itself on Gloo.
+    """
+
+    cross: ProcessGroup
+    local: ProcessGroup | None
+    control: ProcessGroup
+
+    @property
+    def distinct(self) -> list[ProcessGroup]:
+        """Each group once."""
+        groups = [self.cross, self.local, self.control]
+        return list({id(group): group for group in groups if group is not None}.values())
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """A message that is being received."""
+
+    message: Message
+    buffer: Tensor
+    pending: Pending[Tensor]
+    step: MessageStep
+    is_here: bool = False
+
+
+class Channel:
+    """This rank's end of an edge. One thread uses it."""
+
+    def __init__(self, edge: Edge, groups: EdgeGroups, *, rank: int) -> None:
+        """Take the groups of the edge and the global rank of this process."""
+        self.edge = edge
+        self.groups = groups
+        self.waiting_for: tuple[int, ...] = ()
+        self._rank = rank
+
+    def run(
+        self,
+        steps: Sequence[MessageStep],
+        workspaces: Sequence[Workspace],
+        *,
+        header: Header | None,
+        where: str,
+    ) -> None:
+        """Run this rank's part of a transfer; on a CPU it is done on return, on CUDA issued.
+
+        Args:
+            steps: Steps of the transfer, the same on every rank of the edge.
+            workspaces: Workspace of each tensor; read by a sender, filled by a receiver.
+            header: Shown to the other end first; None if they have agreed before.
+            where: Begins the messages of errors.
+
+        Raises:
+            TransferError: If a peer is lost or late, or describes the transfer differently.
+        """
+        if header is not None:
+            self.agree(header, where)
+        arrivals: list[_Arrival] = []
+        sends: list[tuple[int, Pending[Any]]] = []
+        # All receives over the cut are under way before the first wait, so that later chunks cross
+        # while earlier ones are spread.
+        for step in sorted(steps, key=lambda step: step.kind == StepKind.SPREAD):
+            for message in step.messages:  # in one order on all ranks; see MessageStep
+                if message.sender == self._rank:
+                    needed = [a for a in arrivals if _overlap(message, a.message)]
+                    self._complete(needed, workspaces, where)
+                    payload = pack(message, workspaces)
+                    sends.append((message.receiver, self._send(payload, message, step)))
+                elif message.receiver == self._rank:
+                    arrivals.append(self._receive(message, step, workspaces))
+        self._complete(arrivals, workspaces, where)
+        self._wait(sends, f"{where}, sending")
+
+    def agree(self, header: Header, where: str) -> None:
+        """Exchange headers with ranks at the other end (Note [Agreement first]).
+
+        The peers depend on the edge alone, since ranks that disagree about the tensors may plan
+        different messages.
+
+        Raises:
+            TransferError: If a peer is lost or late, or shows another header.
+        """
+        data = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8)
+        peers, group = header_peers(self.edge, self._rank), self.groups.control
+        sends: list[tuple[int, Pending[Any]]] = [
+            (peer, isend(data, peer, group=group, tag=_HEADER)) for peer in peers
+        ]
+        buffers = [torch.empty(SIZE, dtype=torch.uint8) for _ in peers]
+        arriving: list[tuple[int, Pending[Any]]] = [
+            (peer, irecv(buffer, peer, group=group, tag=_HEADER))
+            for peer, buffer in zip(peers, buffers, strict=True)
+        ]
+        self._wait(arriving, f"{where}, header")
+        self._wait(sends, f"{where}, header")
+        theirs = [Header.decode(bytes(buffer.tolist())) for buffer in buffers]
+        wrong = {
+            peer: their.text
+            for peer, their in zip(peers, theirs, strict=True)
+            if not their.matches(header)
+        }
+        if wrong:
+            raise TransferError(
+                f"{where}: this rank's transfer ({header.text}) must equal that of ranks "
+                f"{list(wrong)} ({next(iter(wrong.values()))})",
+                edge=self.edge,
+                peers=list(wrong),
+            )
+
+    def _send(self, payload: Tensor, message: Message, step: MessageStep) -> Pending[Any]:
+        return isend(payload, message.receiver, group=self._group(step), tag=_PAYLOAD)
+
+    def _receive(
+        self, message: Message, step: MessageStep, workspaces: Sequence[Workspace]
+    ) -> _Arrival:
+        buffer = receive_buffer(message, workspaces)
+        pending = irecv(buffer, message.sender, group=self._group(step), tag=_PAYLOAD)
+        return _Arrival(message, buffer, pending, step)
+
+    def _group(self, step: MessageStep) -> ProcessGroup:
+        if step.kind == StepKind.SPREAD and self.groups.local is not None:
+            return self.groups.local
+        return self.groups.cross
+
+    def _complete(
+        self, arrivals: Sequence[_Arrival], workspaces: Sequence[Workspace], where: str
+    ) -> None:
+        """Have some messages in their places."""
+        missing = [arrival for arrival in arrivals if not arrival.is_here]
+        peers = [arrival.message.sender for arrival in missing]
+        for position, arrival in enumerate(missing):
+            doing = f"{where}, {arrival.step}, receiving"
+            self._wait_one(arrival.pending, peers[position:], doing)
+            unpack(arrival.message, arrival.buffer, workspaces)
+            arrival.is_here = True
+
+    def _wait(self, waits: Sequence[tuple[int, Pending[Any]]], doing: str) -> None:
+        peers = [peer for peer, _ in waits]
+        for position, (_, pending) in enumerate(waits):
+            self._wait_one(pending, peers[position:], doing)
+
+    def _wait_one(self, pending: Pending[Any], peers: Sequence[int], doing: str) -> None:
+        self.waiting_for = tuple(dict.fromkeys(peers))
+        try:
+            pending.wait()
+        except RuntimeError as error:
+            cause = str(error).splitlines()[0]
+            raise TransferError(
+                f"{doing}: waiting for ranks {list(self.waiting_for)}: {cause}",
+                edge=self.edge,
+                peers=self.waiting_for,
+            ) from error
+        self.waiting_for = ()
+
+
+def header_peers(edge: Edge, rank: int) -> list[int]:
+    """Ranks at the other end of an edge that a rank shows its headers to; at least one.
+
+    Source i stands for [i / a, (i + 1) / a], destination j for [j / b, (j + 1) / b]. Walking along
+    both, neighbours exchange: a + b - 1 pairs that connect all ranks.
+    """
+    sources, destinations = edge.source_ranks, edge.destination_ranks
+    a, b = len(sources), len(destinations)
+    i = j = 0
+    pairs = [(sources[0], destinations[0])]
+    while (i, j) != (a - 1, b - 1):
+        if j == b - 1 or (i < a - 1 and (i + 1) * b <= (j + 1) * a):
+            i += 1
+        else:
+            j += 1
+        pairs.append((sources[i], destinations[j]))
+    return sorted(pair[1] if pair[0] == rank else pair[0] for pair in pairs if rank in pair)
+
+
+def _overlap(message: Message, arrival: Message) -> bool:
+    """Whether a message passes on something that another one brings."""
+    return any(
+        piece.tensor == other.tensor and piece.start < other.stop and other.start < piece.stop
+        for piece in message.pieces
+        for other in arrival.pieces
+    )

@@ -1,0 +1,135 @@
+"""One failure for all: what happens to a transport when one of its transfers goes wrong.
+
+Note [One failure for all]. The first rank to fail leaves its reason in the store of the default
+process group and then closes its connections. Ranks that wait for it fail on the closed connection
+and do the same; a rank that waits for something else looks into the store while it waits. So all
+of them raise within seconds, with the reason of the first one, and every later call raises again.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Sequence
+from itertools import count
+
+import torch.distributed as dist
+
+from hp_platform import (
+    FailureNote,
+    FailureReport,
+    PeerError,
+    default_note,
+    first_failure,
+    is_echo,
+)
+from hp_vtp.topology.stages import Edge
+
+_serial = count()  # transports of this process, which every rank makes in one order
+
+
+class TransferError(RuntimeError):
+    """A transfer failed, and the transport with it: later calls raise at once.
+
+    Attributes:
+        edge: Where.
+        peers: Global ranks of the peers in question: those that this rank was waiting for, or that
+            described the transfer differently.
+        report: Report of the rank that failed first, if that is another one.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        edge: Edge,
+        peers: Sequence[int] = (),
+        report: FailureReport | None = None,
+    ) -> None:
+        """Take the message, which names the edge and the peers already."""
+        super().__init__(message)
+        self.edge = edge
+        self.peers = tuple(peers)
+        self.report = report
+
+
+class TransferTimeoutError(TransferError, TimeoutError):
+    """The time given to one `wait` is over. The transfer goes on: waiting again may succeed."""
+
+
+class Failure:
+    """Whether this rank's transport has failed, and why (Note [One failure for all]).
+
+    Attributes:
+        is_known: Whether a call has raised because of it.
+    """
+
+    def __init__(self, name: str, *, note: FailureNote | None = None) -> None:
+        """Watch over one transport.
+
+        Args:
+            name: Name of the transport.
+            note: Where the ranks tell each other; by default in the default group's store.
+        """
+        key = f"hp_vtp/failure/{name}/{next(_serial)}"
+        self._note = default_note(key) if note is None else note
+        self.is_known = False
+        self._lock = threading.Lock()
+        self._first: FailureReport | None = None
+        self._on_failure: list[Callable[[], None]] = []
+
+    @property
+    def reason(self) -> str | None:
+        """That of the first rank to fail, as far as this rank knows; None if all is well."""
+        return None if self._first is None else str(self._first)
+
+    @property
+    def of_another(self) -> FailureReport | None:
+        """The first failure, if it is known and another rank's."""
+        first = self._first
+        return first if first is not None and first.rank != dist.get_rank() else None
+
+    def on_failure(self, act: Callable[[], None]) -> None:
+        """Have something done once, when this rank learns of a failure."""
+        self._on_failure.append(act)
+
+    def disarm(self) -> None:
+        """Do nothing more on a failure: what was to be broken is gone."""
+        self._on_failure = []
+
+    def report(self, error: BaseException, mine: FailureReport | None = None) -> FailureReport:
+        """Tell the other ranks why this one fails; return the report of the first one to fail.
+
+        Args:
+            error: What was raised. If it only says that another rank is gone or late, that rank is
+                found and named.
+            mine: What this rank says otherwise; by default what it raised and where.
+        """
+        with self._lock:
+            if self._first is not None:
+                return self._first
+            if mine is None or is_echo(error):
+                self._first = first_failure(error, [self._note])
+            else:
+                self._first = self._note.leave(mine)
+        self._break()
+        return self._first
+
+    def look(self) -> str | None:
+        """Ask whether another rank has failed; if so, this one's transfers fail too."""
+        if self._first is None and (found := self._note.read()) is not None:
+            self.report(PeerError(str(found), rank=found.rank, report=found))
+        return self.reason
+
+    def _break(self) -> None:
+        for act in self._on_failure:
+            act()
+
+
+def parse_reason(reason: str) -> FailureReport:
+    """Take apart ``rank N, place: error``, of which each part may be absent."""
+    begin = re.match(r"rank (\d+)(?:, )?", reason)
+    mine = dist.get_rank() if dist.is_initialized() else 0
+    rank = mine if begin is None else int(begin[1])
+    place, _, error = reason[begin.end() if begin else 0 :].partition(": ")
+    return FailureReport(rank, place, error)

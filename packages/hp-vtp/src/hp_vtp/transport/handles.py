@@ -1,0 +1,165 @@
+"""Handles of transfers under way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from hp_platform import Event
+from hp_vtp.topology.stages import Edge
+from hp_vtp.transport.failure import Failure, TransferError, TransferTimeoutError
+
+T = TypeVar("T")
+
+_LOOK_SECONDS = 0.25  # how often a rank that waits asks whether another one has failed
+_GRACE_SECONDS = 2.0  # for a transfer to tell its own error after another rank has failed
+
+
+class Handle(ABC, Generic[T]):
+    """A transfer under way. The engine owns its buffers, so a handle may be dropped.
+
+    Attributes:
+        edge: Where it runs.
+        microbatch: What the caller called it.
+    """
+
+    edge: Edge
+    microbatch: int | None
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether `wait` would return at once; on CUDA, without making the stream wait."""
+
+    @property
+    @abstractmethod
+    def failed(self) -> bool:
+        """Whether the transfer is known to have failed; `wait` says why."""
+
+    @abstractmethod
+    def wait(self, timeout: float | None = None) -> T:
+        """Wait for the transfer and return what was received; any thread, as often as wanted.
+
+        Nothing is sent in here, so ranks may wait in any order. On CUDA the current stream waits
+        for the data, the host only until both ends have agreed on the transfer.
+
+        Args:
+            timeout: Seconds; None waits as long as the transport's own time-out lets it.
+
+        Raises:
+            TransferTimeoutError: If the time is over; the transfer goes on.
+            TransferError: If the transfer or the transport failed.
+        """
+
+
+class EngineHandle(Handle[T]):
+    """The handle that the engine gives out."""
+
+    def __init__(
+        self,
+        *,
+        edge: Edge,
+        where: str,
+        microbatch: int | None,
+        failure: Failure,
+        deliver: Callable[[], T],
+        waits_for: Callable[[], Sequence[int]],
+    ) -> None:
+        """Describe a transfer that the engine is about to run.
+
+        Args:
+            edge: Where it runs.
+            where: Begins the messages of its errors.
+            microbatch: Microbatch that messages and errors name.
+            failure: Failure state of the transport.
+            deliver: Makes the result, once, in the thread of the first `wait`.
+            waits_for: Global ranks whose messages it still needs.
+        """
+        self.edge = edge
+        self.microbatch = microbatch
+        self._where = where
+        self._failure = failure
+        self._deliver = deliver
+        self._waits_for = waits_for
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._event: Event | None = None
+        self._error: TransferError | None = None
+        self._result: tuple[T] | None = None
+
+    def done(self) -> bool:
+        """See `Handle.done`."""
+        return self._ended.is_set() and (self._event is None or self._event.query())
+
+    @property
+    def failed(self) -> bool:
+        """See `Handle.failed`."""
+        return self._error is not None
+
+    def wait(self, timeout: float | None = None) -> T:
+        """See `Handle.wait`."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self._ended.wait(_pause(deadline)):
+            if self._failure.look() is not None:
+                self._ended.wait(_GRACE_SECONDS)
+                break
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TransferTimeoutError(
+                    f"{self._where}: not done after {timeout} s, waiting for ranks "
+                    f"{list(self._waits_for())}",
+                    edge=self.edge,
+                    peers=self._waits_for(),
+                )
+        if not self._ended.is_set():
+            self._failure.is_known = True
+            raise TransferError(
+                f"{self._where}: {self._failure.reason}",
+                edge=self.edge,
+                report=self._failure.of_another,
+            )
+        if self._error is not None:
+            self._failure.is_known = True
+            # A new one for every caller: raising one object again would add to its traceback.
+            error = self._error
+            raise TransferError(
+                str(error), edge=self.edge, peers=error.peers, report=error.report
+            ) from error
+        return self._take()
+
+    def end(self, event: Event | None) -> None:
+        """Tell that everything was issued; `event` tells when it has been done."""
+        self._event = event
+        self._ended.set()
+
+    def fail(self, error: TransferError) -> None:
+        """Tell that the transfer failed."""
+        self._error = error
+        self._ended.set()
+
+    def _take(self) -> T:
+        with self._lock:
+            if self._event is not None:
+                self._event.wait()
+            if self._result is None:
+                self._result = (self._deliver(),)
+            result = self._result[0]
+        _note_stream(result)
+        return result
+
+
+def _pause(deadline: float | None) -> float:
+    if deadline is None:
+        return _LOOK_SECONDS
+    return max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))
+
+
+def _note_stream(result: object) -> None:
+    """Keep the memory of what was received on one stream and is used on another."""
+    for x in result if isinstance(result, tuple) else ():
+        if isinstance(x, Tensor) and x.is_cuda:
+            x.detach().record_stream(torch.cuda.current_stream(x.device))
