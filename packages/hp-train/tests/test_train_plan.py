@@ -27,6 +27,7 @@ from hp_train.costs.modules import stage, stages, whole_model
 from hp_train.costs.work import Weight, Work
 from hp_train.errors import ConfigError
 from hp_train.layout.communicators import Held, held
+from hp_train.layout.parameter import ParameterSpec
 from hp_train.layout.ranks import Layout, StageLayout
 from hp_train.layout.schedules import KINDS, split_layers
 from hp_train.model import DropoutKey, Microbatch, TransformerStage, look_ahead
@@ -221,6 +222,40 @@ def test_shards_of_a_parameter_are_as_torch_chunks_it(rows: int, shards: int) ->
     assert local_elements(weight, layout) == chunks[0].numel()
     last = chunks[-1].numel() if len(chunks) == shards else 0
     assert local_elements(weight, layout, first=False) == last
+
+
+def test_experts_fewer_than_shards_are_cut_inside_where_that_divides_them() -> None:
+    expert = ParameterSpec(is_expert=True, hidden_dim=1)
+    layout = StageLayout(dp_shard=4)
+    assert layout.expert_shard == 4
+    assert local_elements(Weight("w1", (2, 8, 3), expert), layout) == 2 * 2 * 3
+    # Six rows are no multiple of four: then whole experts, one on each of the first two ranks.
+    assert local_elements(Weight("w1", (2, 6, 3), expert), layout) == 1 * 6 * 3
+    assert local_elements(Weight("w1", (2, 6, 3), expert), layout, first=False) == 0
+
+
+def test_a_table_of_two_stages_has_one_pair_of_moments_and_two_gradients() -> None:
+    keys = {"model.tie_embeddings": True, "mesh.pp": 1, "mesh.ep": 1, "mesh.dp_replicate": 1}
+    config = config_of(keys | {"pipeline.stages_per_rank": 2})
+    ends = [
+        stage(config, VOCAB, layers=range(2), first=True, last=False),
+        stage(config, VOCAB, layers=range(2, 4), first=False, last=True),
+    ]
+    elements = sum(weight.size for end in ends for weight in end.weights)
+    table = VOCAB * config.model.dim
+    parameters, gradients, optimizer = static_memory(config, ends, StageLayout())
+    assert parameters == 4 * (elements - table)
+    assert gradients == 4 * elements
+    num_updated = sum(len(end.weights) for end in ends) - 1
+    assert optimizer == 8 * (elements - table) + 4 * num_updated
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ranks_that_cut_matrices_keep_all_positions_of_what_they_gather(dtype: str) -> None:
+    config = config_of({"model.num_experts": 0, "mesh.ep": 1, "train.dtype": dtype})
+    block = stage(config, VOCAB, layers=range(1), first=False, last=False)
+    gathered = 2 * config.model.dim * BYTES[config.train.dtype]  # by attention and feed-forward
+    assert block.kept_bytes(1, tp=2) == block.kept_bytes(1) / 2 + gathered
 
 
 def test_bf16_is_trained_on_fp32_masters() -> None:
