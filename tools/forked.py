@@ -379,4 +379,5 @@ def _run(program: _Program, installed: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    sys.modules["forked"] = sys.modules["__main__"]  # for programs that ask for this server
     _main(sys.argv[1:])
