@@ -192,14 +192,14 @@ class Popen(subprocess.Popen[Any]):
             super()._execute_child(*given)  # type: ignore[misc]
             return
         theirs = zip((pipes[0], pipes[3], pipes[5]), range(3), strict=True)
-        given = [own if number == -1 else number for number, own in theirs]
+        kept = [own if number == -1 else number for number, own in theirs]
         program = replace(
             program,
             folder=os.path.abspath(os.fspath(cwd or ".")),  # noqa: PTH100
             env=env,
             leads_session=bool(leads_session),
         )
-        self.pid = server.fork(program, given, as_numbers=range(3))
+        self.pid = server.fork(program, kept, as_numbers=range(3))
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
@@ -253,7 +253,7 @@ def _main(arguments: Sequence[str]) -> None:
     # For all, as tests have it: threads that wait for each other on busy cores take long.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     subprocess.Popen = Popen  # type: ignore[misc]
-    multiprocessing.util.spawnv_passfds = _spawn_or_fork
+    multiprocessing.util.spawnv_passfds = _spawn_or_fork  # type: ignore[assignment]
     for name in _IMPORTED:
         with contextlib.suppress(ImportError):  # a program that needs it will say so
             importlib.import_module(name)
