@@ -106,7 +106,29 @@ def keep_colons(_app: Any, what: str, *rest: Any) -> None:
         lines[:0] = ["..", ""]
 
 
+_NAVIGATION: dict[tuple[object, ...], object] = {}
+
+
+def share_navigation(_app: Any, page: str, _template: str, context: Any, _doctree: Any) -> None:
+    """Make the navigation once for all pages of source code that are as deep: it is the same.
+
+    The theme has Sphinx resolve all toctrees for every page, which takes 0.2 s.
+    """
+    if not page.startswith("_modules/"):
+        return
+    toctree = context["toctree"]
+
+    def shared(**options: object) -> object:
+        key = (page.count("/"), *sorted(options.items()))
+        if key not in _NAVIGATION:
+            _NAVIGATION[key] = toctree(**options)
+        return _NAVIGATION[key]
+
+    context["toctree"] = shared
+
+
 def setup(app: Any) -> None:
-    """Register the two above."""
+    """Register the three above."""
     app.connect("missing-reference", resolve_private_module)
     app.connect("autodoc-process-docstring", keep_colons, priority=400)
+    app.connect("html-page-context", share_navigation, priority=400)

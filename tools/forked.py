@@ -192,14 +192,14 @@ class Popen(subprocess.Popen[Any]):
             super()._execute_child(*given)  # type: ignore[misc]
             return
         theirs = zip((pipes[0], pipes[3], pipes[5]), range(3), strict=True)
-        streams = [own if number == -1 else number for number, own in theirs]
+        kept = [own if number == -1 else number for number, own in theirs]
         program = replace(
             program,
             folder=os.path.abspath(os.fspath(cwd or ".")),  # noqa: PTH100
             env=env,
             leads_session=bool(leads_session),
         )
-        self.pid = server.fork(program, streams, as_numbers=range(3))
+        self.pid = server.fork(program, kept, as_numbers=range(3))
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
@@ -379,4 +379,5 @@ def _run(program: _Program, installed: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    sys.modules["forked"] = sys.modules["__main__"]  # for programs that ask for this server
     _main(sys.argv[1:])
