@@ -26,7 +26,6 @@ _WAITING = (
     "hp_platform/collectives/pending.py",
     "hp_platform/failures/liveness.py",
     "hp_platform/collectives/shared_memory.py",
-    "hp_platform/_internals.py",
     "hp_vtp/transport/handles.py",
 )
 
