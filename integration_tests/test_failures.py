@@ -78,7 +78,7 @@ FAULTS = {
     ),
     "data": Fault(Batches, "cut", ("step ",)),
     "forward": Fault(attention.GroupedQueryAttention, "forward", PLACE, rank=3),
-    "attention over context": Fault(attention, "_attend", PLACE, layout=CONTEXT, rank=2),
+    "attention over context": Fault(attention, "attend", PLACE, layout=CONTEXT, rank=2),
     "router": Fault(TopKRouter, "forward", (*PLACE, "router"), rank=2),
     "experts": Fault(GroupedExperts, "forward", (*PLACE, "experts")),
     "experts of a sharded model": Fault(
