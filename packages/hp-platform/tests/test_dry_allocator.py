@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
@@ -249,6 +249,23 @@ def check_segment(segment: Segment, *, expandable: bool) -> None:
     assert not segment.is_small or expandable or total == 2 * MIB
 
 
+@example(  # a hole in an expandable segment, found by chance
+    [
+        *[(1, 0, False, 0)] * 5,
+        (1, 0, False, 1),
+        (12582401, 0, False, 1),
+        (77594625, 0, False, 1),
+        *[(1, 0, False, 0)] * 9,
+        *[(1, 0, False, 5)] * 2,
+        (77594113, 0, False, 0),
+        (1, 0, False, 154),
+        *[(1, 0, False, 0)] * 4,
+        (62914561, 1, False, 0),
+    ],
+    True,
+    None,
+    250,
+)
 @given(requests, st.booleans(), st.sampled_from([None, 40 * MIB]), st.sampled_from([None, 250]))
 @settings(max_examples=300, deadline=None)
 def test_whatever_is_asked_for(
@@ -290,7 +307,13 @@ def test_whatever_is_asked_for(
     after = [HostWait("synchronize", -1), ask(10**6, 1)]
     emptied = run([*events, *ends(events), *after])
     if emptied.out_of_memory is None:
-        kept = [each for each in emptied.segments if len(each.blocks) > 1]
+        # An expandable segment may have a hole, where its pages were given back for others.
+        kept = [
+            each
+            for each in emptied.segments
+            if len(each.blocks) > 1
+            and not (expandable and all(state == "free" for _, state in each.blocks))
+        ]
         assert len(kept) == 1, "the last request has the only segment that is split"
         assert emptied.allocated[-1] == 512
 
