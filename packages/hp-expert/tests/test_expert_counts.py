@@ -70,15 +70,15 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     monkeypatch.setattr(Tensor, "device", GPU)
     if hasattr(streams, "_side_streams"):  # an older version has none, and makes each anew
         monkeypatch.setattr(streams, "_side_streams", {})
-        monkeypatch.setattr(exchange_plan, "_landings", exchange_plan._Landings())
+        monkeypatch.setattr(exchange_plan, "_pinned_buffers", exchange_plan._PinnedBuffers())
     yield found
     monkeypatch.undo()
 
 
-def read(told: Tensor, heard: Tensor) -> None:
+def read(sent: Tensor, received: Tensor) -> None:
     """Read an exchange and look at what came."""
-    mine, theirs = told[:, :3].tolist(), heard[:, :3].tolist()
-    assert read_counts(told, Pending(heard), num_columns=3, purpose="a test")[1:] == (
+    mine, theirs = sent[:, :3].tolist(), received[:, :3].tolist()
+    assert read_counts(sent, Pending(received), num_columns=3, purpose="a test")[1:] == (
         mine,
         theirs,
     )

@@ -18,7 +18,7 @@ from hp_expert import (
     GroupedExperts,
     LocalDispatcher,
 )
-from hp_expert.dispatch.exchange_plan import Header, raise_together
+from hp_expert.dispatch.exchange_plan import Header, raise_on_all_ranks
 from hp_platform import PeerError, is_waited, new_group
 from hp_platform.testing import run_distributed, run_in_threads
 
@@ -290,20 +290,20 @@ def test_sorted_rows_travel_by_their_counts() -> None:
     run_in_threads(rank_main, world_size=4)
 
 
-def unheard(num_slices: int) -> int:
+def rank_without_message(num_slices: int) -> int:
     """Where no message can be sent, as between GPUs; the last slice of the last rank is wrong."""
     group = new_group([[0, 1], [2, 3]], name="ep")
     assert group is not None
     verdicts = [[0, 0]] * (2 * num_slices - 1) + [[-1, 0]]
     groups = [group] * (1 if num_slices == 1 else 2)
     with pytest.raises(PeerError, match="has wrong input") as caught:
-        raise_together(None, Header(0), verdicts, groups=groups, device=torch.device("meta"))
+        raise_on_all_ranks(None, Header(0), verdicts, groups=groups, device=torch.device("meta"))
     return caught.value.rank
 
 
 def test_a_rank_with_wrong_input_is_named_by_its_place_among_all() -> None:
     for num_slices in (1, 2):
-        assert run_distributed(unheard, num_slices, world_size=4) == [1, 1, 3, 3]
+        assert run_distributed(rank_without_message, num_slices, world_size=4) == [1, 1, 3, 3]
 
 
 def absent_rank() -> None:

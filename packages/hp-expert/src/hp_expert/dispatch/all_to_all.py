@@ -34,7 +34,7 @@ from hp_expert.dispatch.exchange_plan import (
     agreed_plans,
     count_block,
     input_error,
-    raise_together,
+    raise_on_all_ranks,
 )
 from hp_expert.dispatch.protocol import DispatchState
 from hp_expert.permute import (
@@ -168,7 +168,7 @@ def prepare_slice(
         shared = over.deduplicates(x, experts, weights)
         header = Header.of(x, experts, weights, num_experts=over.num_experts, deduplicated=shared)
         counted = _count(experts, num_ranks=W, num_local=L, shared=shared)
-    told = count_block(
+    sent = count_block(
         header,
         *(counted or (None, None)),
         num_ranks=W,
@@ -176,8 +176,8 @@ def prepare_slice(
         num_tokens=num_tokens,
         device=x.device,
     )
-    told = _with_other_slices(told, slices)
-    exchange = launch_all_to_all(told, group=over.group)
+    sent = _with_other_slices(sent, slices)
+    exchange = launch_all_to_all(sent, group=over.group)
     ahead = None if counted is None else _sort_and_gather(x, *counted, num_local=L)
     read = ExchangeRead(
         header=header,
@@ -188,25 +188,25 @@ def prepare_slice(
         rank=over.group.rank(),
         num_ranks=W,
     )
-    plans = agreed_plans(told, exchange, num_local=L, purpose=read)
+    plans = agreed_plans(sent, exchange, num_local=L, purpose=read)
     mine = plans[0 if slices is None else slices.rank()]
     if error is None and mine.num_invalid:
         error = invalid_experts(mine.num_invalid, over.num_experts)
     verdicts = list(chain.from_iterable(zip(*[p.verdicts for p in plans], strict=True)))
     groups = [over.group] if slices is None else [over.group, slices]
-    raise_together(error, header, verdicts, groups=groups, device=x.device)
+    raise_on_all_ranks(error, header, verdicts, groups=groups, device=x.device)
     assert ahead is not None  # or an error was raised
     # Slices meet again as one batch, so their rows have the same number of slots.
     most = max([p.most for p in plans])
     return *_prepared(x, weights, ahead, mine._replace(most=most)), plans
 
 
-def _with_other_slices(told: Tensor, slices: ProcessGroup | None) -> Tensor:
+def _with_other_slices(sent: Tensor, slices: ProcessGroup | None) -> Tensor:
     """The blocks of this rank for all slices of its tokens: [W, B] to [W, Z, B]."""
     if slices is None:
-        return told.unsqueeze(1)
-    W, num_slices = told.shape[0], slices.size()
-    everyone = launch_all_to_all(told.repeat(num_slices, 1), group=slices).wait()
+        return sent.unsqueeze(1)
+    W, num_slices = sent.shape[0], slices.size()
+    everyone = launch_all_to_all(sent.repeat(num_slices, 1), group=slices).wait()
     return everyone.view(num_slices, W, -1).transpose(0, 1).contiguous()
 
 

@@ -157,15 +157,15 @@ class BoundedAllToAllDispatcher:
         W, L, C = self.group.size(), self.num_experts // self.group.size(), self.rows_per_pair
         counted = count_slots(experts, self.num_experts)
         counts_WL = counted.counts[: self.num_experts].view(W, L)
-        told = count_block(header, counted, None, num_ranks=W, num_local=L, device=x.device)
-        told[:, MOST] = counts_WL.sum(1).amax()
-        exchange = launch_all_to_all(told, group=self.group)
+        sent = count_block(header, counted, None, num_ranks=W, num_local=L, device=x.device)
+        sent[:, MOST] = counts_WL.sum(1).amax()
+        exchange = launch_all_to_all(sent, group=self.group)
         permutation = _into_buffer(counted, counts_WL, rows_per_pair=C)
         rows_ND = gather_slots(x, permutation)
         weights_N = None if weights is None else permute_slots(weights, permutation)
-        heard = exchange.wait()
-        poison = self._examine(heard, header).to(x.dtype)
-        counts_WL = _clipped(heard[:, COUNTS : COUNTS + L], rows_per_pair=C)
+        received = exchange.wait()
+        poison = self._examine(received, header).to(x.dtype)
+        counts_WL = _clipped(received[:, COUNTS : COUNTS + L], rows_per_pair=C)
         # Padding is one expert more, the last one.
         blocks = torch.cat([counts_WL, C - counts_WL.sum(1, keepdim=True)], dim=1)
         order_N = by_expert(blocks, num_rows=W * C)
@@ -242,12 +242,12 @@ class BoundedAllToAllDispatcher:
         if min(rows) != max(rows):
             raise ValueError(f"rows_per_pair ({rows}) must be the same on all ranks")
 
-    def _examine(self, heard: Tensor, header: Header) -> Tensor:
+    def _examine(self, received: Tensor, header: Header) -> Tensor:
         """Note down what is wrong on any rank; return NaN if anything is, else 1."""
-        most = heard[:, MOST].amax()
-        is_different = (heard[:, CODE] != header.code).sum()
+        most = received[:, MOST].amax()
+        is_different = (received[:, CODE] != header.code).sum()
         excess = most.where(most > self.rows_per_pair, 0)
-        found = torch.stack([excess, heard[:, INVALID].amax(), is_different])
+        found = torch.stack([excess, received[:, INVALID].amax(), is_different])
         places = torch.arange(3, device=found.device)
         with self._lock:  # of threads, as scatters on a device are atomic, also between streams
             self._found.scatter_reduce_(0, places, found, "amax")
@@ -277,6 +277,6 @@ def _into_buffer(counted: SlotCounts, counts_WL: Tensor, *, rows_per_pair: int) 
 
 
 def _clipped(counts_WL: Tensor, *, rows_per_pair: int) -> Tensor:
-    """Counts of the rows that fit: no sum over L exceeds C, whatever was heard."""
+    """Counts of the rows that fit: no sum over L exceeds C, whatever was received."""
     ends_WL = counts_WL.clamp(0, rows_per_pair).cumsum(1).clamp_max(rows_per_pair)
     return ends_WL.diff(dim=1, prepend=ends_WL.new_zeros(len(ends_WL), 1))

@@ -156,14 +156,14 @@ class ExchangeRead:
     """The one host read of a layer: the `purpose` of `hp_platform.host_reads.arrived`.
 
     Attributes:
-        header: Header that every rank tells.
+        header: Header that every rank sends.
         num_tokens: Number of tokens of this rank, or of its slice.
-        told_tokens: What the blocks say of them.
+        told_tokens: Number of tokens that the blocks state: 0 where tokens are not cut into slices.
         top_k: Number of experts per token, K.
         num_experts: Number of experts, E.
         rank: Rank in the group that exchanges rows.
         num_ranks: Number of ranks, W; 1 where every rank has all experts.
-        tells_rows: Whether blocks say how many rows there are, and the most slots of one.
+        tells_rows: Whether blocks state the number of rows, and the most slots of a row.
     """
 
     header: Header
@@ -180,7 +180,7 @@ class ExchangeRead:
         return f"slots of {self.num_tokens} tokens x {self.top_k} of {self.num_experts} experts"
 
     def numbers(self, slots: Sequence[int], rows: Sequence[int], *, like: Tensor) -> Tensor:
-        """What was told and what was heard, as the host would read it.
+        """Numbers sent and received, as the host would read them.
 
         Args:
             slots: How many slots of a rank's tokens each expert gets: E numbers.
@@ -197,8 +197,8 @@ class ExchangeRead:
 
         if self.num_ranks == 1:
             return block(0).expand(like.shape)
-        told = torch.stack([block(rank) for rank in range(self.num_ranks)])
-        both = torch.stack([told, block(self.rank).expand_as(told)])
+        sent = torch.stack([block(rank) for rank in range(self.num_ranks)])
+        both = torch.stack([sent, block(self.rank).expand_as(sent)])
         return (both.unsqueeze(2) if like.ndim > both.ndim else both).expand(like.shape)
 
 
@@ -233,41 +233,41 @@ def count_block(
         num_tokens: Number of tokens before they were cut into slices; 0 if they were not.
         device: Device of the result.
     """
-    told = torch.full((num_ranks, block_size(COUNTS + num_local)), header.code, device=device)
-    told[:, TOKENS] = num_tokens
+    sent = torch.full((num_ranks, block_size(COUNTS + num_local)), header.code, device=device)
+    sent[:, TOKENS] = num_tokens
     if counted is not None:
         num_experts = num_ranks * num_local
-        told[:, INVALID] = counted.counts[num_experts + 1]
-        told[:, COUNTS : COUNTS + num_local] = counted.counts[:num_experts].view(num_ranks, -1)
+        sent[:, INVALID] = counted.counts[num_experts + 1]
+        sent[:, COUNTS : COUNTS + num_local] = counted.counts[:num_experts].view(num_ranks, -1)
     if where is not None:
-        told[:, ROWS], told[:, MOST] = where.num_rows(), where.most_slots()
-    return told
+        sent[:, ROWS], sent[:, MOST] = where.num_rows(), where.most_slots()
+    return sent
 
 
 def agreed_plans(
-    told: Tensor, exchange: Pending[Tensor], *, num_local: int, purpose: object
+    sent: Tensor, exchange: Pending[Tensor], *, num_local: int, purpose: object
 ) -> list[ExchangePlan]:
     """Wait for the blocks of the others [W, Z, B] and read all of them on the host.
 
     Args:
-        told: Blocks of this rank, int64 [W, Z, B].
-        exchange: Pending all-to-all of `told`.
+        sent: Blocks of this rank, int64 [W, Z, B].
+        exchange: Pending all-to-all of `sent`.
         num_local: Number of local experts, L.
         purpose: The `ExchangeRead` of this host read.
 
     Returns:
         The plan of each slice.
     """
-    heard, mine, theirs = read_counts(
-        told, exchange, num_columns=COUNTS + num_local, purpose=purpose
+    received, mine, theirs = read_counts(
+        sent, exchange, num_columns=COUNTS + num_local, purpose=purpose
     )
     return [
         _of_slice(
             [blocks[z] for blocks in mine],
             [blocks[z] for blocks in theirs],
-            heard[:, z, COUNTS : COUNTS + num_local],
+            received[:, z, COUNTS : COUNTS + num_local],
         )
-        for z in range(told.shape[1])
+        for z in range(sent.shape[1])
     ]
 
 
@@ -289,7 +289,7 @@ def _of_slice(mine: list[list[int]], theirs: list[list[int]], counts_WL: Tensor)
 
 
 def read_counts(
-    told: Tensor, exchange: Pending[Tensor], *, num_columns: int, purpose: object
+    sent: Tensor, exchange: Pending[Tensor], *, num_columns: int, purpose: object
 ) -> tuple[Tensor, Any, Any]:
     """Wait for an exchange of numbers and read both sides of it: the only host read of a layer.
 
@@ -297,33 +297,33 @@ def read_counts(
     the current stream was given since, such as the gather of the rows.
 
     Args:
-        told: What was sent [W, ..., B].
-        exchange: Pending exchange of `told`.
+        sent: Blocks of this rank [W, ..., B].
+        exchange: Pending exchange of `sent`.
         num_columns: How many of each block to read.
         purpose: Purpose of the read, from which a dry run knows the numbers.
 
     Returns:
-        What was heard on the device; what was told and what was heard on the host.
+        Received blocks on the device; sent and received numbers on the host.
     """
-    if told.device.type != "cuda":
-        heard = exchange.wait()
-        both = torch.stack([told[..., :num_columns], heard[..., :num_columns]])
-        return heard, *arrived(both, purpose=purpose).tolist()
-    done, stream = Event(told.device), side_stream(told.device, "read counts")
+    if sent.device.type != "cuda":
+        received = exchange.wait()
+        both = torch.stack([sent[..., :num_columns], received[..., :num_columns]])
+        return received, *arrived(both, purpose=purpose).tolist()
+    done, stream = Event(sent.device), side_stream(sent.device, "read counts")
     with use_stream(stream):
-        heard = exchange.wait()
-        both = torch.stack([told[..., :num_columns], heard[..., :num_columns]])
-        with _landings.lend(both) as on_host:
+        received = exchange.wait()
+        both = torch.stack([sent[..., :num_columns], received[..., :num_columns]])
+        with _pinned_buffers.lend(both) as on_host:
             on_host.copy_(both, non_blocking=True)
             done.record(stream)
-            # Also keeps `told` and `both` alive for as long as the other stream reads them.
+            # Also keeps `sent` and `both` alive for as long as the other stream reads them.
             done.synchronize()
             mine, theirs = arrived(on_host, purpose=purpose).tolist()
     done.wait()
-    return heard, mine, theirs
+    return received, mine, theirs
 
 
-class _Landings:
+class _PinnedBuffers:
     """Pinned memory that copies to the host land in; each piece serves one read at a time."""
 
     def __init__(self) -> None:
@@ -344,10 +344,10 @@ class _Landings:
 
 
 _SMALLEST = 1 << 14
-_landings = _Landings()
+_pinned_buffers = _PinnedBuffers()
 
 
-def raise_together(
+def raise_on_all_ranks(
     error: Exception | None,
     mine: Header,
     verdicts: Sequence[Sequence[int]],
@@ -359,7 +359,7 @@ def raise_together(
 
     Args:
         error: What is wrong on this rank.
-        mine: What this rank told the others.
+        mine: Header of this rank.
         verdicts: Verdict of each rank: code of its header, how many of its slots are invalid.
         groups: The ranks: those of one group; or, of two, all in the second group with a rank of
             the first, which follow each other.
@@ -368,25 +368,25 @@ def raise_together(
     failed = [rank for rank, (code, bad) in enumerate(verdicts) if bad or code == _FAILED]
     if failed:
         if device.type == "cpu":
-            error = _heard_error(error, groups)
-        raise error or _unheard_error(failed[0] * groups[0].size() // len(verdicts), groups)
+            error = _own_or_peer_error(error, groups)
+        raise error or _peer_error(failed[0] * groups[0].size() // len(verdicts), groups)
     place = 0
     for group in groups:
         place = place * group.size() + group.rank()
     raise_if_different(mine, [code for code, _ in verdicts], rank=place)
 
 
-def _heard_error(error: Exception | None, groups: Sequence[ProcessGroup]) -> Exception | None:
+def _own_or_peer_error(error: Exception | None, groups: Sequence[ProcessGroup]) -> Exception | None:
     """What is wrong on this rank, or else what others say is on theirs, one group after another."""
     for group in groups:
         try:
             agree(error, group=group, where="the exchange of rows between experts")
-        except Exception as heard:  # noqa: BLE001 - this rank's own, of whatever kind
-            error = heard
+        except Exception as agreed:  # noqa: BLE001 - this rank's own, of whatever kind
+            error = agreed
     return error
 
 
-def _unheard_error(place: int, groups: Sequence[ProcessGroup]) -> PeerError:
+def _peer_error(place: int, groups: Sequence[ProcessGroup]) -> PeerError:
     """What is known of an error on a rank of the first group where no message can be sent."""
     rank = dist.get_process_group_ranks(groups[0])[place]
     where = f"rank {rank}" + (" or another one of its tp group" if len(groups) > 1 else "")

@@ -4,7 +4,7 @@ Every rank has the same tokens and all experts, but of each a part of the hidden
 experts return is this rank's part of a sum, and so are the gradients of tokens and of routing
 weights; each is summed over the ranks, once per direction.
 
-Shape symbols: T tokens, K experts per token, E experts, W ranks, B numbers told.
+Shape symbols: T tokens, K experts per token, E experts, W ranks, B numbers sent.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from hp_expert.dispatch.exchange_plan import (
     Header,
     block_size,
     input_error,
-    raise_together,
+    raise_on_all_ranks,
     read_counts,
 )
 from hp_expert.permute import SlotCounts, count_slots, invalid_experts
@@ -59,8 +59,8 @@ class TensorSummedDispatcher:
         if error is None:
             header = Header.of(x, experts, weights, num_experts=E)
             counted = count_slots(experts, E)
-        told = _count_block(header, counted, num_experts=E, x=x)
-        exchange = launch_all_to_all(told.repeat(W, 1), group=self.group)
+        sent = _count_block(header, counted, num_experts=E, x=x)
+        exchange = launch_all_to_all(sent.repeat(W, 1), group=self.group)
         order = None if counted is None else counted.keys.reshape(-1).argsort(stable=True)
         read = ExchangeRead(
             header=header,
@@ -70,15 +70,15 @@ class TensorSummedDispatcher:
             num_experts=E,
             tells_rows=False,
         )
-        _, _, heard = read_counts(
-            told.expand(W, -1), exchange, num_columns=_COUNTS + E, purpose=read
+        _, _, received = read_counts(
+            sent.expand(W, -1), exchange, num_columns=_COUNTS + E, purpose=read
         )
-        mine = heard[self.group.rank()]
+        mine = received[self.group.rank()]
         if error is None and mine[_INVALID]:
             error = invalid_experts(mine[_INVALID], E)
-        verdicts = [block[: _INVALID + 1] for block in heard]
-        raise_together(error, header, verdicts, groups=[self.group], device=x.device)
-        self._require_same(heard)
+        verdicts = [block[: _INVALID + 1] for block in received]
+        raise_on_all_ranks(error, header, verdicts, groups=[self.group], device=x.device)
+        self._require_same(received)
         assert order is not None
         assert counted is not None
         x, weights = _sum_gradients(x, weights, self.group)
@@ -105,14 +105,14 @@ class TensorSummedDispatcher:
         y: Tensor = _SumOutputs.apply(rows, self.group)
         return y
 
-    def _require_same(self, heard: list[list[int]]) -> None:
+    def _require_same(self, received: list[list[int]]) -> None:
         """Raise on every rank if some have other tokens: each sees what all have."""
-        others = [rank for rank, block in enumerate(heard) if block != heard[0]]
+        others = [rank for rank, block in enumerate(received) if block != received[0]]
         if others:
             raise ValueError(
                 f"tokens and routing of rank {others[0]} of the tensor group "
-                f"({heard[others[0]][_TOKENS]} tokens) must equal those of rank 0 "
-                f"({heard[0][_TOKENS]} tokens), also in how many go to each expert"
+                f"({received[others[0]][_TOKENS]} tokens) must equal those of rank 0 "
+                f"({received[0][_TOKENS]} tokens), also in how many go to each expert"
             )
 
 
@@ -120,11 +120,11 @@ def _count_block(
     header: Header, counted: SlotCounts | None, *, num_experts: int, x: Tensor
 ) -> Tensor:
     """Return what this rank tells all others, int64 [B]."""
-    told = torch.full((block_size(_COUNTS + num_experts),), header.code, device=x.device)
+    sent = torch.full((block_size(_COUNTS + num_experts),), header.code, device=x.device)
     if counted is not None:
-        told[_INVALID], told[_TOKENS] = counted.counts[num_experts + 1], x.shape[0]
-        told[_COUNTS : _COUNTS + num_experts] = counted.counts[:num_experts]
-    return told
+        sent[_INVALID], sent[_TOKENS] = counted.counts[num_experts + 1], x.shape[0]
+        sent[_COUNTS : _COUNTS + num_experts] = counted.counts[:num_experts]
+    return sent
 
 
 def _sum_gradients(

@@ -55,7 +55,7 @@ class DispatchedExperts(nn.Module):
         if choice is not None:
             error = choice.error(top_k_index)
             if error is not None:
-                _refuse_together(self.dispatcher, hidden_states, error)
+                _raise_on_all_ranks(self.dispatcher, hidden_states, error)
             assert choice.experts is not None
             top_k_index = choice.experts
         if choice is None or not choice.repeated:
@@ -137,7 +137,7 @@ def _compute(
 
 
 @outside_graph
-def _refuse_together(dispatcher: Dispatcher[Any], x: Tensor, error: ValueError) -> None:
+def _raise_on_all_ranks(dispatcher: Dispatcher[Any], x: Tensor, error: ValueError) -> None:
     """Raise an error that this rank found, and have the others, which wait for it, raise too."""
     refuse(dispatcher, x, error)
     raise error

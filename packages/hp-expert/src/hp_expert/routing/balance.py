@@ -118,9 +118,9 @@ def _sum_over_ranks(
     counts_BE: Tensor, num_positions: int, group: ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """Counts, and the number of positions as an fp64 scalar, of all ranks."""
-    told = torch.cat([counts_BE.flatten(), counts_BE.new_full((1,), num_positions)])
-    dist.all_reduce(told, group=group)
-    return told[:-1].view_as(counts_BE), told[-1].clamp_min(1).to(torch.float64)
+    summed = torch.cat([counts_BE.flatten(), counts_BE.new_full((1,), num_positions)])
+    dist.all_reduce(summed, group=group)
+    return summed[:-1].view_as(counts_BE), summed[-1].clamp_min(1).to(torch.float64)
 
 
 def _check(scores: Tensor, experts: Tensor, num_experts: int) -> None:

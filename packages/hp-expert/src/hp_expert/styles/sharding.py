@@ -97,8 +97,8 @@ def agree_on(found: Sequence[nn.Module], error: Exception | None, ranks: ExpertR
     """
     said = [mine := _say(found, error, ranks)]
     for group in ranks.groups():
-        heard = all_gather_json(said, of=list[_Said], group=group)
-        said = [entry for part in heard for entry in part]
+        gathered = all_gather_json(said, of=list[_Said], group=group)
+        said = [entry for part in gathered for entry in part]
     if error is not None:
         raise error
     for entry in said:

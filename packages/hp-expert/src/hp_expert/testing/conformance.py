@@ -58,7 +58,7 @@ def check_parity(
             problems += _not_zero(actual, batch)
             where = f"{routing}, {'with' if weighted else 'without'} routing weights"
             agree_on(problems, group, where=where, device=case.device)
-            settle(case, dispatcher)
+            check_late(case, dispatcher)
 
 
 def check_reruns(make: MakeDispatcher, group: ProcessGroup, case: Case = _DEFAULT) -> None:
@@ -89,7 +89,7 @@ def check_interleaving(make: MakeDispatcher, group: ProcessGroup, case: Case = _
         answers = {i: answer_of(batches[i], matrices, ys[i]) for i in backward_order}
         together = [answers[i] for i in range(3)]
         _agree_on_bits(together, alone, group, case, where="interleaved batches")
-        settle(case, dispatcher)
+        check_late(case, dispatcher)
 
 
 def check_threads(
@@ -121,7 +121,7 @@ def check_threads(
     _agree_on_bits(crossed, alone, group, case, where="calls from several threads")
     if second_group is not None:
         _check_concurrency(dispatcher, make(second_group, case.num_experts), group, case, alone)
-    settle(case, dispatcher)
+    check_late(case, dispatcher)
 
 
 def check_recompute(make: MakeDispatcher, group: ProcessGroup, case: Case = _DEFAULT) -> None:
@@ -134,7 +134,7 @@ def check_recompute(make: MakeDispatcher, group: ProcessGroup, case: Case = _DEF
         answers = [answer_of(b, matrices, y) for b, y in zip(batches, ys, strict=True)]
         where = f"recompute, use_reentrant={reentrant}"
         _agree_on_bits(answers, alone, group, case, where=where)
-        settle(case, dispatcher)
+        check_late(case, dispatcher)
 
 
 def run(dispatcher: Dispatcher[Any], batch: Batch, matrices: Tensor) -> Answer:
@@ -196,8 +196,8 @@ def agree_on(
     problems: list[str], group: ProcessGroup, *, where: str, device: torch.device | str
 ) -> None:
     """Raise on all ranks what is wrong on any."""
-    told = torch.full((group.size(), 1), len(problems), device=device)
-    found = launch_all_to_all(told, group=group).wait().flatten().tolist()
+    problem_counts = torch.full((group.size(), 1), len(problems), device=device)
+    found = launch_all_to_all(problem_counts, group=group).wait().flatten().tolist()
     if problems:
         raise AssertionError(f"rank {group.rank()}, {where}: {'; '.join(problems)}")
     if any(found):
@@ -205,10 +205,10 @@ def agree_on(
         raise AssertionError(f"rank {group.rank()}, {where}: ranks {failed} found errors")
 
 
-def settle(case: Case, dispatcher: Dispatcher[Any]) -> None:
+def check_late(case: Case, dispatcher: Dispatcher[Any]) -> None:
     """Let a dispatcher raise what it found out late."""
-    if case.settle is not None:
-        case.settle(dispatcher)
+    if case.late_check is not None:
+        case.late_check(dispatcher)
 
 
 def _batches(case: Case, group: ProcessGroup, count: int) -> list[Batch]:
@@ -228,7 +228,7 @@ def _sequentially(
 ) -> list[Answer]:
     matrices = _matrices(case, group)
     answers = [run(dispatcher, batch, matrices) for batch in batches]
-    settle(case, dispatcher)
+    check_late(case, dispatcher)
     return answers
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from hp_expert.dispatch import Dispatcher
-from hp_expert.testing.conformance import agree_on, check_parity, run, settle
+from hp_expert.testing.conformance import agree_on, check_late, check_parity, run
 from hp_expert.testing.problem import Batch, Case, MakeDispatcher, make_batch, make_matrices
 from hp_platform import launch_all_to_all
 
@@ -95,8 +95,8 @@ def check_errors(
 ) -> None:
     """What is wrong on the last rank raises on every rank, and the next batch is right again.
 
-    `prepare` raises, or else `Case.settle` does. Ranks that were given another number of experts
-    find out as well.
+    `prepare` raises, or else `Case.late_check` does. Ranks that were given another number of
+    experts find out as well.
 
     Args:
         make: Makes a dispatcher for a group and a number of experts.
@@ -130,8 +130,8 @@ def _must_raise(
         raised = 1
     else:
         raised = 0
-    told = torch.full((group.size(), 1), raised, device=case.device)
-    ranks_raised = launch_all_to_all(told, group=group).wait().flatten().tolist()
+    mine = torch.full((group.size(), 1), raised, device=case.device)
+    ranks_raised = launch_all_to_all(mine, group=group).wait().flatten().tolist()
     problems = []
     if 0 < sum(ranks_raised) < group.size():
         problems.append(f"ranks that raised ({ranks_raised}) must be all or none")
@@ -139,7 +139,7 @@ def _must_raise(
         matrices = make_matrices(case, group.rank(), group.size())
         try:
             run(dispatcher, batch, matrices)
-            settle(case, dispatcher)
+            check_late(case, dispatcher)
         except Exception:  # noqa: BLE001
             raised = 1
         if not raised:

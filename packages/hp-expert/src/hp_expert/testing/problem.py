@@ -4,8 +4,9 @@ Shape symbols: T tokens of a rank, K experts per token, E experts, L of them loc
 width, N rows, F slots per row.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -31,8 +32,9 @@ class Case:
         device: Where everything is.
         bound: Largest error of outputs and gradients, relative to their largest value; None: 1e-12
             in fp64, else 16 units in the last place.
-        settle: Called with the dispatcher after each batch, on every rank; for dispatchers that
-            tell of errors later than in `prepare`.
+        late_check: Called with the dispatcher after each batch, on every rank; for dispatchers that
+            raise errors later than in `prepare`.
+        settle: The former name of `late_check`.
     """
 
     num_experts: int = 8
@@ -42,7 +44,14 @@ class Case:
     dtype: torch.dtype = torch.float64
     device: torch.device | str = "cpu"
     bound: float | None = None
-    settle: Callable[[Any], None] | None = None
+    late_check: Callable[[Any], None] | None = None
+    settle: InitVar[Callable[[Any], None] | None] = None
+
+    def __post_init__(self, settle: Callable[[Any], None] | None) -> None:
+        """Take `settle` for `late_check`."""
+        if settle is not None:
+            warnings.warn("settle is now late_check", DeprecationWarning, stacklevel=3)
+            object.__setattr__(self, "late_check", settle)
 
     @property
     def largest_error(self) -> float:
@@ -195,10 +204,10 @@ def answer_of(batch: Batch, matrices: Tensor, y: Tensor, *, problems: Sequence[s
 
 def batch_problems(batch: ExpertBatch, *, num_local: int) -> list[str]:
     """List where a batch is not what `ExpertBatch` says; reads the host."""
-    told = batch.num_tokens_per_expert
-    if told.shape != (num_local,) or {told.dtype, batch.order.dtype} != {torch.int64}:
-        return [f"num_tokens_per_expert {told} and order {batch.order} must be int64"]
-    counts, problems = told.tolist(), []
+    num_tokens = batch.num_tokens_per_expert
+    if num_tokens.shape != (num_local,) or {num_tokens.dtype, batch.order.dtype} != {torch.int64}:
+        return [f"num_tokens_per_expert {num_tokens} and order {batch.order} must be int64"]
+    counts, problems = num_tokens.tolist(), []
     num_valid = sum(counts)
     if batch.counts is not None and list(batch.counts) != counts:
         problems.append(f"counts {batch.counts} must equal num_tokens_per_expert {counts}")
