@@ -58,6 +58,11 @@ _IMPORTED = (
     "hp_train.verify.rank",
 )
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_DEFAULTS = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+}
 _SET_SUBREAPER, _GET_SUBREAPER = 36, 37
 _LENGTH_BYTES = 8
 _TITLE_BYTES = 8192
@@ -260,8 +265,10 @@ def _main(arguments: Sequence[str]) -> None:
     gc.freeze()  # or every program would take a second at its end to look through all of it
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     installed = [path for path in sys.path[1:] if path not in given]
-    # A request to stop reaches all of a group; programs get back what was there.
+    # A request to stop reaches all of a group; programs get back what was there, but for what a
+    # shell ignores for all that it puts in the background: tests would not have that either.
     usual = {number: signal.signal(number, signal.SIG_IGN) for number in _STOPS}
+    usual = {n: _DEFAULTS[n] if was is signal.SIG_IGN else was for n, was in usual.items()}
     own = _program_of([sys.executable, *arguments])
     if own is None:
         program, descriptors = _next(*_serve(socket.socket(fileno=int(arguments[1]))))

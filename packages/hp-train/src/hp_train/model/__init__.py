@@ -7,13 +7,14 @@ from hp_train.model.block import Microbatch, add_loss
 from hp_train.model.declared import declare
 from hp_train.model.layers import DropoutKey, Embedding, Linear, RMSNorm
 from hp_train.model.shapes import count_parameters, model_shapes
-from hp_train.model.stage import Stage
+from hp_train.model.stage import Exchanges, Stage
 from hp_train.model.transformer import TransformerStage
 
 __all__ = [
     "Ahead",
     "DropoutKey",
     "Embedding",
+    "Exchanges",
     "Linear",
     "Microbatch",
     "ParameterSpec",
