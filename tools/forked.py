@@ -58,7 +58,7 @@ _IMPORTED = (
     "hp_train.verify.rank",
 )
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_DEFAULTS = {
+_DEFAULTS: dict[signal.Signals, Any] = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGHUP: signal.SIG_DFL,
