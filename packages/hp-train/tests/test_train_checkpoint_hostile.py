@@ -91,6 +91,7 @@ CHANGES: dict[str, tuple[Callable[[Json], object], str]] = {
     "absolute path": (lambda m: put(m["files"][0], name="/etc/passwd"), "must be of the form"),
     "line break": (lambda m: put(m["files"][0], name=SHARD + "\n"), "must be of the form"),
     "no such file": (lambda m: put(chunk(m), file=7), r"file \(7\) must be less than"),
+    "one file too many": (lambda m: put(chunk(m), file=1), r"file \(1\) must be less than"),
     "file twice": (lambda m: m["files"].append(m["files"][0]), "must be listed once"),
     "unused file": (
         lambda m: m["files"].append({"name": "rank-00009.safetensors", "bytes": 8}), "must hold"),
