@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ class GroupedExperts(nn.Module):
     a call is kept on it.
 
     Attributes:
+        hidden_dims: Dim of each parameter that is the hidden width; None: it has none.
         w1: Gate projections [num_local_experts, hidden, dim].
         w2: Down projections [num_local_experts, dim, hidden].
         w3: Up projections [num_local_experts, hidden, dim].
@@ -59,6 +61,9 @@ class GroupedExperts(nn.Module):
         dtype: Dtype of the weights.
     """
 
+    hidden_dims: ClassVar[Mapping[str, int | None]] = MappingProxyType(
+        {"w1": 1, "w3": 1, "w2": 2, "b1": 1, "b3": 1, "b2": None}
+    )
     b1: nn.Parameter | None
     b2: nn.Parameter | None
     b3: nn.Parameter | None

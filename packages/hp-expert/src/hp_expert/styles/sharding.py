@@ -15,13 +15,10 @@ from hp_expert.styles.ranks import ExpertRanks
 from hp_platform import PeerError, all_gather_json
 from hp_platform.dry import is_dry
 
-# The dim of a parameter that is hidden width; None: it has none, and every rank has all of it.
-HIDDEN_DIMS = {"w1": 1, "w3": 1, "w2": 2, "b1": 1, "b3": 1, "b2": None}
-
 
 def shard_dim(name: str, axis: str) -> int | None:
     """Which dim of a parameter is cut along an axis, "ep" or "tp"."""
-    return 0 if axis == "ep" else HIDDEN_DIMS[name]
+    return 0 if axis == "ep" else GroupedExperts.hidden_dims[name]
 
 
 def keep_part(experts: GroupedExperts, ranks: ExpertRanks) -> None:
@@ -72,9 +69,11 @@ def require_divisible(experts: GroupedExperts, ranks: ExpertRanks) -> None:
             f"group ({ranks.ep_size})"
         )
     for name, parameter in experts.named_parameters(recurse=False):
-        if name not in HIDDEN_DIMS:
-            raise ValueError(f"parameter ({name}) must be one of {tuple(HIDDEN_DIMS)} to be cut")
-        dim = HIDDEN_DIMS[name]
+        if name not in experts.hidden_dims:
+            raise ValueError(
+                f"parameter ({name}) must be one of {tuple(experts.hidden_dims)} to be cut"
+            )
+        dim = experts.hidden_dims[name]
         if dim is not None and parameter.shape[dim] % ranks.tp_size:
             raise ValueError(
                 f"hidden ({parameter.shape[dim]}) must be divisible by the size of the tensor "

@@ -16,12 +16,13 @@ from hp_train.layout.parameter import ParameterSpec
 M = TypeVar("M", bound=nn.Module)
 
 _EXPERTS = {
-    "w1": ParameterSpec(is_expert=True, hidden_dim=1),
-    "w3": ParameterSpec(is_expert=True, hidden_dim=1),
-    "w2": ParameterSpec(is_expert=True, hidden_dim=2, is_residual=True),
-    "b1": ParameterSpec("bias", is_expert=True, hidden_dim=1),
-    "b3": ParameterSpec("bias", is_expert=True, hidden_dim=1),
-    "b2": ParameterSpec("bias", is_expert=True),
+    name: ParameterSpec(
+        "bias" if name.startswith("b") else "matrix",
+        is_expert=True,
+        hidden_dim=dim,
+        is_residual=name == "w2",
+    )
+    for name, dim in GroupedExperts.hidden_dims.items()
 }
 _MATRIX = {"weight": ParameterSpec(), "bias": ParameterSpec("bias")}
 _NORM = {"weight": ParameterSpec("norm"), "bias": ParameterSpec("bias")}
