@@ -109,7 +109,7 @@ def test_it_is_short(folder: Path) -> None:
 )
 def test_every_layout_trains_it_as_one_process_does(folder: Path, layout: str) -> None:
     said = hp(folder, "verify", "my_model.toml", *layout.split())
-    assert "equal within 1e-12 over 8 steps" in said or "the same bits" in said
+    assert "equal within 1e-12 over 8 steps" in said
 
 
 def test_a_run_goes_on_in_another_layout_with_the_code_that_is_asked_for(folder: Path) -> None:
@@ -130,7 +130,6 @@ def test_a_plan_prices_it_and_cuts_no_matrix(folder: Path) -> None:
     plans = json.loads(hp(folder, "plan", "my_model.toml", "--gpus", "8", "--top", "20", "--json"))
     layouts = [plan["config"] for plan in plans["best"]]
     assert {layout["mesh.tp"] for layout in layouts} == {1}
-    assert {layout["train.recompute"] for layout in layouts} <= {"none", "full"}
     assert all(plan["memory"]["activations"] > 0 for plan in plans["best"])
 
 

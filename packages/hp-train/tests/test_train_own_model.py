@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hp_expert import GroupedExperts, TopKRouter
+from hp_train.cli import main
 from hp_train.config import ModelConfig
 from hp_train.config.options import resolve
 from hp_train.errors import ConfigError
@@ -86,6 +87,11 @@ def test_what_cannot_be_done_with_it_is_refused_before_it_starts(
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         resolve("quickstart", {"model.factory": factory, **keys}.items(), env={})
+
+
+def test_the_oracle_does_not_judge_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--against", "oracle", "model.factory=own:Other"]) == 2
+    assert "--against oracle knows no model of model.factory" in capsys.readouterr().err
 
 
 class Own(nn.Module):

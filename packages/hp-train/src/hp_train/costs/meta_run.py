@@ -287,7 +287,7 @@ class _Storages:
 
 
 def _replace_forward(module: nn.Module, function: Callable[..., Any]) -> None:
-    module.__dict__["forward"] = function
+    module.forward = function
 
 
 class _Keep(torch.autograd.Function):

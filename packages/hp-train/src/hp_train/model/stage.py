@@ -108,7 +108,7 @@ class Stage(nn.Module):
             what: Here "none" or "full": a block of one's own has no parts.
         """
         for block in self.blocks if what == "full" else ():
-            block.__dict__["forward"] = partial(recomputed, block.forward)
+            block.forward = partial(recomputed, block.forward)
 
     def split_weight_gradients(self, *, is_split: bool) -> None:
         """Say whether some schedule may compute weight gradients later than input gradients."""

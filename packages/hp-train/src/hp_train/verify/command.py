@@ -174,11 +174,11 @@ def _other(
         ConfigError: When it would be compared with itself.
     """
     config = checked_config(resolved.config, dtype=options.dtype)
+    factory = config.model.factory
+    if options.against == ORACLE and factory:
+        raise ConfigError(f"--against oracle knows no model of model.factory ({shown(factory)})")
     alone = options.against is None and config.world_size == 1 and options.job is None
-    if options.against == ORACLE or (alone and not config.model.factory):
-        if config.model.factory:
-            factory = shown(config.model.factory)
-            raise ConfigError(f"--against oracle knows no model of model.factory ({factory})")
+    if options.against == ORACLE or (alone and not factory):
         return None
     other = one_process(config)
     if options.against is not None:
