@@ -85,10 +85,11 @@ def test_the_compiler_is_not_imported_before_it_is_needed() -> None:
     """It takes seconds; exchanges and hooks do without."""
     program = """
 import sys, torch
-from hp_platform import all_to_all, agree, initialize, linear, sync_hook
+from hp_platform import all_to_all, agree, initialize, linear, shutdown, sync_hook
 group = initialize(device_type="cpu").control
 agree(group=group)
 all_to_all(sync_hook(linear(torch.ones(2, 2), torch.ones(2, 2))), group=group)
 assert "torch._dynamo" not in sys.modules
+shutdown()
 """
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=60)
