@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 QUICKSTARTS = [ROOT / "docs" / "hp-context" / "index.md"]
 READMES = sorted(ROOT.glob("packages/*/README.md")) + QUICKSTARTS
+
+# All at once, each starts an interpreter as a reader would, and another for the ranks it forks.
+IS_WHOLE = os.environ.get("HP_WHOLE") == "1"
+pytestmark = [] if IS_WHOLE else [pytest.mark.usefixtures("forked_programs")]
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: f"{path.parent.name}-{path.stem}")

@@ -159,8 +159,9 @@ class Dataset:
         """The tokens of each sequence and the one after it, as they are stored."""
         epochs, offsets = np.divmod(np.asarray(sequence_index), self.num_sequences)
         places = np.empty_like(offsets)
-        for epoch in np.unique(epochs):
-            places[epochs == epoch] = self._order(int(epoch))[offsets[epochs == epoch]]
+        # numpy's unique would import its masked arrays, in every rank.
+        for epoch in sorted(set(epochs.tolist())):
+            places[epochs == epoch] = self._order(epoch)[offsets[epochs == epoch]]
         starts, length = (places * self.seq_len).tolist(), self.seq_len + 1
         if isinstance(self.tokens, TokenFile):
             return self.tokens.rows(starts, length)
