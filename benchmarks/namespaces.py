@@ -1,17 +1,24 @@
 """Network namespaces: machines of their own for ranks, with cables between, on one machine.
 
 For bench_vtp_links.py and integration_tests/test_two_nodes.py. Needs root, Linux and the program
-`ip` (iproute2). Nothing of the machine's own network is touched.
+`ip` (iproute2). Nothing of the machine's own network is touched. As a program, this runs a module
+in a namespace that is there: `namespaces.py SPACE MODULE ARGUMENTS`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import runpy
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+_NEW_NETWORK = 0x40000000  # CLONE_NEWNET, which `os` has from Python 3.12 on
 
 
 def ip(*arguments: str) -> str:
@@ -62,3 +69,18 @@ def remove(name: str) -> None:
                 os.kill(int(pid), signal.SIGKILL)
         time.sleep(0.01)
     ip("netns", "del", name)
+
+
+def _enter(name: str) -> None:
+    """Let this process, and all that it starts, see the network of a namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/run/netns", name).open("rb") as space:
+        if libc.setns(space.fileno(), _NEW_NETWORK):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), name)
+
+
+if __name__ == "__main__":
+    _, name, module, *_ = sys.argv
+    _enter(name)
+    sys.argv = sys.argv[2:]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

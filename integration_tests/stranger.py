@@ -136,13 +136,15 @@ def _try_all(
         if any(str(shared) in target for target in opened):
             with contextlib.suppress(OSError), shared.open("r+b"):
                 done.append(f"opened {shared}")
+    clients = {_write_to_store(port, *plant): port for port in ports}
+    written = [port for client, port in clients.items() if os.waitpid(client, 0)[1] == 0]
     for port in ports:
-        done += _write_to_store(port, *plant)
         _write_junk(port)
-    return done
+    return done + [f"wrote to the store at port {port}" for port in written]
 
 
-def _write_to_store(port: int, name: str, marker: Path) -> list[str]:
+def _write_to_store(port: int, name: str, marker: Path) -> int:
+    """Start a process that writes to a store, if that is one, and return its process id."""
     key, pickled = f"torch.rendezvous.{name}", base64.b64encode(pickle.dumps(_Leaves(marker)))
     child = os.fork()
     if child == 0:  # a client of the store waits for ever for an answer of what is none
@@ -153,8 +155,7 @@ def _write_to_store(port: int, name: str, marker: Path) -> list[str]:
         except (RuntimeError, OSError):
             os._exit(1)
         os._exit(0)
-    _, status = os.waitpid(child, 0)
-    return [f"wrote {key} to the store at port {port}"] if status == 0 else []
+    return child
 
 
 def _write_junk(port: int) -> None:

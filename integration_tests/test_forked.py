@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -101,6 +102,27 @@ def test_a_program_ends_as_it_would(code: str, status: int, said: str) -> None:
     )
     assert (done.returncode, done.stdout) == (status, "")
     assert done.stderr.endswith(said)
+
+
+def test_what_is_left_to_do_at_the_end_is_done() -> None:
+    code = """
+import atexit, sys, threading, time
+threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+atexit.register(print, "at exit", end="")
+sys.exit(3)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (3, "thread\nat exit")
+
+
+def test_a_process_whose_programs_would_not_be_forked_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")
+    with pytest.raises(RuntimeError, match="GLIBC_TUNABLES"), forked.commands():
+        pass
 
 
 def test_a_program_starts_others_and_the_server_of_ranks() -> None:

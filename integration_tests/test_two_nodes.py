@@ -14,10 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from benchmarks.namespaces import connect, inside, namespaces, switch_on
+from benchmarks import namespaces as spaces
+from benchmarks.namespaces import connect, namespaces, switch_on
 
 from hp_train.base.folder import Folder
 from hp_train.training.metrics import read_metrics
+
+pytestmark = pytest.mark.usefixtures("forked_programs")
 
 STEPS = 6
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -43,12 +46,13 @@ def two_nodes() -> Iterator[list[str]]:
 
 def torchrun(name: str, folder: Path, *, node: int) -> subprocess.Popen[bytes]:
     """Start the agent of one node and its two ranks; both nodes have the host name of this one."""
+    inside = (spaces.__file__, name)  # each program goes there: those forked are not there yet
     command = [
-        *inside(name, sys.executable, "-m", "torch.distributed.run"),
+        *(sys.executable, *inside, "torch.distributed.run"),
         *("--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "0"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29400"),
         *("--rdzv-conf", f"is_host={int(node == 0)}", "--local-addr", ADDRESSES[node]),
-        *("-m", "hp_train", "train", *SETTINGS),
+        *(*inside, "hp_train", "train", *SETTINGS),
         *(f"run.output_dir={folder}", "run.name=two"),
     ]
     env = os.environ | {"GLOO_SOCKET_IFNAME": "cable", "TORCH_CPP_LOG_LEVEL": "ERROR"}

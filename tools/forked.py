@@ -139,7 +139,7 @@ class _Server:
 
     def __init__(self, control: socket.socket) -> None:
         self._control, self._lock, self._owner = control, threading.Lock(), os.getpid()
-        self._read = _read_at_start(os.environ)
+        self.read = _read_at_start(os.environ)
 
     @property
     def is_ours(self) -> bool:
@@ -148,7 +148,7 @@ class _Server:
 
     def suits(self, env: Mapping[str, str]) -> bool:
         """Whether a process of its own would read the same from the environment at its start."""
-        return _read_at_start(env) == self._read
+        return _read_at_start(env) == self.read
 
     def fork(
         self, program: _Program, descriptors: Sequence[int], *, as_numbers: Sequence[int]
@@ -248,7 +248,16 @@ def server() -> Iterator[None]:
 
 @contextlib.contextmanager
 def commands() -> Iterator[None]:
-    """Fork the Python programs that this process starts meanwhile, by anything in `subprocess`."""
+    """Fork the Python programs that this process starts meanwhile, by anything in `subprocess`.
+
+    Raises:
+        RuntimeError: There is no server, or none would be forked, since this process has changed
+            what an interpreter reads at its start.
+    """
+    server = _server_of_this()
+    if server is None or not server.suits(os.environ):
+        read = None if server is None else _read_at_start(os.environ).items() ^ server.read.items()
+        raise RuntimeError(f"no program would be forked, its server does not suit: {read}")
     with patch.object(subprocess, "Popen", Popen):
         yield
 

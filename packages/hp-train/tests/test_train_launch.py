@@ -290,10 +290,12 @@ def test_a_signal_while_ranks_start_stops_them_when_they_have(
     assert run(tmp_path, "starting") == 75
 
 
-def test_handlers_of_the_caller_are_back_after_a_run(tmp_path: Path) -> None:
+def test_the_caller_has_its_handlers_and_variables_after_a_run(tmp_path: Path) -> None:
     before = [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)]
+    variables = dict(os.environ)
     assert run(tmp_path, "good", "returns") == 0
     assert [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)] == before
+    assert dict(os.environ) == variables
 
 
 def test_a_name_is_used_once_and_resumed_by_its_folder(tmp_path: Path) -> None:

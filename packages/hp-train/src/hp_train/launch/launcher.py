@@ -64,6 +64,11 @@ _RESTARTED = (HangError.exit_code, RankLostError.exit_code)
 _KEEP_MEMORY = ":".join(
     f"glibc.malloc.{name}" for name in ("mmap_threshold=33554432", "trim_threshold=8589934592")
 )
+_SERVER_DEFAULTS = {
+    "GLIBC_TUNABLES": _KEEP_MEMORY,
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # or a wall of text comes from peers of the dead
+}
+"""Variables of the server and of the ranks, where they are not given."""
 
 # torch imports the last three by itself at the first use of an optimizer, of a lazy collective and
 # of a checkpoint; every rank would take seconds for each of them, all at the same time.
@@ -195,9 +200,9 @@ def _start_server(entry: str) -> None:
     Measured on 2 busy cores: once it is ready, a run of four ranks that have nothing to do takes
     0.5 s from start to end. Four interpreters that import torch each would take 8 s to begin.
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a wall of text from peers of the dead
-    os.environ.setdefault("GLIBC_TUNABLES", _KEEP_MEMORY)
-    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
+    theirs = {n: value for n, value in _SERVER_DEFAULTS.items() if n not in os.environ}
+    theirs[LAUNCHER_VARIABLE] = str(os.getpid())
+    os.environ.update(theirs)
     module = entry.partition(":")[0]
     needed = PRELOADED_FOR_TRAINING if module.startswith("hp_train.") else ()
     multiprocessing.set_forkserver_preload([*PRELOADED, module, *needed])
@@ -210,7 +215,8 @@ def _start_server(entry: str) -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        del os.environ[LAUNCHER_VARIABLE]
+        for name in theirs:
+            del os.environ[name]
 
 
 class _Run:
