@@ -80,7 +80,7 @@ def _enter(name: str) -> None:
 
 
 if __name__ == "__main__":
-    _, name, module, *_ = sys.argv
+    name, module = sys.argv[1:3]
     _enter(name)
     sys.argv = sys.argv[2:]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
