@@ -14,6 +14,8 @@ RICH: dict[str, Any] = {"tie_embeddings": True, "num_mtp_modules": 2, "correctio
 SPARSE: dict[str, Any] = {"num_dense_layers": 3, "num_experts": 32, "top_k": 1}
 """Experts in the last layer alone, more of them than a step has tokens for."""
 FEW = {"global_batch_size": 2, "microbatch_size": 1}
+LARGER = {"microbatch_size": 4}
+"""Half as many microbatches, for ranks that have all of the batch."""
 
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "pp2-ep2-interleaved": {
@@ -43,6 +45,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "pp4-gpipe": {"mesh": {"pp": 4}, "pipeline": {"schedule": "gpipe"}},
     "ep4": {"mesh": {"dp_replicate": 4, "ep": 4}},
     "fsdp4": {"mesh": {"dp_shard": 4}},
+    "fsdp2-compiled": {"mesh": {"dp_shard": 2}, "train": {"compile": "aot_eager"}},
     "fsdp4-ep2": {"mesh": {"dp_shard": 4, "ep": 2}},
     "hsdp-ep4": {"mesh": {"dp_replicate": 2, "dp_shard": 2, "ep": 4}},
     "pp2-fsdp2-ep2-zbv": {
@@ -67,6 +70,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "pp2-cp2-interleaved-zero-bubble": {
         "mesh": {"pp": 2, "cp": 2, "ep": 2},
         "pipeline": {"schedule": "interleaved_zero_bubble", "stages_per_rank": 2},
+        "train": LARGER,
         "model": RICH,
     },
     "pp2-tp2-v-half": {
@@ -87,7 +91,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "stages2-1-ep-interleaved": {
         "mesh": {"pp": 2, "stage_tp": [2, 1], "stage_ep": [2, 1]},
         "pipeline": {"schedule": "interleaved_1f1b", "stages_per_rank": 2},
-        "train": {"recompute": "full"},
+        "train": {**LARGER, "recompute": "full"},
     },
     "stages1-2-1": {
         "mesh": {"pp": 3, "stage_tp": [1, 2, 1]},
@@ -107,6 +111,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "stages2-1-cp2-zbv": {
         "mesh": {"pp": 2, "stage_tp": [2, 1], "cp": 2},
         "pipeline": {"schedule": "zbv", "stages_per_rank": 2},
+        "train": LARGER,
     },
 }
 
@@ -126,7 +131,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
 
 
 @pytest.mark.sample(
-    "pp2-fsdp2-1f1b",
+    "fsdp2-compiled",
     "pp2-fsdp2-ep2-zbv",
     "tp2-etp2-fsdp2-ep2",
     "cp4-hybrid-ep2",
