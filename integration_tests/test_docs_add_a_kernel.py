@@ -67,19 +67,7 @@ def attention(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_test_of_an_attention_kernel_passes(attention: Path) -> None:
-    assert "3 passed" in python(attention, "-m", "pytest", "-q", "test_context_padded.py")
-
-
-def test_the_tests_of_all_attention_kernels_hold_for_it(attention: Path) -> None:
-    tests = PACKAGES / "hp-context" / "tests" / "test_context_kernels.py"
-    chosen = "blocks_of_keys_make_up_attention and plain"
-    printed = python(attention, "-m", "pytest", "-q", "-k", chosen, str(tests))
-    assert re.search(r"\b36 passed", printed)
-
-
-def test_modes_that_compute_by_blocks_take_an_added_kernel(attention: Path) -> None:
-    (attention / "modes.py").write_text("""
+MODES = """
 import torch
 import torch.distributed as dist
 from hp_context import Attention, Causal, ContextParallel, shard_sequence
@@ -105,10 +93,36 @@ def worst() -> list[float]:
     return errors
 
 
-if __name__ == "__main__":
-    print(max(map(max, run_distributed(worst, world_size=2))))
-""")
-    assert float(python(attention, "modes.py")) < 1e-12
+def test_modes() -> None:
+    assert max(map(max, run_distributed(worst, world_size=2))) < 1e-12
+"""
+
+
+@pytest.fixture(scope="module")
+def passed_of_attention(attention: Path) -> list[str]:
+    """Tests that passed with the added kernel: its own, those of all kernels, and of two modes."""
+    (attention / "test_modes.py").write_text(MODES)
+    tests = PACKAGES / "hp-context" / "tests" / "test_context_kernels.py"
+    chosen = "padded or test_modes or (blocks_of_keys_make_up_attention and plain)"
+    settings = ("-v", "-c", str(ROOT / "pyproject.toml"), "-k", chosen)
+    own = ("test_context_padded.py", "test_modes.py")
+    printed = python(attention, "-m", "pytest", *settings, *own, str(tests))
+    return re.findall(r"::(\w+).* PASSED", printed)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("test_padded_values_and_plain_torch_agree", 3),
+        ("test_blocks_of_keys_make_up_attention_and_its_gradients", 36),
+        ("test_modes", 1),
+    ],
+    ids=["its own test", "tests of all kernels", "modes that compute by blocks"],
+)
+def test_an_added_attention_kernel_passes(
+    name: str, count: int, passed_of_attention: list[str]
+) -> None:
+    assert passed_of_attention.count(name) == count
 
 
 @pytest.fixture(scope="module")
@@ -123,12 +137,8 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_tests_of_an_expert_kernel_pass(experts: Path) -> None:
-    assert "2 passed" in python(experts, "-m", "pytest", "-q", "test_fp8_products.py")
-
-
-def test_experts_over_ranks_take_an_added_kernel(experts: Path) -> None:
-    (experts / "ranks.py").write_text("""
+def test_the_tests_of_an_expert_kernel_pass_and_experts_over_ranks_take_it(experts: Path) -> None:
+    (experts / "test_ranks.py").write_text("""
 import torch
 import torch.distributed as dist
 from fp8_products import RoundedProducts
@@ -154,7 +164,8 @@ def error() -> float:
     return float((actual - expected).abs().max() / expected.abs().max())
 
 
-if __name__ == "__main__":
-    print(max(run_distributed(error, world_size=2)))
+def test_ranks() -> None:
+    assert max(run_distributed(error, world_size=2)) < 1e-6
 """)
-    assert float(python(experts, "ranks.py")) < 1e-6
+    tests = ("test_fp8_products.py", "test_ranks.py")
+    assert "3 passed" in python(experts, "-m", "pytest", "-q", *tests)
