@@ -42,7 +42,7 @@ BASE: dict[str, dict[str, Any]] = {
     "data": {"seq_len": 16, "eval_fraction": 0.2},
     "train": {
         "steps": 5,
-        "global_batch_size": 16,
+        "global_batch_size": 8,
         "microbatch_size": 2,
         "warmup_steps": 2,
         "eval_every": 0,

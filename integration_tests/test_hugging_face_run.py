@@ -58,9 +58,10 @@ def _all_weights(config: Config, directory: Path) -> dict[str, torch.Tensor]:
 
 
 def _trained(directory: Path, model: dict[str, Any]) -> tuple[Path, Config]:
-    """A run of two steps over experts."""
+    """A run of two steps over experts, with tokens enough to move the biases of all routers."""
     mesh = {"dp_replicate": 2, "ep": 2}
-    config = config_of(mesh=mesh, model=model, train={"steps": 2, "dtype": "bfloat16"})
+    train = {"steps": 2, "dtype": "bfloat16", "global_batch_size": 16}
+    config = config_of(mesh=mesh, model=model, train=train)
     train_in(config, directory, until=2)
     (directory / "config.toml").write_text(to_toml(config))
     return directory, config

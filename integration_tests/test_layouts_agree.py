@@ -14,8 +14,8 @@ RICH: dict[str, Any] = {"tie_embeddings": True, "num_mtp_modules": 2, "correctio
 SPARSE: dict[str, Any] = {"num_dense_layers": 3, "num_experts": 32, "top_k": 1}
 """Experts in the last layer alone, more of them than a step has tokens for."""
 FEW = {"global_batch_size": 2, "microbatch_size": 1}
-LARGER = {"microbatch_size": 4}
-"""Half as many microbatches, for ranks that have all of the batch."""
+SMALLER = {"microbatch_size": 1}
+"""Twice as many microbatches, for schedules that need four of them."""
 
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "pp2-ep2-interleaved": {
@@ -70,7 +70,6 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "pp2-cp2-interleaved-zero-bubble": {
         "mesh": {"pp": 2, "cp": 2, "ep": 2},
         "pipeline": {"schedule": "interleaved_zero_bubble", "stages_per_rank": 2},
-        "train": LARGER,
         "model": RICH,
     },
     "pp2-tp2-v-half": {
@@ -82,6 +81,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "pp2-fsdp2-dualpipe": {
         "mesh": {"pp": 2, "dp_shard": 2},
         "pipeline": {"schedule": "dualpipe_v", "stages_per_rank": 2},
+        "train": SMALLER,
         "model": RICH,
     },
     "stages1-2-1f1b": {
@@ -91,7 +91,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "stages2-1-ep-interleaved": {
         "mesh": {"pp": 2, "stage_tp": [2, 1], "stage_ep": [2, 1]},
         "pipeline": {"schedule": "interleaved_1f1b", "stages_per_rank": 2},
-        "train": {**LARGER, "recompute": "full"},
+        "train": {"recompute": "full"},
     },
     "stages1-2-1": {
         "mesh": {"pp": 3, "stage_tp": [1, 2, 1]},
@@ -111,7 +111,6 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "stages2-1-cp2-zbv": {
         "mesh": {"pp": 2, "stage_tp": [2, 1], "cp": 2},
         "pipeline": {"schedule": "zbv", "stages_per_rank": 2},
-        "train": LARGER,
     },
 }
 

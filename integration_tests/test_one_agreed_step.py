@@ -107,7 +107,8 @@ def skips(fresh: Callable[..., Trainer], patch: pytest.MonkeyPatch) -> str:
     assert same(state_of(trainer), before)
     assert metrics.skipped is not None
     assert "grad_norm" not in metrics.as_dict()
-    assert (trainer.step, trainer.next_sequence) == (2, 32)
+    begins = 2 * CONFIG.train.global_batch_size
+    assert (trainer.step, trainer.next_sequence) == (2, begins)
     assert (trainer.skips.total, trainer.skips.in_a_row) == (1, 1)
     assert num_counted(trainer) == 0
     trainer.checkpointer.begin(2)
@@ -117,7 +118,7 @@ def skips(fresh: Callable[..., Trainer], patch: pytest.MonkeyPatch) -> str:
 
     other = fresh()
     other.train_step()
-    other.step, other.next_sequence = 2, 32  # the skipped step moves these and nothing else
+    other.step, other.next_sequence = 2, begins  # the skipped step moves these and nothing else
     expected, _ = other.train_step()
     assert following.loss == expected.loss
     assert following.lr == expected.lr
