@@ -42,7 +42,8 @@ def verify(*arguments: str, timeout: float = 280) -> tuple[int, str]:
 def test_generated_layouts_equal_one_process(corpus: str) -> None:
     """A bounded sample; `nox -s verify` runs 150 of them for 20 steps."""
     status, text = verify(
-        MODEL, "--data", corpus, "--generate", "4", "--steps", "2", "--processes", "2:6"
+        *(MODEL, "train.global_batch_size=6", "--data", corpus),
+        *("--generate", "4", "--steps", "2", "--processes", "2:6"),
     )
     assert status == 0, text
     assert "one process equals the oracle" in text
