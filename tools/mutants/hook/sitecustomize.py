@@ -3,13 +3,13 @@
 Python runs this at its start where the folder is on PYTHONPATH. HP_TEST_MAP names the folder to
 write to; without it nothing happens. A function is written once for each test and process, at its
 first call, so that processes that are killed are counted as well. Modules are changed as they are
-imported, in the process alone: each function begins with a look into a set.
+imported, in the process alone: each function begins with a note. torch.compile leaves notes out, so
+that tests of compiled code pass; what it has compiled is not written down.
 """
 
 from __future__ import annotations
 
 import ast
-import builtins
 import os
 import sys
 from collections.abc import Sequence
@@ -20,7 +20,6 @@ from types import CodeType, ModuleType
 from typing import Any
 
 _FOLDER = os.environ.get("HP_TEST_MAP", "")
-_ENTERED = "__hp_entered__"
 _NOTE = "__hp_note__"
 
 
@@ -31,21 +30,27 @@ class _Recorder:
         self._current = folder / "current"
         self._test = ""
         self._file = os.open(folder / "entered", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        self.entered: set[str] = set()
+        self._entered: set[str] = set()
 
     def begin(self) -> None:
         """Forget what was entered, and look up which test runs."""
-        self.entered.clear()
+        self._entered.clear()
         self._test = self._current.read_text() if self._current.exists() else ""
 
     def note(self, function: str) -> None:
-        self.entered.add(function)
-        if self._test:
-            os.write(self._file, f"{self._test} {function}\n".encode())
+        """Write a function down, unless it was since `begin`."""
+        if function not in self._entered:
+            self._entered.add(function)
+            if self._test:
+                os.write(self._file, f"{self._test} {function}\n".encode())
 
 
 class _Loader(SourceFileLoader):
-    """Puts a look into the set of entered functions at the head of each function of a module."""
+    """Puts a note at the head of each function of a module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__[_NOTE] = _note
+        super().exec_module(module)
 
     def source_to_code(self, data: Any, path: Any, **_: Any) -> CodeType:  # type: ignore[override]
         tree = ast.parse(data, path)
@@ -53,8 +58,7 @@ class _Loader(SourceFileLoader):
             if isinstance(node, ast.FunctionDef) and not _is_kernel(node):
                 first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
                 key = f"{_from_root(str(path))}:{first}"
-                source = f"if {key!r} not in {_ENTERED}: {_NOTE}({key!r})"
-                [statement] = ast.parse(source).body
+                [statement] = ast.parse(f"{_NOTE}({key!r})").body
                 for part in ast.walk(statement):
                     ast.copy_location(part, node.body[0])
                     part.__dict__ |= {"end_lineno": None, "end_col_offset": None}
@@ -73,11 +77,13 @@ def _is_kernel(function: ast.FunctionDef) -> bool:
 
 
 class _Finder(MetaPathFinder):
-    """Finds modules of the packages, which are those whose name begins with `hp_`."""
+    """Finds modules of the packages, whose names begin with `hp_`; sees what torch loads."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if fullname == "torch._dynamo.variables":  # its config was loaded before
+            sys.modules["torch._dynamo.config"].ignore_logging_functions.add(_note)
         if not fullname.startswith("hp_"):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
@@ -86,10 +92,12 @@ class _Finder(MetaPathFinder):
         return spec
 
 
+def _note(function: str) -> None:
+    recorder.note(function)
+
+
 if _FOLDER:
     recorder = _Recorder(Path(_FOLDER))
     recorder.begin()
-    setattr(builtins, _ENTERED, recorder.entered)
-    setattr(builtins, _NOTE, recorder.note)
     os.register_at_fork(after_in_child=recorder.begin)
     sys.meta_path.insert(0, _Finder())
