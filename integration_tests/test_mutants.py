@@ -154,6 +154,23 @@ def test_what_no_test_finds_is_named_and_what_is_known_is_not_tried_again(
     assert "limit: found by" in again.stdout  # another change than the one that is known
     assert "half-is-a-third: " not in again.stdout
     assert "together           3      2" in again.stdout
+    changes.write_text(changes.read_text().replace('"LIMIT = 5"', '"LIMIT = 1 / 0"'))
+    assert "limit: found by" in mutants(repository, "run").stdout  # no test can be collected
+
+
+def test_a_test_that_has_another_name_now_is_no_failure(repository: Path) -> None:
+    recorded = next((repository / "known" / "map").glob("*tiny*/tests.jsonl"))
+    text = recorded.read_text()
+    recorded.write_text(text.replace("::test_limit", "::test_limit[17:04]"))
+    changes = repository / "changes.toml"
+    changes.write_text(changes.read_text().replace('"x / 3"', '"x / 4"'))
+    try:
+        ended = mutants(repository, "run")
+    finally:
+        recorded.write_text(text)
+    assert ended.returncode == 1
+    assert "1 tests that were recorded are not there" in ended.stderr
+    assert "half-is-a-third: " not in ended.stdout
 
 
 def test_the_table_counts_by_area() -> None:

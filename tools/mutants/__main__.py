@@ -173,6 +173,8 @@ def run(root: Path, folder: Path, changes: list[Change], *, workers: int) -> Non
     left = [change for change in changes if change.digest not in done]
     lock = threading.Lock()
     trees = [_tree(root, folder / f"worker-{number}") for number in range(workers)]
+    if left:
+        _check_names(trees[0], known)
 
     def work(change: Change, *, everything: bool) -> Outcome:
         with lock:
@@ -215,8 +217,23 @@ def table(outcomes: list[Outcome]) -> str:
 
 
 _PYTEST = [sys.executable, "tools/reaping.py", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-_USAGE = 4  # what pytest ends with when a test that is named does not exist
+_TEXT: dict[str, Any] = {"capture_output": True, "text": True}
 _START_SECONDS = 300.0  # on a busy machine, with the collection of all tests
+
+
+def _check_names(tree: Path, known: Map) -> None:
+    """See that the tests that were recorded are there, by the names that they have now.
+
+    Raises:
+        ValueError: When one is not, which then would count as a failure.
+    """
+    there: set[str] = set()
+    for suite in suites(tree):
+        command = [*_PYTEST, "--collect-only", suite]
+        found = subprocess.run(command, cwd=tree, env=_environment(tree), check=True, **_TEXT)
+        there.update(found.stdout.splitlines())
+    if gone := sorted(set(known.seconds) - there):
+        raise ValueError(f"{len(gone)} tests that were recorded are not there: {gone[:10]}")
 
 
 def _judge(change: Change, tree: Path, known: Map, *, everything: bool) -> Outcome:
@@ -271,8 +288,6 @@ def _failing(tree: Path, tests: list[str], known: Map) -> str:
             return "(time-out)"
     if process.returncode == 0:
         return ""
-    if process.returncode == _USAGE:
-        raise ValueError(f"tests that were recorded are not there, record anew: {output[-500:]}")
     failed = [
         line.split(" - ")[0].split(" ", 1)[1]
         for line in output.splitlines()
@@ -287,12 +302,13 @@ def _tree(root: Path, tree: Path) -> Path:
         _git(root, "worktree", "add", "--force", "--detach", str(tree), "HEAD")
     head = _git(root, "rev-parse", "HEAD").strip()
     _git(tree, "checkout", "--force", "--detach", head)
+    for compiled in (".recorded", ".compiled"):  # of files that the checkout gives another time
+        shutil.rmtree(tree.with_suffix(compiled), ignore_errors=True)
     return tree
 
 
 def _git(tree: Path, *arguments: str) -> str:
-    command = ["git", *arguments]
-    return subprocess.run(command, cwd=tree, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(["git", *arguments], cwd=tree, check=True, **_TEXT).stdout
 
 
 def _restore(tree: Path) -> None:
