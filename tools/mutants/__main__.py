@@ -308,7 +308,7 @@ def _tree(root: Path, tree: Path) -> Path:
 
 
 def _git(tree: Path, *arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=tree, check=True, **_TEXT).stdout
+    return str(subprocess.run(["git", *arguments], cwd=tree, check=True, **_TEXT).stdout)
 
 
 def _restore(tree: Path) -> None:
