@@ -44,7 +44,7 @@ def test_every_session_that_is_named_exists(page: Path) -> None:
     assert named <= {*sessions, "tests"}
 
 
-@pytest.mark.parametrize("readme", READMES, ids=lambda page: page.parent.name)
+@pytest.mark.parametrize("readme", READMES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_readme_names_what_shows_its_claims(readme: Path) -> None:
     _, _, rows = readme.read_text().partition("| shown by |\n|---|---|\n")
     table = rows.partition("\n\n")[0].splitlines()

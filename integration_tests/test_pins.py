@@ -34,7 +34,7 @@ def required(table: dict[str, Any]) -> Iterator[Requirement]:
         yield from (Requirement(text) for text in texts if isinstance(text, str))
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_everything_that_is_required_has_a_pin_that_fits(file: Path) -> None:
     found = list(required(tomllib.loads(file.read_text())))
     assert found

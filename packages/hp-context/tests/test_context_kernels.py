@@ -101,7 +101,7 @@ def lonely(query: Tensor, key: Tensor) -> Tensor:
 MASKS = [Full(), Causal(), SlidingWindow(4), SlidingWindow(9) & PositionMask(lonely)]
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("mask", MASKS, ids=["full", "causal", "window", "some see nothing"])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("value_size", [8, 5], ids=["torch's kernel", "plain torch"])
 @pytest.mark.parametrize("cuts", [[0, 12], [0, 5, 12], [0, 1, 4, 9, 12]], ids=len)

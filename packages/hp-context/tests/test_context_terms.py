@@ -199,7 +199,7 @@ DROPOUT = [
 ]
 
 
-@pytest.mark.parametrize("case", TERMS + DROPOUT, ids=str)
+@pytest.mark.parametrize("case", TERMS + DROPOUT)
 def test_one_process_computes_the_definition(case: Case) -> None:
     assert max(errors(alone(case), alone(case, definition=True))) <= 1e-12
 
