@@ -79,3 +79,31 @@ def test_a_rank_alone_saves_and_loads_without_a_group(tmp_path: Path) -> None:
     (path / "rank-00000.safetensors").unlink()
     with pytest.raises(CheckpointError, match="is missing"):
         checkpoint.verify()
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted"),
+    [
+        (torch.float16, torch.bfloat16),
+        (torch.int32, torch.float32),
+        (torch.float32, torch.float64),
+        (torch.uint8, torch.bool),
+    ],
+    ids=str,
+)
+def test_nothing_is_read_as_another_dtype(
+    tmp_path: Path, saved: torch.dtype, wanted: torch.dtype
+) -> None:
+    """Least of all where the bytes would fit."""
+    tensors = {"w": torch.ones(3, 4, dtype=saved)}
+    path = save(
+        tmp_path,
+        "saved",
+        lambda: sources_of(tensors),
+        commit=lambda staging: rename(staging, lambda _: "saved"),
+        group=None,
+    )
+    found = torch.zeros(3, 4, dtype=wanted)
+    with pytest.raises(CheckpointError, match=rf"dtype \({wanted}\) must equal .*\({saved}\)"):
+        load(Checkpoint.open(path), {"w": found}, group=None)
+    assert not found.any()

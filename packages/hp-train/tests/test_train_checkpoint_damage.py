@@ -225,13 +225,24 @@ def test_damaged_ones_are_set_aside_under_free_names(run: Path) -> None:
 
 
 @pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ([1, 2], r"step-00000002.bad: rank-00000.* is missing; .*001"),
+        ([2], r"step-00000002.bad: rank-00000.* is missing$"),
+    ],
+    ids=["two", "the only one"],
+)
 def test_if_every_checkpoint_is_damaged_nothing_is_touched_and_the_next_start_says_so(
-    run: Path,
+    run: Path, steps: list[int], said: str
 ) -> None:
     for step in (1, 2):
-        (run / f"step-0000000{step}" / FILES[step]).unlink()
+        if step in steps:
+            (run / f"step-0000000{step}" / FILES[2]).unlink()
+        else:
+            shutil.rmtree(run / f"step-0000000{step}")
     tensors = state(7)
-    with pytest.raises(CheckpointError, match=r"step-00000002.bad: rank-00000.* is missing; .*001"):
+    with pytest.raises(CheckpointError, match=said):
         load_latest(run, tensors=tensors, group=world())
     with pytest.raises(CheckpointError, match=r"damaged checkpoints only .* remove them to start"):
         load_latest(run, tensors=tensors, group=world())

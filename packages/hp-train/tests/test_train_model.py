@@ -2,13 +2,19 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from hp_expert import ExpertTensorParallel, GroupedExperts
+from hp_platform.testing import run_distributed
 from hp_train.config import ModelConfig, TrainConfig
+from hp_train.layout.parameter import local_shape
+from hp_train.layout.ranks import StageLayout
 from hp_train.layout.schedules import split_layers
 from hp_train.model import DropoutKey, Microbatch, TransformerStage, add_loss
 from hp_train.model.block import Block
+from hp_train.model.declared import declared
 from hp_train.model.initialization import initialize_parameters
 from hp_train.model.layers import RMSNorm, _RMSNormAgain, _RMSNormOnCPU, dropout
 from hp_train.model.parameters import named_parameters
@@ -43,6 +49,28 @@ def test_parameters_keep_their_global_names_and_values_on_any_stage() -> None:
         parts |= dict(_stage(CONFIG, layers).named_parameters())
     assert parts.keys() == whole.keys()
     assert all(torch.equal(parts[name], whole[name]) for name in whole)
+
+
+def _part_of_experts() -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Shape of what a rank has of each parameter, by its declaration and by what cuts it."""
+    experts = GroupedExperts(4, 8, 6, bias=True)
+    whole, rank = declared(experts), dist.get_rank()
+    alone = [dist.new_group([index]) for index in range(2)][rank]
+    assert dist.group.WORLD is not None
+    ExpertTensorParallel(sliced=True).apply(experts, (alone, dist.group.WORLD))
+    place = StageLayout(dp_shard=2, etp=2)
+    index = {"ep": 0, "etp": rank, "expert_shard": 0}
+    return [
+        (local_shape(whole[name].shape, whole[name].spec, place, index), tuple(tensor.shape))
+        for name, tensor in experts.named_parameters()
+    ]
+
+
+def test_experts_declare_as_cut_what_is_cut() -> None:
+    """Their biases too; what is taken for a copy is summed over ranks."""
+    for found in run_distributed(_part_of_experts, world_size=2):
+        assert len(found) == 6
+        assert all(declaration == part for declaration, part in found), found
 
 
 def test_the_seed_decides_the_weights() -> None:

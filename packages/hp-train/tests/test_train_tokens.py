@@ -334,13 +334,15 @@ def test_data_of_the_first_version_that_are_damaged_are_refused(
         prepare(directory, paths=[], tokenizer=BYTES, eval_fraction=0.3)
 
 
-def _tokenizer(path: Path, *, vocab_size: int = 300, extra: str = "<|endoftext|>") -> Tokenizer:
+def _tokenizer(
+    path: Path, *, vocab_size: int = 300, extra: str = "<|endoftext|>", word: str = "squared"
+) -> Tokenizer:
     tokenizers = pytest.importorskip("tokenizers")
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[extra])
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.train_from_iterator([f"{i} squared is {i * i}, and cubed" for i in range(99)], trainer)
+    backend.train_from_iterator([f"{i} {word} is {i * i}, and cubed" for i in range(99)], trainer)
     backend.enable_truncation(max_length=4)
     backend.enable_padding(length=16)
     backend.save(str(path))
@@ -352,6 +354,20 @@ def test_data_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     tokenizer = _tokenizer(tmp_path / "tokenizer.json")
     with pytest.raises(ConfigError, match=r"data\.tokenizer must be the one"):
         prepare(directory, paths=[], tokenizer=tokenizer, eval_fraction=0.2)
+
+
+def test_data_of_another_tokenizer_with_as_many_tokens_are_refused(tmp_path: Path) -> None:
+    one, other = (
+        _tokenizer(tmp_path / f"{word}.json", vocab_size=50, word=word)
+        for word in ("squared", "doubled")
+    )
+    assert (one.vocab_size, one.separator) == (other.vocab_size, other.separator)
+    (tmp_path / "a.txt").write_text("12 squared is 144. " * 99)
+    paths = [str(tmp_path / "a.txt")]
+    for tokenizer in (one, one):
+        prepare(tmp_path / "data", paths=paths, tokenizer=tokenizer, eval_fraction=0.2)
+    with pytest.raises(ConfigError, match=r"data\.tokenizer must be the one .* whose tokenizer"):
+        prepare(tmp_path / "data", paths=paths, tokenizer=other, eval_fraction=0.2)
 
 
 def test_data_with_another_share_held_out_are_refused(tmp_path: Path) -> None:
