@@ -4,19 +4,23 @@ from collections.abc import Iterable
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from msgspec.structs import replace
 from torch import Tensor, nn
 
 from hp_context import Documents
-from hp_platform.testing import compare
+from hp_platform.testing import Comparison, compare, run_distributed
 from hp_train.config import ModelConfig
 from hp_train.config.options import resolve
-from hp_train.model import Ahead, DropoutKey, Microbatch, TransformerStage, look_ahead
+from hp_train.model import Ahead, DropoutKey, Microbatch, Stage, TransformerStage, look_ahead
+from hp_train.model.block import Block
+from hp_train.model.declared import declared
 from hp_train.model.initialization import initialize_parameters
 from hp_train.model.parameters import named_parameters
 from hp_train.model.prediction import PredictionModule
 from hp_train.model.rotary import rotation
+from hp_train.model.tensor_parallel import cut_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -102,6 +106,52 @@ def test_loss_and_gradients_do_not_depend_on_the_cut_into_stages(name: str) -> N
     comparison = compare(cut, whole)
     assert comparison.ok, comparison
     assert all(bool(value.isfinite().all()) for value in whole.values())
+
+
+def _cut_over_two(name: str) -> Comparison:
+    """Loss and gradients of a rank that has half of the matrices and of the positions."""
+    model, group = _model(name), dist.group.WORLD
+    assert group is not None
+    rank, dims = group.rank(), {}
+    whole, stage = _stage(model, range(model.num_layers)), _stage(model, range(model.num_layers))
+    for each, tensor in declared(stage).items():
+        dims[each] = tensor.spec.tp_dim
+    cut_tensors(stage, range(rank * VOCABULARY // 2, (rank + 1) * VOCABULARY // 2), group)
+
+    def mine(each: str, tensor: Tensor) -> Tensor:
+        dim = dims[each]
+        return tensor if dim is None else tensor.chunk(2, dim)[rank]
+
+    for part in stage.modules():
+        if isinstance(part, Stage | Block):
+            part.sequence_ranks = group
+    for each, parameter in stage.named_parameters():
+        parameter.data.copy_(mine(each, whole.get_parameter(each).data))
+    tokens, targets = _batch()
+    losses = []
+    for module in (whole, stage):
+        microbatch = Microbatch(
+            2,
+            positions=torch.arange(LENGTH),
+            ahead=_ahead(model, tokens, targets) if model.num_mtp_modules else None,
+        )
+        logits = module(tokens, microbatch=microbatch)
+        loss = module.cross_entropy(logits.flatten(0, 1), targets.flatten()) / targets.numel()
+        loss.backward()
+        losses.append(loss.detach())
+    found, wanted = _gradients([stage]), _gradients([whole])
+    for each, grad in found.items():
+        if dims[each] is None:
+            dist.all_reduce(grad)
+    parts = {each: mine(each, grad) for each, grad in wanted.items()}
+    wanted = parts | {"loss": losses[0]}
+    return compare(found | {"loss": losses[1]}, wanted, bound=1e-12)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_tensor_parallel_ranks_compute_what_one_does(name: str) -> None:
+    for comparison in run_distributed(_cut_over_two, name, world_size=2):
+        assert comparison.ok, comparison
 
 
 @pytest.mark.parametrize("name", FAMILIES)
