@@ -24,7 +24,7 @@ import threading
 import time
 import tomllib
 from collections import defaultdict
-from collections.abc import Set
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -147,11 +147,11 @@ class Map:
                     self._tests[function].add(names[number])
                     self._tests[function.partition(":")[0]].add(names[number])
 
-    def leave_out(self, gone: Set[str]) -> None:
+    def leave_out(self, gone: AbstractSet[str]) -> None:
         """Forget tests."""
         self.seconds = {test: s for test, s in self.seconds.items() if test not in gone}
         for tests in self._tests.values():
-            tests -= gone
+            tests.difference_update(gone)
 
     def tests(self, function: str) -> list[str]:
         """Return the tests that enter a function or a file, the quickest first."""
