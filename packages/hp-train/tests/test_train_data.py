@@ -142,10 +142,19 @@ def test_targets_are_the_inputs_shifted_by_one(tmp_path: Path) -> None:
     inputs, targets, documents = data.batch(range(3))
     assert documents == ((16,),) * 3
     assert data.num_targets(range(3)) == 48
+    for ahead in (1, 15, 16, 40):
+        assert data.num_targets(range(3), ahead=ahead) == 3 * targets[0, ahead:].numel()
     assert inputs.shape == targets.shape == (3, 16)
     stream = torch.from_numpy(data.tokens[0:49].astype("int64"))
     assert torch.equal(inputs.flatten(), stream[:48])
     assert torch.equal(targets.flatten(), stream[1:49])
+
+
+@pytest.mark.parametrize(("size", "sequences"), [(9, 1), (16, 1), (17, 2), (24, 2)])
+def test_a_sequence_has_the_target_of_its_last_token(size: int, sequences: int) -> None:
+    data = Dataset(np.arange(size, dtype=np.uint8), seq_len=8, seed=None, digest="", separator=None)
+    assert data.num_sequences == sequences
+    assert data.batch(range(sequences)).targets[-1, -1] == 8 * sequences
 
 
 def test_documents_are_kept_apart() -> None:
