@@ -63,6 +63,8 @@ def test_any_number_of_processes_gives_the_same_ids(
     pieces = _pieces(_text(tmp_path), 700, monkeypatch)
     assert len(pieces) > 8
     alone = list(encode_all(pieces, tokenizer, num_processes=0))
+    ends = [piece.piece for piece in alone for id_ in piece.tokens if id_ == tokenizer.separator]
+    assert ends == pieces[-1:]  # a document does not end with every piece of it
     for num_processes in (1, 3):
         found = list(encode_all(pieces, tokenizer, num_processes=num_processes))
         assert [e.piece for e in found] == pieces

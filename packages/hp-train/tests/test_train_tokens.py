@@ -349,6 +349,14 @@ def _tokenizer(
     return load_tokenizer(str(path))
 
 
+def test_the_rest_of_a_long_text_gives_its_share_and_no_more(tmp_path: Path) -> None:
+    rest = 5000  # behind one window: a text of its own would give 1024
+    (tmp_path / "a.txt").write_text("x" * (8192 * 10 + rest - 1))
+    prepare(tmp_path / "data", paths=[str(tmp_path / "a.txt")], tokenizer=BYTES, eval_fraction=0.1)
+    held = Dataset.open(tmp_path / "data", "eval", seq_len=8, seed=None).tokens[:]
+    assert int((held == ord("x")).sum()) == 8192 + rest // 10 - 1  # the last is the separator
+
+
 def test_data_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     directory = _prepare(tmp_path)
     tokenizer = _tokenizer(tmp_path / "tokenizer.json")
