@@ -11,12 +11,14 @@ from torch.nn.attention import flex_attention
 
 from hp_context import BlockKind, Causal, Full, Mask, PositionMask, SlidingWindow
 from hp_context.attention.merge import Merge, for_backward
+from hp_context.attention.softmax import Forward, Scores
 from hp_context.kernels import choice as k_module
 from hp_context.kernels import cuda as cuda_kernels
 from hp_context.kernels import flex as flex_kernel
 from hp_context.kernels import reference as reference_kernel
 from hp_context.kernels.choice import Kernel, block_backward, block_forward
 from hp_context.kernels.dropout import Dropout
+from hp_context.masks.blocks import plan
 from hp_context.masks.mask import block_tensor
 from hp_platform.testing import watch_operators
 
@@ -307,3 +309,19 @@ def test_plain_torch_goes_by_tiles_of_queries(
         results.append([out, lse.exp(), *grads])
     for a, b in zip(*results, strict=True):
         assert error(a, b) <= 1e-13
+
+
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0])], ids=["plain", "sinks"])
+def test_queries_for_which_there_is_no_block_are_written_too(sinks: Tensor | None) -> None:
+    q, keys, values = torch.randn(3, 1, 2, 8, 4).unbind()
+    forward = Forward(q, Scores(Causal(), scale=0.5))
+    runs = plan(Causal(), [range(8)], [range(4, 8)])
+    forward.add_keys(keys[:, :, 4:], values[:, :, 4:], runs)
+    assert min(run.start for run in runs) == 4
+    out, lse = torch.full((1, 2, 8, 4), torch.nan), torch.full((1, 2, 8), torch.nan)
+    forward.write(out, lse, sinks)
+    assert not out[:, :, :4].any()
+    empty = torch.full((2,), -torch.inf) if sinks is None else sinks
+    assert torch.equal(lse[0, :, :4], empty[:, None].expand(2, 4))
+    assert out[:, :, 4:].isfinite().all()
+    assert lse[:, :, 4:].isfinite().all()
