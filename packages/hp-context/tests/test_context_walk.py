@@ -90,6 +90,20 @@ def test_ulysses_by_blocks_is_bit_equal_to_one_process() -> None:
             assert all(torch.equal(a, b) for a, b in zip(whole, alone, strict=True)), mask
 
 
+@pytest.mark.parametrize("mask", LONG)
+def test_blocks_return_the_dtype_of_autocast(mask: Mask) -> None:
+    *qkv, grad = (x.float() for x in inputs(512))
+    leaves = [x.requires_grad_() for x in qkv]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = masked_attention(*leaves, mask=mask)
+        exact = by_blocks(mask)
+    assert out.dtype == torch.bfloat16
+    assert [x.dtype for x in exact] == [torch.float64] * 4  # autocast leaves it alone
+    narrow = [out.detach(), *torch.autograd.grad(out, leaves, grad.bfloat16())]
+    for a, b in zip(narrow, exact, strict=True):
+        assert error(a.double(), b) <= 4e-2
+
+
 def largest(mask: Mask, seq: int) -> int:
     """Elements of the largest tensor that any operator of forward and backward takes."""
     sizes = [0]
