@@ -3,10 +3,15 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from hp_platform.testing import compare
-from integration_tests.layouts import Result, config_of, train_in
+from hp_platform import RankInfo, initialize
+from hp_platform.testing import compare, run_distributed
+from hp_train.config import Config
+from hp_train.data import load_tokenizer
+from hp_train.training.train import Trainer
+from integration_tests.layouts import Result, config_of, prepare_run, train_in, worker_of
 
 RICH: dict[str, Any] = {"tie_embeddings": True, "num_mtp_modules": 2, "correction_bias": True}
 """A model whose first stage knows what the last one needs, and the other way round."""
@@ -228,3 +233,30 @@ def test_weights_and_moments_come_back_bit_for_bit_under_stages_of_other_sizes(
     assert after.eval_loss == pytest.approx(expected.eval_loss, rel=1e-12)
     comparison = compare(after.parameters, expected.parameters, bound=1e-12)
     assert comparison.ok, comparison
+
+
+def _evaluation(encoded: bytes, directory: str, address: str) -> tuple[float | None, list[float]]:
+    """Loss over all batches, and the mean of each."""
+    config = msgspec.json.decode(encoded, type=Config)
+    info = RankInfo.from_env()
+    assert info is not None
+    runtime = initialize(info, device_type="cpu", init_method=address)
+    trainer = Trainer(config, worker_of(info, Path(directory)), runtime, load_tokenizer(""))
+    losses = []
+    for batch in range(config.train.eval_batches):
+        share = trainer.batches.cut(trainer.held_out, batch * config.train.global_batch_size)
+        found = trainer.runner.evaluate_microbatches(share.args, share.kwargs, share.targets)
+        losses.append(float(sum(found.losses)) / share.num_targets)
+    loss = trainer.evaluate()
+    trainer.close()
+    return loss, losses
+
+
+def test_evaluation_goes_through_as_many_batches_as_asked_for(tmp_path: Path) -> None:
+    config = config_of(train={"eval_batches": 3, "dtype": "float64"})
+    address = prepare_run(config, tmp_path)
+    [(loss, losses)] = run_distributed(
+        _evaluation, msgspec.json.encode(config), str(tmp_path), address, world_size=1
+    )
+    assert len(set(losses)) == 3
+    assert loss == pytest.approx(sum(losses) / 3, rel=1e-12)
