@@ -1,5 +1,6 @@
 """Every layout computes what one process computes."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from hp_platform import RankInfo, initialize
 from hp_platform.testing import compare, run_distributed
 from hp_train.config import Config
 from hp_train.data import load_tokenizer
+from hp_train.launch.signals import StopFlag
 from hp_train.training.train import Trainer
 from integration_tests.layouts import Result, config_of, prepare_run, train_in, worker_of
 
@@ -260,3 +262,30 @@ def test_evaluation_goes_through_as_many_batches_as_asked_for(tmp_path: Path) ->
     )
     assert len(set(losses)) == 3
     assert loss == pytest.approx(sum(losses) / 3, rel=1e-12)
+
+
+def _asked_alone(encoded: bytes, directory: str, address: str) -> list[bool | None]:
+    """Whether a step ends the run, and evaluation, before and after the last rank was asked."""
+    config = msgspec.json.decode(encoded, type=Config)
+    info = RankInfo.from_env()
+    assert info is not None
+    runtime = initialize(info, device_type="cpu", init_method=address)
+    asked: list[bool] = []
+    stop = StopFlag(passed_on=lambda: bool(asked))
+    worker = replace(worker_of(info, Path(directory)), stop=stop)
+    trainer = Trainer(config, worker, runtime, load_tokenizer(""))
+    stops: list[bool | None] = []
+    for _ in range(2):
+        stops += [trainer.train_step()[1], trainer.evaluate() is None]
+        if info.rank == info.world_size - 1:
+            asked.append(True)
+    trainer.close()
+    return stops
+
+
+def test_all_ranks_stop_where_one_was_asked_to(tmp_path: Path) -> None:
+    config = config_of(mesh={"dp_shard": 2})
+    address = prepare_run(config, tmp_path)
+    encoded = msgspec.json.encode(config)
+    for found in run_distributed(_asked_alone, encoded, str(tmp_path), address, world_size=2):
+        assert found == [False, False, True, True]
