@@ -237,14 +237,19 @@ def test_weights_and_moments_come_back_bit_for_bit_under_stages_of_other_sizes(
     assert comparison.ok, comparison
 
 
-def _evaluation(encoded: bytes, directory: str, address: str) -> tuple[float | None, list[float]]:
-    """Loss over all batches, and the mean of each."""
-    config = msgspec.json.decode(encoded, type=Config)
+def _trainer(encoded: bytes, directory: str, address: str, stop: StopFlag) -> Trainer:
+    """What trains a rank on a CPU."""
     info = RankInfo.from_env()
     assert info is not None
     runtime = initialize(info, device_type="cpu", init_method=address)
-    trainer = Trainer(config, worker_of(info, Path(directory)), runtime, load_tokenizer(""))
-    losses = []
+    worker = replace(worker_of(info, Path(directory)), stop=stop)
+    return Trainer(msgspec.json.decode(encoded, type=Config), worker, runtime, load_tokenizer(""))
+
+
+def _evaluation(encoded: bytes, directory: str, address: str) -> tuple[float | None, list[float]]:
+    """Loss over all batches, and the mean of each."""
+    trainer, losses = _trainer(encoded, directory, address, StopFlag()), []
+    config = trainer.config
     for batch in range(config.train.eval_batches):
         share = trainer.batches.cut(trainer.held_out, batch * config.train.global_batch_size)
         found = trainer.runner.evaluate_microbatches(share.args, share.kwargs, share.targets)
@@ -266,14 +271,9 @@ def test_evaluation_goes_through_as_many_batches_as_asked_for(tmp_path: Path) ->
 
 def _asked_alone(encoded: bytes, directory: str, address: str) -> list[bool | None]:
     """Whether a step ends the run, and evaluation, before and after the last rank was asked."""
-    config = msgspec.json.decode(encoded, type=Config)
-    info = RankInfo.from_env()
-    assert info is not None
-    runtime = initialize(info, device_type="cpu", init_method=address)
     asked: list[bool] = []
-    stop = StopFlag(passed_on=lambda: bool(asked))
-    worker = replace(worker_of(info, Path(directory)), stop=stop)
-    trainer = Trainer(config, worker, runtime, load_tokenizer(""))
+    trainer = _trainer(encoded, directory, address, StopFlag(passed_on=lambda: bool(asked)))
+    info = trainer.runtime.info
     stops: list[bool | None] = []
     for _ in range(2):
         stops += [trainer.train_step()[1], trainer.evaluate() is None]

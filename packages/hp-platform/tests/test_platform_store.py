@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from hp_platform.store import (
     Box,
@@ -59,15 +60,20 @@ def test_many_chunks_are_checked_quickly() -> None:
     assert coverage_error([200, 50], [*pieces[:-1], pieces[0]]) is not None
 
 
-def test_a_rank_alone_saves_and_loads_without_a_group(tmp_path: Path) -> None:
-    tensors = {"w": torch.randn(3, 4).t(), "step": torch.tensor(7), "none": torch.empty(0, 2)}
-    path = save(
-        tmp_path,
+def _saved(folder: Path, tensors: dict[str, Tensor]) -> Path:
+    """A checkpoint of a rank alone."""
+    return save(
+        folder,
         "saved",
         lambda: sources_of(tensors),
         commit=lambda staging: rename(staging, lambda _: "saved"),
         group=None,
     )
+
+
+def test_a_rank_alone_saves_and_loads_without_a_group(tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(3, 4).t(), "step": torch.tensor(7), "none": torch.empty(0, 2)}
+    path = _saved(tmp_path, tensors)
     assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
     checkpoint = Checkpoint.open(path)
     checkpoint.verify()
@@ -96,13 +102,7 @@ def test_nothing_is_read_as_another_dtype(
 ) -> None:
     """Least of all where the bytes would fit."""
     tensors = {"w": torch.ones(3, 4, dtype=saved)}
-    path = save(
-        tmp_path,
-        "saved",
-        lambda: sources_of(tensors),
-        commit=lambda staging: rename(staging, lambda _: "saved"),
-        group=None,
-    )
+    path = _saved(tmp_path, tensors)
     found = torch.zeros(3, 4, dtype=wanted)
     with pytest.raises(CheckpointError, match=rf"dtype \({wanted}\) must equal .*\({saved}\)"):
         load(Checkpoint.open(path), {"w": found}, group=None)
