@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -43,7 +43,8 @@ def program(
             yield process
         finally:
             for pid in session(process.pid):
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # one that has ended since
+                    os.kill(pid, signal.SIGKILL)
 
 
 def session(leader: int) -> list[int]:
