@@ -42,9 +42,7 @@ def program(
         try:
             yield process
         finally:
-            for pid in session(process.pid):
-                with suppress(ProcessLookupError):  # one that has ended since
-                    os.kill(pid, signal.SIGKILL)
+            end_session(process.pid)
 
 
 def session(leader: int) -> list[int]:
@@ -59,6 +57,13 @@ def session(leader: int) -> list[int]:
             if int(fields[3]) == leader:
                 found.append(int(entry.name))
     return found
+
+
+def end_session(leader: int) -> None:
+    """Kill what is left of a session."""
+    for pid in session(leader):
+        with suppress(ProcessLookupError):  # it has ended since
+            os.kill(pid, signal.SIGKILL)
 
 
 def wait_until(path: Path) -> None:
@@ -170,8 +175,7 @@ def test_a_rank_saves_and_ends_after_its_agent(tmp_path: Path) -> None:
         assert_nobody_is_left(agent.pid)
         assert (tmp_path / "x" / "saved-0").exists()
     finally:
-        for pid in session(agent.pid):
-            os.kill(pid, signal.SIGKILL)
+        end_session(agent.pid)
 
 
 @pytest.mark.parametrize(("fault", "status"), [("data-error", 3)])
