@@ -9,6 +9,12 @@ that died has left none: then the others ask who is still there (`hp_platform.fa
 Note [Which groups]. A failure inside `failing_together` breaks the groups whose collectives of this
 package ran in it, in any thread that belongs to it, or the groups that it was given; the other
 groups of the process still work. Around a whole training step, everything is given up together.
+
+Note [Calm before a break]. Gloo wakes what waits for its turn in a connection that closes, but not
+the message that it is writing or reading there at that moment: whoever waits for that one waits
+until the time-out of the group (`Pair::signalException` of its TCP transport). So a rank that fails
+leaves its connections open for a moment, in which Gloo's threads finish what is under way: the
+exchange that it launched last, for which the others were ready. A rank that is killed cannot.
 """
 
 from __future__ import annotations
@@ -35,6 +41,7 @@ from hp_platform.threads.use import Scope, current_scope, in_scope
 _MAX_CHARACTERS = 1500
 _SETTLE_SECONDS = 1.0  # for a rank that breaks connections to have left its report everywhere
 _LOOK_SECONDS = 0.02
+_CALM_SECONDS = 0.25  # for what was launched just before a failure to be through
 _WAKE_TAG = 2  # of a message that nobody sends
 WORLD_KEY = "hp_platform/failure/world"
 _AGREED = "hp_agreed"
@@ -265,6 +272,8 @@ def _broken_by(
         notes.insert(0, world_note())
         groups = groups + _internals.all_groups()
     first = first_failure(error, notes)
+    if not is_echo(error):  # see Note [Calm before a break]; an echo comes of a closed connection
+        time.sleep(_CALM_SECONDS)
     for each in groups:
         break_group(each)
     return explained(error, first)
