@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import hp_train.model.block
 import hp_train.training.train
 from hp_expert import TopKRouter
-from hp_train.config import Config
+from hp_train.config import Config, to_dict
 from hp_train.launch.task import Worker
 from hp_train.model.attention import GroupedQueryAttention
 from hp_train.model.layers import RMSNorm
@@ -45,21 +45,25 @@ class Fault:
         layout: Overrides of the layout that has it; empty: one process has it.
         found: Regular expression of the first difference, or of the first flaw where that is all.
         apply: Puts it into a trainer, in the process of one rank.
+        beside: Overrides of the layout that it is judged beside; empty: one process.
     """
 
     layout: str
     found: str
     apply: Callable[[Trainer], None]
+    beside: str = ""
 
 
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(layout: str, found: str) -> Callable[[Callable[[Trainer], None]], None]:
+def fault(
+    layout: str, found: str, *, beside: str = ""
+) -> Callable[[Callable[[Trainer], None]], None]:
     """Put a function into the table, under its name."""
 
     def add(apply: Callable[[Trainer], None]) -> None:
-        FAULTS[apply.__name__] = Fault(layout, found, apply)
+        FAULTS[apply.__name__] = Fault(layout, found, apply, beside)
 
     return add
 
@@ -164,6 +168,16 @@ def named(trainer: Trainer, name: str) -> Parameter:
 @fault(DATA, f"step 1, gradient {MATRIX}")
 def one_gradient_a_little_off(trainer: Trainer) -> None:
     after_gradients(trainer, lambda p, g: g.mul_(1 + 1e-9 * (p.name == MATRIX)))
+
+
+@fault(f"{PIPELINE} pipeline.schedule=gpipe", f"step 1, gradient {MATRIX}", beside=PIPELINE)
+def one_number_of_one_gradient_off_by_its_last_bit(trainer: Trainer) -> None:
+    def change(parameter: Parameter, gradient: Tensor) -> None:
+        if parameter.name == MATRIX:
+            first = gradient.view(-1)[:1]
+            first.copy_(first.nextafter(first + 1))
+
+    after_gradients(trainer, change)
 
 
 @fault(DATA, f"step 6, gradient {MATRIX}")
@@ -420,6 +434,23 @@ def moments_are_not_loaded(trainer: Trainer) -> None:
             state["exp_avg"].zero_()
 
     after_call(trainer, "resume", then)
+
+
+@fault(SHARDED, r"step 5, loaded optimizer\.exp_avg\.")
+def moments_that_another_layout_saved_are_not_loaded(trainer: Trainer) -> None:
+    mesh = to_dict(trainer.config)["mesh"]
+
+    def make(original: Callable[[], Any]) -> Callable[[], Any]:
+        def load() -> Any:
+            loaded = original()
+            if loaded.extra["config"]["mesh"] != mesh:
+                for state in trainer.optimizer.state.values():
+                    state["exp_avg"].zero_()
+            return loaded
+
+        return load
+
+    wrap(trainer.checkpointer, "load", make)
 
 
 @fault(DATA, "step 5, updates")

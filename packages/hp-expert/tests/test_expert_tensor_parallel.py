@@ -373,3 +373,17 @@ def other_numbers_of_tokens(style: str) -> None:
 @pytest.mark.parametrize("style", ["tp", "ep and tp"])
 def test_ranks_that_should_have_the_same_tokens_must(style: str) -> None:
     run_distributed(other_numbers_of_tokens, style, world_size=4, timeout=20)
+
+
+def other_experts_for_as_many_tokens() -> None:
+    _, tp = groups(2)
+    moe, x = layer(), tokens(0)
+    TensorParallel().apply(moe, tp)
+    chosen = torch.full((len(x), 1), 2 * tp.rank())
+    with pytest.raises(ValueError, match=r"rank 1 .*\(7 tokens\) must .* go to each expert"):
+        moe.experts.dispatcher.prepare(x, chosen, torch.ones(len(x), 1, dtype=x.dtype))
+
+
+def test_ranks_that_should_have_the_same_routing_must() -> None:
+    """Outputs of other experts would be summed."""
+    run_distributed(other_experts_for_as_many_tokens, world_size=4, timeout=20)

@@ -1,0 +1,102 @@
+"""A trainer of one rank, in this process: what it refuses to go on with, how it continues a text."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hp_platform import RankInfo, Runtime, shutdown
+from hp_train.config import Config
+from hp_train.config.options import resolve
+from hp_train.data import Tokenizer, load_tokenizer
+from hp_train.data.prepare import prepare
+from hp_train.errors import DataError
+from hp_train.launch.heartbeats import Heartbeats
+from hp_train.launch.signals import StopFlag
+from hp_train.launch.task import Worker
+from hp_train.model import Microbatch
+from hp_train.training.generate import continue_text
+from hp_train.training.startup import connect, prepare_data
+from hp_train.training.train import Trainer
+from hp_train.verify.pairs import one_process
+
+SEQ_LEN = 12
+OVERRIDES = (
+    ("launch.device", "cpu"),
+    ("data.seq_len", SEQ_LEN),
+    ("data.eval_fraction", 0.2),
+    ("train.global_batch_size", 2),
+    ("train.microbatch_size", 1),
+    ("model.dim", 16),
+    ("model.init_std", 0.5),
+)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("some words in a row\n" * 40)
+    return path
+
+
+@pytest.fixture
+def config(text: Path) -> Config:
+    overrides = [*OVERRIDES, ("data.paths", [str(text)])]
+    return one_process(resolve("quickstart", overrides, env={}).config)
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Worker:
+    (tmp_path / "run").mkdir()
+    heartbeats = Heartbeats.create(tmp_path / "heartbeats", num_ranks=1)
+    info = RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1)
+    return Worker(info=info, run_dir=tmp_path / "run", heartbeats=heartbeats, stop=StopFlag())
+
+
+@pytest.fixture
+def started(config: Config, worker: Worker) -> Iterator[tuple[Runtime, Tokenizer]]:
+    runtime = connect(config, worker)
+    yield runtime, prepare_data(config, worker, runtime)
+    shutdown()
+
+
+def test_a_checkpoint_is_not_resumed_with_other_data(
+    config: Config, worker: Worker, started: tuple[Runtime, Tokenizer], text: Path, tmp_path: Path
+) -> None:
+    first = Trainer(config, worker, *started)
+    first.train_step()
+    first.save()
+    first.pipeline.close()
+    again = Trainer(config, worker, *started)
+    assert f"resumed from {worker.run_dir}" in again.resume()[0]
+    assert again.step == 1
+    again.pipeline.close()
+
+    text.write_text(text.read_text().replace("words", "birds"))  # as many tokens
+    prepare(tmp_path / "other", paths=[str(text)], tokenizer=load_tokenizer(""), eval_fraction=0.2)
+    other = Trainer(config, replace(worker, data=tmp_path / "other"), *started)
+    with pytest.raises(DataError, match=r"was trained on other data than .*other$"):
+        other.resume()
+    assert other.step == 0
+    other.pipeline.close()
+
+
+def test_a_text_longer_than_the_window_is_continued_from_its_end(
+    config: Config, worker: Worker, started: tuple[Runtime, Tokenizer]
+) -> None:
+    runtime, tokenizer = started
+    trainer = Trainer(config, worker, runtime, tokenizer)
+    [stage] = trainer.pipeline.modules.values()
+    for prompt in ("in a", "some words in a row"):  # one begins to be too long on the way
+        start = ids = list(map(int, tokenizer.encode(prompt)))
+        for _ in range(2 * SEQ_LEN):
+            with torch.no_grad():
+                logits = stage(torch.tensor([ids[-SEQ_LEN:]]), microbatch=Microbatch(1))
+            ids = [*ids, int(logits[0, -1].argmax())]
+        said = continue_text(
+            trainer.pipeline, tokenizer, prompt, num_tokens=2 * SEQ_LEN, temperature=0.0
+        )
+        assert said == tokenizer.decode(ids[len(start) :])
+    trainer.pipeline.close()
