@@ -1,4 +1,4 @@
-"""A trainer of one rank, in this process: what it refuses to go on with, how it continues a text."""
+"""A trainer of one rank, in this process: what it does not resume, how it continues a text."""
 
 from collections.abc import Iterator
 from dataclasses import replace
