@@ -56,7 +56,8 @@ def one_batch(model: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     block = torch.randint(config.vocab_size, shape, generator=generator)
     tokens, targets = block[:, :-1], block[:, 1:]
     expected = ours(tokens, microbatch=Microbatch(num_sequences=len(tokens)))
-    whole = ours.cross_entropy(expected.flatten(0, 1), targets.flatten()) / targets.numel()
+    microbatch = Microbatch(num_sequences=len(tokens), targets=targets)
+    whole = ours(tokens, microbatch=microbatch) / targets.numel()
     whole.backward()
     mine = slice(rank * SEQUENCES, (rank + 1) * SEQUENCES)
     logits = theirs(tokens[mine])

@@ -358,21 +358,23 @@ def test_ranks_that_differ_are_numbered_over_both_axes() -> None:
     assert found == ["0: 2", "1: 2", "2: 0", "3: 2"]
 
 
-def other_numbers_of_tokens(style: str) -> None:
+def other_numbers_of_tokens(style: str, more: int) -> None:
     ep, tp = groups(2)
     moe = layer()
     if style == "tp":
         TensorParallel().apply(moe, tp)
     else:
         ExpertTensorParallel().apply(moe, (ep, tp))
-    x = tokens(0, 7 + (dist.get_rank() % 2 == 1 and (style == "tp" or ep.rank() == 1)))
-    with pytest.raises(ValueError, match=r"8.* must .* 7|8.* must .*\(7|\(7.*\(8"):
-        moe(x)
+    differs = dist.get_rank() % 2 == 1 and (style == "tp" or ep.rank() == 1)
+    there = 7 + more
+    with pytest.raises(ValueError, match=rf"{there}.* must .* \(?7|\(7.*\({there}"):
+        moe(tokens(0, there if differs else 7))
 
 
+@pytest.mark.parametrize("more", [1, -1])
 @pytest.mark.parametrize("style", ["tp", "ep and tp"])
-def test_ranks_that_should_have_the_same_tokens_must(style: str) -> None:
-    run_distributed(other_numbers_of_tokens, style, world_size=4, timeout=20)
+def test_ranks_that_should_have_the_same_tokens_must(style: str, more: int) -> None:
+    run_distributed(other_numbers_of_tokens, style, more, world_size=4, timeout=20)
 
 
 def other_experts_for_as_many_tokens() -> None:

@@ -3,15 +3,10 @@
 import itertools
 import json
 import math
-import weakref
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hp_schedule import Costs, simulate
 from hp_train.base.dtypes import BYTES
@@ -27,7 +22,6 @@ from hp_train.layout.communicators import Held, held
 from hp_train.layout.parameter import ParameterSpec
 from hp_train.layout.ranks import Layout, StageLayout
 from hp_train.layout.schedules import KINDS
-from hp_train.model.stage import cross_entropy
 from hp_train.plan import MACHINES, Machine, choose, estimate
 from hp_train.plan.choose import _in_words, _is_repeated, _Search, plan_axes
 from hp_train.plan.estimate import Plan
@@ -272,54 +266,6 @@ def test_peers_on_other_nodes_share_a_buffer() -> None:
     config = with_keys(Config(), {"mesh.dp_shard": 16, "mesh.ep": 16})
     assert [held(config, 0, node_size=n).peers for n in (8, 16, 1)] == [8, 15, 1]
     assert held(Config(), 0, node_size=8) == Held(0, 0)
-
-
-class _LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made inside hold at once, those of at least `least` bytes."""
-
-    def __init__(self, least: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.least, self.now, self.peak = least, 0, 0
-        self.known: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            storage = x.untyped_storage() if isinstance(x, Tensor) else None
-            if storage is None or storage.nbytes() < self.least or storage._cdata in self.known:
-                continue
-            self.known.add(storage._cdata)
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
-        return result
-
-    def _freed(self, key: int, size: int) -> None:
-        self.known.discard(key)
-        self.now -= size
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_copies_of_logits_that_a_loss_makes_are_counted(dtype: str) -> None:
-    tokens, rows = 64, 512
-    logits = torch.randn(tokens, rows).to(getattr(torch, dtype)).requires_grad_()
-    live = _LiveBytes(tokens * rows * logits.element_size())
-    with live:
-        # As Trainer._loss does, which gives up what it has cast when it returns.
-        loss = cross_entropy(logits.to(torch.float32), torch.arange(tokens))
-        loss.backward()
-    keys = {"train.dtype": dtype, "train.microbatch_size": 1, "data.seq_len": tokens}
-    config = config_of(keys)
-    work = whole_model(config, rows)
-    headless = replace(work, logits=0)
-    with_head, without = (
-        buffer_bytes(config, [part], StageLayout(), active_stages=2) for part in (work, headless)
-    )
-    kept = 4 * tokens * rows
-    assert live.peak <= kept + with_head - without + 4 * tokens * 8
-    assert live.peak > kept + (with_head - without) / 2
 
 
 def test_a_search_that_ends_early_says_so() -> None:

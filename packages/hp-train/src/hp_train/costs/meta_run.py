@@ -12,7 +12,7 @@ token, F hidden width of an expert, V vocabulary.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any
 
@@ -26,14 +26,17 @@ from hp_expert import MoE
 from hp_train.base._internals import FakeTensorMode
 from hp_train.config import ModelConfig
 from hp_train.costs.work import Weight, Work
+from hp_train.layout.vocabulary import LogitTile
 from hp_train.model import DropoutKey, Microbatch, look_ahead
 from hp_train.model.block import Block
 from hp_train.model.declared import Declared, declared
+from hp_train.model.layers import WeightCasts, cast_linear
+from hp_train.model.loss import loss_of, tiled_cross_entropy
 from hp_train.model.stage import Exchanges, Stage
 from hp_train.model.transformer import build_stage
 
 _SEQUENCES = 2
-BEFORE, AFTER = "before", "after"
+BEFORE, AFTER, LOSS, TILED = "before", "after", "loss", "tiled loss"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +61,18 @@ class ModelWork:
     Attributes:
         before: What the first stage has in front of its blocks.
         blocks: The blocks, by global name; those of multi-token prediction are behind the others.
-        after: What the last stage has behind its blocks.
+        after: What the last stage has behind its blocks, up to the output matrix.
+        loss: The product with the output matrix, and the loss of all logits at once.
+        tiled_loss: The same by tiles of logits, see `hp_train.layout.vocabulary`; of a model of
+            one's own, which has its own loss, all logits at once.
         tied: Parameters of `before` that the last stage has too.
     """
 
     before: Work
     blocks: Mapping[str, BlockWork]
     after: Work
+    loss: Work
+    tiled_loss: Work
     tied: tuple[Weight, ...]
 
 
@@ -96,7 +104,7 @@ def run(model: ModelConfig, vocab_size: int, *, seq_len: int, dtype: str) -> Mod
             recorder.watch(name, block, is_layer=block in stage.layers.values())
         kept = torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor)
         with recorder.counter, kept:
-            logits = _forward(stage, model, seq_len)
+            _forward(stage, model, seq_len, recorder)
             recorder.enter(AFTER)
     work = partial(recorder.work, tokens=_SEQUENCES * seq_len)
     before = work(BEFORE, _weights({n: d for n, d in outside.items() if n in first}))
@@ -107,12 +115,15 @@ def run(model: ModelConfig, vocab_size: int, *, seq_len: int, dtype: str) -> Mod
         name: BlockWork(work(f"{name}.attend"), work(f"{name}.feed"), work(name, weights[name]))
         for name in blocks
     }
+    loss, tiled = work(LOSS), work(TILED)
     layers = {f"layers.{index}": works[f"layers.{of}"] for index, of in alike.items()}
     behind = {name: found for name, found in works.items() if name not in layers}
     return ModelWork(
         before=before + Work(summed=float(summed)),
         blocks=layers | behind,
-        after=after + Work(logits=logits),
+        after=after,
+        loss=loss,
+        tiled_loss=replace(tiled, again=Work(flops=tiled.flops)) if tiled.flops else loss,
         tied=_weights({name: d for name, d in last.items() if name in first}),
     )
 
@@ -127,16 +138,16 @@ def _alike(model: ModelConfig) -> dict[int, int]:
     return found
 
 
-def _forward(stage: Stage, model: ModelConfig, seq_len: int) -> int:
-    """Forward and loss of a microbatch; returns the number of logits of a token."""
+def _forward(stage: Stage, model: ModelConfig, seq_len: int, recorder: "_Recorder") -> None:
+    """Forward and loss of a microbatch."""
     tokens = torch.zeros(_SEQUENCES, seq_len, dtype=torch.int64)
     key = DropoutKey(0, 0, torch.arange(_SEQUENCES), torch.arange(seq_len))
     counts = (tokens.numel(),) * model.num_mtp_modules
     ahead = look_ahead(tokens, tokens, counts) if counts else None
-    logits: Tensor = stage(tokens, microbatch=Microbatch(_SEQUENCES, key, ahead=ahead))
-    rows = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-    stage.cross_entropy(rows, tokens.flatten())
-    return rows.shape[1]
+    output: Tensor = stage(
+        tokens, microbatch=Microbatch(_SEQUENCES, key, targets=tokens, ahead=ahead)
+    )
+    recorder.lose(output, tokens)
 
 
 def _parameters(module: nn.Module) -> dict[str, Declared]:
@@ -179,7 +190,7 @@ class _Recorder:
         self._known = _Storages(stage.parameters())
         if not is_own:
             summed = partial(self._count, "summed")
-            stage.place_exchanges(Exchanges(self._gather, summed, stage.cross_entropy))
+            stage.place_exchanges(Exchanges(self._gather, summed, self._lose))
         for part in stage.modules():
             if isinstance(part, Attention):
                 _replace_forward(part, partial(self._attend, part))
@@ -207,6 +218,13 @@ class _Recorder:
             self._counts[self._now]["kept"] += tensor.untyped_storage().nbytes()
         return tensor
 
+    def lose(self, output: Tensor, targets: Tensor) -> None:
+        """Compute the loss of a model of one's own, which may return logits."""
+        self.enter(LOSS)
+        if output.ndim:
+            self._counts[LOSS]["logits"] = output.shape[2] * targets.numel()
+        loss_of(output, targets)
+
     def enter(self, name: str) -> str:
         """Count under another name; returns that before."""
         flops = self.counter.get_total_flops()
@@ -229,6 +247,24 @@ class _Recorder:
                 self.enter(AFTER if is_layer else outer)
 
         return call
+
+    def _lose(
+        self, x: Tensor, weight: Tensor, targets: Tensor, *, casts: WeightCasts | None
+    ) -> Tensor:
+        """See `hp_train.model.loss.linear_cross_entropy`: both ways of it."""
+        outer = self.enter(TILED)
+        self._known.add(targets)
+        tile = LogitTile(*targets.shape, *weight.shape[:1])
+        tiled_cross_entropy(
+            x.detach().clone().requires_grad_(), weight, targets, tile=tile, casts=casts
+        )
+        self.enter(LOSS)
+        logits = cast_linear(x, weight, casts=casts)
+        loss = loss_of(logits[None], targets[None])
+        for name in (TILED, LOSS):
+            self._counts[name]["logits"] = logits.numel()
+        self.enter(outer)
+        return loss
 
     def _count(self, kind: str, x: Tensor) -> Tensor:
         self._counts[self._now][kind] += x.numel()

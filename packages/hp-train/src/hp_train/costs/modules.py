@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from hp_train.base.dtypes import BYTES
 from hp_train.config import Config, ModelConfig
 from hp_train.costs.work import Work, together
-from hp_train.layout.schedules import split_layers
+from hp_train.layout.schedules import placement, split_layers
+from hp_train.layout.vocabulary import logit_tile
 
 if TYPE_CHECKING:
     from hp_train.costs.meta_run import BlockWork, ModelWork
@@ -21,7 +22,8 @@ Key = tuple[ModelConfig, int, int, str]
 
 def stage(config: Config, vocab_size: int, *, layers: range, first: bool, last: bool) -> Work:
     """A pipeline stage; names of parameters are those of the whole model."""
-    return _stage(_key(config, vocab_size), config.train.recompute, layers, first, last)
+    key, tiled = _key(config, vocab_size), is_tiled(config, vocab_size)
+    return _stage(key, config.train.recompute, layers, first=first, last=last, tiled=tiled)
 
 
 def whole_model(config: Config, vocab_size: int) -> Work:
@@ -35,7 +37,16 @@ def stages(config: Config, vocab_size: int, *, num_stages: int) -> tuple[Work, .
 
     Names of their parameters are those of the first of them.
     """
-    return _stages(_key(config, vocab_size), config.train.recompute, num_stages)
+    key, tiled = _key(config, vocab_size), is_tiled(config, vocab_size)
+    return _stages(key, config.train.recompute, num_stages, tiled=tiled)
+
+
+def is_tiled(config: Config, vocab_size: int) -> bool:
+    """Whether a loss holds a tile of the logits at once, see `hp_train.layout.vocabulary`."""
+    last = placement(config.pipeline, num_ranks=config.mesh.pp)[-1]
+    tokens = config.train.microbatch_size * config.data.seq_len // config.mesh.cp
+    rows = -(-vocab_size // config.mesh.tp_sizes[last])
+    return logit_tile(tokens, rows, size=BYTES[config.train.dtype]) is not None
 
 
 def kept_once(config: Config, *, tp: int) -> float:
@@ -94,14 +105,16 @@ def _repeated(work: Work, dim: int, size: int, *, but_last_sum: bool) -> Work:
 
 
 @lru_cache(maxsize=1024)
-def _stage(key: Key, recompute: str, layers: range, first: bool, last: bool) -> Work:
+def _stage(
+    key: Key, recompute: str, layers: range, *, first: bool, last: bool, tiled: bool
+) -> Work:
     model = _model(key)
     parts = [model.before] if first else []
     if last and not first:
         parts.append(Work(model.tied))
     parts += [_block(key, recompute, f"layers.{i}") for i in layers]
     if last:
-        parts.append(model.after)
+        parts += [model.after, model.tiled_loss if tiled else model.loss]
         parts += [_block(key, recompute, name) for name in _behind(model)]
     return together(parts)
 
@@ -112,14 +125,15 @@ def _behind(model: ModelWork) -> Iterator[str]:
 
 
 @lru_cache(maxsize=1024)
-def _stages(key: Key, recompute: str, num_stages: int) -> tuple[Work, ...]:
+def _stages(key: Key, recompute: str, num_stages: int, *, tiled: bool) -> tuple[Work, ...]:
     known: dict[object, Work] = {}
     found = []
     for index, layers in enumerate(split_layers(key[0].num_layers, num_stages)):
         ends = index == 0, index == num_stages - 1
         kinds = (_kinds(key, layers), *ends)
         if kinds not in known:
-            known[kinds] = _stage(key, recompute, layers, *ends)
+            first, last = ends
+            known[kinds] = _stage(key, recompute, layers, first=first, last=last, tiled=tiled)
         found.append(known[kinds])
     return tuple(found)
 

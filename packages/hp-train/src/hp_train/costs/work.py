@@ -8,9 +8,7 @@ from itertools import chain
 from typing import Any
 
 from hp_train.layout.parameter import ParameterSpec
-
-WIDE_BYTES = 4
-"""Of an element of what is never computed in less than float32."""
+from hp_train.layout.vocabulary import WIDE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,7 @@ class Work:
     heads: float = 0.0
     attentions: float = 0.0
     rows: float = 0.0
-    logits: int = 0
+    logits: float = 0.0
     again: "Work | None" = None
 
     def kept_bytes(self, tokens: int, *, tp: int = 1) -> float:

@@ -4,12 +4,13 @@ Parameters and the optimizer's state are labelled where they are made (`hp_train
 The rest follows from what is done with a block: what FSDP gathers into, what gradients are laid
 side by side from, what an exchange reads or writes, what is cast from a parameter. What is alive
 when gradients are about to be summed over copies, and is nothing else, is a gradient. Logits are
-known by their width.
+known by their width, tiles of them by where they are made, too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from hp_platform.dry.trace import Allocate, Collective, Event, Label, Launch, Release, Trace
+from hp_train.layout.vocabulary import LOSS
 
 PARAMETERS, GATHERED, CASTS = "parameters", "gathered parameters", "casts"
 GRADIENTS, EXCHANGE, LOGITS = "gradients", "exchange buffers", "logits"
@@ -17,22 +18,23 @@ REDUCTION = "gradient reduction"
 """What `hp_train.training.train.Trainer` does when gradients are complete on every rank."""
 
 
-def add_labels(trace: Trace, *, logits_width: int = 0) -> None:
+def add_labels(trace: Trace, *, logits_width: int = 0, tile_widths: Collection[int] = ()) -> None:
     """Append labels to a trace; blocks that have one keep it.
 
     Args:
         trace: Trace of one rank.
         logits_width: Tokens of the vocabulary whose logits this rank computes; 0: not known.
+        tile_widths: As many as a tile of the loss has, if it has tiles.
     """
-    found = _Labels(logits_width)
+    found = _Labels(logits_width, tile_widths)
     for event in trace.events:
         found.see(event)
     trace.events += found.labels()
 
 
 class _Labels:
-    def __init__(self, logits_width: int) -> None:
-        self._logits_width = logits_width
+    def __init__(self, logits_width: int, tile_widths: Collection[int]) -> None:
+        self._logits_width, self._tile_widths = logits_width, tile_widths
         self._given: dict[int, str] = {}
         self._found: dict[int, str] = {}
         self._alive: dict[int, Allocate] = {}
@@ -49,7 +51,7 @@ class _Labels:
         self._see_reduction(event)
         if isinstance(event, Allocate):
             self._alive[event.block] = event
-            if len(event.shape) > 1 and event.shape[-1] == self._logits_width:
+            if self._are_logits(event):
                 self._found.setdefault(event.block, LOGITS)
         elif isinstance(event, Release):
             self._alive.pop(event.block, None)
@@ -59,6 +61,11 @@ class _Labels:
             self._see_collective(event)
         elif isinstance(event, Launch):
             self._see_launch(event)
+
+    def _are_logits(self, event: Allocate) -> bool:
+        width = event.shape[-1] if len(event.shape) > 1 else 0
+        in_tile = LOSS in event.place.split(", ") and width in self._tile_widths
+        return width > 0 and (width == self._logits_width or in_tile)
 
     def _see_reduction(self, event: Event) -> None:
         is_reducing = REDUCTION in event.place

@@ -14,6 +14,7 @@ from hp_platform.dry import active_device, check_streams, replay
 from hp_platform.dry.trace import Fault, Trace
 from hp_platform.host_reads import answering
 from hp_platform.store import sources_of
+from hp_train.base.dtypes import BYTES
 from hp_train.config import Config
 from hp_train.data import load_tokenizer
 from hp_train.dry_run.answers import Answers
@@ -23,6 +24,7 @@ from hp_train.dry_run.summary import RankSummary, Saved, summarize
 from hp_train.launch.heartbeats import Heartbeats
 from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
+from hp_train.layout.vocabulary import logit_tile
 from hp_train.model.parallelize import vocabulary_of
 from hp_train.training.gpu_settings import keeps_launch_order
 from hp_train.training.startup import connect, vocab_size_of
@@ -95,7 +97,10 @@ def _train(job: Job, worker: Worker) -> Any:
         saved = _plan_of_save(trainer)
     trainer.close()
     width = len(vocabulary_of(trainer.mesh, vocab_size_of(config, tokenizer)))
-    add_labels(device.trace, logits_width=width)
+    tokens = config.train.microbatch_size * len(trainer.pipeline.sequence.attended)
+    tile = logit_tile(tokens, width, size=BYTES[config.train.dtype])
+    tile_widths = () if tile is None else (tile.rows, width % tile.rows)
+    add_labels(device.trace, logits_width=width, tile_widths=tile_widths)
     return report_of(
         device.trace,
         skew=job.skew.name,

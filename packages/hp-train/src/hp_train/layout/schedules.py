@@ -45,6 +45,7 @@ def count_microbatches(config: Config) -> int:
 
 
 @cache
+@cache  # thousands of layouts ask for the same
 def placement(config: PipelineConfig, *, num_ranks: int) -> tuple[int, ...]:
     """The pipeline rank of each stage, which does not depend on the number of microbatches."""
     return KINDS[config.schedule].build(num_ranks, 1, config.stages_per_rank).stage_to_rank

@@ -6,6 +6,7 @@ from hp_train.model.attention import attend
 from hp_train.model.block import Microbatch, add_loss
 from hp_train.model.declared import declare
 from hp_train.model.layers import DropoutKey, Embedding, Linear, RMSNorm
+from hp_train.model.loss import linear_cross_entropy
 from hp_train.model.shapes import count_parameters, model_shapes
 from hp_train.model.stage import Exchanges, Stage
 from hp_train.model.transformer import TransformerStage
@@ -25,6 +26,7 @@ __all__ = [
     "attend",
     "count_parameters",
     "declare",
+    "linear_cross_entropy",
     "look_ahead",
     "model_shapes",
 ]

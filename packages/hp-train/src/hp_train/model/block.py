@@ -41,6 +41,9 @@ class Microbatch:
         positions: Positions of the tokens that attention sees on this rank, in their sequence,
             int64 [S]; None: 0 .. S - 1.
         documents: What limits attention besides the model's own mask, for each sequence.
+        targets: The token after each, int64 [B, S] of the positions that attention sees on this
+            rank, negative where none is to be learned: the last stage returns their loss. None: it
+            returns logits.
         ahead: What multi-token prediction reads and predicts, for the positions that attention
             sees here; None outside training.
         balance_losses: Each MoE layer puts its detached share of the balancing loss here, under
@@ -53,6 +56,7 @@ class Microbatch:
     key: DropoutKey | None = None
     positions: Tensor | None = None
     documents: Limits = None
+    targets: Tensor | None = None
     ahead: Ahead | None = None
     balance_losses: dict[str, Tensor] = field(default_factory=dict)
     prediction_losses: list[Tensor] = field(default_factory=list)

@@ -114,7 +114,8 @@ class Pipeline:
         Args:
             num_microbatches: Number of microbatches in each run.
             microbatch_size: Number of sequences in each microbatch.
-            loss_fn: Function that maps logits and targets to a scalar; None to get the logits.
+            loss_fn: Function that maps what the last stage returns and targets to a scalar; None to
+                get what it returns.
         """
         # The others need not know: what a stage does for its own parameters, it does alone.
         sharded = any(_is_sharded(module) for module in self.modules.values())

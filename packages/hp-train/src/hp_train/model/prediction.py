@@ -8,8 +8,7 @@ A module sees all positions of a sequence. The last ones have nothing far enough
 read the last token again and predict nothing, and attention is causal, so they matter to no other.
 They do take part in the balancing of experts.
 
-Shape symbols: B sequences, S positions, D model width, v vocabulary, or a rank's part of it, T
-tokens.
+Shape symbols: B sequences, S positions, D model width.
 """
 
 from collections.abc import Callable, Sequence
@@ -77,8 +76,7 @@ def prediction_loss(
     *,
     rotation: Rotation,
     microbatch: Microbatch,
-    logits_of: Callable[[Tensor], Tensor],
-    cross_entropy: Callable[[Tensor, Tensor], Tensor],
+    loss_of: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """Return this microbatch's share of the mean loss of all modules, a scalar.
 
@@ -91,8 +89,8 @@ def prediction_loss(
         embedded: Embeddings of the tokens `depth` later, [B, S, D], for each module.
         rotation: Rotary cosines and sines of the positions that attention sees.
         microbatch: Says what is to be predicted.
-        logits_of: The output matrix, from [B, S, D].
-        cross_entropy: Function that maps logits [T, v] and targets [T] to the sum over tokens.
+        loss_of: Function that maps hidden states [B, S, D] and targets [B, S] to the sum of their
+            loss.
     """
     ahead = microbatch.ahead
     assert ahead is not None
@@ -107,8 +105,7 @@ def prediction_loss(
             microbatch=microbatch,
             documents=microbatch.documents,
         )
-        rows = logits_of(hidden).flatten(0, 1).to(total.dtype)
-        loss = cross_entropy(rows, targets.flatten()) / (len(modules) * max(1, count))
+        loss = loss_of(hidden, targets) / (len(modules) * max(1, count))
         microbatch.prediction_losses.append(loss.detach())
         total = total + loss
     return total

@@ -23,7 +23,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -41,37 +40,28 @@ class Exchanges:
     Attributes:
         gather: [B, s, D] of this rank's positions to [B, S, D] of all.
         scatter: [B, S, D] summed over ranks to this rank's positions [B, s, D].
-        cross_entropy: See `Stage.cross_entropy`; takes this rank's part of the logits [T, v].
+        linear_cross_entropy: See `hp_train.model.loss`; takes [T, D] of all positions, this rank's
+            rows of the output matrix, [v, D], and the targets of all positions.
     """
 
     gather: Callable[[Tensor], Tensor]
     scatter: Callable[[Tensor], Tensor]
-    cross_entropy: Callable[[Tensor, Tensor], Tensor]
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the cross-entropy of all tokens whose target is not negative, a scalar.
-
-    Args:
-        logits: [T, V], fp32 or wider.
-        targets: int64 [T].
-    """
-    return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
+    linear_cross_entropy: Callable[..., Tensor]
 
 
 class Stage(nn.Module):
     """One pipeline stage of a model; see Note [Models of one's own].
 
     `forward(x, *, microbatch)` gets token ids int64 [B, S] on the first stage and what the stage
-    before returned on others, and a `Microbatch`. It returns [B, S, D] in `compute_dtype`; the last
-    stage returns logits [B, S, V]. Parameters are fp32 or wider: `hp_train.model.Linear` casts its
-    weight to the dtype of its input.
+    before returned on others, and a `Microbatch`. It returns [B, S, D] in `compute_dtype`. The last
+    stage returns logits [B, S, V], or where the microbatch has targets it may return their loss, a
+    scalar, as `hp_train.model.loss` computes it. Parameters are fp32 or wider:
+    `hp_train.model.Linear` casts its weight to the dtype of its input.
 
     Attributes:
         layers: Blocks of this stage, by their index in the whole model. Each maps its first
             argument, [B, S, D], to the same.
         sequence_ranks: Ranks with other positions of the same sequences; None: there are none.
-        cross_entropy: Function that maps logits and targets of tokens to the sum of their losses.
         casts: Where weights are found once they were cast; see :meth:`share_casts`.
 
     Args:
@@ -85,7 +75,6 @@ class Stage(nn.Module):
         self.compute_dtype = compute_dtype
         self.sequence_ranks: ProcessGroup | None = None
         self.casts: WeightCasts | None = None
-        self.cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy
 
     @property
     def blocks(self) -> Sequence[nn.Module]:

@@ -3,19 +3,17 @@
 Between layers each tensor-parallel rank has a slice of the positions. A layer whose matrices are
 cut gathers the positions first and, at its end, sums what the ranks have and keeps its slice. So
 does the embedding, and the output matrix gathers what the final norm gave and computes some logits
-on each rank; `cross_entropy` works on these. What is not cut (norms, routers, shared experts) sees
-a part of the positions or feeds a part of the heads, so its gradients are summed over the ranks.
-Experts are dealt out over these ranks as over any others, see `hp_train.layout.ranks`.
+on each rank, of which `linear_cross_entropy` makes the loss. What is not cut (norms, routers,
+shared experts) sees a part of the positions or feeds a part of the heads, so its gradients are
+summed over the ranks. Experts are dealt out over these ranks as over any others, see
+`hp_train.layout.ranks`.
 
-Shape symbols: B sequences, S positions, s of them on a rank, D model width, T tokens, V vocabulary,
-v of it on a rank.
+Shape symbols: B sequences, S positions, s of them on a rank, D model width.
 """
 
 from functools import partial
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -23,8 +21,8 @@ from hp_platform import all_gather_uneven, outside_graph, reduce_scatter_uneven
 from hp_train.layout.parameter import chunk
 from hp_train.model.declared import declared
 from hp_train.model.layers import Embedding
+from hp_train.model.loss import linear_cross_entropy
 from hp_train.model.stage import Exchanges, Stage
-from hp_train.model.stage import cross_entropy as whole_cross_entropy
 
 
 def cut_tensors(stage: Stage, vocabulary: range, group: ProcessGroup) -> None:
@@ -46,7 +44,7 @@ def cut_tensors(stage: Stage, vocabulary: range, group: ProcessGroup) -> None:
     exchanges = Exchanges(
         gather=partial(gather_positions, group=group),
         scatter=partial(sum_positions, group=group),
-        cross_entropy=partial(cross_entropy, first=vocabulary.start, group=group),
+        linear_cross_entropy=partial(linear_cross_entropy, first=vocabulary.start, group=group),
     )
     stage.place_exchanges(exchanges)
 
@@ -86,48 +84,3 @@ def sum_positions(x: Tensor, *, group: ProcessGroup) -> Tensor:
     """[B, S, D] summed over ranks to this rank's positions [B, s, D]; backward gathers."""
     sizes = [x.shape[1] // group.size()] * group.size()
     return reduce_scatter_uneven(x, sizes=sizes, dim=1, group=group)
-
-
-def cross_entropy(logits: Tensor, targets: Tensor, *, first: int, group: ProcessGroup) -> Tensor:
-    """Sum of the cross-entropy of all tokens whose target is not negative, a scalar.
-
-    Args:
-        logits: Logits of this rank's part of the vocabulary, [T, v], fp32 or wider.
-        targets: int64 [T].
-        first: First token of that part.
-        group: Ranks that have the other parts; all of them get the same loss, and must call.
-    """
-    if group.size() == 1:
-        return whole_cross_entropy(logits, targets)
-    loss: Tensor = _CrossEntropy.apply(logits, targets, first, group)
-    return loss
-
-
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, first: int, group: ProcessGroup
-    ) -> Tensor:
-        largest_T = logits.amax(dim=1)
-        dist.all_reduce(largest_T, dist.ReduceOp.MAX, group=group)
-        share_Tv = (logits - largest_T[:, None]).exp_()
-        row_T = torch.arange(len(targets), device=targets.device)
-        column_T = targets - first
-        is_here_T = (column_T >= 0) & (column_T < logits.shape[1])
-        column_T = column_T.where(is_here_T, 0)
-        aim_T = logits[row_T, column_T].where(is_here_T, 0)
-        sums = torch.stack((share_Tv.sum(dim=1), aim_T))
-        dist.all_reduce(sums, group=group)
-        share_Tv /= sums[0, :, None]
-        is_learned_T = targets >= 0
-        ctx.save_for_backward(share_Tv, column_T, is_here_T, is_learned_T)
-        return (sums[0].log() + largest_T - sums[1]).where(is_learned_T, 0).sum()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        share_Tv, column_T, is_here_T, is_learned_T = ctx.saved_tensors
-        grad_Tv = share_Tv * (grad * is_learned_T)[:, None]
-        row_T = torch.arange(len(column_T), device=column_T.device)
-        grad_Tv[row_T, column_T] -= grad * (is_here_T & is_learned_T)
-        return grad_Tv, None, None, None

@@ -20,6 +20,7 @@ from hp_train.config import ModelConfig
 from hp_train.errors import ConfigError
 from hp_train.model.block import Block, Microbatch, add_loss
 from hp_train.model.layers import Embedding, Linear, RMSNorm, cast_linear, dropout
+from hp_train.model.loss import linear_cross_entropy
 from hp_train.model.prediction import PredictionModule, prediction_loss
 from hp_train.model.recompute import Recompute
 from hp_train.model.rotary import Rotation, rotation
@@ -32,6 +33,7 @@ class TransformerStage(Stage):
     Attributes:
         before_output: What hidden states go through before the output matrix: where that is cut
             over ranks, the gathering of their positions.
+        linear_cross_entropy: What computes the loss of hidden states, see `hp_train.model.loss`.
 
     Args:
         config: The whole model.
@@ -69,6 +71,7 @@ class TransformerStage(Stage):
         depths = range(1, config.num_mtp_modules + 1) if last else range(0)
         self.mtp = nn.ModuleList(PredictionModule(config, depth) for depth in depths)
         self.before_output: Callable[[Tensor], Tensor] | None = None
+        self.linear_cross_entropy: Callable[..., Tensor] = linear_cross_entropy
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -87,7 +90,7 @@ class TransformerStage(Stage):
             if isinstance(part, Block):
                 part.place_exchanges(exchanges)
         self.before_output = exchanges.gather
-        self.cross_entropy = exchanges.cross_entropy
+        self.linear_cross_entropy = exchanges.linear_cross_entropy
 
     def forward(self, x: Tensor, *, microbatch: Microbatch) -> Tensor:
         """Run the stage.
@@ -97,9 +100,10 @@ class TransformerStage(Stage):
             microbatch: What travels with the call.
 
         Returns:
-            Logits [B, S, V] on the last stage. Activations [B, S, D] on others; with multi-token
-            prediction [B, S, (1 + M) D], beside them the embeddings of later tokens, which it
-            needs at the end.
+            On the last stage the loss, a scalar, see `Microbatch.targets`; without targets logits
+            [B, S, V]. Activations [B, S, D] on others; with multi-token prediction
+            [B, S, (1 + M) D], beside them the embeddings of later tokens, which it needs at the
+            end.
         """
         config, ahead = self.config, microbatch.ahead
         later: Sequence[Tensor] = ()
@@ -122,7 +126,8 @@ class TransformerStage(Stage):
             hidden = self.norm(x)
             if ahead is not None:
                 hidden = self._predict_ahead(hidden, later, turn, microbatch)
-            return self._logits(hidden)
+            targets = microbatch.targets
+            return self._logits(hidden) if targets is None else self._loss(hidden, targets)
         if ahead is None:
             return F.pad(x, (0, config.stage_width - config.dim))
         return torch.cat((x, *later), dim=-1)
@@ -137,19 +142,27 @@ class TransformerStage(Stage):
             later,
             rotation=turn,
             microbatch=microbatch,
-            logits_of=self._logits,
-            cross_entropy=self.cross_entropy,
+            loss_of=self._loss,
         )
         return add_loss(hidden, loss * self.config.mtp_weight)
 
+    def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Sum of the loss of all targets [B, S], of hidden states [B, s, D]."""
+        x = self._whole(x).flatten(0, 1)
+        return self.linear_cross_entropy(x, self._head, targets.flatten(), casts=self.casts)
+
     def _logits(self, x: Tensor) -> Tensor:
-        if self.before_output is not None:
-            x = self.before_output(x)
-        if self.output is not None:
-            logits: Tensor = self.output(x)
-            return logits
-        assert self.embedding is not None
-        return cast_linear(x, self.embedding.weight, casts=self.casts)
+        return cast_linear(self._whole(x), self._head, casts=self.casts)
+
+    def _whole(self, x: Tensor) -> Tensor:
+        return x if self.before_output is None else self.before_output(x)
+
+    @property
+    def _head(self) -> Tensor:
+        """The output matrix, or this rank's rows of it."""
+        holder = self.embedding if self.output is None else self.output
+        assert holder is not None
+        return holder.weight
 
 
 def build_stage(

@@ -13,10 +13,11 @@ from hp_train.base.dtypes import BYTES
 from hp_train.config import Config
 from hp_train.costs.machine import Machine
 from hp_train.costs.modules import kept_once
-from hp_train.costs.work import WIDE_BYTES, Weight, Work
+from hp_train.costs.work import Weight, Work
 from hp_train.layout.communicators import held
 from hp_train.layout.parameter import local_shape
 from hp_train.layout.ranks import StageLayout
+from hp_train.layout.vocabulary import WIDE_BYTES, logit_tile
 
 _STEP_BYTES = 4
 """AdamW counts its steps in one fp32 number per parameter."""
@@ -171,17 +172,25 @@ def buffer_bytes(
 
 
 def _losing(config: Config, stages: Sequence[Work], layout: StageLayout) -> int:
-    """What a loss holds beside the logarithms that it keeps: copies of the logits.
+    """What a loss holds beside the logarithms that it keeps: copies of the logits, or of a tile.
 
-    In backward two gradients of their size, of the logarithms and of the logits; where ranks share
-    the vocabulary one, of which a copy in the dtype of activations is made.
+    In backward two gradients of the size of all logits, of the logarithms and of the logits; where
+    ranks share the vocabulary one, of which a copy in the dtype of activations is made. With tiles
+    one gradient and such a copy, or that copy and what it gives to one of the gradients that are
+    added up; and as much of that of the input as is added up at once.
     """
     logits = max((stage.logits for stage in stages), default=0)
     size = BYTES[config.train.dtype]
     wide = max(size, WIDE_BYTES)
-    copies = 2 * wide if layout.tp == 1 else wide + size
+    copy = size if size < wide else 0
     tokens = config.train.microbatch_size * config.data.seq_len // layout.cp
-    return copies * tokens * -(-logits // layout.tp)
+    rows = -(-round(logits) // layout.tp)
+    tile = logit_tile(tokens, rows, size=size)
+    if tile is not None:
+        logits, dim = tile.tokens * tile.rows, config.model.dim
+        added = logits * size + max(tile) * dim * size
+        return max(logits * (wide + copy), added) + tile.tokens * dim * wide
+    return (2 * wide if layout.tp == 1 else wide + size) * tokens * rows
 
 
 def _recomputed(config: Config, layout: StageLayout) -> int:

@@ -82,6 +82,7 @@ class Batches:
                 key,
                 positions=sequence.attended,
                 documents=tuple(map(Documents, lengths[part])) if is_packed else None,
+                targets=targets[part],
                 ahead=ahead and ahead.map(itemgetter(part)),
             )
             share.args.append((tokens[part],))

@@ -32,6 +32,7 @@ from hp_train.launch.task import Worker
 from hp_train.layout.mesh import build_mesh
 from hp_train.layout.ranks import Layout
 from hp_train.model import Microbatch
+from hp_train.model.loss import loss_of
 from hp_train.model.parallelize import build_pipeline
 from hp_train.training.banner import banner
 from hp_train.training.batches import Batches
@@ -141,7 +142,7 @@ class Trainer:
             on_step=self._on_pipeline_step,
             on_progress=partial(self._beat, "make weights"),
         )
-        self.runner = self.pipeline.training(self._loss)
+        self.runner = self.pipeline.training(loss_of)
         self.parameters = self.pipeline.parameters
         self.optimizer = build_optimizer(self.parameters, config.train)
         materialize_optimizer(self.optimizer)
@@ -508,13 +509,6 @@ class Trainer:
     def _once(self, losses: Sequence[Tensor]) -> float:
         """This rank's part of a sum over all ranks of what tensor-parallel ranks all have."""
         return float(sum(losses)) if self.mesh.index("tp") == 0 else 0.0
-
-    def _loss(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Sum of the cross-entropy of this rank's targets; tensor-parallel ranks have the same."""
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        rows = logits.flatten(0, 1).to(wide)
-        last = self.pipeline.modules[self.pipeline.num_stages - 1]
-        return last.cross_entropy(rows, target.flatten())
 
     def _sum_over_ranks(self, scalars: Sequence[float]) -> tuple[list[float], Tensor, MemoryUse]:
         """Sum scalars and squared gradient norms over all ranks; see Note [one agreed step].
