@@ -13,7 +13,7 @@ from hp_train.config.options import resolve
 from hp_train.verify.pairs import checked_config, one_process
 from hp_train.verify.program import Program
 from hp_train.verify.runs import Runs
-from integration_tests.verify_faults import FAULTS, LAYOUTS
+from integration_tests.verify_faults import CONTEXT, FAULTS, LAYOUTS, PIPELINE, SHARDED, TENSOR
 
 ROOT = Path(__file__).parent
 PROGRAM = Program(steps=8)
@@ -64,6 +64,26 @@ def test_a_layout_without_a_bug_is_equal(layout: str, corpus: str, runs: Runs) -
     assert comparison.ok, str(comparison)
     assert comparison.num_steps == PROGRAM.steps
     assert comparison.num_values > 50_000
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        f"{TENSOR} model.tie_embeddings=true",
+        f"{PIPELINE} pipeline.schedule=zero_bubble",
+        f"{SHARDED} {CONTEXT}",
+    ],
+)
+def test_a_layout_that_goes_through_logits_in_tiles_is_equal(
+    layout: str, corpus: str, tmp_path: Path
+) -> None:
+    config = config_of(corpus, f"{layout} model.num_mtp_modules=1")
+    job = "integration_tests.verify_jobs:TiledLoss"
+    comparison = Runs(tmp_path, base=config, program=PROGRAM, job=job).compare(
+        config, one_process(config)
+    )
+    assert comparison.ok, str(comparison)
+    assert not comparison.bitwise
 
 
 def test_one_process_without_a_bug_equals_the_oracle(corpus: str, runs: Runs) -> None:

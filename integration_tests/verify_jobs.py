@@ -11,6 +11,7 @@ from hp_platform.testing import Part, Recorder
 from hp_train.base.randomness import generator
 from hp_train.config import Config
 from hp_train.launch.task import Worker
+from hp_train.layout import vocabulary
 from hp_train.verify import Job
 from hp_train.verify.watched import TrainerJob
 
@@ -22,6 +23,16 @@ class Hanging(TrainerJob):
         if self.trainer.step == 1 and self.trainer.mesh.rank == 1:
             time.sleep(3600)
         super().train_step(record)
+
+
+class TiledLoss(TrainerJob):
+    """Several ranks go through the logits in tiles; one process has all of them at once."""
+
+    def __init__(self, config: Config, worker: Worker) -> None:
+        if config.world_size > 1:
+            vocabulary.TILE_BYTES = 8 * 11 * config.data.seq_len
+            vocabulary._TOKENS = config.data.seq_len
+        super().__init__(config, worker)
 
 
 class OwnModel(Job):

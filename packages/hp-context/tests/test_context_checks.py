@@ -1,5 +1,6 @@
 """Input that cannot be right is refused on every rank, in one line with the numbers in it."""
 
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -247,12 +248,14 @@ def attend_anew(parallel: ContextParallel) -> Run:
     return call
 
 
-def test_a_mask_tensor_of_a_shard_is_refused() -> None:
+@pytest.mark.parametrize("shape", [(4, 4), (4, 8), (8, 4)])
+def test_a_mask_tensor_of_a_shard_is_refused(shape: tuple[int, int]) -> None:
     def call(group: ProcessGroup) -> None:
         core = ContextParallel().apply(Local(), group)
-        core(*heads(8), torch.ones(4, 4, dtype=torch.bool))
+        core(*heads(8), torch.ones(shape, dtype=torch.bool))
 
-    refused(ValueError, r"attn_mask \(\(4, 4\)\) must cover the whole sequence \(8 queries", call)
+    message = rf"attn_mask \({re.escape(str(shape))}\) must cover the whole sequence \(8 queries"
+    refused(ValueError, message, call)
 
 
 def test_an_output_that_lost_positions_is_refused() -> None:

@@ -1,15 +1,17 @@
-"""Operators of a thread are seen before they run."""
+"""Operators of a thread are seen before they run, and the memory that they take is counted."""
 
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import ProcessGroup
 
-from hp_platform.testing import run_in_threads, watch_operators
+from hp_platform.testing import LiveBytes, run_in_threads, watch_operators
 
 
 def test_operators_of_forward_and_backward_are_seen_with_their_arguments() -> None:
@@ -53,3 +55,21 @@ def test_other_threads_are_not_seen_and_collectives_are() -> None:
 
     run_in_threads(rank_main, world_size=2)
     assert seen == ["c10d::allreduce_"]
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_live_bytes_are_those_of_tensors_made_inside(fake: bool) -> None:
+    with FakeTensorMode() if fake else nullcontext():
+        given = torch.ones(1000, dtype=torch.float64)
+        with LiveBytes() as live:
+            view = given[10:]  # of memory that was there
+            assert live.now == 0
+            made = (view * 2).view(-1, 10)
+            assert live.now == live.peak == 990 * 8
+            made.add_(1)
+            copy = made.to(torch.float32)
+            assert live.now == 990 * 12
+            del made
+            assert (live.now, live.peak) == (990 * 4, 990 * 12)
+        del copy
+        assert (live.now, live.peak) == (0, 990 * 12)

@@ -41,6 +41,15 @@ def test_a_receive_is_posted_while_the_rank_still_computes_the_step_before() -> 
     assert rows[1].startswith("1RECV_F0 1RECV_F1 1F0 1RECV_F2 1F1 1F2")
 
 
+def test_of_what_is_produced_at_once_even_ranks_send_before_they_receive() -> None:
+    """Else all that pass something on at once would wait for each other in one long chain."""
+    schedule = add_send_recv(gpipe(4, num_microbatches=3), costs=Costs(latency=1))
+    rows = [" ".join(map(str, row)) for row in schedule.steps]
+    assert "1RECV_F2 1F0 1SEND_F0" in rows[1]
+    assert "2F0 2SEND_F0 2RECV_F2" in rows[2]
+    assert "3RECV_F2 3F0" in rows[3]
+
+
 def test_dropping_messages_gives_the_compute_steps_back() -> None:
     schedule = interleaved_1f1b(3, num_microbatches=5)
     assert drop_communication(add_send_recv(schedule)) == schedule

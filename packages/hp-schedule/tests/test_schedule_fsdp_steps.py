@@ -95,6 +95,7 @@ def test_gradients_are_reduced_after_the_last_weight_gradient_and_its_message() 
     [
         ("0F0 0F1 0B1 0B0", "0F0 0F1 0B1 0B0 0REDUCE_GRAD"),
         ("0F0 0I0 0F1 0I1 0W0 0W1", "0F0 0I0 0F1 0I1 0W0 0W1 0REDUCE_GRAD"),
+        ("0F0 0F1 0F2 0B0 0I1 0W1 0B2", "0F0 0F1 0F2 0B0 0I1 0W1 0B2 0REDUCE_GRAD"),
         ("0F0 (0B0;0F1)OVERLAP_B_F 0B1", "0F0 (0B0;0F1)OVERLAP_B_F 0B1 0REDUCE_GRAD"),
         ("0F0 1F0 1F1 (0F1;1B0)OVERLAP_F_B", "0F0 1F0 1F1 (0F1;1B0)OVERLAP_F_B 1REDUCE_GRAD"),
     ],

@@ -26,6 +26,7 @@ from hp_schedule import (
     one_f_one_b,
     to_csv,
     to_json,
+    zero_bubble,
 )
 from hp_schedule.notation import parse
 
@@ -258,8 +259,12 @@ def test_damaged_text_is_refused_or_read_as_what_it_says(data: st.DataObject) ->
     assert read(write(found)) == found
 
 
-def test_csv_says_where_torch_waits_if_asked_to() -> None:
-    schedule = add_fsdp_reduce_grad(add_send_recv(interleaved_1f1b(2, num_microbatches=2)))
+@pytest.mark.parametrize(
+    ("compute", "backward"),
+    [(interleaved_1f1b(2, num_microbatches=2), "B"), (zero_bubble(2, num_microbatches=3), "I")],
+)
+def test_csv_says_where_torch_waits_if_asked_to(compute: Schedule, backward: str) -> None:
+    schedule = add_fsdp_reduce_grad(add_send_recv(compute))
     text = to_csv(schedule, waits=True)
     assert from_csv(text) == from_csv(to_csv(schedule))
     assert "WAIT" not in to_csv(schedule)
@@ -271,7 +276,7 @@ def test_csv_says_where_torch_waits_if_asked_to() -> None:
             wait = words.index(re.sub("SEND|REDUCE", r"WAIT_\g<0>", word))
             assert wait > words.index(word)
             if "SEND_F" in word:
-                assert wait == 1 + words.index(word.replace("SEND_F", "B"))
+                assert wait == 1 + words.index(word.replace("SEND_F", backward))
 
 
 @pytest.mark.parametrize("word", ["0WAIT", "WAIT_SEND_F0", "0WAIT_SEND_F", "0WAIT_REDUCE_GRAD1"])

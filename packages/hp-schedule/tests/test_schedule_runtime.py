@@ -445,11 +445,15 @@ def test_what_does_not_fit_the_schedule_is_refused(
         _runtime_of(schedule, stages, **options)
 
 
-def test_every_microbatch_needs_its_arguments() -> None:
+@pytest.mark.parametrize("given", [2, 4])
+@pytest.mark.parametrize("name", ["args", "kwargs", "targets"])
+def test_every_microbatch_has_its_own_arguments(name: str, given: int) -> None:
     runtime = make_runtime(gpipe(1, num_microbatches=3), {0: Block(0)})
-    args, kwargs, targets = microbatches(2)
-    with pytest.raises(ValueError, match=r"len\(args\) \(2\) must equal num_microbatches \(3\)"):
-        runtime.run_microbatches(args, kwargs, targets)
+    values = dict(zip(("args", "kwargs", "targets"), microbatches(3), strict=True))
+    values[name] = (values[name] * 2)[:given]
+    message = rf"len\({name}\) \({given}\) must equal num_microbatches \(3\)"
+    with pytest.raises(ValueError, match=message):
+        runtime.run_microbatches(*values.values())
 
 
 def test_training_needs_targets() -> None:

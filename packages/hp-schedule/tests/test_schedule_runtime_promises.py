@@ -259,12 +259,20 @@ def inputs() -> Tensor:
     return torch.linspace(-1, 1, 8 * WIDTH, dtype=torch.float64).reshape(8, WIDTH)
 
 
-def other_order() -> str:
+ORDERS = {
+    "other order": (("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"), ("0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1B0")),
+    "other overlap": (
+        ("0F0 (0F1;0B0)OVERLAP_F_B 0B1", "1F0 1B0 1F1 1B1"),
+        ("0F0 (0B0;0F1)OVERLAP_B_F 0B1", "1F0 1B0 1F1 1B1"),
+    ),
+}
+
+
+def other_order(name: str) -> str:
     """Let rank 1 take its microbatches in another order than rank 0 does; return what is raised."""
-    backwards = [["0B0 0B1", "1B0 1B1"], ["0B1 0B0", "1B1 1B0"]][dist.get_rank()]
-    rows = [f"0F0 0F1 {backwards[0]}".split(), f"1F0 1F1 {backwards[1]}".split()]
+    rows = ORDERS[name][dist.get_rank()]
     schedule = Schedule.from_steps(
-        [[MetaStep.from_str(word) for word in row] for row in rows],
+        [[MetaStep.from_str(word) for word in row.split()] for row in rows],
         stage_to_rank=[0, 1],
         num_microbatches=2,
     )
@@ -277,7 +285,7 @@ def other_order() -> str:
 
 def everything() -> dict[str, Any]:
     return {
-        "other order": other_order(),
+        **{name: other_order(name) for name in ORDERS},
         "loop": reaches_weight(interleaved_1f1b(2, num_microbatches=2, num_stages_per_rank=2)),
         "v": reaches_weight(zbv(2, num_microbatches=2)),
         "frozen": frozen_tied(),
@@ -326,6 +334,7 @@ def test_tied_parameters_of_one_rank_stay_one_when_they_are_sharded(order: str) 
         torch.testing.assert_close(rank[order], expected, rtol=1e-12, atol=1e-12)
 
 
-def test_ranks_with_different_schedules_are_refused_on_all_of_them() -> None:
+@pytest.mark.parametrize("order", ORDERS)
+def test_ranks_with_different_schedules_are_refused_on_all_of_them(order: str) -> None:
     for rank in results():
-        assert rank["other order"].startswith("schedule of rank 1 must equal that of rank 0")
+        assert rank[order].startswith("schedule of rank 1 must equal that of rank 0")

@@ -103,6 +103,12 @@ def test_non_divisible_microbatches_reach_the_bound_at_the_memory_of_1f1b() -> N
     check(result, ModelCosts().of_stages(8, 32), memory_limit=8)
 
 
+def test_a_heavy_end_takes_longer_and_keeps_no_more() -> None:
+    costs = ModelCosts(activation=2.0, first_scale=3.0, last_scale=5.0).of_stages(2, 4)
+    assert costs.forward == [1.5, 0.5, 0.5, 2.5]
+    assert costs.activation == [1.0] * 4
+
+
 def test_latency_costs_less_than_in_the_best_published_schedule() -> None:
     model = ModelCosts(latency=0.2)
     result = search(

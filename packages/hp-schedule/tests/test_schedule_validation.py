@@ -134,6 +134,7 @@ def test_an_overlap_needs_both_inputs_at_its_start() -> None:
         ("0UNSHARD 0UNSHARD 0F0 0B0", "unsharded already"),
         ("0UNSHARD 0F0 0B0 0RESHARD 0RESHARD", "is not unsharded"),
         ("0UNSHARD 0F0 0REDUCE_GRAD 0B0", "after they were reduced"),
+        ("0UNSHARD 0F0 0I0 0REDUCE_GRAD 0W0", "after they were reduced"),
         ("0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD", "twice"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Run ranks in tests: processes or threads, a slow link, comparisons, operators, exchanges.
+"""Run ranks in tests: processes or threads, a slow link, comparisons, operators, memory, exchanges.
 
 Needs no test framework; pytest, if there is one, is imported ahead for the ranks.
 """
@@ -14,7 +14,7 @@ from hp_platform.testing.agreeing import (
 from hp_platform.testing.comparing import Comparison, Difference, compare
 from hp_platform.testing.devices import STAND_IN, watch_devices
 from hp_platform.testing.exchanges import Exchange, record_exchanges
-from hp_platform.testing.operators import watch_operators
+from hp_platform.testing.operators import LiveBytes, watch_operators
 from hp_platform.testing.processes import RankError, run_distributed
 from hp_platform.testing.recording import Part, RecordedStep, Recorder, parts_of, read_steps
 from hp_platform.testing.slow import CountedClock, slow_group
@@ -29,6 +29,7 @@ __all__ = [
     "Difference",
     "Exchange",
     "Flip",
+    "LiveBytes",
     "Part",
     "Place",
     "RankError",

@@ -1,10 +1,14 @@
-"""A look at every operator that a thread runs."""
+"""A look at every operator that a thread runs, and at the memory that they take."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from hp_platform._internals import TorchDispatchMode
 
@@ -36,3 +40,40 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         self._seen(func.name(), args, kwargs)
         return func(*args, **kwargs)
+
+
+class LiveBytes(TorchDispatchMode):
+    """A context that counts the memory of tensors that this thread makes in it.
+
+    A tensor counts until its memory is let go of, also after the context; what a kernel takes only
+    while it runs does not. It works without memory, too: with fake tensors of any size.
+
+    Attributes:
+        now: Bytes that they hold.
+        peak: The most bytes that they have held at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = {id(storage) for storage in _storages((args, kwargs))}
+        result = func(*args, **kwargs)
+        for storage in _storages(result):
+            if id(storage) not in self._known | given:
+                self._known.add(id(storage))
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._forget, id(storage), storage.nbytes())
+        return result
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def _storages(tensors: Any) -> list[Any]:
+    return [x.untyped_storage() for x in tree_leaves(tensors) if isinstance(x, Tensor)]
