@@ -449,11 +449,12 @@ def test_what_does_not_fit_the_schedule_is_refused(
 @pytest.mark.parametrize("name", ["args", "kwargs", "targets"])
 def test_every_microbatch_has_its_own_arguments(name: str, given: int) -> None:
     runtime = make_runtime(gpipe(1, num_microbatches=3), {0: Block(0)})
-    values = dict(zip(("args", "kwargs", "targets"), microbatches(3), strict=True))
+    args, kwargs, targets = microbatches(3)
+    values: dict[str, list[Any]] = {"args": [*args], "kwargs": kwargs, "targets": targets}
     values[name] = (values[name] * 2)[:given]
     message = rf"len\({name}\) \({given}\) must equal num_microbatches \(3\)"
     with pytest.raises(ValueError, match=message):
-        runtime.run_microbatches(*values.values())
+        runtime.run_microbatches(**values)
 
 
 def test_training_needs_targets() -> None:
