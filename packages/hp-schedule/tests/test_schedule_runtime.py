@@ -454,7 +454,7 @@ def test_every_microbatch_has_its_own_arguments(name: str, given: int) -> None:
     values[name] = (values[name] * 2)[:given]
     message = rf"len\({name}\) \({given}\) must equal num_microbatches \(3\)"
     with pytest.raises(ValueError, match=message):
-        runtime.run_microbatches(**values)
+        runtime.run_microbatches(values["args"], values["kwargs"], values["targets"])
 
 
 def test_training_needs_targets() -> None:
