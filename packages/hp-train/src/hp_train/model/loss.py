@@ -148,30 +148,27 @@ class _Aims:
     """Where the targets of tokens are among some logits.
 
     Attributes:
-        row: Numbers of the tokens, int64 [T].
-        column: Columns of their targets, int64 [T]; 0 where one is not among them.
-        is_here: Whether it is, bool [T].
+        column: Columns of the targets, int64 [T]; of those that are not among them, some other.
+        is_here: Whether a target is among them, bool [T].
     """
 
-    row: Tensor
     column: Tensor
     is_here: Tensor
 
     @classmethod
     def of(cls, targets: Tensor, rows: range) -> "_Aims":
         """Targets [T] among the logits of some tokens of the vocabulary."""
-        column = targets - rows.start
-        is_here = (column >= 0) & (column < len(rows))
-        row = torch.arange(len(targets), device=targets.device)
-        return cls(row, column.where(is_here, 0), is_here)
+        place = targets - rows.start
+        column = place.clamp(0, len(rows) - 1)
+        return cls(column, place == column)
 
     def logits_of(self, logits: Tensor) -> Tensor:
         """Of [T, v] those of the targets, [T]; 0 where they are not among them."""
-        return logits[self.row, self.column].where(self.is_here, 0)
+        return logits.gather(1, self.column[:, None])[:, 0].where(self.is_here, 0)
 
     def subtract(self, grad: Tensor, scale_T: Tensor) -> None:
         """Take a number [T] from what [T, v] has at the targets."""
-        grad[self.row, self.column] -= scale_T * self.is_here
+        grad.scatter_add_(1, self.column[:, None], (scale_T * self.is_here).neg_()[:, None])
 
 
 @dataclass(frozen=True, slots=True)
