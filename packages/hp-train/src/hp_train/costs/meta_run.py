@@ -191,6 +191,7 @@ class _Recorder:
         if not is_own:
             summed = partial(self._count, "summed")
             stage.place_exchanges(Exchanges(self._gather, summed, self._lose))
+        stage.linear_cross_entropy = self._lose
         for part in stage.modules():
             if isinstance(part, Attention):
                 _replace_forward(part, partial(self._attend, part))

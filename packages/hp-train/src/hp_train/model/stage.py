@@ -29,7 +29,8 @@ from torch.distributed import ProcessGroup
 from hp_context import Attention
 from hp_expert import GroupedExperts
 from hp_train.errors import ConfigError
-from hp_train.model.layers import Embedding, Linear, WeightCasts
+from hp_train.model.layers import Embedding, Linear, WeightCasts, cast_linear
+from hp_train.model.loss import linear_cross_entropy
 from hp_train.model.recompute import Recompute, recomputed
 
 
@@ -54,15 +55,16 @@ class Stage(nn.Module):
 
     `forward(x, *, microbatch)` gets token ids int64 [B, S] on the first stage and what the stage
     before returned on others, and a `Microbatch`. It returns [B, S, D] in `compute_dtype`. The last
-    stage returns logits [B, S, V], or where the microbatch has targets it may return their loss, a
-    scalar, as `hp_train.model.loss` computes it. Parameters are fp32 or wider:
-    `hp_train.model.Linear` casts its weight to the dtype of its input.
+    stage returns what :meth:`predict` makes of its hidden states, or logits [B, S, V] in any case.
+    Parameters are fp32 or wider: `hp_train.model.Linear` casts its weight to the dtype of its
+    input.
 
     Attributes:
         layers: Blocks of this stage, by their index in the whole model. Each maps its first
             argument, [B, S, D], to the same.
         sequence_ranks: Ranks with other positions of the same sequences; None: there are none.
         casts: Where weights are found once they were cast; see :meth:`share_casts`.
+        linear_cross_entropy: What computes a loss, see `hp_train.model.linear_cross_entropy`.
 
     Args:
         compute_dtype: Dtype of activations; parameters may be wider.
@@ -75,6 +77,20 @@ class Stage(nn.Module):
         self.compute_dtype = compute_dtype
         self.sequence_ranks: ProcessGroup | None = None
         self.casts: WeightCasts | None = None
+        self.linear_cross_entropy: Callable[..., Tensor] = linear_cross_entropy
+
+    def predict(self, x: Tensor, weight: Tensor, targets: Tensor | None) -> Tensor:
+        """Return the loss of hidden states, a scalar, without holding large logits; or the logits.
+
+        Args:
+            x: Hidden states [B, S, D].
+            weight: Output matrix [V, D], this stage's parameter.
+            targets: `Microbatch.targets`; None: logits [B, S, V] are returned.
+        """
+        if targets is None:
+            return cast_linear(x, weight, casts=self.casts)
+        rows = x.flatten(0, 1)
+        return self.linear_cross_entropy(rows, weight, targets.flatten(), casts=self.casts)
 
     @property
     def blocks(self) -> Sequence[nn.Module]:

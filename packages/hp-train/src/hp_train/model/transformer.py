@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from hp_train.config import ModelConfig
 from hp_train.errors import ConfigError
 from hp_train.model.block import Block, Microbatch, add_loss
-from hp_train.model.layers import Embedding, Linear, RMSNorm, cast_linear, dropout
-from hp_train.model.loss import linear_cross_entropy
+from hp_train.model.layers import Embedding, Linear, RMSNorm, dropout
 from hp_train.model.prediction import PredictionModule, prediction_loss
 from hp_train.model.recompute import Recompute
 from hp_train.model.rotary import Rotation, rotation
@@ -33,7 +32,6 @@ class TransformerStage(Stage):
     Attributes:
         before_output: What hidden states go through before the output matrix: where that is cut
             over ranks, the gathering of their positions.
-        linear_cross_entropy: What computes the loss of hidden states, see `hp_train.model.loss`.
 
     Args:
         config: The whole model.
@@ -71,7 +69,6 @@ class TransformerStage(Stage):
         depths = range(1, config.num_mtp_modules + 1) if last else range(0)
         self.mtp = nn.ModuleList(PredictionModule(config, depth) for depth in depths)
         self.before_output: Callable[[Tensor], Tensor] | None = None
-        self.linear_cross_entropy: Callable[..., Tensor] = linear_cross_entropy
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -126,8 +123,7 @@ class TransformerStage(Stage):
             hidden = self.norm(x)
             if ahead is not None:
                 hidden = self._predict_ahead(hidden, later, turn, microbatch)
-            targets = microbatch.targets
-            return self._logits(hidden) if targets is None else self._loss(hidden, targets)
+            return self._predict(hidden, microbatch.targets)
         if ahead is None:
             return F.pad(x, (0, config.stage_width - config.dim))
         return torch.cat((x, *later), dim=-1)
@@ -142,27 +138,17 @@ class TransformerStage(Stage):
             later,
             rotation=turn,
             microbatch=microbatch,
-            loss_of=self._loss,
+            loss_of=self._predict,
         )
         return add_loss(hidden, loss * self.config.mtp_weight)
 
-    def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Sum of the loss of all targets [B, S], of hidden states [B, s, D]."""
-        x = self._whole(x).flatten(0, 1)
-        return self.linear_cross_entropy(x, self._head, targets.flatten(), casts=self.casts)
-
-    def _logits(self, x: Tensor) -> Tensor:
-        return cast_linear(self._whole(x), self._head, casts=self.casts)
-
-    def _whole(self, x: Tensor) -> Tensor:
-        return x if self.before_output is None else self.before_output(x)
-
-    @property
-    def _head(self) -> Tensor:
-        """The output matrix, or this rank's rows of it."""
+    def _predict(self, x: Tensor, targets: Tensor | None) -> Tensor:
+        """See `Stage.predict`; of this rank's hidden states, [B, s, D]."""
+        if self.before_output is not None:
+            x = self.before_output(x)
         holder = self.embedding if self.output is None else self.output
         assert holder is not None
-        return holder.weight
+        return self.predict(x, holder.weight, targets)
 
 
 def build_stage(
