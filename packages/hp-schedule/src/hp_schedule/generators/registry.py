@@ -13,6 +13,7 @@ from functools import cached_property, wraps
 from typing import Any, Final, ParamSpec
 
 from hp_schedule.generators.form import ClosedForm
+from hp_schedule.packing import BWD_WEIGHT
 from hp_schedule.placement import PlacementStyle
 from hp_schedule.schedule import Schedule
 
@@ -81,6 +82,11 @@ class ScheduleKind:
     def trains(self) -> bool:
         """Whether it has backwards."""
         return not self._small.schedule().is_forward_only
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether some weight gradients are computed later than the gradients of inputs."""
+        return BWD_WEIGHT in self.build(4, 8, 2).kinds
 
     @cached_property
     def _small(self) -> ClosedForm:

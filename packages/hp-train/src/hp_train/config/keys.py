@@ -135,6 +135,15 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
         bool, _help("Send keys round a ring of these others instead of gathering them.")
     ] = False
 
+    gather: Annotated[
+        Literal["stage", "block"],
+        _help(
+            "How FSDP gathers parameters and reduces gradients: of a whole stage, for all "
+            "microbatches, or block by block in every forward and backward, which keeps less and "
+            "sends more."
+        ),
+    ] = "stage"
+
     @property
     def tp_sizes(self) -> tuple[int, ...]:
         """Tensor-parallel ranks of each pipeline rank."""

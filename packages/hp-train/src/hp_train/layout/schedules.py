@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Final
 
 from hp_schedule import (
     SCHEDULES,
-    MetaStepType,
     Schedule,
     add_fsdp_reduce_grad,
     add_fsdp_unshard_reshard,
@@ -45,7 +44,6 @@ def count_microbatches(config: Config) -> int:
 
 
 @cache
-@cache  # thousands of layouts ask for the same
 def placement(config: PipelineConfig, *, num_ranks: int) -> tuple[int, ...]:
     """The pipeline rank of each stage, which does not depend on the number of microbatches."""
     return KINDS[config.schedule].build(num_ranks, 1, config.stages_per_rank).stage_to_rank
@@ -86,9 +84,3 @@ def training_schedule(
         schedule = add_fsdp_unshard_reshard(add_fsdp_reduce_grad(schedule))
     validate(schedule).raise_if_failed()
     return schedule
-
-
-def splits_backward(schedule: Schedule) -> bool:
-    """Whether some weight gradients are computed later than the gradients of inputs."""
-    steps = (step for row in schedule.steps for step in row)
-    return any(step is not None and step.type is MetaStepType.BWD_WEIGHT for step in steps)

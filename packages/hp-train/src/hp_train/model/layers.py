@@ -55,10 +55,12 @@ def cast_linear(
         x: [..., in_features].
         weight: [out_features, in_features], as wide as ``x`` or wider.
         bias: [out_features], likewise.
-        casts: Where to find the weight; None: it is cast here, and kept for backward.
+        casts: Where to find the weight; None: it is cast here, and in backward again.
     """
-    if casts is None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    if casts is None:
+        return linear(x, weight, bias, dtype=x.dtype)
     return linear(x, weight, bias, cast=casts.of(weight, x.dtype))
 
 

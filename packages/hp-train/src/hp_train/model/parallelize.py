@@ -5,13 +5,15 @@ them with the weights that the seed and the global names decide, and hands them 
 runtime of hp-schedule.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from hp_context import ContextParallel
@@ -40,7 +42,6 @@ from hp_train.layout.schedules import (
     count_microbatches,
     count_stages,
     split_layers,
-    splits_backward,
     training_schedule,
 )
 from hp_train.layout.sequence import SequenceShare
@@ -97,6 +98,13 @@ class Pipeline:
         """To be called when a run has ended: weights may change now."""
         for module in self.modules.values():
             module.forget_casts()
+            for part in filter(_shards, module.modules() if self._by_block else ()):
+                part.reshard()  # what is in no block stays gathered after a forward alone
+
+    @property
+    def _by_block(self) -> bool:
+        """Whether FSDP gathers and reduces by itself, and not when a schedule says so."""
+        return self.config.mesh.gather == "block"
 
     def training(self, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> PipelineScheduleRuntime:
         """What runs the configured schedule over the microbatches of one step."""
@@ -118,7 +126,7 @@ class Pipeline:
                 get what it returns.
         """
         # The others need not know: what a stage does for its own parameters, it does alone.
-        sharded = any(_is_sharded(module) for module in self.modules.values())
+        sharded = not self._by_block and any(map(_is_sharded, self.modules.values()))
         schedule = training_schedule(
             self.config.pipeline,
             num_ranks=self.mesh.layout.pp,
@@ -192,7 +200,8 @@ def build_pipeline(
     schedule = training_schedule(
         config.pipeline, num_ranks=mesh.layout.pp, num_microbatches=count_microbatches(config)
     )
-    is_split = splits_backward(schedule)
+    is_split = KINDS[config.pipeline.schedule].splits_backward
+    by_block = config.mesh.gather == "block"
     edges = build_edges(
         schedule,
         mesh,
@@ -234,10 +243,12 @@ def build_pipeline(
         module.to(torch.promote_types(module.compute_dtype, torch.float32))
         whole = declared(module)
         _parallelize(module, mesh, context, vocab_size)
+        if by_block:
+            prefetch_blocks(module)
         if overlap is not None:
             overlap_experts(module, overlap)
         module.to_empty(device=runtime.device)
-        module.share_casts()
+        module.share_casts(sharded=not by_block)
         module.split_weight_gradients(is_split=is_split)
         module.recompute(config.train.recompute)
         compile_blocks(module, config.train.compile)
@@ -297,7 +308,7 @@ def _parallelize(module: Stage, mesh: Mesh, context: ContextParallel, vocab_size
 
 def _is_sharded(module: Stage) -> bool:
     """Whether FSDP shards some of its parameters."""
-    return any(isinstance(part, FSDPModule) for part in module.modules())
+    return any(map(_shards, module.modules()))
 
 
 def _shard(module: Stage, mesh: Mesh) -> None:
@@ -323,3 +334,29 @@ def _shard(module: Stage, mesh: Mesh) -> None:
         # Gloo cannot scale while it sums.
         part.set_force_sum_reduction_for_comms("nccl" not in str(dist.get_backend(group)))
         set_fsdp_exchanges(part, group=group)
+
+
+def prefetch_blocks(module: Stage) -> None:
+    """Let FSDP gather the next block while one computes, in forward and in backward.
+
+    Its own order for backward is that of the last forward, which in a pipeline may be that of
+    another microbatch.
+
+    Args:
+        module: Stage whose blocks are sharded, or not.
+    """
+    if not _shards(module):  # experts alone are sharded, each layer's by itself
+        return
+    units = [[part for part in block.modules() if _shards(part)] for block in module.blocks]
+    forward = [module, *itertools.chain(*units)]
+    backward = [module, *itertools.chain(*reversed(units))]
+    for one, other in itertools.pairwise(forward):
+        one.set_modules_to_forward_prefetch([other])
+    # The last one would choose by itself if it had nothing.
+    for one, other in zip(backward, [*backward[1:], *backward[-1:]], strict=True):
+        one.set_modules_to_backward_prefetch([other])
+
+
+def _shards(module: nn.Module) -> TypeGuard[FSDPModule]:
+    """Whether FSDP shards parameters of its own."""
+    return isinstance(module, FSDPModule)

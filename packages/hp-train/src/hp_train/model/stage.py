@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from hp_context import Attention
 from hp_expert import GroupedExperts
@@ -63,7 +64,7 @@ class Stage(nn.Module):
         layers: Blocks of this stage, by their index in the whole model. Each maps its first
             argument, [B, S, D], to the same.
         sequence_ranks: Ranks with other positions of the same sequences; None: there are none.
-        casts: Where weights are found once they were cast; see :meth:`share_casts`.
+        casts: Where dense weights are found once they were cast; see :meth:`share_casts`.
         linear_cross_entropy: What computes a loss, see `hp_train.model.linear_cross_entropy`.
 
     Args:
@@ -77,6 +78,7 @@ class Stage(nn.Module):
         self.compute_dtype = compute_dtype
         self.sequence_ranks: ProcessGroup | None = None
         self.casts: WeightCasts | None = None
+        self._made: WeightCasts | None = None
         self.linear_cross_entropy: Callable[..., Tensor] = linear_cross_entropy
 
     def predict(self, x: Tensor, weight: Tensor, targets: Tensor | None) -> Tensor:
@@ -121,19 +123,31 @@ class Stage(nn.Module):
             if isinstance(part, Linear | Embedding):
                 part.is_split = is_split
 
-    def share_casts(self) -> None:
-        """Cast weights once for many calls; from now on :meth:`forget_casts` is to be called."""
-        self.casts = WeightCasts()
-        for part in self.modules():
+    def share_casts(self, *, sharded: bool = True) -> None:
+        """Cast weights once for many calls; from now on :meth:`forget_casts` is to be called.
+
+        Args:
+            sharded: Whether also those that FSDP shards, which must then be there for as long.
+        """
+        casts = self._made = WeightCasts()
+        parts = [p for p in self.modules() if isinstance(p, Linear | Embedding | GroupedExperts)]
+        left_out = [] if sharded else [part for part in parts if _is_sharded(part)]
+        if not any(isinstance(part, Linear | Embedding) for part in left_out):
+            self.casts = casts
+        for part in parts:
             if isinstance(part, Linear):
                 part.casts = self.casts
-            elif isinstance(part, GroupedExperts):
-                part.cast_of = self.casts.of
+            elif isinstance(part, GroupedExperts) and part not in left_out:
+                part.cast_of = casts.of
 
     def forget_casts(self) -> None:
         """Cast weights anew at their next use: they have changed, or memory is wanted."""
-        if self.casts is not None:
-            self.casts.clear()
+        if self._made is not None:
+            self._made.clear()
+
+
+def _is_sharded(part: nn.Module) -> bool:
+    return any(isinstance(weight, DTensor) for weight in part.parameters(recurse=False))
 
 
 @cache

@@ -17,7 +17,7 @@ from hp_train.config.rules.files import (
 )
 from hp_train.config.rules.mesh import mesh_rules, stage_list_rules
 from hp_train.config.rules.model import model_rules
-from hp_train.config.rules.pipeline import batch_rules, overlap_rules, pipeline_rules
+from hp_train.config.rules.pipeline import batch_rules, gather_rules, overlap_rules, pipeline_rules
 from hp_train.config.rules.sizes import size_rules
 from hp_train.errors import ConfigError
 
@@ -82,4 +82,5 @@ def _mesh_problems(config: Config, world: World | None) -> Iterator[str]:
 def _pipeline_problems(config: Config) -> Iterator[str]:
     yield from pipeline_rules(config)
     yield from overlap_rules(config)
+    yield from gather_rules(config)
     yield from batch_rules(config)

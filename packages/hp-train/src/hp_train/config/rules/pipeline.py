@@ -65,6 +65,24 @@ def overlap_rules(config: Config) -> Iterator[str]:
         )
 
 
+def gather_rules(config: Config) -> Iterator[str]:
+    """Parameters that come and go with a block are there when its backward is whole and alone."""
+    mesh, pipeline = config.mesh, config.pipeline
+    if mesh.gather != "block":
+        return
+    must_be = f"mesh.gather ({shown(mesh.gather)}) must be {shown('stage')} with"
+    if KINDS[pipeline.schedule].splits_backward:
+        yield (
+            f"{must_be} pipeline.schedule ({shown(pipeline.schedule)}): weight gradients would be "
+            "computed when the parameters of a block are gone, and not be reduced"
+        )
+    if pipeline.overlap:
+        yield (
+            f"{must_be} pipeline.overlap (true): a forward would free what a backward of the same "
+            "block computes with"
+        )
+
+
 def batch_rules(config: Config) -> Iterator[str]:
     """Microbatches of all ranks must make up a batch, and a sample must begin with something."""
     train, mesh = config.train, config.mesh
