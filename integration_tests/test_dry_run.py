@@ -4,9 +4,12 @@ One process for each rank or class, without a GPU; all of it takes about a minut
 """
 
 import json
+import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from hp_platform.dry import same_program
 from hp_train.cli import main
@@ -19,6 +22,7 @@ from hp_train.dry_run.rank import Job, run_rank
 from hp_train.dry_run.rehearsal import held_by, run_classes, summary_of
 from hp_train.dry_run.routing import parse_skew
 from hp_train.layout.communicators import held
+from hp_train.model import model_shapes
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SMALL = ("model.num_layers=2", "data.seq_len=32", "train.microbatch_size=1")
@@ -97,6 +101,27 @@ def test_the_command_says_and_draws_what_it_found(
     assert page.read_text().lower().startswith("<!doctype html")
     assert curve.read_text().startswith("<svg")
     assert len(list((tmp_path / "traces").iterdir())) == 1
+
+
+@pytest.mark.parametrize("gather", ["stage", "block"])
+def test_of_sharded_blocks_two_are_gathered_at_once(
+    gather: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = (f"mesh.gather={gather}", "pipeline.schedule=1f1b", "train.global_batch_size=4")
+    keys += ("train.microbatch_size=1", "model.num_layers=6", "mesh.dp_shard=2", "model.dim=64")
+    model = "debug-llama3"
+    assert main(["dry-run", model, "--json", *keys]) == 0
+    memory = json.loads(capsys.readouterr().out)["ranks"][0]["memory"]
+    resolved = resolve(model, [tuple(key.split("=")) for key in keys], env={}).config
+    shapes = model_shapes(replace(resolved.model, vocab_size=256))
+    sizes: Counter[str] = Counter()
+    for name, shape in shapes.items():
+        block = name.startswith("layers.")
+        sizes[".".join(name.split(".")[:2]) if block else ""] += math.prod(shape)
+    whole, block = sum(sizes.values()), sizes["layers.1"]
+    assert "backward" in memory["peak"]["place"]
+    expected = whole if gather == "stage" else sizes[""] + 2 * block
+    assert memory["at_peak"]["gathered parameters"] == pytest.approx(4 * expected, rel=0.01)
 
 
 def test_a_strangers_fsdp_loop_runs(capfd: pytest.CaptureFixture[str]) -> None:

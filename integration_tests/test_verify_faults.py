@@ -57,7 +57,14 @@ def runs(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+BY_BLOCK = (
+    f"{SHARDED} mesh.gather=block",
+    f"{SHARDED} {PIPELINE} mesh.gather=block pipeline.schedule=1f1b train.recompute=full",
+    f"{TENSOR} {CONTEXT} mesh.gather=block train.recompute=attention",
+)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *BY_BLOCK])
 def test_a_layout_without_a_bug_is_equal(layout: str, corpus: str, runs: Runs) -> None:
     config = config_of(corpus, layout)
     comparison = runs.compare(config, one_process(config))

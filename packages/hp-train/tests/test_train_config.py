@@ -398,6 +398,38 @@ def test_overlap_is_refused_with_the_reason_where_nothing_could_be_hidden(
     assert refusal(*given, ("pipeline.overlap", "true")) == message
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            "mesh.dp_shard=2 mesh.dp_replicate=1 pipeline.schedule=zbv",
+            (
+                'mesh.gather ("block") must be "stage" with pipeline.schedule ("zbv"): weight '
+                "gradients would be computed when the parameters of a block are gone, and not be "
+                "reduced"
+            ),
+        ),
+        (
+            "mesh.dp_shard=2 mesh.dp_replicate=1 pipeline.overlap=true",
+            (
+                'mesh.gather ("block") must be "stage" with pipeline.overlap (true): a forward '
+                "would free what a backward of the same block computes with"
+            ),
+        ),
+        (
+            "mesh.ep=2",
+            'mesh.gather ("block") must be "stage" with mesh.dp_shard (1): nothing is sharded',
+        ),
+    ],
+)
+def test_blocks_are_gathered_where_their_backward_is_whole_and_alone(
+    overrides: str, message: str
+) -> None:
+    pairs = [override.split("=") for override in overrides.split()]
+    given = [(key, value) for key, value in pairs]
+    assert refusal(*given, ("mesh.gather", "block")) == message
+
+
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "dualpipe_v"])
 def test_overlap_fits_the_quickstart(schedule: str) -> None:
     given = [("pipeline.overlap", "true"), ("pipeline.schedule", schedule)]

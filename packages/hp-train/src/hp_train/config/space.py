@@ -55,6 +55,7 @@ AXES = (
     Axis("mesh.tp", (1, 2, 4)),
     Axis("mesh.ep", _SIZES),
     Axis("mesh.etp", (1, 2, 4)),
+    Axis("mesh.gather"),
     Axis("pipeline.schedule"),
     Axis("pipeline.stages_per_rank", (1, 2, 3)),
     Axis("pipeline.overlap", (False, True)),

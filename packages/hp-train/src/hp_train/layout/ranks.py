@@ -91,6 +91,11 @@ class StageLayout:
         """Ranks that a set of local experts is sharded over."""
         return max(1, self.fsdp * self.tp // (self.ep * self.etp))
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP shards parameters."""
+        return self.fsdp > 1 or self.expert_shard > 1
+
     def size(self, *axes: Axis) -> int:
         """Ranks along some axes together."""
         sizes: list[int] = [getattr(self, axis) for axis in axes]

@@ -345,11 +345,12 @@ def prefetch_blocks(module: Stage) -> None:
     Args:
         module: Stage whose blocks are sharded, or not.
     """
-    if not _shards(module):  # experts alone are sharded, each layer's by itself
-        return
     units = [[part for part in block.modules() if _shards(part)] for block in module.blocks]
-    forward = [module, *itertools.chain(*units)]
-    backward = [module, *itertools.chain(*reversed(units))]
+    root = [part for part in [module] if isinstance(part, FSDPModule)]
+    if not root:  # experts alone are sharded, each layer's by itself
+        return
+    forward = [*root, *itertools.chain(*units)]
+    backward = [*root, *itertools.chain(*reversed(units))]
     for one, other in itertools.pairwise(forward):
         one.set_modules_to_forward_prefetch([other])
     # The last one would choose by itself if it had nothing.

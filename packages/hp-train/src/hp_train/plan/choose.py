@@ -49,6 +49,7 @@ def plan_axes(config: Config, num_devices: int) -> tuple[Axis, ...]:
     sizes = tuple(size for size in (1, 2, 4, 8, 16) if size <= batch)
     return (
         *mesh,
+        Axis("mesh.gather"),
         Axis("pipeline.schedule"),
         Axis("pipeline.stages_per_rank", (1, 2, 3, 4)),
         Axis("train.microbatch_size", tuple(sorted({*sizes, config.train.microbatch_size}))),
@@ -63,7 +64,7 @@ def choose(
     *,
     vocab_size: int,
     count: int = 5,
-    most: int = 400,
+    most: int = 800,
 ) -> Choice:
     """Find the fastest layouts that fit into memory, of those whose stages have the same sizes.
 
@@ -153,11 +154,17 @@ class _Search:
                 yield least, config
                 continue
             for _, layout in layouts_of_mesh(config, axes=self._axes):
-                if _is_repeated(layout):
+                if _is_repeated(layout) or self._need_not_go_by_block(layout):
                     continue
                 bound = self.bound(layout)
                 if bound is not None:
                     heappush(waiting, (bound, next(order), layout, False))
+
+    def _need_not_go_by_block(self, layout: Config) -> bool:
+        """Whether parameters are gathered by block that fit into memory by stage."""
+        if layout.mesh.gather == "stage":
+            return False
+        return self.bound(with_keys(layout, {"mesh.gather": "stage"})) is not None
 
     def bound_of_mesh(self, mesh: Config) -> float:
         """Of all layouts of a mesh: the mean rank computes its share in one microbatch."""
@@ -227,7 +234,6 @@ def _is_repeated(config: Config) -> bool:
     mesh, pipeline = config.mesh, config.pipeline
     if mesh.pp > 1:
         return pipeline.stages_per_rank == 1 and bool(KINDS[pipeline.schedule].with_one_stage)
-    # One rank waits for nobody; but the order decides how often it gathers parameters.
-    stage = Layout.of(mesh).stages[0]
-    is_sharded = stage.fsdp > 1 or stage.expert_shard > 1
-    return not is_sharded and pipeline.schedule != "1f1b"
+    # One rank waits for nobody; but the order decides how often it gathers a stage's parameters.
+    decides = Layout.of(mesh).stages[0].is_sharded and mesh.gather == "stage"
+    return not decides and pipeline.schedule != "1f1b"

@@ -130,15 +130,21 @@ class Plan:
     @cached_property
     def forward(self) -> list[float]:
         """Seconds of each stage for a microbatch."""
-        return [busy + wait[0] for busy, wait in zip(self.weight_grad, self._waits, strict=True)]
+        computed = [
+            busy + wait[0] for busy, wait in zip(self.weight_grad, self._waits, strict=True)
+        ]
+        # Gathered while it computes.
+        return [max(pair) for pair in zip(computed, self._by_block, strict=True)]
 
     @cached_property
     def input_grad(self) -> list[float]:
         """Likewise, with what runs again, which takes as long as it did."""
         seconds = []
-        for stage, busy, wait in zip(self.stages, self.weight_grad, self._waits, strict=True):
+        each = zip(self.stages, self.weight_grad, self._waits, self._by_block, strict=True)
+        for stage, busy, wait, gather in each:
             repeated = stage.again.flops / stage.flops if stage.again else 0.0
-            seconds.append(busy * (1 + repeated) + sum(wait[1:]))
+            # Meanwhile parameters are gathered and gradients reduced.
+            seconds.append(max(busy * (1 + repeated) + sum(wait[1:]), 2 * gather - busy))
         return seconds
 
     @cached_property
@@ -151,6 +157,19 @@ class Plan:
             fixed = self._slowed * len(mine) * self.machine.layer_seconds
             seconds.append(share * stage.flops + fixed)
         return seconds
+
+    @cached_property
+    def _by_block(self) -> list[float]:
+        """Seconds to gather the blocks of each stage, where every forward and backward does so."""
+        return self._gathers("block")
+
+    def _gathers(self, what: str) -> list[float]:
+        """Seconds of each stage to gather its parameters; none where `mesh.gather` is another."""
+        if self.config.mesh.gather != what:
+            return [0.0] * len(self.stages)
+        return self._of_each(
+            lambda stage, place: shard_transfer(self.config, stage, place, self.machine).seconds
+        )
 
     @cached_property
     def exchange_seconds(self) -> list[float]:
@@ -199,7 +218,9 @@ class Plan:
         schedule = KINDS[pipeline.schedule].build(
             self.layout.pp, self.num_microbatches, pipeline.stages_per_rank
         )
-        if any(place.fsdp > 1 or place.expert_shard > 1 for place in self.layout.stages):
+        if self.config.mesh.gather == "stage" and any(
+            place.is_sharded for place in self.layout.stages
+        ):
             schedule = add_fsdp_unshard_reshard(add_fsdp_reduce_grad(schedule))
         return schedule
 
@@ -253,10 +274,8 @@ class Plan:
         return [sum(seconds) for seconds in zip(*kinds, strict=True)]
 
     def _sharded(self) -> list[float]:
-        """Seconds of each stage to gather its parameters, and to reduce its gradients."""
-        return self._of_each(
-            lambda stage, place: shard_transfer(self.config, stage, place, self.machine).seconds
-        )
+        """Seconds of each stage to gather its parameters, and to reduce its gradients, at once."""
+        return self._gathers("stage")
 
     def estimate(self) -> Estimate:
         """Simulate the schedule."""
@@ -361,8 +380,10 @@ class Plan:
         ]
         rounds = sum(step.type.name == "FSDP_UNSHARD" for step in _steps(schedule, rank))
         sharded = [shard_transfer(config, stage, place, machine) for stage in stages]
-        # Gathered as often as the schedule says, reduced once.
+        # Gathered as often as the schedule says, reduced once; or both for every microbatch.
         times = (rounds / max(1, len(stages))) + 1
+        if config.mesh.gather == "block":
+            times = 3 * self.num_microbatches
         gradients = gradient_transfers(config, stages, place, machine)
         inside: dict[str, list[Transfer]] = defaultdict(list)
         for transfer in chain.from_iterable(self._ways(stages, place)):

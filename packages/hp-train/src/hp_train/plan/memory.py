@@ -4,6 +4,7 @@ Activations depend on the schedule: :mod:`hp_train.plan.estimate` counts them.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -148,13 +149,14 @@ def buffer_bytes(
         active_stages: Stages whose parameters are gathered at once.
     """
     per_element = parameter_bytes(config)
+    by_block = config.mesh.gather == "block"
     dense, routed = (
         [stage_elements(stage, layout, is_expert=is_expert) for stage in stages]
         for is_expert in (False, True)
     )
-    gathered = 0
+    gathered = _gathered_by_block(stages, layout) if by_block else 0
     for local, shards in ((dense, layout.fsdp), (routed, layout.expert_shard)):
-        if shards > 1:
+        if shards > 1 and not by_block:
             sizes = sorted((shards * elements for elements in local), reverse=True)
             # Parameters while they are used, and the gradients of the stage that is reduced.
             gathered += sum(sizes[:active_stages]) + sizes[0]
@@ -162,13 +164,54 @@ def buffer_bytes(
     flat = max((sum(local) for local, copies in copied if copies > 1), default=0)
     messages = 4 * message_bytes(config, layout) if config.mesh.pp > 1 else 0
     size, shared = BYTES[config.train.dtype], layout.ep * layout.etp
+    kept = [_unsharded(stage, layout) if by_block else stage for stage in stages]
     casts = sorted(
-        (s.cast_bytes(size=size, tp=layout.tp, expert_ranks=shared) for s in stages), reverse=True
+        (s.cast_bytes(size=size, tp=layout.tp, expert_ranks=shared) for s in kept), reverse=True
     )
-    if layout.fsdp > 1 or layout.expert_shard > 1:  # held while parameters are gathered
-        casts = casts[:active_stages]
+    if not by_block and layout.is_sharded:
+        casts = casts[:active_stages]  # held while parameters are gathered
     again = max(_recomputed(config, layout), _losing(config, stages, layout))
     return (gathered + flat) * per_element + round(sum(casts)) + messages + again
+
+
+def _gathered_by_block(stages: Sequence[Work], layout: StageLayout) -> int:
+    """Elements that are gathered at once where FSDP does so block by block.
+
+    What is in no block stays between a forward and its backward. Of blocks there are one that
+    computes and the next one, and in backward the gradients of one, once more side by side.
+    """
+    outside, behind, block = 0, 0, 0
+    for stage in stages:
+        sizes = _sizes_by_block(stage, layout)
+        outside += sizes[0]
+        behind, block = max(behind, sizes[1]), max(block, sizes[2])
+    return outside + behind + 4 * block
+
+
+@lru_cache(maxsize=1 << 16)
+def _sizes_by_block(stage: Work, layout: StageLayout) -> tuple[int, int, int]:
+    """Gathered elements in no block, those of them that the last stage has, and of a block."""
+    sizes: Counter[str] = Counter()
+    for weight in stage.weights:
+        shards = _shards(weight, layout)
+        if shards > 1:
+            block = re.match(r"layers\.\d+\.|mtp\.\d+\.block\.", weight.name)
+            sizes[block[0] if block else ""] += shards * local_elements(weight, layout)
+    outside, table = sizes.pop("", 0), table_of(stage)
+    first = layout.fsdp * local_elements(table, layout) if table is not None and outside else 0
+    return outside, outside - first, max(sizes.values(), default=0)
+
+
+def _shards(weight: Weight, layout: StageLayout) -> int:
+    """Ranks that FSDP shards a parameter over."""
+    return layout.expert_shard if weight.spec.is_expert else layout.fsdp
+
+
+@lru_cache(maxsize=1 << 12)
+def _unsharded(stage: Work, layout: StageLayout) -> Work:
+    """With the parameters that FSDP does not shard: their casts stay, others come and go."""
+    left = tuple(weight for weight in stage.weights if _shards(weight, layout) == 1)
+    return replace(stage, weights=left)
 
 
 def _losing(config: Config, stages: Sequence[Work], layout: StageLayout) -> int:

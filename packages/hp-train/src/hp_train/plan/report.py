@@ -97,8 +97,9 @@ def name(estimate: Estimate) -> str:
     stages = f" x {pipeline.stages_per_rank}" if pipeline.stages_per_rank > 1 else ""
     schedule = f", {pipeline.schedule}{stages}" if config.mesh.pp > 1 else ""
     size, recompute = config.train.microbatch_size, config.train.recompute
+    gathered = ", gathered by block" if config.mesh.gather == "block" else ""
     again = f", recompute {recompute}" if recompute != "none" else ""
-    return f"{Layout.of(config.mesh)}{schedule}, microbatches of {size}{again}"
+    return f"{Layout.of(config.mesh)}{schedule}{gathered}, microbatches of {size}{again}"
 
 
 def as_dict(estimate: Estimate) -> Mapping[str, Any]:

@@ -41,6 +41,12 @@ def mesh_rules(config: Config, world: World | None) -> Iterator[str]:
         yield from _expert_ranks(here)
         yield from _tensor_ranks(here)
         yield from _context_ranks(here)
+    stages = [StageLayout.of(each, tp=each.tp, ep=each.ep) for each in _stage_meshes(mesh)]
+    if mesh.gather == "block" and not any(stage.is_sharded for stage in stages):
+        yield (
+            f"mesh.gather ({shown(mesh.gather)}) must be {shown('stage')} with mesh.dp_shard "
+            f"({mesh.dp_shard}): nothing is sharded"
+        )
 
 
 def stage_list_rules(mesh: MeshConfig) -> Iterator[str]:
