@@ -107,17 +107,17 @@ def test_the_command_says_and_draws_what_it_found(
 def test_of_sharded_blocks_two_are_gathered_at_once(
     gather: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys = (f"mesh.gather={gather}", "pipeline.schedule=1f1b", "train.global_batch_size=4")
-    keys += ("train.microbatch_size=1", "model.num_layers=6", "mesh.dp_shard=2", "model.dim=64")
-    model = "debug-llama3"
-    assert main(["dry-run", model, "--json", *keys]) == 0
+    settings = {"mesh.gather": gather, "mesh.dp_shard": "2", "pipeline.schedule": "1f1b"}
+    settings |= {"model.num_layers": "6", "model.dim": "64"}
+    settings |= {"train.global_batch_size": "4", "train.microbatch_size": "1"}
+    keys = [f"{key}={value}" for key, value in settings.items()]
+    assert main(["dry-run", "debug-llama3", "--json", *keys]) == 0
     memory = json.loads(capsys.readouterr().out)["ranks"][0]["memory"]
-    resolved = resolve(model, [tuple(key.split("=")) for key in keys], env={}).config
-    shapes = model_shapes(replace(resolved.model, vocab_size=256))
+    model = resolve("debug-llama3", [*settings.items()], env={}).config.model
     sizes: Counter[str] = Counter()
-    for name, shape in shapes.items():
-        block = name.startswith("layers.")
-        sizes[".".join(name.split(".")[:2]) if block else ""] += math.prod(shape)
+    for name, shape in model_shapes(replace(model, vocab_size=256)).items():
+        in_block = name.startswith("layers.")
+        sizes[".".join(name.split(".")[:2]) if in_block else ""] += math.prod(shape)
     whole, block = sum(sizes.values()), sizes["layers.1"]
     assert "backward" in memory["peak"]["place"]
     expected = whole if gather == "stage" else sizes[""] + 2 * block
