@@ -13,7 +13,7 @@ from hp_train.base.dtypes import BYTES
 from hp_train.cli import main
 from hp_train.config import Config, rules
 from hp_train.config.options import resolve
-from hp_train.config.space import enumerate_layouts, enumerate_meshes, with_keys
+from hp_train.config.space import Axis, enumerate_layouts, enumerate_meshes, with_keys
 from hp_train.costs.machine import GPU_MARGIN
 from hp_train.costs.modules import stage, whole_model
 from hp_train.costs.work import Weight
@@ -31,7 +31,7 @@ from hp_train.plan.memory import (
     message_bytes,
     static_memory,
 )
-from hp_train.plan.report import as_dict, details, reasons
+from hp_train.plan.report import as_dict, details, name, reasons
 from hp_train.plan.traffic import (
     activation_transfers,
     edge_link,
@@ -207,15 +207,16 @@ def test_layouts_come_in_the_order_of_their_bounds_and_none_is_left_out() -> Non
     bounds, layouts = zip(*_Search(axes, H100, VOCAB).by_bound(meshes), strict=True)
     assert list(bounds) == sorted(bounds)
     everything = enumerate_layouts(config, num_processes=range(2, 3), axes=axes)
-    assert set(layouts) == {layout for _, layout in everything if not _is_repeated(layout)}
+    by_stage = {layout for _, layout in everything if layout.mesh.gather == "stage"}
+    assert set(layouts) == {layout for layout in by_stage if not _is_repeated(layout)}
 
 
 def test_the_best_layout_is_the_best_of_all() -> None:
     config = config_of()
     choice = choose(config, 2, H100, vocab_size=VOCAB, count=3)
     everything: dict[object, float] = {}
-    layouts = enumerate_layouts(config, num_processes=range(2, 3), axes=plan_axes(config, 2))
-    for _, layout in layouts:
+    axes = [axis for axis in plan_axes(config, 2) if axis.key != "mesh.gather"]
+    for _, layout in enumerate_layouts(config, num_processes=range(2, 3), axes=axes):
         seconds, words = estimate(layout, H100, vocab_size=VOCAB).seconds, _in_words(layout)
         everything[words] = min(seconds, everything.get(words, seconds))
     least = sorted(everything.values())[:3]
@@ -224,6 +225,27 @@ def test_the_best_layout_is_the_best_of_all() -> None:
     for found in choice.best:
         rules.check(found.config)
         assert found.config.world_size == 2
+
+
+def test_blocks_are_gathered_where_a_stage_does_not_fit() -> None:
+    mesh = {"mesh.pp": 1, "mesh.dp_replicate": 1, "mesh.dp_shard": 2, "mesh.ep": 1}
+    pipeline = {"pipeline.schedule": "1f1b", "pipeline.stages_per_rank": 1}
+    batch = {"train.global_batch_size": 2, "train.microbatch_size": 1}
+    config = config_of({**mesh, **pipeline, **batch, "model.num_layers": 12})
+    axes = (Axis("mesh.gather"),)
+    (_, by_stage), (_, by_block) = enumerate_layouts(config, num_processes=range(2, 3), axes=axes)
+    whole, parts = (estimate(each, H100, vocab_size=VOCAB) for each in (by_stage, by_block))
+    assert parts.memory.buffers < whole.memory.buffers / 2
+    sent = {t.purpose: t.bytes for t in whole.transfers}["parameters"]
+    assert {t.purpose: t.bytes for t in parts.transfers}["parameters"] == 1.5 * sent
+    tight = H100.with_values(memory=(parts.memory.total + whole.memory.total) / 2)
+    fits = {
+        machine: list(_Search(axes, machine, VOCAB).by_bound([by_stage, by_block]))
+        for machine in (H100, tight)
+    }
+    assert [layout for _, layout in fits[H100]] == [by_stage]
+    assert [layout for _, layout in fits[tight]] == [by_block]
+    assert "gathered by block" in name(parts)
 
 
 def test_layouts_that_do_not_fit_are_told_apart() -> None:

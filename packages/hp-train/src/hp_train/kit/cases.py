@@ -167,6 +167,12 @@ def _combined() -> list[Case]:
 
 def _axes() -> Iterator[Case]:
     yield _layout("dp_shard 2", "Parameters sharded by FSDP2.", 2, "mesh.dp_shard=2", is_quick=True)
+    yield _layout(
+        "dp_shard 2, by block",
+        "Parameters gathered and gradients reduced block by block.",
+        2,
+        "mesh.dp_shard=2 mesh.gather=block",
+    )
     yield _layout("tp 2", "Tensor and sequence parallelism.", 2, "mesh.tp=2")
     yield _layout("cp 2, heads", "A sequence over two ranks, heads exchanged.", 2, "mesh.cp=2")
     yield _layout(
