@@ -9,7 +9,7 @@ import pytest
 
 from hp_train.config.aliases import _CALLED, aliases
 from hp_train.config.options import resolve, split_overrides
-from hp_train.config.schema import fields
+from hp_train.config.schema import fields, sections
 from hp_train.errors import ConfigError
 
 
@@ -69,6 +69,8 @@ def test_every_other_name_is_of_a_key_and_is_none() -> None:
 
 def test_what_is_like_nothing_leads_to_what_there_is() -> None:
     assert "; [train] has steps, " in refusal(("train.qqqqqq", "1"))
+    for section in sections():
+        assert len(refusal((f"{section}.qqqqqq", "1"))) < 350
     assert refusal(("qqqqqq.zzzzzz", "1")) == "unknown key qqqqqq.zzzzzz"
 
 

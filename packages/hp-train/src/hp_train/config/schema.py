@@ -33,6 +33,7 @@ _BOUNDS = {
 }
 _SHOWN = 60
 _SHORT = 3  # letters
+_MOST_LISTED = 16
 _LONGEST_KEY = 200  # of what is compared with others
 
 
@@ -226,7 +227,10 @@ def unknown_key(key: str) -> str:
     if meant:
         hint = "; did you mean " + " or ".join(meant) + "?"
     elif section in sections():
-        hint = f"; [{section}] has " + ", ".join(siblings)
+        # All of a long section would be more than a line that is read.
+        more = len(siblings) - _MOST_LISTED
+        hint = f"; [{section}] has " + ", ".join(siblings[:_MOST_LISTED])
+        hint += f" and {more} more" if more > 0 else ""
     else:
         hint = did_you_mean(key, [*fields(), *sections()])
     return f"unknown key {shown(key)[1:-1]}{hint}"
