@@ -1,9 +1,10 @@
-"""A trainer of one rank, in this process: what it does not resume, how it continues a text."""
+"""A trainer of one rank, in this process: what it resumes, how it stops and continues a text."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -12,7 +13,7 @@ from hp_train.config import Config
 from hp_train.config.options import resolve
 from hp_train.data import Tokenizer, load_tokenizer
 from hp_train.data.prepare import prepare
-from hp_train.errors import DataError
+from hp_train.errors import PREEMPTED, DataError
 from hp_train.launch.heartbeats import Heartbeats
 from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
@@ -99,4 +100,19 @@ def test_a_text_longer_than_the_window_is_continued_from_its_end(
             trainer.pipeline, tokenizer, prompt, num_tokens=2 * SEQ_LEN, temperature=0.0
         )
         assert said == tokenizer.decode(ids[len(start) :])
+    trainer.pipeline.close()
+
+
+@pytest.mark.parametrize(("steps", "status"), [(1, 0), (2, PREEMPTED)])
+def test_a_request_to_stop_in_the_last_step_stops_nothing(
+    steps: int, status: int, config: Config, worker: Worker, started: tuple[Runtime, Tokenizer]
+) -> None:
+    train = msgspec.structs.replace(
+        config.train, steps=steps, warmup_steps=0, eval_every=0, sample_tokens=0
+    )
+    asked = replace(worker, stop=StopFlag(lambda: True))
+    trainer = Trainer(msgspec.structs.replace(config, train=train), asked, *started)
+    assert trainer.run() == status
+    assert trainer.step == 1
+    assert (worker.run_dir / "loss.svg").exists() is (status == 0)  # the report of a whole run
     trainer.pipeline.close()
