@@ -86,7 +86,7 @@ class ScheduleKind:
     @cached_property
     def splits_backward(self) -> bool:
         """Whether some weight gradients are computed later than the gradients of inputs."""
-        return BWD_WEIGHT in self.build(4, 8, 2).kinds
+        return BWD_WEIGHT in self._small.schedule().kinds
 
     @cached_property
     def _small(self) -> ClosedForm:

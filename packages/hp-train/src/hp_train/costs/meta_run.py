@@ -250,9 +250,16 @@ class _Recorder:
         return call
 
     def _lose(
-        self, x: Tensor, weight: Tensor, targets: Tensor, *, casts: WeightCasts | None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        *,
+        casts: WeightCasts | None,
+        is_split: bool,
     ) -> Tensor:
         """See `hp_train.model.loss.linear_cross_entropy`: both ways of it."""
+        del is_split
         outer = self.enter(TILED)
         self._known.add(targets)
         tile = LogitTile(*targets.shape, *weight.shape[:1])

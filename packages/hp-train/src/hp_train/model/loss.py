@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_platform import doing, submit_weight_grad
-from hp_train.layout.vocabulary import LOSS, LogitTile, logit_tile
+from hp_train.layout.vocabulary import LOSS, WIDE_BYTES, LogitTile, logit_tile
 from hp_train.model.layers import WeightCasts, cast_linear
 
 
@@ -33,6 +33,7 @@ def linear_cross_entropy(
     targets: Tensor,
     *,
     casts: WeightCasts | None = None,
+    is_split: bool = True,
     first: int = 0,
     group: ProcessGroup | None = None,
 ) -> Tensor:
@@ -43,6 +44,7 @@ def linear_cross_entropy(
         weight: This rank's rows of the output matrix, [v, D], as wide as ``x`` or wider.
         targets: int64 [T].
         casts: See `hp_train.model.layers.cast_linear`.
+        is_split: Whether some schedule may compute the weight gradient later.
         first: Token of the vocabulary that the first row stands for.
         group: Ranks that have the other rows; all of them get the same loss, and must call. None:
             there are none.
@@ -50,11 +52,12 @@ def linear_cross_entropy(
     Returns:
         The sum in fp32 or wider.
     """
-    tile = logit_tile(len(x), len(weight), size=x.dtype.itemsize)
+    tile = logit_tile(x.shape[0], weight.shape[0], size=x.dtype.itemsize)
+    if tile is None:
+        is_plain = not is_split and x.dtype == weight.dtype
+        logits = F.linear(x, weight) if is_plain else cast_linear(x, weight, casts=casts)
+        return cross_entropy(logits, targets, first=first, group=group)
     with doing(LOSS):
-        if tile is None:
-            logits = cast_linear(x, weight, casts=casts)
-            return cross_entropy(_wide(logits), targets, first=first, group=group)
         return tiled_cross_entropy(
             x, weight, targets, tile=tile, casts=casts, first=first, group=group
         )
@@ -92,12 +95,14 @@ def cross_entropy(
     """Sum of the cross-entropy of all tokens whose target is not negative, a scalar.
 
     Args:
-        logits: Logits of this rank's part of the vocabulary, [T, v], fp32 or wider.
+        logits: Logits of this rank's part of the vocabulary, [T, v]; they are made fp32 or wider.
         targets: int64 [T].
         first: Token of the vocabulary that the first logit stands for.
         group: Ranks that have the other parts; all of them get the same loss, and must call. None:
             there are none.
     """
+    if logits.dtype.itemsize < WIDE_BYTES:
+        logits = logits.float()
     if group is None or group.size() == 1:
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
     loss: Tensor = _CrossEntropy.apply(logits, targets, first, group)
@@ -113,7 +118,7 @@ def loss_of(output: Tensor, targets: Tensor) -> Tensor:
     """
     if not output.ndim:
         return output
-    return cross_entropy(_wide(output.flatten(0, 1)), targets.flatten())
+    return cross_entropy(output.flatten(0, 1), targets.flatten())
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -327,11 +332,8 @@ class _Gradients:
 
 def _logits(x: Tensor, weight: Tensor) -> Tensor:
     """[t, D] and [r, D] to [t, r], fp32 or wider."""
-    return _wide(F.linear(x, weight.to(x.dtype)))
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    logits = F.linear(x, weight.to(x.dtype))
+    return logits if logits.dtype.itemsize >= WIDE_BYTES else logits.float()
 
 
 def _runs(whole: int, most: int) -> Iterator[slice]:

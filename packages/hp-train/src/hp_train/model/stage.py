@@ -66,6 +66,7 @@ class Stage(nn.Module):
         sequence_ranks: Ranks with other positions of the same sequences; None: there are none.
         casts: Where dense weights are found once they were cast; see :meth:`share_casts`.
         linear_cross_entropy: What computes a loss, see `hp_train.model.linear_cross_entropy`.
+        is_split: See :meth:`split_weight_gradients`.
 
     Args:
         compute_dtype: Dtype of activations; parameters may be wider.
@@ -79,6 +80,7 @@ class Stage(nn.Module):
         self.sequence_ranks: ProcessGroup | None = None
         self.casts: WeightCasts | None = None
         self._made: WeightCasts | None = None
+        self.is_split = True
         self.linear_cross_entropy: Callable[..., Tensor] = linear_cross_entropy
 
     def predict(self, x: Tensor, weight: Tensor, targets: Tensor | None) -> Tensor:
@@ -92,7 +94,9 @@ class Stage(nn.Module):
         if targets is None:
             return cast_linear(x, weight, casts=self.casts)
         rows = x.flatten(0, 1)
-        return self.linear_cross_entropy(rows, weight, targets.flatten(), casts=self.casts)
+        return self.linear_cross_entropy(
+            rows, weight, targets.flatten(), casts=self.casts, is_split=self.is_split
+        )
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -119,6 +123,7 @@ class Stage(nn.Module):
 
     def split_weight_gradients(self, *, is_split: bool) -> None:
         """Say whether some schedule may compute weight gradients later than input gradients."""
+        self.is_split = is_split
         for part in self.modules():
             if isinstance(part, Linear | Embedding):
                 part.is_split = is_split
