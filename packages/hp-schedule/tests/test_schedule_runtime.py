@@ -1,5 +1,7 @@
 """The torch runtime against one process."""
 
+import itertools
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +35,7 @@ from hp_schedule.runtime import (
     build_edge_groups,
     transport,
 )
+from hp_schedule.runtime.recorder import Recorder
 
 WIDTH, ROWS = 6, 3
 
@@ -244,6 +247,17 @@ def test_the_timeline_has_every_compute_step_of_every_rank_on_one_clock() -> Non
     starts = {str(span.step): span.start for span in timeline if span.step.type.is_compute}
     assert ends["0F2"] <= starts["1F2"] + 1e-3
     assert ends["1B2"] <= starts["0B2"] + 1e-3
+
+
+def test_a_thread_that_waits_between_two_clocks_does_not_shift_a_timeline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    delays = [0.3, 0.0, 2.0, 0.1, 0.2]
+    monkeypatch.setattr(time, "perf_counter", itertools.count().__next__)
+    monkeypatch.setattr(time, "time", lambda: 1000 + time.perf_counter() - 1 + delays.pop())
+    recorder = Recorder(0, torch.device("cpu"))
+    recorder.add(MetaStep.from_str("0F0"), recorder.mark())
+    assert [(span.start, span.end) for span in recorder.timeline()] == [(1001.0, 1002.0)]
 
 
 def test_on_step_is_told_of_every_step_in_order() -> None:

@@ -1,9 +1,9 @@
 """When the steps of a run ran.
 
-Times are seconds since the epoch, by this machine's clock at one moment of the run and a monotonic
-one around it; spans of ranks on one machine fit to well below a millisecond, of ranks on several
-machines as well as their clocks are synchronised. On CUDA the times are those of the device: events
-mark the steps, so that recording never holds up the host; reading the timeline does.
+Times are seconds since the epoch, by this machine's clock at the end of the run and a monotonic one
+before it; spans of ranks on one machine fit to well below a millisecond, of ranks on several machines
+as well as their clocks are synchronised. On CUDA the times are those of the device: events mark the
+steps, so that recording never holds up the host; reading the timeline does.
 """
 
 import time
@@ -17,6 +17,9 @@ from hp_schedule.timeline import Span, Timeline
 
 _Mark = Any
 """Seconds as a float, or a CUDA event."""
+
+_READINGS = 5
+"""How often the two clocks are compared; the earliest result was disturbed the least."""
 
 
 class Recorder:
@@ -36,7 +39,6 @@ class Recorder:
         self.mark: Callable[[], _Mark] = _event if self._cuda else time.perf_counter
         self._marks: list[tuple[MetaStep, _Mark, _Mark]] = []
         self._origin: _Mark = self.mark()
-        self._epoch = time.time()
 
     def add(self, step: MetaStep, start: _Mark) -> None:
         """Record a span of a step that ends now.
@@ -49,18 +51,25 @@ class Recorder:
 
     def timeline(self) -> Timeline:
         """Return the spans so far; on CUDA waits until the device has got there."""
-        if self._cuda and self._marks:
-            now = self.mark()
+        if not self._marks:
+            return Timeline()
+        epoch = min(self._origin_by_wall_clock() for _ in range(_READINGS))
+        return Timeline(
+            Span(self._rank, step, epoch + self._seconds(start), epoch + self._seconds(end))
+            for step, start, end in self._marks
+        )
+
+    def _origin_by_wall_clock(self) -> float:
+        """Read both clocks: too late by however long this thread is kept waiting between them."""
+        now = self.mark()
+        if self._cuda:
             now.synchronize()
-            self._epoch = time.time() - self._origin.elapsed_time(now) / 1e3
-        spans = []
-        for step, *marks in self._marks:
-            if self._cuda:
-                start, end = (self._origin.elapsed_time(mark) / 1e3 for mark in marks)
-            else:
-                start, end = marks[0] - self._origin, marks[1] - self._origin
-            spans.append(Span(self._rank, step, self._epoch + start, self._epoch + end))
-        return Timeline(spans)
+        return time.time() - self._seconds(now)
+
+    def _seconds(self, mark: _Mark) -> float:
+        if self._cuda:
+            return float(self._origin.elapsed_time(mark)) / 1e3
+        return float(mark - self._origin)
 
 
 def _event() -> torch.cuda.Event:
