@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -106,15 +107,17 @@ def test_sums_over_replicas_send_each_byte_twice_but_for_ones_own_share() -> Non
     assert not any(t.between_nodes for t in transfers)
 
 
-def test_a_group_over_several_nodes_has_the_speed_of_the_link_between_them() -> None:
+def test_ranks_of_a_node_share_what_they_gather_from_other_nodes() -> None:
     config = config_of({"mesh.pp": 1, "pipeline.stages_per_rank": 1, "mesh.ep": 1})
-    near, far = (
-        shard_transfer(config, whole_model(config, VOCAB), StageLayout(dp_shard=size), H100)
-        for size in (8, 16)
-    )
-    assert not near.between_nodes
-    assert far.between_nodes
-    assert far.seconds / near.seconds > H100.bandwidth / H100.node_bandwidth / 2
+    work, layout = whole_model(config, VOCAB), StageLayout(dp_shard=16)
+    fast, slow = H100.bandwidth, 1e-3 * H100.bandwidth
+    machine = H100.with_values(node_bandwidth=slow, latency=0.0, node_latency=0.0)
+    for node_size, per_rank, rate in ((16, 1.0, fast), (8, 1 / 8, slow), (1, 15.0, slow)):
+        found = shard_transfer(config, work, layout, machine.with_values(node_size=node_size))
+        assert found.between_nodes is (node_size < 16)
+        # Of 16 parts each rank gets 15; those of 8 other ranks come in once for all 8 of a node.
+        size = found.bytes / 15 * (8 * per_rank if node_size == 8 else 15.0)
+        assert found.seconds == pytest.approx(size / rate)
 
 
 def test_stages_that_are_alike_are_priced_where_they_are() -> None:
@@ -297,7 +300,8 @@ def test_a_search_that_ends_early_says_so() -> None:
     assert not early.is_complete
     assert reasons(early, H100)[0].startswith("best of the 2 most promising layouts of ")
     # The first is not left out by what it needs at least, but it needs more.
-    tight = TENSORS_ALONE.with_values(memory=0.99 * early.best[0].memory.total)
+    first = choose(config, 2, TENSORS_ALONE, vocab_size=VOCAB, most=1).best[0]
+    tight = TENSORS_ALONE.with_values(memory=0.99 * first.memory.total)
     with pytest.raises(ConfigError, match=r"^none of the 1 most promising layouts of 2 processes"):
         choose(config, 2, tight, vocab_size=VOCAB, most=1)
 
@@ -378,12 +382,11 @@ def test_reasons_name_what_the_next_layout_spends_more_on() -> None:
 def test_experts_cut_by_width_send_each_row_to_the_other_parts() -> None:
     config = config_of()
     row = 2 * config.model.dim * BYTES[config.train.dtype]
-    whole, halves = (expert_exchanges(config, StageLayout(dp_shard=4, etp=n)).bytes for n in (1, 2))
+    exchanges = partial(expert_exchanges, config, node_size=8)
+    whole, halves = (exchanges(StageLayout(dp_shard=4, etp=n)).bytes for n in (1, 2))
     assert whole == 0
     assert halves == row  # every token once, since some expert of every rank wants it
-    both, dealt = (
-        expert_exchanges(config, StageLayout(dp_shard=4, ep=2, etp=n)).bytes for n in (2, 1)
-    )
+    both, dealt = (exchanges(StageLayout(dp_shard=4, ep=2, etp=n)).bytes for n in (2, 1))
     assert dealt < both <= dealt + 2 * row
 
 
@@ -407,7 +410,7 @@ def test_a_layer_that_runs_again_keeps_a_slice_of_its_input_and_exchanges_once_m
 
 
 def test_what_a_stage_waits_for_is_part_of_its_forward_or_its_backward() -> None:
-    only_links = H100.with_values(flops=1e30, layer_seconds=0.0)
+    only_links = H100.with_values(flops=1e30, launch_seconds=0.0)
     for recompute in ("none", "feed_forward", "full"):
         config = config_of({"mesh.tp": 2, "mesh.cp": 2, "train.recompute": recompute})
         plan = Plan(config, only_links, vocab_size=VOCAB)

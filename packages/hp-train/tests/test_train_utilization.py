@@ -7,7 +7,7 @@ import torch
 from hp_platform import RankInfo, initialize, shutdown
 from hp_train.config import Config, DataConfig, ModelConfig
 from hp_train.config.space import with_keys
-from hp_train.costs.machine import MACHINES, PEAK_TERAFLOPS, peak_flops
+from hp_train.costs.machine import MACHINES, PEAK_TERAFLOPS, REACHED, peak_flops
 from hp_train.training.utilization import Utilization, model_flops
 
 VOCAB = 256
@@ -45,9 +45,13 @@ def test_peaks_are_those_of_the_device_and_unknown_ones_are_not_guessed(
     assert peak_flops(name, dtype) == expected
 
 
-def test_machines_of_the_plan_reach_half_of_the_same_peak() -> None:
-    for name in ("a100", "h100", "h200"):
-        assert MACHINES[name].flops == 0.5e12 * PEAK_TERAFLOPS[name.upper()]["bfloat16"]
+def test_machines_of_the_plan_reach_the_same_share_of_the_same_peaks() -> None:
+    for name in ("a100", "h100", "h200", "b200", "gb200"):
+        peak = 1e12 * PEAK_TERAFLOPS[name.upper()]["bfloat16"]
+        machine = MACHINES[name]
+        assert machine.flops == pytest.approx(REACHED["product"] * peak)
+        assert machine.grouped_flops == pytest.approx(REACHED["grouped"] * peak)
+        assert machine.attention_flops == pytest.approx(REACHED["attention"] * peak)
 
 
 def test_operations_are_those_of_the_products_with_half_of_attention() -> None:

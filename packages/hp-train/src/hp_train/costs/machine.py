@@ -7,6 +7,9 @@ from typing import NamedTuple
 _MAY_BE_ZERO = frozenset(
     (
         "layer_seconds",
+        "grouped_flops",
+        "attention_flops",
+        "launch_seconds",
         "latency",
         "node_latency",
         "cores",
@@ -40,9 +43,16 @@ class Machine:
         flops: Floating-point operations per second of a matrix product.
         memory: Bytes per device.
         memory_bandwidth: Bytes per second of a device's memory.
-        layer_seconds: What a layer takes in forward however small its input is.
+        layer_seconds: What a layer takes in forward however small its input is; not where kernels
+            are priced one by one.
+        launch_seconds: Seconds that the host takes to launch a kernel. 0: kernels are not priced
+            one by one, but layers as products and `layer_seconds`.
+        grouped_flops: The same as `flops` of products in groups, those of experts.
+        attention_flops: The same of attention proper.
+        compiled: Share of what kernels other than products launch and move that is left of them
+            where `train.compile` fuses them.
         bandwidth: Bytes per second from a device to another of its node, in each direction.
-        latency: Seconds of a message between them.
+        latency: Seconds of a message between them, one of many that are under way.
         node_size: Devices of a node.
         node_bandwidth: Bytes per second of each device to other nodes.
         node_latency: Seconds of a message to another node.
@@ -58,6 +68,10 @@ class Machine:
     memory: float
     memory_bandwidth: float
     layer_seconds: float = 0.0
+    launch_seconds: float = 0.0
+    grouped_flops: float = 0.0
+    attention_flops: float = 0.0
+    compiled: float = 1.0
     bandwidth: float
     latency: float
     node_size: int = 8
@@ -72,7 +86,7 @@ class Machine:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            least = int(field.name not in _MAY_BE_ZERO)
+            least = int(field.name not in _MAY_BE_ZERO and field.name != "compiled")
             if not value >= least:
                 raise ValueError(f"{field.name} ({value}) must be >= {least}")
 
@@ -157,26 +171,79 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     return None if teraflops is None else teraflops * 1e12
 
 
-def _gpu(device: str, *, gigabytes: float, terabytes_per_second: float) -> Machine:
-    """Half of the dense bf16 rate of the data sheet; NVLink; 400 Gb/s per device between nodes."""
+REACHED: Mapping[str, float] = {
+    "product": 0.56,
+    "grouped": 0.41,
+    "attention": 0.54,
+    "memory": 0.88,
+    "link": 0.75,
+    "node link": 0.67,
+    "compiled": 0.34,
+    "launch seconds": 5.0e-6,
+}
+"""What programs reach of data sheets, fitted to published steps: `benchmarks/bench_plan_published.py`.
+
+Of the peak of products of matrices, of those of experts and of attention; of the bandwidth of memory,
+counting each operand of a kernel once; of links within a node and between nodes. Of kernels that are
+no products, the share that is left where they are fused. And the seconds in which a host launches a
+kernel.
+"""
+
+
+class Sheet(NamedTuple):
+    """What a data sheet says of a GPU and its usual links.
+
+    Attributes:
+        teraflops: Dense peak in bfloat16.
+        gigabytes: Memory.
+        terabytes_per_second: Bandwidth of that memory.
+        link: Gigabytes per second to other GPUs of the node, in each direction.
+        node_link: The same to other nodes.
+        node_size: GPUs that such links connect.
+    """
+
+    teraflops: float
+    gigabytes: float
+    terabytes_per_second: float
+    link: float = 450.0
+    node_link: float = 50.0
+    node_size: int = 8
+
+
+_PEAKS = {name: values["bfloat16"] for name, values in PEAK_TERAFLOPS.items() if "bfloat16" in values}
+
+SHEETS: Mapping[str, Sheet] = {
+    "a100": Sheet(_PEAKS["A100"], 80, 2.0, link=300, node_link=25),
+    "h100": Sheet(_PEAKS["H100"], 80, 3.35),
+    "h100-96gb": Sheet(0.8 * _PEAKS["H100"], 96, 2.4),
+    "h200": Sheet(_PEAKS["H200"], 141, 4.8),
+    "b200": Sheet(_PEAKS["B200"], 180, 7.7, link=900),
+    "gb200": Sheet(_PEAKS["GB200"], 186, 8.0, link=900, node_size=72),
+}
+"""SXM variants. The H100 with 96 GB of HBM2e draws 500 W, not 700: its peak is taken for 0.8 of it."""
+
+
+def of_sheet(sheet: Sheet, reached: Mapping[str, float] = REACHED) -> Machine:
+    """What programs reach of a data sheet."""
+    flops = sheet.teraflops * 1e12
     return Machine(
-        flops=0.5 * PEAK_TERAFLOPS[device]["bfloat16"] * 1e12,
-        memory=gigabytes * 1e9,
-        memory_bandwidth=0.8 * terabytes_per_second * 1e12,
-        layer_seconds=2e-4,
-        bandwidth=0.8 * 450e9,
-        latency=1e-5,
-        node_bandwidth=0.8 * 50e9,
-        node_latency=2e-5,
+        flops=reached["product"] * flops,
+        grouped_flops=reached["grouped"] * flops,
+        attention_flops=reached["attention"] * flops,
+        launch_seconds=reached["launch seconds"],
+        compiled=reached["compiled"],
+        memory=sheet.gigabytes * 1e9,
+        memory_bandwidth=reached["memory"] * sheet.terabytes_per_second * 1e12,
+        bandwidth=reached["link"] * sheet.link * 1e9,
+        latency=2e-6,
+        node_size=sheet.node_size,
+        node_bandwidth=reached["node link"] * sheet.node_link * 1e9,
+        node_latency=4e-6,
     ).with_values(**GPU_MARGIN)
 
 
 MACHINES = {
-    "a100": _gpu("A100", gigabytes=80, terabytes_per_second=2.0).with_values(
-        bandwidth=0.8 * 300e9, node_bandwidth=0.8 * 25e9
-    ),
-    "h100": _gpu("H100", gigabytes=80, terabytes_per_second=3.35),
-    "h200": _gpu("H200", gigabytes=141, terabytes_per_second=4.8),
+    **{name: of_sheet(sheet) for name, sheet in SHEETS.items()},
     "cpu": Machine(
         flops=2e10,
         memory=8e9,
@@ -189,4 +256,4 @@ MACHINES = {
         node_latency=1e-4,
     ),
 }
-"""By name. Of GPUs: data sheets of the SXM variants, times what programs usually reach."""
+"""By name."""

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from hp_context import Attention, SlidingWindow
+from hp_context import Attention
 from hp_expert import MoE
 from hp_train.base._internals import FakeTensorMode
 from hp_train.config import ModelConfig
+from hp_train.costs.kernels import seen_positions
 from hp_train.costs.work import Weight, Work
 from hp_train.layout.vocabulary import LogitTile
 from hp_train.model import DropoutKey, Microbatch, look_ahead
@@ -89,8 +90,8 @@ def run(model: ModelConfig, vocab_size: int, *, seq_len: int, dtype: str) -> Mod
         hp_train.errors.ConfigError: When `model.factory` makes no stage.
     """
     build = partial(build_stage, model, vocab_size, compute_dtype=getattr(torch, dtype))
-    alike = _alike(model)
-    stage = build(layers=sorted({*alike.values()}), first=True, last=True)
+    same = alike(model)
+    stage = build(layers=sorted({*same.values()}), first=True, last=True)
     names = {id(block): name for name, block in stage.named_modules()}
     blocks = {names[id(block)]: block for block in stage.blocks}
     weights = {name: _weights(_parameters(block)) for name, block in blocks.items()}
@@ -116,7 +117,7 @@ def run(model: ModelConfig, vocab_size: int, *, seq_len: int, dtype: str) -> Mod
         for name in blocks
     }
     loss, tiled = work(LOSS), work(TILED)
-    layers = {f"layers.{index}": works[f"layers.{of}"] for index, of in alike.items()}
+    layers = {f"layers.{index}": works[f"layers.{of}"] for index, of in same.items()}
     behind = {name: found for name, found in works.items() if name not in layers}
     return ModelWork(
         before=before + Work(summed=float(summed)),
@@ -128,7 +129,7 @@ def run(model: ModelConfig, vocab_size: int, *, seq_len: int, dtype: str) -> Mod
     )
 
 
-def _alike(model: ModelConfig) -> dict[int, int]:
+def alike(model: ModelConfig) -> dict[int, int]:
     """The first layer of the kind of each; of a model of one's own nothing is known of kinds."""
     firsts: dict[object, int] = {}
     found = {}
@@ -289,10 +290,7 @@ class _Recorder:
         """[B, S, N, H] of q, k and v to that of the output."""
         del attn_mask
         B, S, N, H = q.shape
-        # A query sees its window, or half of the positions on average.
-        seen = S / 2 if core.mask.causal else float(S)
-        if isinstance(core.mask, SlidingWindow):
-            seen = min(core.mask.left + 1 + core.mask.right, S)
+        seen = seen_positions(core, S)
         wide = torch.promote_types(q.dtype, torch.float32)
         shape = (B, S, N, v.shape[3])
         y = _keep(shape, q, k, v, q.new_empty(B, S, N, dtype=wide), with_output=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from hp_train.base.dtypes import BYTES
 from hp_train.config import Config, ModelConfig
-from hp_train.costs.work import Work, together
+from hp_train.costs.work import Kernel, Kernels, Work, together
 from hp_train.layout.schedules import placement, split_layers
 from hp_train.layout.vocabulary import logit_tile
 
@@ -39,6 +40,11 @@ def stages(config: Config, vocab_size: int, *, num_stages: int) -> tuple[Work, .
     """
     key, tiled = _key(config, vocab_size), is_tiled(config, vocab_size)
     return _stages(key, config.train.recompute, num_stages, tiled=tiled)
+
+
+def kernels(config: Config, vocab_size: int, *, num_stages: int) -> tuple[Kernels, ...]:
+    """What the stages of a pipeline have a GPU launch; see `hp_train.costs.kernels`."""
+    return _stage_kernels(_key(config, vocab_size), config.train.recompute, num_stages)
 
 
 def is_tiled(config: Config, vocab_size: int) -> bool:
@@ -141,3 +147,50 @@ def _stages(key: Key, recompute: str, num_stages: int, *, tiled: bool) -> tuple[
 def _kinds(key: Key, layers: Sequence[int]) -> tuple[BlockWork, ...]:
     """Blocks that are equal are one kind."""
     return tuple(_model(key).blocks[f"layers.{index}"] for index in layers)
+
+
+@lru_cache(maxsize=64)
+def _learned(key: Key) -> tuple[dict[str, Kernels], dict[int, int]]:
+    """Kernels of parts by name, and the layer that each one is like."""
+    from hp_train.costs.kernels import learn  # noqa: PLC0415 - imports torch
+    from hp_train.costs.meta_run import alike  # noqa: PLC0415 - imports torch
+
+    model, vocab_size, seq_len, dtype = key
+    same = alike(model)
+    layers = sorted({*same.values()})
+    return learn(model, vocab_size, layers, seq_len=seq_len, dtype=dtype), same
+
+
+@lru_cache(maxsize=1024)
+def _stage_kernels(key: Key, recompute: str, num_stages: int) -> tuple[Kernels, ...]:
+    learned, same = _learned(key)
+    found = []
+    for index, layers in enumerate(split_layers(key[0].num_layers, num_stages)):
+        names = [f"layers.{same[layer]}" for layer in layers]
+        parts = [_block_kernels(learned, recompute, name) for name in names]
+        if index == 0:
+            parts.append(learned["before"])
+        if index == num_stages - 1:
+            parts += [_block_kernels(learned, recompute, name) for name in _further(learned)]
+            parts.append(learned["loss"])
+        found.append(Kernels.of(parts))
+    return tuple(found)
+
+
+def _further(learned: dict[str, Kernels]) -> list[str]:
+    """Blocks of multi-token prediction."""
+    return [name for name in learned if name.startswith("mtp.") and name.endswith("block")]
+
+
+def _block_kernels(learned: dict[str, Kernels], recompute: str, name: str) -> Kernels:
+    """A block with what its backward runs again."""
+    parts = {kind: learned[name + kind] for kind in _PARTS_OF_BLOCKS if name + kind in learned}
+    again: Counter[Kernel] = Counter()
+    for kind, part in parts.items():
+        if recompute in ("full", _PARTS_OF_BLOCKS[kind]):
+            again += part.forward
+    return Kernels.of(parts.values())._replace(again=again)
+
+
+_PARTS_OF_BLOCKS = {"": "full", ".attend": "attention", ".feed": "feed_forward"}
+"""What `train.recompute` calls them."""

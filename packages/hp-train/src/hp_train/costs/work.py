@@ -1,14 +1,76 @@
 """What a part of a model has, computes, keeps and exchanges. No torch."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import chain
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from hp_train.layout.parameter import ParameterSpec
 from hp_train.layout.vocabulary import WIDE_BYTES
+
+
+KernelKind = Literal["product", "grouped", "attention", "memory"]
+"""Products of matrices, those of experts, attention proper, and what only moves bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """Something that a GPU launches for a microbatch, once or several times.
+
+    Attributes:
+        kind: What limits it besides memory.
+        launches: Kernels, copies and fills, however many tokens there are.
+        launches_per_token: Those besides that grow with them.
+        flops: Operations of matrices per token.
+        bytes: Bytes read and written per token, every operand once.
+        fixed_bytes: Bytes read and written however many tokens there are, such as weights.
+        is_expert: Whether these are weights of routed experts.
+    """
+
+    kind: KernelKind = "memory"
+    launches: float = 0.0
+    launches_per_token: float = 0.0
+    flops: float = 0.0
+    bytes: float = 0.0
+    fixed_bytes: float = 0.0
+    is_expert: bool = False
+
+    def __add__(self, other: "Kernel") -> "Kernel":
+        """Both, one after the other; of the kind of the second."""
+        return replace(
+            other,
+            launches=self.launches + other.launches,
+            launches_per_token=self.launches_per_token + other.launches_per_token,
+            flops=self.flops + other.flops,
+            bytes=self.bytes + other.bytes,
+            fixed_bytes=self.fixed_bytes + other.fixed_bytes,
+        )
+
+
+class Kernels(NamedTuple):
+    """What a part of a model launches for a microbatch, and how many times.
+
+    Attributes:
+        forward: In forward.
+        backward: In backward, but for what runs again.
+        again: What backward runs again.
+    """
+
+    forward: Counter[Kernel]
+    backward: Counter[Kernel]
+    again: Counter[Kernel]
+
+    @classmethod
+    def of(cls, parts: Iterable["Kernels"]) -> "Kernels":
+        """All of some parts."""
+        found = cls(Counter(), Counter(), Counter())
+        for part in parts:
+            for mine, others in zip(found, part, strict=True):
+                mine.update(others)
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from hp_vtp import Edge, PipelineLayout, Sharded, StepKind, plan_edge
 from hp_vtp import StageLayout as ReplicaLayout
 
 if TYPE_CHECKING:
-    from hp_train.config import Config
+    from hp_train.config import Config, MeshConfig, ModelConfig, PipelineConfig
 
 GROUPS: Mapping[str, tuple[Axis, ...]] = {
     "dp_replicate": ("dp_replicate",),
@@ -107,10 +107,33 @@ def held(config: Config, rank: int, *, node_size: int) -> Held:
         rank: Global rank.
         node_size: Devices of a node.
     """
-    return Held.of(rank, _exchanges(config, rank), node_size=node_size)
+    mesh, pipeline, train = config.mesh, config.pipeline, config.train
+    size = (train.microbatch_size, config.data.seq_len // mesh.cp, BYTES[train.dtype])
+    if _has_equal_edges(mesh, pipeline):
+        size = (1, 1, 1)  # nothing depends on how large messages are
+    return _held(_Run(mesh, pipeline, config.model, size), rank, node_size)
 
 
-def _exchanges(config: Config, rank: int) -> Iterator[Sequence[int]]:
+class _Run(NamedTuple):
+    """What decides which groups there are; `size` is sequences, positions and bytes of a number."""
+
+    mesh: MeshConfig
+    pipeline: PipelineConfig
+    model: ModelConfig
+    size: tuple[int, int, int]
+
+
+@lru_cache(maxsize=1 << 14)  # batches of one layout ask for the same
+def _held(run: _Run, rank: int, node_size: int) -> Held:
+    return Held.of(rank, _exchanges(run, rank), node_size=node_size)
+
+
+def _has_equal_edges(mesh: MeshConfig, pipeline: PipelineConfig) -> bool:
+    """Whether each rank sends to one rank of the next stage."""
+    return Layout.of(mesh).is_even and not KINDS[pipeline.schedule].returns
+
+
+def _exchanges(config: _Run, rank: int) -> Iterator[Sequence[int]]:
     """For each communicator of a rank, the ranks that it sends to or receives from one by one."""
     mesh, layout = config.mesh, Layout.of(config.mesh)
     if layout.world_size == 1:
@@ -125,7 +148,7 @@ def _exchanges(config: Config, rank: int) -> Iterator[Sequence[int]]:
             yield _group(place, rank, *axes) if name in talks else ()
     if mesh.cp > 1:
         yield from _of_sequence(config, _group(place, rank, "cp"), rank)
-    if layout.is_even and not KINDS[config.pipeline.schedule].returns:
+    if _has_equal_edges(mesh, config.pipeline):
         for step in {1, -1} if mesh.pp > 2 else range(1, mesh.pp):
             other = layout.stages[(index + step) % mesh.pp].first + rank - place.first
             yield from ((other,), (other,))  # an edge there and an edge back
@@ -135,7 +158,7 @@ def _exchanges(config: Config, rank: int) -> Iterator[Sequence[int]]:
         yield ()
 
 
-def _of_sequence(config: Config, members: Sequence[int], rank: int) -> Iterator[Sequence[int]]:
+def _of_sequence(config: _Run, members: Sequence[int], rank: int) -> Iterator[Sequence[int]]:
     """As `_exchanges`, of the ranks that share a sequence."""
     degree, at = config.mesh.heads_degree, members.index(rank)
     inner, outer = members[at - at % degree :][:degree], members[at % degree :: degree]
@@ -150,16 +173,16 @@ def _of_sequence(config: Config, members: Sequence[int], rank: int) -> Iterator[
         yield inner if degree > 1 else outer
 
 
-def _of_uneven_edges(config: Config, layout: Layout, rank: int) -> Iterator[Sequence[int]]:
+def _of_uneven_edges(config: _Run, layout: Layout, rank: int) -> Iterator[Sequence[int]]:
     """As `_exchanges`, of the messages that hp-vtp plans between stages."""
-    train, width = config.train, config.model.stage_width
-    shape = (train.microbatch_size, config.data.seq_len // config.mesh.cp, width)
+    sequences, positions, itemsize = config.size
+    shape = (sequences, positions, config.model.stage_width)
     for edge in _edges(layout, placement(config.pipeline, num_ranks=layout.pp)):
         if rank not in edge.ranks:
             continue
         sources, destinations = edge.source_ranks, edge.destination_ranks
         across, inside = set[int](), set[int]()
-        for step in plan_edge(edge, shape, itemsize=BYTES[train.dtype]).steps:
+        for step in plan_edge(edge, shape, itemsize=itemsize).steps:
             senders = destinations if step.kind is StepKind.SPREAD else sources
             receivers = sources if step.kind is StepKind.COLLECT else destinations
             for move in step.moves:
@@ -171,7 +194,7 @@ def _of_uneven_edges(config: Config, layout: Layout, rank: int) -> Iterator[Sequ
             yield tuple(inside)
 
 
-def _has_experts(config: Config, index: int, stages: Sequence[int]) -> bool:
+def _has_experts(config: _Run, index: int, stages: Sequence[int]) -> bool:
     """Whether a pipeline rank has a layer of experts."""
     model = config.model
     layers = split_layers(model.num_layers, len(stages))

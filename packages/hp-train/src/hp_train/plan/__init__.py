@@ -9,5 +9,6 @@ torch, and hp-expert where experts are shared out.
 from hp_train.costs.machine import MACHINES, Machine
 from hp_train.plan.choose import Choice, choose
 from hp_train.plan.estimate import Estimate, estimate
+from hp_train.plan.traffic import Spread
 
-__all__ = ["MACHINES", "Choice", "Estimate", "Machine", "choose", "estimate"]
+__all__ = ["MACHINES", "Choice", "Estimate", "Machine", "Spread", "choose", "estimate"]

@@ -1,14 +1,15 @@
 """Compare all layouts of a number of devices and say why the best is best. No torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count as counter
+from itertools import product
 
 from msgspec.structs import replace
 
 from hp_schedule import Costs, Schedule, simulate
-from hp_train.config import Config
+from hp_train.config import Config, rules
 from hp_train.config.space import Axis, enumerate_meshes, layouts_of_mesh, with_keys
 from hp_train.costs.machine import Machine
 from hp_train.errors import ConfigError
@@ -16,6 +17,8 @@ from hp_train.layout.ranks import Layout
 from hp_train.layout.schedules import KINDS, count_microbatches
 from hp_train.plan.estimate import Estimate, Need, Plan
 
+_PLAINEST: Mapping[str, object] = {"pipeline.schedule": "1f1b", "pipeline.stages_per_rank": 1}
+_PER_MICROBATCH = ("train.microbatch_size", "train.recompute")
 _MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")
 
 
@@ -122,6 +125,10 @@ def choose(
     return Choice(tuple(found[:count]), nearest, len(meshes), simulated, is_complete)
 
 
+_Found = tuple[float, Config, "Callable[[Config], Iterator[_Found]] | None"]
+"""A bound, what it is of, and what makes that into layouts; None: it is one."""
+
+
 class _Search:
     """Layouts in the order of their bounds.
 
@@ -146,19 +153,34 @@ class _Search:
     def by_bound(self, meshes: Sequence[Config]) -> Iterator[tuple[float, Config]]:
         """Yield bounds and layouts, in ascending order; what is not asked for is not priced."""
         order = counter()
-        waiting = [(self.bound_of_mesh(mesh), next(order), mesh, True) for mesh in meshes]
+        waiting = [(self.bound_of_mesh(mesh), next(order), mesh, self._meshes) for mesh in meshes]
         heapify(waiting)
         while waiting:
-            least, _, config, is_mesh = heappop(waiting)
-            if not is_mesh:
+            least, _, config, narrower = heappop(waiting)
+            if narrower is None:
                 yield least, config
                 continue
-            for _, layout in layouts_of_mesh(config, axes=self._axes):
-                if _is_repeated(layout) or self._need_not_go_by_block(layout):
-                    continue
-                bound = self.bound(layout)
-                if bound is not None:
-                    heappush(waiting, (bound, next(order), layout, False))
+            for bound, found, further in narrower(config):
+                heappush(waiting, (max(least, bound), next(order), found, further))
+
+    def _meshes(self, mesh: Config) -> Iterator[_Found]:
+        """What a mesh is made into first: microbatches of all sizes, kept or computed again."""
+        varied = [axis for axis in self._axes if axis.key in _PER_MICROBATCH]
+        for values in product(*(axis.choices for axis in varied)):
+            keys = {axis.key: value for axis, value in zip(varied, values, strict=True)}
+            found = with_keys(mesh, _PLAINEST | keys)
+            if rules.allows_batch(found):
+                yield self._plan(found).least_mean_seconds(), found, self._layouts
+
+    def _layouts(self, found: Config) -> Iterator[_Found]:
+        """The layouts with one size of microbatches."""
+        axes = [axis for axis in self._axes if axis.key not in _PER_MICROBATCH]
+        for _, layout in layouts_of_mesh(found, axes=axes):
+            if _is_repeated(layout) or self._need_not_go_by_block(layout):
+                continue
+            bound = self.bound(layout)
+            if bound is not None:
+                yield bound, layout, None
 
     def _need_not_go_by_block(self, layout: Config) -> bool:
         """Whether parameters are gathered by block that fit into memory by stage."""
@@ -170,8 +192,7 @@ class _Search:
         """Of all layouts of a mesh: the mean rank computes its share in one microbatch."""
         batch = max(1, mesh.train.global_batch_size // Layout.of(mesh.mesh).dp)
         plainest = {
-            "pipeline.schedule": "1f1b",
-            "pipeline.stages_per_rank": 1,
+            **_PLAINEST,
             "train.microbatch_size": batch,
             "train.recompute": "none",
         }

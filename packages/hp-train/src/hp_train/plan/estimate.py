@@ -28,9 +28,11 @@ from hp_train.layout.schedules import (
     placement,
     split_layers,
 )
+from hp_train.plan.kernels import Compute, rates_of
 from hp_train.plan.memory import Memory, buffer_bytes, static_memory
 from hp_train.plan.traffic import (
     EdgeLink,
+    Spread,
     Transfer,
     activation_transfers,
     edge_link,
@@ -107,10 +109,14 @@ class Plan:
         config: Configuration of the layout; checked.
         machine: Machine with as many devices as the layout has ranks.
         vocab_size: Tokens of the vocabulary, the rows of the embedding.
+        spread: Where the experts of a token are; None: by even chances, by hp-expert's dispatcher.
     """
 
-    def __init__(self, config: Config, machine: Machine, *, vocab_size: int) -> None:
+    def __init__(
+        self, config: Config, machine: Machine, *, vocab_size: int, spread: Spread | None = None
+    ) -> None:
         self.config, self.machine = config, machine
+        self.spread, self._vocab_size = spread or Spread(), vocab_size
         self.layout = Layout.of(config.mesh)
         train = config.train
         # That attention sees on a rank; between layers tensor-parallel ranks share them.
@@ -130,33 +136,46 @@ class Plan:
     @cached_property
     def forward(self) -> list[float]:
         """Seconds of each stage for a microbatch."""
-        computed = [
-            busy + wait[0] for busy, wait in zip(self.weight_grad, self._waits, strict=True)
-        ]
-        # Gathered while it computes.
-        return [max(pair) for pair in zip(computed, self._by_block, strict=True)]
+        each = zip(self._computes, self._waits, self._by_block, strict=True)
+        # Parameters are gathered meanwhile.
+        return [max(compute.forward + wait[0], gather) for compute, wait, gather in each]
 
     @cached_property
     def input_grad(self) -> list[float]:
-        """Likewise, with what runs again, which takes as long as it did."""
-        seconds = []
-        each = zip(self.stages, self.weight_grad, self._waits, self._by_block, strict=True)
-        for stage, busy, wait, gather in each:
-            repeated = stage.again.flops / stage.flops if stage.again else 0.0
+        """Likewise, with what runs again."""
+        each = zip(self._computes, self._waits, self._by_block, strict=True)
+        return [
             # Meanwhile parameters are gathered and gradients reduced.
-            seconds.append(max(busy * (1 + repeated) + sum(wait[1:]), 2 * gather - busy))
-        return seconds
+            max(compute.input_grad + compute.again + sum(wait[1:]), 2 * gather - compute.weight_grad)
+            for compute, wait, gather in each
+        ]
 
     @cached_property
     def weight_grad(self) -> list[float]:
         """Likewise; weights wait for nobody."""
-        layers = split_layers(self.config.model.num_layers, len(self.stages))
-        seconds = []
-        for stage, place, mine in zip(self.stages, self.places, layers, strict=True):
-            share = self._slowed * self.tokens / place.tp / self.machine.flops
-            fixed = self._slowed * len(mine) * self.machine.layer_seconds
-            seconds.append(share * stage.flops + fixed)
-        return seconds
+        return [compute.weight_grad for compute in self._computes]
+
+    @cached_property
+    def _computes(self) -> list[Compute]:
+        """What each stage computes for a microbatch."""
+        tokens, slowed = [self.tokens / place.tp for place in self.places], self._slowed
+        config, machine = self.config, self.machine
+        if machine.launch_seconds:
+            kernels = modules.kernels(config, self._vocab_size, num_stages=len(self.stages))
+            compiled = config.train.compile != "none"
+            rates = rates_of(machine, is_compiled=compiled, slowed=slowed)
+            return [
+                rates.compute(each, number, place, load=self.spread.load)
+                for each, number, place in zip(kernels, tokens, self.places, strict=True)
+            ]
+        layers = map(len, split_layers(config.model.num_layers, len(self.stages)))
+        found = []
+        for stage, number, mine in zip(self.stages, tokens, layers, strict=True):
+            busy = slowed * (number * stage.flops / machine.flops + mine * machine.layer_seconds)
+            repeated = stage.again.flops / stage.flops if stage.again else 0.0
+            # What runs again takes as long as it did.
+            found.append(Compute(busy, busy, busy, again=busy * repeated))
+        return found
 
     @cached_property
     def _by_block(self) -> list[float]:
@@ -208,7 +227,9 @@ class Plan:
         if place.ep * place.etp > 1 and config.model.has_experts:
             dealt = self.tokens // place.tp
             found.append(
-                expert_transfer(config, works, place, machine, tokens=dealt, backward=backward)
+                expert_transfer(
+                    config, works, place, machine, tokens=dealt, backward=backward, spread=self.spread
+                )
             )
         return found
 
@@ -396,15 +417,18 @@ class Plan:
         ]
 
 
-def estimate(config: Config, machine: Machine, *, vocab_size: int) -> Estimate:
+def estimate(
+    config: Config, machine: Machine, *, vocab_size: int, spread: Spread | None = None
+) -> Estimate:
     """What a layout costs on a machine.
 
     Args:
         config: Configuration of the layout; checked.
         machine: What its devices do.
         vocab_size: Tokens of the vocabulary, the rows of the embedding.
+        spread: See `Plan`.
     """
-    return Plan(config, machine, vocab_size=vocab_size).estimate()
+    return Plan(config, machine, vocab_size=vocab_size, spread=spread).estimate()
 
 
 def _cores(machine: Machine, layout: Layout) -> tuple[int | None, float]:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from hp_train.base.dtypes import BYTES
 from hp_train.config import Config, ModelConfig
@@ -40,34 +41,64 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
+class Spread:
+    """Over which ranks and nodes the experts of a token are, and how rows get there.
+
+    Attributes:
+        ranks: Ranks that have experts of a token, on average; 0: by even chances, and a row for each
+            expert or for each rank as hp-expert's dispatcher chooses.
+        nodes: Nodes that have experts of a token, on average; 0: a row for each of those ranks
+            leaves the node, as in hp-expert; else one for each node, which spreads it among its own.
+        load: Rows of the busiest rank's experts, by those of the mean.
+    """
+
+    ranks: float = 0.0
+    nodes: float = 0.0
+    load: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertExchanges:
     """What a layer of experts sends to other ranks.
 
     Attributes:
-        bytes: Bytes sent for a token in forward, and as many in backward.
+        inside: Bytes sent within the node for a token in forward, and as many in backward.
+        between: The same to other nodes.
         forward: Messages of a rank in forward.
         backward: Messages of a rank in backward.
     """
 
-    bytes: float
+    inside: float
+    between: float
     forward: int
     backward: int
 
+    @property
+    def bytes(self) -> float:
+        """Both."""
+        return self.inside + self.between
 
-def expert_exchanges(config: Config, layout: StageLayout) -> ExpertExchanges:
+
+def expert_exchanges(
+    config: Config, layout: StageLayout, *, node_size: int, spread: Spread = Spread()
+) -> ExpertExchanges:
     """What a layer of experts sends to other ranks.
 
     The dispatcher chooses between a row per expert and a row per rank as hp-expert does. Where the
     width of experts is cut, what arrives is gathered by the ranks that have the other parts, and
     their outputs are summed on the way back.
     """
-    return _expert_exchanges(config.model, BYTES[config.train.dtype], layout)
+    size = BYTES[config.train.dtype]
+    return _expert_exchanges(config.model, size, layout, node_size, spread)
 
 
 @lru_cache(maxsize=4096)
-def _expert_exchanges(model: ModelConfig, size: int, layout: StageLayout) -> ExpertExchanges:
-    if layout.ep * layout.etp == 1:
-        return ExpertExchanges(0.0, 0, 0)
+def _expert_exchanges(
+    model: ModelConfig, size: int, layout: StageLayout, node_size: int, spread: Spread
+) -> ExpertExchanges:
+    ep = layout.ep
+    if ep * layout.etp == 1:
+        return ExpertExchanges(0.0, 0.0, 0, 0)
     from hp_expert import (  # noqa: PLC0415 - imports torch
         deduplication_pays,
         dispatch_bytes,
@@ -75,20 +106,29 @@ def _expert_exchanges(model: ModelConfig, size: int, layout: StageLayout) -> Exp
     )
 
     row_bytes, weight_bytes = model.dim * size, max(4, size)
-    shape = (model.num_experts, model.top_k, layout.ep)
+    shape = (model.num_experts, model.top_k, ep)
     cost = dispatch_bytes(*shape, row_bytes=row_bytes, weight_bytes=weight_bytes)
     pays = deduplication_pays(*shape, row_bytes=row_bytes, weight_bytes=weight_bytes)
-    share_of_others = (layout.ep - 1) / layout.ep
-    dispatched = share_of_others * (cost.deduplicated if pays else cost.plain)
+    # Of a token, there and back.
     rows = expected_rows_per_token(*shape) if pays else model.top_k
+    sent = (cost.deduplicated if pays else cost.plain) / 2
+    if spread.ranks:
+        rows, sent = spread.ranks, spread.ranks / rows * sent
+    group = layout.ranks("ep", "etp")[0]
+    near = sum(rank // node_size == group[0] // node_size for rank in group) / layout.etp
+    # What stays on a rank is not sent.
+    inside, between = sent * (near - 1) / ep, sent * (ep - near) / ep
+    if spread.nodes:
+        inside, between = sent * (near - 1) / near, sent / rows * spread.nodes * (ep - near) / ep
     # Forward announces counts, sends rows and routing weights (and for which experts a row is,
     # where it may be for several), and brings outputs back; backward has nothing to announce. Among
     # ranks that share an expert there is one more.
-    gathered = 4 * rows * row_bytes * (layout.etp - 1)
+    gathered = 2 * rows * row_bytes * (layout.etp - 1)
     return ExpertExchanges(
-        bytes=(dispatched + gathered) / 2,
-        forward=(4 + pays) * (layout.ep - 1) + 5 * (layout.etp - 1),
-        backward=3 * (layout.ep - 1) + 3 * (layout.etp - 1),
+        inside=max(0.0, inside) + gathered,
+        between=between,
+        forward=(4 + pays) * (ep - 1) + 5 * (layout.etp - 1),
+        backward=3 * (ep - 1) + 3 * (layout.etp - 1),
     )
 
 
@@ -106,14 +146,20 @@ def expert_transfer(
     *,
     tokens: int,
     backward: bool,
+    spread: Spread = Spread(),
 ) -> Transfer:
-    """Dispatch and combine of some tokens through the layers of some stages, in one direction."""
+    """Dispatch and combine of some tokens through the layers of some stages, in one direction.
+
+    What goes to other nodes goes beside what stays within.
+    """
     layers = sum(work.rows for work in works) / max(1, config.model.top_k)
-    each = expert_exchanges(config, layout)
+    each = expert_exchanges(config, layout, node_size=machine.node_size, spread=spread)
     messages = layers * (each.backward if backward else each.forward)
-    size = layers * tokens * each.bytes
-    bandwidth, latency, far = group_link(layout, machine, "ep", "etp")
-    return Transfer("experts", size, size / bandwidth + messages * latency, far)
+    rows = layers * tokens * spread.load
+    latency = group_link(layout, machine, "ep", "etp").latency
+    busy = max(each.inside / machine.bandwidth, each.between / machine.node_bandwidth)
+    seconds = rows * busy + messages * latency
+    return Transfer("experts", rows * each.bytes, seconds, each.between > 0)
 
 
 def activation_transfers(
@@ -170,10 +216,10 @@ def gradient_transfers(
         if copies == 1:
             continue
         elements = sum(stage_elements(stage, layout, is_expert=is_expert) for stage in stages)
+        ring = _ring(layout, machine, axis)
+        # Reduced and scattered, then gathered.
         size = 2 * (copies - 1) / copies * elements * parameter_bytes(config)
-        bandwidth, latency, far = group_link(layout, machine, axis)
-        seconds = size / bandwidth + 2 * (copies - 1) * latency
-        transfers.append(Transfer("gradients", size, seconds, far))
+        transfers.append(Transfer("gradients", size, size * ring.per_byte + 2 * ring.wait, ring.is_far))
     return transfers
 
 
@@ -189,10 +235,41 @@ def shard_transfer(config: Config, stage: Work, layout: StageLayout, machine: Ma
             continue
         local = stage_elements(stage, layout, is_expert=is_expert)
         part = (shards - 1) * local * parameter_bytes(config)
-        bandwidth, latency, spans = group_link(layout, machine, *axes)
-        size, far = size + part, far or spans
-        seconds += part / bandwidth + (shards - 1) * latency
+        ring = _ring(layout, machine, *axes)
+        size, far = size + part, far or ring.is_far
+        seconds += part * ring.per_byte + ring.wait
     return Transfer("parameters", size, seconds, far)
+
+
+class _Ring(NamedTuple):
+    """What a collective of a group takes that brings every rank the parts of all.
+
+    Attributes:
+        per_byte: Seconds for each byte that a rank gets.
+        wait: Seconds of the messages' latencies.
+        is_far: Whether it leaves the node.
+    """
+
+    per_byte: float
+    wait: float
+    is_far: bool
+
+
+@lru_cache(maxsize=4096)
+def _ring(layout: StageLayout, machine: Machine, *axes: Axis) -> _Ring:
+    """The slowest group along some axes. Ranks of a node share what comes in from others."""
+    slowest = _Ring(0.0, 0.0, is_far=False)
+    for ranks in layout.ranks(*axes):
+        per_node = Counter(rank // machine.node_size for rank in ranks)
+        bandwidth, latency, far = machine.link([ranks])
+        if far:
+            nodes, near = len(per_node), min(per_node.values())
+            others = (nodes - 1) / nodes * len(ranks) / (len(ranks) - 1)
+            between = others / near / machine.node_bandwidth
+            bandwidth = 1 / max(between, 1 / machine.bandwidth)
+        found = _Ring(1 / bandwidth, (len(ranks) - 1) * latency, far)
+        slowest = max(slowest, found)
+    return slowest
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ class _Operator:
         base: Name in the schema, without the overload, such as `"aten::mm"`.
         writes: Positions, or names if keyword-only, of the arguments that it writes.
         overwrites: Whether it writes them without reading them.
+        gathers: Whether it reads no more of its first argument than it returns.
         makes: Whether it returns new tensors: not a view, and not an argument that it wrote.
         is_silent: Whether CUDA launches nothing for it.
         resizes: Whether storages that it is given may have another size after it.
@@ -59,6 +60,7 @@ class _Operator:
     base: str
     writes: tuple[int | str, ...]
     overwrites: bool
+    gathers: bool
     makes: bool
     is_silent: bool
     resizes: bool
@@ -90,6 +92,7 @@ def _describe(func: Any) -> _Operator:
         base=base,
         writes=tuple(writes),
         overwrites=is_out or base in launches.OVERWRITES,
+        gathers=base in launches.GATHERS,
         makes=makes,
         is_silent=is_view or launches.is_silent(func),
         resizes=resizes,
@@ -272,10 +275,11 @@ def _launch(
         num_bytes += x.numel() * x.element_size()
         if (block := find(x)) is not None:
             writes.append(block.number)
-    for x in dry:
+    for index, x in enumerate(dry):
         if op.overwrites and id(x) in own:
             continue
-        num_bytes += x.numel() * x.element_size()
+        size = x.numel() * x.element_size()
+        num_bytes += min(size, num_bytes) if op.gathers and not index else size
         if (block := find(x)) is not None:
             reads.append(block.number)
     if not num_bytes:

@@ -53,6 +53,9 @@ OVERWRITES: Final = frozenset(
 )
 """Operators that write an argument and do not read it."""
 
+GATHERS: Final = frozenset(("aten::embedding", "aten::gather", "aten::index", "aten::index_select"))
+"""Operators that read no more of their first argument than they return."""
+
 
 def num_kernels(
     func: Any,  # torch._ops.OpOverload
@@ -83,6 +86,8 @@ def is_silent(func: Any) -> bool:
 
 def flops_of(func: Any) -> Callable[..., int] | None:
     """What counts the flops of an operator, as torch's flop counter has it; None without any."""
+    if func.name() == "aten::_grouped_mm":  # torch counts none
+        return _grouped_flops
     counted: Callable[..., int] | None = flop_registry.get(func.overloadpacket)
     if counted is None or "_scaled_dot_product_" not in func.name():
         return counted
@@ -95,6 +100,11 @@ def flops_of(func: Any) -> Callable[..., int] | None:
         return counted(*args[:first], q, k, v, *args[first + 3 :], **kwargs)
 
     return count
+
+
+def _grouped_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """Of products in groups: rows [R, D] by [E, D, F], or [D, R] by [R, F] in E runs of R."""
+    return 2 * a.numel() * b.shape[-1]
 
 
 @cache

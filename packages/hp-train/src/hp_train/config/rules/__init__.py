@@ -22,6 +22,7 @@ from hp_train.config.rules.sizes import size_rules
 from hp_train.errors import ConfigError
 
 __all__ = [
+    "allows_batch",
     "allows_mesh",
     "allows_pipeline",
     "allows_stages",
@@ -57,6 +58,11 @@ def allows_mesh(config: Config) -> bool:
 def allows_pipeline(config: Config) -> bool:
     """Whether pipeline and batch go with mesh and model, which go together."""
     return next(_pipeline_problems(config), None) is None
+
+
+def allows_batch(config: Config) -> bool:
+    """Whether the batch comes in whole microbatches on all ranks."""
+    return next(batch_rules(config), None) is None
 
 
 def allows_stages(config: Config) -> bool:

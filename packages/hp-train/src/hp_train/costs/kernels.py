@@ -1,0 +1,246 @@
+"""What each block of a model has a GPU launch, learned by running it on a device that computes nothing.
+
+The model runs forward and backward twice on `hp_platform.dry.DryDevice`, one rank with one layer of
+each kind, once with a sequence and once with two: what differs grows with tokens, what stays is read
+or written whatever their number, as weights are. Each part of a block is cut from the graph of the
+others, so that its backward is run, and counted, by itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hp_context import Attention, SlidingWindow
+from hp_expert import MoE
+from hp_platform.dry import DryDevice
+from hp_platform.dry.trace import Launch, Trace
+from hp_train.config import ModelConfig
+from hp_train.costs.work import Kernel, KernelKind, Kernels
+from hp_train.model import DropoutKey, Microbatch, look_ahead
+from hp_train.model.block import Block
+from hp_train.model.loss import loss_of
+from hp_train.model.stage import Stage
+from hp_train.model.transformer import build_stage
+
+BEFORE, LOSS = "before", "loss"
+_PARTS = (".attend", ".feed")
+_PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm"))
+
+
+
+@dataclass(slots=True)
+class _Part:
+    """A part of a stage while it runs.
+
+    Attributes:
+        name: Name under which it is counted.
+        launches: What its forward launched.
+        ends: Ends of its graph: what it returned, and what it handed to parts inside it.
+    """
+
+    name: str
+    launches: list[Launch] = field(default_factory=list)
+    ends: list[Tensor] = field(default_factory=list)
+
+    def cut(self, values: Any) -> Any:
+        """The same with tensors at which another graph begins; parameters are such already."""
+
+        def change(x: Tensor) -> Tensor:
+            if x.grad_fn is None:
+                return x
+            self.ends.append(x)
+            return x.detach().requires_grad_()
+
+        return _mapped(values, change)
+
+
+class _Parts:
+    """Parts of a stage, each with a graph of its own.
+
+    Args:
+        trace: Trace of the device they run on.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._seen = 0
+        self._open: list[_Part] = []
+        self._done: list[_Part] = []
+
+    def cut(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function whose launches are counted under a name."""
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            outer, part = self._open[-1], _Part(name)
+            outer.launches += self._new()
+            self._open.append(part)
+            output = function(*outer.cut(args), **outer.cut(kwargs))
+            part.launches += self._new()
+            self._done.append(self._open.pop())
+            return part.cut(output)
+
+        return call
+
+    def run(self, forward: Callable[[], Tensor]) -> dict[str, Launches]:
+        """Run all parts forward, then each backward; returns what was launched for each."""
+        self._new()
+        self._done.clear()
+        self._open = [_Part(BEFORE)]
+        before = self._open[0]
+        before.cut(forward())
+        before.launches += self._new()
+        found: dict[str, Launches] = {}
+        for part in (*self._done[::-1], before):
+            gradients = [torch.empty_like(x) for x in part.ends]
+            if gradients:
+                torch.autograd.backward(part.ends, gradients)
+            ways = found.setdefault(part.name, Launches([], []))
+            ways.forward.extend(part.launches)
+            ways.backward.extend(self._new())
+        return found
+
+    def _new(self) -> list[Launch]:
+        """Launches since the last call."""
+        events = self._trace.events[self._seen :]
+        self._seen = len(self._trace.events)
+        return [event for event in events if isinstance(event, Launch) and event.num_kernels]
+
+
+class Launches(NamedTuple):
+    """What a part launched."""
+
+    forward: list[Launch]
+    backward: list[Launch]
+
+
+def _mapped(values: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same with other tensors."""
+    if isinstance(values, Tensor):
+        return change(values)
+    if isinstance(values, dict):
+        return {key: _mapped(each, change) for key, each in values.items()}
+    if isinstance(values, list | tuple):
+        changed = [_mapped(each, change) for each in values]
+        return type(values)(*changed) if hasattr(values, "_fields") else type(values)(changed)
+    return values
+
+
+def learn(
+    model: ModelConfig, vocab_size: int, layers: Sequence[int], *, seq_len: int, dtype: str
+) -> dict[str, Kernels]:
+    """Learn the kernels of some layers, and of what is in front of them and behind.
+
+    Args:
+        model: Configuration of the model.
+        vocab_size: Rows of the embedding.
+        layers: Indices of the layers to run.
+        seq_len: Positions of a sequence.
+        dtype: Dtype of activations, as `train.dtype` names it.
+
+    Returns:
+        Kernels of each part by its name: `"before"`, `"layers.3.attend"`, `"layers.3.feed"`,
+        `"layers.3"` for what is in neither, `"loss"`; what is between the last block and the loss
+        is counted as in front of the first.
+    """
+    build = partial(build_stage, model, vocab_size, compute_dtype=getattr(torch, dtype))
+    with DryDevice() as device:
+        stage = build(layers=layers, first=True, last=True)
+        stage.to_empty(device="cuda")
+        stage.share_casts()
+        parts = _Parts(device.trace)
+        names = {id(module): name for name, module in stage.named_modules()}
+        for block in stage.blocks:
+            name = names[id(block)]
+            if isinstance(block, Block):
+                block.attend = parts.cut(f"{name}.attend", block.attend)
+                block.feed = parts.cut(f"{name}.feed", block.feed)
+            block.forward = parts.cut(name, block.forward)  # type: ignore[method-assign]
+        stage.linear_cross_entropy = parts.cut(LOSS, stage.linear_cross_entropy)
+        run = partial(_loss, stage, model, seq_len=seq_len)
+        parts.run(partial(run, 1))  # makes casts and gradients, to which the others add
+        one, two = (parts.run(partial(run, number)) for number in (1, 2))
+    found = {}
+    for name, first in one.items():
+        module = stage.get_submodule(name.rpartition(".")[0]) if name.endswith(_PARTS) else None
+        read = partial(_kernels, module=module, seq_len=seq_len)
+        found[name] = Kernels(*map(read, first, two[name]), again=Counter())
+    return found
+
+
+def _loss(stage: Stage, model: ModelConfig, num_sequences: int, *, seq_len: int) -> Tensor:
+    """Forward of a microbatch."""
+    tokens = torch.zeros(num_sequences, seq_len, dtype=torch.int64, device="cuda")
+    key = DropoutKey(0, 0, torch.arange(num_sequences), torch.arange(seq_len))
+    counts = (tokens.numel(),) * model.num_mtp_modules
+    ahead = look_ahead(tokens, tokens, counts) if counts else None
+    microbatch = Microbatch(num_sequences, key, targets=tokens, ahead=ahead)
+    output: Tensor = stage(tokens, microbatch=microbatch)
+    return loss_of(output, tokens) if output.ndim else output
+
+
+def _kernels(
+    one: list[Launch], two: list[Launch], *, module: nn.Module | None, seq_len: int
+) -> Counter[Kernel]:
+    """Compare what one sequence and two of them launch in a part of a block."""
+    parts = [] if module is None else list(module.modules())
+    seen = [seen_positions(part, seq_len) for part in parts if isinstance(part, Attention)]
+    is_expert = any(isinstance(part, MoE) for part in parts)
+    if [each.what for each in one] != [each.what for each in two]:
+        one, two = _by_name(one), _by_name(two)
+    found: defaultdict[object, Kernel] = defaultdict(Kernel)
+    for place, (first, second) in enumerate(zip(one, two, strict=True)):
+        kind = _kind(first)
+        per_token = (second.num_bytes - first.num_bytes) / seq_len
+        more = (second.num_kernels - first.num_kernels) / seq_len
+        # Operators of attention count all scores, and compute those that a query sees.
+        share = seen[0] / seq_len if kind == "attention" and seen else 1.0
+        # What only moves bytes takes as long together.
+        found[kind if kind == "memory" else place] += Kernel(
+            kind=kind,
+            launches=first.num_kernels - more * seq_len,
+            launches_per_token=more,
+            flops=share * (second.flops - first.flops) / seq_len,
+            bytes=per_token,
+            fixed_bytes=max(0.0, first.num_bytes - per_token * seq_len),
+            is_expert=is_expert,
+        )
+    return Counter(found.values())
+
+
+def seen_positions(attention: Attention, seq_len: int) -> float:
+    """Positions that a query sees on average: its window, or half of them."""
+    seen = seq_len / 2 if attention.mask.causal else float(seq_len)
+    if isinstance(attention.mask, SlidingWindow):
+        return float(min(attention.mask.left + 1 + attention.mask.right, seq_len))
+    return seen
+
+
+def _kind(launch: Launch) -> KernelKind:
+    name = launch.what.removeprefix("aten.").partition(".")[0]
+    if name == "_grouped_mm":
+        return "grouped"
+    if "attention" in name:
+        return "attention"
+    return "product" if name in _PRODUCTS else "memory"
+
+
+def _by_name(launches: list[Launch]) -> list[Launch]:
+    """All of an operator as one launch."""
+    found: dict[str, Launch] = {}
+    for each in launches:
+        before = found.get(each.what)
+        found[each.what] = each if before is None else replace(
+            each,
+            num_kernels=each.num_kernels + before.num_kernels,
+            num_bytes=each.num_bytes + before.num_bytes,
+            flops=each.flops + before.flops,
+        )
+    return [found[what] for what in sorted(found)]

@@ -1,0 +1,95 @@
+"""How long the kernels of a stage take: rooflines, and the host that launches them. No torch."""
+
+from collections import Counter
+from functools import lru_cache
+from typing import NamedTuple
+
+from hp_train.costs.machine import Machine
+from hp_train.costs.work import Kernel, Kernels
+from hp_train.layout.ranks import StageLayout
+
+
+class Compute(NamedTuple):
+    """Seconds that a stage computes for a microbatch, if it never waits for others.
+
+    Attributes:
+        forward: Forward.
+        input_grad: The part of backward that other stages wait for.
+        weight_grad: The rest of it.
+        again: What backward runs again.
+    """
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+    again: float
+
+
+class Rates:
+    """Prices kernels.
+
+    A kernel takes as long as its products at the rate of their kind, or its bytes at that of memory,
+    whichever is longer. A part of a step takes as long as its kernels, or the host to launch them.
+
+    Args:
+        machine: What it reaches.
+        is_compiled: Whether kernels that are no products are fused.
+        slowed: Factor by which ranks are slower that share a device.
+    """
+
+    def __init__(self, machine: Machine, *, is_compiled: bool, slowed: float) -> None:
+        self._machine, self._slowed = machine, slowed
+        self._left = machine.compiled if is_compiled else 1.0
+        self._known: dict[object, float] = {}
+        self._flops = {
+            "product": machine.flops,
+            "grouped": machine.grouped_flops or machine.flops,
+            "attention": machine.attention_flops or machine.flops,
+            "memory": machine.flops,
+        }
+
+    def compute(
+        self, kernels: Kernels, tokens: float, place: StageLayout, *, load: float = 1.0
+    ) -> Compute:
+        """Price a stage.
+
+        Args:
+            kernels: What the stage launches.
+            tokens: Tokens of a microbatch on a rank.
+            place: Ranks that share its weights.
+            load: Rows of the busiest rank's experts, by those of the mean.
+        """
+        dense, routed = place.tp, place.ep * place.etp
+        parts = [self._seconds(way, tokens, dense, routed, load=load) for way in kernels]
+        forward, backward, again = parts
+        # Of each product in forward there is one for the input and one for the weight.
+        return Compute(forward, backward / 2, backward / 2, again)
+
+    def _seconds(
+        self, kernels: Counter[Kernel], tokens: float, dense: int, routed: int, *, load: float
+    ) -> float:
+        """Price kernels; `dense` and `routed` ranks share weights of both kinds."""
+        key = (id(kernels), tokens, dense, routed, load)  # whoever has these rates keeps kernels
+        known = self._known.get(key)
+        if known is not None:
+            return known
+        device = launches = 0.0
+        for kernel, times in kernels.items():
+            left = self._left if kernel.kind == "memory" else 1.0
+            ranks, rows = (routed, tokens * load) if kernel.is_expert else (dense, tokens)
+            moved = left * (kernel.bytes * rows + kernel.fixed_bytes / ranks)
+            busy = max(
+                kernel.flops * rows / self._flops[kernel.kind],
+                moved / self._machine.memory_bandwidth,
+            )
+            device += times * busy
+            launches += times * left * (kernel.launches + kernel.launches_per_token * tokens)
+        found = self._slowed * max(device, launches * self._machine.launch_seconds)
+        self._known[key] = found
+        return found
+
+
+@lru_cache(maxsize=64)
+def rates_of(machine: Machine, *, is_compiled: bool, slowed: float) -> Rates:
+    """Rates that remember what they have priced: thousands of layouts ask for the same."""
+    return Rates(machine, is_compiled=is_compiled, slowed=slowed)
