@@ -111,8 +111,11 @@ def skews(summary: Summary) -> Table:
         )
         for name, each in worst.items()
     ]
-    columns = ("skew", "rank", "live", "reserved", "of device", "beside the least", "launches")
-    return Table("Routing", columns, rows if len(rows) > 1 else [])
+    return Table(
+        "Routing",
+        ("skew", "rank", "live", "reserved", "of device", "beside the least", "launches"),
+        rows if len(rows) > 1 else [],
+    )
 
 
 def kinds(summary: Summary, rank: RankSummary) -> Table:
@@ -146,8 +149,13 @@ def kinds(summary: Summary, rank: RankSummary) -> Table:
             f"{summary.share(rank):.1%} of {size(summary.gpu_bytes)}",
         )
     )
-    columns = ("memory", "at the peak", "share", "most at any time")
-    return Table(f"Memory of rank {rank.rank}", columns, rows, frozenset({0}), when(rank))
+    return Table(
+        f"Memory of rank {rank.rank}",
+        ("memory", "at the peak", "share", "most at any time"),
+        rows,
+        frozenset({0}),
+        when(rank),
+    )
 
 
 def largest(rank: RankSummary) -> Table:
@@ -162,8 +170,12 @@ def largest(rank: RankSummary) -> Table:
         )
         for each in rank.memory.largest
     ]
-    columns = ("bytes", "kind", "shape", "made at", "by")
-    return Table("Largest tensors at the peak", columns, rows, frozenset({1, 2, 3, 4}))
+    return Table(
+        "Largest tensors at the peak",
+        ("bytes", "kind", "shape", "made at", "by"),
+        rows,
+        frozenset({1, 2, 3, 4}),
+    )
 
 
 def phases(rank: RankSummary) -> Table:
@@ -214,8 +226,12 @@ def waits(rank: RankSummary) -> Table:
         )
         for each in rank.work.waits[:_MOST_ROWS]
     ]
-    columns = ("line", "by", "times", "copied", "layers", "microbatches")
-    return Table("The host waits for the device", columns, rows, frozenset({0, 1}))
+    return Table(
+        "The host waits for the device",
+        ("line", "by", "times", "copied", "layers", "microbatches"),
+        rows,
+        frozenset({0, 1}),
+    )
 
 
 def communicators(rank: RankSummary) -> Table:
@@ -232,9 +248,14 @@ def communicators(rank: RankSummary) -> Table:
         for each in rank.traffic.communicators
         for index, (operation, count) in enumerate(_without_start(each).items())
     ]
-    columns = ("communicator", "ranks", "operation", "times", "bytes", "first of it")
     note = "bytes of the larger of what the rank gives and gets; the JSON lists all of it in order"
-    return Table("Between ranks", columns, rows, frozenset({0, 1, 2, 5}), note)
+    return Table(
+        "Between ranks",
+        ("communicator", "ranks", "operation", "times", "bytes", "first of it"),
+        rows,
+        frozenset({0, 1, 2, 5}),
+        note,
+    )
 
 
 def _without_start(each: Communicator) -> dict[str, Count]:
@@ -258,8 +279,12 @@ def saves(summary: Summary) -> Table:
         for rank, (number, saved) in sorted(found.items())
         if saved is not None
     ]
-    columns = ("rank", "parameters", "file", "tensors", "held", "written, about")
-    return Table("A checkpoint", columns, rows[:_MOST_ROWS], frozenset({0, 2}))
+    return Table(
+        "A checkpoint",
+        ("rank", "parameters", "file", "tensors", "held", "written, about"),
+        rows[:_MOST_ROWS],
+        frozenset({0, 2}),
+    )
 
 
 def when(rank: RankSummary) -> str:

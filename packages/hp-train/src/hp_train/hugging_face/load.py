@@ -3,8 +3,9 @@
 Every rank reads the slices of its own tensors straight from the files.
 """
 
+import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,17 +13,25 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_platform.store import Box, Part
-from hp_platform.store.safetensors import FileTensor
+from hp_platform.store import Box, CheckpointError, Part
+from hp_platform.store.safetensors import INDEX, MAX_HEADER_BYTES, FileTensor, opened_tensors
 from hp_train.config import ModelConfig
+from hp_train.config.schema import shown
 from hp_train.errors import ConfigError
 from hp_train.hugging_face.all_ranks import on_all_ranks
-from hp_train.hugging_face.arrange import to_ours
 from hp_train.hugging_face.config import family_of, model_config, read_config
-from hp_train.hugging_face.files import opened_files
-from hp_train.hugging_face.plan import Stored, stacking_of, stored_tensors, theirs_of
+from hp_train.hugging_face.json_file import read_json
+from hp_train.hugging_face.plan import (
+    Stored,
+    stacking_of,
+    stored_tensors,
+    theirs_of,
+    to_ours,
+)
+from hp_train.model.declared import Declared
 from hp_train.model.shapes import model_tensors
 
+_SINGLE = "model.safetensors"
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _SHOWN = 3
 # Ends of names that mixed-precision formats give to what they keep beside or instead of weights.
@@ -85,23 +94,42 @@ def check_weights(folder: Path) -> int:
     Raises:
         hp_train.errors.ConfigError: About the first thing that is wrong.
     """
-    values = read_config(folder)
-    model, family = model_config(values), family_of(values)
-    ours = model_tensors(model)
     with opened_files(folder) as files:
-        listed = stored_tensors(ours, model, family, stacking=stacking_of(files, family))
-        _check(files, listed, model)
+        ours, _ = _checked(files, folder)
     return sum(torch.Size(tensor.shape).numel() for tensor in ours.values())
+
+
+@contextmanager
+def opened_files(folder: Path) -> Iterator[dict[str, FileTensor]]:
+    """Open the files of a model and give their tensors by name; only headers are read.
+
+    Raises:
+        ConfigError: When files are missing, damaged, become shorter, or not what the index says.
+    """
+    try:
+        with opened_tensors(folder / name for name in _file_names(folder)) as files:
+            yield files
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _file_names(folder: Path) -> list[str]:
+    if not os.path.lexists(folder / INDEX):
+        return [_SINGLE]
+    index = read_json(folder / INDEX, most_bytes=MAX_HEADER_BYTES)
+    listed = index.get("weight_map")
+    if not isinstance(listed, dict):
+        raise ConfigError(f"{INDEX}: weight_map ({shown(listed)}) must be an object")
+    for name in listed.values():
+        if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+            raise ConfigError(f"{INDEX}: file ({shown(name)}) must be a name in the folder")
+    return sorted(set(listed.values()))
 
 
 def _reads(
     tensors: Mapping[str, Tensor], files: Mapping[str, FileTensor], folder: Path
 ) -> Iterator[_Read]:
-    values = read_config(folder)
-    model, family = model_config(values), family_of(values)
-    ours = model_tensors(model)
-    listed = stored_tensors(ours, model, family, stacking=stacking_of(files, family))
-    _check(files, listed, model)
+    ours, listed = _checked(files, folder)
     of_part: dict[str, list[tuple[Stored, int]]] = {}
     for stored in listed:
         if not stored.is_copy:
@@ -123,6 +151,18 @@ def _reads(
             elif offsets[0] <= stored.expert < offsets[0] + sizes[0]:
                 row = here.local[stored.expert - offsets[0]]
                 yield _Read(row, stored, number, Box(offsets[1:], sizes[1:]))
+
+
+def _checked(
+    files: Mapping[str, FileTensor], folder: Path
+) -> tuple[Mapping[str, Declared], list[Stored]]:
+    """Our tensors and those that the files must have of the model of a folder, and do."""
+    values = read_config(folder)
+    model, family = model_config(values), family_of(values)
+    ours = model_tensors(model)
+    listed = stored_tensors(ours, model, family, stacking=stacking_of(files, family))
+    _check(files, listed, model)
+    return ours, listed
 
 
 def _check(files: Mapping[str, FileTensor], listed: list[Stored], model: ModelConfig) -> None:

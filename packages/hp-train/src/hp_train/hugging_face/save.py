@@ -25,9 +25,8 @@ from hp_train.base.atomic_write import replace_file
 from hp_train.config import ModelConfig
 from hp_train.errors import CheckpointError, ConfigError
 from hp_train.hugging_face.all_ranks import on_all_ranks
-from hp_train.hugging_face.arrange import to_theirs
 from hp_train.hugging_face.config import FAMILIES, hf_config
-from hp_train.hugging_face.plan import Stored, stored_tensors, theirs_of
+from hp_train.hugging_face.plan import Stored, stored_tensors, theirs_of, to_theirs
 from hp_train.model.shapes import model_tensors
 
 _SHARD_BYTES = 5 * 10**9  # of a file, as transformers cuts them
@@ -118,7 +117,9 @@ def write_model(
 
     def finish() -> None:
         if is_first:
-            _write_json(folder / "config.json", hf_config(model, dtype=_name_of(dtype)))
+            config = hf_config(model, dtype=_name_of(dtype))
+            text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+            replace_file(folder / "config.json", text.encode())
             total = sum(prod(p.stored.shape) * p.dtype.itemsize for p in places)
             replace_file(folder / INDEX, index_of({p.stored.name: p.file for p in places}, total))
             fsync_directory(folder)
@@ -270,10 +271,6 @@ def _write_box(descriptor: int, place: _Place, box: Box, values: list[Tensor]) -
             one = Box((offsets[0] + number, *offsets[1:]), (1, *sizes[1:]))
             slices = [v[number : number + 1].to(place.dtype) for v in values]
             target.write(theirs_of(stored, 0, one), to_theirs(stored, slices))
-
-
-def _write_json(path: Path, content: Mapping[str, object]) -> None:
-    replace_file(path, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
 
 
 def _name_of(dtype: torch.dtype) -> str:
