@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from hp_train.base.folder import DamageError, opened, opened_directory, read_whole
+from hp_train.base.folder import DamageError, opened, opened_directory, read_span, read_whole
 from hp_train.data.corpus import printable
 from hp_train.data.index import INDEX, Index, Split
 from hp_train.data.tokenizer import TokenArray
@@ -171,10 +171,8 @@ class TokenFile:
         """
         end = min((chunk + 1) * CHUNK_BYTES, self.size * self._dtype.itemsize)
         data = self._read(chunk * CHUNK_BYTES, end)
-        hasher = new_hasher()
-        hasher.update(data)
         begin = chunk * _DIGEST_BYTES
-        if hasher.digest() != self._sums[begin : begin + _DIGEST_BYTES]:
+        if new_hasher(data).digest() != self._sums[begin : begin + _DIGEST_BYTES]:
             raise DataError(f"{self._place(chunk)} is not what was written")
         largest = int(np.frombuffer(data, dtype=self._dtype).max())
         if largest >= self._vocab_size:
@@ -187,15 +185,12 @@ class TokenFile:
 
     def _read(self, begin: int, end: int) -> bytes:
         try:
-            data = os.pread(self._descriptor, end - begin, begin)
-            while len(data) < end - begin:
-                more = os.pread(self._descriptor, end - begin - len(data), begin + len(data))
-                if not more:
-                    chunk = (begin + len(data)) // CHUNK_BYTES
-                    raise DataError(f"{self._place(chunk)} is cut off")
-                data += more
+            data = read_span(self._descriptor, begin, end)
         except OSError as error:
             raise DataError(f"{printable(self.path)}: {error.strerror}") from None
+        if len(data) < end - begin:
+            chunk = (begin + len(data)) // CHUNK_BYTES
+            raise DataError(f"{self._place(chunk)} is cut off")
         return data
 
     def _place(self, chunk: int) -> str:
@@ -205,7 +200,4 @@ class TokenFile:
 
 def digest_of_split(sums: bytes | bytearray, tokens: int, dtype: "np.dtype[Any]") -> str:
     """What stands for all tokens of a split: of their number, their type and all chunks."""
-    hasher = new_hasher()
-    hasher.update(f"{tokens} {dtype}\n".encode())
-    hasher.update(sums)
-    return hasher.hexdigest()
+    return new_hasher(f"{tokens} {dtype}\n".encode() + sums).hexdigest()

@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from typing import IO, Any
 
 import torch
@@ -59,7 +58,7 @@ def run_guarded(entry: str, config: Config, worker: Worker) -> int | BaseExcepti
     """
     try:
         set_threads(config, worker.info.local_world_size)
-        status = _load(entry)(config, worker=worker)
+        status: int = load(entry)(config, worker=worker)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher must know
         if isinstance(error, SystemExit) and error.code in (None, 0):
             status = 0
@@ -130,7 +129,12 @@ def report_stacks(worker: Worker) -> None:
     faulthandler.register(signal.SIGUSR2, stream, all_threads=True)
 
 
-def _load(entry: str) -> Callable[..., int]:
-    module, _, name = entry.partition(":")
-    function: Callable[..., int] = getattr(importlib.import_module(module), name)
-    return function
+def load(name: str) -> Any:
+    """Import ``module:attribute``.
+
+    Raises:
+        ImportError: When there is no such module.
+        AttributeError: When it has no such attribute.
+    """
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
