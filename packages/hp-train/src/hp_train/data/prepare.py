@@ -10,7 +10,7 @@ from pathlib import Path
 from hp_train.base.atomic_write import remove_unfinished
 from hp_train.data.cache import Cache, key_of
 from hp_train.data.corpus import Piece, Source, find_sources, pieces_of, printable, read_piece
-from hp_train.data.encode import count_processes, digest_of, encode_all
+from hp_train.data.encode import count_processes, encode_all
 from hp_train.data.folders import new_folder
 from hp_train.data.holdout import HoldOut
 from hp_train.data.index import INDEX, Index, OldIndex, read_index, require_made_for, write_index
@@ -153,6 +153,6 @@ def _digest_of(sources: Iterable[Source], on_progress: OnProgress) -> str:
     text = new_hasher()
     for source in sources:
         for piece in pieces_of(source):
-            _note(text, piece, digest_of(read_piece(piece)[1]))
+            _note(text, piece, new_hasher(read_piece(piece)[1]).digest())
             on_progress()
     return text.hexdigest()

@@ -39,12 +39,13 @@ _QUANTISED = ("_blocks", "_scales", "weight_scale_inv", "weight_scale", "qweight
 
 
 class _Read(NamedTuple):
-    """A view of a tensor of ours, and the box of a stored one that goes there."""
+    """A view of a tensor of ours, and the box of a stored one in a file that goes there."""
 
     target: Tensor
     stored: Stored
     part: int
     box: Box
+    file: FileTensor
 
 
 def load_weights(
@@ -68,19 +69,17 @@ def load_weights(
         hp_platform.PeerError: When another rank failed for another reason.
     """
     with ExitStack() as stack:
-        files: dict[str, FileTensor] = {}
-        reads: list[_Read] = []
 
-        def prepare() -> None:
-            files.update(stack.enter_context(opened_files(folder)))
-            reads.extend(_reads(tensors, files, folder))
+        def prepare() -> list[_Read]:
+            files = stack.enter_context(opened_files(folder))
+            return list(_reads(tensors, files, folder))
 
         def read() -> None:
-            for target, stored, part, box in reads:
-                values = files[stored.name].read(box)
+            for target, stored, part, box, file in reads:
+                values = file.read(box)
                 target.copy_(to_ours(stored, part, values).view(target.shape))
 
-        on_all_ranks(prepare, group=group, where="find the weights to load")
+        reads = on_all_ranks(prepare, group=group, where="find the weights to load")
         with torch.no_grad():
             on_all_ranks(read, group=group, where="load weights")
 
@@ -147,10 +146,11 @@ def _reads(
         for stored, number in of_part[name]:
             if stored.expert is None:
                 box = theirs_of(stored, number, here.box)
-                yield _Read(here.local, stored, number, box)
+                yield _Read(here.local, stored, number, box, files[stored.name])
             elif offsets[0] <= stored.expert < offsets[0] + sizes[0]:
                 row = here.local[stored.expert - offsets[0]]
-                yield _Read(row, stored, number, Box(offsets[1:], sizes[1:]))
+                inside = Box(offsets[1:], sizes[1:])
+                yield _Read(row, stored, number, inside, files[stored.name])
 
 
 def _checked(

@@ -8,6 +8,7 @@ twice. The index is written last: without it the folder is no model.
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -107,13 +108,12 @@ def write_model(
         shard_bytes: Approximate size of a file, in bytes.
     """
     is_first = group is None or group.rank() == 0
-    places: list[_Place] = []
-    mine: dict[str, list[Box]] = {}
 
-    def prepare() -> None:
-        places.extend(_places(model, dtype, shard_bytes))
+    def prepare() -> list[_Place]:
+        places = _places(model, dtype, shard_bytes)
         if is_first:
             _make_files(folder, places)
+        return places
 
     def finish() -> None:
         if is_first:
@@ -124,10 +124,10 @@ def write_model(
             replace_file(folder / INDEX, index_of({p.stored.name: p.file for p in places}, total))
             fsync_directory(folder)
 
-    on_all_ranks(prepare, group=group, where="create the files of a model")
+    places = on_all_ranks(prepare, group=group, where="create the files of a model")
     everyone = _boxes_of_all(boxes, group)
-    on_all_ranks(
-        lambda: mine.update(_mine(places, everyone, 0 if group is None else group.rank())),
+    mine = on_all_ranks(
+        lambda: _mine(places, everyone, 0 if group is None else group.rank()),
         group=group,
         where="share out the tensors of a model",
     )
@@ -200,12 +200,12 @@ def _mine(
         for name, listed in theirs.items():
             for box in listed:
                 owner.setdefault(name, {}).setdefault(box, index)
-    for name, shape in _part_shapes(places).items():
+    for name, wanted in _num_elements(places).items():
         found = sum(prod(sizes) for _, sizes in owner.get(name, {}))
-        if found != prod(shape):
+        if found != wanted:
             raise CheckpointError(
                 f"tensor {name}: elements of all ranks ({found}) must be those of the model "
-                f"({prod(shape)})"
+                f"({wanted})"
             )
     return {
         name: [box for box in listed if owner[name][box] == rank]
@@ -213,16 +213,12 @@ def _mine(
     }
 
 
-def _part_shapes(places: Iterable[_Place]) -> dict[str, tuple[int, ...]]:
-    """Number of elements that each of our tensors must have, as a shape."""
-    found: dict[str, tuple[int, ...]] = {}
-    for place in places:
-        stored = place.stored
-        if stored.is_copy:
-            continue
+def _num_elements(places: Iterable[_Place]) -> Counter[str]:
+    """Number of elements that each of our tensors must have."""
+    found: Counter[str] = Counter()
+    for stored in (place.stored for place in places if not place.stored.is_copy):
         for part in stored.parts:
-            count = prod(stored.shape) // len(stored.parts)
-            found[part] = (found.get(part, (0,))[0] + count,)
+            found[part] += prod(stored.shape) // len(stored.parts)
     return found
 
 

@@ -7,7 +7,7 @@ import os
 import resource
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeAlias, TypedDict
 
@@ -70,10 +70,6 @@ class StepMetrics:
     prediction_loss: float | None = None
     eval_loss: float | None = None
     skipped: str | None = None
-
-    def with_eval(self, eval_loss: float | None) -> "StepMetrics":
-        """The same step, with the held-out loss measured after it, if it was."""
-        return replace(self, eval_loss=eval_loss)
 
     def as_dict(self) -> dict[str, Any]:
         """Keys and values as written; only what there is, and of numbers only what is finite."""
