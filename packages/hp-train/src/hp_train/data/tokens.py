@@ -47,21 +47,19 @@ class TokenWriter:
         self._file: BinaryIO = (folder / f"{split}.bin").open("xb")
         self._sums_path = folder / f"{split}.sums"
         self._sums = bytearray()
-        self._hasher, self._filled = new_hasher(), 0
+        self._pending = b""  # less than a chunk
         self.tokens = 0
 
     def write(self, tokens: TokenArray) -> None:
         """Append ids."""
-        data = np.ascontiguousarray(tokens, dtype=self._dtype).view(np.uint8).data
+        data = np.ascontiguousarray(tokens, dtype=self._dtype).tobytes()
         self._file.write(data)
         self.tokens += tokens.size
-        while data:
-            part = data[: CHUNK_BYTES - self._filled]
-            self._hasher.update(part)
-            self._filled += len(part)
-            data = data[len(part) :]
-            if self._filled == CHUNK_BYTES:
-                self._end_chunk()
+        pending = memoryview(self._pending + data)
+        whole = len(pending) // CHUNK_BYTES * CHUNK_BYTES
+        for begin in range(0, whole, CHUNK_BYTES):
+            self._sums += new_hasher(pending[begin : begin + CHUNK_BYTES]).digest()
+        self._pending = bytes(pending[whole:])
 
     def close(self) -> None:
         """End the file."""
@@ -69,16 +67,12 @@ class TokenWriter:
 
     def finish(self) -> Split:
         """Write the digests and tell what was written; at least one token."""
-        if self._filled:
-            self._end_chunk()
+        if self._pending:
+            self._sums += new_hasher(self._pending).digest()
         self._file.flush()
         self._sums_path.write_bytes(self._sums)
         digest = digest_of_split(self._sums, self.tokens, self._dtype)
         return Split(tokens=self.tokens, digest=digest)
-
-    def _end_chunk(self) -> None:
-        self._sums += self._hasher.digest()
-        self._hasher, self._filled = new_hasher(), 0
 
 
 class TokenFile:

@@ -108,10 +108,12 @@ class _Nodes:
 
     def _ranks(self, case: Case, config: str, each: int, *, port: int, seconds: float) -> int:
         """Run the ranks of this machine; returns torchrun's exit status, -1 where it took long."""
-        command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "0"]
-        command += ["--nnodes", str(self._num_nodes), "--node-rank", str(self._node)]
-        command += ["--nproc-per-node", str(each), "--master-port", str(port)]
-        command += ["--master-addr", os.environ["MASTER_ADDR"], "-m", __name__, config]
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--max-restarts", "0"),
+            *("--nnodes", str(self._num_nodes), "--node-rank", str(self._node)),
+            *("--nproc-per-node", str(each), "--master-port", str(port)),
+            *("--master-addr", os.environ["MASTER_ADDR"], "-m", __name__, config),
+        ]
         folder = self._folder(case)
         folder.mkdir(parents=True, exist_ok=True)
         status = process.status_of(
