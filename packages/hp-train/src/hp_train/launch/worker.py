@@ -17,7 +17,7 @@ from hp_platform.failures.liveness import is_hang, is_loss
 from hp_train.base.lifetime import die_with
 from hp_train.config import Config
 from hp_train.errors import HangError, HpError, RankLostError, RunDirectoryError
-from hp_train.launch.heartbeats import Heartbeats
+from hp_train.launch.heartbeats import Heartbeats, State
 from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import ERRORS, Task, Worker, error_file, stack_file
 
@@ -40,7 +40,7 @@ def work(task: Task) -> int:
         os._exit(error.exit_code)  # the launcher looks at the directory as well, and says so
     stop = StopFlag(passed_on=heartbeats.stop_requested)
     stop.install()
-    heartbeats.join()
+    heartbeats.tell(State.RUNNING)
     worker = Worker(info, task.run_dir, heartbeats, stop, task.data)
     report_stacks(worker)
     status = run_guarded(task.entry, task.config, worker)
@@ -65,10 +65,10 @@ def run_guarded(entry: str, config: Config, worker: Worker) -> int | BaseExcepti
         else:
             write_error(worker, error)
             sys.stdout.flush()
-            worker.heartbeats.failed(exit_status(error), is_echo=is_echo(error))
+            worker.heartbeats.tell(State.FAILED, status=exit_status(error), is_echo=is_echo(error))
             return error
     sys.stdout.flush()
-    worker.heartbeats.returned(status)
+    worker.heartbeats.tell(State.RETURNED, status=status)
     return status
 
 
