@@ -86,7 +86,7 @@ def test_what_is_printed_is_the_same_config_again(render: str, tmp_path: Path) -
     resolved = resolve(None, overrides, env={})
     text = {
         "toml": to_toml(resolved.config, resolved.origins),
-        "bare": to_toml(resolved.config, help=False),
+        "bare": to_toml(resolved.config),
         "lines": to_lines(resolved),
     }[render]
     path = tmp_path / "printed.toml"

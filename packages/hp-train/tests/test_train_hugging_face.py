@@ -29,7 +29,7 @@ from hp_train.hugging_face import (
     read_config,
     save_weights,
 )
-from hp_train.hugging_face.files import opened_files
+from hp_train.hugging_face.load import opened_files
 from hp_train.model.shapes import model_shapes
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -162,8 +162,8 @@ def test_tiles_experts_names_and_seeds_have_streams_of_their_own() -> None:
 def test_the_start_of_a_seed_is_what_it_was() -> None:
     """Another result here is another start of every run: say so in the changelog."""
     values = torch.empty(2, 3)
-    draw = initialization._Draw(values, 0.02, 7, ("layers.0.attention.wq.weight",))
-    draw(next(iter(initialization._tiles((300, 300), ((65, 67), (257, 260))))))
+    [tile] = initialization._tiles((300, 300), ((65, 67), (257, 260)))
+    initialization._draw(values, 0.02, (7, "layers.0.attention.wq.weight"), tile)
     expected = [
         [-0.020914729684591293, 0.01089385710656643, -0.003936592489480972],
         [-0.008587433025240898, -0.01779543049633503, -0.01595638319849968],

@@ -18,9 +18,9 @@ from hp_train.base.folder import Folder
 from hp_train.config.options import Resolved, resolve
 from hp_train.errors import ConfigError
 from hp_train.launch import launcher
-from hp_train.launch.heartbeats import Slot, State
+from hp_train.launch.heartbeats import Heartbeats, Slot, State
 from hp_train.launch.rundir import locked
-from hp_train.launch.supervise import Heartbeats, kill_ranks, process_state
+from hp_train.launch.supervise import kill_ranks, process_state
 
 _WAIT_SECONDS = 60.0
 

@@ -33,7 +33,7 @@ class World:
 
     def start(self) -> None:
         for rank in self.ranks:
-            rank.join()
+            rank.tell(State.RUNNING)
             rank.beat(step=0, phase="build")
 
     def pass_seconds(self, seconds: float) -> Verdict | None:
@@ -51,7 +51,7 @@ def world(tmp_path: Path) -> World:
 
 
 def test_a_slot_holds_what_its_rank_last_said(world: World) -> None:
-    world.ranks[1].join()
+    world.ranks[1].tell(State.RUNNING)
     world.ranks[1].beat(step=12, phase="1F3", waiting=True)
     slot = world.heartbeats.slots()[1]
     assert (slot.step, slot.phase, slot.waiting, slot.sequence) == (12, "1F3", True, 1)
@@ -99,15 +99,15 @@ def test_among_waiting_ranks_the_one_furthest_behind_is_to_blame(world: World) -
 
 def test_a_rank_that_has_returned_is_not_to_blame(world: World) -> None:
     world.start()
-    world.ranks[0].returned(0)
-    world.ranks[1].returned(0)
+    world.ranks[0].tell(State.RETURNED, status=0)
+    world.ranks[1].tell(State.RETURNED, status=0)
     verdict = world.pass_seconds(12)
     assert verdict is not None
     assert verdict.rank == 2
 
 
 def test_ranks_may_take_longer_to_start_than_to_step(world: World) -> None:
-    world.ranks[0].join()
+    world.ranks[0].tell(State.RUNNING)
     assert world.pass_seconds(50) is None
     verdict = world.pass_seconds(20)
     assert verdict is not None
@@ -125,10 +125,10 @@ def test_time_in_which_the_launcher_was_stopped_does_not_count(world: World) -> 
 
 def test_the_first_failure_is_named_and_not_its_echoes(world: World) -> None:
     world.start()
-    world.ranks[0].failed(1, is_echo=True)
+    world.ranks[0].tell(State.FAILED, status=1, is_echo=True)
     world.ranks[2].beat(step=3, phase="optimizer")
-    world.ranks[2].failed(6, is_echo=False)
-    world.ranks[1].failed(1, is_echo=True)
+    world.ranks[2].tell(State.FAILED, status=6, is_echo=False)
+    world.ranks[1].tell(State.FAILED, status=1, is_echo=True)
     verdict = world.pass_seconds(2)
     assert verdict is not None
     assert (verdict.rank, verdict.state, verdict.status) == (2, State.FAILED, 6)
@@ -137,7 +137,7 @@ def test_the_first_failure_is_named_and_not_its_echoes(world: World) -> None:
 
 def test_a_lost_rank_is_named_and_not_those_that_noticed(world: World) -> None:
     world.start()
-    world.ranks[0].failed(1, is_echo=True)
+    world.ranks[0].tell(State.FAILED, status=1, is_echo=True)
     world.watch.is_alive = lambda pid: pid != 1
     _pretend_pid(world.ranks[1], 1)
     verdict = world.pass_seconds(2)
@@ -148,7 +148,7 @@ def test_a_lost_rank_is_named_and_not_those_that_noticed(world: World) -> None:
 def test_a_rank_that_was_waited_for_in_vain_hangs(world: World) -> None:
     world.start()
     world.ranks[1].beat(step=2, phase="forward")
-    world.ranks[0].failed(1, is_echo=True)
+    world.ranks[0].tell(State.FAILED, status=1, is_echo=True)
     world.ranks[2].beat(step=2, phase="reduce", waiting=True)
     verdict = world.pass_seconds(2)
     assert verdict is not None
@@ -176,6 +176,6 @@ def _pretend_pid(rank: Heartbeats, pid: int) -> None:
     real = os.getpid
     os.getpid = lambda: pid
     try:
-        rank.join()
+        rank.tell(State.RUNNING)
     finally:
         os.getpid = real

@@ -8,6 +8,8 @@ import errno
 import fcntl
 import os
 import re
+import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -70,7 +72,7 @@ def new_unfinished(directory: int, name: str) -> tuple[str, IO[bytes]]:
 
 
 def remove_unfinished(directory: Path | int) -> None:
-    """Remove what writers of :func:`replacing` that died left in a directory.
+    """Remove the files and folders that writers who died left unfinished in a directory.
 
     Nothing is removed where the file system has no locks: another node may be writing it.
 
@@ -87,11 +89,19 @@ def remove_unfinished(directory: Path | int) -> None:
         return
     for name in filter(_UNFINISHED.match, names_in(directory)):
         try:
-            descriptor = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
-        except OSError:  # it has its name by now, or is no file
+            about = os.stat(name, dir_fd=directory, follow_symlinks=False)
+            is_folder = stat.S_ISDIR(about.st_mode)
+            kind = os.O_RDONLY | os.O_DIRECTORY if is_folder else os.O_RDWR
+            flags = kind | os.O_NOFOLLOW | os.O_NONBLOCK
+            descriptor = os.open(name, flags, dir_fd=directory)
+        except OSError:  # it has its name by now, or is neither
             continue
         try:
-            if try_lock(descriptor, without_locks=False):
+            if not try_lock(descriptor, without_locks=False):
+                continue
+            if is_folder:
+                shutil.rmtree(name, ignore_errors=True, dir_fd=directory)
+            else:
                 with suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=directory)
         finally:

@@ -247,6 +247,17 @@ def read_whole(directory: int, name: str, *, limit: int) -> bytes:
     return bytes(data)
 
 
+def read_span(descriptor: int, begin: int, end: int) -> bytes:
+    """Bytes of a part of a file; fewer where the file ends before."""
+    data = os.pread(descriptor, end - begin, begin)
+    while len(data) < end - begin:
+        more = os.pread(descriptor, end - begin - len(data), begin + len(data))
+        if not more:
+            break
+        data += more
+    return data
+
+
 def read_into(descriptor: int, buffer: memoryview) -> int:
     """Fill `buffer` from the current position; fewer bytes than it holds at the end of the file."""
     done = 0

@@ -438,6 +438,11 @@ class Config(Struct, frozen=True, kw_only=True):
         tensor_ranks = sum(mesh.stage_tp) if mesh.stage_tp else mesh.pp * mesh.tp
         return mesh.dp_replicate * mesh.dp_shard * mesh.cp * tensor_ranks
 
+    @property
+    def batch_unit(self) -> int:
+        """Sequences of one microbatch of all data-parallel ranks together."""
+        return self.mesh.dp_replicate * self.mesh.dp_shard * self.train.microbatch_size
+
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """The settings as plain tables, ready for TOML or JSON."""

@@ -11,26 +11,21 @@ from hp_train.config.options import Resolved
 from hp_train.config.schema import fields, sections
 
 
-def to_toml(config: Config, origins: Mapping[str, str] | None = None, *, help: bool = True) -> str:  # noqa: A002
+def to_toml(config: Config, origins: Mapping[str, str] | None = None) -> str:
     """TOML by section, each key under its help, with the value's origin behind it.
 
     Args:
         config: Configuration to write.
         origins: Origins of the values, by key; None: leave them out.
-        help: Whether to say what sections and keys mean.
     """
     tables = to_dict(config)
     lines: list[str] = []
     for section, struct in sections().items():
-        lines += ["", f"[{section}]"]
-        if help:
-            lines[-1:] = [*_comment(struct.__doc__ or ""), f"[{section}]"]
+        lines += ["", *_comment(struct.__doc__ or ""), f"[{section}]"]
         for field in fields().values():
             if field.section == section:
-                lines += _comment(field.help) if help else []
-                lines.append(
-                    _assignment(field.name, tables[section][field.name], origins, field.key)
-                )
+                value = tables[section][field.name]
+                lines += [*_comment(field.help), _assignment(field.name, value, origins, field.key)]
     return "\n".join(lines[1:]) + "\n"
 
 

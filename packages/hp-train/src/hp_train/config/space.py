@@ -7,7 +7,7 @@ a line.
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -94,10 +94,20 @@ def enumerate_layouts(
             yield (*sizes, *others), found
 
 
-def layouts_of_mesh(placed: Config, *, axes: Sequence[Axis]) -> Iterator[tuple[Choice, Config]]:
-    """Yield the layouts of a mesh from `enumerate_meshes`, each with the values of other axes."""
+def layouts_of_mesh(
+    placed: Config, *, axes: Sequence[Axis], choices: Iterable[Choice] | None = None
+) -> Iterator[tuple[Choice, Config]]:
+    """Yield the layouts of a mesh from `enumerate_meshes`, each with the values of other axes.
+
+    Args:
+        placed: Config with the mesh.
+        axes: Axes that vary.
+        choices: Values of those that are not the mesh's; None: all.
+    """
     rest = [axis for axis in axes if not axis.key.startswith("mesh.")]
-    for others in itertools.product(*(axis.choices for axis in rest)):
+    if choices is None:
+        choices = itertools.product(*(axis.choices for axis in rest))
+    for others in choices:
         found = _chosen(placed, rest, others)
         if rules.allows_pipeline(found):
             yield others, found
@@ -133,9 +143,7 @@ def enumerate_meshes(
         for sizes, placed in found
         if placed.world_size in num_processes
         and rules.allows_mesh(placed)
-        and any(
-            rules.allows_pipeline(_chosen(placed, rest, others)) for others in _nearly_neutral(rest)
-        )
+        and any(layouts_of_mesh(placed, axes=rest, choices=_nearly_neutral(rest)))
     ]
 
 
@@ -227,10 +235,8 @@ def _pool(
             # With one axis at a time, so that every value comes up, and at random.
             few = random.sample(everything, min(len(everything), _POOL_SIZE // len(meshes)))
             others = list(dict.fromkeys([*_nearly_neutral(rest), *few]))
-        for choice in others:
-            found = _chosen(placed, rest, choice)
-            if rules.allows_pipeline(found):
-                pool.append(((*sizes, *choice, found.world_size), found))
+        for choice, found in layouts_of_mesh(placed, axes=rest, choices=others):
+            pool.append(((*sizes, *choice, found.world_size), found))
     random.shuffle(pool)
     return pool
 

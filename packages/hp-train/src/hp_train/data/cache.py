@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hp_train.data.folders import new_folder, remove_leftovers
+from hp_train.base.atomic_write import remove_unfinished
+from hp_train.data.folders import new_folder
 from hp_train.data.index import INDEX, Index, read_index, write_index
 from hp_train.data.tokens import SPLITS, TokenFile
 from hp_train.errors import DataError
@@ -86,7 +87,7 @@ class Cache:
             with self._opened() as folder:
                 if folder is None:
                     return
-                remove_leftovers(folder)
+                remove_unfinished(folder)
                 with new_folder(folder / _key_of(index)) as draft:
                     for name in _FILES:
                         shutil.copyfile(directory / name, draft / name)

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from hp_train.base.folder import read_span
 from hp_train.errors import DataError
 
 # Not the library's own prose and code: third-party packages and megabytes of test tables.
@@ -142,12 +143,9 @@ def read_piece(piece: Piece) -> tuple[int, bytes]:
     source = piece.source
     with _opened(source.path) as descriptor:
         begin, end = (_cut(descriptor, at, source) for at in (piece.begin, piece.end))
-        raw = os.pread(descriptor, end - begin, begin) if end > begin else b""
-        while len(raw) < end - begin:
-            more = os.pread(descriptor, end - begin - len(raw), begin + len(raw))
-            if not more:
-                raise DataError(f"{printable(source.path)} became shorter while it was read")
-            raw += more
+        raw = read_span(descriptor, begin, max(begin, end))
+        if len(raw) < end - begin:
+            raise DataError(f"{printable(source.path)} became shorter while it was read")
     return begin, raw
 
 

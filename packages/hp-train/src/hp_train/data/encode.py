@@ -5,7 +5,6 @@ threads that it does not have. They end with the pipe that they read from.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import struct
@@ -20,6 +19,7 @@ import numpy as np
 
 from hp_train.data.corpus import Piece, Source, printable, read_piece, texts_of
 from hp_train.data.tokenizer import TokenArray, Tokenizer, load_tokenizer
+from hp_train.data.tokens import new_hasher
 from hp_train.errors import DataError
 
 _HEAD = struct.Struct("<?16sQ")
@@ -101,12 +101,7 @@ def encode_piece(piece: Piece, tokenizer: Tokenizer) -> Encoded:
     if source.kind != "jsonl" and piece.is_last:
         parts.append(end)
     tokens = np.concatenate(parts) if parts else end[:0]
-    return Encoded(piece, digest_of(raw), tokens)
-
-
-def digest_of(raw: bytes) -> bytes:
-    """What stands for the bytes of a piece."""
-    return hashlib.blake2b(raw, digest_size=16).digest()
+    return Encoded(piece, new_hasher(raw).digest(), tokens)
 
 
 class _Helper:

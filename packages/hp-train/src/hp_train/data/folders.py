@@ -1,12 +1,12 @@
 """Folders that are there whole or not at all, whoever makes them at the same time.
 
-As with files (:mod:`hp_train.base.atomic_write`): a folder is filled under another name, locked as
-long as its maker lives, and renamed when it is whole. One that nobody has locked is a leftover.
+As with files: a folder is filled under another name, locked as long as its maker lives, and renamed
+when it is whole. One that nobody has locked is a leftover, which
+:func:`hp_train.base.atomic_write.remove_unfinished` removes.
 """
 
 import errno
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,6 @@ from uuid import uuid4
 
 from hp_train.base.atomic_write import try_lock
 
-_DRAFT = re.compile(r"\A.+\.[0-9a-f]{32}\.tmp\Z", re.DOTALL)
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
@@ -37,25 +36,6 @@ def new_folder(target: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(draft, ignore_errors=True)
         os.close(descriptor)
-
-
-def remove_leftovers(parent: Path) -> None:
-    """Remove what makers that died left, where the file system has locks.
-
-    Args:
-        parent: Directory of the folders that were to be made; it need not exist.
-    """
-    found = list(parent.iterdir()) if parent.is_dir() else []
-    for path in (path for path in found if _DRAFT.match(path.name)):
-        try:
-            descriptor = os.open(path, _FLAGS)
-        except OSError:  # it has its name by now, or is no folder
-            continue
-        try:
-            if try_lock(descriptor, without_locks=False):
-                shutil.rmtree(path, ignore_errors=True)
-        finally:
-            os.close(descriptor)
 
 
 def _locked_draft(target: Path) -> tuple[int, Path]:

@@ -7,15 +7,16 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from hp_train.base.atomic_write import remove_unfinished
 from hp_train.data.cache import Cache, key_of
 from hp_train.data.corpus import Piece, Source, find_sources, pieces_of, printable, read_piece
-from hp_train.data.encode import count_processes, digest_of, encode_all
-from hp_train.data.folders import new_folder, remove_leftovers
+from hp_train.data.encode import count_processes, encode_all
+from hp_train.data.folders import new_folder
 from hp_train.data.holdout import HoldOut
 from hp_train.data.index import INDEX, Index, OldIndex, read_index, require_made_for, write_index
 from hp_train.data.renewal import renew
 from hp_train.data.tokenizer import Tokenizer
-from hp_train.data.tokens import SPLITS, TokenWriter
+from hp_train.data.tokens import SPLITS, TokenWriter, new_hasher
 from hp_train.errors import ConfigError, DataError
 
 OnProgress = Callable[[], None]
@@ -48,7 +49,7 @@ def prepare(
         ConfigError: When what is there was made with another `eval_fraction`.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(directory.parent)
+    remove_unfinished(directory.parent)
     if not is_prepared(directory):
         kept = None if tokenizer.is_cheap else cache
         _Maker(directory, tokenizer, eval_fraction, on_progress).make(paths, kept)
@@ -114,7 +115,7 @@ class _Maker:
 
     def _tokenize(self, folder: Path, sources: Sequence[Source]) -> Index:
         """Write both splits; returns their index."""
-        tokenizer, text = self.tokenizer, _TextDigest()
+        tokenizer, text = self.tokenizer, new_hasher()
         num_processes = count_processes(sum(source.size for source in sources), tokenizer)
         pieces = (piece for source in sources for piece in pieces_of(source))
         with (
@@ -123,7 +124,7 @@ class _Maker:
         ):
             stream = HoldOut(train, held, tokenizer.separator, fraction=self.eval_fraction)
             for piece, digest, tokens in encode_all(pieces, tokenizer, num_processes=num_processes):
-                text.add(piece, digest)
+                _note(text, piece, digest)
                 stream.write(tokens)
                 self.on_progress()
             stream.finish()
@@ -142,24 +143,16 @@ class _Maker:
             )
 
 
-class _TextDigest:
-    """Stands for the bytes of all files in their order, whatever they are called."""
-
-    def __init__(self) -> None:
-        self._hasher = hashlib.blake2b(digest_size=16)
-
-    def add(self, piece: Piece, digest: bytes) -> None:
-        place = f"{piece.source.kind} {piece.begin} {piece.is_last}\n"
-        self._hasher.update(place.encode() + digest)
-
-    def hexdigest(self) -> str:
-        return self._hasher.hexdigest()
+def _note(text: "hashlib.blake2b", piece: Piece, digest: bytes) -> None:
+    """Add a piece to what stands for all files in their order, whatever they are called."""
+    place = f"{piece.source.kind} {piece.begin} {piece.is_last}\n"
+    text.update(place.encode() + digest)
 
 
 def _digest_of(sources: Iterable[Source], on_progress: OnProgress) -> str:
-    text = _TextDigest()
+    text = new_hasher()
     for source in sources:
         for piece in pieces_of(source):
-            text.add(piece, digest_of(read_piece(piece)[1]))
+            _note(text, piece, new_hasher(read_piece(piece)[1]).digest())
             on_progress()
     return text.hexdigest()

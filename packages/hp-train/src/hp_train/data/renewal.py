@@ -60,10 +60,8 @@ def _sums_of_old(path: Path) -> tuple[bytes, str]:
         with opened_directory(path.parent) as directory, opened(directory, path.name) as descriptor:
             buffer = memoryview(bytearray(CHUNK_BYTES))
             while size := read_into(descriptor, buffer):
-                hasher = new_hasher()
-                for each in (hasher, whole):
-                    each.update(buffer[:size])
-                sums += hasher.digest()
+                sums += new_hasher(buffer[:size]).digest()
+                whole.update(buffer[:size])
     except DamageError as error:
         raise DataError(f"{printable(path.parent)}: {error}") from None
     except OSError as error:

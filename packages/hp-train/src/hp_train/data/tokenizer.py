@@ -23,37 +23,24 @@ _SEPARATORS = (
 
 
 class Tokenizer(Protocol):
-    """What the rest of the system needs of a tokenizer."""
+    """What the rest of the system needs of a tokenizer.
 
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-        ...
+    Attributes:
+        vocab_size: One more than the largest id.
+        separator: The id put between two documents.
+        dtype: The narrowest unsigned type that holds all ids.
+        path: What `load_tokenizer` makes it from.
+        identity: Stands for the ids that it gives: two that agree in it give the same.
+        is_cheap: Whether encoding costs no more than copying, so that results are not worth
+            keeping.
+    """
 
-    @property
-    def separator(self) -> int:
-        """The id put between two documents."""
-        ...
-
-    @property
-    def dtype(self) -> "np.dtype[Any]":
-        """The narrowest unsigned type that holds all ids."""
-        ...
-
-    @property
-    def path(self) -> str:
-        """What `load_tokenizer` makes it from."""
-        ...
-
-    @property
-    def identity(self) -> str:
-        """Stands for the ids that it gives: two that agree in it give the same."""
-        ...
-
-    @property
-    def is_cheap(self) -> bool:
-        """Whether encoding costs no more than copying, so that results are not worth keeping."""
-        ...
+    vocab_size: int
+    separator: int
+    dtype: "np.dtype[Any]"
+    path: str
+    identity: str
+    is_cheap: bool
 
     def encode(self, text: str) -> TokenArray:
         """Ids of a text, one-dimensional."""

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from hp_train.base.folder import DamageError, opened, opened_directory, read_whole
+from hp_train.base.folder import DamageError, opened, opened_directory, read_span, read_whole
 from hp_train.data.corpus import printable
 from hp_train.data.index import INDEX, Index, Split
 from hp_train.data.tokenizer import TokenArray
@@ -47,21 +47,19 @@ class TokenWriter:
         self._file: BinaryIO = (folder / f"{split}.bin").open("xb")
         self._sums_path = folder / f"{split}.sums"
         self._sums = bytearray()
-        self._hasher, self._filled = new_hasher(), 0
+        self._pending = b""  # less than a chunk
         self.tokens = 0
 
     def write(self, tokens: TokenArray) -> None:
         """Append ids."""
-        data = np.ascontiguousarray(tokens, dtype=self._dtype).view(np.uint8).data
+        data = np.ascontiguousarray(tokens, dtype=self._dtype).tobytes()
         self._file.write(data)
         self.tokens += tokens.size
-        while data:
-            part = data[: CHUNK_BYTES - self._filled]
-            self._hasher.update(part)
-            self._filled += len(part)
-            data = data[len(part) :]
-            if self._filled == CHUNK_BYTES:
-                self._end_chunk()
+        pending = memoryview(self._pending + data)
+        whole = len(pending) // CHUNK_BYTES * CHUNK_BYTES
+        for begin in range(0, whole, CHUNK_BYTES):
+            self._sums += new_hasher(pending[begin : begin + CHUNK_BYTES]).digest()
+        self._pending = bytes(pending[whole:])
 
     def close(self) -> None:
         """End the file."""
@@ -69,16 +67,12 @@ class TokenWriter:
 
     def finish(self) -> Split:
         """Write the digests and tell what was written; at least one token."""
-        if self._filled:
-            self._end_chunk()
+        if self._pending:
+            self._sums += new_hasher(self._pending).digest()
         self._file.flush()
         self._sums_path.write_bytes(self._sums)
         digest = digest_of_split(self._sums, self.tokens, self._dtype)
         return Split(tokens=self.tokens, digest=digest)
-
-    def _end_chunk(self) -> None:
-        self._sums += self._hasher.digest()
-        self._hasher, self._filled = new_hasher(), 0
 
 
 class TokenFile:
@@ -171,10 +165,8 @@ class TokenFile:
         """
         end = min((chunk + 1) * CHUNK_BYTES, self.size * self._dtype.itemsize)
         data = self._read(chunk * CHUNK_BYTES, end)
-        hasher = new_hasher()
-        hasher.update(data)
         begin = chunk * _DIGEST_BYTES
-        if hasher.digest() != self._sums[begin : begin + _DIGEST_BYTES]:
+        if new_hasher(data).digest() != self._sums[begin : begin + _DIGEST_BYTES]:
             raise DataError(f"{self._place(chunk)} is not what was written")
         largest = int(np.frombuffer(data, dtype=self._dtype).max())
         if largest >= self._vocab_size:
@@ -187,15 +179,12 @@ class TokenFile:
 
     def _read(self, begin: int, end: int) -> bytes:
         try:
-            data = os.pread(self._descriptor, end - begin, begin)
-            while len(data) < end - begin:
-                more = os.pread(self._descriptor, end - begin - len(data), begin + len(data))
-                if not more:
-                    chunk = (begin + len(data)) // CHUNK_BYTES
-                    raise DataError(f"{self._place(chunk)} is cut off")
-                data += more
+            data = read_span(self._descriptor, begin, end)
         except OSError as error:
             raise DataError(f"{printable(self.path)}: {error.strerror}") from None
+        if len(data) < end - begin:
+            chunk = (begin + len(data)) // CHUNK_BYTES
+            raise DataError(f"{self._place(chunk)} is cut off")
         return data
 
     def _place(self, chunk: int) -> str:
@@ -205,7 +194,4 @@ class TokenFile:
 
 def digest_of_split(sums: bytes | bytearray, tokens: int, dtype: "np.dtype[Any]") -> str:
     """What stands for all tokens of a split: of their number, their type and all chunks."""
-    hasher = new_hasher()
-    hasher.update(f"{tokens} {dtype}\n".encode())
-    hasher.update(sums)
-    return hasher.hexdigest()
+    return new_hasher(f"{tokens} {dtype}\n".encode() + sums).hexdigest()

@@ -1,22 +1,19 @@
 """A save without ranks: chunks that are made one after the other, given to a storage writer."""
 
-import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -33,47 +30,22 @@ def write_sources(sources: Mapping[str, Source], writer: StorageWriter) -> None:
         sources: Sources of the tensors, by name.
         writer: Storage writer of `torch.distributed.checkpoint`.
     """
-    planner = _SourcePlanner(sources)
-    metadata = dataclasses.replace(planner.metadata, storage_meta=writer.storage_meta())
+    described = {name: _described(source) for name, source in sources.items()}
+    metadata = Metadata({**described}, storage_meta=writer.storage_meta())
+    items = [item for name, tensor in described.items() for item in _items(name, tensor)]
     writer.set_up_storage_writer(True)
-    plan = writer.prepare_local_plan(planner.create_local_plan())
-    [plan] = writer.prepare_global_plan([plan])
-    written = writer.write_data(plan, planner)
+    [plan] = writer.prepare_global_plan([writer.prepare_local_plan(SavePlan(items))])
+    written = writer.write_data(plan, _SourcePlanner(sources))
     written.wait()
     writer.finish(metadata, [written.value()])
 
 
-class _SourcePlanner(SavePlanner):
+class _SourcePlanner(DefaultSavePlanner):
+    """Makes the values of boxes that were planned."""
+
     def __init__(self, sources: Mapping[str, Source]) -> None:
+        super().__init__()
         self._sources = sources
-        self.metadata = Metadata({name: _described(s) for name, s in sources.items()})
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        """Nothing: the sources are all there is."""
-
-    def create_local_plan(self) -> SavePlan:
-        """Every box of every tensor."""
-        items = []
-        for name, source in self._sources.items():
-            described = _described(source)
-            for number, chunk in enumerate(described.chunks):
-                data = TensorWriteData(chunk, described.properties, described.size)
-                index = MetadataIndex(name, chunk.offsets, number)
-                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-        return SavePlan(items)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """That of the only rank."""
-        return all_plans, self.metadata
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """As it is."""
-        return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """Make the values of a box."""
@@ -81,6 +53,14 @@ class _SourcePlanner(SavePlanner):
         assert data is not None, "only tensors are planned"
         box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
         return self._sources[write_item.index.fqn].read(box)
+
+
+def _items(name: str, tensor: TensorStorageMetadata) -> Iterator[WriteItem]:
+    """One for every box of a tensor."""
+    for number, chunk in enumerate(tensor.chunks):
+        data = TensorWriteData(chunk, tensor.properties, tensor.size)
+        index = MetadataIndex(name, chunk.offsets, number)
+        yield WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
 
 def _described(source: Source) -> TensorStorageMetadata:

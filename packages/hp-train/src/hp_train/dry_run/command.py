@@ -14,7 +14,6 @@ from hp_train.config.options import COMMAND_LINE, resolve
 from hp_train.config.space import with_keys
 from hp_train.dry_run.routing import parse_skew
 from hp_train.errors import ConfigError
-from hp_train.layout.ranks import Layout
 
 _MOST_DEVICES = 2**20
 _STEPS = 2
@@ -163,8 +162,7 @@ def fit_to(gpus: int | None) -> Callable[[Config, Mapping[str, str]], Mapping[st
 
 def _batch_size(config: Config) -> int:
     """The configured one, or the next that the layout can cut into microbatches."""
-    size = config.train.global_batch_size
-    unit = Layout.of(config.mesh).dp * config.train.microbatch_size
+    size, unit = config.train.global_batch_size, config.batch_unit
     least = -(-size // unit)
     for number in range(least, least + 4 * config.mesh.pp * config.pipeline.stages_per_rank + 1):
         if rules.allows_pipeline(with_keys(config, {"train.global_batch_size": number * unit})):

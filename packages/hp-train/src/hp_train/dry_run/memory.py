@@ -1,6 +1,8 @@
 """Memory of a rank over a dry run: peaks by kind, what is alive then, the curve. No torch."""
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import msgspec
@@ -120,11 +122,12 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Change(NamedTuple):
-    """Memory after an event."""
+    """Memory after an event, in all and of each of `KINDS`."""
 
     event: int
     launches: int
     total: int
+    live: tuple[int, ...]
 
 
 def memory_of(trace: Trace, usage: Usage | None = None) -> Memory:
@@ -134,31 +137,31 @@ def memory_of(trace: Trace, usage: Usage | None = None) -> Memory:
         trace: Trace of one rank.
         usage: The same trace, replayed through the caching allocator.
     """
-    kinds = _kinds(trace)
-    changes = list(_changes(trace))
+    kinds, replayed = _kinds(trace), usage or Usage()
+    changes = list(_changes(trace, kinds))
     highest = max(changes, key=lambda change: change.total, default=None)
-    reserved = [] if usage is None else list(zip(usage.indices, usage.reserved, strict=True))
-    kept = _kept(changes, reserved)
-    peak_by_kind, curve, at_end = _walk(trace, kinds, kept, reserved)
     alive = [] if highest is None else _alive(trace, highest.event)
-    at_peak = dict.fromkeys(KINDS, 0)
-    for each in alive:
-        at_peak[kinds[each.block]] += each.num_bytes
     largest = sorted(alive, key=lambda each: -each.num_bytes)[:_NUM_LARGEST]
+    most = (max((change.live[k] for change in changes), default=0) for k in range(len(KINDS)))
     return Memory(
         peak_live=highest.total if highest else 0,
         peak_reserved=None if usage is None else usage.peak_reserved,
-        fragmentation=0.0 if usage is None else usage.fragmentation,
-        retries=0 if usage is None else usage.num_retries,
-        out_of_memory="" if usage is None else str(usage.out_of_memory or ""),
+        fragmentation=replayed.fragmentation,
+        retries=replayed.num_retries,
+        out_of_memory=str(replayed.out_of_memory or ""),
         peak=None if highest is None else _moment(trace, highest),
-        at_peak={kind: size for kind, size in at_peak.items() if size},
-        peak_by_kind=peak_by_kind,
+        at_peak=_by_kind(highest.live if highest else ()),
+        peak_by_kind=_by_kind(most),
         largest=tuple(_block(each, kinds) for each in largest),
-        at_end=at_end,
-        curve=curve,
+        at_end=changes[-1].total if changes else 0,
+        curve=tuple(_curve(changes, replayed)),
         spans=tuple(_spans(trace)),
     )
+
+
+def _by_kind(sizes: Iterable[int]) -> dict[str, int]:
+    """Those of `KINDS` that have some."""
+    return {kind: size for kind, size in zip(KINDS, sizes, strict=False) if size}
 
 
 def _kinds(trace: Trace) -> dict[int, str]:
@@ -173,21 +176,32 @@ def _kinds(trace: Trace) -> dict[int, str]:
     return kinds
 
 
-def _changes(trace: Trace) -> Iterator[_Change]:
+def _changes(trace: Trace, kinds: Mapping[int, str]) -> Iterator[_Change]:
+    """What every event that makes or frees a block leaves alive."""
+    places = {kind: place for place, kind in enumerate(KINDS)}
+    live = [0] * len(KINDS)
     sizes: dict[int, int] = {}
-    total = launches = 0
+    launches = 0
     for index, event in enumerate(trace.events):
         if isinstance(event, Launch):
             launches += event.num_kernels
-            continue
-        if isinstance(event, Allocate):
-            sizes[event.block] = event.num_bytes
-            total += event.num_bytes
-        elif isinstance(event, Release):
-            total -= sizes.pop(event.block, 0)
-        else:
-            continue
-        yield _Change(index, launches, total)
+        elif isinstance(event, Allocate | Release):
+            place = places[kinds.get(event.block, "other")]
+            live[place] -= sizes.pop(event.block, 0)
+            if isinstance(event, Allocate):
+                sizes[event.block] = event.num_bytes
+                live[place] += event.num_bytes
+            yield _Change(index, launches, sum(live), tuple(live))
+
+
+def _curve(changes: Sequence[_Change], usage: Usage) -> Iterator[Point]:
+    """Points of the curve, with what is reserved then."""
+    indices, reserved = usage.indices, usage.reserved
+    kept = _kept(changes, list(zip(indices, reserved, strict=True)))
+    for change in changes:
+        if change.event in kept:
+            before = bisect_right(indices, change.event)
+            yield Point(change.launches, change.live, reserved[before - 1] if before else 0)
 
 
 def _kept(changes: Sequence[_Change], reserved: Sequence[tuple[int, int]]) -> set[int]:
@@ -207,35 +221,6 @@ def _kept(changes: Sequence[_Change], reserved: Sequence[tuple[int, int]]) -> se
         if event in held:
             kept.add(event)
     return kept
-
-
-def _walk(
-    trace: Trace, kinds: dict[int, str], kept: set[int], reserved: Sequence[tuple[int, int]]
-) -> tuple[dict[str, int], tuple[Point, ...], int]:
-    """The most of each kind, the kept points, and what is alive at the end."""
-    place_of_kind = {kind: index for index, kind in enumerate(KINDS)}
-    live = [0] * len(KINDS)
-    most = [0] * len(KINDS)
-    sizes: dict[int, int] = {}
-    points: list[Point] = []
-    launches = held = at = 0
-    for index, event in enumerate(trace.events):
-        if isinstance(event, Launch):
-            launches += event.num_kernels
-            continue
-        if isinstance(event, Allocate):
-            kind = place_of_kind[kinds[event.block]]
-            sizes[event.block] = event.num_bytes
-            live[kind] += event.num_bytes
-            most[kind] = max(most[kind], live[kind])
-        elif isinstance(event, Release):
-            live[place_of_kind[kinds.get(event.block, "other")]] -= sizes.pop(event.block, 0)
-        if index in kept:
-            while at < len(reserved) and reserved[at][0] <= index:
-                held, at = reserved[at][1], at + 1
-            points.append(Point(launches, tuple(live), held))
-    by_kind = {kind: size for kind, size in zip(KINDS, most, strict=True) if size}
-    return by_kind, tuple(points), sum(live)
 
 
 def _alive(trace: Trace, until: int) -> list[Allocate]:
@@ -278,17 +263,10 @@ def _moment(trace: Trace, change: _Change) -> Moment:
 
 def _spans(trace: Trace) -> Iterator[Span]:
     """The build, the pipeline of each step, and what else places name, where there are launches."""
-    name, begin, launches = "", 0, 0
-    for event in trace.events:
-        if not isinstance(event, Launch) or not event.num_kernels:
-            continue
-        now = _part(site(event.place))
-        if now != name:
-            if launches > begin:
-                yield Span(name, begin, launches)
-            name, begin = now, launches
-        launches += event.num_kernels
-    if launches > begin:
+    launches = 0
+    events = (e for e in trace.events if isinstance(e, Launch) and e.num_kernels)
+    for name, inside in groupby(events, key=lambda event: _part(site(event.place))):
+        begin, launches = launches, launches + sum(event.num_kernels for event in inside)
         yield Span(name, begin, launches)
 
 

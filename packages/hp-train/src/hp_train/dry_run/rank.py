@@ -152,7 +152,7 @@ def _plan_of_save(trainer: Trainer) -> Saved:
     """Say what this rank holds of what is saved; nothing is written."""
     sources = sources_of(trainer.tensors())
     holders = {
-        f"{prefix}.{parameter.name}": _holders(trainer, parameter.replicas)
+        f"{prefix}.{parameter.name}": math.prod(map(trainer.mesh.size, parameter.replicas))
         for parameter in trainer.parameters
         for prefix in ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
     }
@@ -168,10 +168,3 @@ def _plan_of_save(trainer: Trainer) -> Saved:
         num_bytes=sum(sizes.values()),
         own_bytes=sum(size // holders.get(name, everyone) for name, size in sizes.items()),
     )
-
-
-def _holders(trainer: Trainer, replicas: tuple[str, ...]) -> int:
-    number = 1
-    for group in replicas:
-        number *= trainer.mesh.size(group)
-    return number

@@ -1,6 +1,6 @@
 """What a dry run found, as data: one value per class of ranks, all of them, and JSON. No torch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -90,17 +90,13 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def worst(self) -> RankSummary:
         """The rank that needs the most memory."""
-        return max(self.ranks, key=lambda each: each.memory.needed)
+        return _neediest(self.ranks)
 
     @property
     def skews(self) -> dict[str, RankSummary]:
         """The rank that needs the most memory under each routing model."""
-        found: dict[str, RankSummary] = {}
-        for each in self.ranks:
-            other = found.setdefault(each.skew, each)
-            if each.memory.needed > other.memory.needed:
-                found[each.skew] = each
-        return found
+        names = dict.fromkeys(each.skew for each in self.ranks)
+        return {name: _neediest(each for each in self.ranks if each.skew == name) for name in names}
 
     @property
     def fits(self) -> bool:
@@ -110,6 +106,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     def share(self, rank: RankSummary) -> float:
         """Share of the device's memory that a rank needs, with what is there beside tensors."""
         return (rank.memory.needed + sum(self.beside.values())) / self.gpu_bytes
+
+
+def _neediest(ranks: Iterable[RankSummary]) -> RankSummary:
+    return max(ranks, key=lambda each: each.memory.needed)
 
 
 def summarize(

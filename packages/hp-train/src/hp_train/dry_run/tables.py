@@ -1,8 +1,8 @@
 """What a dry run found, as tables of words: printed and drawn from the same rows. No torch."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from hp_train.dry_run.sites import line
 from hp_train.dry_run.summary import RankSummary, Summary
@@ -111,8 +111,11 @@ def skews(summary: Summary) -> Table:
         )
         for name, each in worst.items()
     ]
-    columns = ("skew", "rank", "live", "reserved", "of device", "beside the least", "launches")
-    return Table("Routing", columns, rows if len(rows) > 1 else [])
+    return Table(
+        "Routing",
+        ("skew", "rank", "live", "reserved", "of device", "beside the least", "launches"),
+        rows if len(rows) > 1 else [],
+    )
 
 
 def kinds(summary: Summary, rank: RankSummary) -> Table:
@@ -146,8 +149,13 @@ def kinds(summary: Summary, rank: RankSummary) -> Table:
             f"{summary.share(rank):.1%} of {size(summary.gpu_bytes)}",
         )
     )
-    columns = ("memory", "at the peak", "share", "most at any time")
-    return Table(f"Memory of rank {rank.rank}", columns, rows, frozenset({0}), when(rank))
+    return Table(
+        f"Memory of rank {rank.rank}",
+        ("memory", "at the peak", "share", "most at any time"),
+        rows,
+        frozenset({0}),
+        when(rank),
+    )
 
 
 def largest(rank: RankSummary) -> Table:
@@ -162,8 +170,12 @@ def largest(rank: RankSummary) -> Table:
         )
         for each in rank.memory.largest
     ]
-    columns = ("bytes", "kind", "shape", "made at", "by")
-    return Table("Largest tensors at the peak", columns, rows, frozenset({1, 2, 3, 4}))
+    return Table(
+        "Largest tensors at the peak",
+        ("bytes", "kind", "shape", "made at", "by"),
+        rows,
+        frozenset({1, 2, 3, 4}),
+    )
 
 
 def phases(rank: RankSummary) -> Table:
@@ -180,21 +192,25 @@ def phases(rank: RankSummary) -> Table:
 def layers(rank: RankSummary) -> Table:
     """What layers cost in all microbatches; equal ones that follow each other share a row."""
     by_layer = rank.work.by_layer()
-    named = {name: each for name, each in by_layer.items() if name}
-    rows = list(_alike(named)) if named else []
-    if named and "" in by_layer:
-        rows.append(("outside of layers", *cost(by_layer[""])))
-    return Table("Work by layer, all microbatches", ("layer", *_COSTS), rows[:_MOST_ROWS])
+    outside = by_layer.pop("", None)
+    return _costs("Work by layer, all microbatches", "layer", by_layer, outside)
 
 
 def microbatches(rank: RankSummary) -> Table:
     """What microbatches cost in all layers; equal ones that follow each other share a row."""
     by_microbatch = rank.work.by_microbatch()
-    named = {f"microbatch {i}": each for i, each in by_microbatch.items() if i >= 0}
-    rows = list(_alike(named)) if named else []
-    if named and -1 in by_microbatch:
-        rows.append(("outside of microbatches", *cost(by_microbatch[-1])))
-    return Table("Work by microbatch, all layers", ("microbatch", *_COSTS), rows[:_MOST_ROWS])
+    outside = by_microbatch.pop(-1, None)
+    named = {f"microbatch {index}": each for index, each in by_microbatch.items()}
+    return _costs("Work by microbatch, all layers", "microbatch", named, outside)
+
+
+def _costs(title: str, part: str, costs: Mapping[str, Cost], outside: Cost | None) -> Table:
+    """A row for each run of equal costs, and one for what is in none of the parts."""
+    alike = groupby(costs, key=costs.__getitem__)
+    rows = [(_several([*equal]), *cost(each)) for each, equal in alike]
+    if rows and outside is not None:
+        rows.append((f"outside of {part}s", *cost(outside)))
+    return Table(title, (part, *_COSTS), rows[:_MOST_ROWS])
 
 
 def waits(rank: RankSummary) -> Table:
@@ -210,8 +226,12 @@ def waits(rank: RankSummary) -> Table:
         )
         for each in rank.work.waits[:_MOST_ROWS]
     ]
-    columns = ("line", "by", "times", "copied", "layers", "microbatches")
-    return Table("The host waits for the device", columns, rows, frozenset({0, 1}))
+    return Table(
+        "The host waits for the device",
+        ("line", "by", "times", "copied", "layers", "microbatches"),
+        rows,
+        frozenset({0, 1}),
+    )
 
 
 def communicators(rank: RankSummary) -> Table:
@@ -228,9 +248,14 @@ def communicators(rank: RankSummary) -> Table:
         for each in rank.traffic.communicators
         for index, (operation, count) in enumerate(_without_start(each).items())
     ]
-    columns = ("communicator", "ranks", "operation", "times", "bytes", "first of it")
     note = "bytes of the larger of what the rank gives and gets; the JSON lists all of it in order"
-    return Table("Between ranks", columns, rows, frozenset({0, 1, 2, 5}), note)
+    return Table(
+        "Between ranks",
+        ("communicator", "ranks", "operation", "times", "bytes", "first of it"),
+        rows,
+        frozenset({0, 1, 2, 5}),
+        note,
+    )
 
 
 def _without_start(each: Communicator) -> dict[str, Count]:
@@ -254,8 +279,12 @@ def saves(summary: Summary) -> Table:
         for rank, (number, saved) in sorted(found.items())
         if saved is not None
     ]
-    columns = ("rank", "parameters", "file", "tensors", "held", "written, about")
-    return Table("A checkpoint", columns, rows[:_MOST_ROWS], frozenset({0, 2}))
+    return Table(
+        "A checkpoint",
+        ("rank", "parameters", "file", "tensors", "held", "written, about"),
+        rows[:_MOST_ROWS],
+        frozenset({0, 2}),
+    )
 
 
 def when(rank: RankSummary) -> str:
@@ -315,18 +344,6 @@ def several_ranks(ranks: Sequence[int]) -> str:
         return f"{len(ranks)}: {ranks[0]} to {ranks[-1]}"
     shown = ", ".join(map(str, ranks[:_MOST_RANKS]))
     return f"{len(ranks)}: {shown}{', ...' * (len(ranks) > _MOST_RANKS)}"
-
-
-def _alike(costs: Mapping[str, Cost]) -> Iterable[tuple[str, ...]]:
-    """A row for each run of equal costs."""
-    runs: list[tuple[list[str], Cost]] = []
-    for name, each in costs.items():
-        if runs and runs[-1][1] == each:
-            runs[-1][0].append(name)
-        else:
-            runs.append(([name], each))
-    for names, each in runs:
-        yield (_several(names), *cost(each))
 
 
 def _several(names: list[str]) -> str:

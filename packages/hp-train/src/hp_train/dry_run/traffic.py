@@ -3,8 +3,10 @@
 import math
 from collections import Counter
 from collections.abc import Iterator
+from itertools import groupby, islice
 
 import msgspec
+from msgspec.structs import replace
 
 from hp_platform.dry.trace import Collective, HostMessage, Shapes, Trace
 
@@ -126,19 +128,9 @@ def traffic_of(trace: Trace) -> Traffic:
 
 def _merged(trace: Trace) -> Iterator[Operation]:
     """Operations in order, equal neighbours as one."""
-    last: Operation | None = None
-    for event in trace.events:
-        if not isinstance(event, (Collective, HostMessage)):
-            continue
-        now = _operation(event)
-        if last is not None and msgspec.structs.replace(last, times=1) == now:
-            last = msgspec.structs.replace(last, times=last.times + 1)
-            continue
-        if last is not None:
-            yield last
-        last = now
-    if last is not None:
-        yield last
+    events = (event for event in trace.events if isinstance(event, Collective | HostMessage))
+    for operation, equal in groupby(map(_operation, events)):
+        yield replace(operation, times=len([*equal]))
 
 
 def _operation(event: Collective | HostMessage) -> Operation:
@@ -173,13 +165,12 @@ def _counts(operations: list[Operation]) -> dict[str, Count]:
 
 def _first(operations: list[Operation]) -> tuple[str, ...]:
     """What comes first, equal kinds after each other as one."""
-    runs: list[tuple[str, int]] = []
-    for each in operations:
-        name = each.op if each.peer < 0 else f"{each.op} {each.peer}"
-        if runs and runs[-1][0] == name:
-            runs[-1] = (name, runs[-1][1] + each.times)
-        elif len(runs) == _NUM_FIRST:
-            break
-        else:
-            runs.append((name, each.times))
-    return tuple(name if times == 1 else f"{name} x{times}" for name, times in runs)
+    runs = []
+    for name, equal in islice(groupby(operations, key=_name), _NUM_FIRST):
+        times = sum(each.times for each in equal)
+        runs.append(name if times == 1 else f"{name} x{times}")
+    return tuple(runs)
+
+
+def _name(operation: Operation) -> str:
+    return operation.op if operation.peer < 0 else f"{operation.op} {operation.peer}"

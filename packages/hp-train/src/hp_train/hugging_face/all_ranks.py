@@ -1,24 +1,30 @@
 """Steps that all ranks take together, or none does."""
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from torch.distributed import ProcessGroup
 
 from hp_platform import agree
 from hp_train.errors import CheckpointError
 
+T = TypeVar("T")
 
-def on_all_ranks(action: Callable[[], None], *, group: ProcessGroup | None, where: str) -> None:
+
+def on_all_ranks(action: Callable[[], T], *, group: ProcessGroup | None, where: str) -> T:
     """Do something on every rank, and raise on all of them if it fails on one.
 
     Args:
         action: This rank's part; no collective that another rank may miss.
         group: CPU group of the ranks; None: this rank is alone.
         where: What is done, for the message.
+
+    Returns:
+        What this rank's part gave.
     """
     error: Exception | None = None
     try:
-        action()
+        result = action()
     except OSError as failure:
         error = CheckpointError(f"cannot {where}: {failure.filename}: {failure.strerror}")
     except Exception as failure:  # noqa: BLE001 - every rank must hear of it
@@ -27,3 +33,4 @@ def on_all_ranks(action: Callable[[], None], *, group: ProcessGroup | None, wher
         agree(error, group=group, where=where)
     elif error is not None:
         raise error
+    return result

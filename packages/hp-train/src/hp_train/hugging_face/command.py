@@ -47,12 +47,12 @@ def import_hf(folder: Path, out: Path | None) -> int:
     model = model_config(values)
     check_weights(folder)
     given: dict[str, Any] = {
-        f"model.{name}": value for name, value in msgspec.structs.asdict(model).items()
+        **{f"model.{name}": value for name, value in msgspec.structs.asdict(model).items()},
+        "run.init_from": str(folder.absolute()),
+        "train.dtype": train_dtype(values),
+        "train.sample_tokens": 0,
+        "data.seq_len": min(model.max_positions or _SEQ_LEN, _SEQ_LEN),
     }
-    given["run.init_from"] = str(folder.absolute())
-    given["train.dtype"] = train_dtype(values)
-    given["train.sample_tokens"] = 0
-    given["data.seq_len"] = min(model.max_positions or _SEQ_LEN, _SEQ_LEN)
     if (folder / "tokenizer.json").is_file():
         given["data.tokenizer"] = str((folder / "tokenizer.json").absolute())
     config = build(given)

@@ -31,6 +31,16 @@ _MOST_BYTES = 4 << 20  # of a config.json
 # What training decides, and the weights do not: may differ from what a family reads back.
 _FREE = {"dropout", "balance_coefficient", "correction_rate", "init_std", "mtp_weight"}
 
+_EXPERTS = {
+    *("num_dense_layers", "num_shared_experts", "num_expert_groups", "num_limited_groups"),
+    *("router_score", "router_normalize", "router_scale", "router_bias"),
+    *("expert_hidden", "expert_activation", "expert_bias", "top_k", "correction_bias"),
+}
+_LATENT = {"q_lora_rank", "kv_lora_rank", "nope_head_dim", "rope_head_dim", "v_head_dim"}
+_YARN = {
+    *("rope_beta_fast", "rope_beta_slow", "rope_truncate", "rope_mscale", "rope_mscale_all_dim"),
+}
+
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Parse the `config.json` of a folder.
@@ -136,25 +146,16 @@ def _matching(model: ModelConfig) -> Family:
 
 def _unused(model: ModelConfig) -> set[str]:
     """Keys that say nothing about this model, and those that training alone decides."""
-    unused = set(_FREE)
-    if model.num_experts == 0:
-        unused |= {key for key in asdict(model) if key.startswith(("router_", "expert_", "num_"))}
-        unused |= {"top_k", "correction_bias"}
-        unused -= {"num_layers", "num_heads", "num_kv_heads", "num_experts", "num_mtp_modules"}
-    elif model.num_dense_layers == 0:
-        unused |= {"dense_hidden"}
-    if model.attention == "gqa":
-        unused |= {"q_lora_rank", "kv_lora_rank", "nope_head_dim", "rope_head_dim", "v_head_dim"}
-    else:
-        unused |= {"num_kv_heads"}
-    if model.expert_activation == "swiglu":
-        unused |= {"swiglu_limit", "swiglu_alpha"}
-    if model.num_expert_groups == 1:
-        unused |= {"num_limited_groups"}
-    unused |= set() if model.rope_scaling == "llama3" else {"rope_low_factor", "rope_high_factor"}
-    if model.rope_scaling != "yarn":
-        unused |= {"rope_beta_fast", "rope_beta_slow", "rope_truncate"}
-        unused |= {"rope_mscale", "rope_mscale_all_dim"}
-    if model.rope_scaling == "none":
-        unused |= {"rope_original_positions"}
-    return unused
+    scaling, gqa = model.rope_scaling, model.attention == "gqa"
+    unused = (
+        (model.num_experts == 0, _EXPERTS),
+        (model.num_experts > 0 and model.num_dense_layers == 0, {"dense_hidden"}),
+        (gqa, _LATENT),
+        (not gqa, {"num_kv_heads"}),
+        (model.expert_activation == "swiglu", {"swiglu_limit", "swiglu_alpha"}),
+        (model.num_expert_groups == 1, {"num_limited_groups"}),
+        (scaling != "llama3", {"rope_low_factor", "rope_high_factor"}),
+        (scaling != "yarn", _YARN),
+        (scaling == "none", {"rope_original_positions"}),
+    )
+    return _FREE.union(*(keys for applies, keys in unused if applies))

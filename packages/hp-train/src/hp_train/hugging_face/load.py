@@ -3,8 +3,9 @@
 Every rank reads the slices of its own tensors straight from the files.
 """
 
+import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,17 +13,25 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_platform.store import Box, Part
-from hp_platform.store.safetensors import FileTensor
+from hp_platform.store import Box, CheckpointError, Part
+from hp_platform.store.safetensors import INDEX, MAX_HEADER_BYTES, FileTensor, opened_tensors
 from hp_train.config import ModelConfig
+from hp_train.config.schema import shown
 from hp_train.errors import ConfigError
 from hp_train.hugging_face.all_ranks import on_all_ranks
-from hp_train.hugging_face.arrange import to_ours
 from hp_train.hugging_face.config import family_of, model_config, read_config
-from hp_train.hugging_face.files import opened_files
-from hp_train.hugging_face.plan import Stored, stacking_of, stored_tensors, theirs_of
+from hp_train.hugging_face.json_file import read_json
+from hp_train.hugging_face.plan import (
+    Stored,
+    stacking_of,
+    stored_tensors,
+    theirs_of,
+    to_ours,
+)
+from hp_train.model.declared import Declared
 from hp_train.model.shapes import model_tensors
 
+_SINGLE = "model.safetensors"
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _SHOWN = 3
 # Ends of names that mixed-precision formats give to what they keep beside or instead of weights.
@@ -30,12 +39,13 @@ _QUANTISED = ("_blocks", "_scales", "weight_scale_inv", "weight_scale", "qweight
 
 
 class _Read(NamedTuple):
-    """A view of a tensor of ours, and the box of a stored one that goes there."""
+    """A view of a tensor of ours, and the box of a stored one in a file that goes there."""
 
     target: Tensor
     stored: Stored
     part: int
     box: Box
+    file: FileTensor
 
 
 def load_weights(
@@ -59,19 +69,17 @@ def load_weights(
         hp_platform.PeerError: When another rank failed for another reason.
     """
     with ExitStack() as stack:
-        files: dict[str, FileTensor] = {}
-        reads: list[_Read] = []
 
-        def prepare() -> None:
-            files.update(stack.enter_context(opened_files(folder)))
-            reads.extend(_reads(tensors, files, folder))
+        def prepare() -> list[_Read]:
+            files = stack.enter_context(opened_files(folder))
+            return list(_reads(tensors, files, folder))
 
         def read() -> None:
-            for target, stored, part, box in reads:
-                values = files[stored.name].read(box)
+            for target, stored, part, box, file in reads:
+                values = file.read(box)
                 target.copy_(to_ours(stored, part, values).view(target.shape))
 
-        on_all_ranks(prepare, group=group, where="find the weights to load")
+        reads = on_all_ranks(prepare, group=group, where="find the weights to load")
         with torch.no_grad():
             on_all_ranks(read, group=group, where="load weights")
 
@@ -85,23 +93,42 @@ def check_weights(folder: Path) -> int:
     Raises:
         hp_train.errors.ConfigError: About the first thing that is wrong.
     """
-    values = read_config(folder)
-    model, family = model_config(values), family_of(values)
-    ours = model_tensors(model)
     with opened_files(folder) as files:
-        listed = stored_tensors(ours, model, family, stacking=stacking_of(files, family))
-        _check(files, listed, model)
+        ours, _ = _checked(files, folder)
     return sum(torch.Size(tensor.shape).numel() for tensor in ours.values())
+
+
+@contextmanager
+def opened_files(folder: Path) -> Iterator[dict[str, FileTensor]]:
+    """Open the files of a model and give their tensors by name; only headers are read.
+
+    Raises:
+        ConfigError: When files are missing, damaged, become shorter, or not what the index says.
+    """
+    try:
+        with opened_tensors(folder / name for name in _file_names(folder)) as files:
+            yield files
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _file_names(folder: Path) -> list[str]:
+    if not os.path.lexists(folder / INDEX):
+        return [_SINGLE]
+    index = read_json(folder / INDEX, most_bytes=MAX_HEADER_BYTES)
+    listed = index.get("weight_map")
+    if not isinstance(listed, dict):
+        raise ConfigError(f"{INDEX}: weight_map ({shown(listed)}) must be an object")
+    for name in listed.values():
+        if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+            raise ConfigError(f"{INDEX}: file ({shown(name)}) must be a name in the folder")
+    return sorted(set(listed.values()))
 
 
 def _reads(
     tensors: Mapping[str, Tensor], files: Mapping[str, FileTensor], folder: Path
 ) -> Iterator[_Read]:
-    values = read_config(folder)
-    model, family = model_config(values), family_of(values)
-    ours = model_tensors(model)
-    listed = stored_tensors(ours, model, family, stacking=stacking_of(files, family))
-    _check(files, listed, model)
+    ours, listed = _checked(files, folder)
     of_part: dict[str, list[tuple[Stored, int]]] = {}
     for stored in listed:
         if not stored.is_copy:
@@ -119,10 +146,23 @@ def _reads(
         for stored, number in of_part[name]:
             if stored.expert is None:
                 box = theirs_of(stored, number, here.box)
-                yield _Read(here.local, stored, number, box)
+                yield _Read(here.local, stored, number, box, files[stored.name])
             elif offsets[0] <= stored.expert < offsets[0] + sizes[0]:
                 row = here.local[stored.expert - offsets[0]]
-                yield _Read(row, stored, number, Box(offsets[1:], sizes[1:]))
+                inside = Box(offsets[1:], sizes[1:])
+                yield _Read(row, stored, number, inside, files[stored.name])
+
+
+def _checked(
+    files: Mapping[str, FileTensor], folder: Path
+) -> tuple[Mapping[str, Declared], list[Stored]]:
+    """Our tensors and those that the files must have of the model of a folder, and do."""
+    values = read_config(folder)
+    model, family = model_config(values), family_of(values)
+    ours = model_tensors(model)
+    listed = stored_tensors(ours, model, family, stacking=stacking_of(files, family))
+    _check(files, listed, model)
+    return ours, listed
 
 
 def _check(files: Mapping[str, FileTensor], listed: list[Stored], model: ModelConfig) -> None:

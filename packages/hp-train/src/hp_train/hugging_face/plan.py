@@ -1,13 +1,16 @@
 """Which tensors the files of a model have, and what of ours each one is made of.
 
-Names and shapes alone: no tensor is read or made here.
+Names and shapes, and how the values of one follow from those of the other; nothing is read here.
 
 Shape symbols: E experts, D model width, F hidden width of an expert.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import torch
+from torch import Tensor
 
 from hp_platform.store import Box
 from hp_train.config import ModelConfig
@@ -100,6 +103,23 @@ def theirs_of(stored: Stored, part: int, box: Box) -> Box:
     if stored.arrangement == "transposed":
         return Box((e, *d, f), (ne, *nd, nf))
     return Box((e, *d, 2 * f), (ne, *nd, 2 * nf))
+
+
+def to_theirs(stored: Stored, values: Sequence[Tensor]) -> Tensor:
+    """Values of a stored tensor from the same box of each of its parts."""
+    turned = [v.mT if v.ndim == 3 else v for v in values]
+    if stored.arrangement == "interleaved":
+        return torch.stack(turned, dim=-1).flatten(-2)
+    return turned[0] if stored.arrangement == "transposed" else values[0]
+
+
+def to_ours(stored: Stored, part: int, values: Tensor) -> Tensor:
+    """Values of one part from those of a stored tensor, at the place that `theirs_of` gives."""
+    if stored.arrangement == "interleaved":
+        values = values.unflatten(-1, (-1, 2))[..., part]
+    if stored.arrangement in ("interleaved", "transposed") and values.ndim == 3:
+        return values.mT
+    return values
 
 
 def _renamed(published: str, family: Family) -> str:

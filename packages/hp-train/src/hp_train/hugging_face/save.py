@@ -8,6 +8,7 @@ twice. The index is written last: without it the folder is no model.
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -25,9 +26,8 @@ from hp_train.base.atomic_write import replace_file
 from hp_train.config import ModelConfig
 from hp_train.errors import CheckpointError, ConfigError
 from hp_train.hugging_face.all_ranks import on_all_ranks
-from hp_train.hugging_face.arrange import to_theirs
 from hp_train.hugging_face.config import FAMILIES, hf_config
-from hp_train.hugging_face.plan import Stored, stored_tensors, theirs_of
+from hp_train.hugging_face.plan import Stored, stored_tensors, theirs_of, to_theirs
 from hp_train.model.shapes import model_tensors
 
 _SHARD_BYTES = 5 * 10**9  # of a file, as transformers cuts them
@@ -108,25 +108,26 @@ def write_model(
         shard_bytes: Approximate size of a file, in bytes.
     """
     is_first = group is None or group.rank() == 0
-    places: list[_Place] = []
-    mine: dict[str, list[Box]] = {}
 
-    def prepare() -> None:
-        places.extend(_places(model, dtype, shard_bytes))
+    def prepare() -> list[_Place]:
+        places = _places(model, dtype, shard_bytes)
         if is_first:
             _make_files(folder, places)
+        return places
 
     def finish() -> None:
         if is_first:
-            _write_json(folder / "config.json", hf_config(model, dtype=_name_of(dtype)))
+            config = hf_config(model, dtype=_name_of(dtype))
+            text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+            replace_file(folder / "config.json", text.encode())
             total = sum(prod(p.stored.shape) * p.dtype.itemsize for p in places)
             replace_file(folder / INDEX, index_of({p.stored.name: p.file for p in places}, total))
             fsync_directory(folder)
 
-    on_all_ranks(prepare, group=group, where="create the files of a model")
+    places = on_all_ranks(prepare, group=group, where="create the files of a model")
     everyone = _boxes_of_all(boxes, group)
-    on_all_ranks(
-        lambda: mine.update(_mine(places, everyone, 0 if group is None else group.rank())),
+    mine = on_all_ranks(
+        lambda: _mine(places, everyone, 0 if group is None else group.rank()),
         group=group,
         where="share out the tensors of a model",
     )
@@ -199,12 +200,12 @@ def _mine(
         for name, listed in theirs.items():
             for box in listed:
                 owner.setdefault(name, {}).setdefault(box, index)
-    for name, shape in _part_shapes(places).items():
+    for name, wanted in _num_elements(places).items():
         found = sum(prod(sizes) for _, sizes in owner.get(name, {}))
-        if found != prod(shape):
+        if found != wanted:
             raise CheckpointError(
                 f"tensor {name}: elements of all ranks ({found}) must be those of the model "
-                f"({prod(shape)})"
+                f"({wanted})"
             )
     return {
         name: [box for box in listed if owner[name][box] == rank]
@@ -212,16 +213,12 @@ def _mine(
     }
 
 
-def _part_shapes(places: Iterable[_Place]) -> dict[str, tuple[int, ...]]:
-    """Number of elements that each of our tensors must have, as a shape."""
-    found: dict[str, tuple[int, ...]] = {}
-    for place in places:
-        stored = place.stored
-        if stored.is_copy:
-            continue
+def _num_elements(places: Iterable[_Place]) -> Counter[str]:
+    """Number of elements that each of our tensors must have."""
+    found: Counter[str] = Counter()
+    for stored in (place.stored for place in places if not place.stored.is_copy):
         for part in stored.parts:
-            count = prod(stored.shape) // len(stored.parts)
-            found[part] = (found.get(part, (0,))[0] + count,)
+            found[part] += prod(stored.shape) // len(stored.parts)
     return found
 
 
@@ -270,10 +267,6 @@ def _write_box(descriptor: int, place: _Place, box: Box, values: list[Tensor]) -
             one = Box((offsets[0] + number, *offsets[1:]), (1, *sizes[1:]))
             slices = [v[number : number + 1].to(place.dtype) for v in values]
             target.write(theirs_of(stored, 0, one), to_theirs(stored, slices))
-
-
-def _write_json(path: Path, content: Mapping[str, object]) -> None:
-    replace_file(path, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
 
 
 def _name_of(dtype: torch.dtype) -> str:

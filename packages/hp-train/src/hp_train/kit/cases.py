@@ -74,6 +74,7 @@ class Case:
         seconds: Seconds that it may take.
         needs: Names of the cases that must pass first.
         is_quick: Whether it is among the few that stand for all.
+        on_gpu: Whether it says something on GPUs alone.
         left_out: Reason why this machine cannot run it; empty: it can.
     """
 
@@ -87,6 +88,7 @@ class Case:
     seconds: float = 180.0
     needs: tuple[str, ...] = (PREREQUISITE,)
     is_quick: bool = False
+    on_gpu: bool = False
     left_out: str = ""
 
 
@@ -99,18 +101,20 @@ def cases_of(place: Place) -> list[Case]:
     """All cases of a machine in their order; names are unique."""
     found = [
         *_first(place),
-        *_axes(),
+        *_AXES,
         *_speed(place),
         *_schedules(),
         *_others(place),
         *_checkers(place),
-        *_large(),
-        _tests(place),
+        *_LARGE,
+        _TESTS,
     ]
     return [_fitted(case, place) for case in found]
 
 
 def _fitted(case: Case, place: Place) -> Case:
+    if case.on_gpu and place.device != "cuda":
+        return replace(case, left_out="there is no GPU")
     if case.left_out:
         return case
     if case.ranks > place.max_ranks:
@@ -165,55 +169,55 @@ def _combined() -> list[Case]:
     ]
 
 
-def _axes() -> Iterator[Case]:
-    yield _layout("dp_shard 2", "Parameters sharded by FSDP2.", 2, "mesh.dp_shard=2", is_quick=True)
-    yield _layout(
+_AXES = (
+    _layout("dp_shard 2", "Parameters sharded by FSDP2.", 2, "mesh.dp_shard=2", is_quick=True),
+    _layout(
         "dp_shard 2, by block",
         "Parameters gathered and gradients reduced block by block.",
         2,
         "mesh.dp_shard=2 mesh.gather=block",
-    )
-    yield _layout("tp 2", "Tensor and sequence parallelism.", 2, "mesh.tp=2")
-    yield _layout("cp 2, heads", "A sequence over two ranks, heads exchanged.", 2, "mesh.cp=2")
-    yield _layout(
+    ),
+    _layout("tp 2", "Tensor and sequence parallelism.", 2, "mesh.tp=2"),
+    _layout("cp 2, heads", "A sequence over two ranks, heads exchanged.", 2, "mesh.cp=2"),
+    _layout(
         "cp 2, gathered",
         "A sequence over two ranks, keys gathered.",
         2,
         "mesh.cp=2 mesh.cp_heads=1",
-    )
-    yield _layout(
+    ),
+    _layout(
         "cp 2, ring", "A sequence over two ranks, keys in a ring.", 2, "mesh.cp=2 mesh.cp_ring=true"
-    )
-    yield _layout(
+    ),
+    _layout(
         "ep 2", "Experts dealt out to two ranks.", 2, "mesh.dp_shard=2 mesh.ep=2", is_quick=True
-    )
-    yield _layout("etp 2", "Each expert cut in two.", 2, "mesh.dp_replicate=2 mesh.etp=2")
-    yield _layout(
-        "dp_replicate 2", "Replicas whose gradients are summed.", 2, "mesh.dp_replicate=2"
-    )
-    yield _layout(
+    ),
+    _layout("etp 2", "Each expert cut in two.", 2, "mesh.dp_replicate=2 mesh.etp=2"),
+    _layout("dp_replicate 2", "Replicas whose gradients are summed.", 2, "mesh.dp_replicate=2"),
+    _layout(
         "recompute", "Blocks computed again in backward.", 2, "mesh.dp_shard=2 train.recompute=full"
-    )
-    yield _layout(
+    ),
+    _layout(
         "bfloat16",
         "What most train in; tokens go to all experts, as rounding would decide choices of some.",
         2,
         "mesh.dp_shard=2 mesh.ep=2 model.top_k=8",
         dtype="bfloat16",
-    )
-    yield _layout(
+    ),
+    _layout(
         "float32",
         "Other kernels than in bfloat16.",
         2,
         "mesh.dp_shard=2 mesh.ep=2",
         dtype="float32",
-    )
-    yield _layout(
+    ),
+    _layout(
         "joined documents",
         "Attention over whole sequences; everywhere else it stops at the end of a document.",
         2,
         "mesh.cp=2 data.documents=joined",
-    )
+    ),
+)
+"""One axis at a time."""
 
 
 def _schedules() -> Iterator[Case]:
@@ -227,137 +231,137 @@ def _schedules() -> Iterator[Case]:
         )
 
 
-def _others(place: Place) -> Iterator[Case]:
-    yield _layout(
-        "overlap, interleaved_1f1b",
-        "Exchanges of experts behind another microbatch.",
-        4,
-        "mesh.pp=2 mesh.dp_shard=2 mesh.ep=2 pipeline.schedule=interleaved_1f1b "
-        "pipeline.stages_per_rank=2 pipeline.overlap=true",
-    )
-    yield _layout(
-        "overlap, dualpipe_v",
-        "Exchanges of experts behind another microbatch.",
-        4,
-        "mesh.pp=2 mesh.dp_shard=2 mesh.ep=2 pipeline.schedule=dualpipe_v "
-        "pipeline.stages_per_rank=2 pipeline.overlap=true",
-    )
-    yield _layout(
-        "unequal stages",
-        "Stages with tensor-parallel sizes of their own.",
-        3,
-        "mesh.pp=2 mesh.stage_tp=[1,2] pipeline.schedule=1f1b",
-    )
-    yield _layout(
-        "cp 2 x tp 2, etp 2",
-        "What a sequence and its matrices are cut by, at once.",
-        4,
-        "mesh.cp=2 mesh.tp=2 mesh.etp=2",
-    )
-    yield _layout(
-        "hsdp, ep 2", "Replicas of shards.", 4, "mesh.dp_replicate=2 mesh.dp_shard=2 mesh.ep=2"
-    )
-    yield _layout(
-        "tied, two tokens ahead",
-        "One table at both ends, multi-token prediction.",
-        2,
-        "mesh.pp=2 pipeline.schedule=zero_bubble model.tie_embeddings=true model.num_mtp_modules=1",
-    )
+def _others(place: Place) -> list[Case]:
     backend = "inductor" if place.device == "cuda" else "aot_eager"
-    yield _layout(
-        "compile",
-        f"Blocks through torch.compile, {backend}.",
-        2,
-        f"mesh.dp_shard=2 train.compile={backend}",
-        seconds=420.0,
-    )
-    no_gpu = "" if place.device == "cuda" else "there is no GPU"
-    yield _layout(
-        AGAINST_CPU,
-        "A layout on GPUs against one process on the CPU, checkpoint included.",
-        2,
-        "mesh.dp_shard=2 mesh.ep=2",
-        left_out=no_gpu,
-    )
+    return [
+        _layout(
+            "overlap, interleaved_1f1b",
+            "Exchanges of experts behind another microbatch.",
+            4,
+            "mesh.pp=2 mesh.dp_shard=2 mesh.ep=2 pipeline.schedule=interleaved_1f1b "
+            "pipeline.stages_per_rank=2 pipeline.overlap=true",
+        ),
+        _layout(
+            "overlap, dualpipe_v",
+            "Exchanges of experts behind another microbatch.",
+            4,
+            "mesh.pp=2 mesh.dp_shard=2 mesh.ep=2 pipeline.schedule=dualpipe_v "
+            "pipeline.stages_per_rank=2 pipeline.overlap=true",
+        ),
+        _layout(
+            "unequal stages",
+            "Stages with tensor-parallel sizes of their own.",
+            3,
+            "mesh.pp=2 mesh.stage_tp=[1,2] pipeline.schedule=1f1b",
+        ),
+        _layout(
+            "cp 2 x tp 2, etp 2",
+            "What a sequence and its matrices are cut by, at once.",
+            4,
+            "mesh.cp=2 mesh.tp=2 mesh.etp=2",
+        ),
+        _layout(
+            "hsdp, ep 2", "Replicas of shards.", 4, "mesh.dp_replicate=2 mesh.dp_shard=2 mesh.ep=2"
+        ),
+        _layout(
+            "tied, two tokens ahead",
+            "One table at both ends, multi-token prediction.",
+            2,
+            "mesh.pp=2 pipeline.schedule=zero_bubble model.tie_embeddings=true "
+            "model.num_mtp_modules=1",
+        ),
+        _layout(
+            "compile",
+            f"Blocks through torch.compile, {backend}.",
+            2,
+            f"mesh.dp_shard=2 train.compile={backend}",
+            seconds=420.0,
+        ),
+        _layout(
+            AGAINST_CPU,
+            "A layout on GPUs against one process on the CPU, checkpoint included.",
+            2,
+            "mesh.dp_shard=2 mesh.ep=2",
+            on_gpu=True,
+        ),
+    ]
 
 
-def _checkers(place: Place) -> Iterator[Case]:
+def _checkers(place: Place) -> list[Case]:
     """The same layouts under what finds races and wrong orders."""
     keys = "mesh.pp=2 pipeline.schedule=interleaved_1f1b pipeline.stages_per_rank=2"
     ranks = 2
     if place.max_ranks >= 4:
         ranks, keys = 4, f"mesh.dp_shard=2 mesh.ep=2 {keys}"
-    why_not = ""
-    if place.device != "cuda":
-        why_not = "there is no GPU"
-    elif place.backend(ranks) == "gloo":
-        why_not = f"{ranks} ranks share a GPU through Gloo, not NCCL"
+    shared = f"{ranks} ranks share a GPU through Gloo, not NCCL"
+    why_not = shared if place.backend(ranks) == "gloo" else ""
     too_old = "" if place.nccl >= _ORDER_SINCE else "NCCL has it since 2.26"
-    yield _layout(
-        "launch order",
-        "NCCL orders what its communicators launch, and ends a race of threads.",
-        ranks,
-        keys,
-        left_out=why_not or too_old,
-        env={"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "NCCL_LAUNCH_RACE_FATAL": "1"},
-    )
-    yield _layout(
-        "detail",
-        "torch compares shapes and order of collectives between ranks.",
-        ranks,
-        keys,
-        left_out="" if place.device == "cpu" else why_not,
-        env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
-    )
-    no_gpu = "" if place.device == "cuda" else "there is no GPU"
-    yield _layout(
-        "stream sanitizer",
-        "torch's CUDA sanitizer looks for streams that do not wait.",
-        2,
-        "mesh.dp_shard=2 mesh.ep=2",
-        left_out=no_gpu,
-        seconds=300.0,
-        env={"TORCH_CUDA_SANITIZER": "1"},
-    )
-    yield _layout(
-        "blocking launches",
-        "Every kernel is waited for: what passes only so has a race.",
-        2,
-        "mesh.dp_shard=2 mesh.ep=2",
-        left_out=no_gpu,
-        env={"CUDA_LAUNCH_BLOCKING": "1"},
-    )
-    yield Case(
-        name="fork",
-        what="What ranks are forked from has not touched the GPU.",
-        work="fork",
-        needs=(),
-        left_out=no_gpu,
-    )
+    return [
+        _layout(
+            "launch order",
+            "NCCL orders what its communicators launch, and ends a race of threads.",
+            ranks,
+            keys,
+            on_gpu=True,
+            left_out=why_not or too_old,
+            env={"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "NCCL_LAUNCH_RACE_FATAL": "1"},
+        ),
+        _layout(
+            "detail",
+            "torch compares shapes and order of collectives between ranks.",
+            ranks,
+            keys,
+            left_out=why_not,
+            env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+        ),
+        _layout(
+            "stream sanitizer",
+            "torch's CUDA sanitizer looks for streams that do not wait.",
+            2,
+            "mesh.dp_shard=2 mesh.ep=2",
+            on_gpu=True,
+            seconds=300.0,
+            env={"TORCH_CUDA_SANITIZER": "1"},
+        ),
+        _layout(
+            "blocking launches",
+            "Every kernel is waited for: what passes only so has a race.",
+            2,
+            "mesh.dp_shard=2 mesh.ep=2",
+            on_gpu=True,
+            env={"CUDA_LAUNCH_BLOCKING": "1"},
+        ),
+        Case(
+            name="fork",
+            what="What ranks are forked from has not touched the GPU.",
+            work="fork",
+            needs=(),
+            on_gpu=True,
+        ),
+    ]
 
 
-def _tests(place: Place) -> Case:
-    return Case(
-        name="tests",
-        what="The tests of the packages that need a GPU, where this is a checkout with pytest.",
-        work="tests",
-        needs=(),
-        seconds=900.0,
-        left_out="" if place.device == "cuda" else "there is no GPU",
-    )
+_TESTS = Case(
+    name="tests",
+    what="The tests of the packages that need a GPU, where this is a checkout with pytest.",
+    work="tests",
+    needs=(),
+    seconds=900.0,
+    on_gpu=True,
+)
 
 
-def _large() -> Iterator[Case]:
-    yield _layout(
+_LARGE = (
+    _layout(
         "fsdp 8, ep 8",
         "What large models of experts use on one node.",
         8,
         "mesh.dp_shard=8 mesh.ep=8",
-    )
-    yield _layout("cp 4 x tp 2", "Long sequences.", 8, "mesh.cp=4 mesh.tp=2 mesh.ep=4")
-    yield _layout(
-        "pp 8", "A long pipeline.", 8, "mesh.pp=8 pipeline.schedule=1f1b model.num_layers=8"
-    )
+    ),
+    _layout("cp 4 x tp 2", "Long sequences.", 8, "mesh.cp=4 mesh.tp=2 mesh.ep=4"),
+    _layout("pp 8", "A long pipeline.", 8, "mesh.pp=8 pipeline.schedule=1f1b model.num_layers=8"),
+)
+"""What takes a whole node."""
 
 
 def _speed(place: Place) -> Iterator[Case]:

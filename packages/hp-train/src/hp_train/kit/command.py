@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from hp_train.base.environment import external_world
 from hp_train.base.numbers import real, whole
 from hp_train.errors import ConfigError, DifferenceError, HpError
 from hp_train.kit import process
 from hp_train.kit.cases import TIMED, Case, Place, cases_of, chosen, slug
-from hp_train.kit.outcome import BAD, Outcome, Status, read
-from hp_train.kit.page import write
+from hp_train.kit.outcome import BAD, Found, Outcome, Status, read, write
+from hp_train.kit.page import write_result
 
-_LOOK_SECONDS = 180.0
 _LEAST_SECONDS = 5.0
 """Less than that is left for no case."""
 _MOST_MINUTES = 1e5
@@ -127,13 +127,9 @@ class Kit:
     def _look(self) -> Place:
         """Ask a process what the machine is; refuse results of another."""
         options = self._options
-        task = {"work": str(self.work), "device": options.device, "ranks": options.ranks}
-        ended = process.run(task, self.work / "machine", seconds=_LOOK_SECONDS, env=os.environ)
-        if ended.found is None or "place" not in ended.found.figures:
-            problem = ended.problem or (ended.found.summary if ended.found else "")
-            log = process.last_lines(self.work / "machine")
-            raise HpError(f"the machine cannot be looked at: {problem}\n{log}")
-        figures = ended.found.figures
+        figures = process.look(
+            self.work, self.work / "machine", options, who="the machine", env=os.environ
+        )
         known = self.out / "machine.json"
         encoded = msgspec.json.format(msgspec.json.encode(figures), indent=1)
         if known.exists() and known.read_bytes() != encoded:
@@ -150,7 +146,7 @@ class Kit:
         return place
 
     def _outcome_of(self, case: Case, place: Place) -> Outcome:
-        known = read(self._file(case.name))
+        known = read(self._file(case.name), Outcome)
         is_final = known is not None and (known.status not in BAD or not self._options.again)
         if known is not None and is_final and known.status not in ("not run", "left out"):
             return known
@@ -172,27 +168,18 @@ class Kit:
         # What is timed is run as everyone runs it; a person's own settings are kept.
         checks = {} if case.work in TIMED else process.checking(folder)
         env = {**checks, **os.environ, **case.env}
-        ended = process.run(task, folder, seconds=seconds, env=env)
+        found = process.run(task, folder, seconds=seconds, env=env)
         spent = time.monotonic() - began
-        if ended.found is not None:
-            status, summary, figures = (
-                ended.found.status,
-                ended.found.summary,
-                dict(ended.found.figures),
-            )
-        else:
-            late: Status = "not run" if is_cut else "timed out"
-            status, summary, figures = late if ended.is_late else "error", ended.problem, {}
-            if status == "not run":
-                summary = "the minutes were up while it ran"
+        if found.status == "timed out" and is_cut:
+            found = Found(status="not run", summary="the minutes were up while it ran")
         if warnings := process.nccl_warnings(folder):
-            figures["NCCL warnings"] = warnings
-        log = process.last_lines(folder) if status in BAD or warnings else ""
-        return _outcome(case, status, summary, seconds=spent, figures=figures, log=log)
+            found = replace(found, figures={**found.figures, "NCCL warnings": warnings})
+        log = process.last_lines(folder) if found.status in BAD or warnings else ""
+        return Outcome.of(case, found, seconds=spent, log=log)
 
     def _keep(self, outcome: Outcome, place: str) -> None:
         self._outcomes[outcome.name] = outcome
-        outcome.write(self._file(outcome.name))
+        write(self._file(outcome.name), outcome)
         spent = f"{outcome.seconds:5.0f} s" if outcome.seconds else " " * 7
         _say(f"{place:>7} {spent}  {outcome.status:<10}{outcome.name}: {outcome.summary}")
 
@@ -205,27 +192,12 @@ class Kit:
             self._outcomes.get(case.name) or _outcome(case, "not run", "it was not its turn yet")
             for case in cases
         ]
-        write(self.out, self._facts, outcomes)
+        write_result(self.out, self._facts, outcomes)
 
 
-def _outcome(
-    case: Case,
-    status: Status,
-    summary: str,
-    *,
-    seconds: float = 0.0,
-    figures: dict[str, Any] | None = None,
-    log: str = "",
-) -> Outcome:
-    return Outcome(
-        name=case.name,
-        what=case.what,
-        status=status,
-        summary=summary,
-        seconds=round(seconds, 1),
-        figures=figures or {},
-        log=log,
-    )
+def _outcome(case: Case, status: Status, summary: str) -> Outcome:
+    """Of a case that is not run."""
+    return Outcome.of(case, Found(status=status, summary=summary))
 
 
 def _say(text: str) -> None:

@@ -17,16 +17,16 @@ from datetime import timedelta
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from hp_platform import Runtime, all_gather_json, initialize, shutdown
 from hp_train.config.options import resolve
-from hp_train.errors import ConfigError, DifferenceError, HpError
+from hp_train.errors import ConfigError, DifferenceError
 from hp_train.kit import process
 from hp_train.kit.cases import Case, Place, cases_over, chosen, slug
-from hp_train.kit.outcome import BAD, Found, Outcome, Status
-from hp_train.kit.page import write
+from hp_train.kit.outcome import BAD, Found, Outcome
+from hp_train.kit.page import write_result
 
-_LOOK_SECONDS = 180.0
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
 
@@ -64,32 +64,21 @@ class _Nodes:
 
     def run(self) -> int:
         self._work.mkdir(parents=True, exist_ok=True)
-        place, facts = self._look()
+        machine, who = self._work / f"machine-{self._node}", f"node {self._node}"
+        figures = process.look(self._work, machine, self._options, who=who, env=_environment())
+        place = msgspec.convert(figures["place"], type=Place)
         each = min(self._told(max(1, place.num_gpus)))  # on a CPU one rank
         total = self._num_nodes * each
-        place = msgspec.structs.replace(place, num_gpus=total if place.num_gpus else 0)
+        place = replace(place, num_gpus=total if place.num_gpus else 0)
         outcomes = []
         for case in chosen(cases_over(self._num_nodes, each), self._options.only, quick=False):
             outcomes.append(self._outcome(case, place, each))
             if self._node == 0:
-                write(self._out, facts, outcomes)
+                write_result(self._out, figures["facts"], outcomes)
                 last = outcomes[-1]
                 sys.stdout.write(f"{last.status:<10}{last.name}: {last.summary}\n")
                 sys.stdout.flush()
         return DifferenceError.exit_code if any(o.status in BAD for o in outcomes) else 0
-
-    def _look(self) -> tuple[Place, dict[str, object]]:
-        task = {
-            "work": str(self._work),
-            "device": self._options.device,
-            "ranks": self._options.ranks,
-        }
-        folder = self._work / f"machine-{self._node}"
-        ended = process.run(task, folder, seconds=_LOOK_SECONDS, env=_environment())
-        if ended.found is None or "place" not in ended.found.figures:
-            raise HpError(f"node {self._node} cannot be looked at: {ended.problem}")
-        figures = ended.found.figures
-        return msgspec.convert(figures["place"], type=Place), figures["facts"]
 
     def _outcome(self, case: Case, place: Place, each: int) -> Outcome:
         began = time.monotonic()
@@ -109,29 +98,22 @@ class _Nodes:
                     texts = ", ".join(f"node {n}: {s}" for n, s in enumerate(statuses) if s)
                     found = Found(status="error", summary=f"ranks ended with a status: {texts}")
         log = process.last_lines(self._folder(case)) if found.status in BAD else ""
-        return Outcome(
-            name=case.name,
-            what=case.what,
-            status=found.status,
-            summary=found.summary,
-            seconds=round(time.monotonic() - began, 1),
-            figures={k: v for k, v in found.figures.items() if k != "config"},
-            log=log,
-        )
+        found = replace(found, figures={k: v for k, v in found.figures.items() if k != "config"})
+        return Outcome.of(case, found, seconds=time.monotonic() - began, log=log)
 
     def _do(self, work: str, case: Case, place: Place, *, seconds: float) -> Found:
         task = {"work": str(self._work), "case": asdict(case) | {"work": work}, "place": place}
         folder = self._work / "cases" / f"{slug(case.name)}-{work}"
-        ended = process.run(task, folder, seconds=seconds, env=_environment())
-        late: Status = "timed out" if ended.is_late else "error"
-        return ended.found or Found(status=late, summary=ended.problem)
+        return process.run(task, folder, seconds=seconds, env=_environment())
 
     def _ranks(self, case: Case, config: str, each: int, *, port: int, seconds: float) -> int:
         """Run the ranks of this machine; returns torchrun's exit status, -1 where it took long."""
-        command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "0"]
-        command += ["--nnodes", str(self._num_nodes), "--node-rank", str(self._node)]
-        command += ["--nproc-per-node", str(each), "--master-port", str(port)]
-        command += ["--master-addr", os.environ["MASTER_ADDR"], "-m", __name__, config]
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--max-restarts", "0"),
+            *("--nnodes", str(self._num_nodes), "--node-rank", str(self._node)),
+            *("--nproc-per-node", str(each), "--master-port", str(port)),
+            *("--master-addr", os.environ["MASTER_ADDR"], "-m", __name__, config),
+        ]
         folder = self._folder(case)
         folder.mkdir(parents=True, exist_ok=True)
         status = process.status_of(

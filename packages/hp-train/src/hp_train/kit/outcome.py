@@ -1,9 +1,11 @@
 """What became of a case. No torch."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
+
+from hp_train.kit.cases import Case
 
 Status = Literal["passed", "failed", "error", "timed out", "left out", "not run"]
 """``failed``: it ran, and something is not as it must be. ``error``: it did not run to its end.
@@ -11,54 +13,55 @@ Status = Literal["passed", "failed", "error", "timed out", "left out", "not run"
 minutes were up."""
 BAD: tuple[Status, ...] = ("failed", "error", "timed out")
 
+T = TypeVar("T")
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """What the work of a case has to say, from its process, or what became of that.
+
+    Attributes:
+        status: How the case ended.
+        summary: Result in one line.
+        figures: Numbers and short texts, by name.
+    """
+
+    status: Status
+    summary: str
+    figures: dict[str, Any] = {}
+
+
+class Outcome(Found, frozen=True, kw_only=True):
     """What became of a case.
 
     Attributes:
         name: Name of the case.
         what: Purpose of the case, a sentence.
-        status: How the case ended.
-        summary: Result in one line.
         seconds: Seconds that it took.
-        figures: Numbers and short texts, by name.
         log: Last lines that it printed, where something went wrong.
     """
 
     name: str
     what: str
-    status: Status
-    summary: str
     seconds: float = 0.0
-    figures: dict[str, Any] = {}
     log: str = ""
 
-    def write(self, path: Path) -> None:
-        """Write it as JSON."""
-        draft = path.with_suffix(".draft")
-        draft.write_bytes(msgspec.json.encode(self))
-        draft.replace(path)
+    @classmethod
+    def of(cls, case: Case, found: Found, *, seconds: float = 0.0, log: str = "") -> "Outcome":
+        """What was found, as that of a case."""
+        told = msgspec.structs.asdict(found)
+        return cls(name=case.name, what=case.what, seconds=round(seconds, 1), log=log, **told)
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """What the work of a case has to say, from its process."""
+def write(path: Path, found: Found) -> None:
+    """Write it as JSON."""
+    draft = path.with_suffix(".draft")
+    draft.write_bytes(msgspec.json.encode(found))
+    draft.replace(path)
 
-    status: Status
-    summary: str
-    figures: dict[str, Any] = {}
 
-
-def read(path: Path) -> Outcome | None:
-    """Read an outcome; None where there is none that is whole."""
+def read(path: Path, kind: type[T]) -> T | None:
+    """Read an `Outcome` or a `Found`; None where there is none that is whole."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Outcome)
-    except (OSError, msgspec.DecodeError):
-        return None
-
-
-def read_found(path: Path) -> Found | None:
-    """Read what a process has left; None where it left nothing that is whole."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Found)
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.DecodeError):
         return None

@@ -17,7 +17,7 @@ FORMAT = 1
 _LOG_FIGURES = 12
 
 
-def write(folder: Path, facts: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
+def write_result(folder: Path, facts: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
     """Write result.json and result.html.
 
     Args:

@@ -1,5 +1,6 @@
 """Run a case in a process of its own: it may crash, hang or print whatever it likes. No torch."""
 
+import argparse
 import contextlib
 import os
 import signal
@@ -8,15 +9,18 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from hp_train.kit.outcome import Found, read_found
+from hp_train.errors import HpError
+from hp_train.kit.outcome import Found, read
 from hp_train.launch.signals import name_of
 
 FOUND = "found.json"
 LOG = "log.txt"
 _GRACE_SECONDS = 3.0
+_LOOK_SECONDS = 180.0
 _LOG_BYTES = 1 << 20
 _SHOWN_LINES, _SHOWN_LETTERS = 40, 4000
 
@@ -35,23 +39,10 @@ def checking(folder: Path) -> dict[str, str]:
     return {**NCCL_CHECKS, "TORCH_FR_DUMP_TEMP_FILE": str(folder.resolve() / "flight-")}
 
 
-class Ended:
-    """A process that has ended, or was ended.
-
-    Attributes:
-        found: Result that the process left; None: nothing.
-        problem: Reason why there is no result; empty: there is one.
-        is_late: Whether its time was up.
-    """
-
-    def __init__(self, found: Found | None, problem: str, *, is_late: bool = False) -> None:
-        self.found, self.problem, self.is_late = found, problem, is_late
-
-
 def run(
     task: Mapping[str, object], folder: Path, *, seconds: float, env: Mapping[str, str]
-) -> Ended:
-    """Run `hp_train.kit.work` on a task.
+) -> Found:
+    """Run `hp_train.kit.work` on a task; returns what it has left, or what became of it.
 
     Args:
         task: Contents of the task file, a `hp_train.kit.work.Task`.
@@ -67,12 +58,37 @@ def run(
     command = [sys.executable, "-m", "hp_train.kit.work", str(request)]
     began = time.monotonic()
     status = status_of(command, folder, seconds=seconds, env=env)
-    left = read_found(found)
-    if left is not None:
-        return Ended(left, "")
+    if left := read(found, Found):
+        return left
     if status is None:
-        return Ended(None, f"not done after {time.monotonic() - began:.0f} s", is_late=True)
-    return Ended(None, _end_of(status))
+        late = f"not done after {time.monotonic() - began:.0f} s"
+        return Found(status="timed out", summary=late)
+    return Found(status="error", summary=_end_of(status))
+
+
+def look(
+    work: Path, folder: Path, options: argparse.Namespace, *, who: str, env: Mapping[str, str]
+) -> dict[str, Any]:
+    """Ask a process what the machine is.
+
+    Args:
+        work: Folder that all cases share.
+        folder: Folder for the log and the result of the process.
+        options: Parsed flags of the command.
+        who: What the message calls the machine.
+        env: Environment variables of the process.
+
+    Returns:
+        `place`, of a `hp_train.kit.cases.Place`, and `facts`.
+
+    Raises:
+        HpError: When the process does not tell.
+    """
+    task = {"work": str(work), "device": options.device, "ranks": options.ranks}
+    found = run(task, folder, seconds=_LOOK_SECONDS, env=env)
+    if "place" not in found.figures:
+        raise HpError(f"{who} cannot be looked at: {found.summary}\n{last_lines(folder)}")
+    return found.figures
 
 
 def status_of(

@@ -12,7 +12,7 @@ import msgspec
 
 from hp_train.errors import HpError
 from hp_train.kit.cases import Case, Place
-from hp_train.kit.outcome import Found
+from hp_train.kit.outcome import Found, write
 from hp_train.kit.process import FOUND
 
 Work = Callable[[Case, Place, Path], Found]
@@ -48,7 +48,7 @@ def main(path: Path) -> int:
         traceback.print_exc()
         line = " ".join(str(error).split())[:300]
         found = Found(status="error", summary=f"{type(error).__name__}: {line}")
-    (path.parent / FOUND).write_bytes(msgspec.json.encode(found))
+    write(path.parent / FOUND, found)
     return 0
 
 

@@ -134,19 +134,14 @@ class Heartbeats:
             phase.encode()[:_PHASE_BYTES],
         )
 
-    def join(self) -> None:
-        """Tell which process this rank is."""
-        self._write_fate(State.RUNNING, status=0, is_echo=False)
+    def tell(self, state: State, *, status: int = 0, is_echo: bool = False) -> None:
+        """Tell what has become of this rank, and which process it is.
 
-    def returned(self, status: int) -> None:
-        """Tell that this rank's work is done."""
-        self._write_fate(State.RETURNED, status=status, is_echo=False)
-
-    def failed(self, status: int, *, is_echo: bool) -> None:
-        """Tell that this rank cannot go on."""
-        self._write_fate(State.FAILED, status=status, is_echo=is_echo)
-
-    def _write_fate(self, state: State, *, status: int, is_echo: bool) -> None:
+        Args:
+            state: RUNNING, RETURNED or FAILED.
+            status: Exit status, when it has returned or failed.
+            is_echo: Whether its failure only says that another rank is gone.
+        """
         _FATE.pack_into(
             self._memory,
             self._offset + _FATE_OFFSET,

@@ -13,16 +13,6 @@ from pathlib import Path
 from hp_train.errors import HangError, RankLostError
 from hp_train.launch.heartbeats import Heartbeats, Slot, State
 
-__all__ = [
-    "Heartbeats",
-    "Verdict",
-    "Watch",
-    "gone",
-    "kill_ranks",
-    "most_suspect",
-    "process_state",
-]
-
 _SETTLE_SECONDS = 0.5
 """Between the first sign of a failure and the verdict: time for the others to show theirs."""
 _LONGEST_PAUSE = 1.0

@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from typing import IO, Any
 
 import torch
@@ -18,7 +17,7 @@ from hp_platform.failures.liveness import is_hang, is_loss
 from hp_train.base.lifetime import die_with
 from hp_train.config import Config
 from hp_train.errors import HangError, HpError, RankLostError, RunDirectoryError
-from hp_train.launch.heartbeats import Heartbeats
+from hp_train.launch.heartbeats import Heartbeats, State
 from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import ERRORS, Task, Worker, error_file, stack_file
 
@@ -41,7 +40,7 @@ def work(task: Task) -> int:
         os._exit(error.exit_code)  # the launcher looks at the directory as well, and says so
     stop = StopFlag(passed_on=heartbeats.stop_requested)
     stop.install()
-    heartbeats.join()
+    heartbeats.tell(State.RUNNING)
     worker = Worker(info, task.run_dir, heartbeats, stop, task.data)
     report_stacks(worker)
     status = run_guarded(task.entry, task.config, worker)
@@ -59,17 +58,17 @@ def run_guarded(entry: str, config: Config, worker: Worker) -> int | BaseExcepti
     """
     try:
         set_threads(config, worker.info.local_world_size)
-        status = _load(entry)(config, worker=worker)
+        status: int = load(entry)(config, worker=worker)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher must know
         if isinstance(error, SystemExit) and error.code in (None, 0):
             status = 0
         else:
             write_error(worker, error)
             sys.stdout.flush()
-            worker.heartbeats.failed(exit_status(error), is_echo=is_echo(error))
+            worker.heartbeats.tell(State.FAILED, status=exit_status(error), is_echo=is_echo(error))
             return error
     sys.stdout.flush()
-    worker.heartbeats.returned(status)
+    worker.heartbeats.tell(State.RETURNED, status=status)
     return status
 
 
@@ -130,7 +129,12 @@ def report_stacks(worker: Worker) -> None:
     faulthandler.register(signal.SIGUSR2, stream, all_threads=True)
 
 
-def _load(entry: str) -> Callable[..., int]:
-    module, _, name = entry.partition(":")
-    function: Callable[..., int] = getattr(importlib.import_module(module), name)
-    return function
+def load(name: str) -> Any:
+    """Import ``module:attribute``.
+
+    Raises:
+        ImportError: When there is no such module.
+        AttributeError: When it has no such attribute.
+    """
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)

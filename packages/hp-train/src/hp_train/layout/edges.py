@@ -10,8 +10,9 @@ Shape symbols: B sequences of a microbatch, S positions that attention sees on a
 what travels.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,26 +26,23 @@ from hp_train.layout.mesh import Mesh
 from hp_vtp.pipeline import StageTransport
 from hp_vtp.transport import TensorMeta, Transport
 
+Messages = ScheduleTransport[tuple[Tensor, ...]]
+"""Moves the messages of one schedule."""
 
-class Edges(Protocol):
-    """Connects the stages of this rank with those of others, for any number of schedules."""
 
-    def transport(
-        self, schedule: Schedule, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> ScheduleTransport[tuple[Tensor, ...]]:
-        """What moves the messages of a schedule.
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """Connects the stages of this rank with those of others, for any number of schedules.
 
-        Args:
-            schedule: Schedule over the chain of stages for which the edges were made.
-            shape: Shape of the activations, [B, S, D], of which the tensor-parallel ranks of a
-                stage have a slice each.
-            dtype: Dtype of the activations.
-        """
-        ...
+    Attributes:
+        transport: Gives what moves the messages of a schedule over the chain of stages for which
+            the edges were made; takes it, shape and dtype of the activations, [B, S, D], of which
+            the tensor-parallel ranks of a stage have a slice each.
+        close: Ends what runs in the background. All ranks call it, after all transports are done.
+    """
 
-    def close(self) -> None:
-        """End what runs in the background. All ranks call this, after all transports are done."""
-        ...
+    transport: Callable[[Schedule, tuple[int, ...], torch.dtype], Messages]
+    close: Callable[[], None]
 
 
 def build_edges(
@@ -60,45 +58,33 @@ def build_edges(
         timeout: Time limit of every message.
     """
     if mesh.layout.is_even and not returns:
-        return _EvenEdges(mesh, runtime, timeout)
-    return _UnevenEdges(schedule, mesh, runtime, timeout)
+        return _even_edges(mesh, runtime, timeout)
+    return _uneven_edges(schedule, mesh, runtime, timeout)
 
 
-class _EvenEdges:
-    def __init__(self, mesh: Mesh, runtime: Runtime, timeout: timedelta) -> None:
-        pipelines = mesh.layout.pipelines()
-        self._groups = build_edge_groups(pipelines, backend=runtime.backend, timeout=timeout)
-        self._ranks = next(ranks for ranks in pipelines if mesh.rank in ranks)
-
-    def transport(
-        self, schedule: Schedule, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> ScheduleTransport[tuple[Tensor, ...]]:
-        del shape, dtype  # each end knows its own part, and both have the same
-        return TorchTransport(schedule, rank_of=self._ranks, groups=self._groups)
-
-    def close(self) -> None:
-        """Nothing runs in the background."""
+def _even_edges(mesh: Mesh, runtime: Runtime, timeout: timedelta) -> Edges:
+    pipelines = mesh.layout.pipelines()
+    groups = build_edge_groups(pipelines, backend=runtime.backend, timeout=timeout)
+    mine = next(ranks for ranks in pipelines if mesh.rank in ranks)
+    return Edges(
+        # Each end knows its own part of the activations, and both have the same.
+        transport=lambda schedule, *_: TorchTransport(schedule, rank_of=mine, groups=groups),
+        close=lambda: None,  # nothing runs in the background
+    )
 
 
-class _UnevenEdges:
-    def __init__(
-        self, schedule: Schedule, mesh: Mesh, runtime: Runtime, timeout: timedelta
-    ) -> None:
-        self._domain = mesh.domain
-        self._transport = Transport(
-            pipeline_layout(mesh.layout, schedule.stage_to_rank),
-            name="pipeline",
-            backend=runtime.backend,
-            timeout=timeout,
-            device=runtime.device,
-        )
+def _uneven_edges(schedule: Schedule, mesh: Mesh, runtime: Runtime, timeout: timedelta) -> Edges:
+    edges = Transport(
+        pipeline_layout(mesh.layout, schedule.stage_to_rank),
+        name="pipeline",
+        backend=runtime.backend,
+        timeout=timeout,
+        device=runtime.device,
+    )
 
-    def transport(
-        self, schedule: Schedule, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> ScheduleTransport[tuple[Tensor, ...]]:
-        positions = range(1, self._transport.layout.num_stages)
+    def transport(schedule: Schedule, shape: tuple[int, ...], dtype: torch.dtype) -> Messages:
+        positions = range(1, edges.layout.num_stages)
         metas = {position: [TensorMeta(shape, dtype)] for position in positions}
-        return StageTransport(self._transport, schedule, metas=metas, domain=self._domain)
+        return StageTransport(edges, schedule, metas=metas, domain=mesh.domain)
 
-    def close(self) -> None:
-        self._transport.close()
+    return Edges(transport, edges.close)

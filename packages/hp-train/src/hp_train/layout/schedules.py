@@ -39,8 +39,7 @@ def count_stages(config: Config) -> int:
 
 def count_microbatches(config: Config) -> int:
     """Microbatches of a step on each rank."""
-    mesh, train = config.mesh, config.train
-    return train.global_batch_size // (mesh.dp_replicate * mesh.dp_shard * train.microbatch_size)
+    return config.train.global_batch_size // config.batch_unit
 
 
 @cache

@@ -10,7 +10,7 @@ global index, so the same expert starts the same wherever it lives.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -67,7 +67,7 @@ def initialize_parameters(
                     continue
                 is_here = matrix.device.type == "cpu" and matrix.dtype == torch.float32
                 values = matrix if is_here else torch.empty(matrix.shape, dtype=torch.float32)
-                draw = _Draw(values, std, seed, purpose)
+                draw = partial(_draw, values, std, (seed, *purpose))
                 few = torch.get_num_threads() == 1 or values.numel() < _FEW
                 tiles = iter(_tiles(parameter.shape[-2:], parameter.span[-2:]))
                 while window := list(islice(tiles, _WINDOW)):
@@ -123,20 +123,13 @@ def _cut(size: int, span: Span, step: int) -> list[tuple[int, int, slice, slice]
     return pieces
 
 
-@dataclass(frozen=True, slots=True)
-class _Draw:
-    """Draws tiles into the local part of a matrix."""
-
-    values: Tensor
-    std: float
-    seed: int
-    purpose: tuple[str | int, ...]
-
-    def __call__(self, tile: _Tile) -> None:
-        stream = generator(self.seed, "init", *self.purpose, *tile.place)
-        here = self.values[tile.into]
-        if here.shape == tile.shape and here.is_contiguous():
-            here.normal_(0.0, self.std, generator=stream)
-            return
-        drawn = torch.empty(tile.shape, dtype=torch.float32, device="cpu")
-        here.copy_(drawn.normal_(0.0, self.std, generator=stream)[tile.held])
+def _draw(values: Tensor, std: float, key: tuple[int, *tuple[str | int, ...]], tile: _Tile) -> None:
+    """Draw a tile into the local part of a matrix; the seed, then what that is known by."""
+    seed, *purpose = key
+    stream = generator(seed, "init", *purpose, *tile.place)
+    here = values[tile.into]
+    if here.shape == tile.shape and here.is_contiguous():
+        here.normal_(0.0, std, generator=stream)
+        return
+    drawn = torch.empty(tile.shape, dtype=torch.float32, device="cpu")
+    here.copy_(drawn.normal_(0.0, std, generator=stream)[tile.held])

@@ -113,20 +113,13 @@ def run(
     _refuse_combinations(options)
     program = Program(steps=options.steps)
     config = checked_config(resolved.config, dtype=options.dtype)
-    other: Config | None = None
-    if options.generate is None:
-        other = _other(resolved, options, given)
-        if other is not None:
-            require_comparable(config, other)
-            config, other = _small([config, other], options)
-            config, other = program.applied_to(config), program.applied_to(other)
-        else:
-            [config] = map(program.applied_to, _small([config], options))
-        layouts = [config]
-    else:
-        [config] = map(program.applied_to, _small([config], options))
-        layouts = _generated(config, options)
-    num_runs = 1 + len(layouts) if options.generate else 1 + (other is not None)
+    others = [] if options.generate else _others(config, options, given)
+    for other in others:
+        require_comparable(config, other)
+    config, *others = map(program.applied_to, _small([config, *others], options))
+    if options.generate:
+        others = _generated(config, options)
+    num_runs = 1 + len(others)
     _say(f"looks at {LOOKS}")
     _say(f"{num_runs} run{'s' if num_runs > 1 else ''}: {program}")
     # What follows imports torch, and so does the server that ranks are forked from.
@@ -144,10 +137,10 @@ def run(
             job=options.job or TRAINER,
         )
         if options.generate is None:
-            _verify_one(runs, config, other, options)
+            _verify_one(runs, config, others, options)
         else:
             known = options.job is None and not config.model.factory
-            _verify_all(runs, layouts, has_oracle=known)
+            _verify_all(runs, others, has_oracle=known)
     return 0
 
 
@@ -165,28 +158,25 @@ def _small(configs: Sequence[Config], options: argparse.Namespace) -> list[Confi
     return shrink(configs) if options.shrink else list(configs)
 
 
-def _other(
-    resolved: Resolved, options: argparse.Namespace, given: Sequence[tuple[str, object]]
-) -> Config | None:
-    """What to compare with; None: the oracle.
+def _others(
+    config: Config, options: argparse.Namespace, given: Sequence[tuple[str, object]]
+) -> list[Config]:
+    """What to compare with: another config, or none for the oracle.
 
     Raises:
         ConfigError: When it would be compared with itself.
     """
-    config = checked_config(resolved.config, dtype=options.dtype)
     factory = config.model.factory
     if options.against == ORACLE and factory:
         raise ConfigError(f"--against oracle knows no model of model.factory ({shown(factory)})")
     alone = options.against is None and config.world_size == 1 and options.job is None
     if options.against == ORACLE or (alone and not factory):
-        return None
-    other = one_process(config)
-    if options.against is not None:
-        other = _given(options, given)
+        return []
+    other = one_process(config) if options.against is None else _given(options, given)
     if not differing_keys(config, other):
         what = "one process" if options.against is None else f"--against {options.against}"
         raise ConfigError(f"{what} is the same training: there is nothing to compare")
-    return other
+    return [other]
 
 
 def _given(options: argparse.Namespace, given: Sequence[tuple[str, object]]) -> Config:
@@ -223,18 +213,24 @@ def _generated(config: Config, options: argparse.Namespace) -> list[Config]:
 
 def _processes(text: str) -> tuple[int, int]:
     """Fewest and most."""
-    low, of, high = text.partition(":")
-    if of and low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high) <= _MOST_RANKS:
-        return int(low), int(high)
-    raise ConfigError(f"--processes ({text}) must be like 2:8, at most {_MOST_RANKS}")
+    low, high = _two_numbers(text, ":")
+    if not 1 <= low <= high <= _MOST_RANKS:
+        raise ConfigError(f"--processes ({text}) must be like 2:8, at most {_MOST_RANKS}")
+    return low, high
 
 
 def _part(text: str) -> tuple[int, int]:
     """Which part, counted from 1, and of how many."""
-    part, of, num_parts = text.partition("/")
-    if of and part.isdecimal() and num_parts.isdecimal() and 1 <= int(part) <= int(num_parts):
-        return int(part), int(num_parts)
-    raise ConfigError(f"--part ({text}) must be like 1/3")
+    part, num_parts = _two_numbers(text, "/")
+    if not 1 <= part <= num_parts:
+        raise ConfigError(f"--part ({text}) must be like 1/3")
+    return part, num_parts
+
+
+def _two_numbers(text: str, between: str) -> tuple[int, int]:
+    """Two whole numbers that stand on either side of a mark; zeros where there are no such."""
+    one, _, other = text.partition(between)
+    return (int(one), int(other)) if one.isdecimal() and other.isdecimal() else (0, 0)
 
 
 @contextmanager
@@ -264,16 +260,18 @@ def _new_folder(keep: str) -> Path:
 
 
 def _verify_one(
-    runs: "Runs", config: Config, other: Config | None, options: argparse.Namespace
+    runs: "Runs", config: Config, others: Sequence[Config], options: argparse.Namespace
 ) -> None:
-    exact = other is not None and must_be_exact(config, other)
-    against = ORACLE if other is None else described(other, config)
-    why = " (they differ in nothing that may change a bit)" if exact else ""
+    against, why = ORACLE, ""
+    for other in others:
+        exact = must_be_exact(config, other)
+        why = " (they differ in nothing that may change a bit)" if exact else ""
+        against = described(other, config)
     _say(f"{described(config, config)}  against  {against}{why}, in {options.dtype}")
-    if other is None:
-        comparison = runs.compare_with_oracle(config, bound=options.bound)
+    if others:
+        comparison = runs.compare(config, others[0], bound=options.bound)
     else:
-        comparison = runs.compare(config, other, bound=options.bound)
+        comparison = runs.compare_with_oracle(config, bound=options.bound)
     _say(str(comparison))
     if not comparison.ok:
         where = comparison.first or comparison.flaws[0]

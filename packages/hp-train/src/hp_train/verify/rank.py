@@ -1,12 +1,12 @@
 """One rank of a run that is recorded."""
 
-import importlib
 import sys
 import time
 
 from hp_platform.testing import Recorder
 from hp_train.config import Config
 from hp_train.launch.task import Worker
+from hp_train.launch.worker import load
 from hp_train.verify.job import Build
 from hp_train.verify.program import Request, read_request
 from hp_train.verify.watched import TrainerJob
@@ -21,7 +21,8 @@ def main(config: Config, *, worker: Worker) -> int:
     """Build the job, train and record; see :class:`Request`."""
     request = read_request(worker.run_dir)
     began = time.monotonic()
-    job = load_build(request.job)(config, worker)
+    build: Build = load(request.job)
+    job = build(config, worker)
     built = time.monotonic()
     record = Recorder(
         worker.run_dir / RECORDING,
@@ -49,15 +50,3 @@ def _say_how_long(request: Request, build: float, step: float) -> None:
 
 def _rounded(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
-
-
-def load_build(name: str) -> Build:
-    """Import ``module:callable``.
-
-    Raises:
-        ImportError: When there is no such module.
-        AttributeError: When it has no such callable.
-    """
-    module, _, attribute = name.partition(":")
-    build: Build = getattr(importlib.import_module(module), attribute)
-    return build

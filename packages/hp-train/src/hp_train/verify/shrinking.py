@@ -28,7 +28,7 @@ def shrink(configs: Sequence[Config]) -> list[Config]:
     splits = math.lcm(*(n for c in configs for n in (*c.mesh.tp_sizes, c.mesh.cp, c.mesh.etp)))
     dealt = math.lcm(*(n for config in configs for n in config.mesh.ep_sizes))
     stages = math.lcm(*(count_stages(config) for config in configs))
-    unit = math.lcm(*(_batch_unit(config) for config in configs))
+    unit = math.lcm(*(config.batch_unit for config in configs))
     model, data, train = configs[0].model, configs[0].data, configs[0].train
     kv_heads = splits * (2 if splits == 1 and model.num_kv_heads > 1 else 1)
     heads = kv_heads * min(2, model.num_heads // model.num_kv_heads)
@@ -66,7 +66,3 @@ def shrink(configs: Sequence[Config]) -> list[Config]:
         except ConfigError as error:
             raise ConfigError(f"the config cannot be shrunk: {error}") from None
     return found
-
-
-def _batch_unit(config: Config) -> int:
-    return config.mesh.dp_replicate * config.mesh.dp_shard * config.train.microbatch_size

@@ -5,6 +5,7 @@ Each rule is a function that yields the sentence about every way in which it is 
 """
 
 from collections.abc import Iterator
+from itertools import chain
 
 from hp_train.base.environment import World
 from hp_train.config import Config
@@ -71,22 +72,22 @@ def allows_stages(config: Config) -> bool:
 
 
 def _problems(config: Config, world: World | None) -> Iterator[str]:
-    yield from size_rules(config)
-    yield from _mesh_problems(config, world)
-    yield from _pipeline_problems(config)
-    yield from model_rules(config)
-    yield from saving_rules(config)
-    yield from file_rules(config)
-    yield from extra_rules(config)
+    """All problems; those of rules are found one by one, as they are asked for."""
+    return chain(
+        size_rules(config),
+        _mesh_problems(config, world),
+        _pipeline_problems(config),
+        model_rules(config),
+        saving_rules(config),
+        file_rules(config),
+        extra_rules(config),
+    )
 
 
 def _mesh_problems(config: Config, world: World | None) -> Iterator[str]:
-    yield from stage_list_rules(config.mesh)
-    yield from mesh_rules(config, world)
+    return chain(stage_list_rules(config.mesh), mesh_rules(config, world))
 
 
 def _pipeline_problems(config: Config) -> Iterator[str]:
-    yield from pipeline_rules(config)
-    yield from overlap_rules(config)
-    yield from gather_rules(config)
-    yield from batch_rules(config)
+    rules = (pipeline_rules, overlap_rules, gather_rules, batch_rules)
+    return chain.from_iterable(rule(config) for rule in rules)

@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hp_train.config import Config
@@ -15,9 +15,9 @@ def file_rules(config: Config) -> Iterator[str]:
     """What is read must be there, and what is written must have a place."""
     run, data = config.run, config.data
     for path in () if has_tokens(run.resume) else data.paths:
-        if not _exists(path):
+        if not _is(path, Path.exists):
             yield f"data.paths ({_path(path)}) must exist{_neighbour(path)}"
-        elif not (_is_file(path) or _is_folder(path)):
+        elif not (_is(path, Path.is_file) or _is(path, Path.is_dir)):
             yield f"data.paths ({_path(path)}) must be a regular file or a folder"
     code, _, function = config.model.factory.rpartition(":")
     if config.model.factory and not (code and function):
@@ -25,11 +25,11 @@ def file_rules(config: Config) -> Iterator[str]:
             f"model.factory ({_path(config.model.factory)}) must be package.module:function or "
             "file.py:function"
         )
-    elif code.endswith(".py") and not _is_file(code):
+    elif code.endswith(".py") and not _is(code, Path.is_file):
         yield f"model.factory ({_path(code)}) must be a file{_neighbour(code)}"
-    if data.tokenizer and not _is_file(data.tokenizer):
+    if data.tokenizer and not _is(data.tokenizer, Path.is_file):
         yield f"data.tokenizer ({_path(data.tokenizer)}) must be a file{_neighbour(data.tokenizer)}"
-    if run.init_from and not _is_file(f"{run.init_from}/config.json"):
+    if run.init_from and not _is(f"{run.init_from}/config.json", Path.is_file):
         yield (
             f"run.init_from ({_path(run.init_from)}) must be a folder with a config.json"
             f"{_neighbour(run.init_from)}"
@@ -49,7 +49,7 @@ def require_run_directory(path: str) -> None:
     Raises:
         ConfigError: When it has no ``config.toml``.
     """
-    if not _is_file(f"{path}/config.toml"):
+    if not _is(f"{path}/config.toml", Path.is_file):
         raise ConfigError(
             f"run.resume ({_path(path)}) must be a run directory, with a config.toml"
             f"{_neighbour(path)}"
@@ -58,7 +58,7 @@ def require_run_directory(path: str) -> None:
 
 def has_tokens(run: str) -> bool:
     """Whether a run directory has the tokens that it goes on with, wherever the text is now."""
-    return bool(run) and _is_file(f"{run}/data/index.json")
+    return bool(run) and _is(f"{run}/data/index.json", Path.is_file)
 
 
 def saving_rules(config: Config) -> Iterator[str]:
@@ -95,23 +95,10 @@ def _not_writable(path: str) -> str:
     return ""
 
 
-def _exists(path: str) -> bool:
+def _is(path: str, is_so: Callable[[Path], bool]) -> bool:
+    """Whether something is so of a path; not of one that cannot be looked at, or is no name."""
     try:
-        return Path(path).exists()
-    except (OSError, ValueError):
-        return False
-
-
-def _is_folder(path: str) -> bool:
-    try:
-        return Path(path).is_dir()
-    except (OSError, ValueError):
-        return False
-
-
-def _is_file(path: str) -> bool:
-    try:
-        return Path(path).is_file()
+        return is_so(Path(path))
     except (OSError, ValueError):
         return False
 

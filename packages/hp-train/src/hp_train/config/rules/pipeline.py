@@ -56,8 +56,7 @@ def overlap_rules(config: Config) -> Iterator[str]:
             f"{must_be_off} model.num_experts ({model.num_experts}) and model.num_dense_layers "
             f"({model.num_dense_layers}): no layer has experts"
         )
-    unit = mesh.dp_replicate * mesh.dp_shard * train.microbatch_size
-    if train.global_batch_size == unit:
+    if train.global_batch_size == config.batch_unit:
         yield (
             f"{must_be_off} train.global_batch_size ({train.global_batch_size}) = "
             f"{shown_factors(mesh, *DATA_AXES)} x train.microbatch_size ({train.microbatch_size}): "
@@ -85,8 +84,7 @@ def gather_rules(config: Config) -> Iterator[str]:
 
 def batch_rules(config: Config) -> Iterator[str]:
     """Microbatches of all ranks must make up a batch, and a sample must begin with something."""
-    train, mesh = config.train, config.mesh
-    unit = mesh.dp_replicate * mesh.dp_shard * train.microbatch_size
+    train, mesh, unit = config.train, config.mesh, config.batch_unit
     if train.global_batch_size % unit:
         yield (
             f"train.global_batch_size ({train.global_batch_size}) must be a multiple of "

@@ -14,7 +14,7 @@ _MOST_STEPS_OF_STAGES = 1_000_000  # forwards of all stages in one step of train
 
 def size_rules(config: Config) -> Iterator[str]:
     """Processes, layers, experts and microbatches must be as many as can be listed."""
-    mesh, model, train = config.mesh, config.model, config.train
+    model, train = config.model, config.train
     if config.world_size > _MOST_PROCESSES:
         yield f"processes of the mesh ({config.world_size}) must be at most {_MOST_PROCESSES}"
     layers = model.num_layers + model.num_mtp_modules
@@ -28,8 +28,7 @@ def size_rules(config: Config) -> Iterator[str]:
             f"model.num_experts ({model.num_experts}) x {layers} layers must be at most "
             f"{MOST_EXPERTS}"
         )
-    sequences = train.global_batch_size // (mesh.dp_replicate * mesh.dp_shard)
-    forwards = sequences // train.microbatch_size * count_stages(config)
+    forwards = train.global_batch_size // config.batch_unit * count_stages(config)
     if forwards > _MOST_STEPS_OF_STAGES:
         yield (
             f"microbatches of train.global_batch_size ({train.global_batch_size}) in "
