@@ -14,7 +14,7 @@ from hp_train.base.dtypes import BYTES
 from hp_train.config import Config, ModelConfig
 from hp_train.config.options import resolve
 from hp_train.config.space import with_keys
-from hp_train.costs.modules import stage, stages, whole_model
+from hp_train.costs.modules import kernels, stage, stages, whole_model
 from hp_train.costs.work import Work
 from hp_train.layout.schedules import split_layers
 from hp_train.model import DropoutKey, Microbatch, TransformerStage, look_ahead
@@ -201,3 +201,34 @@ def test_dropout_at_the_end_of_a_layer_needs_its_last_sum_again(dropout: float, 
     assert block.again is not None
     assert block.summed == 2 * config.model.dim
     assert block.again.summed == again * config.model.dim
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_kernels_multiply_as_often_as_the_model_and_twice_in_backward(name: str) -> None:
+    keys = {"data.seq_len": 64, "train.dtype": "bfloat16", "train.recompute": "full"}
+    config = with_keys(Config(model=MODELS[name]), keys)
+    (found,) = kernels(config, VOCAB, num_stages=1)
+    forward, backward, again = (
+        sum(times * kernel.flops for kernel, times in way.items()) for way in found
+    )
+    work = whole_model(config, VOCAB)
+    assert forward == pytest.approx(work.flops)
+    # FlashAttention computes scores again: five products for two.
+    attention = sum(
+        times * kernel.flops for kernel, times in found.forward.items() if kernel.kind == "attention"
+    )
+    apart = 0.02 if config.model.attention_sinks else 1e-6  # what a sink adds to a backward
+    assert backward == pytest.approx(2 * forward + attention / 2, rel=apart)
+    assert work.again is not None
+    assert again == pytest.approx(work.again.flops)
+
+
+def test_kernels_of_experts_read_weights_once_however_many_tokens_there_are() -> None:
+    model = MODELS["wide"]
+    config = with_keys(Config(model=model), {"data.seq_len": 64, "train.dtype": "bfloat16"})
+    (found,) = kernels(config, VOCAB, num_stages=1)
+    grouped = [(k, times) for k, times in found.forward.items() if k.kind == "grouped"]
+    assert all(kernel.is_expert for kernel, _ in grouped)
+    read = sum(times * kernel.fixed_bytes for kernel, times in grouped)
+    weights = 3 * model.num_layers * model.num_experts * model.dim * model.expert_hidden
+    assert read == pytest.approx(2 * weights, rel=1e-3)  # and where each expert's rows begin

@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +25,7 @@ from hp_train.layout.communicators import Held, held
 from hp_train.layout.parameter import ParameterSpec
 from hp_train.layout.ranks import Layout, StageLayout
 from hp_train.layout.schedules import KINDS
-from hp_train.plan import MACHINES, Machine, choose, estimate
+from hp_train.plan import MACHINES, Machine, Spread, choose, estimate
 from hp_train.plan.choose import _in_words, _is_repeated, _Search, plan_axes
 from hp_train.plan.estimate import Plan
 from hp_train.plan.memory import (
@@ -440,6 +442,46 @@ def test_shared_cores_make_ranks_slower() -> None:
     quarter = estimate(config, H100.with_values(cores=1), vocab_size=VOCAB)
     assert alone.seconds < halved.seconds < quarter.seconds
     assert quarter.seconds >= 4 * alone.parts["compute"]
+
+
+def test_a_kernel_takes_as_long_as_its_products_or_its_bytes_and_all_as_long_as_the_host() -> None:
+    machine = H100.with_values(
+        flops=1e3, grouped_flops=5e2, memory_bandwidth=1e2, launch_seconds=1e-3, compiled=0.25
+    )
+    product = Kernel(kind="product", launches=1, flops=10, bytes=0.5, fixed_bytes=20)
+    grouped = replace(product, kind="grouped", is_expert=True)
+    moving = Kernel(launches=400, bytes=2)
+    place = StageLayout(dp_shard=4, ep=4)
+
+    def seconds(*kernels: Kernel, tokens: int, is_compiled: bool = False, load: float = 1) -> float:
+        way = Kernels(Counter(kernels), Counter(), Counter())
+        rates = Rates(machine, is_compiled=is_compiled, slowed=1)
+        return rates.compute(way, tokens, place, load=load).forward
+
+    assert seconds(product, tokens=100) == pytest.approx(1.0)
+    assert seconds(product, tokens=1) == pytest.approx(0.205)  # the weight is read all the same
+    assert seconds(grouped, tokens=100) == pytest.approx(2.0)
+    assert seconds(grouped, tokens=1) == pytest.approx(0.055)  # a quarter of the experts is here
+    assert seconds(grouped, tokens=100, load=1.5) == pytest.approx(3.0)
+    assert seconds(moving, tokens=100) == pytest.approx(2.0)
+    assert seconds(moving, tokens=10) == pytest.approx(0.4)  # until the host has launched them
+    assert seconds(moving, tokens=100, is_compiled=True) == pytest.approx(0.5)
+    assert seconds(product, product, tokens=100) == pytest.approx(2.0)
+
+
+def test_rows_leave_a_node_once_for_each_rank_or_once_for_each_node() -> None:
+    config = config_of({"model.num_experts": 64, "model.top_k": 4, "model.num_shared_experts": 0})
+    row = 2 * config.model.dim * BYTES[config.train.dtype]
+    layout = StageLayout(dp_shard=32, ep=32)
+    exchanges = partial(expert_exchanges, config, layout, node_size=8)
+    by_rank, by_node = (exchanges(spread=Spread(ranks=4, nodes=nodes)) for nodes in (0, 2))
+    assert by_rank.between == pytest.approx(4 * 24 / 32 * row, rel=0.02)  # and routing weights
+    assert by_rank.inside == pytest.approx(4 * 7 / 32 * row, rel=0.02)
+    assert by_node.between == pytest.approx(2 * 24 / 32 * row, rel=0.02)
+    assert by_node.inside == pytest.approx(4 * 7 / 8 * row, rel=0.02)
+    near = expert_exchanges(config, layout, node_size=32)
+    assert near.between == 0
+    assert near.bytes == pytest.approx(exchanges().bytes)
 
 
 def test_machines_refuse_what_cannot_be() -> None:

@@ -203,8 +203,10 @@ class _Search:
         schedule, in_flight = self._short_schedule(layout)
         train = layout.train
         key = (layout.mesh, schedule.stage_to_rank, train.microbatch_size, train.recompute)
+        plan = None
         if key not in self._needs:
-            self._needs[key] = self._plan(layout).needs(schedule)
+            plan = self._plan(layout)
+            self._needs[key] = plan.needs(schedule)
         needed = max(
             need.least(most) for need, most in zip(self._needs[key], in_flight, strict=True)
         )
@@ -213,7 +215,7 @@ class _Search:
                 self._least_bytes, self.smallest = needed, layout
             return None
         if key not in self._seconds:
-            self._seconds[key] = self._plan(layout).least_seconds(schedule)
+            self._seconds[key] = (plan or self._plan(layout)).least_seconds(schedule)
         return self._seconds[key]
 
     def _plan(self, layout: Config) -> Plan:
