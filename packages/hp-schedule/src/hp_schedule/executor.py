@@ -1,6 +1,6 @@
 """The one loop that runs a schedule, whatever the machine behind it.
 
-The torch runtime, the simulator and the tracer are drivers of this loop: they say what a forward or
+The torch runtime, the simulator and the tests' tracer drive this loop: they say what a forward or
 a send is; the order in which things happen is here.
 """
 
