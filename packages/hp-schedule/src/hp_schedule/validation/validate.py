@@ -7,7 +7,7 @@ from hp_schedule.costs import Costs
 from hp_schedule.schedule import Schedule
 from hp_schedule.simulation.channels import ChannelModel, check_model
 from hp_schedule.validation.memory import memory_findings
-from hp_schedule.validation.queues import QueueMachine
+from hp_schedule.validation.queues import queue_deadlock
 from hp_schedule.validation.rendezvous import Rendezvous, order_deadlock
 from hp_schedule.validation.report import MAX_FINDINGS, Finding, Lacking, ValidationReport
 from hp_schedule.validation.rows import RowCheck
@@ -101,4 +101,4 @@ def _deadlock(schedule: Schedule, channels: ChannelModel | None) -> Finding | No
     mismatch = machine.mismatch()
     if mismatch is not None or channels is None:
         return mismatch or machine.deadlock()
-    return QueueMachine(schedule, channels).deadlock()
+    return queue_deadlock(schedule, channels)
