@@ -97,21 +97,10 @@ class Costs:
         return [size / self.bandwidth for size in sizes] if any(sizes) else sizes
 
 
-def per_stage(name: str, value: PerStage, num_stages: int) -> tuple[float, ...]:
-    """Return one number per stage.
-
-    Raises:
-        ValueError: If a sequence has another length.
-    """
-    if not isinstance(value, Sequence):
-        return (float(value),) * num_stages
-    if len(value) != num_stages:
-        raise ValueError(f"len({name}) ({len(value)}) must equal num_stages ({num_stages})")
-    return tuple(map(float, value))
-
-
-def per_step(name: str, value: PerStep, num_stages: int, num_microbatches: int) -> list[float]:
+def per_step(name: str, value: PerStep, num_stages: int, num_microbatches: int = 1) -> list[float]:
     """Return one number per step, indexed by stage * num_microbatches + microbatch.
+
+    Of what is done once for all microbatches, one number per stage.
 
     Raises:
         ValueError: If a sequence has another length.

@@ -112,7 +112,7 @@ class Executor:
         self._driver = driver
         self._handlers = handlers or {}
         self._on_step = on_step
-        self._actions = _actions(driver)
+        self._actions = actions_of(driver)
 
     @property
     def step(self) -> MetaStep | None:
@@ -183,8 +183,8 @@ def describe_stuck(executors: Sequence[Executor]) -> str:
     return "no rank can go on: " + "; ".join(places)
 
 
-def _actions(driver: Driver) -> tuple[Callable[[int, int], None], ...]:
-    """Return what to call for each kind of step that is no overlap."""
+def actions_of(driver: Driver) -> tuple[Callable[[int, int], None], ...]:
+    """Return what to call for each kind of step that is no overlap, with stage and microbatch."""
     steps = {
         MetaStepType.FWD: driver.forward,
         MetaStepType.BWD: driver.backward,

@@ -2,26 +2,16 @@
 
 from collections.abc import Iterable
 
-from hp_schedule.packing import BWD, FWD, encode
+from hp_schedule.packing import encode
 
 
-def forwards(stage: int, microbatches: Iterable[int]) -> list[int]:
-    """Return the forward steps of a stage for some microbatches."""
-    return [encode(FWD, stage, microbatch) for microbatch in microbatches]
+def steps(kind: int, stage: int, microbatches: Iterable[int]) -> list[int]:
+    """Return the steps of one kind of a stage for some microbatches."""
+    return [encode(kind, stage, microbatch) for microbatch in microbatches]
 
 
-def backwards(stage: int, microbatches: Iterable[int]) -> list[int]:
-    """Return the full backward steps of a stage for some microbatches."""
-    return [encode(BWD, stage, microbatch) for microbatch in microbatches]
-
-
-def check_counts(*, num_ranks: int, num_microbatches: int, num_stages_per_rank: int = 1) -> None:
+def check_counts(**counts: int) -> None:
     """Raise ValueError unless every count is at least 1."""
-    counts = {
-        "num_ranks": num_ranks,
-        "num_microbatches": num_microbatches,
-        "num_stages_per_rank": num_stages_per_rank,
-    }
     for name, value in counts.items():
         if value < 1:
             raise ValueError(f"{name} ({value}) must be >= 1")

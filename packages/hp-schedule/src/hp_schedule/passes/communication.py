@@ -31,7 +31,7 @@ from hp_schedule.packing import (
     FIRST_OVERLAP,
     FWD,
     KIND_MASK,
-    MICROBATCH_SHIFT,
+    PLACE_MASK,
     SEND_OF,
     encode,
     halves,
@@ -40,8 +40,6 @@ from hp_schedule.packing import (
 from hp_schedule.passes.clock import ComputeClock
 from hp_schedule.schedule import Schedule
 
-_PLACE_MASK = (1 << MICROBATCH_SHIFT) - 1
-"""The bits of a code that say kind and stage."""
 _Cell = tuple[float, int, int, int]
 """Time, number of the rank it comes from, position among those at once, code."""
 
@@ -154,7 +152,7 @@ def _flows(schedule: Schedule, times: Sequence[Sequence[float]]) -> list[_Flow]:
                 f"({len(codes)})"
             )
         for code, time in zip(codes, finish, strict=True):
-            post = posts.first.get(code & _PLACE_MASK)
+            post = posts.first.get(code & PLACE_MASK)
             if post is not None:
                 post(time, code)
             elif code & KIND_MASK >= FIRST_OVERLAP:
@@ -178,7 +176,7 @@ class _Posts:
 
     def overlap(self, time: float, code: int) -> None:
         for table, half in zip((self.first, self._second), halves(code), strict=True):
-            post = table.get(half & _PLACE_MASK)
+            post = table.get(half & PLACE_MASK)
             if post is not None:
                 post(time, half)
 
@@ -202,7 +200,7 @@ def _post(flow: _Flow, send: int, receive: int) -> Callable[[float, int], None]:
     add_time, add_send, add_receive = flow.times.append, flow.sends.append, flow.receives.append
 
     def post(time: float, code: int) -> None:
-        microbatch = code & ~_PLACE_MASK
+        microbatch = code & ~PLACE_MASK
         add_time(time)
         add_send(send | microbatch)
         add_receive(receive | microbatch)

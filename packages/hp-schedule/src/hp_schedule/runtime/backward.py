@@ -68,6 +68,10 @@ class DeferringSplitter:
         return found, finish
 
 
+def nothing() -> None:
+    """Stand for weight gradients of which none were put off."""
+
+
 def full_backward(
     outputs: Sequence[Tensor], grads: Sequence[Tensor], *, inputs: Sequence[Tensor]
 ) -> Grads:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from hp_platform import doing
+from hp_schedule.executor import actions_of
 from hp_schedule.ir import MetaStep, MetaStepType
-from hp_schedule.runtime.backward import Grads
+from hp_schedule.packing import KIND
+from hp_schedule.runtime.backward import Grads, nothing
 from hp_schedule.runtime.context import Batch, Chunk, Key, LossFunction, PipelineContext, Values
 from hp_schedule.runtime.gradients import GradientPaths
 from hp_schedule.runtime.p2p import Expectations, PointToPoint
@@ -206,26 +208,8 @@ class StageDriver:
         if step.sub_steps:
             self.overlap(step)
             return
-        stage = step.stage_index or 0
-        parameters = {
-            MetaStepType.FSDP_UNSHARD: self.unshard,
-            MetaStepType.FSDP_RESHARD: self.reshard,
-            MetaStepType.FSDP_REDUCE_GRAD: self.reduce_grad,
-        }
-        if step.type in parameters:
-            parameters[step.type](stage)
-            return
-        actions = {
-            MetaStepType.FWD: self.forward,
-            MetaStepType.BWD: self.backward,
-            MetaStepType.BWD_INPUT: self.backward_input,
-            MetaStepType.BWD_WEIGHT: self.backward_weight,
-            MetaStepType.FWD_SEND: self.send_forward,
-            MetaStepType.FWD_RECV: self.receive_forward,
-            MetaStepType.BWD_SEND: self.send_backward,
-            MetaStepType.BWD_RECV: self.receive_backward,
-        }
-        actions[step.type](stage, step.microbatch_index or 0)
+        action = actions_of(self)[KIND[step.type]]
+        action(step.stage_index or 0, step.microbatch_index or 0)
 
     def wait_inputs(self, step: MetaStep) -> None:
         """Wait until what a compute step reads is on this rank."""
@@ -289,7 +273,7 @@ class StageDriver:
                 self._values.weight_grads[key] = later
             else:
                 found = (None,) * len(inputs)
-                self._values.weight_grads[key] = _nothing
+                self._values.weight_grads[key] = nothing
         if self._schedule.upstream[key[0]] >= 0:
             self._pass_input_grads(key, chunk.received, found)
 
@@ -400,10 +384,6 @@ def _without_autocast(stage: PipelineStage) -> AbstractContextManager[None]:
     """
     kind = stage.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-
-
-def _nothing() -> None:
-    """Stand for the weight gradients of a stage that has none."""
 
 
 def _detached(output: Any) -> Any:

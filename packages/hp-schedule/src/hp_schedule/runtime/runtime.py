@@ -233,7 +233,7 @@ class PipelineScheduleRuntime:
             executor = Executor(
                 schedule.steps[self._rank],
                 driver,
-                handlers=self._handlers(driver),
+                handlers={kind: _bind(kind, fn, driver) for kind, fn in self._custom.items()},
                 on_step=self._on_step,
             )
             with (
@@ -253,9 +253,6 @@ class PipelineScheduleRuntime:
             timeline=Timeline if recorder is None else recorder.timeline,
             concat_dim=self._concat_dim,
         )
-
-    def _handlers(self, driver: StageDriver) -> dict[MetaStepType, Handler]:
-        return {kind: _bind(kind, fn, driver) for kind, fn in self._custom.items()}
 
     def _give_up(self, error: BaseException, executor: Executor | None) -> BaseException:
         """Say where it happened, fail the other ranks, and return what this one is to raise."""

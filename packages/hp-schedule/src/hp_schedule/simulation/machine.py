@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from hp_schedule.costs import Costs, per_stage, per_step
+from hp_schedule.costs import Costs, per_step
 from hp_schedule.dataflow import Dataflow, dataflow
 from hp_schedule.errors import DeadlockError
 from hp_schedule.executor import Executor, describe_stuck
@@ -20,6 +20,7 @@ from hp_schedule.packing import (
     KIND,
     KIND_MASK,
     MICROBATCH_SHIFT,
+    RECEIVE_OF,
     SEND_OF,
     STAGE_MASK,
     STAGE_SHIFT,
@@ -31,8 +32,6 @@ from hp_schedule.schedule import Schedule
 from hp_schedule.simulation.channels import ChannelModel, Channels, Edge
 from hp_schedule.simulation.clock import Clock, SharedCores
 from hp_schedule.timeline import Span
-
-_RECEIVE_OF = {FWD: FWD_RECV, BWD: BWD_RECV, BWD_INPUT: BWD_RECV}
 
 
 class Machine:
@@ -65,8 +64,8 @@ class Machine:
         self.num_microbatches = schedule.num_microbatches
         self.durations = costs.durations(*sizes)
         self.activation = per_step("activation", costs.activation, *sizes)
-        self.unshard = per_stage("unshard", costs.unshard, schedule.num_stages)
-        self.reduce_grad = per_stage("reduce_grad", costs.reduce_grad, schedule.num_stages)
+        self.unshard = per_step("unshard", costs.unshard, schedule.num_stages)
+        self.reduce_grad = per_step("reduce_grad", costs.reduce_grad, schedule.num_stages)
         self.blocking = blocking
         self.implicit = not schedule.has_communication
         self.start = self.clock.after if cores is None else SharedCores(self.clock, cores).start
@@ -287,7 +286,7 @@ class _SimulatedRank:
         stage = code >> STAGE_SHIFT & STAGE_MASK
         value = machine.flow.value_read(code)
         if value >= 0:
-            receive = unpack(code & ~KIND_MASK | _RECEIVE_OF[code & KIND_MASK])
+            receive = unpack(code & ~KIND_MASK | RECEIVE_OF[code & KIND_MASK])
             self._wait(receive, machine.arrived[value, self._rank], machine.produced[value])
         self._wait(unpack(encode(FSDP_UNSHARD, stage)), self._gathered.get(stage, 0.0), 0.0)
 

@@ -22,6 +22,7 @@ from hp_schedule.packing import (
     FWD_SEND,
     KIND_MASK,
     MICROBATCH_SHIFT,
+    PLACE_MASK,
     encode,
     is_compute,
     leaves,
@@ -30,8 +31,6 @@ from hp_schedule.packing import (
 from hp_schedule.schedule import Schedule
 from hp_schedule.simulation.recurrence import Walk
 from hp_schedule.validation.report import Finding, FindingKind
-
-_PLACE_MASK = (1 << MICROBATCH_SHIFT) - 1
 
 
 class Wait(NamedTuple):
@@ -120,7 +119,7 @@ def message_values(schedule: Schedule, flow: Dataflow) -> list[list[int]]:
     }
     return [
         [
-            base[code & _PLACE_MASK] + (code >> MICROBATCH_SHIFT)
+            base[code & PLACE_MASK] + (code >> MICROBATCH_SHIFT)
             for code in row.codes()
             if FIRST_COMMUNICATION <= code & KIND_MASK < FIRST_FSDP
         ]

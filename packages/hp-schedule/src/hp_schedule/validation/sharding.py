@@ -8,6 +8,7 @@ from hp_schedule.packing import (
     BWD_WEIGHT,
     FIRST_FSDP,
     FIRST_OVERLAP,
+    FSDP_KINDS,
     FSDP_REDUCE_GRAD,
     FSDP_RESHARD,
     FSDP_UNSHARD,
@@ -60,7 +61,7 @@ class ShardingCheck:
 
     def findings(self) -> Iterator[Finding]:
         """Yield every broken rule, row by row."""
-        steps = self._schedule.kinds & {FSDP_UNSHARD, FSDP_RESHARD, FSDP_REDUCE_GRAD}
+        steps = self._schedule.kinds & FSDP_KINDS
         if not (steps or self._managed or self._to_reduce):
             return
         for rank, row in enumerate(self._schedule.steps):
