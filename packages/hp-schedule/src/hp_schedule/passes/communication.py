@@ -37,7 +37,7 @@ from hp_schedule.packing import (
     halves,
     is_compute,
 )
-from hp_schedule.passes.clock import ComputeClock
+from hp_schedule.passes.clock import compute_clock
 from hp_schedule.schedule import Schedule
 
 _Cell = tuple[float, int, int, int]
@@ -109,7 +109,8 @@ def _times(schedule: Schedule, costs: Costs) -> Sequence[Sequence[float]]:
         raise ValueError("forward, input_grad and weight_grad + input_grad must be > 0")
     if costs.latency == 0:
         costs = replace(costs, latency=min(durations[FWD]) / 4)
-    return ComputeClock(schedule, costs).finish
+    _, finish = compute_clock(schedule, costs)
+    return finish
 
 
 def drop_communication(schedule: Schedule) -> Schedule:
