@@ -4,8 +4,6 @@ Every parameter has a layout name, which is the same on every rank that holds it
 All functions are collectives: every rank of the group calls them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """A transfer plan as text. Needs no torch."""
 
-from __future__ import annotations
-
 from hp_vtp.plan.cost import Links, bound_seconds, cut_traffic, predicted_seconds, step_seconds
 from hp_vtp.plan.planner import ALGORITHMS, plan_transfer
 from hp_vtp.plan.transfer import Step, StepKind, TransferPlan

@@ -3,8 +3,6 @@
 Needs no torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from hp_vtp.plan.cost import Links, bound_seconds, cut_traffic, predicted_seconds

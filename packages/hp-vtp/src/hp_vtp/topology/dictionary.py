@@ -1,7 +1,5 @@
 """Layouts as plain dictionaries, for TOML and JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ and do the same; a rank that waits for something else looks into the store while
 of them raise within seconds, with the reason of the first one, and every later call raises again.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable, Sequence
