@@ -68,10 +68,7 @@ class Costs:
         forward = per_step("forward", self.forward, *sizes)
         input_grad = per_step("input_grad", self.input_grad, *sizes)
         weight_grad = per_step("weight_grad", self.weight_grad, *sizes)
-        if isinstance(self.input_grad, Sequence) or isinstance(self.weight_grad, Sequence):
-            full = [i + w for i, w in zip(input_grad, weight_grad, strict=True)]
-        else:
-            full = [float(self.input_grad + self.weight_grad)] * len(forward)
+        full = [i + w for i, w in zip(input_grad, weight_grad, strict=True)]
         columns = {FWD: forward, BWD: full, BWD_INPUT: input_grad, BWD_WEIGHT: weight_grad}
         return tuple(columns[kind] for kind in sorted(columns))
 

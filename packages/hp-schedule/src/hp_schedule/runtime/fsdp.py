@@ -143,10 +143,7 @@ class FullySharded:
 
 def sharded_modules(module: nn.Module) -> list["FSDPModule"]:
     """Return the modules inside, or the module itself, that `fully_shard` was applied to."""
-    fsdp = _fsdp()
-    if fsdp is None:
-        return []
-    return [inner for inner in module.modules() if isinstance(inner, fsdp.FSDPModule)]
+    return [inner for inner in module.modules() if _is_sharded(inner)]
 
 
 def check_sharding(

@@ -158,11 +158,11 @@ class PipelineScheduleRuntime:
 
         Every rank calls it. Modules stay in their mode (`Module.train`, `Module.eval`).
         """
-
-        def batch() -> Batch:
-            return self._batch(*self._cut(args, kwargs, target), training=False)
-
-        return self._run(self._forward_part, batch, record=record)
+        return self._run(
+            self._forward_part,
+            lambda: self._batch(*self._cut(args, kwargs, target), training=False),
+            record=record,
+        )
 
     def evaluate_microbatches(
         self,
@@ -173,11 +173,11 @@ class PipelineScheduleRuntime:
         record: bool = False,
     ) -> PipelineResult:
         """Do what `evaluate` does with a batch that is cut already; see `run_microbatches`."""
-
-        def batch() -> Batch:
-            return self._batch(args, kwargs, targets, training=False)
-
-        return self._run(self._forward_part, batch, record=record)
+        return self._run(
+            self._forward_part,
+            lambda: self._batch(args, kwargs, targets, training=False),
+            record=record,
+        )
 
     def run_microbatches(
         self,

@@ -30,7 +30,7 @@ from hp_schedule.packing import (
 )
 from hp_schedule.schedule import Schedule
 from hp_schedule.simulation.recurrence import Walk
-from hp_schedule.validation.report import Finding, FindingKind
+from hp_schedule.validation.report import Finding, FindingKind, finding_at
 
 
 class Wait(NamedTuple):
@@ -95,11 +95,9 @@ def message_mismatch(schedule: Schedule) -> Finding | None:
         for sent, received in zip(sends[edge], values, strict=False):
             if sent != received:
                 receive = message_ends(schedule, received)[1]
-                position = cell_of(schedule, receive)
                 text = f"{receive.step} is not the next message that rank {edge[0]} sends"
-                where = f"rank {edge[1]}, cell {position}"
-                kind = FindingKind.MESSAGE_ORDER
-                return Finding(kind, f"{where}: {text}", edge[1], position)
+                cell = cell_of(schedule, receive)
+                return finding_at(FindingKind.MESSAGE_ORDER, text, receive.rank, cell)
     return None
 
 
@@ -147,20 +145,20 @@ def order_deadlock(schedule: Schedule) -> Finding | None:
     if walk.run(rows):
         return None
     flow = dataflow(schedule)
+    compute = [[cell for cell, code in enumerate(row) if is_compute(code)] for row in rows]
+    stuck = {
+        rank: cells[len(ends)]
+        for rank, (cells, ends) in enumerate(zip(compute, walk.ends, strict=True))
+        if len(ends) < len(cells)
+    }
     waits: dict[int, Wait] = {}
-    for rank, (row, ends) in enumerate(zip(rows, walk.ends, strict=True)):
-        cells = [position for position, code in enumerate(row) if is_compute(code)]
-        if len(ends) == len(cells):
-            continue
-        position = cells[len(ends)]
-        for part in leaves(row[position]):
-            producer = flow.value_read(part) // schedule.num_microbatches % schedule.num_stages
-            other = schedule.stage_to_rank[producer]
-            if flow.value_read(part) >= 0 and len(walk.ends[other]) < len(
-                [code for code in rows[other] if is_compute(code)]
-            ):
-                text = f"{unpack(row[position])} waits for its value to come from rank {other}"
-                waits[rank] = Wait(position, text, other)
+    for rank, cell in stuck.items():
+        for part in leaves(rows[rank][cell]):
+            value = flow.value_read(part)
+            other = schedule.stage_to_rank[value // schedule.num_microbatches % schedule.num_stages]
+            if value >= 0 and other in stuck:
+                text = f"{unpack(rows[rank][cell])} waits for its value to come from rank {other}"
+                waits[rank] = Wait(cell, text, other)
     return cycle_finding(waits)
 
 

@@ -25,7 +25,7 @@ from hp_schedule.packing import (
     unpack,
 )
 from hp_schedule.schedule import Schedule
-from hp_schedule.validation.report import Finding, FindingKind
+from hp_schedule.validation.report import Finding, FindingKind, finding_at
 
 # What has been seen of a (stage, microbatch): bit k is the step of kind k, and one more bit is the
 # gradient of the input, whichever step computes it.
@@ -104,8 +104,7 @@ class RowCheck:
         for code in parts:
             problem = self._problem(code, rank)
             if problem is not None:
-                kind, text = problem
-                yield Finding(kind, f"rank {rank}, cell {position}: {text}", rank, position)
+                yield finding_at(*problem, rank, position)
         for code in parts:
             rule = self._rules[rank].get(code & PLACE_MASK)
             if rule is not None:
@@ -209,4 +208,4 @@ def _absent(bits: int, stage: int, microbatch: int, rank: int) -> Iterator[Findi
     for kind in range(FIRST_FSDP):
         if bits >> kind & 1:
             step = unpack(encode(kind, stage, microbatch))
-            yield Finding(FindingKind.MISSING, f"rank {rank}: {step} is missing", rank, None)
+            yield finding_at(FindingKind.MISSING, f"{step} is missing", rank, None)

@@ -19,7 +19,7 @@ from hp_schedule.packing import (
     leaves,
 )
 from hp_schedule.schedule import Schedule
-from hp_schedule.validation.report import Finding, FindingKind
+from hp_schedule.validation.report import Finding, FindingKind, finding_at
 
 
 def gathered_stages(schedule: Schedule) -> frozenset[int]:
@@ -137,5 +137,4 @@ class ShardingCheck:
 
 
 def _finding(text: str, stage: int, rank: int, position: int | None) -> Finding:
-    where = f"rank {rank}" if position is None else f"rank {rank}, cell {position}"
-    return Finding(FindingKind.FSDP, f"{where}: stage {stage} {text}", rank, position)
+    return finding_at(FindingKind.FSDP, f"stage {stage} {text}", rank, position)

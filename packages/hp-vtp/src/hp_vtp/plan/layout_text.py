@@ -4,6 +4,7 @@ Needs no torch.
 """
 
 from collections.abc import Sequence
+from math import prod
 
 from hp_vtp.plan.cost import Links, bound_seconds, cut_traffic, predicted_seconds
 from hp_vtp.plan.explain import format_bytes, format_seconds
@@ -40,9 +41,7 @@ def describe_layout(
     """
     chain = " -> ".join(map(str, layout.chain))
     size = " x ".join(map(str, shape)) or "scalar"
-    total = itemsize
-    for length in shape:
-        total *= length
+    total = itemsize * prod(shape)
     title = (
         f"{layout.world_size} ranks, {len(layout.stages)} stages, chain {chain}, "
         f"{layout.num_domains} data-parallel pipeline(s)"
