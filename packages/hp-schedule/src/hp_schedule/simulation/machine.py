@@ -185,16 +185,16 @@ class _SimulatedRank:
         self._compute(step)
 
     def send_forward(self, stage_index: int, microbatch_index: int) -> None:
-        self._send(encode(FWD_SEND, stage_index, microbatch_index))
+        self._issue(encode(FWD_SEND, stage_index, microbatch_index))
 
     def send_backward(self, stage_index: int, microbatch_index: int) -> None:
-        self._send(encode(BWD_SEND, stage_index, microbatch_index))
+        self._issue(encode(BWD_SEND, stage_index, microbatch_index))
 
     def receive_forward(self, stage_index: int, microbatch_index: int) -> None:
-        self._receive(encode(FWD_RECV, stage_index, microbatch_index))
+        self._issue(encode(FWD_RECV, stage_index, microbatch_index))
 
     def receive_backward(self, stage_index: int, microbatch_index: int) -> None:
-        self._receive(encode(BWD_RECV, stage_index, microbatch_index))
+        self._issue(encode(BWD_RECV, stage_index, microbatch_index))
 
     def unshard(self, stage_index: int) -> None:
         step = MetaStep(MetaStepType.FSDP_UNSHARD, stage_index)
@@ -234,18 +234,13 @@ class _SimulatedRank:
         clock.at(self._collectives_free, partial(self._machine.wake, self._rank))
         return self._collectives_free
 
-    def _send(self, code: int) -> None:
-        value = self._machine.flow.value_read(code)
-        self._issue(code, value, (self._rank, self._peer(code)))
-
-    def _receive(self, code: int) -> None:
-        value = self._machine.flow.value_written(code)
-        self._issue(code, value, (self._peer(code), self._rank))
-
-    def _peer(self, code: int) -> int:
-        return self._machine.flow.peer[code & KIND_MASK][code >> STAGE_SHIFT & STAGE_MASK]
-
-    def _issue(self, code: int, value: int, edge: Edge) -> None:
+    def _issue(self, code: int) -> None:
+        """Issue a send, which reads its value, or a receive, which writes it."""
+        flow = self._machine.flow
+        peer = flow.peer[code & KIND_MASK][code >> STAGE_SHIFT & STAGE_MASK]
+        value, edge = flow.value_read(code), (self._rank, peer)
+        if value < 0:
+            value, edge = flow.value_written(code), (peer, self._rank)
         if self._machine.blocking:
             self._transfer = (value, unpack(code))
             self._occupied = True

@@ -90,7 +90,7 @@ def _costs(plan: TransferPlan, links: Links) -> list[str]:
     steps = ", ".join(parts) or "nothing to send"
     total = format_seconds(predicted_seconds(plan, links))
     others = ", ".join(
-        f"{_algorithm(other)} {format_seconds(predicted_seconds(other, links))}"
+        f"{format_algorithm(other)} {format_seconds(predicted_seconds(other, links))}"
         for other in _alternatives(plan)
     )
     return [
@@ -99,7 +99,8 @@ def _costs(plan: TransferPlan, links: Links) -> list[str]:
     ]
 
 
-def _algorithm(plan: TransferPlan) -> str:
+def format_algorithm(plan: TransferPlan) -> str:
+    """The algorithm of a plan, with its chunks if there are several."""
     return f"{plan.algorithm} in {plan.chunks}" if plan.chunks > 1 else plan.algorithm
 
 

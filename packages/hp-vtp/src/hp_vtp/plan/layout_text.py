@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import prod
 
 from hp_vtp.plan.cost import Links, bound_seconds, cut_traffic, predicted_seconds
-from hp_vtp.plan.explain import format_bytes, format_seconds
+from hp_vtp.plan.explain import format_algorithm, format_bytes, format_seconds
 from hp_vtp.plan.planner import plan_edge
 from hp_vtp.plan.transfer import Algorithm
 from hp_vtp.topology.layout import PipelineLayout
@@ -86,13 +86,12 @@ def _row(
 ) -> tuple[str, ...]:
     plan = plan_edge(edge, shape, itemsize=itemsize, algorithm=algorithm, links=links)
     traffic = cut_traffic(plan)
-    chunks = f" in {plan.chunks}" if plan.chunks > 1 else ""
     return (
         f"{edge.source} -> {edge.destination}",
         str(edge.domain),
         " ".join(map(str, edge.source_ranks)),
         " ".join(map(str, edge.destination_ranks)),
-        f"{plan.algorithm}{chunks}",
+        format_algorithm(plan),
         str(plan.num_messages),
         format_bytes(sum(traffic.sent)),
         format_bytes(max(*traffic.sent, *traffic.received)),

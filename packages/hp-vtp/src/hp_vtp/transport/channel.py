@@ -99,8 +99,9 @@ class Channel:
                 if message.sender == self._rank:
                     needed = [a for a in arrivals if _overlap(message, a.message)]
                     self._complete(needed, workspaces, where)
-                    payload = pack(message, workspaces)
-                    sends.append((message.receiver, self._send(payload, message, step)))
+                    payload, to = pack(message, workspaces), message.receiver
+                    pending = isend(payload, to, group=self._group(step), tag=_PAYLOAD)
+                    sends.append((to, pending))
                 elif message.receiver == self._rank:
                     arrivals.append(self._receive(message, step, workspaces))
         self._complete(arrivals, workspaces, where)
@@ -139,9 +140,6 @@ class Channel:
                 edge=self.edge,
                 peers=list(wrong),
             )
-
-    def _send(self, payload: Tensor, message: Message, step: MessageStep) -> Pending[Any]:
-        return isend(payload, message.receiver, group=self._group(step), tag=_PAYLOAD)
 
     def _receive(
         self, message: Message, step: MessageStep, workspaces: Sequence[Workspace]

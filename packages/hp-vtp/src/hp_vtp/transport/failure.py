@@ -110,7 +110,8 @@ class Failure:
                 self._first = first_failure(error, [self._note])
             else:
                 self._first = self._note.leave(mine)
-        self._break()
+        for act in self._on_failure:
+            act()
         return self._first
 
     def look(self) -> str | None:
@@ -118,10 +119,6 @@ class Failure:
         if self._first is None and (found := self._note.read()) is not None:
             self.report(PeerError(str(found), rank=found.rank, report=found))
         return self.reason
-
-    def _break(self) -> None:
-        for act in self._on_failure:
-            act()
 
 
 def parse_reason(reason: str) -> FailureReport:
