@@ -34,55 +34,42 @@ class Driver(Protocol):
 
         A driver that can wait inside its steps, as a real machine can, always says True.
         """
-        ...
 
     def forward(self, stage_index: int, microbatch_index: int) -> None:
         """Run a forward on the input that was received or handed over."""
-        ...
 
     def backward(self, stage_index: int, microbatch_index: int) -> None:
         """Run the whole backward."""
-        ...
 
     def backward_input(self, stage_index: int, microbatch_index: int) -> None:
         """Run the part of the backward that others wait for."""
-        ...
 
     def backward_weight(self, stage_index: int, microbatch_index: int) -> None:
         """Run the rest of the backward."""
-        ...
 
     def send_forward(self, stage_index: int, microbatch_index: int) -> None:
         """Start sending the output of the stage; does not wait for the other side."""
-        ...
 
     def receive_forward(self, stage_index: int, microbatch_index: int) -> None:
         """Post the receive of the stage's input; the forward waits for it."""
-        ...
 
     def send_backward(self, stage_index: int, microbatch_index: int) -> None:
         """Start sending the gradient of the stage's input."""
-        ...
 
     def receive_backward(self, stage_index: int, microbatch_index: int) -> None:
         """Post the receive of the gradient of the stage's output; the backward waits for it."""
-        ...
 
     def unshard(self, stage_index: int) -> None:
         """Gather the stage's parameters."""
-        ...
 
     def reshard(self, stage_index: int) -> None:
         """Free the gathered parameters."""
-        ...
 
     def reduce_grad(self, stage_index: int) -> None:
         """Reduce the stage's gradients over its data-parallel ranks."""
-        ...
 
     def overlap(self, step: MetaStep) -> None:
         """Run a forward and a backward as one step: both inputs are there when it starts."""
-        ...
 
 
 class Executor:

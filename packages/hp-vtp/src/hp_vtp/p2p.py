@@ -36,11 +36,9 @@ class Timer(Protocol):
 
     def start(self) -> None:
         """Begin."""
-        ...
 
     def stop(self) -> None:
         """End."""
-        ...
 
 
 class Timers(Protocol):
@@ -48,7 +46,6 @@ class Timers(Protocol):
 
     def __call__(self, name: str, log_level: int = ...) -> Timer:
         """Return a timer: forward-recv, backward-recv, forward-send or backward-send."""
-        ...
 
 
 class P2POptions(TypedDict, total=False):

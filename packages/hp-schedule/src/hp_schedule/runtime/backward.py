@@ -38,7 +38,6 @@ class BackwardSplitter(Protocol):
             The gradients of the inputs, and the function that computes what was put off and
             accumulates it into the `grad` of the parameters.
         """
-        ...
 
 
 class DeferringSplitter:
