@@ -103,7 +103,9 @@ class Channel:
                     pending = isend(payload, to, group=self._group(step), tag=_PAYLOAD)
                     sends.append((to, pending))
                 elif message.receiver == self._rank:
-                    arrivals.append(self._receive(message, step, workspaces))
+                    buffer, sender = receive_buffer(message, workspaces), message.sender
+                    coming = irecv(buffer, sender, group=self._group(step), tag=_PAYLOAD)
+                    arrivals.append(_Arrival(message, buffer, coming, step))
         self._complete(arrivals, workspaces, where)
         self._wait(sends, f"{where}, sending")
 
@@ -140,13 +142,6 @@ class Channel:
                 edge=self.edge,
                 peers=list(wrong),
             )
-
-    def _receive(
-        self, message: Message, step: MessageStep, workspaces: Sequence[Workspace]
-    ) -> _Arrival:
-        buffer = receive_buffer(message, workspaces)
-        pending = irecv(buffer, message.sender, group=self._group(step), tag=_PAYLOAD)
-        return _Arrival(message, buffer, pending, step)
 
     def _group(self, step: MessageStep) -> ProcessGroup:
         if step.kind == StepKind.SPREAD and self.groups.local is not None:

@@ -14,7 +14,6 @@ from itertools import count
 import torch.distributed as dist
 
 from hp_platform import (
-    FailureNote,
     FailureReport,
     PeerError,
     default_note,
@@ -62,15 +61,9 @@ class Failure:
         is_known: Whether a call has raised because of it.
     """
 
-    def __init__(self, name: str, *, note: FailureNote | None = None) -> None:
-        """Watch over one transport.
-
-        Args:
-            name: Name of the transport.
-            note: Where the ranks tell each other; by default in the default group's store.
-        """
-        key = f"hp_vtp/failure/{name}/{next(_serial)}"
-        self._note = default_note(key) if note is None else note
+    def __init__(self, name: str) -> None:
+        """Watch over one transport of this name; ranks tell each other in the default store."""
+        self._note = default_note(f"hp_vtp/failure/{name}/{next(_serial)}")
         self.is_known = False
         self._lock = threading.Lock()
         self._first: FailureReport | None = None
