@@ -2,12 +2,17 @@
 
 from collections.abc import Iterable
 
-from hp_schedule.packing import encode
+from hp_schedule.packing import BWD, FWD, encode
 
 
-def steps(kind: int, stage: int, microbatches: Iterable[int]) -> list[int]:
-    """Return the steps of one kind of a stage for some microbatches."""
-    return [encode(kind, stage, microbatch) for microbatch in microbatches]
+def forwards(stage: int, microbatches: Iterable[int]) -> list[int]:
+    """Return the forward steps of a stage for some microbatches."""
+    return [encode(FWD, stage, microbatch) for microbatch in microbatches]
+
+
+def backwards(stage: int, microbatches: Iterable[int]) -> list[int]:
+    """Return the full backward steps of a stage for some microbatches."""
+    return [encode(BWD, stage, microbatch) for microbatch in microbatches]
 
 
 def check_counts(**counts: int) -> None:

@@ -31,9 +31,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise, zip_longest
 
-from hp_schedule.generators.common import check_counts, steps
+from hp_schedule.generators.common import check_counts
 from hp_schedule.generators.form import ClosedForm, TimedRow
-from hp_schedule.packing import BWD, BWD_INPUT, BWD_WEIGHT, FWD
+from hp_schedule.packing import BWD, BWD_INPUT, BWD_WEIGHT, FWD, encode
 
 _COLUMN = 16
 _LINES = (0, 6, 15)
@@ -88,7 +88,10 @@ class Rounds(ClosedForm):
     def _through(self, stages: range, kind: int) -> list[int]:
         """Return the steps of one kind, round by round through some stages."""
         return [
-            step for part in self.rounds for stage in stages for step in steps(kind, stage, part)
+            encode(kind, stage, microbatch)
+            for part in self.rounds
+            for stage in stages
+            for microbatch in part
         ]
 
     def _times(self, rank: int, warm_up: int, num_columns: int) -> list[int]:

@@ -6,10 +6,9 @@ middle. With one stage more than ranks, the chain 0, 1, .., P - 1, 0 is a ring.
 
 from itertools import chain, zip_longest
 
-from hp_schedule.generators.common import check_counts, steps
+from hp_schedule.generators.common import backwards, check_counts, forwards
 from hp_schedule.generators.form import GivenRows
 from hp_schedule.generators.registry import schedule_kind
-from hp_schedule.packing import BWD, FWD
 
 
 @schedule_kind(
@@ -65,8 +64,8 @@ def u_shape(
 
 def _first_row(num_ranks: int, num_microbatches: int, warm_up: int, turns: int) -> list[int]:
     microbatches = range(num_microbatches)
-    starts, ends = (steps(kind, 0, microbatches) for kind in (FWD, BWD))
-    both = (steps(kind, num_ranks, microbatches) for kind in (FWD, BWD))
+    starts, ends = forwards(0, microbatches), backwards(0, microbatches)
+    both = (forwards(num_ranks, microbatches), backwards(num_ranks, microbatches))
     pairs = list(zip(*both, strict=True))
     row = [*starts[:warm_up], *chain.from_iterable(pairs[:turns])]
     for start, pair, end in zip_longest(starts[warm_up:], pairs[turns:], ends):
@@ -78,6 +77,6 @@ def _first_row(num_ranks: int, num_microbatches: int, warm_up: int, turns: int) 
 
 def _row(rank: int, num_microbatches: int, warm_up: int) -> list[int]:
     microbatches = range(num_microbatches)
-    shifted = [-1] * warm_up + steps(BWD, rank, microbatches)
-    columns = zip_longest(steps(FWD, rank, microbatches), shifted, fillvalue=-1)
+    shifted = [-1] * warm_up + backwards(rank, microbatches)
+    columns = zip_longest(forwards(rank, microbatches), shifted, fillvalue=-1)
     return [code for code in chain.from_iterable(columns) if code >= 0]
