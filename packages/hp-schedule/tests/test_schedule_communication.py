@@ -5,6 +5,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from schedule_tracing import trace
 
 from hp_schedule import (
     Costs,
@@ -21,7 +22,6 @@ from hp_schedule import (
     simulate,
     validate,
 )
-from hp_schedule.tracing import trace
 
 
 def _schedule(*rows: str, stage_to_rank: list[int], num_microbatches: int) -> Schedule:

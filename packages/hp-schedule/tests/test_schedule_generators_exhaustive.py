@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 import pytest
+from schedule_tracing import Symbol, trace
 
 from hp_schedule import SCHEDULES, Schedule, ScheduleKind, add_send_recv, validate
 from hp_schedule.packing import BWD, BWD_INPUT, BWD_WEIGHT, FWD, KIND_MASK, leaves
-from hp_schedule.tracing import Symbol, trace
 
 _RANKS = range(2, 9)
 _KINDS = pytest.mark.parametrize("kind", SCHEDULES.values(), ids=list(SCHEDULES))

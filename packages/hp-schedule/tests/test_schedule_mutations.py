@@ -1,6 +1,6 @@
 """Whatever is changed in a valid schedule: it is refused, or it computes the same.
 
-The judge is `hp_schedule.tracing`, which runs schedules on symbols and knows no rule of validation.
+The judge is `schedule_tracing`, which runs schedules on symbols and knows no rule of validation.
 HP_SCHEDULE_MUTANTS says how many changes are judged both ways on five machines; `nox -s mutations`
 tries 20,000 and prints a table. HP_SCHEDULE_EXHAUSTIVE=1 tries twenty times as many of the others.
 """
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
+from schedule_tracing import MACHINES, MessageMachine, Trace, trace
 
 from hp_schedule import (
     ChannelModel,
@@ -54,7 +55,6 @@ from hp_schedule.packing import (
     leaves,
     unpack,
 )
-from hp_schedule.tracing import MACHINES, MessageMachine, Trace, trace
 
 _MUTANTS = int(os.environ.get("HP_SCHEDULE_MUTANTS", "150"))
 _MUTATIONS = 24_000 * (20 if os.environ.get("HP_SCHEDULE_EXHAUSTIVE") == "1" else 1)

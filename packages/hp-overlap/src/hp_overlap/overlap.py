@@ -1,16 +1,15 @@
 """Run one chunk's forward and another's backward at once, each hiding the other's transfers."""
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 from torch import Tensor
 
 from hp_overlap.coordinator import HookCoordinator, TraceEntry
-from hp_overlap.hooks import hook_tensor, require_unwaited
 from hp_overlap.pair import run_pair
-from hp_overlap.turn import Hook
-from hp_platform import outside_graph
+from hp_overlap.turn import Hook, Side
+from hp_platform import is_waited, outside_graph, sync_hook
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -123,14 +122,14 @@ class CommComputeOverlap:
         coordinator, name = self._coordinator, getattr(fn, "__qualname__", repr(fn))
 
         def check_gradient(gradient: Tensor) -> None:
-            require_unwaited(gradient, f"gradient of {name}", "backward", coordinator)
+            _require_unwaited(gradient, f"gradient of {name}", "backward", coordinator)
 
         @outside_graph
         @wraps(fn)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
             if not args or not isinstance(args[0], Tensor):
                 raise TypeError(f"first positional argument of {name} must be a tensor")
-            x = hook_tensor(args[0], before, coordinator)
+            x = _hook_tensor(args[0], before, coordinator)
             if self._strict and x.requires_grad:
                 x.register_hook(check_gradient)
             result = cast("Callable[..., Any]", fn)(x, *args[1:], **kwargs)
@@ -140,8 +139,8 @@ class CommComputeOverlap:
                     f"result of {name} must be a tensor or a tuple that begins with one"
                 )
             if self._strict:
-                require_unwaited(first, f"result of {name}", "forward", coordinator)
-            hooked = hook_tensor(first, after, coordinator)
+                _require_unwaited(first, f"result of {name}", "forward", coordinator)
+            hooked = _hook_tensor(first, after, coordinator)
             if not isinstance(result, tuple):
                 return cast("R", hooked)
             rest = (hooked, *result[1:])
@@ -167,3 +166,38 @@ class _WrappedLaunches:
 
     def __repr__(self) -> str:
         return f"overlapped {self._dispatcher!r}"
+
+
+def _hook_tensor(x: Tensor, name: Hook, coordinator: HookCoordinator) -> Tensor:
+    """Return `x` with hook `name` passed now and again when its gradient comes back.
+
+    The hook is recorded in the graph also while the coordinator is disabled, because the
+    backward of a forward that ran alone may be overlapped later.
+
+    Args:
+        x: Any shape and dtype; a lazy collective result stays unwaited.
+        name: Hook A, B, C or D of Note [Turns].
+        coordinator: Where the two sides meet.
+    """
+    return sync_hook(
+        x,
+        forward=partial(coordinator.hook, "forward", name),
+        backward=partial(coordinator.hook, "backward", name),
+    )
+
+
+def _require_unwaited(x: Tensor, what: str, direction: Side, coordinator: HookCoordinator) -> None:
+    """Raise if `x`, the result of a wrapped collective, was waited for while a pair runs.
+
+    Outside a pair nothing has to be hidden, and a recomputation may hand out saved results, so
+    neither is looked at.
+
+    Raises:
+        ValueError: Its collective was waited for inside the wrapped function.
+    """
+    relevant = coordinator.is_enabled() and coordinator.side() == direction
+    if relevant and is_waited(x):
+        raise ValueError(
+            f"{what} ({tuple(x.shape)}, {x.dtype}) must be unwaited for its transfer to be "
+            f"hidden: return the result of hp_platform.all_to_all_lazy and use it after the hook"
+        )

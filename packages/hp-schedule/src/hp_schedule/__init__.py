@@ -1,6 +1,6 @@
 """Pipeline schedules as data: generate, prove, simulate, draw and run (planning needs no torch)."""
 
-from hp_schedule.costs import Costs
+from hp_schedule.costs import Costs, ModelCosts
 from hp_schedule.errors import DeadlockError, ScheduleError
 from hp_schedule.executor import Driver, Executor, run_together
 from hp_schedule.generators import SCHEDULES
@@ -21,7 +21,6 @@ from hp_schedule.generators.zero_bubble import (
 )
 from hp_schedule.ir import MetaStep, MetaStepType
 from hp_schedule.measured import measured_costs
-from hp_schedule.model_costs import ModelCosts
 from hp_schedule.notation import from_csv, from_json, load, to_csv, to_json
 from hp_schedule.passes import (
     add_fsdp_reduce_grad,

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from hp_schedule.arguments import GENERATORS, OPTIONS, flag, parser
+from hp_schedule.costs import ModelCosts
 from hp_schedule.errors import ScheduleError
-from hp_schedule.model_costs import ModelCosts
 from hp_schedule.notation import parse, to_csv, to_json
 from hp_schedule.passes import add_send_recv, pair_overlap
 from hp_schedule.render import chrome_trace, step_grid, timeline_svg, timetable

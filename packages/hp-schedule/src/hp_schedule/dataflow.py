@@ -78,7 +78,6 @@ def _dataflow(
 ) -> Dataflow:
     num_stages = len(place)
     stages = range(num_stages)
-    nothing = (-1,) * num_stages
     outputs = tuple(stage * num_microbatches for stage in stages)
     gradients = tuple((num_stages + stage) * num_microbatches for stage in stages)
     inputs = _pick(outputs, upstream)
@@ -88,20 +87,27 @@ def _dataflow(
         gradient if gradient >= 0 else output
         for gradient, output in zip(output_gradients, outputs, strict=True)
     )
-    reads = dict.fromkeys(range(len(TYPES)), nothing)
-    reads |= {FWD: inputs, BWD: backward_inputs, BWD_INPUT: backward_inputs}
-    reads |= {FWD_SEND: outputs, BWD_SEND: gradients}
-    writes = dict.fromkeys(range(len(TYPES)), nothing)
-    writes |= {FWD: outputs, BWD: gradients, BWD_INPUT: gradients}
-    writes |= {FWD_RECV: inputs, BWD_RECV: output_gradients}
+    reads = {
+        FWD: inputs,
+        BWD: backward_inputs,
+        BWD_INPUT: backward_inputs,
+        FWD_SEND: outputs,
+        BWD_SEND: gradients,
+    }
+    writes = {
+        FWD: outputs,
+        BWD: gradients,
+        BWD_INPUT: gradients,
+        FWD_RECV: inputs,
+        BWD_RECV: output_gradients,
+    }
     before, after = _other_rank(place, upstream), _other_rank(place, downstream)
-    peer = dict.fromkeys(range(len(TYPES)), nothing)
-    peer |= {FWD_SEND: after, BWD_RECV: after, FWD_RECV: before, BWD_SEND: before}
+    peer = {FWD_SEND: after, BWD_RECV: after, FWD_RECV: before, BWD_SEND: before}
     return Dataflow(
         num_values=2 * num_stages * num_microbatches,
-        reads=_table(reads),
-        writes=_table(writes),
-        peer=_table(peer),
+        reads=_table(reads, num_stages),
+        writes=_table(writes, num_stages),
+        peer=_table(peer, num_stages),
     )
 
 
@@ -124,5 +130,6 @@ def _other_rank(place: tuple[int, ...], neighbours: tuple[int, ...]) -> tuple[in
     )
 
 
-def _table(columns: dict[int, tuple[int, ...]]) -> Table:
-    return tuple([columns[kind] for kind in range(len(TYPES))])
+def _table(columns: dict[int, tuple[int, ...]], num_stages: int) -> Table:
+    """Return columns by kind, with nothing for the other kinds."""
+    return tuple([columns.get(kind, (-1,) * num_stages) for kind in range(len(TYPES))])

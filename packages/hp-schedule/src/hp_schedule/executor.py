@@ -1,6 +1,6 @@
 """The one loop that runs a schedule, whatever the machine behind it.
 
-The torch runtime, the simulator and the tracer are drivers of this loop: they say what a forward or
+The torch runtime, the simulator and the tests' tracer drive this loop: they say what a forward or
 a send is; the order in which things happen is here.
 """
 
@@ -34,55 +34,42 @@ class Driver(Protocol):
 
         A driver that can wait inside its steps, as a real machine can, always says True.
         """
-        ...
 
     def forward(self, stage_index: int, microbatch_index: int) -> None:
         """Run a forward on the input that was received or handed over."""
-        ...
 
     def backward(self, stage_index: int, microbatch_index: int) -> None:
         """Run the whole backward."""
-        ...
 
     def backward_input(self, stage_index: int, microbatch_index: int) -> None:
         """Run the part of the backward that others wait for."""
-        ...
 
     def backward_weight(self, stage_index: int, microbatch_index: int) -> None:
         """Run the rest of the backward."""
-        ...
 
     def send_forward(self, stage_index: int, microbatch_index: int) -> None:
         """Start sending the output of the stage; does not wait for the other side."""
-        ...
 
     def receive_forward(self, stage_index: int, microbatch_index: int) -> None:
         """Post the receive of the stage's input; the forward waits for it."""
-        ...
 
     def send_backward(self, stage_index: int, microbatch_index: int) -> None:
         """Start sending the gradient of the stage's input."""
-        ...
 
     def receive_backward(self, stage_index: int, microbatch_index: int) -> None:
         """Post the receive of the gradient of the stage's output; the backward waits for it."""
-        ...
 
     def unshard(self, stage_index: int) -> None:
         """Gather the stage's parameters."""
-        ...
 
     def reshard(self, stage_index: int) -> None:
         """Free the gathered parameters."""
-        ...
 
     def reduce_grad(self, stage_index: int) -> None:
         """Reduce the stage's gradients over its data-parallel ranks."""
-        ...
 
     def overlap(self, step: MetaStep) -> None:
         """Run a forward and a backward as one step: both inputs are there when it starts."""
-        ...
 
 
 class Executor:
@@ -112,7 +99,7 @@ class Executor:
         self._driver = driver
         self._handlers = handlers or {}
         self._on_step = on_step
-        self._actions = _actions(driver)
+        self._actions = actions_of(driver)
 
     @property
     def step(self) -> MetaStep | None:
@@ -183,8 +170,8 @@ def describe_stuck(executors: Sequence[Executor]) -> str:
     return "no rank can go on: " + "; ".join(places)
 
 
-def _actions(driver: Driver) -> tuple[Callable[[int, int], None], ...]:
-    """Return what to call for each kind of step that is no overlap."""
+def actions_of(driver: Driver) -> tuple[Callable[[int, int], None], ...]:
+    """Return what to call for each kind of step that is no overlap, with stage and microbatch."""
     steps = {
         MetaStepType.FWD: driver.forward,
         MetaStepType.BWD: driver.backward,

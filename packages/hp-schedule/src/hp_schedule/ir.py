@@ -127,9 +127,9 @@ class MetaStep:
         if pair := _PAIR.fullmatch(text):
             halves = (cls.from_str(pair[1]), cls.from_str(pair[2]))
             return cls(MetaStepType(pair[3]), sub_steps=halves)
-        if (leaf := _LEAF.fullmatch(text)) and leaf[2] in _LEAF_TYPES:
+        if (leaf := _LEAF.fullmatch(text)) and leaf[2] in LEAF_TYPES:
             microbatch = int(leaf[3]) if leaf[3] else None
-            return cls(_LEAF_TYPES[leaf[2]], int(leaf[1]), microbatch)
+            return cls(LEAF_TYPES[leaf[2]], int(leaf[1]), microbatch)
         raise ValueError(
             f"step ({text!r}) must be [stage][type][microbatch], for example 2F0, 3SEND_F1, "
             "1UNSHARD or (0F1;1B0)OVERLAP_F_B"
@@ -143,4 +143,4 @@ class MetaStep:
             yield self
 
 
-_LEAF_TYPES: Final = {kind.value: kind for kind in MetaStepType if not kind.is_overlap}
+LEAF_TYPES: Final = {kind.value: kind for kind in MetaStepType if not kind.is_overlap}

@@ -5,7 +5,7 @@ from statistics import fmean
 
 from hp_schedule.costs import Costs, Latency
 from hp_schedule.ir import MetaStepType
-from hp_schedule.timeline import Span, Timeline
+from hp_schedule.timeline import Timeline
 
 _Samples = Mapping[tuple[int, int], Sequence[float]]
 """Seconds by stage and microbatch."""
@@ -37,22 +37,21 @@ def measured_costs(
     Raises:
         ValueError: If a stage has no forward in the timeline.
     """
-    samples = {
-        kind: _samples(timeline, kind)
+    size = (num_stages, num_microbatches if per_microbatch else 1)
+    forward, full, first, second = (
+        _table(_samples(timeline, kind), *size)
         for kind in (
             MetaStepType.FWD,
             MetaStepType.BWD,
             MetaStepType.BWD_INPUT,
             MetaStepType.BWD_WEIGHT,
         )
-    }
-    size = (num_stages, num_microbatches if per_microbatch else 1)
-    forward, full, first, second = (_table(samples[kind], *size) for kind in samples)
+    )
     for stage, row in enumerate(forward):
         if None in row:
             raise ValueError(f"forwards of stage {stage} (0) must be >= 1 in the timeline")
     input_grad = [
-        [_either(part, whole) for part, whole in zip(*rows, strict=True)]
+        [whole if part is None else part for part, whole in zip(*rows, strict=True)]
         for rows in zip(first, full, strict=True)
     ]
     return Costs(
@@ -67,17 +66,14 @@ def _samples(timeline: Timeline, kind: MetaStepType) -> _Samples:
     alone: dict[tuple[int, int], list[float]] = {}
     shared: dict[tuple[int, int], list[float]] = {}
     for span in timeline:
+        share = (span.end - span.start) / max(1, len(span.step.sub_steps))
         for leaf in span.step.leaves():
             if leaf.type is kind:
                 found = shared if span.step.sub_steps else alone
                 key = (leaf.stage_index or 0, leaf.microbatch_index or 0)
-                found.setdefault(key, []).append(_share(span))
+                found.setdefault(key, []).append(share)
     known = {stage for stage, _ in alone}
     return alone | {key: value for key, value in shared.items() if key[0] not in known}
-
-
-def _share(span: Span) -> float:
-    return (span.end - span.start) / max(1, len(span.step.sub_steps))
 
 
 def _table(samples: _Samples, num_stages: int, width: int) -> list[list[float | None]]:
@@ -88,10 +84,6 @@ def _table(samples: _Samples, num_stages: int, width: int) -> list[list[float | 
         mean = fmean(mine.values()) if mine else None
         table.append([mean if width == 1 else mine.get(index, mean) for index in range(width)])
     return table
-
-
-def _either(part: float | None, whole: float | None) -> float | None:
-    return whole if part is None else part
 
 
 def _filled(table: Sequence[Sequence[float | None]]) -> list[float | Sequence[float]]:

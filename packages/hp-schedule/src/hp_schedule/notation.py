@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hp_schedule.ir import MetaStep, MetaStepType
+from hp_schedule.ir import LEAF_TYPES, MetaStep, MetaStepType
 from hp_schedule.schedule import Schedule
 
 _VERSION = 1
@@ -205,15 +205,12 @@ def _from_document(cell: Any) -> MetaStep:
             forward_first = steps[0].type is MetaStepType.FWD
             kind = MetaStepType.OVERLAP_F_B if forward_first else MetaStepType.OVERLAP_B_F
             return MetaStep(kind, sub_steps=steps)
-        case [str(name), *indices] if name in _NAMES and all(map(_is_count, indices)):
-            if len(indices) == 1 + (not _NAMES[name].is_fsdp):
-                return MetaStep(_NAMES[name], *indices)
+        case [str(name), *indices] if name in LEAF_TYPES and all(map(_is_count, indices)):
+            if len(indices) == 1 + (not LEAF_TYPES[name].is_fsdp):
+                return MetaStep(LEAF_TYPES[name], *indices)
     raise ValueError(
         f'step ({json.dumps(cell)}) must be [type, stage, microbatch], for example ["F", 2, 0]'
     )
-
-
-_NAMES = {kind.value: kind for kind in MetaStepType if not kind.is_overlap}
 
 
 def _check_document(document: Any) -> None:

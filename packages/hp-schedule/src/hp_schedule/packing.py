@@ -23,6 +23,8 @@ STAGE_SHIFT: Final = 4
 STAGE_MASK: Final = 0x3FFF
 MICROBATCH_SHIFT: Final = 18
 MICROBATCH_MASK: Final = 0x7FFF
+PLACE_MASK: Final = (1 << MICROBATCH_SHIFT) - 1
+"""The bits of a code that say kind and stage; of an overlap, the stage of its first half."""
 _SECOND_SHIFT: Final = 29
 _INPUT_HALF: Final = 1 << 62
 ANY_MICROBATCH: Final = ~(
@@ -49,6 +51,7 @@ FSDP_RESHARD: Final = KIND[MetaStepType.FSDP_RESHARD]
 FSDP_REDUCE_GRAD: Final = KIND[MetaStepType.FSDP_REDUCE_GRAD]
 OVERLAP_F_B: Final = KIND[MetaStepType.OVERLAP_F_B]
 OVERLAP_B_F: Final = KIND[MetaStepType.OVERLAP_B_F]
+FSDP_KINDS: Final = frozenset({FSDP_UNSHARD, FSDP_RESHARD, FSDP_REDUCE_GRAD})
 
 # Note [Order of kinds]. The hot loops compare kinds instead of looking them up: compute steps
 # (F, B, I, W) come first, then communication, then FSDP, then overlaps. `MetaStepType` lists its
@@ -59,6 +62,8 @@ FIRST_OVERLAP: Final = OVERLAP_F_B
 
 SEND_OF: Final = {FWD: FWD_SEND, BWD: BWD_SEND, BWD_INPUT: BWD_SEND}
 """The kind of step that sends what a kind of compute step writes."""
+RECEIVE_OF: Final = {FWD: FWD_RECV, BWD: BWD_RECV, BWD_INPUT: BWD_RECV}
+"""The kind of step that receives what a kind of compute step reads."""
 
 
 def encode(kind: int, stage: int, microbatch: int = 0) -> int:

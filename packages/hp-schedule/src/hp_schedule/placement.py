@@ -30,8 +30,10 @@ def generate_stage_to_rank_mapping(
     if not isinstance(style, str):
         return _chain(num_ranks, num_stages, style)
     if style not in get_args(PlacementStyle):
-        names = " or ".join(get_args(PlacementStyle))
-        raise ValueError(f"style ({style}) must be {names}, or a rank for each stage")
+        raise ValueError(
+            f"style ({style}) must be {' or '.join(get_args(PlacementStyle))}, or a rank for each "
+            "stage"
+        )
     if style == "v":
         if num_stages % num_ranks:
             raise ValueError(

@@ -64,23 +64,18 @@ class Transport(Protocol[T]):
 
     def send(self, message: Message, value: T) -> None:
         """Start to send; the value must not be written until it has arrived."""
-        ...
 
     def post_receive(self, message: Message, buffer: T) -> None:
         """Start to receive into a buffer."""
-        ...
 
     def wait_receive(self, message: Message) -> T:
         """Return the value of a posted receive once it is there."""
-        ...
 
     def release_send(self, message: Message) -> None:
         """Let go of a sent value: the schedule says that the other side has it."""
-        ...
 
     def finish(self) -> None:
         """Wait until everything that was sent has arrived."""
-        ...
 
     def abort(self, error: BaseException) -> BaseException:
         """Give up after an error, so that the other ranks fail instead of waiting.
@@ -91,4 +86,3 @@ class Transport(Protocol[T]):
         Returns:
             What this rank is to raise: the error, or one that names the rank that failed first.
         """
-        ...

@@ -4,8 +4,6 @@ Two modules on different ranks become one model: backward of what `send` returns
 gradients of what was sent, and backward through what `receive` returned sends them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -9,8 +9,6 @@ Names must not depend on the layout: `layers.3.up`, not `stages.1.up`. A tensor 
 rank that has it, or cut along one dimension over the ranks of its stage in order.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What a checkpoint has, whichever version wrote it, and reading parts of it."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The command `hp-vtp`: look at layouts and transfer plans without a cluster. Needs no torch."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tomllib

@@ -7,8 +7,6 @@ A rank computes one logical stage, or several where the chain comes back. `is_en
 of them the call is about: the last one, as at the end of a U-shape, or the first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, Protocol, TypedDict, Unpack, overload
@@ -38,11 +36,9 @@ class Timer(Protocol):
 
     def start(self) -> None:
         """Begin."""
-        ...
 
     def stop(self) -> None:
         """End."""
-        ...
 
 
 class Timers(Protocol):
@@ -50,7 +46,6 @@ class Timers(Protocol):
 
     def __call__(self, name: str, log_level: int = ...) -> Timer:
         """Return a timer: forward-recv, backward-recv, forward-send or backward-send."""
-        ...
 
 
 class P2POptions(TypedDict, total=False):
@@ -116,12 +111,8 @@ def vtp_recv_forward(
     Raises:
         TransferError: If the transfer fails.
     """
-    here = logical_stage(transport, is_end_stage=options.get("is_end_stage", False))
-    if here == 0:
-        return None
-    with _timed(options.get("timers"), "forward-recv"):
-        handle = _receive(transport, tensor_shape, dtype, (here - 1, here), options)
-        return handle if async_op else handle.wait()[0]
+    meta = TensorMeta(tuple(tensor_shape), dtype)
+    return _receive(transport, meta, step=-1, async_op=async_op, options=options)
 
 
 @overload
@@ -158,12 +149,8 @@ def vtp_recv_backward(
     Raises:
         TransferError: If the transfer fails.
     """
-    here = logical_stage(transport, is_end_stage=options.get("is_end_stage", False))
-    if here == transport.layout.num_stages - 1:
-        return None
-    with _timed(options.get("timers"), "backward-recv"):
-        handle = _receive(transport, tensor_shape, dtype, (here + 1, here), options)
-        return handle if async_op else handle.wait()[0]
+    meta = TensorMeta(tuple(tensor_shape), dtype)
+    return _receive(transport, meta, step=1, async_op=async_op, options=options)
 
 
 def vtp_send_forward(
@@ -187,11 +174,7 @@ def vtp_send_forward(
     Raises:
         TransferError: If the transport has failed.
     """
-    here = logical_stage(transport, is_end_stage=options.get("is_end_stage", False))
-    if here == transport.layout.num_stages - 1:
-        return None
-    with _timed(options.get("timers"), "forward-send"):
-        return _send(transport, tensor, tensor_shape, (here, here + 1), options)
+    return _send(transport, tensor, tensor_shape, step=1, options=options)
 
 
 def vtp_send_backward(
@@ -208,11 +191,7 @@ def vtp_send_backward(
     Raises:
         TransferError: If the transport has failed.
     """
-    here = logical_stage(transport, is_end_stage=options.get("is_end_stage", False))
-    if here == 0:
-        return None
-    with _timed(options.get("timers"), "backward-send"):
-        return _send(transport, tensor, tensor_shape, (here, here - 1), options)
+    return _send(transport, tensor, tensor_shape, step=-1, options=options)
 
 
 def logical_stage(transport: Transport, *, is_end_stage: bool = False) -> int:
@@ -221,36 +200,51 @@ def logical_stage(transport: Transport, *, is_end_stage: bool = False) -> int:
 
 
 def _receive(
-    transport: Transport,
-    tensor_shape: Sequence[int],
-    dtype: torch.dtype,
-    way: tuple[int, int],
-    options: P2POptions,
-) -> Received:
-    return transport.receive(
-        [TensorMeta(tuple(tensor_shape), dtype)],
-        source=way[0],
-        destination=way[1],
-        domain=options.get("domain", 0),
-        microbatch=options.get("microbatch"),
-    )
+    transport: Transport, meta: TensorMeta, *, step: int, async_op: bool, options: P2POptions
+) -> Tensor | Received | None:
+    """Receive from the stage that is `step` further on in the chain, if there is one."""
+    way = _way(transport, step, options)
+    if way is None:
+        return None
+    with _timed(options.get("timers"), "forward-recv" if step < 0 else "backward-recv"):
+        handle = transport.receive(
+            [meta],
+            source=way[1],
+            destination=way[0],
+            domain=options.get("domain", 0),
+            microbatch=options.get("microbatch"),
+        )
+        return handle if async_op else handle.wait()[0]
 
 
 def _send(
     transport: Transport,
     tensor: Tensor,
     tensor_shape: Sequence[int] | None,
-    way: tuple[int, int],
+    *,
+    step: int,
     options: P2POptions,
-) -> Handle[None]:
-    return transport.send(
-        [tensor],
-        source=way[0],
-        destination=way[1],
-        domain=options.get("domain", 0),
-        metas=None if tensor_shape is None else [TensorMeta(tuple(tensor_shape), tensor.dtype)],
-        microbatch=options.get("microbatch"),
-    )
+) -> Handle[None] | None:
+    """Send to the stage that is `step` further on in the chain, if there is one."""
+    way = _way(transport, step, options)
+    if way is None:
+        return None
+    with _timed(options.get("timers"), "forward-send" if step > 0 else "backward-send"):
+        return transport.send(
+            [tensor],
+            source=way[0],
+            destination=way[1],
+            domain=options.get("domain", 0),
+            metas=None if tensor_shape is None else [TensorMeta(tuple(tensor_shape), tensor.dtype)],
+            microbatch=options.get("microbatch"),
+        )
+
+
+def _way(transport: Transport, step: int, options: P2POptions) -> tuple[int, int] | None:
+    """Return this rank's logical stage and the other one; None beyond the ends of the chain."""
+    here = logical_stage(transport, is_end_stage=options.get("is_end_stage", False))
+    there = here + step
+    return (here, there) if 0 <= there < transport.layout.num_stages else None
 
 
 def _timed(timers: Timers | None, name: str) -> AbstractContextManager[None]:

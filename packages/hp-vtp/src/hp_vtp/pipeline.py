@@ -4,8 +4,6 @@ A schedule knows *units*: one replica of one stage, all of whose ranks run the s
 transport here knows that a unit has ranks, how many, and which part of a tensor each of them holds.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ policy makes sure that nothing else leaves by mistake; whoever needs more adds n
 and accounts for it.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

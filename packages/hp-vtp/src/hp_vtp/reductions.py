@@ -4,8 +4,6 @@ Every parameter has a layout name, which is the same on every rank that holds it
 All functions are collectives: every rank of the group calls them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -147,7 +145,11 @@ def global_grad_norm(
         and layout.replica_of(rank) == 0
         and (is_sharded(name) or layout.tp_rank_of(rank) == 0)
     }
-    parts = [_norm(grad, norm_type) for grad in counted.values() if grad.numel()]
+    parts = [
+        torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
+        for grad in counted.values()
+        if grad.numel()
+    ]
     mine = torch.stack(parts).cpu() if parts else torch.zeros(1, dtype=torch.float64)
     if norm_type == 2.0:
         total = mine.square().sum()
@@ -157,8 +159,3 @@ def global_grad_norm(
     found = torch.stack([mine.nan_to_num(0.0, math.inf).max(), mine.isnan().any().double()])
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     return found[0] if not found[1] else torch.tensor(math.nan, dtype=torch.float64)
-
-
-def _norm(x: Tensor, norm_type: float) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(x, norm_type, dtype=torch.float64)
-    return norm

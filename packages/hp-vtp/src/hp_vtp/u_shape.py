@@ -1,7 +1,5 @@
 """Search the order of a U-shaped pipeline for given times, latency and memory. Needs no torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

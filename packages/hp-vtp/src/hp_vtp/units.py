@@ -3,8 +3,6 @@
 A *unit* is one replica of one stage: to a schedule it is one rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

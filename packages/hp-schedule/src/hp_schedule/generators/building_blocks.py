@@ -17,7 +17,6 @@ are left.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 from hp_schedule.dataflow import dataflow
 from hp_schedule.generators.common import check_counts
@@ -30,13 +29,9 @@ from hp_schedule.placement import PlacementStyle
 _PERIOD = 6
 
 
-class Block(NamedTuple):
-    """The slots of a rank's steps for microbatch 0; 0 and 1 are the first and the second stage."""
-
-    forward_0: int
-    forward_1: int
-    input_grad_1: int
-    input_grad_0: int
+Block = tuple[int, int, int, int]
+"""The slots of a rank's steps for microbatch 0: the forwards of its first and its second stage, the
+input gradients of the second and the first."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +145,7 @@ def v_half(num_ranks: int, *, num_microbatches: int, latency: float = 0.0) -> Fi
 
 def _thin_block(num_ranks: int, rank: int) -> Block:
     shift = 2 if num_ranks % 3 == 0 else 0
-    return Block(
+    return (
         rank,
         2 * num_ranks - 1 - rank,
         2 * num_ranks + shift + rank,
@@ -160,7 +155,7 @@ def _thin_block(num_ranks: int, rank: int) -> Block:
 
 def _half_block(num_ranks: int, rank: int) -> Block:
     shift = 3 if num_ranks % 2 == 0 else 0
-    return Block(
+    return (
         2 * rank,
         3 * num_ranks - 2 - rank,
         3 * num_ranks + shift - 1 + 2 * rank,
@@ -171,4 +166,4 @@ def _half_block(num_ranks: int, rank: int) -> Block:
 def full_block(num_ranks: int, rank: int) -> Block:
     """Return the block of ZB-V."""
     turn = 6 * (num_ranks - 1)
-    return Block(3 * rank, turn + 1 - 3 * rank, turn + 2 + 3 * rank, 2 * turn + 3 - 3 * rank)
+    return (3 * rank, turn + 1 - 3 * rank, turn + 2 + 3 * rank, 2 * turn + 3 - 3 * rank)

@@ -15,13 +15,8 @@ def backwards(stage: int, microbatches: Iterable[int]) -> list[int]:
     return [encode(BWD, stage, microbatch) for microbatch in microbatches]
 
 
-def check_counts(*, num_ranks: int, num_microbatches: int, num_stages_per_rank: int = 1) -> None:
+def check_counts(**counts: int) -> None:
     """Raise ValueError unless every count is at least 1."""
-    counts = {
-        "num_ranks": num_ranks,
-        "num_microbatches": num_microbatches,
-        "num_stages_per_rank": num_stages_per_rank,
-    }
     for name, value in counts.items():
         if value < 1:
             raise ValueError(f"{name} ({value}) must be >= 1")

@@ -78,35 +78,22 @@ class DualPipeV(ClosedForm):
     def _phases(self, rank: int) -> Iterator[tuple[_Step, ...]]:
         """Yield the steps of a rank, two at a time where they are a pair."""
         behind = self.num_ranks - 1 - rank
-        for _ in range(2 * behind):
-            yield (_F0,)
-        for _ in range(rank + 1):
-            yield (_F0,)
-            yield (_F1,)
-        for _ in range(behind):
-            yield (_I1,)
-            yield (_W,)
-            yield (_F1,)
-        for index in range(max(0, self.num_microbatches - 2 * self.num_ranks) + rank + 1):
-            if index == 0 and behind == 0:
-                # The last rank has nothing to hide yet; apart, its backward can start sooner.
-                yield (_F0,)
-                yield (_B1,)
-            else:
-                yield (_F0, _B1)
-            yield (_F1, _B0)
-        for _ in range(behind):
-            yield (_B1,)
-            yield (_F1, _B0)
+        yield from [(_F0,)] * (2 * behind)
+        yield from [(_F0,), (_F1,)] * (rank + 1)
+        yield from [(_I1,), (_W,), (_F1,)] * behind
+        more = max(0, self.num_microbatches - 2 * self.num_ranks)
+        steady: list[tuple[_Step, ...]] = [(_F0, _B1), (_F1, _B0)] * (more + rank + 1)
+        if behind == 0:
+            # The last rank has nothing to hide yet; apart, its backward can start sooner.
+            steady[:1] = [(_F0,), (_B1,)]
+        yield from steady
+        yield from [(_B1,), (_F1, _B0)] * behind
         # Half of the last backwards are split, and their weight gradients put off to the end.
         for index in range(2 * (rank + 1)):
             split = index > rank
             yield ((BWD_INPUT if split else BWD, 1 - index % 2),)
-        for _ in range(behind):
-            yield (_W,)
-            yield (_I0,)
-        for _ in range(rank + 1):
-            yield (_W,)
+        yield from [(_W,), (_I0,)] * behind
+        yield from [(_W,)] * (rank + 1)
 
 
 class _Writer:

@@ -11,10 +11,7 @@ from heapq import heappop, heappush
 from hp_schedule.dataflow import Dataflow
 from hp_schedule.errors import DeadlockError
 from hp_schedule.generators.form import TimedRow
-from hp_schedule.packing import BWD_INPUT, BWD_WEIGHT, FWD, KIND_MASK, MICROBATCH_SHIFT
-
-_PLACE_MASK = (1 << MICROBATCH_SHIFT) - 1
-"""The bits of a code that say kind and stage."""
+from hp_schedule.packing import BWD_INPUT, BWD_WEIGHT, FWD, KIND_MASK, PLACE_MASK
 
 _EPSILON = 1e-9
 """Times closer than this are the same moment: sums of floats in different orders."""
@@ -64,7 +61,7 @@ def squeeze(lines: Sequence[Line], flow: Dataflow, *, limit: int) -> list[Line]:
             first = made[flow.value_written(code - BWD_WEIGHT + BWD_INPUT)]
         else:
             first = made.get(flow.value_read(code), 0)
-        place = code & _PLACE_MASK
+        place = code & PLACE_MASK
         first = max(first, before.get(place, 0))
         while first in grid or (
             kind == FWD and first < slot and max(held[rank][first:slot]) >= limit

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from hp_schedule.costs import Costs
-from hp_schedule.passes.clock import ComputeClock
+from hp_schedule.passes.clock import compute_clock
 from hp_schedule.passes.communication import add_send_recv, lay_out
 from hp_schedule.placement import PlacementStyle, generate_stage_to_rank_mapping
 from hp_schedule.schedule import Row, Schedule
@@ -114,4 +114,5 @@ class GivenRows(ClosedForm):
 
     @cached_property
     def _finish(self) -> list[list[float]]:
-        return ComputeClock(self._empty.with_rows(self.rows), Costs()).finish
+        _, finish = compute_clock(self._empty.with_rows(self.rows), Costs())
+        return finish

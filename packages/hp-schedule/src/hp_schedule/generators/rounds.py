@@ -31,9 +31,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise, zip_longest
 
-from hp_schedule.generators.common import backwards, check_counts, forwards
+from hp_schedule.generators.common import check_counts
 from hp_schedule.generators.form import ClosedForm, TimedRow
-from hp_schedule.packing import BWD, BWD_INPUT, BWD_WEIGHT
+from hp_schedule.packing import BWD, BWD_INPUT, BWD_WEIGHT, FWD, encode
 
 _COLUMN = 16
 _LINES = (0, 6, 15)
@@ -66,19 +66,13 @@ class Rounds(ClosedForm):
     def timed_row(self, rank: int) -> TimedRow:
         """Return the compute steps of a rank with their logical times."""
         local_stages = range(rank, self.num_stages, self.num_ranks)
-        fwd = [f for part in self.rounds for stage in local_stages for f in forwards(stage, part)]
+        fwd = self._through(local_stages, FWD)
         warm_up, bwd, weights = 0, list[int](), list[int]()
         if self.warm_ups is not None:
             warm_up = self.warm_ups[rank]
-            bwd = [
-                b
-                for part in self.rounds
-                for stage in reversed(local_stages)
-                for b in backwards(stage, part)
-            ]
+            bwd = self._through(local_stages[::-1], BWD if self.delays is None else BWD_INPUT)
         if self.delays is not None:
-            weights = [b - BWD + BWD_WEIGHT for b in bwd]
-            bwd = [b - BWD + BWD_INPUT for b in bwd]
+            weights = self._through(local_stages[::-1], BWD_WEIGHT)
         shifts = (0, warm_up, warm_up + (self.delays[rank] if self.delays else 0))
         lines = [
             [-1] * shift + codes for shift, codes in zip(shifts, (fwd, bwd, weights), strict=True)
@@ -89,6 +83,15 @@ class Rounds(ClosedForm):
             for time, column in zip(times, zip_longest(*lines, fillvalue=-1), strict=False)
             for line, code in enumerate(column)
             if code >= 0
+        ]
+
+    def _through(self, stages: range, kind: int) -> list[int]:
+        """Return the steps of one kind, round by round through some stages."""
+        return [
+            encode(kind, stage, microbatch)
+            for part in self.rounds
+            for stage in stages
+            for microbatch in part
         ]
 
     def _times(self, rank: int, warm_up: int, num_columns: int) -> list[int]:

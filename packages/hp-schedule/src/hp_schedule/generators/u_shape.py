@@ -50,8 +50,7 @@ def u_shape(
     check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
     warm_up = num_ranks + 1 if warm_up is None else warm_up
     turns = min(warm_up, (4 * num_ranks + 5) // 6) if turns is None else turns
-    if warm_up < 1:
-        raise ValueError(f"warm_up ({warm_up}) must be >= 1")
+    check_counts(warm_up=warm_up)
     if not 0 <= turns <= warm_up:
         raise ValueError(f"turns ({turns}) must be >= 0 and <= warm_up ({warm_up})")
     if extra < 0:

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import repeat
 
 from hp_schedule.generators.building_blocks import FilledBlocks, full_block
 from hp_schedule.generators.common import check_counts
@@ -73,20 +72,14 @@ class ZeroBubbleV(ClosedForm):
         behind = self.num_ranks - rank
         more = max(0, self.num_microbatches - (2 * self.num_ranks - 1))
         # Warm-up: fill the pipeline until the first microbatch has come back down the V.
-        yield from repeat(_F0, 2 * behind - 1)
-        for _ in range(rank):
-            yield from (_F1, _F0)
-        for _ in range(behind):
-            yield from (_F1, _I1, _W1)
+        yield from [_F0] * (2 * behind - 1)
+        yield from [_F1, _F0] * rank
+        yield from [_F1, _I1, _W1] * behind
         # Steady state, at the end without new microbatches.
-        for _ in range(more + rank):
-            yield from (_F0, _I0, _W0, _F1, _I1, _W1)
-        for _ in range(behind - 1):
-            yield from (_I0, _W0, _F1, _I1, _W1)
+        yield from [_F0, _I0, _W0, _F1, _I1, _W1] * (more + rank)
+        yield from [_I0, _W0, _F1, _I1, _W1] * (behind - 1)
         # Cool-down: input gradients first, then the weight gradients put off for them.
-        for _ in range(rank):
-            yield from (_I0, _I1)
-        for _ in range(behind):
-            yield from (_I0, _W0)
-        yield from repeat(_W1, rank)
-        yield from repeat(_W0, rank)
+        yield from [_I0, _I1] * rank
+        yield from [_I0, _W0] * behind
+        yield from [_W1] * rank
+        yield from [_W0] * rank

@@ -7,7 +7,7 @@ from hp_schedule.packing import (
     KIND_MASK,
     unpack,
 )
-from hp_schedule.passes.clock import ComputeClock
+from hp_schedule.passes.clock import compute_clock
 from hp_schedule.passes.communication import add_send_recv
 from hp_schedule.schedule import Schedule
 
@@ -30,9 +30,8 @@ def auto_align_and_add_send_recv(schedule: Schedule) -> Schedule:
     if others:
         name = unpack(min(others)).type.value
         raise ValueError(f"schedule must have compute steps only, it has {name} steps")
-    clock = ComputeClock(schedule, None)
     rows: list[list[int]] = []
-    for codes, finish in zip(clock.codes, clock.finish, strict=True):
+    for codes, finish in zip(*compute_clock(schedule, None), strict=True):
         row: list[int] = []
         for code, end in zip(codes, finish, strict=True):
             width = 2 if code & KIND_MASK >= FIRST_OVERLAP else 1

@@ -31,19 +31,19 @@ from hp_schedule.packing import (
     FIRST_OVERLAP,
     FWD,
     KIND_MASK,
-    MICROBATCH_SHIFT,
+    PLACE_MASK,
     SEND_OF,
     encode,
     halves,
     is_compute,
 )
-from hp_schedule.passes.clock import ComputeClock
+from hp_schedule.passes.clock import compute_clock
 from hp_schedule.schedule import Schedule
 
-_PLACE_MASK = (1 << MICROBATCH_SHIFT) - 1
-"""The bits of a code that say kind and stage."""
 _Cell = tuple[float, int, int, int]
 """Time, number of the rank it comes from, position among those at once, code."""
+_Post = Callable[[float, int], None]
+"""Takes down a message, told when it is produced and by which step."""
 
 
 def add_send_recv(
@@ -111,7 +111,8 @@ def _times(schedule: Schedule, costs: Costs) -> Sequence[Sequence[float]]:
         raise ValueError("forward, input_grad and weight_grad + input_grad must be > 0")
     if costs.latency == 0:
         costs = replace(costs, latency=min(durations[FWD]) / 4)
-    return ComputeClock(schedule, costs).finish
+    _, finish = compute_clock(schedule, costs)
+    return finish
 
 
 def drop_communication(schedule: Schedule) -> Schedule:
@@ -143,7 +144,8 @@ class _Flow:
 
 def _flows(schedule: Schedule, times: Sequence[Sequence[float]]) -> list[_Flow]:
     """Return the messages of all steps."""
-    posts = _Posts(schedule)
+    flows: dict[tuple[int, int, int], _Flow] = {}
+    first, second = (_posts(schedule, position, flows) for position in (1, 2))
     for rank, (row, finish) in enumerate(zip(schedule.steps, times, strict=True)):
         codes = row.codes()
         if len(codes) != len(finish):
@@ -154,55 +156,46 @@ def _flows(schedule: Schedule, times: Sequence[Sequence[float]]) -> list[_Flow]:
                 f"({len(codes)})"
             )
         for code, time in zip(codes, finish, strict=True):
-            post = posts.first.get(code & _PLACE_MASK)
+            post = first.get(code & PLACE_MASK)
             if post is not None:
                 post(time, code)
             elif code & KIND_MASK >= FIRST_OVERLAP:
-                posts.overlap(time, code)
-    return posts.flows
+                for posts, half in zip((first, second), halves(code), strict=True):
+                    post = posts.get(half & PLACE_MASK)
+                    if post is not None:
+                        post(time, half)
+    return list(flows.values())
 
 
-class _Posts:
-    """For each kind and stage whose result goes to another rank: what takes the message down.
+def _posts(
+    schedule: Schedule, position: int, flows: dict[tuple[int, int, int], _Flow]
+) -> dict[int, _Post]:
+    """Return, for each kind and stage whose result goes to another rank, what takes it down.
 
-    Attributes:
-        flows: What was taken down.
-        first: First post of each kind and stage.
+    Args:
+        schedule: Its placement and its chains.
+        position: See `_Flow`.
+        flows: Where messages are taken down, by source, destination and position.
     """
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.flows: list[_Flow] = []
-        self._by_ends: dict[tuple[int, int, int], _Flow] = {}
-        self.first = self._table(schedule, 1)
-        self._second = self._table(schedule, 2)
-
-    def overlap(self, time: float, code: int) -> None:
-        for table, half in zip((self.first, self._second), halves(code), strict=True):
-            post = table.get(half & _PLACE_MASK)
-            if post is not None:
-                post(time, half)
-
-    def _table(self, schedule: Schedule, position: int) -> dict[int, Callable[[float, int], None]]:
-        peer = dataflow(schedule).peer
-        table: dict[int, Callable[[float, int], None]] = {}
-        for kind, send in SEND_OF.items():
-            for stage, source in enumerate(schedule.stage_to_rank):
-                destination = peer[send][stage]
-                if destination >= 0:
-                    ends = (source, destination, position)
-                    flow = self._by_ends.setdefault(ends, _Flow(*ends))
-                    receive = receive_of(schedule, encode(send, stage))
-                    table[encode(kind, stage)] = _post(flow, encode(send, stage), receive)
-        self.flows = list(self._by_ends.values())
-        return table
+    peer = dataflow(schedule).peer
+    posts: dict[int, _Post] = {}
+    for kind, send in SEND_OF.items():
+        for stage, source in enumerate(schedule.stage_to_rank):
+            destination = peer[send][stage]
+            if destination >= 0:
+                ends = (source, destination, position)
+                flow = flows.setdefault(ends, _Flow(*ends))
+                receive = receive_of(schedule, encode(send, stage))
+                posts[encode(kind, stage)] = _post(flow, encode(send, stage), receive)
+    return posts
 
 
-def _post(flow: _Flow, send: int, receive: int) -> Callable[[float, int], None]:
+def _post(flow: _Flow, send: int, receive: int) -> _Post:
     """Return what takes down a message, given the codes of microbatch 0."""
     add_time, add_send, add_receive = flow.times.append, flow.sends.append, flow.receives.append
 
     def post(time: float, code: int) -> None:
-        microbatch = code & ~_PLACE_MASK
+        microbatch = code & ~PLACE_MASK
         add_time(time)
         add_send(send | microbatch)
         add_receive(receive | microbatch)

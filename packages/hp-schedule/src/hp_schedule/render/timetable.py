@@ -3,7 +3,7 @@
 from hp_schedule.costs import Costs
 from hp_schedule.ir import MetaStep
 from hp_schedule.packing import leaves, unpack
-from hp_schedule.passes.clock import ComputeClock
+from hp_schedule.passes.clock import compute_clock
 from hp_schedule.schedule import Schedule
 
 
@@ -17,10 +17,9 @@ def timetable(schedule: Schedule) -> str:
     Raises:
         DeadlockError: If the compute steps contradict each other.
     """
-    clock = ComputeClock(schedule, Costs())
     one_stage = schedule.stage_to_rank == tuple(range(schedule.num_ranks))
     rows: list[list[str]] = []
-    for codes, finish in zip(clock.codes, clock.finish, strict=True):
+    for codes, finish in zip(*compute_clock(schedule, Costs()), strict=True):
         cells: list[str] = []
         for code, end in zip(codes, finish, strict=True):
             width = sum(_UNITS[part.type.value] for part in unpack(code).leaves())

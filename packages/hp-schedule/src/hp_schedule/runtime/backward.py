@@ -38,7 +38,6 @@ class BackwardSplitter(Protocol):
             The gradients of the inputs, and the function that computes what was put off and
             accumulates it into the `grad` of the parameters.
         """
-        ...
 
 
 class DeferringSplitter:
@@ -66,6 +65,10 @@ class DeferringSplitter:
             queue.flush(0)
 
         return found, finish
+
+
+def nothing() -> None:
+    """Stand for weight gradients of which none were put off."""
 
 
 def full_backward(

@@ -1,13 +1,12 @@
 """What the steps of a run work with: its microbatches, and what lives between steps."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from hp_schedule.ir import MetaStep
-from hp_schedule.runtime.backward import Grads, WeightBackward
 from hp_schedule.runtime.stage import PipelineStage
 from hp_schedule.schedule import Schedule
 
@@ -48,25 +47,6 @@ class Chunk:
 
     received: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
-
-
-@dataclass(slots=True)
-class Values:
-    """What waits on this rank for the step that takes it.
-
-    Attributes:
-        inputs: Inputs by stage and microbatch, leaves for the backward.
-        output_grads: One per output, None where nothing reached one.
-        outgoing: Outputs to be sent, with their graphs.
-        outgoing_grads: Gradients of inputs to be sent.
-        weight_grads: Second halves of backwards.
-    """
-
-    inputs: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
-    output_grads: dict[Key, Grads] = field(default_factory=dict)
-    outgoing: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
-    outgoing_grads: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
-    weight_grads: dict[Key, WeightBackward] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,5 @@
 """Let an unmodified model put off its weight gradients."""
 
-from collections.abc import Iterator
 from functools import partial
 
 from torch import Tensor, nn
@@ -23,13 +22,10 @@ def defer_weight_gradients(module: nn.Module) -> nn.Module:
     Returns:
         The module itself.
     """
-    for layer in _linears(module):
-        layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
+    for layer in module.modules():
+        if type(layer) is nn.Linear:
+            layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
     return module
-
-
-def _linears(module: nn.Module) -> Iterator[nn.Linear]:
-    return (layer for layer in module.modules() if type(layer) is nn.Linear)
 
 
 def _forward(layer: nn.Linear, x: Tensor) -> Tensor:

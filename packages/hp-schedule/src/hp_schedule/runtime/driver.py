@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from hp_platform import doing
+from hp_schedule.executor import actions_of
 from hp_schedule.ir import MetaStep, MetaStepType
-from hp_schedule.runtime.backward import Grads
-from hp_schedule.runtime.context import Batch, Chunk, Key, LossFunction, PipelineContext, Values
+from hp_schedule.packing import KIND
+from hp_schedule.runtime.backward import Grads, WeightBackward, nothing
+from hp_schedule.runtime.context import Batch, Chunk, Key, LossFunction, PipelineContext
 from hp_schedule.runtime.gradients import GradientPaths
 from hp_schedule.runtime.p2p import Expectations, PointToPoint
 from hp_schedule.runtime.recorder import Recorder
@@ -79,7 +81,12 @@ class StageDriver:
         self._training = not schedule.is_forward_only
         self._paths = GradientPaths()
         self._chunks: dict[Key, Chunk] = {}
-        self._values = Values()
+        # What waits on this rank for the step that takes it, by stage and microbatch.
+        self._inputs: dict[Key, tuple[Tensor, ...]] = {}  # leaves for the backward
+        self._output_grads: dict[Key, Grads] = {}  # one per output, None where nothing reached one
+        self._outgoing: dict[Key, tuple[Tensor, ...]] = {}  # outputs to be sent, with their graphs
+        self._outgoing_grads: dict[Key, tuple[Tensor, ...]] = {}
+        self._weight_grads: dict[Key, WeightBackward] = {}  # second halves of backwards
         self._first_entry = {
             stage: number * schedule.num_microbatches
             for number, chain in enumerate(schedule.chains)
@@ -119,7 +126,7 @@ class StageDriver:
         stage, key = self._ready_stage(stage_index), (stage_index, microbatch_index)
         entry = self._first_entry[stage_index] + microbatch_index
         self._wait_input(key)
-        received = self._values.inputs.pop(key, None)
+        received = self._inputs.pop(key, None)
         args = self._batch.args[entry] if received is None else received
         grad_mode = torch.enable_grad() if self._training else torch.no_grad()
         is_last = self._schedule.downstream[stage_index] < 0
@@ -143,7 +150,7 @@ class StageDriver:
         """Compute the weight gradients that were put off."""
         key = (stage_index, microbatch_index)
         self._ready_stage(stage_index)
-        finish = self._values.weight_grads.pop(key)
+        finish = self._weight_grads.pop(key)
         without_autocast = _without_autocast(self._stages[stage_index])
         with self._span(MetaStepType.BWD_WEIGHT, key), without_autocast, self._apart(stage_index):
             finish()
@@ -172,12 +179,12 @@ class StageDriver:
 
     def send_forward(self, stage_index: int, microbatch_index: int) -> None:
         """Start to send an output."""
-        values = self._values.outgoing.pop((stage_index, microbatch_index))
+        values = self._outgoing.pop((stage_index, microbatch_index))
         self._messages.send_input(stage_index, microbatch_index, values)
 
     def send_backward(self, stage_index: int, microbatch_index: int) -> None:
         """Start to send input gradients."""
-        values = self._values.outgoing_grads.pop((stage_index, microbatch_index))
+        values = self._outgoing_grads.pop((stage_index, microbatch_index))
         self._messages.send_gradient(stage_index, microbatch_index, values)
 
     def receive_forward(self, stage_index: int, microbatch_index: int) -> None:
@@ -206,26 +213,8 @@ class StageDriver:
         if step.sub_steps:
             self.overlap(step)
             return
-        stage = step.stage_index or 0
-        parameters = {
-            MetaStepType.FSDP_UNSHARD: self.unshard,
-            MetaStepType.FSDP_RESHARD: self.reshard,
-            MetaStepType.FSDP_REDUCE_GRAD: self.reduce_grad,
-        }
-        if step.type in parameters:
-            parameters[step.type](stage)
-            return
-        actions = {
-            MetaStepType.FWD: self.forward,
-            MetaStepType.BWD: self.backward,
-            MetaStepType.BWD_INPUT: self.backward_input,
-            MetaStepType.BWD_WEIGHT: self.backward_weight,
-            MetaStepType.FWD_SEND: self.send_forward,
-            MetaStepType.FWD_RECV: self.receive_forward,
-            MetaStepType.BWD_SEND: self.send_backward,
-            MetaStepType.BWD_RECV: self.receive_backward,
-        }
-        actions[step.type](stage, step.microbatch_index or 0)
+        action = actions_of(self)[KIND[step.type]]
+        action(step.stage_index or 0, step.microbatch_index or 0)
 
     def wait_inputs(self, step: MetaStep) -> None:
         """Wait until what a compute step reads is on this rank."""
@@ -271,7 +260,7 @@ class StageDriver:
         stage = self._ready_stage(key[0])
         self._wait_output_grads(key)
         chunk = self._chunks.pop(key)
-        grads = self._values.output_grads.pop(key, None)
+        grads = self._output_grads.pop(key, None)
         if grads is None:
             grads = tuple([torch.full_like(x, self._batch.loss_scale) for x in chunk.outputs])
         starts = [
@@ -286,30 +275,30 @@ class StageDriver:
                 found = stage.backward_one_chunk(*arguments, inputs=inputs)
             elif starts:
                 found, later = stage.backward_input_one_chunk(*arguments, inputs=inputs)
-                self._values.weight_grads[key] = later
+                self._weight_grads[key] = later
             else:
                 found = (None,) * len(inputs)
-                self._values.weight_grads[key] = _nothing
+                self._weight_grads[key] = nothing
         if self._schedule.upstream[key[0]] >= 0:
             self._pass_input_grads(key, chunk.received, found)
 
     def _wait_input(self, key: Key) -> None:
         """Have the input of a stage among the values, as leaves, unless it starts a chain."""
-        if self._schedule.upstream[key[0]] < 0 or key in self._values.inputs:
+        if self._schedule.upstream[key[0]] < 0 or key in self._inputs:
             return
         with self._span(MetaStepType.FWD_RECV, key):
             tensors, specs = self._messages.take_input(*key)
-        self._values.inputs[key] = tuple(
+        self._inputs[key] = tuple(
             spec.laid_out(x).requires_grad_(self._training and spec.has_grad)
             for x, spec in zip(tensors, specs, strict=True)
         )
 
     def _wait_output_grads(self, key: Key) -> None:
         """Have the gradients of a stage's outputs among the values, unless it ends a chain."""
-        if self._schedule.downstream[key[0]] < 0 or key in self._values.output_grads:
+        if self._schedule.downstream[key[0]] < 0 or key in self._output_grads:
             return
         with self._span(MetaStepType.BWD_RECV, key):
-            self._values.output_grads[key] = self._messages.take_gradient(*key)
+            self._output_grads[key] = self._messages.take_gradient(*key)
 
     def _apart(self, stage: int) -> AbstractContextManager[None]:
         return nullcontext() if self._shared is None else self._shared.of_stage(stage)
@@ -326,12 +315,12 @@ class StageDriver:
             expected = self._stages[after].input_spec
             if expected is not None:
                 check_expected(outputs, expected, stage=key[0], microbatch=key[1], after=after)
-            self._values.inputs[after, key[1]] = tuple(
+            self._inputs[after, key[1]] = tuple(
                 spec.laid_out(x.detach()).requires_grad_(x.requires_grad and spec.has_grad)
                 for x, spec in zip(outputs, expected or map(TensorSpec.of, outputs), strict=True)
             )
         else:
-            self._values.outgoing[key] = outputs
+            self._outgoing[key] = outputs
             if self._training:
                 self._messages.progress()
 
@@ -340,9 +329,9 @@ class StageDriver:
         before = self._schedule.upstream[key[0]]
         aligned = [next(grads) if x.requires_grad else None for x in received]
         if before in self._stages:
-            self._values.output_grads[before, key[1]] = tuple(aligned)
+            self._output_grads[before, key[1]] = tuple(aligned)
         else:
-            self._values.outgoing_grads[key] = tuple(
+            self._outgoing_grads[key] = tuple(
                 torch.zeros_like(x) if grad is None else grad
                 for x, grad in zip(received, aligned, strict=True)
                 if x.requires_grad
@@ -400,10 +389,6 @@ def _without_autocast(stage: PipelineStage) -> AbstractContextManager[None]:
     """
     kind = stage.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-
-
-def _nothing() -> None:
-    """Stand for the weight gradients of a stage that has none."""
 
 
 def _detached(output: Any) -> Any:

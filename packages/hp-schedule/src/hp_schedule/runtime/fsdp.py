@@ -21,13 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hp_platform import set_fsdp_frees_parameters
-from hp_schedule.packing import (
-    BWD_WEIGHT,
-    FSDP_REDUCE_GRAD,
-    FSDP_RESHARD,
-    FSDP_UNSHARD,
-    encode,
-)
+from hp_schedule.packing import BWD_WEIGHT, FSDP_KINDS, FSDP_REDUCE_GRAD, encode
 from hp_schedule.runtime.sharding import StageSharding
 from hp_schedule.runtime.stage import PipelineStage
 from hp_schedule.schedule import Schedule
@@ -36,7 +30,6 @@ if TYPE_CHECKING:
     # Imported by whoever shards a module; it takes two seconds, which others need not spend.
     from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
-_FSDP: Final = {FSDP_UNSHARD, FSDP_RESHARD, FSDP_REDUCE_GRAD}
 _REDUCE: Final = "hp_schedule_reduce_grad"
 """The method that sharded modules get for the small backward."""
 
@@ -150,10 +143,7 @@ class FullySharded:
 
 def sharded_modules(module: nn.Module) -> list["FSDPModule"]:
     """Return the modules inside, or the module itself, that `fully_shard` was applied to."""
-    fsdp = _fsdp()
-    if fsdp is None:
-        return []
-    return [inner for inner in module.modules() if isinstance(inner, fsdp.FSDPModule)]
+    return [inner for inner in module.modules() if _is_sharded(inner)]
 
 
 def check_sharding(
@@ -174,7 +164,7 @@ def check_sharding(
             )
         if not sharded_modules(stage.module):
             continue
-        if sharding is None and schedule.kinds & _FSDP == frozenset():
+        if sharding is None and not schedule.kinds & FSDP_KINDS:
             if BWD_WEIGHT in schedule.kinds:
                 raise ValueError(
                     f"sharding (None) must be given: fully_shard was applied to stage "

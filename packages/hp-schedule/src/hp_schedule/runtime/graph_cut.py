@@ -13,7 +13,7 @@ run together, so that each parameter gets one gradient, as in a whole backward.
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -22,8 +22,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
-from hp_schedule.runtime.backward import Grads, WeightBackward, full_backward
+from hp_schedule.runtime.backward import Grads, WeightBackward, full_backward, nothing
 
 _UNSPLITTABLE: Final = {
     # One node for a whole compiled region; it frees what it saved when it runs first.
@@ -67,7 +68,7 @@ class GraphCuttingSplitter:
             return (), partial(_run_whole, outputs, grads)
         graph = _Graph(outputs, inputs)
         if module in self._recomputing or not graph.is_splittable:
-            return full_backward(outputs, grads, inputs=inputs), _nothing
+            return full_backward(outputs, grads, inputs=inputs), nothing
         ends = list(zip(outputs, grads, strict=True))
         early = [(x, grad) for x, grad in ends if get_gradient_edge(x).node in graph.early]
         late = [(get_gradient_edge(x), grad) for x, grad in ends]
@@ -164,6 +165,15 @@ def _merged(pieces: Iterable[_Piece]) -> _Piece:
 
 
 @contextmanager
+def _hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove hooks at the end."""
+    with ExitStack() as stack:
+        for handle in handles:
+            stack.callback(handle.remove)
+        yield
+
+
+@contextmanager
 def _capturing(nodes: Iterable[Node]) -> Iterator[dict[Node, Grads]]:
     """Keep the gradients that nodes get."""
     captured: dict[Node, Grads] = {}
@@ -171,22 +181,18 @@ def _capturing(nodes: Iterable[Node]) -> Iterator[dict[Node, Grads]]:
     def keep(node: Node, grads: Grads) -> None:
         captured[node] = grads
 
-    with ExitStack() as stack:
-        for node in nodes:
-            stack.callback(node.register_prehook(partial(keep, node)).remove)
+    with _hooked(node.register_prehook(partial(keep, node)) for node in nodes):
         yield captured
 
 
-@contextmanager
-def _replaying(captured: Mapping[Node, Grads]) -> Iterator[None]:
+def _replaying(captured: Mapping[Node, Grads]) -> AbstractContextManager[None]:
     """Give nodes the gradients that they got in the first half, whatever reaches them now.
 
     Hooks of tensors, which ran then, and other nodes at the cut would change them again.
     """
-    with ExitStack() as stack:
-        for node, grads in captured.items():
-            stack.callback(node.register_prehook(partial(_instead, grads)).remove)
-        yield
+    return _hooked(
+        node.register_prehook(partial(_instead, grads)) for node, grads in captured.items()
+    )
 
 
 def _instead(grads: Grads, _given: Grads) -> Any:
@@ -203,9 +209,7 @@ def _recording_recompute(module: nn.Module) -> Iterator[list[nn.Module]]:
         if threading.get_ident() == me:
             seen.append(submodule)
 
-    with ExitStack() as stack:
-        for submodule in module.modules():
-            stack.callback(submodule.register_forward_pre_hook(note).remove)
+    with _hooked(submodule.register_forward_pre_hook(note) for submodule in module.modules()):
         yield seen
 
 
@@ -295,15 +299,9 @@ def _collecting(piece: _Piece) -> Iterator[list[tuple[GradientEdge, Tensor]]]:
             if child is not None and grad is not None and (child, index) in piece.cut:
                 found.append((piece.cut[child, index], grad))
 
-    with ExitStack() as stack:
-        for node in piece.nodes:
-            stack.callback(node.register_hook(partial(collect, node)).remove)
+    with _hooked(node.register_hook(partial(collect, node)) for node in piece.nodes):
         yield found
 
 
 def _run_whole(outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     full_backward(outputs, grads, inputs=())
-
-
-def _nothing() -> None:
-    """Stand for a second half of which nothing is left."""

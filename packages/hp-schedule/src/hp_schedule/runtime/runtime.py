@@ -158,11 +158,11 @@ class PipelineScheduleRuntime:
 
         Every rank calls it. Modules stay in their mode (`Module.train`, `Module.eval`).
         """
-
-        def batch() -> Batch:
-            return self._batch(*self._cut(args, kwargs, target), training=False)
-
-        return self._run(self._forward_part, batch, record=record)
+        return self._run(
+            self._forward_part,
+            lambda: self._batch(*self._cut(args, kwargs, target), training=False),
+            record=record,
+        )
 
     def evaluate_microbatches(
         self,
@@ -173,11 +173,11 @@ class PipelineScheduleRuntime:
         record: bool = False,
     ) -> PipelineResult:
         """Do what `evaluate` does with a batch that is cut already; see `run_microbatches`."""
-
-        def batch() -> Batch:
-            return self._batch(args, kwargs, targets, training=False)
-
-        return self._run(self._forward_part, batch, record=record)
+        return self._run(
+            self._forward_part,
+            lambda: self._batch(args, kwargs, targets, training=False),
+            record=record,
+        )
 
     def run_microbatches(
         self,
@@ -233,7 +233,7 @@ class PipelineScheduleRuntime:
             executor = Executor(
                 schedule.steps[self._rank],
                 driver,
-                handlers=self._handlers(driver),
+                handlers={kind: _bind(kind, fn, driver) for kind, fn in self._custom.items()},
                 on_step=self._on_step,
             )
             with (
@@ -253,9 +253,6 @@ class PipelineScheduleRuntime:
             timeline=Timeline if recorder is None else recorder.timeline,
             concat_dim=self._concat_dim,
         )
-
-    def _handlers(self, driver: StageDriver) -> dict[MetaStepType, Handler]:
-        return {kind: _bind(kind, fn, driver) for kind, fn in self._custom.items()}
 
     def _give_up(self, error: BaseException, executor: Executor | None) -> BaseException:
         """Say where it happened, fail the other ranks, and return what this one is to raise."""

@@ -7,7 +7,7 @@ from typing import ClassVar, Unpack
 import torch.distributed as dist
 
 from hp_schedule.ir import MetaStep
-from hp_schedule.packing import FSDP_REDUCE_GRAD, FSDP_RESHARD, FSDP_UNSHARD
+from hp_schedule.packing import FSDP_KINDS
 from hp_schedule.passes import add_fsdp_reduce_grad, add_fsdp_unshard_reshard, add_send_recv
 from hp_schedule.placement import PlacementStyle, generate_stage_to_rank_mapping
 from hp_schedule.runtime.pipelines import Pipelines, own_pipeline, pipelines_of
@@ -17,8 +17,6 @@ from hp_schedule.runtime.shared import SharedParameterInfo, share_parameters
 from hp_schedule.runtime.stage import PipelineStage
 from hp_schedule.runtime.transport import EdgeGroups, TorchTransport, build_edge_groups
 from hp_schedule.schedule import Schedule
-
-_FSDP_KINDS = {FSDP_UNSHARD, FSDP_RESHARD, FSDP_REDUCE_GRAD}
 
 
 class ScheduleOptions(RuntimeOptions, total=False):
@@ -85,7 +83,7 @@ class PipelineSchedule(PipelineScheduleRuntime):
         self.num_ranks = len(ranks)
         self.num_stages = stages[0].num_stages
         schedule = self._with_messages()
-        if options.get("sharding") is not None and not schedule.kinds & _FSDP_KINDS:
+        if options.get("sharding") is not None and not schedule.kinds & FSDP_KINDS:
             schedule = add_fsdp_unshard_reshard(
                 add_fsdp_reduce_grad(schedule), max_active_stages=max_active_stages
             )

@@ -19,11 +19,9 @@ class StageSharding(Protocol):
 
         Left by an exception it need not restore more than a later run needs.
         """
-        ...
 
     def unshard(self, stage: PipelineStage) -> None:
         """Start to gather a stage's parameters; does not wait for them."""
-        ...
 
     def wait_unshard(self, stage: PipelineStage) -> None:
         """Wait until a stage's parameters are there; called before each of its compute steps.
@@ -31,12 +29,9 @@ class StageSharding(Protocol):
         Raises:
             RuntimeError: If nobody has gathered them.
         """
-        ...
 
     def reshard(self, stage: PipelineStage) -> None:
         """Free a stage's gathered parameters."""
-        ...
 
     def reduce_grad(self, stage: PipelineStage) -> None:
         """Reduce the gradients that a stage's backwards of this run have left."""
-        ...

@@ -72,10 +72,6 @@ class _Shared:
         """Return the parameters of this rank's stages; Note [Tied parameters]."""
         return {stage: module.get_parameter(name) for stage, module, name in self.places}
 
-    def copies(self) -> list[nn.Parameter]:
-        """Return each parameter of this rank once."""
-        return _once(self.by_stage().values())
-
 
 class SharedParameters:
     """The shared parameters of one rank; made by `share_parameters`."""
@@ -95,7 +91,7 @@ class SharedParameters:
     def broadcast(self) -> None:
         """Give every copy the value of the lowest stage, and freeze it if that one is."""
         for shared in self._shared:
-            first, *others = shared.copies()
+            first, *others = _once(shared.by_stage().values())
             if shared.group is not None:
                 source = next(iter(shared.owners.values()))
                 dist.broadcast(_local(first.detach()), source, group=shared.group)
@@ -238,6 +234,7 @@ def _alias(info: SharedParameterInfo, stages: Mapping[int, PipelineStage]) -> li
 
 
 def _once(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return each parameter once."""
     return list({id(parameter): parameter for parameter in parameters}.values())
 
 

@@ -177,9 +177,7 @@ def _slots(problem: Problem, stage: int, heads: list[float]) -> float:
     num = problem.num_microbatches
     cells = range(stage * num, (stage + 1) * num)
     size = min(problem.acquires[cell] for cell in cells)
-    if size <= 0:
-        return 0.0
-    if isinf(problem.memory_limit):
+    if size <= 0 or isinf(problem.memory_limit):
         return 0.0
     slots = floor((problem.memory_limit + _EPSILON) / size)
     if slots < 1:

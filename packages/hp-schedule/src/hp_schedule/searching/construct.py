@@ -15,7 +15,6 @@ order, which makes this hold backwards in time too, where W takes memory long be
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from itertools import compress
 from math import inf
 
 from hp_schedule.searching.problem import Problem
@@ -107,8 +106,9 @@ class _Construction:
         starts = [0.0] * problem.num_steps
         sequence: list[int] = []
         makespan = 0.0
-        for step in compress(range(problem.num_steps), map(_is_zero, self._waits_for)):
-            heappush(self._coming[problem.rank[step]], (0.0, self._priority[step], step))
+        for step, waits_for in enumerate(self._waits_for):
+            if not waits_for:
+                heappush(self._coming[problem.rank[step]], (0.0, self._priority[step], step))
         for rank, coming in enumerate(self._coming):
             if coming:
                 self._wake(rank, 0.0)
@@ -201,7 +201,3 @@ class _Construction:
         if time < self._wakes_at[rank]:
             self._wakes_at[rank] = time
             heappush(self._events, (time, rank))
-
-
-def _is_zero(number: int) -> bool:
-    return number == 0

@@ -8,9 +8,8 @@ from functools import partial
 from random import Random
 from typing import Literal
 
-from hp_schedule.costs import Costs, Latency
+from hp_schedule.costs import Costs, Latency, ModelCosts
 from hp_schedule.generators.common import check_counts
-from hp_schedule.model_costs import ModelCosts
 from hp_schedule.placement import PlacementStyle, generate_stage_to_rank_mapping
 from hp_schedule.schedule import Schedule
 from hp_schedule.searching.closed_forms import closed_forms
@@ -294,8 +293,7 @@ def _check_places(
     if not virtual:
         raise ValueError("virtual must name at least one number of stages per rank")
     for number in virtual:
-        if number < 1:
-            raise ValueError(f"virtual ({number}) must be >= 1")
+        check_counts(virtual=number)
     if isinstance(costs, Costs) and len(virtual) > 1:
         raise ValueError(f"virtual ({list(virtual)}) must be one number for costs of stages")
     if not placements or not set(placements) <= {"loop", "v"}:

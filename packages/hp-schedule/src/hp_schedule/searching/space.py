@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from hp_schedule.costs import Costs
 from hp_schedule.packing import BWD, KIND_MASK, leaves
-from hp_schedule.passes.clock import ComputeClock
+from hp_schedule.passes.clock import compute_clock
 from hp_schedule.schedule import Schedule
 from hp_schedule.searching.bounds import lower_bound
 from hp_schedule.searching.construct import Plan, construct, tighten
@@ -255,8 +255,7 @@ class Space:
         """Return when the steps of a schedule start; a whole backward is I and then W."""
         problem = self._problem
         starts = [0.0] * problem.num_steps
-        clock = ComputeClock(schedule, self._in_units)
-        for codes, ends in zip(clock.codes, clock.finish, strict=True):
+        for codes, ends in zip(*compute_clock(schedule, self._in_units), strict=True):
             for code, end in zip(codes, ends, strict=True):
                 time = end
                 for step in reversed([s for leaf in leaves(code) for s in self._steps_of(leaf)]):

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from hp_schedule.costs import Costs, numbers
-from hp_schedule.model_costs import ModelCosts
+from hp_schedule.costs import Costs, ModelCosts, numbers
 
 
 class Units(NamedTuple):

@@ -1,7 +1,7 @@
 """Messages between ranks, under the three ways in which communicators are shared."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, get_args
@@ -62,6 +62,10 @@ class Channels:
         queue.values.append(value)
         self._edges[value] = edge
         self._try(queue)
+
+    def waiting(self, rank: int, edge: Edge) -> Sequence[int]:
+        """Return the values that wait on a rank for their turn on the channel of an edge."""
+        return self._queue(rank, edge).values
 
     def _queue(self, rank: int, edge: Edge) -> _Queue:
         return self._queues.setdefault((rank, channel_of(self._model, edge)), _Queue())

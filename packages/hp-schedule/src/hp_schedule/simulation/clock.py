@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
-from typing import Protocol
 
 Action = Callable[[], None]
 
@@ -24,30 +23,15 @@ class Clock:
         """Run an action later; `time` is not before `now`."""
         heappush(self._events, (time, next(self._number), action))
 
+    def after(self, duration: float, action: Action) -> None:
+        """Run an action once `duration` has passed."""
+        self.at(self.now + duration, action)
+
     def run(self) -> None:
         """Run until nothing is left to be done."""
         while self._events:
             self.now, _, action = heappop(self._events)
             action()
-
-
-class Cores(Protocol):
-    """What compute steps run on."""
-
-    def start(self, duration: float, done: Action) -> None:
-        """Begin a step that takes `duration` on a core of its own; `done` is called at its end."""
-        ...
-
-
-class OwnCores:
-    """Every rank has cores of its own."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-
-    def start(self, duration: float, done: Action) -> None:
-        """Begin a step; nothing slows it down."""
-        self._clock.at(self._clock.now + duration, done)
 
 
 class SharedCores:
@@ -72,7 +56,10 @@ class SharedCores:
         self._plan = 0
 
     def start(self, duration: float, done: Action) -> None:
-        """Begin a step; from now on all running steps may be slower."""
+        """Begin a step that takes `duration` on a core of its own; `done` is called at its end.
+
+        From now on all running steps may be slower.
+        """
         self._advance()
         heappush(self._running, (self._work + duration, next(self._number), done))
         self._plan_next()
@@ -90,7 +77,7 @@ class SharedCores:
         if self._running:
             plan = self._plan
             left = max(0.0, self._running[0][0] - self._work) / self._speed
-            self._clock.at(self._clock.now + left, lambda: self._finish(plan))
+            self._clock.after(left, lambda: self._finish(plan))
 
     def _finish(self, plan: int) -> None:
         if plan != self._plan:

@@ -1,8 +1,8 @@
 """Ranks whose clock is a number: the executor's driver for the simulator."""
 
-from dataclasses import dataclass
+from functools import partial
 
-from hp_schedule.costs import Costs, per_stage, per_step
+from hp_schedule.costs import Costs, per_step
 from hp_schedule.dataflow import Dataflow, dataflow
 from hp_schedule.errors import DeadlockError
 from hp_schedule.executor import Executor, describe_stuck
@@ -20,6 +20,7 @@ from hp_schedule.packing import (
     KIND,
     KIND_MASK,
     MICROBATCH_SHIFT,
+    RECEIVE_OF,
     SEND_OF,
     STAGE_MASK,
     STAGE_SHIFT,
@@ -29,19 +30,8 @@ from hp_schedule.packing import (
 )
 from hp_schedule.schedule import Schedule
 from hp_schedule.simulation.channels import ChannelModel, Channels, Edge
-from hp_schedule.simulation.clock import Clock, Cores, OwnCores, SharedCores
+from hp_schedule.simulation.clock import Clock, SharedCores
 from hp_schedule.timeline import Span
-
-_RECEIVE_OF = {FWD: FWD_RECV, BWD: BWD_RECV, BWD_INPUT: BWD_RECV}
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What kind of machine is simulated; see `simulate`."""
-
-    channels: ChannelModel = "edge"
-    blocking: bool = False
-    cores: int | None = None
 
 
 class Machine:
@@ -50,30 +40,36 @@ class Machine:
     Args:
         schedule: What they run.
         costs: What it costs.
-        options: The kind of machine.
+        channels: See `simulate`.
+        blocking: See `simulate`.
+        cores: See `simulate`.
 
     Attributes:
         produced: Time at which each value was computed.
         arrived: Time at which each value was at each destination.
     """
 
-    def __init__(self, schedule: Schedule, costs: Costs, options: Options) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        costs: Costs,
+        *,
+        channels: ChannelModel = "edge",
+        blocking: bool = False,
+        cores: int | None = None,
+    ) -> None:
         sizes = (schedule.num_stages, schedule.num_microbatches)
         self.clock = Clock()
         self.flow: Dataflow = dataflow(schedule)
         self.num_microbatches = schedule.num_microbatches
         self.durations = costs.durations(*sizes)
         self.activation = per_step("activation", costs.activation, *sizes)
-        self.unshard = per_stage("unshard", costs.unshard, schedule.num_stages)
-        self.reduce_grad = per_stage("reduce_grad", costs.reduce_grad, schedule.num_stages)
-        self.options = options
+        self.unshard = per_step("unshard", costs.unshard, schedule.num_stages)
+        self.reduce_grad = per_step("reduce_grad", costs.reduce_grad, schedule.num_stages)
+        self.blocking = blocking
         self.implicit = not schedule.has_communication
-        self.cores: Cores = (
-            OwnCores(self.clock)
-            if options.cores is None
-            else SharedCores(self.clock, options.cores)
-        )
-        self.channels = Channels(options.channels, schedule, costs, self.clock, self._arrive)
+        self.start = self.clock.after if cores is None else SharedCores(self.clock, cores).start
+        self.channels = Channels(channels, schedule, costs, self.clock, self._arrive)
         self.produced: dict[int, float] = {}
         self.arrived: dict[tuple[int, int], float] = {}
         self.ranks = [_SimulatedRank(rank, self) for rank in range(schedule.num_ranks)]
@@ -90,14 +86,21 @@ class Machine:
         Raises:
             DeadlockError: If a row cannot be run to its end.
         """
-        for rank in range(len(self.ranks)):
-            self.wake(rank)
-        self.clock.run()
-        if any(executor.step is not None for executor in self._executors):
+        if self.settle():
             raise DeadlockError(describe_stuck(self._executors))
         for driver in self.ranks:
             driver.close()
         return self.clock.now
+
+    def settle(self) -> dict[int, int]:
+        """Run every row as far as it goes; return the cell of each rank that is not at its end."""
+        for rank in range(len(self.ranks)):
+            self.wake(rank)
+        self.clock.run()
+        stuck = (executor.step is not None for executor in self._executors)
+        return {
+            rank: self._executors[rank].position for rank, is_stuck in enumerate(stuck) if is_stuck
+        }
 
     def wake(self, rank: int) -> None:
         """Let a rank go on as far as it can."""
@@ -182,16 +185,16 @@ class _SimulatedRank:
         self._compute(step)
 
     def send_forward(self, stage_index: int, microbatch_index: int) -> None:
-        self._send(encode(FWD_SEND, stage_index, microbatch_index))
+        self._issue(encode(FWD_SEND, stage_index, microbatch_index))
 
     def send_backward(self, stage_index: int, microbatch_index: int) -> None:
-        self._send(encode(BWD_SEND, stage_index, microbatch_index))
+        self._issue(encode(BWD_SEND, stage_index, microbatch_index))
 
     def receive_forward(self, stage_index: int, microbatch_index: int) -> None:
-        self._receive(encode(FWD_RECV, stage_index, microbatch_index))
+        self._issue(encode(FWD_RECV, stage_index, microbatch_index))
 
     def receive_backward(self, stage_index: int, microbatch_index: int) -> None:
-        self._receive(encode(BWD_RECV, stage_index, microbatch_index))
+        self._issue(encode(BWD_RECV, stage_index, microbatch_index))
 
     def unshard(self, stage_index: int) -> None:
         step = MetaStep(MetaStepType.FSDP_UNSHARD, stage_index)
@@ -228,25 +231,17 @@ class _SimulatedRank:
         self._last_collective = step
         clock = self._machine.clock
         self._collectives_free = max(self._collectives_free, clock.now) + duration
-        clock.at(self._collectives_free, self._resume)
+        clock.at(self._collectives_free, partial(self._machine.wake, self._rank))
         return self._collectives_free
 
-    def _resume(self) -> None:
-        self._machine.wake(self._rank)
-
-    def _send(self, code: int) -> None:
-        value = self._machine.flow.value_read(code)
-        self._issue(code, value, (self._rank, self._peer(code)))
-
-    def _receive(self, code: int) -> None:
-        value = self._machine.flow.value_written(code)
-        self._issue(code, value, (self._peer(code), self._rank))
-
-    def _peer(self, code: int) -> int:
-        return self._machine.flow.peer[code & KIND_MASK][code >> STAGE_SHIFT & STAGE_MASK]
-
-    def _issue(self, code: int, value: int, edge: Edge) -> None:
-        if self._machine.options.blocking:
+    def _issue(self, code: int) -> None:
+        """Issue a send, which reads its value, or a receive, which writes it."""
+        flow = self._machine.flow
+        peer = flow.peer[code & KIND_MASK][code >> STAGE_SHIFT & STAGE_MASK]
+        value, edge = flow.value_read(code), (self._rank, peer)
+        if value < 0:
+            value, edge = flow.value_written(code), (peer, self._rank)
+        if self._machine.blocking:
             self._transfer = (value, unpack(code))
             self._occupied = True
             self._free = self._machine.clock.now
@@ -264,7 +259,7 @@ class _SimulatedRank:
         self._occupied = True
         start = machine.clock.now
         duration = sum(machine.durations[c & KIND_MASK][machine.index(c)] for c in codes)
-        machine.cores.start(duration, lambda: self._finish(step, codes, start))
+        machine.start(duration, lambda: self._finish(step, codes, start))
 
     def _finish(self, step: MetaStep, codes: list[int], start: float) -> None:
         machine = self._machine
@@ -286,7 +281,7 @@ class _SimulatedRank:
         stage = code >> STAGE_SHIFT & STAGE_MASK
         value = machine.flow.value_read(code)
         if value >= 0:
-            receive = unpack(code & ~KIND_MASK | _RECEIVE_OF[code & KIND_MASK])
+            receive = unpack(code & ~KIND_MASK | RECEIVE_OF[code & KIND_MASK])
             self._wait(receive, machine.arrived[value, self._rank], machine.produced[value])
         self._wait(unpack(encode(FSDP_UNSHARD, stage)), self._gathered.get(stage, 0.0), 0.0)
 

@@ -48,9 +48,9 @@ latency of what it reads, its duration by microbatch."""
 
 @dataclass(slots=True)
 class Numbers:
-    """What is found, by rank; see `Simulation`."""
+    """What is found, but for the makespan by rank; see `Simulation`."""
 
-    end: list[float]
+    makespan: float
     busy: list[float]
     exposed: list[float]
     peak: list[float]
@@ -69,7 +69,7 @@ def recurrence(schedule: Schedule, costs: Costs) -> Numbers | None:
     num = schedule.num_microbatches
     activation = per_step("activation", costs.activation, schedule.num_stages, num)
     return Numbers(
-        end=[ends[-1] if ends else 0.0 for ends in walk.ends],
+        makespan=max((ends[-1] for ends in walk.ends if ends), default=0.0),
         busy=walk.busy,
         exposed=walk.exposed,
         peak=[peak_memory(row, activation, num) for row in rows],

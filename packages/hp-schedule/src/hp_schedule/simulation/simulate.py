@@ -1,6 +1,6 @@
 """The entry point of the simulator."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -8,8 +8,8 @@ from hp_schedule.costs import Costs
 from hp_schedule.packing import FSDP_REDUCE_GRAD, FSDP_UNSHARD
 from hp_schedule.schedule import Schedule
 from hp_schedule.simulation.channels import ChannelModel, check_model
-from hp_schedule.simulation.machine import Machine, Options
-from hp_schedule.simulation.recurrence import recurrence
+from hp_schedule.simulation.machine import Machine
+from hp_schedule.simulation.recurrence import Numbers, recurrence
 from hp_schedule.timeline import Timeline
 
 
@@ -79,33 +79,31 @@ def simulate(
     if blocking and not schedule.has_communication and schedule.edges:
         raise ValueError("blocking (True) must have communication steps; see add_send_recv")
     costs = costs or Costs()
-    options = Options(channels, blocking, cores)
-    spans = partial(_timeline, schedule, costs, options)
-    if _is_free_of_contention(schedule, costs, options):
+    make = partial(Machine, schedule, costs, channels=channels, blocking=blocking, cores=cores)
+    numbers = None
+    if channels == "edge" and cores is None and _is_free_of_contention(schedule, costs):
         numbers = recurrence(schedule, costs)
-        if numbers is not None:
-            makespan = max(numbers.end)
-            return Simulation(
-                makespan=makespan,
-                bubble=_idle(numbers.busy, makespan),
-                peak_activations=tuple(numbers.peak),
-                exposed_communication=tuple(numbers.exposed),
-                _spans=spans,
-            )
-    machine = Machine(schedule, costs, options)
-    makespan = machine.run()
+    if numbers is None:
+        machine = make()
+        numbers = Numbers(
+            makespan=machine.run(),
+            busy=[rank.busy for rank in machine.ranks],
+            exposed=[rank.exposed for rank in machine.ranks],
+            peak=[rank.peak for rank in machine.ranks],
+        )
+    makespan = numbers.makespan
     return Simulation(
         makespan=makespan,
-        bubble=_idle([rank.busy for rank in machine.ranks], makespan),
-        peak_activations=tuple(rank.peak for rank in machine.ranks),
-        exposed_communication=tuple(rank.exposed for rank in machine.ranks),
-        _spans=spans,
+        bubble=tuple(1 - part / makespan if makespan > 0 else 0.0 for part in numbers.busy),
+        peak_activations=tuple(numbers.peak),
+        exposed_communication=tuple(numbers.exposed),
+        _spans=partial(_timeline, make),
     )
 
 
-def _is_free_of_contention(schedule: Schedule, costs: Costs, options: Options) -> bool:
+def _is_free_of_contention(schedule: Schedule, costs: Costs) -> bool:
     """Whether every step starts as soon as its inputs are there."""
-    if options.channels != "edge" or options.cores is not None or schedule.has_communication:
+    if schedule.has_communication:
         return False
     if any(costs.transmission(schedule.num_stages, schedule.num_microbatches)):
         return False
@@ -113,11 +111,7 @@ def _is_free_of_contention(schedule: Schedule, costs: Costs, options: Options) -
     return not collectives or (costs.unshard == 0 and costs.reduce_grad == 0)
 
 
-def _idle(busy: Sequence[float], makespan: float) -> tuple[float, ...]:
-    return tuple(1 - part / makespan if makespan > 0 else 0.0 for part in busy)
-
-
-def _timeline(schedule: Schedule, costs: Costs, options: Options) -> Timeline:
-    machine = Machine(schedule, costs, options)
+def _timeline(make: Callable[[], Machine]) -> Timeline:
+    machine = make()
     machine.run()
     return Timeline(span for rank in machine.ranks for span in rank.spans)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from hp_schedule.costs import PerStep, per_step
 from hp_schedule.schedule import Schedule
 from hp_schedule.simulation.recurrence import peak_memory
-from hp_schedule.validation.report import Finding, FindingKind
+from hp_schedule.validation.report import Finding, FindingKind, finding_at
 
 _ROUNDING = 1e-9
 
@@ -25,4 +25,4 @@ def memory_findings(schedule: Schedule, activation: PerStep, limit: float) -> It
             below, above = (middle, above) if fits else (below, middle)
         peak = peak_memory(codes[:above], table, num)
         text = f"activations ({peak:g}) must be <= memory_limit ({limit:g})"
-        yield Finding(FindingKind.MEMORY, f"rank {rank}, cell {above - 1}: {text}", rank, above - 1)
+        yield finding_at(FindingKind.MEMORY, text, rank, above - 1)

@@ -11,7 +11,7 @@ through several communicators would be a cycle of this machine too.
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from hp_schedule.dataflow import Dataflow, dataflow
+from hp_schedule.dataflow import dataflow
 from hp_schedule.ir import MetaStep
 from hp_schedule.packing import (
     BWD_RECV,
@@ -22,6 +22,7 @@ from hp_schedule.packing import (
     FWD_SEND,
     KIND_MASK,
     MICROBATCH_SHIFT,
+    PLACE_MASK,
     encode,
     is_compute,
     leaves,
@@ -29,9 +30,7 @@ from hp_schedule.packing import (
 )
 from hp_schedule.schedule import Schedule
 from hp_schedule.simulation.recurrence import Walk
-from hp_schedule.validation.report import Finding, FindingKind
-
-_PLACE_MASK = (1 << MICROBATCH_SHIFT) - 1
+from hp_schedule.validation.report import Finding, FindingKind, finding_at
 
 
 class Wait(NamedTuple):
@@ -42,66 +41,6 @@ class Wait(NamedTuple):
     rank: int
 
 
-class Rendezvous:
-    """Runs the messages of all rows on the least helpful machine; linear in their number.
-
-    Args:
-        schedule: Must have passed the checks of the rows.
-    """
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-        self._flow = dataflow(schedule)
-        self._waiting: dict[int, int] = {}
-
-    def run(self) -> bool:
-        """Return whether every row runs to its end."""
-        values = message_values(self._schedule, self._flow)
-        rows = [iter(row) for row in values]
-        waiting = self._waiting
-        runnable = list(range(len(rows)))
-        while runnable:
-            rank = runnable.pop()
-            for value in rows[rank]:
-                other = waiting.pop(value, None)
-                if other is None:
-                    waiting[value] = rank
-                    break
-                runnable.append(other)
-        return not waiting
-
-    def deadlock(self) -> Finding:
-        """Return the cycle of waits, after `run` has returned False."""
-        waits: dict[int, Wait] = {}
-        for value, rank in self._waiting.items():
-            ends = message_ends(self._schedule, value)
-            mine, theirs = ends if ends[0].rank == rank else ends[::-1]
-            position = cell_of(self._schedule, mine)
-            text = f"{mine.step} waits for rank {theirs.rank} to reach {theirs.step}"
-            waits[rank] = Wait(position, text, theirs.rank)
-        return cycle_finding(waits)
-
-    def mismatch(self) -> Finding | None:
-        """Return a receive that stands before another whose message is sent first, if any."""
-        sends: dict[tuple[int, int], list[int]] = {edge: [] for edge in self._schedule.edges}
-        receives: dict[tuple[int, int], list[int]] = {edge: [] for edge in self._schedule.edges}
-        for rank, values in enumerate(message_values(self._schedule, self._flow)):
-            for value in values:
-                send, receive = message_ends(self._schedule, value)
-                side = sends if send.rank == rank else receives
-                side[send.rank, receive.rank].append(value)
-        for edge, values in receives.items():
-            for sent, received in zip(sends[edge], values, strict=False):
-                if sent != received:
-                    receive = message_ends(self._schedule, received)[1]
-                    position = cell_of(self._schedule, receive)
-                    text = f"{receive.step} is not the next message that rank {edge[0]} sends"
-                    where = f"rank {edge[1]}, cell {position}"
-                    kind = FindingKind.MESSAGE_ORDER
-                    return Finding(kind, f"{where}: {text}", edge[1], position)
-        return None
-
-
 class End(NamedTuple):
     """One half of a message."""
 
@@ -109,8 +48,62 @@ class End(NamedTuple):
     step: MetaStep
 
 
-def message_values(schedule: Schedule, flow: Dataflow) -> list[list[int]]:
+def rendezvous(schedule: Schedule) -> dict[int, int]:
+    """Run the messages of all rows on the least helpful machine; linear in their number.
+
+    Args:
+        schedule: Must have passed the checks of the rows.
+
+    Returns:
+        The ranks that are stuck, by the value that each waits for; empty if all rows run.
+    """
+    rows = [iter(row) for row in message_values(schedule)]
+    waiting: dict[int, int] = {}
+    runnable = list(range(len(rows)))
+    while runnable:
+        rank = runnable.pop()
+        for value in rows[rank]:
+            other = waiting.pop(value, None)
+            if other is None:
+                waiting[value] = rank
+                break
+            runnable.append(other)
+    return waiting
+
+
+def rendezvous_deadlock(schedule: Schedule, waiting: Mapping[int, int]) -> Finding:
+    """Return the cycle among the ranks that `rendezvous` has found stuck."""
+    waits: dict[int, Wait] = {}
+    for value, rank in waiting.items():
+        ends = message_ends(schedule, value)
+        mine, theirs = ends if ends[0].rank == rank else ends[::-1]
+        text = f"{mine.step} waits for rank {theirs.rank} to reach {theirs.step}"
+        waits[rank] = Wait(cell_of(schedule, mine), text, theirs.rank)
+    return cycle_finding(waits)
+
+
+def message_mismatch(schedule: Schedule) -> Finding | None:
+    """Return a receive that stands before another whose message is sent first, if any."""
+    sends: dict[tuple[int, int], list[int]] = {edge: [] for edge in schedule.edges}
+    receives: dict[tuple[int, int], list[int]] = {edge: [] for edge in schedule.edges}
+    for rank, values in enumerate(message_values(schedule)):
+        for value in values:
+            send, receive = message_ends(schedule, value)
+            side = sends if send.rank == rank else receives
+            side[send.rank, receive.rank].append(value)
+    for edge, values in receives.items():
+        for sent, received in zip(sends[edge], values, strict=False):
+            if sent != received:
+                receive = message_ends(schedule, received)[1]
+                text = f"{receive.step} is not the next message that rank {edge[0]} sends"
+                cell = cell_of(schedule, receive)
+                return finding_at(FindingKind.MESSAGE_ORDER, text, receive.rank, cell)
+    return None
+
+
+def message_values(schedule: Schedule) -> list[list[int]]:
     """Return, for each rank, the values of its sends and receives in the order of its row."""
+    flow = dataflow(schedule)
     base = {
         encode(kind, stage): (flow.reads if kind in {FWD_SEND, BWD_SEND} else flow.writes)[kind][
             stage
@@ -120,7 +113,7 @@ def message_values(schedule: Schedule, flow: Dataflow) -> list[list[int]]:
     }
     return [
         [
-            base[code & _PLACE_MASK] + (code >> MICROBATCH_SHIFT)
+            base[code & PLACE_MASK] + (code >> MICROBATCH_SHIFT)
             for code in row.codes()
             if FIRST_COMMUNICATION <= code & KIND_MASK < FIRST_FSDP
         ]
@@ -152,20 +145,20 @@ def order_deadlock(schedule: Schedule) -> Finding | None:
     if walk.run(rows):
         return None
     flow = dataflow(schedule)
+    compute = [[cell for cell, code in enumerate(row) if is_compute(code)] for row in rows]
+    stuck = {
+        rank: cells[len(ends)]
+        for rank, (cells, ends) in enumerate(zip(compute, walk.ends, strict=True))
+        if len(ends) < len(cells)
+    }
     waits: dict[int, Wait] = {}
-    for rank, (row, ends) in enumerate(zip(rows, walk.ends, strict=True)):
-        cells = [position for position, code in enumerate(row) if is_compute(code)]
-        if len(ends) == len(cells):
-            continue
-        position = cells[len(ends)]
-        for part in leaves(row[position]):
-            producer = flow.value_read(part) // schedule.num_microbatches % schedule.num_stages
-            other = schedule.stage_to_rank[producer]
-            if flow.value_read(part) >= 0 and len(walk.ends[other]) < len(
-                [code for code in rows[other] if is_compute(code)]
-            ):
-                text = f"{unpack(row[position])} waits for its value to come from rank {other}"
-                waits[rank] = Wait(position, text, other)
+    for rank, cell in stuck.items():
+        for part in leaves(rows[rank][cell]):
+            value = flow.value_read(part)
+            other = schedule.stage_to_rank[value // schedule.num_microbatches % schedule.num_stages]
+            if value >= 0 and other in stuck:
+                text = f"{unpack(rows[rank][cell])} waits for its value to come from rank {other}"
+                waits[rank] = Wait(cell, text, other)
     return cycle_finding(waits)
 
 

@@ -75,6 +75,12 @@ class Finding:
         return f"{self.kind.value}: {self.message}"
 
 
+def finding_at(kind: FindingKind, text: str, rank: int, position: int | None) -> Finding:
+    """Return a finding whose message begins with the rank and, if there is one, the cell."""
+    where = f"rank {rank}" if position is None else f"rank {rank}, cell {position}"
+    return Finding(kind, f"{where}: {text}", rank, position)
+
+
 @dataclass(frozen=True, slots=True)
 class ValidationReport:
     """The result of `hp_schedule.validate`; true in a condition if nothing was found.

@@ -16,6 +16,8 @@ from hp_schedule.packing import (
     FWD_SEND,
     KIND_MASK,
     MICROBATCH_SHIFT,
+    PLACE_MASK,
+    RECEIVE_OF,
     STAGE_MASK,
     STAGE_SHIFT,
     encode,
@@ -23,9 +25,7 @@ from hp_schedule.packing import (
     unpack,
 )
 from hp_schedule.schedule import Schedule
-from hp_schedule.validation.report import Finding, FindingKind
-
-_PLACE_MASK = (1 << MICROBATCH_SHIFT) - 1
+from hp_schedule.validation.report import Finding, FindingKind, finding_at
 
 # What has been seen of a (stage, microbatch): bit k is the step of kind k, and one more bit is the
 # gradient of the input, whichever step computes it.
@@ -50,7 +50,6 @@ _NEEDS = {
     BWD_SEND: _GRADIENT,
     BWD_RECV: 0,
 }
-_RECEIVE_OF = {FWD: FWD_RECV, BWD: BWD_RECV, BWD_INPUT: BWD_RECV}
 
 _Rule = tuple[int, int, int, int, int, int]
 """For a kind of step of a stage: the bits that must be set before it, that must not be set, that it
@@ -84,7 +83,7 @@ class RowCheck:
     def _row(self, rank: int, row: list[int]) -> Iterator[Finding]:
         rule_of, seen = self._rules[rank].get, self._seen
         for position, code in enumerate(row):
-            rule = rule_of(code & _PLACE_MASK)
+            rule = rule_of(code & PLACE_MASK)
             if rule is not None:
                 needs, clashes, sets, base, source, handed = rule
                 index = base + (code >> MICROBATCH_SHIFT)
@@ -105,10 +104,9 @@ class RowCheck:
         for code in parts:
             problem = self._problem(code, rank)
             if problem is not None:
-                kind, text = problem
-                yield Finding(kind, f"rank {rank}, cell {position}: {text}", rank, position)
+                yield finding_at(*problem, rank, position)
         for code in parts:
-            rule = self._rules[rank].get(code & _PLACE_MASK)
+            rule = self._rules[rank].get(code & PLACE_MASK)
             if rule is not None:
                 self._seen[rule[3] + (code >> MICROBATCH_SHIFT)] |= rule[2]
 
@@ -119,7 +117,7 @@ class RowCheck:
             return FindingKind.PLACEMENT, f"{unpack(code)} belongs to rank {where}"
         if kind >= FIRST_FSDP:
             return None
-        rule = self._rules[rank].get(code & _PLACE_MASK)
+        rule = self._rules[rank].get(code & PLACE_MASK)
         if rule is None:
             return FindingKind.UNNEEDED, f"{unpack(code)} {self._why_unneeded(kind, stage)}"
         return self._broken(rule, code)
@@ -166,14 +164,14 @@ class RowCheck:
     def _rule(self, kind: int, stage: int, rank: int) -> _Rule:
         schedule = self._schedule
         needs, source, handed = _NEEDS[kind], -1, 0
-        if kind in _RECEIVE_OF:
+        if kind in RECEIVE_OF:
             forward = kind == FWD
             neighbour = (schedule.upstream if forward else schedule.downstream)[stage]
             if neighbour >= 0 and schedule.stage_to_rank[neighbour] == rank:
                 source = neighbour * schedule.num_microbatches
                 handed = 1 << FWD if forward else _GRADIENT
             elif neighbour >= 0 and self._communication:
-                needs |= 1 << _RECEIVE_OF[kind]
+                needs |= 1 << RECEIVE_OF[kind]
         base = stage * schedule.num_microbatches
         return needs, _CLASHES[kind], _SETS[kind], base, source, handed
 
@@ -210,4 +208,4 @@ def _absent(bits: int, stage: int, microbatch: int, rank: int) -> Iterator[Findi
     for kind in range(FIRST_FSDP):
         if bits >> kind & 1:
             step = unpack(encode(kind, stage, microbatch))
-            yield Finding(FindingKind.MISSING, f"rank {rank}: {step} is missing", rank, None)
+            yield finding_at(FindingKind.MISSING, f"{step} is missing", rank, None)

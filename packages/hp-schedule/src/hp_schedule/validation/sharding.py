@@ -8,6 +8,7 @@ from hp_schedule.packing import (
     BWD_WEIGHT,
     FIRST_FSDP,
     FIRST_OVERLAP,
+    FSDP_KINDS,
     FSDP_REDUCE_GRAD,
     FSDP_RESHARD,
     FSDP_UNSHARD,
@@ -18,7 +19,7 @@ from hp_schedule.packing import (
     leaves,
 )
 from hp_schedule.schedule import Schedule
-from hp_schedule.validation.report import Finding, FindingKind
+from hp_schedule.validation.report import Finding, FindingKind, finding_at
 
 
 def gathered_stages(schedule: Schedule) -> frozenset[int]:
@@ -60,7 +61,7 @@ class ShardingCheck:
 
     def findings(self) -> Iterator[Finding]:
         """Yield every broken rule, row by row."""
-        steps = self._schedule.kinds & {FSDP_UNSHARD, FSDP_RESHARD, FSDP_REDUCE_GRAD}
+        steps = self._schedule.kinds & FSDP_KINDS
         if not (steps or self._managed or self._to_reduce):
             return
         for rank, row in enumerate(self._schedule.steps):
@@ -136,5 +137,4 @@ class ShardingCheck:
 
 
 def _finding(text: str, stage: int, rank: int, position: int | None) -> Finding:
-    where = f"rank {rank}" if position is None else f"rank {rank}, cell {position}"
-    return Finding(FindingKind.FSDP, f"{where}: stage {stage} {text}", rank, position)
+    return finding_at(FindingKind.FSDP, f"stage {stage} {text}", rank, position)

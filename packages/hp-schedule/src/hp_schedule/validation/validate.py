@@ -7,8 +7,13 @@ from hp_schedule.costs import Costs
 from hp_schedule.schedule import Schedule
 from hp_schedule.simulation.channels import ChannelModel, check_model
 from hp_schedule.validation.memory import memory_findings
-from hp_schedule.validation.queues import QueueMachine
-from hp_schedule.validation.rendezvous import Rendezvous, order_deadlock
+from hp_schedule.validation.queues import queue_deadlock
+from hp_schedule.validation.rendezvous import (
+    message_mismatch,
+    order_deadlock,
+    rendezvous,
+    rendezvous_deadlock,
+)
 from hp_schedule.validation.report import MAX_FINDINGS, Finding, Lacking, ValidationReport
 from hp_schedule.validation.rows import RowCheck
 from hp_schedule.validation.sharding import ShardingCheck, gathered_stages, reduced_stages
@@ -95,10 +100,10 @@ def _lacking(
 
 
 def _deadlock(schedule: Schedule, channels: ChannelModel | None) -> Finding | None:
-    machine = Rendezvous(schedule)
-    if machine.run():
+    waiting = rendezvous(schedule)
+    if not waiting:
         return None
-    mismatch = machine.mismatch()
+    mismatch = message_mismatch(schedule)
     if mismatch is not None or channels is None:
-        return mismatch or machine.deadlock()
-    return QueueMachine(schedule, channels).deadlock()
+        return mismatch or rendezvous_deadlock(schedule, waiting)
+    return queue_deadlock(schedule, channels)

@@ -1,7 +1,5 @@
 """Tensors to messages and back, without a copy where a message is one contiguous slice."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,7 +48,7 @@ class Workspace:
         self._tensor = tensor
 
     @classmethod
-    def of_source(cls, plan: TransferPlan, index: int, tensor: Tensor) -> Workspace:
+    def of_source(cls, plan: TransferPlan, index: int, tensor: Tensor) -> "Workspace":
         """Room for what source rank `index` sends, filled with its own part."""
         own = plan.source_range(index)
         start, stop = plan.workspace_range(index, at_destination=False)
@@ -69,7 +67,7 @@ class Workspace:
         dtype: torch.dtype,
         device: torch.device,
         into: Tensor | None = None,
-    ) -> Workspace:
+    ) -> "Workspace":
         """Empty room for what destination rank `index` receives; `into` if it is large enough."""
         start, stop = plan.workspace_range(index, at_destination=True)
         if into is not None and (start, stop) == plan.destination_range(index):

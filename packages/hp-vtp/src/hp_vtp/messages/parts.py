@@ -1,7 +1,5 @@
 """Whether what a rank is about to send is its part of what was declared."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

@@ -5,8 +5,6 @@ receives, and the bytes on its link at the link's speed. Links are full duplex. 
 another; what is spread within the destination stage runs under later hops.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

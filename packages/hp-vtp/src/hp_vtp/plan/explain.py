@@ -1,7 +1,5 @@
 """A transfer plan as text. Needs no torch."""
 
-from __future__ import annotations
-
 from hp_vtp.plan.cost import Links, bound_seconds, cut_traffic, predicted_seconds, step_seconds
 from hp_vtp.plan.planner import ALGORITHMS, plan_transfer
 from hp_vtp.plan.transfer import Step, StepKind, TransferPlan
@@ -92,7 +90,7 @@ def _costs(plan: TransferPlan, links: Links) -> list[str]:
     steps = ", ".join(parts) or "nothing to send"
     total = format_seconds(predicted_seconds(plan, links))
     others = ", ".join(
-        f"{_algorithm(other)} {format_seconds(predicted_seconds(other, links))}"
+        f"{format_algorithm(other)} {format_seconds(predicted_seconds(other, links))}"
         for other in _alternatives(plan)
     )
     return [
@@ -101,7 +99,8 @@ def _costs(plan: TransferPlan, links: Links) -> list[str]:
     ]
 
 
-def _algorithm(plan: TransferPlan) -> str:
+def format_algorithm(plan: TransferPlan) -> str:
+    """The algorithm of a plan, with its chunks if there are several."""
     return f"{plan.algorithm} in {plan.chunks}" if plan.chunks > 1 else plan.algorithm
 
 

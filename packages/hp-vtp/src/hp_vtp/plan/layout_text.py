@@ -3,12 +3,11 @@
 Needs no torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from math import prod
 
 from hp_vtp.plan.cost import Links, bound_seconds, cut_traffic, predicted_seconds
-from hp_vtp.plan.explain import format_bytes, format_seconds
+from hp_vtp.plan.explain import format_algorithm, format_bytes, format_seconds
 from hp_vtp.plan.planner import plan_edge
 from hp_vtp.plan.transfer import Algorithm
 from hp_vtp.topology.layout import PipelineLayout
@@ -42,9 +41,7 @@ def describe_layout(
     """
     chain = " -> ".join(map(str, layout.chain))
     size = " x ".join(map(str, shape)) or "scalar"
-    total = itemsize
-    for length in shape:
-        total *= length
+    total = itemsize * prod(shape)
     title = (
         f"{layout.world_size} ranks, {len(layout.stages)} stages, chain {chain}, "
         f"{layout.num_domains} data-parallel pipeline(s)"
@@ -89,13 +86,12 @@ def _row(
 ) -> tuple[str, ...]:
     plan = plan_edge(edge, shape, itemsize=itemsize, algorithm=algorithm, links=links)
     traffic = cut_traffic(plan)
-    chunks = f" in {plan.chunks}" if plan.chunks > 1 else ""
     return (
         f"{edge.source} -> {edge.destination}",
         str(edge.domain),
         " ".join(map(str, edge.source_ranks)),
         " ".join(map(str, edge.destination_ranks)),
-        f"{plan.algorithm}{chunks}",
+        format_algorithm(plan),
         str(plan.num_messages),
         format_bytes(sum(traffic.sent)),
         format_bytes(max(*traffic.sent, *traffic.received)),

@@ -13,8 +13,6 @@ Legend: a source ranks, b destination ranks, N elements.
 Needs no torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache

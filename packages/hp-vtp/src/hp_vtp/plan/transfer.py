@@ -16,8 +16,6 @@ crosses.
 Needs no torch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import IntEnum
 from math import prod

@@ -1,7 +1,5 @@
 """Everything that can be wrong with a layout, each as one line."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise

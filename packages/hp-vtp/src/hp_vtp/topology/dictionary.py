@@ -1,7 +1,5 @@
 """Layouts as plain dictionaries, for TOML and JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -95,12 +93,11 @@ def _parse_boundary(data: Any, where: str, problems: list[str]) -> Placement:
 
 
 def _dump_stage(stage: StageLayout) -> dict[str, Any]:
-    data: dict[str, Any] = {"replicas": [list(part) for part in stage.replicas]}
-    match stage.boundary:
-        case Sharded(dim):
-            data["boundary"] = {"sharded": dim}
-        case Replicated():
-            data["boundary"] = "replicated"
+    boundary = stage.boundary
+    data: dict[str, Any] = {
+        "replicas": [list(part) for part in stage.replicas],
+        "boundary": {"sharded": boundary.dim} if isinstance(boundary, Sharded) else "replicated",
+    }
     if stage.lanes is not None:
         data["lanes"] = stage.lanes
     return data

@@ -11,8 +11,6 @@ than there are domains, its replicas serve several domains in turn: domain d use
 Needs no torch and no process group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +47,7 @@ class PipelineLayout:
             raise LayoutError(problems)
 
     @classmethod
-    def straight(cls, tp_sizes: Sequence[int], *, dp: int | Sequence[int] = 1) -> PipelineLayout:
+    def straight(cls, tp_sizes: Sequence[int], *, dp: int | Sequence[int] = 1) -> "PipelineLayout":
         """A pipeline that visits stages of these sizes once, in order.
 
         Args:
@@ -62,7 +60,7 @@ class PipelineLayout:
         return cls(_number(tp_sizes, dp), tuple(range(len(tp_sizes))))
 
     @classmethod
-    def u_shaped(cls, tp_sizes: Sequence[int], *, dp: int | Sequence[int] = 1) -> PipelineLayout:
+    def u_shaped(cls, tp_sizes: Sequence[int], *, dp: int | Sequence[int] = 1) -> "PipelineLayout":
         """A pipeline that returns to its first stage for the last layers.
 
         Args:
@@ -78,7 +76,7 @@ class PipelineLayout:
     @classmethod
     def from_ranks(
         cls, ranks: Sequence[Sequence[int]], *, chain: Sequence[int] | None = None
-    ) -> PipelineLayout:
+    ) -> "PipelineLayout":
         """A layout without replicas whose stages are these ranks; straight by default.
 
         Raises:
@@ -88,7 +86,7 @@ class PipelineLayout:
         return cls(tuple(StageLayout((tuple(part),)) for part in ranks), tuple(order))
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> PipelineLayout:
+    def from_dict(cls, data: Mapping[str, Any]) -> "PipelineLayout":
         """Read what `to_dict` wrote, or the short form with `tp_sizes`, from TOML or JSON.
 
         The short form is `{"tp_sizes": [1, 4, 4], "shape": "u", "dp": 1}`, where `shape` is

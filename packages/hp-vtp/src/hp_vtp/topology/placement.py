@@ -1,7 +1,5 @@
 """How an activation lies over the ranks of a stage, and where it is cut. Needs no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TypeAlias
 

@@ -1,7 +1,5 @@
 """A stage of a layout and an edge between two stages. Needs no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from hp_vtp.topology.placement import Placement, Replicated

@@ -6,8 +6,6 @@ about to transfer. A rank shows it to few others, but the pairs connect all rank
 any two disagree, so do the two ends of some pair, and both of those raise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_platform import Pending, irecv, isend
-from hp_vtp.messages.header import SIZE, Header
+from hp_vtp.messages.header import SIZE, text_of, to_header
 from hp_vtp.messages.packing import Workspace, pack, receive_buffer, unpack
 from hp_vtp.plan.bundle import Message, MessageStep
 from hp_vtp.plan.transfer import StepKind
@@ -76,7 +74,7 @@ class Channel:
         steps: Sequence[MessageStep],
         workspaces: Sequence[Workspace],
         *,
-        header: Header | None,
+        header: str | None,
         where: str,
     ) -> None:
         """Run this rank's part of a transfer; on a CPU it is done on return, on CUDA issued.
@@ -84,7 +82,7 @@ class Channel:
         Args:
             steps: Steps of the transfer, the same on every rank of the edge.
             workspaces: Workspace of each tensor; read by a sender, filled by a receiver.
-            header: Shown to the other end first; None if they have agreed before.
+            header: Text that is shown to the other end first; None if they have agreed before.
             where: Begins the messages of errors.
 
         Raises:
@@ -101,15 +99,18 @@ class Channel:
                 if message.sender == self._rank:
                     needed = [a for a in arrivals if _overlap(message, a.message)]
                     self._complete(needed, workspaces, where)
-                    payload = pack(message, workspaces)
-                    sends.append((message.receiver, self._send(payload, message, step)))
+                    payload, to = pack(message, workspaces), message.receiver
+                    pending = isend(payload, to, group=self._group(step), tag=_PAYLOAD)
+                    sends.append((to, pending))
                 elif message.receiver == self._rank:
-                    arrivals.append(self._receive(message, step, workspaces))
+                    buffer, sender = receive_buffer(message, workspaces), message.sender
+                    coming = irecv(buffer, sender, group=self._group(step), tag=_PAYLOAD)
+                    arrivals.append(_Arrival(message, buffer, coming, step))
         self._complete(arrivals, workspaces, where)
         self._wait(sends, f"{where}, sending")
 
-    def agree(self, header: Header, where: str) -> None:
-        """Exchange headers with ranks at the other end (Note [Agreement first]).
+    def agree(self, header: str, where: str) -> None:
+        """Exchange headers of this text with ranks at the other end (Note [Agreement first]).
 
         The peers depend on the edge alone, since ranks that disagree about the tensors may plan
         different messages.
@@ -117,7 +118,8 @@ class Channel:
         Raises:
             TransferError: If a peer is lost or late, or shows another header.
         """
-        data = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8)
+        mine = to_header(header)
+        data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         peers, group = header_peers(self.edge, self._rank), self.groups.control
         sends: list[tuple[int, Pending[Any]]] = [
             (peer, isend(data, peer, group=group, tag=_HEADER)) for peer in peers
@@ -129,29 +131,17 @@ class Channel:
         ]
         self._wait(arriving, f"{where}, header")
         self._wait(sends, f"{where}, header")
-        theirs = [Header.decode(bytes(buffer.tolist())) for buffer in buffers]
+        theirs = [bytes(buffer.tolist()) for buffer in buffers]
         wrong = {
-            peer: their.text
-            for peer, their in zip(peers, theirs, strict=True)
-            if not their.matches(header)
+            peer: text_of(their) for peer, their in zip(peers, theirs, strict=True) if their != mine
         }
         if wrong:
             raise TransferError(
-                f"{where}: this rank's transfer ({header.text}) must equal that of ranks "
+                f"{where}: this rank's transfer ({header}) must equal that of ranks "
                 f"{list(wrong)} ({next(iter(wrong.values()))})",
                 edge=self.edge,
                 peers=list(wrong),
             )
-
-    def _send(self, payload: Tensor, message: Message, step: MessageStep) -> Pending[Any]:
-        return isend(payload, message.receiver, group=self._group(step), tag=_PAYLOAD)
-
-    def _receive(
-        self, message: Message, step: MessageStep, workspaces: Sequence[Workspace]
-    ) -> _Arrival:
-        buffer = receive_buffer(message, workspaces)
-        pending = irecv(buffer, message.sender, group=self._group(step), tag=_PAYLOAD)
-        return _Arrival(message, buffer, pending, step)
 
     def _group(self, step: MessageStep) -> ProcessGroup:
         if step.kind == StepKind.SPREAD and self.groups.local is not None:

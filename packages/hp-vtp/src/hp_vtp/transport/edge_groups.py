@@ -1,7 +1,5 @@
 """The process groups of a layout's edges, made once, on all ranks, in one order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import count

@@ -1,7 +1,5 @@
 """One rank's end of an edge: issues its transfers in the order of the calls, and owns them."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hp_platform import Event, current_stream, use_stream
-from hp_vtp.messages.header import Header
 from hp_vtp.messages.packing import Workspace
 from hp_vtp.plan.bundle import MessageStep
 from hp_vtp.topology.stages import Edge
@@ -78,7 +75,7 @@ class EdgeEnd:
         versions = [_version(x) for x in tensors]
         where = self.where(microbatch)
 
-        def run(header: Header | None) -> None:
+        def run(header: str | None) -> None:
             self._channel.run(steps, workspaces, header=header, where=where)
             for i, (x, version) in enumerate(zip(tensors, versions, strict=True)):
                 if version != _version(x):
@@ -112,7 +109,7 @@ class EdgeEnd:
         where = self.where(microbatch)
         received: list[Tensor] = []
 
-        def run(header: Header | None) -> None:
+        def run(header: str | None) -> None:
             workspaces = make_room()
             self._channel.run(steps, workspaces, header=header, where=where)
             received.extend(workspace.result(index) for workspace in workspaces)
@@ -129,7 +126,7 @@ class EdgeEnd:
     def say_goodbye(self) -> None:
         """Queue a last agreement: the other end has had all of it, and expects no more."""
         if self._count and self._failure.reason is None:
-            last = Header.of(f"transfer {self._count}: close")
+            last = f"transfer {self._count}: close"
             where = self.where(None)
             self._sends.append(
                 self._queue(lambda: self._channel.agree(last, where), lambda: None, microbatch=None)
@@ -158,7 +155,7 @@ class EdgeEnd:
 
     def _submit(
         self,
-        run: Callable[[Header | None], None],
+        run: Callable[[str | None], None],
         deliver: Callable[[], T],
         description: str,
         microbatch: int | None,
@@ -172,9 +169,9 @@ class EdgeEnd:
             header = None
             if self._check_each:
                 of = "" if microbatch is None else f", microbatch {microbatch}"
-                header = Header.of(f"transfer {self._count}{of}: {description}")
+                header = f"transfer {self._count}{of}: {description}"
             elif self._agreed is None:
-                header = Header.of(f"all transfers: {description}")
+                header = f"all transfers: {description}"
             handle = self._queue(lambda: run(header), deliver, microbatch=microbatch)
             self._agreed = description
             self._count += 1

@@ -6,8 +6,6 @@ and do the same; a rank that waits for something else looks into the store while
 of them raise within seconds, with the reason of the first one, and every later call raises again.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -16,7 +14,6 @@ from itertools import count
 import torch.distributed as dist
 
 from hp_platform import (
-    FailureNote,
     FailureReport,
     PeerError,
     default_note,
@@ -64,15 +61,9 @@ class Failure:
         is_known: Whether a call has raised because of it.
     """
 
-    def __init__(self, name: str, *, note: FailureNote | None = None) -> None:
-        """Watch over one transport.
-
-        Args:
-            name: Name of the transport.
-            note: Where the ranks tell each other; by default in the default group's store.
-        """
-        key = f"hp_vtp/failure/{name}/{next(_serial)}"
-        self._note = default_note(key) if note is None else note
+    def __init__(self, name: str) -> None:
+        """Watch over one transport of this name; ranks tell each other in the default store."""
+        self._note = default_note(f"hp_vtp/failure/{name}/{next(_serial)}")
         self.is_known = False
         self._lock = threading.Lock()
         self._first: FailureReport | None = None
@@ -112,7 +103,8 @@ class Failure:
                 self._first = first_failure(error, [self._note])
             else:
                 self._first = self._note.leave(mine)
-        self._break()
+        for act in self._on_failure:
+            act()
         return self._first
 
     def look(self) -> str | None:
@@ -120,10 +112,6 @@ class Failure:
         if self._first is None and (found := self._note.read()) is not None:
             self.report(PeerError(str(found), rank=found.rank, report=found))
         return self.reason
-
-    def _break(self) -> None:
-        for act in self._on_failure:
-            act()
 
 
 def parse_reason(reason: str) -> FailureReport:

@@ -1,7 +1,5 @@
 """Handles of transfers under way."""
 
-from __future__ import annotations
-
 import threading
 import time
 from abc import ABC, abstractmethod

@@ -6,8 +6,6 @@ happens in `wait`, so ranks may wait in any order and from several threads, and 
 on a group that anybody else uses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial

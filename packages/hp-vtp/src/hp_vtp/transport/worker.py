@@ -1,10 +1,8 @@
 """A thread that runs jobs one after the other, started at the first and joined at the end."""
 
-from __future__ import annotations
-
 import threading
-from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
 
 
 class Worker:
@@ -12,10 +10,9 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         """Name the thread, which does not run before there is something to do."""
-        self._name = name
-        self._jobs: deque[Callable[[], None]] = deque()
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._lock = threading.Lock()  # nothing comes behind the None that ends the thread
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._closed = False
 
     def submit(self, job: Callable[[], None]) -> None:
@@ -24,30 +21,22 @@ class Worker:
         Raises:
             RuntimeError: After `close`.
         """
-        with self._changed:
+        with self._lock:
             if self._closed:
-                raise RuntimeError(f"{self._name}: must be open to take a job")
-            self._jobs.append(job)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                raise RuntimeError(f"{self._thread.name}: must be open to take a job")
+            if self._thread.ident is None:
                 self._thread.start()
-            self._changed.notify()
+            self._jobs.put(job)
 
     def close(self) -> None:
         """Run what is left, end the thread and wait for its end; a second call does nothing."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify()
-        if self._thread is not None:
+            self._jobs.put(None)
+        if self._thread.ident is not None:
             self._thread.join()
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._jobs and not self._closed:
-                    self._changed.wait()
-                if not self._jobs:
-                    return
-                job = self._jobs.popleft()
+        for job in iter(self._jobs.get, None):
             job()
             del job  # not to be kept alive until the next one
