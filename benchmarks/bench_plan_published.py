@@ -83,9 +83,7 @@ def consecutive(config: Config) -> Spread:
     model, ranks = config.model, config.mesh.ep
     each = model.num_experts // ranks
     firsts = range(0, model.num_experts * model.top_k, model.top_k)
-    on = [
-        {(first + i) % model.num_experts // each for i in range(model.top_k)} for first in firsts
-    ]
+    on = [{(first + i) % model.num_experts // each for i in range(model.top_k)} for first in firsts]
     return Spread(ranks=statistics.fmean(map(len, on)), nodes=1.0)
 
 

@@ -215,7 +215,9 @@ def test_kernels_multiply_as_often_as_the_model_and_twice_in_backward(name: str)
     assert forward == pytest.approx(work.flops)
     # FlashAttention computes scores again: five products for two.
     attention = sum(
-        times * kernel.flops for kernel, times in found.forward.items() if kernel.kind == "attention"
+        times * kernel.flops
+        for kernel, times in found.forward.items()
+        if kernel.kind == "attention"
     )
     apart = 0.02 if config.model.attention_sinks else 1e-6  # what a sink adds to a backward
     assert backward == pytest.approx(2 * forward + attention / 2, rel=apart)

@@ -19,7 +19,7 @@ from hp_train.config.options import resolve
 from hp_train.config.space import Axis, enumerate_layouts, enumerate_meshes, with_keys
 from hp_train.costs.machine import GPU_MARGIN
 from hp_train.costs.modules import stage, whole_model
-from hp_train.costs.work import Weight
+from hp_train.costs.work import Kernel, Kernels, Weight
 from hp_train.errors import ConfigError
 from hp_train.layout.communicators import Held, held
 from hp_train.layout.parameter import ParameterSpec
@@ -28,6 +28,7 @@ from hp_train.layout.schedules import KINDS
 from hp_train.plan import MACHINES, Machine, Spread, choose, estimate
 from hp_train.plan.choose import _in_words, _is_repeated, _Search, plan_axes
 from hp_train.plan.estimate import Plan
+from hp_train.plan.kernels import Rates
 from hp_train.plan.memory import (
     buffer_bytes,
     local_elements,
@@ -303,7 +304,7 @@ def test_a_search_that_ends_early_says_so() -> None:
     assert reasons(early, H100)[0].startswith("best of the 2 most promising layouts of ")
     # The first is not left out by what it needs at least, but it needs more.
     first = choose(config, 2, TENSORS_ALONE, vocab_size=VOCAB, most=1).best[0]
-    tight = TENSORS_ALONE.with_values(memory=0.99 * first.memory.total)
+    tight = TENSORS_ALONE.with_values(memory=0.9 * first.memory.total)
     with pytest.raises(ConfigError, match=r"^none of the 1 most promising layouts of 2 processes"):
         choose(config, 2, tight, vocab_size=VOCAB, most=1)
 

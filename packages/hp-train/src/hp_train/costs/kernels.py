@@ -34,7 +34,6 @@ _PARTS = (".attend", ".feed")
 _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm"))
 
 
-
 @dataclass(slots=True)
 class _Part:
     """A part of a stage while it runs.
@@ -237,10 +236,14 @@ def _by_name(launches: list[Launch]) -> list[Launch]:
     found: dict[str, Launch] = {}
     for each in launches:
         before = found.get(each.what)
-        found[each.what] = each if before is None else replace(
-            each,
-            num_kernels=each.num_kernels + before.num_kernels,
-            num_bytes=each.num_bytes + before.num_bytes,
-            flops=each.flops + before.flops,
+        found[each.what] = (
+            each
+            if before is None
+            else replace(
+                each,
+                num_kernels=each.num_kernels + before.num_kernels,
+                num_bytes=each.num_bytes + before.num_bytes,
+                flops=each.flops + before.flops,
+            )
         )
     return [found[what] for what in sorted(found)]

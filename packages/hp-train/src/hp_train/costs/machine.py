@@ -210,7 +210,9 @@ class Sheet(NamedTuple):
     node_size: int = 8
 
 
-_PEAKS = {name: values["bfloat16"] for name, values in PEAK_TERAFLOPS.items() if "bfloat16" in values}
+_PEAKS = {
+    name: values["bfloat16"] for name, values in PEAK_TERAFLOPS.items() if "bfloat16" in values
+}
 
 SHEETS: Mapping[str, Sheet] = {
     "a100": Sheet(_PEAKS["A100"], 80, 2.0, link=300, node_link=25),

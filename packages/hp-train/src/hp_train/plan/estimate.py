@@ -146,7 +146,9 @@ class Plan:
         each = zip(self._computes, self._waits, self._by_block, strict=True)
         return [
             # Meanwhile parameters are gathered and gradients reduced.
-            max(compute.input_grad + compute.again + sum(wait[1:]), 2 * gather - compute.weight_grad)
+            max(
+                compute.input_grad + compute.again + sum(wait[1:]), 2 * gather - compute.weight_grad
+            )
             for compute, wait, gather in each
         ]
 
@@ -228,7 +230,13 @@ class Plan:
             dealt = self.tokens // place.tp
             found.append(
                 expert_transfer(
-                    config, works, place, machine, tokens=dealt, backward=backward, spread=self.spread
+                    config,
+                    works,
+                    place,
+                    machine,
+                    tokens=dealt,
+                    backward=backward,
+                    spread=self.spread,
                 )
             )
         return found

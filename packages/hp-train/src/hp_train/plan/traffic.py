@@ -219,7 +219,9 @@ def gradient_transfers(
         ring = _ring(layout, machine, axis)
         # Reduced and scattered, then gathered.
         size = 2 * (copies - 1) / copies * elements * parameter_bytes(config)
-        transfers.append(Transfer("gradients", size, size * ring.per_byte + 2 * ring.wait, ring.is_far))
+        transfers.append(
+            Transfer("gradients", size, size * ring.per_byte + 2 * ring.wait, ring.is_far)
+        )
     return transfers
 
 
