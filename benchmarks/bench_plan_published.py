@@ -1,10 +1,11 @@
-"""`hp plan` against steps that others have published: `published_steps.toml` says which, and from where.
+"""`hp plan` against steps that others have published; `published_steps.toml` says which, and where.
 
-    python benchmarks/bench_plan_published.py          # the prices with the constants of the package
-    python benchmarks/bench_plan_published.py --fit    # fit these anew, and leave each row out in turn
+    python benchmarks/bench_plan_published.py          # prices with the constants of the package
+    python benchmarks/bench_plan_published.py --fit    # with new ones; each row left out in turn
 
-What GPUs reach of their data sheets is fitted: `hp_train.costs.machine.REACHED`, eight numbers. A row that
-is left out is priced with the constants that the others give; a row that is kept aside is in no fit.
+What GPUs reach of their data sheets is fitted: `hp_train.costs.machine.REACHED`, eight numbers. A
+row that is left out is priced with the constants that the others give; a row that is kept aside is
+in no fit.
 """
 
 import argparse
@@ -32,7 +33,7 @@ BEFORE: Mapping[str, float] = {
     "compiled": 0.4,
     "launch seconds": 5e-6,
 }
-"""What one would expect without the rows; each is held to it as if it were known within a factor of 10 ** 0.4."""
+"""What one would expect without the rows. A factor of e counts as much as a row 10 % off."""
 PRIOR = 0.1
 STEPS = 12
 

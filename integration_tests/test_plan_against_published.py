@@ -1,4 +1,4 @@
-"""`hp plan` against steps that others have published; `benchmarks/bench_plan_published.py` prints all."""
+"""`hp plan` against steps that others have published; `bench_plan_published.py` prints all."""
 
 import importlib.util
 import statistics

@@ -510,7 +510,7 @@ def test_the_command_compares_with_the_configured_layout(
         ("plan --gpus 0", "--gpus (0) must be at least 1"),
         ("plan --gpus 7", "no layout of 7 processes is allowed"),
         ("plan --flops -1", "--flops (-1) must be at least 0"),
-        ("plan --machine h10", "invalid choice: 'h10'"),
+        ("plan --machine h10", '--machine ("h10") must be one of a100, h100, '),
     ],
 )
 def test_a_wrong_command_line_is_answered_in_one_line(

@@ -1,8 +1,8 @@
-"""What each block of a model has a GPU launch, learned by running it on a device that computes nothing.
+"""What each block of a model has a GPU launch, learned on a device that computes nothing.
 
-The model runs forward and backward twice on `hp_platform.dry.DryDevice`, one rank with one layer of
-each kind, once with a sequence and once with two: what differs grows with tokens, what stays is read
-or written whatever their number, as weights are. Each part of a block is cut from the graph of the
+The model runs forward and backward on `hp_platform.dry.DryDevice`, one rank with one layer of each
+kind, once with a sequence and once with two: what differs grows with tokens, what stays is read or
+written whatever their number, as weights are. Each part of a block is cut from the graph of the
 others, so that its backward is run, and counted, by itself.
 """
 
@@ -161,7 +161,7 @@ def learn(
             if isinstance(block, Block):
                 block.attend = parts.cut(f"{name}.attend", block.attend)
                 block.feed = parts.cut(f"{name}.feed", block.feed)
-            block.forward = parts.cut(name, block.forward)  # type: ignore[method-assign]
+            block.forward = parts.cut(name, block.forward)
         stage.linear_cross_entropy = parts.cut(LOSS, stage.linear_cross_entropy)
         run = partial(_loss, stage, model, seq_len=seq_len)
         parts.run(partial(run, 1))  # makes casts and gradients, to which the others add
@@ -170,7 +170,8 @@ def learn(
     for name, first in one.items():
         module = stage.get_submodule(name.rpartition(".")[0]) if name.endswith(_PARTS) else None
         read = partial(_kernels, module=module, seq_len=seq_len)
-        found[name] = Kernels(*map(read, first, two[name]), again=Counter())
+        forward, backward = map(read, first, two[name])
+        found[name] = Kernels(forward, backward, Counter())
     return found
 
 

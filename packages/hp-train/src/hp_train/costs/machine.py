@@ -181,12 +181,12 @@ REACHED: Mapping[str, float] = {
     "compiled": 0.34,
     "launch seconds": 5.0e-6,
 }
-"""What programs reach of data sheets, fitted to published steps: `benchmarks/bench_plan_published.py`.
+"""What programs reach of data sheets, fitted to published steps by `bench_plan_published.py`.
 
-Of the peak of products of matrices, of those of experts and of attention; of the bandwidth of memory,
-counting each operand of a kernel once; of links within a node and between nodes. Of kernels that are
-no products, the share that is left where they are fused. And the seconds in which a host launches a
-kernel.
+Of the peak of products of matrices, of those of experts and of attention; of the bandwidth of
+memory, counting each operand of a kernel once; of links within a node and between nodes. Of kernels
+that are no products, the share that is left where they are fused. And the seconds in which a host
+launches a kernel.
 """
 
 
@@ -222,7 +222,7 @@ SHEETS: Mapping[str, Sheet] = {
     "b200": Sheet(_PEAKS["B200"], 180, 7.7, link=900),
     "gb200": Sheet(_PEAKS["GB200"], 186, 8.0, link=900, node_size=72),
 }
-"""SXM variants. The H100 with 96 GB of HBM2e draws 500 W, not 700: its peak is taken for 0.8 of it."""
+"""SXM variants. The H100 with 96 GB of HBM2e draws 500 W, not 700: 0.8 of the peak is assumed."""
 
 
 def of_sheet(sheet: Sheet, reached: Mapping[str, float] = REACHED) -> Machine:

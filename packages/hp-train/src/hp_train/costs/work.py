@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple
 from hp_train.layout.parameter import ParameterSpec
 from hp_train.layout.vocabulary import WIDE_BYTES
 
-
 KernelKind = Literal["product", "grouped", "attention", "memory"]
 """Products of matrices, those of experts, attention proper, and what only moves bytes."""
 

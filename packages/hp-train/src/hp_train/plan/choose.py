@@ -1,10 +1,11 @@
 """Compare all layouts of a number of devices and say why the best is best. No torch."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count as counter
 from itertools import product
+from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -125,8 +126,14 @@ def choose(
     return Choice(tuple(found[:count]), nearest, len(meshes), simulated, is_complete)
 
 
-_Found = tuple[float, Config, "Callable[[Config], Iterator[_Found]] | None"]
-"""A bound, what it is of, and what makes that into layouts; None: it is one."""
+class _Narrower(Protocol):
+    """Makes something that stands for many layouts into what stands for fewer."""
+
+    def __call__(self, config: Config, /) -> "Iterator[_Found]":
+        """Bounds, what they are of, and what makes that narrower; None: it is a layout."""
+
+
+_Found = tuple[float, Config, _Narrower | None]
 
 
 class _Search:
@@ -153,7 +160,9 @@ class _Search:
     def by_bound(self, meshes: Sequence[Config]) -> Iterator[tuple[float, Config]]:
         """Yield bounds and layouts, in ascending order; what is not asked for is not priced."""
         order = counter()
-        waiting = [(self.bound_of_mesh(mesh), next(order), mesh, self._meshes) for mesh in meshes]
+        waiting: list[tuple[float, int, Config, _Narrower | None]] = [
+            (self.bound_of_mesh(mesh), next(order), mesh, self._batches) for mesh in meshes
+        ]
         heapify(waiting)
         while waiting:
             least, _, config, narrower = heappop(waiting)
@@ -163,12 +172,12 @@ class _Search:
             for bound, found, further in narrower(config):
                 heappush(waiting, (max(least, bound), next(order), found, further))
 
-    def _meshes(self, mesh: Config) -> Iterator[_Found]:
+    def _batches(self, mesh: Config) -> Iterator[_Found]:
         """What a mesh is made into first: microbatches of all sizes, kept or computed again."""
         varied = [axis for axis in self._axes if axis.key in _PER_MICROBATCH]
         for values in product(*(axis.choices for axis in varied)):
             keys = {axis.key: value for axis, value in zip(varied, values, strict=True)}
-            found = with_keys(mesh, _PLAINEST | keys)
+            found = with_keys(mesh, {**_PLAINEST, **keys})
             if rules.allows_batch(found):
                 yield self._plan(found).least_mean_seconds(), found, self._layouts
 

@@ -3,6 +3,8 @@
 import argparse
 import json
 import sys
+import tomllib
+from pathlib import Path
 from typing import Any
 
 from hp_schedule import SearchResult, search
@@ -22,6 +24,10 @@ _RATES = {
     "memory": "bytes of a device",
     "memory-bandwidth": "bytes per second of that memory",
     "layer-seconds": "seconds of a layer however small its input",
+    "launch-seconds": "seconds of the host for a kernel; 0: layers are not priced by kernels",
+    "grouped-flops": "as --flops, of products of experts; 0: the same",
+    "attention-flops": "as --flops, of attention; 0: the same",
+    "compiled": "share of kernels that are no products that train.compile leaves",
     "bandwidth": "bytes per second within a node",
     "latency": "seconds of a message within a node",
     "node-size": "devices of a node",
@@ -49,7 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="devices to use (default: those of the mesh)",
     )
     parser.add_argument(
-        "--machine", choices=list(MACHINES), default="h100", help="its rates (default: h100)"
+        "--machine",
+        default="h100",
+        metavar="NAME",
+        help=f"its rates: {', '.join(MACHINES)}, or a TOML file (default: h100)",
     )
     for rate, meaning in _RATES.items():
         flag = f"--{rate}"
@@ -149,7 +158,7 @@ def _as_dict(
 
 
 def _machine(config: Config, options: argparse.Namespace) -> Machine:
-    machine = MACHINES[options.machine]
+    machine = _known_machine(options.machine)
     if options.measure:
         require_unstarted("--measure")
         from hp_train.plan.measure import measure  # noqa: PLC0415 - imports torch
@@ -161,6 +170,22 @@ def _machine(config: Config, options: argparse.Namespace) -> Machine:
         return machine.with_values(**given)
     except ValueError as error:
         raise ConfigError(f"--{str(error).replace('_', '-', 1)}") from None
+
+
+def _known_machine(name: str) -> Machine:
+    """A machine by its name, or by a file that says of which name it is and what differs."""
+    if name in MACHINES:
+        return MACHINES[name]
+    if not name.endswith(".toml"):
+        known = ", ".join(MACHINES)
+        raise ConfigError(f'--machine ("{name}") must be one of {known}, or a TOML file')
+    try:
+        values = tomllib.loads(Path(name).read_text())
+        like = values.pop("like", "h100")
+        return MACHINES[like].with_values(**values)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        told = f"{type(error).__name__}: {error}"
+        raise ConfigError(f'--machine ("{name}") must be a file of a machine: {told}') from None
 
 
 def _vocab_size(config: Config) -> int:

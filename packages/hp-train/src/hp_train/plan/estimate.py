@@ -61,6 +61,7 @@ class Estimate:
             "gradients" and "optimizer".
         exposed: Time for which the rank that does so longest waits for messages and parameters that
             somebody has computed already.
+        host: Seconds for which the busiest host launches kernels; 0 where they are not priced.
         memory: Memory of the rank that needs most.
         transfers: Transfers by purpose, of the rank that sends most for it.
     """
@@ -69,6 +70,7 @@ class Estimate:
     seconds: float
     parts: Mapping[str, float]
     exposed: float
+    host: float
     memory: Memory
     transfers: tuple[Transfer, ...]
 
@@ -336,6 +338,11 @@ class Plan:
             seconds=simulation.makespan + sum(last.values()),
             parts=parts,
             exposed=max(simulation.exposed_communication),
+            host=max(
+                self.num_microbatches
+                * sum(self._computes[s].host for s in schedule.stages_of(rank))
+                for rank in ranks
+            ),
             memory=max(memories, key=lambda memory: memory.total),
             transfers=self._transfers(schedule),
         )

@@ -17,19 +17,29 @@ class Compute(NamedTuple):
         input_grad: The part of backward that other stages wait for.
         weight_grad: The rest of it.
         again: What backward runs again.
+        host: What the host takes to launch all of it.
     """
 
     forward: float
     input_grad: float
     weight_grad: float
     again: float
+    host: float = 0.0
+
+
+class _Busy(NamedTuple):
+    """Seconds for which a part of a step keeps the device and the host busy."""
+
+    device: float
+    host: float
 
 
 class Rates:
     """Prices kernels.
 
-    A kernel takes as long as its products at the rate of their kind, or its bytes at that of memory,
-    whichever is longer. A part of a step takes as long as its kernels, or the host to launch them.
+    A kernel takes as long as its products at the rate of their kind, or its bytes at that of
+    memory, whichever is longer. A part of a step takes as long as its kernels, or the host to
+    launch them.
 
     Args:
         machine: What it reaches.
@@ -40,7 +50,7 @@ class Rates:
     def __init__(self, machine: Machine, *, is_compiled: bool, slowed: float) -> None:
         self._machine, self._slowed = machine, slowed
         self._left = machine.compiled if is_compiled else 1.0
-        self._known: dict[object, float] = {}
+        self._known: dict[object, _Busy] = {}
         self._flops = {
             "product": machine.flops,
             "grouped": machine.grouped_flops or machine.flops,
@@ -61,13 +71,14 @@ class Rates:
         """
         dense, routed = place.tp, place.ep * place.etp
         parts = [self._seconds(way, tokens, dense, routed, load=load) for way in kernels]
-        forward, backward, again = parts
+        forward, backward, again = (self._slowed * max(part) for part in parts)
         # Of each product in forward there is one for the input and one for the weight.
-        return Compute(forward, backward / 2, backward / 2, again)
+        host = self._slowed * sum(part.host for part in parts)
+        return Compute(forward, backward / 2, backward / 2, again, host)
 
     def _seconds(
         self, kernels: Counter[Kernel], tokens: float, dense: int, routed: int, *, load: float
-    ) -> float:
+    ) -> "_Busy":
         """Price kernels; `dense` and `routed` ranks share weights of both kinds."""
         key = (id(kernels), tokens, dense, routed, load)  # whoever has these rates keeps kernels
         known = self._known.get(key)
@@ -84,7 +95,7 @@ class Rates:
             )
             device += times * busy
             launches += times * left * (kernel.launches + kernel.launches_per_token * tokens)
-        found = self._slowed * max(device, launches * self._machine.launch_seconds)
+        found = _Busy(device, launches * self._machine.launch_seconds)
         self._known[key] = found
         return found
 

@@ -36,6 +36,9 @@ def details(estimate: Estimate) -> list[str]:
         "memory  "
         + ", ".join(f"{kind} {_bytes(size)}" for kind, size in memory.kinds.items() if size),
     ]
+    if estimate.host:
+        binds = ": the device waits for it" if estimate.host > estimate.parts["compute"] else ""
+        lines.append(f"host    launches kernels for {_seconds(estimate.host)}{binds}")
     for transfer in estimate.transfers:
         link = "between nodes" if transfer.between_nodes else "within a node"
         lines.append(
@@ -117,6 +120,7 @@ def as_dict(estimate: Estimate) -> Mapping[str, Any]:
         "seconds": estimate.seconds,
         "parts": dict(estimate.parts),
         "exposed_seconds": estimate.exposed,
+        "host_seconds": estimate.host,
         "bubble": estimate.bubble,
         "tokens_per_second": estimate.tokens_per_second,
         "memory": memory.kinds | {"total": memory.total},

@@ -45,10 +45,11 @@ class Spread:
     """Over which ranks and nodes the experts of a token are, and how rows get there.
 
     Attributes:
-        ranks: Ranks that have experts of a token, on average; 0: by even chances, and a row for each
-            expert or for each rank as hp-expert's dispatcher chooses.
+        ranks: Ranks that have experts of a token, on average; 0: by even chances, and a row for
+            each expert or for each rank as hp-expert's dispatcher chooses.
         nodes: Nodes that have experts of a token, on average; 0: a row for each of those ranks
-            leaves the node, as in hp-expert; else one for each node, which spreads it among its own.
+            leaves the node, as in hp-expert; else one for each node, which spreads it among its
+            own.
         load: Rows of the busiest rank's experts, by those of the mean.
     """
 
