@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -19,7 +22,7 @@ __all__ = ["DisableTorchFunction", "tree_map_only"]
 
 
 _base: Any = torch._C.TensorBase
-_is_meta, _device_of = _base.is_meta.__get__, _base.device.__get__
+_is_meta = _base.is_meta.__get__
 
 
 class DispatchMode(TorchDispatchMode):
@@ -35,13 +38,6 @@ def is_meta(x: Tensor) -> bool:
     with DisableTorchFunction():
         on_meta: bool = _is_meta(x)
     return on_meta
-
-
-def raw_device(x: Tensor) -> torch.device:
-    """The device of `x` as torch has it, whatever `Tensor.device` says meanwhile."""
-    with DisableTorchFunction():
-        device: torch.device = _device_of(x)
-    return device
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
@@ -68,31 +64,23 @@ def wrapper_maker() -> Callable[..., Any]:
     return maker
 
 
-def accelerator_name() -> tuple[Any, str]:
-    """What tells the accelerator of this build of torch: its module and its name."""
-    usual: Any = torch._C._get_accelerator
-    return torch._C, usual.__name__
+def accelerator(device: torch.device) -> AbstractContextManager[object]:
+    """Let torch think that it is built for the accelerator `device`."""
+    return patch.object(torch._C, "_get_accelerator", lambda *_: device)
 
 
-@contextmanager
-def without_gpu_contexts() -> Iterator[None]:
+def without_gpu_contexts() -> AbstractContextManager[object]:
     """Let fake tensors not set up the GPU that they would be on, as versions before 2.13 do."""
-    usual = getattr(fake_tensor, "init_gpu_context", None)
-    if usual is None:
-        yield
-        return
-    module: Any = fake_tensor
-    module.init_gpu_context = lambda _device: None
-    try:
-        yield
-    finally:
-        module.init_gpu_context = usual
+    if not hasattr(fake_tensor, "init_gpu_context"):
+        return nullcontext()
+    return patch.object(fake_tensor, "init_gpu_context", lambda _device: None)
 
 
-def grouping() -> tuple[Any, str, Callable[..., Any]]:
-    """What sorts tensors by device for optimizers: its module, its name, and itself."""
+def grouping(seen_as: Callable[[Any], Any]) -> AbstractContextManager[object]:
+    """Let what sorts tensors by device for optimizers return `seen_as` of what it finds."""
+    usual = torch._C._group_tensors_by_device_and_dtype
     name = "_group_tensors_by_device_and_dtype"
-    return torch._C, name, torch._C._group_tensors_by_device_and_dtype
+    return patch.object(torch._C, name, lambda *args, **kwargs: seen_as(usual(*args, **kwargs)))
 
 
 def schema_of(func: Any) -> Any:
@@ -100,33 +88,39 @@ def schema_of(func: Any) -> Any:
     return func._schema
 
 
-@contextmanager
-def around_backward(entered: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+def around_backward(
+    entered: Callable[[], AbstractContextManager[Any]],
+) -> AbstractContextManager[object]:
     """Let every run of the autograd engine happen inside a context.
 
     `Tensor.backward` is Python that torch calls without the function mode it went through.
     """
-    module: Any = torch.autograd
-    usual: Any = module._engine_run_backward
+    usual: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def _engine_run_backward(*args: Any, **kwargs: Any) -> Any:
         with entered():
             return usual(*args, **kwargs)
 
-    module._engine_run_backward = _engine_run_backward
-    try:
-        yield
-    finally:
-        module._engine_run_backward = usual
+    return patch.object(torch.autograd, "_engine_run_backward", _engine_run_backward)
 
 
 @contextmanager
-def operator_kernels(kernels: dict[str, Callable[..., Any]]) -> Iterator[None]:
-    """Let aten operators of meta tensors, that torch composes of others, be these functions."""
-    library = torch.library.Library("aten", "IMPL")
+def operator_kernels(
+    namespace: str, kernels: dict[str, Callable[..., Any]], *keys: str
+) -> Iterator[None]:
+    """Let operators be these functions, in every thread.
+
+    Args:
+        namespace: Namespace of the operators, such as `"aten"`.
+        kernels: Functions by the name of the operator.
+        *keys: Keys of torch's dispatcher, such as `"Meta"`.
+    """
+    library = torch.library.Library(namespace, "IMPL")
     try:
-        for name, kernel in kernels.items():
-            library.impl(name, kernel, "AutogradMeta")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it overrides is what it is for
+            for name, key in product(kernels, keys):
+                library.impl(name, kernels[name], key, allow_override=True)
         yield
     finally:
         library._destroy()

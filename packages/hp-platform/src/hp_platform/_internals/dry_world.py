@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import importlib
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -27,11 +27,6 @@ def placeholder(rank: int, size: int) -> Any:
     """A back end that C++ can hold, and that nothing is asked of."""
     made: Any = c10d.FakeProcessGroup
     return made._create_internal(rank, size, made.Options())
-
-
-def backend_of(group: ProcessGroup, kind: str) -> Any:
-    """The back end of a group for `"cpu"` or `"cuda"`; RuntimeError if it has none."""
-    return group._get_backend(torch.device(kind))
 
 
 def backend_methods() -> tuple[Callable[..., None], Callable[..., Any]]:
@@ -77,14 +72,11 @@ def work_of(callback: Callable[[Any], bool]) -> Any:
     return work
 
 
-def group_of(boxed: Any) -> ProcessGroup:
-    """The group that an operator of c10d is given."""
-    return boxed if isinstance(boxed, ProcessGroup) else ProcessGroup.unbox(boxed)
-
-
-def reduction_of(boxed: Any) -> str:
-    """Name of a reduction that an operator of c10d is given."""
-    number = boxed.op() if hasattr(boxed, "op") and callable(boxed.op) else int(boxed)
+def reduction_of(given: Any) -> str:
+    """Name of a reduction that an operator between ranks is given: boxed, or by its name."""
+    if isinstance(given, str):
+        return given.lower()
+    number = given.op() if hasattr(given, "op") and callable(given.op) else int(given)
     return _REDUCTIONS.get(number, str(number))
 
 
@@ -101,47 +93,19 @@ def arguments_of(name: str) -> tuple[list[str], int]:
     return [argument.name for argument in schema.arguments], len(schema.returns)
 
 
-@contextmanager
-def c10d_kernels(kernels: dict[str, Callable[..., Any]]) -> Iterator[None]:
-    """Let operators of c10d on the CPU and on meta be these functions, in every thread."""
-    library = torch.library.Library("c10d", "IMPL")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it overrides is what it is for
-            for name, kernel in kernels.items():
-                library.impl(name, kernel, "CPU", allow_override=True)
-                library.impl(name, kernel, "Meta", allow_override=True)
-        yield
-    finally:
-        library._destroy()
-
-
-@contextmanager
-def backend_plugins(**makers: Callable[[Any, Any], Any]) -> Iterator[None]:
+def backend_plugins(**makers: Callable[[Any, Any], Any]) -> AbstractContextManager[object]:
     """Let torch, from 2.15 on, make its own back ends by these functions, by their name."""
     kind: Any = dist.Backend
-    before = dict(kind._plugins)
-    if hasattr(kind, "_ensure_backend_registered"):
-        for name, maker in makers.items():
-            kind._plugins[name] = kind._BackendPlugin(maker, extended_api=True)
-    try:
-        yield
-    finally:
-        kind._plugins.clear()
-        kind._plugins.update(before)
+    if not hasattr(kind, "_ensure_backend_registered"):
+        return nullcontext()
+    plugins = {name: kind._BackendPlugin(make, extended_api=True) for name, make in makers.items()}
+    return patch.dict(kind._plugins, plugins)
 
 
-@contextmanager
-def rendezvous_by(handler: Callable[..., Any]) -> Iterator[None]:
+def rendezvous_by(handler: Callable[..., Any]) -> AbstractContextManager[object]:
     """Let `handler(url, **kwargs)` answer where ranks meet, whatever they were told."""
-    handlers = _rendezvous_module._rendezvous_handlers
-    before = dict(handlers)
-    handlers.update(dict.fromkeys(("env", "tcp", "file"), handler))
-    try:
-        yield
-    finally:
-        handlers.clear()
-        handlers.update(before)
+    handlers = dict.fromkeys(("env", "tcp", "file"), handler)
+    return patch.dict(_rendezvous_module._rendezvous_handlers, handlers)
 
 
 @contextmanager
@@ -150,25 +114,10 @@ def torch_functions(**values: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for name, value in values.items():
             for module in (TORCH_MODULE, dist, _mesh_module):
-                if name in vars(module):
-                    stack.callback(setattr, module, name, vars(module)[name])
-                elif module is TORCH_MODULE or (module is dist and not name.startswith("_")):
-                    stack.callback(delattr, module, name)
-                else:
-                    continue
-                setattr(module, name, value)
+                is_public = module is dist and not name.startswith("_")
+                if name in vars(module) or module is TORCH_MODULE or is_public:
+                    stack.enter_context(patch.object(module, name, value, create=True))
         yield
-
-
-@contextmanager
-def accelerator(device: torch.device) -> Iterator[None]:
-    """Let torch think that it is built for the accelerator `device`."""
-    before = torch._C._get_accelerator
-    torch._C._get_accelerator = lambda *_: device
-    try:
-        yield
-    finally:
-        torch._C._get_accelerator = before
 
 
 def new_nccl_group(store: Any, rank: int, size: int, backend: Any) -> ProcessGroup:

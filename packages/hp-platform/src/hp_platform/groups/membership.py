@@ -22,7 +22,6 @@ from torch.distributed import ProcessGroup
 
 from hp_platform import _internals
 
-_PROOF_BYTES = 32
 SECRET_DIGITS = 64
 
 

@@ -73,13 +73,10 @@ def opened_parent(directory: Path) -> Iterator[int]:
         CheckpointError: If it is missing, a symbolic link or no directory.
     """
     try:
-        descriptor = open_directory(directory)
+        with opened_directory(directory) as descriptor:
+            yield descriptor
     except DamageError as damage:
         raise CheckpointError(f"{directory}: {damage}") from None
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hp_platform.failures.messages import as_form
+from hp_platform.failures.messages import as_form, bytes_of
 from hp_platform.store.boxes import Box
 from hp_platform.store.files import CheckpointError
 from hp_platform.store.manifest import DTYPES, NAME_OF, RESERVED, framed
@@ -74,12 +74,7 @@ class FileTensor:
 
     def write(self, box: Box, values: Tensor) -> None:
         """Put the values of a box to their place; they must be of the file's dtype."""
-        flat = values.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        if not len(flat):
-            return
-        buffer = bytearray(len(flat))
-        torch.frombuffer(buffer, dtype=torch.uint8).copy_(flat)
-        data = memoryview(buffer)
+        data = memoryview(bytes_of(values))
         for place, start, nbytes in _runs(self.shape, box, values.dtype.itemsize):
             _write(self.descriptor, data[start : start + nbytes], self.begin + place)
 

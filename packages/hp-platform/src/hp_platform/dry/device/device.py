@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
+from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -26,7 +27,8 @@ from hp_platform.dry.device.backward import Backward, Origin
 from hp_platform.dry.device.buffers import Buffers
 from hp_platform.dry.device.storages import Storages
 from hp_platform.dry.gpu import Gpu
-from hp_platform.dry.operators.dispatch import Operators, tensors_of
+from hp_platform.dry.operators.dispatch import Operators
+from hp_platform.dry.operators.shapes import tensors_in
 from hp_platform.dry.trace import Event, Fault, HostAccess, Label, Launch, Trace
 from hp_platform.own_kernels import noting
 from hp_platform.threads.places import current_place
@@ -85,8 +87,8 @@ class DryDevice:
         self.local_rank, self.index = local_rank, 0
         self.thread = _Thread()
         self.buffers = Buffers()
-        self.storages = Storages(self._emit)
-        self.on_collective: Callable[[Any, Any, Any], Any] = alone.Alone(self)
+        self.storages = Storages(self.emit)
+        self.on_collective: Callable[[Any, Any, Any], Any] = partial(alone.write_down, self)
         self._num_threads = self._num_events = self._num_works = 0
         self._num_streams = [0, 0]
         self._group_streams: dict[str, int] = {}
@@ -95,11 +97,12 @@ class DryDevice:
     def __enter__(self) -> Self:
         if entered:
             raise RuntimeError("this process is inside a DryDevice already")
+        composed = cuda_operators.kernels(self.gpu)
         with ExitStack() as stack:
             entered.append(self)
             stack.callback(entered.remove, self)
             stack.callback(self.storages.forget)
-            stack.enter_context(operator_kernels(cuda_operators.kernels(self.gpu)))
+            stack.enter_context(operator_kernels("aten", composed, "AutogradMeta"))
             stack.enter_context(without_gpu_contexts())
             stack.enter_context(noting(self.note_kernel))
             api.enter_stand_ins(stack, self)
@@ -172,13 +175,19 @@ class DryDevice:
         for x in tensors:
             local = x.to_local() if hasattr(x, "to_local") else x  # of a DTensor
             if (number := self.block_of(local)) >= 0:
-                self._emit(Label, {"block": number, "kind": kind})
+                self.emit(Label(block=number, kind=kind))
 
     def emit(self, event: Event) -> None:
         """Append an event, saying where and by whom it was issued if it does not."""
-        values = {each.name: getattr(event, each.name) for each in fields(event)}
-        where = {name: values.pop(name) for name in ("at", "place", "thread")}
-        self._emit(type(event), values | {name: x for name, x in where.items() if x})
+        at, place, thread = self.where()
+        self.trace.events.append(
+            replace(
+                event,
+                at=event.at or at,
+                place=event.place or place,
+                thread=event.thread or thread,
+            )
+        )
 
     def touch(self, what: str, tensors: Sequence[Tensor], written: Sequence[Tensor] = ()) -> None:
         """Note that the host reads or writes buffers that an asynchronous copy has named."""
@@ -188,7 +197,7 @@ class DryDevice:
 
     def fault(self, what: str) -> None:
         """Note what the device would refuse."""
-        self._emit(Fault, {"what": what})
+        self.emit(Fault(what=what))
 
     def use_index(self, index: int) -> None:
         """Let `cuda` mean another device of this machine on this thread."""
@@ -247,7 +256,7 @@ class DryDevice:
 
     def remember(self, out: Any) -> None:
         """Keep where an operator was run, for the one that computes its gradient."""
-        if made := tensors_of(out):
+        if made := tensors_in(out):
             at, place, _ = self.where()
             self.thread.backward.remember(made, Origin(at, place, self.thread.stream))
 
@@ -284,7 +293,3 @@ class DryDevice:
             yield
         finally:
             self.thread.asked_meta = before
-
-    def _emit(self, kind: type[Event], values: dict[str, Any]) -> None:
-        at, place, thread = self.where()
-        self.trace.events.append(kind(**{"at": at, "place": place, "thread": thread, **values}))

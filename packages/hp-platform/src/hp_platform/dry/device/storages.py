@@ -40,8 +40,8 @@ class Storages:
         peak_bytes: Most bytes that were allocated at once since `reset_peak`.
     """
 
-    def __init__(self, emit: Callable[[type[Event], dict[str, Any]], None]) -> None:
-        """Tell `emit` of events: their class and what is to be in them."""
+    def __init__(self, emit: Callable[[Event], None]) -> None:
+        """Tell `emit` of events."""
         self.live_bytes = self.peak_bytes = 0
         self.num_allocations = 0
         self._emit = emit
@@ -116,15 +116,20 @@ class Storages:
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         self.num_allocations += 1
-        shape = () if x is None else tuple(x.shape)
-        dtype = "" if x is None else str(x.dtype)[6:]
-        values = {"block": block.number, "num_bytes": num_bytes, "stream": stream, "what": what}
-        self._emit(Allocate, {**values, "shape": shape, "dtype": dtype})
+        allocated = Allocate(
+            block=block.number,
+            num_bytes=num_bytes,
+            stream=stream,
+            what=what,
+            shape=() if x is None else tuple(x.shape),
+            dtype="" if x is None else str(x.dtype)[6:],
+        )
+        self._emit(allocated)
 
     def _release(self, block: Block, *, resized: bool = False) -> None:
         if block.num_bytes:
             self.live_bytes -= block.num_bytes
-            self._emit(Release, {"block": block.number, "resized": resized})
+            self._emit(Release(block=block.number, resized=resized))
 
     def _gone(self, block: weakref.ref[Any]) -> None:
         assert isinstance(block, Block)

@@ -9,13 +9,15 @@ cuDNN) count as their usual choice. An operator that is not listed counts as 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
+
+from hp_platform.dry.operators.shapes import tensors_in
 
 Rule = Callable[[Sequence[Any], Mapping[str, Any]], int]
 
@@ -111,21 +113,9 @@ def _rule(func: Any) -> int | Rule:
     return _elements if torch.Tag.pointwise in func.tags else 1
 
 
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-
-
 def _all_empty(args: Sequence[Any]) -> bool:
-    found = False
-    for tensor in _tensors(args):
-        if tensor.numel():
-            return False
-        found = True
-    return found
+    tensors = tensors_in(*args)
+    return bool(tensors) and not any(tensor.numel() for tensor in tensors)
 
 
 def _given(args: Sequence[Any], kwargs: Mapping[str, Any], at: int, name: str) -> Any:
@@ -138,7 +128,7 @@ def _given(args: Sequence[Any], kwargs: Mapping[str, Any], at: int, name: str) -
 
 def _elements(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
     """One kernel, or as many as make every operand at most 2 GiB."""
-    largest = max((each.numel() * each.element_size() for each in _tensors(args)), default=0)
+    largest = max((each.numel() * each.element_size() for each in tensors_in(*args)), default=0)
     return 1 << max(math.ceil(largest / _INT32) - 1, 0).bit_length()
 
 
@@ -151,7 +141,7 @@ def _copied_first(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
 
 
 def _reduction(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    operand = next(_tensors(args))
+    operand = tensors_in(*args)[0]
     dims = _given(args, kwargs, 1, "dim")
     if isinstance(dims, int) and not isinstance(dims, bool):
         dims = [dims]
@@ -191,15 +181,11 @@ def _foreach_rule(full: str) -> Rule:
     scalars = overload.startswith("ScalarList")
 
     def rule(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
-        lists = [each for each in args if isinstance(each, (list, tuple)) and _holds_tensors(each)]
+        lists = [each for each in args if isinstance(each, (list, tuple)) and tensors_in(each)]
         depth = len(lists) + (not name.endswith("_"))
         return _multi_tensor(lists[0], depth, scalars=scalars)
 
     return rule
-
-
-def _holds_tensors(values: Sequence[Any]) -> bool:
-    return bool(values) and isinstance(values[0], Tensor)
 
 
 def _foreach_norm(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
@@ -215,8 +201,7 @@ def _foreach_copy(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
 
 
 def _fused_adam(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    depth = 5 if _given(args, kwargs, 4, "max_exp_avg_sqs") else 4
-    return _multi_tensor(args[0], depth)
+    return _multi_tensor(args[0], 5 if _given(args, kwargs, 4, "max_exp_avg_sqs") else 4)
 
 
 def _fused_sgd(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
@@ -293,15 +278,15 @@ def _is_mask(index: Tensor) -> bool:
 
 
 def _index_put(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    masks = sum(_NONZERO for each in args[1] if each is not None and _is_mask(each))
+    written = _index(args, kwargs)
     if not _given(args, kwargs, 3, "accumulate"):
-        return 1 + masks
+        return written
     indices = [each for each in args[1] if each is not None]
     num_keys = max((each.numel() for each in indices), default=0)
-    # Rows as one number (a remainder, and a product and a sum per further index), the order of
-    # the sorted ones, and the addition of equal ones.
+    # Rows as one number (a remainder, and a product and a sum per further index), and the order of
+    # the sorted ones; then equal ones are added.
     prepared = 1 + 2 * (len(indices) - 1) + 2
-    return masks + prepared + _radix_sort(num_keys, _bits(args[0].numel())) + 1
+    return prepared + _radix_sort(num_keys, _bits(args[0].numel())) + written
 
 
 def _index_put_copied(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
@@ -321,13 +306,9 @@ def _embedding_backward(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
 # transformers/cuda/attention_backward.cu: fewer heads of keys are expanded and added up again.
 
 
-def _flash_backward(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
-    query, key = args[1], args[2]
-    return 3 if query.shape[-3] == key.shape[-3] else 5
-
-
-def _varlen_backward(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
-    return 3 if args[1].shape[-2] == args[2].shape[-2] else 5
+def _flash_backward(heads: int) -> Rule:
+    """The rule of a backward whose query and key, behind the gradient, have heads in this dim."""
+    return lambda args, _: 3 if args[1].shape[heads] == args[2].shape[heads] else 5
 
 
 def _two_sums(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
@@ -387,11 +368,11 @@ _TABLE: Final[dict[str, int | Rule]] = {
     "aten.convolution_backward": 3,
     # transformers/cuda/attention.cu.
     "aten._scaled_dot_product_flash_attention": 1,
-    "aten._scaled_dot_product_flash_attention_backward": _flash_backward,
+    "aten._scaled_dot_product_flash_attention_backward": _flash_backward(-3),
     "aten._flash_attention_forward": 1,
-    "aten._flash_attention_backward": _varlen_backward,
+    "aten._flash_attention_backward": _flash_backward(-2),
     "torch_attn._varlen_attn": 1,
-    "torch_attn._varlen_attn_backward": _varlen_backward,
+    "torch_attn._varlen_attn_backward": _flash_backward(-2),
     "aten._scaled_dot_product_efficient_attention": 1,
     "aten._scaled_dot_product_efficient_attention_backward": 2,
     "aten._efficient_attention_forward": 1,

@@ -58,7 +58,6 @@ class DryBackend:
             self.options._timeout = timeout  # noqa: SLF001 # named as in torch
         self._store, self._rank, self._size = store, rank, size
         self.placeholder = dry_world.placeholder(rank, size)
-        self.num_splits = 0
 
     def name(self) -> str:
         """Name of the back end."""
@@ -99,10 +98,6 @@ class DryNccl(DryBackend):
 
     def eager_connect_single_device(self, _: Any) -> None:
         """Connect now; the world knows that it is so from the device of the group."""
-
-    def comm_split_count(self) -> int:
-        """How many groups were split off."""
-        return self.num_splits
 
 
 class DryGloo(DryBackend):
@@ -154,7 +149,6 @@ def enter_stand_ins(stack: ExitStack, world: DryWorld) -> None:
     plugins = {"NCCL": _maker(nccl), "GLOO": _maker(gloo)}
     stack.enter_context(dry_world.backend_plugins(**plugins))
     stack.enter_context(dry_world.torch_functions(**functions, **_noting_groups(world)))
-    stack.enter_context(dry_world.accelerator(torch.device("cuda")))
 
 
 def _maker(kind: Any) -> Callable[[Any, Any], Any]:
@@ -179,8 +173,6 @@ def _splitter(nccl: Any) -> Callable[..., Any]:
         group_desc: str | None = None,
         **_: Any,
     ) -> ProcessGroup | None:
-        parents: Any = dry_world.backend_of(parent, "cuda")
-        parents.num_splits += 1
         if parent.rank() not in ranks:
             return None
         position = sorted(ranks).index(parent.rank())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from hp_platform import _internals
 from hp_platform.dry.world.communicators import Communicator, Families
 from hp_platform.dry.world.hub import HubClient
+from hp_platform.failures.messages import bytes_of
 
 _SECONDS = 600.0
 Finish = Callable[[float], None]
@@ -68,13 +69,13 @@ class _Given:
         sizes: Bytes of the part for each position in the group.
         data: All parts, one behind the other.
         by: Line that issued the operation.
+        words: The operation in words.
     """
 
     sizes: list[int]
     data: bytes
     by: str
-    words: str = ""
-    starts: list[int] = field(default_factory=list)
+    words: str
 
     def part(self, position: int) -> bytes:
         """What is for one position."""
@@ -181,7 +182,7 @@ class Exchange:
 
     def _message(self, communicator: Communicator, asked: Operation) -> Finish:
         if asked.op == "send":
-            data = b"".join(map(_bytes, asked.inputs))
+            data = b"".join(map(bytes_of, asked.inputs))
             self.tell(communicator, asked.peer, data, str(asked.tag))
             return _done
         wait = self.hear(communicator, asked.peer, str(asked.tag))
@@ -218,12 +219,12 @@ def _parts(asked: Operation, size: int) -> list[bytes]:
     if asked.op == "all_to_all" and len(asked.inputs) == 1:
         x = asked.inputs[0]
         splits = list(asked.input_splits) or [x.shape[0] // size] * size
-        return [_bytes(part) for part in x.split(splits)]
+        return [bytes_of(part) for part in x.split(splits)]
     if asked.op == "reduce_scatter" and len(asked.inputs) == 1:
-        return [_bytes(part) for part in asked.inputs[0].chunk(size)]
+        return [bytes_of(part) for part in asked.inputs[0].chunk(size)]
     if asked.op in ("all_to_all", "reduce_scatter", "scatter"):
-        return [_bytes(part) for part in asked.inputs]
-    return [b"".join(_bytes(x) for x in asked.inputs)]
+        return [bytes_of(part) for part in asked.inputs]
+    return [b"".join(bytes_of(x) for x in asked.inputs)]
 
 
 def _members(asked: Operation, communicator: Communicator) -> Sequence[int]:
@@ -276,16 +277,6 @@ _REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "bor": torch.bitwise_or,
     "bxor": torch.bitwise_xor,
 }
-
-
-def _bytes(x: Tensor) -> bytes:
-    flat = x.detach().contiguous().reshape(-1)
-    if not flat.numel():
-        return b""
-    plain = flat.view(torch.uint8)
-    buffer = bytearray(plain.numel())
-    torch.frombuffer(buffer, dtype=torch.uint8).copy_(plain)
-    return bytes(buffer)
 
 
 def _tensor(data: bytes, like: Tensor) -> Tensor:

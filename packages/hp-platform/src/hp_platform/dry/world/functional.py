@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hp_platform._internals.dry import schema_of
+from hp_platform.dry.world.c10d import asked
 from hp_platform.dry.world.exchange import Operation
 
 Asked = tuple[list[Operation], Any]
 """What is to be done, and what the operator returns."""
+
+_OPERATIONS = {
+    "all_reduce": "all_reduce",
+    "broadcast": "broadcast",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
 
 
 def arguments_by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -33,58 +42,26 @@ def functional_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any])
         return None
     given = arguments_by_name(func, args, kwargs)
     name = schema_of(func).name.removeprefix("_c10d_functional::")
-    reader = _READERS.get(name.rstrip("_").removesuffix("_out").removesuffix("_coalesced"))
-    if reader is None:
+    op = _OPERATIONS.get(name.rstrip("_").removesuffix("_out").removesuffix("_coalesced"))
+    if op is None:
         raise NotImplementedError(f"_c10d_functional::{name} is not known to dry runs")
-    in_place = name.endswith("_")
-    if "inputs" in given:
-        made = [reader(x, given, in_place=in_place) for x in given["inputs"]]
-        return [each for each, _ in made], [y for _, y in made]
-    operation, y = reader(given["input"], given, in_place=in_place)
-    return [operation], y
+    if op == "broadcast":
+        given["root_rank"] = given.pop("src")
+    inputs = given["inputs"] if "inputs" in given else [given["input"]]
+    outputs = inputs if name.endswith("_") else [_result(op, x, given) for x in inputs]
+    operations = [asked(op, [x], [y], given) for x, y in zip(inputs, outputs, strict=True)]
+    return operations, outputs if "inputs" in given else outputs[0]
 
 
-def _all_reduce(x: Tensor, given: Any, *, in_place: bool) -> tuple[Operation, Tensor]:
-    y = x if in_place else _new(x, x.shape)
-    return Operation("all_reduce", [x], [y], given["reduce_op"].lower()), y
-
-
-def _broadcast(x: Tensor, given: Any, *, in_place: bool) -> tuple[Operation, Tensor]:
-    y = x if in_place else _new(x, x.shape)
-    return Operation("broadcast", [x], [y], root=given["src"]), y
-
-
-def _all_gather(x: Tensor, given: Any, *, in_place: bool) -> tuple[Operation, Tensor]:
-    del in_place
-    y = given.get("out")
-    if y is None:
-        y = _new(x, (given["group_size"] * x.shape[0], *x.shape[1:]))
-    return Operation("all_gather", [x], [y]), y
-
-
-def _reduce_scatter(x: Tensor, given: Any, *, in_place: bool) -> tuple[Operation, Tensor]:
-    del in_place
-    y = given.get("out")
-    if y is None:
-        y = _new(x, (x.shape[0] // given["group_size"], *x.shape[1:]))
-    return Operation("reduce_scatter", [x], [y], given["reduce_op"].lower()), y
-
-
-def _all_to_all(x: Tensor, given: Any, *, in_place: bool) -> tuple[Operation, Tensor]:
-    del in_place
-    outputs, inputs = [[*map(int, given[f"{way}_split_sizes"])] for way in ("output", "input")]
-    y = _new(x, (sum(outputs), *x.shape[1:]))
-    return Operation("all_to_all", [x], [y], input_splits=inputs, output_splits=outputs), y
-
-
-def _new(x: Tensor, shape: Sequence[int]) -> Tensor:
-    return torch.empty(tuple(shape), dtype=x.dtype, device="meta")
-
-
-_READERS: dict[str, Callable[..., tuple[Operation, Tensor]]] = {
-    "all_reduce": _all_reduce,
-    "broadcast": _broadcast,
-    "all_gather_into_tensor": _all_gather,
-    "reduce_scatter_tensor": _reduce_scatter,
-    "all_to_all_single": _all_to_all,
-}
+def _result(op: str, x: Tensor, given: dict[str, Any]) -> Any:
+    """The tensor that an operator writes: a new one, unless it is given one."""
+    if given.get("out") is not None:
+        return given["out"]
+    shape = list(x.shape)
+    if op == "all_gather":
+        shape[0] *= given["group_size"]
+    elif op == "reduce_scatter":
+        shape[0] //= given["group_size"]
+    elif op == "all_to_all":
+        shape[0] = sum(map(int, given["output_split_sizes"]))
+    return torch.empty(shape, dtype=x.dtype, device="meta")
