@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hp_platform._internals.dry import accelerator
-from hp_platform.dry.cuda.changes import change
+from hp_platform._internals.dry import accelerator, change
 from hp_platform.dry.cuda.streams import Event, Stream
 from hp_platform.dry.trace import HostWait
 

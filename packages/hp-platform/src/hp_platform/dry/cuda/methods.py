@@ -14,12 +14,12 @@ from torch.overrides import TorchFunctionMode
 from hp_platform._internals import device_of
 from hp_platform._internals.dry import (
     DisableTorchFunction,
+    change,
     default_device,
     grouping,
     is_meta,
     wrapper_maker,
 )
-from hp_platform.dry.cuda.changes import change
 from hp_platform.dry.operators.dispatch import PLAIN
 from hp_platform.dry.operators.shapes import META
 from hp_platform.dry.trace import Borrow

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from hp_platform.dry.cuda.changes import change
+from hp_platform._internals.dry import change
 
 if TYPE_CHECKING:
     from hp_platform.dry.device.device import DryDevice

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from itertools import count
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -22,14 +23,13 @@ from hp_platform._internals.dry import (
 )
 from hp_platform.dry.cuda import api, methods, random_state
 from hp_platform.dry.cuda.current import entered
-from hp_platform.dry.device import alone, sites
+from hp_platform.dry.device import sites
 from hp_platform.dry.device.backward import Backward, Origin
-from hp_platform.dry.device.buffers import Buffers
-from hp_platform.dry.device.storages import Storages
+from hp_platform.dry.device.storages import Buffers, Storages
 from hp_platform.dry.gpu import Gpu
 from hp_platform.dry.operators.dispatch import Operators
-from hp_platform.dry.operators.shapes import tensors_in
-from hp_platform.dry.trace import Event, Fault, HostAccess, Label, Launch, Trace
+from hp_platform.dry.operators.shapes import shapes_of, tensors_in
+from hp_platform.dry.trace import Collective, Event, Fault, HostAccess, Label, Launch, Trace
 from hp_platform.own_kernels import noting
 from hp_platform.threads.places import current_place
 
@@ -88,9 +88,9 @@ class DryDevice:
         self.thread = _Thread()
         self.buffers = Buffers()
         self.storages = Storages(self.emit)
-        self.on_collective: Callable[[Any, Any, Any], Any] = partial(alone.write_down, self)
-        self._num_threads = self._num_events = self._num_works = 0
-        self._num_streams = [0, 0]
+        self.on_collective: Callable[[Any, Any, Any], Any] = self._without_others
+        self._threads, self._events, self._works = count(), count(1), count(1)
+        self._pools = count(), count()
         self._group_streams: dict[str, int] = {}
         self._stack = ExitStack()
 
@@ -139,18 +139,15 @@ class DryDevice:
 
     def new_event(self) -> int:
         """Return a number for an event."""
-        self._num_events += 1
-        return self._num_events
+        return next(self._events)
 
     def next_in_pool(self, *, is_high: bool) -> int:
         """How many streams of a priority were handed out before."""
-        self._num_streams[is_high] += 1
-        return self._num_streams[is_high] - 1
+        return next(self._pools[is_high])
 
     def new_work(self) -> int:
         """Return a number for an operation between ranks."""
-        self._num_works += 1
-        return self._num_works
+        return next(self._works)
 
     def block_of(self, x: Tensor) -> int:
         """Number of the block of a tensor on the device; -1 if it has none."""
@@ -230,7 +227,7 @@ class DryDevice:
         """Number of this thread of the host."""
         thread = self.thread
         if thread.number < 0:
-            thread.number, self._num_threads = self._num_threads, self._num_threads + 1
+            thread.number = next(self._threads)
         return thread.number
 
     def note_kernel(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
@@ -293,3 +290,29 @@ class DryDevice:
             yield
         finally:
             self.thread.asked_meta = before
+
+    def _without_others(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What `on_collective` is until a world is there: torch's own kernels for `meta`.
+
+        The operation is written down; it changes nothing, since no other rank is there.
+        """
+        importlib.import_module("torch.distributed._tools.fake_collectives")
+        if "wait_tensor" in func.name():
+            return args[0]
+        tensors = tensors_in(*args, *kwargs.values())
+        blocks = tuple(map(self.block_of, tensors))
+        out = self.run_kernel(func, args, kwargs)
+        self.emit(
+            Collective(
+                op=func.name().split("::")[1].split(".")[0],
+                group="",
+                issuer=self.current_stream(),
+                stream=self.stream_of_group(""),
+                inputs=shapes_of(tensors),
+                outputs=(),
+                reads=blocks,
+                writes=(),
+                work=self.new_work(),
+            )
+        )
+        return out

@@ -1,9 +1,9 @@
-"""Which storages are memory of the device, and since when: `Allocate`, `Release`."""
+"""Which storages are memory of the device, and since when; buffers of the host for its copies."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -135,3 +135,30 @@ class Storages:
         assert isinstance(block, Block)
         if self._blocks.pop(block.key, None) is not None:
             self._release(block)
+
+
+class Buffers:
+    """Storages on the host that asynchronous copies have named, with their numbers in the trace."""
+
+    def __init__(self) -> None:
+        self._numbers: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._count = 0
+
+    def number(self, host: Tensor) -> int:
+        """Return the number of a tensor's storage, which is new if it was not named before."""
+        storage = host.untyped_storage()
+        if storage not in self._numbers:
+            self._numbers[storage] = self._count
+            self._count += 1
+        return self._numbers[storage]
+
+    def among(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Yield those of `tensors` whose storage was named, with its number."""
+        if not self._numbers:
+            return
+        for x in tensors:
+            number = self._numbers.get(x.untyped_storage())
+            if number is not None:
+                yield number, x

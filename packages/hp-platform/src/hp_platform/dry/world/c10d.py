@@ -1,13 +1,20 @@
-"""What each operator of c10d asks for, as `Operation`s."""
+"""What each operator between ranks asks for, as `Operation`s: of c10d, or a functional one.
+
+Functional ones give new results, that are waited for by tensor.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from hp_platform._internals import dry_world
+from hp_platform._internals.dry import (
+    reduction_of,
+    schema_of,
+)
 from hp_platform.dry.operators.shapes import tensors_in
 from hp_platform.dry.world.exchange import Operation
 
@@ -53,6 +60,18 @@ _READINGS = {
 }
 
 
+Asked = tuple[list[Operation], Any]
+"""What is to be done, and what the operator returns."""
+
+_FUNCTIONAL = {
+    "all_reduce": "all_reduce",
+    "broadcast": "broadcast",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+
+
 def operations_of(name: str, given: dict[str, Any]) -> list[Operation]:
     """What an operator asks for; more than one if they are started as one.
 
@@ -89,10 +108,53 @@ def asked(
         op,
         inputs,
         outputs,
-        reduction=dry_world.reduction_of(given["reduce_op"]) if "reduce_op" in given else "",
+        reduction=reduction_of(given["reduce_op"]) if "reduce_op" in given else "",
         root=given.get("root_rank", -1),
         peer=given.get("dst", given.get("src", -1)),
         tag=given.get("tag", 0),
         input_splits=[*map(int, given.get("input_split_sizes", ()))],
         output_splits=[*map(int, given.get("output_split_sizes", ()))],
     )
+
+
+def arguments_by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that an overload of an operator is given; those left out are not in it."""
+    names = (argument.name for argument in schema_of(func).arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def functional_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Asked | None:
+    """What an operator of `_c10d_functional` asks for; None if it is not one of these.
+
+    Args:
+        func: Overload of an operator.
+        args: Positional arguments of the call, with tensors of the device.
+        kwargs: Keyword arguments of the call.
+    """
+    if func.namespace != "_c10d_functional":
+        return None
+    given = arguments_by_name(func, args, kwargs)
+    name = schema_of(func).name.removeprefix("_c10d_functional::")
+    op = _FUNCTIONAL.get(name.rstrip("_").removesuffix("_out").removesuffix("_coalesced"))
+    if op is None:
+        raise NotImplementedError(f"_c10d_functional::{name} is not known to dry runs")
+    if op == "broadcast":
+        given["root_rank"] = given.pop("src")
+    inputs = given["inputs"] if "inputs" in given else [given["input"]]
+    outputs = inputs if name.endswith("_") else [_result(op, x, given) for x in inputs]
+    operations = [asked(op, [x], [y], given) for x, y in zip(inputs, outputs, strict=True)]
+    return operations, outputs if "inputs" in given else outputs[0]
+
+
+def _result(op: str, x: Tensor, given: dict[str, Any]) -> Any:
+    """The tensor that an operator writes: a new one, unless it is given one."""
+    if given.get("out") is not None:
+        return given["out"]
+    shape = list(x.shape)
+    if op == "all_gather":
+        shape[0] *= given["group_size"]
+    elif op == "reduce_scatter":
+        shape[0] //= given["group_size"]
+    elif op == "all_to_all":
+        shape[0] = sum(map(int, given["output_split_sizes"]))
+    return torch.empty(shape, dtype=x.dtype, device="meta")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import count, pairwise
 
 from hp_platform.dry.classes import Classes
 
@@ -31,7 +32,7 @@ class Communicator:
         mine: Position of this rank in `ranks`.
         is_eager: Whether NCCL has one communicator for all its messages.
         is_connected: Whether NCCL has connected it.
-        num_operations: Number of operations that this rank has begun on the host.
+        operations: Numbers of the operations that this rank will begin on the host.
         num_messages: Number of messages to or from each member, by direction (`"to"` or `"from"`),
             position of the member and tag.
     """
@@ -42,19 +43,13 @@ class Communicator:
     mine: int
     is_eager: bool = False
     is_connected: bool = False
-    num_operations: int = 0
-    num_messages: dict[tuple[str, int, str], int] = field(default_factory=dict)
-
-    def next_operation(self) -> int:
-        """Number of an operation that begins."""
-        self.num_operations += 1
-        return self.num_operations
+    operations: Iterator[int] = field(default_factory=lambda: count(1))
+    num_messages: Counter[tuple[str, int, str]] = field(default_factory=Counter)
 
     def next_message(self, way: str, position: int, tag: str) -> int:
         """Number of a message that goes (`way` "to") or comes ("from"), among those like it."""
-        number = self.num_messages.get((way, position, tag), 0)
-        self.num_messages[way, position, tag] = number + 1
-        return number
+        self.num_messages[way, position, tag] += 1
+        return self.num_messages[way, position, tag] - 1
 
 
 class Families:

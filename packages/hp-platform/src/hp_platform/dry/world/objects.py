@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_platform._internals import dry_world
+from hp_platform._internals.dry import torch_functions
 from hp_platform.dry.world.exchange import seconds_of
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def enter_stand_ins(stack: ExitStack, world: DryWorld) -> None:
     functions = {
         name: objects.over_nccl(getattr(dist, name), getattr(objects, name)) for name in names
     }
-    stack.enter_context(dry_world.torch_functions(**functions))
+    stack.enter_context(torch_functions(**functions))
 
 
 class _Objects:

@@ -22,21 +22,30 @@ from hp_platform._internals import (
     AsyncCollectiveTensor,
     backend_name,
     backend_of,
-    dry_world,
     group_of,
 )
-from hp_platform._internals.dry import is_meta, operator_kernels
+from hp_platform._internals.dry import (
+    arguments_of,
+    change,
+    is_meta,
+    operator_kernels,
+    operator_names,
+    rendezvous_by,
+    work_of,
+)
 from hp_platform.dry.classes import Classes
-from hp_platform.dry.cuda.changes import change
 from hp_platform.dry.device import sites
 from hp_platform.dry.device.device import DryDevice
 from hp_platform.dry.operators.shapes import shapes_of
 from hp_platform.dry.trace import Collective, HostMessage, HostWait, WaitWork
 from hp_platform.dry.world import backends, objects
-from hp_platform.dry.world.c10d import operations_of
+from hp_platform.dry.world.c10d import (
+    arguments_by_name,
+    functional_operation,
+    operations_of,
+)
 from hp_platform.dry.world.communicators import Communicator, Families
 from hp_platform.dry.world.exchange import Exchange, Operation, seconds_of
-from hp_platform.dry.world.functional import arguments_by_name, functional_operation
 from hp_platform.dry.world.hub import HubClient
 from hp_platform.dry.world.store import DryStore
 from hp_platform.failures import messages
@@ -78,10 +87,10 @@ class DryWorld:
         with ExitStack() as stack:
             backends.enter_stand_ins(stack, self)
             objects.enter_stand_ins(stack, self)
-            names = dry_world.operator_names()
+            names = operator_names()
             kernels = {name: self._kernel(name) for name in names}
             stack.enter_context(operator_kernels("c10d", kernels, "CPU", "Meta"))
-            stack.enter_context(dry_world.rendezvous_by(self._rendezvous))
+            stack.enter_context(rendezvous_by(self._rendezvous))
             change(stack, self.device, on_collective=self._on_collective)
             change(stack, messages, _device=self._carries_values)
             self._stack = stack.pop_all()
@@ -210,7 +219,7 @@ class DryWorld:
         return torch.device("cpu")
 
     def _kernel(self, name: str) -> Any:
-        names, num_returned = dry_world.arguments_of(name)
+        names, num_returned = arguments_of(name)
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -323,7 +332,7 @@ class DryWorld:
                 self.device.emit(HostWait(what="barrier", stream=awaited))
             return True
 
-        return dry_world.work_of(wait)
+        return work_of(wait)
 
     def _staged(self, communicator: Communicator, operations: Sequence[Operation]) -> Any:
         """Gloo on tensors of the device: through the host, whose numbers nobody has."""
@@ -334,7 +343,7 @@ class DryWorld:
                 HostWait(what="gloo: copy to host", stream=stream, num_bytes=num_bytes)
             )
             self._tell(communicator, asked, waits=True, work=-1)
-        return dry_world.work_of(lambda _: True)
+        return work_of(lambda _: True)
 
     def _on_host(
         self, communicator: Communicator, operations: Sequence[Operation], group: ProcessGroup
@@ -358,7 +367,7 @@ class DryWorld:
             self.device.emit(WaitWork(work=work, stream=-1))
             return True
 
-        return dry_world.work_of(wait)
+        return work_of(wait)
 
     def _tell(
         self, communicator: Communicator, asked: Operation, *, waits: bool, work: int
