@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from hp_platform.dry.operators.shapes import tensors_in
+from hp_platform.dry.operators.shapes import MASKS, tensors_in
 
 Rule = Callable[[Sequence[Any], Mapping[str, Any]], int]
 
@@ -270,11 +270,9 @@ def _scan(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
 
 
 def _index(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
-    return 1 + sum(_NONZERO for each in args[1] if each is not None and _is_mask(each))
-
-
-def _is_mask(index: Tensor) -> bool:
-    return index.dtype in (torch.bool, torch.uint8)
+    """A mask is made a list of places first."""
+    masks = [each for each in args[1] if each is not None and each.dtype in MASKS]
+    return 1 + _NONZERO * len(masks)
 
 
 def _index_put(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
@@ -287,10 +285,6 @@ def _index_put(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     # the sorted ones; then equal ones are added.
     prepared = 1 + 2 * (len(indices) - 1) + 2
     return prepared + _radix_sort(num_keys, _bits(args[0].numel())) + written
-
-
-def _index_put_copied(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    return 1 + _index_put(args, kwargs)
 
 
 # Embedding.cu, EmbeddingBackwardKernel.cu: atomic additions up to 3072 tokens, sorted ones above.
@@ -399,8 +393,8 @@ _TABLE: Final[dict[str, int | Rule]] = {
     "aten._unsafe_index": _index,
     "aten.index_put_": _index_put,
     "aten._index_put_impl_": _index_put,
-    "aten.index_put": _index_put_copied,
-    "aten._unsafe_index_put": _index_put_copied,
+    "aten.index_put": lambda args, kwargs: 1 + _index_put(args, kwargs),
+    "aten._unsafe_index_put": lambda args, kwargs: 1 + _index_put(args, kwargs),
     "aten.index_add": 2,
     "aten.index_copy": 2,
     "aten.index_fill": 2,

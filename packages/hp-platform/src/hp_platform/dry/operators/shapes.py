@@ -16,6 +16,8 @@ from hp_platform._internals.dry import is_meta, storage_key
 from hp_platform.dry.trace import Shapes
 
 META = torch.device("meta")
+MASKS = (torch.bool, torch.uint8)
+"""Dtypes of indices that say of each place whether it is meant."""
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
