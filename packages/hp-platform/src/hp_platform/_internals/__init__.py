@@ -51,24 +51,10 @@ __all__ = [
 
 
 # Renamed in 2.13, where the old names warn.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def all_gather(output: Tensor, x: Tensor, group: ProcessGroup) -> None:
-    """Write the `[N, ...]` of every rank into `output` `[ranks * N, ...]`."""
-    _all_gather(output, x, group=group)
-
-
-def start_all_gather(output: Tensor, x: Tensor, group: ProcessGroup) -> dist.Work | None:
-    """`all_gather` that returns at once; None where it is done already."""
-    work: dist.Work | None = _all_gather(output, x, group=group, async_op=True)
-    return work
-
-
-def reduce_scatter(output: Tensor, x: Tensor, group: ProcessGroup) -> None:
-    """Sum `x` `[ranks * N, ...]` over ranks and write the part of this rank into `output`."""
-    _reduce_scatter(output, x, group=group)
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Writes the input `[N, ...]` of all ranks into the output `[ranks * N, ...]`, which comes first."""
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Sums the input `[ranks * N, ...]`, writes this rank's part into the output, which comes first."""
 
 
 def functional_all_to_all(
@@ -108,11 +94,6 @@ def dynamo_disabled(fn: Callable[P, T]) -> Callable[P, T]:
 def default_store() -> Store:
     """The store that the default process group was initialised with."""
     return distributed_c10d._get_default_store()
-
-
-def own_connection(store: Any) -> Any:
-    """A store with the same keys that does not wait for other threads' calls; untyped in torch."""
-    return store.clone()
 
 
 def all_groups() -> list[ProcessGroup]:

@@ -118,7 +118,7 @@ def launch_all_gather(x: Tensor, *, group: ProcessGroup | DeviceMesh) -> Pending
     note_use(pg)
     x = wait_tensor(x.detach()).contiguous()
     y = x.new_empty((pg.size() * x.shape[0], *x.shape[1:]))
-    work = _internals.start_all_gather(y, x, pg)
+    work = _internals.all_gather(y, x, group=pg, async_op=True)
     return Pending(y, works=[] if work is None else [work], buffers=[x, y])
 
 
@@ -283,7 +283,7 @@ class _AllGather(torch.autograd.Function):
             sent = rows.new_zeros((longest, *rows.shape[1:]))
             sent[: rows.shape[0]] = rows
         gathered = rows.new_empty((longest * len(sizes), *rows.shape[1:]))
-        _internals.all_gather(gathered, sent, group)
+        _internals.all_gather(gathered, sent, group=group)
         if not is_even:
             blocks = zip(gathered.split(longest), sizes, strict=True)
             gathered = torch.cat([block[:size] for block, size in blocks])
@@ -309,7 +309,7 @@ class _ReduceScatter(torch.autograd.Function):
                 block[: part.shape[0]] = part
             sent = padded.flatten(0, 1)
         mine = rows.new_empty((longest, *rows.shape[1:]))
-        _internals.reduce_scatter(mine, sent, group)
+        _internals.reduce_scatter(mine, sent, group=group)
         return mine[: sizes[group.rank()]].movedim(0, dim).contiguous()
 
     @staticmethod

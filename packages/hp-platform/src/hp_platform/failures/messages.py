@@ -63,7 +63,7 @@ def all_gather_json(value: T, *, of: type[T], group: ProcessGroup | None) -> lis
     device = _device(group)
     lengths = torch.empty(group.size(), dtype=torch.int64, device=device)
     mine = torch.tensor([len(text) if error is None else _FAILED], device=device)
-    _internals.all_gather(lengths, mine, group)
+    _internals.all_gather(lengths, mine, group=group)
     sizes: list[int] = lengths.tolist()
     if _FAILED in sizes:
         agree(error, group=group, where="telling each other", device=device)
@@ -72,7 +72,7 @@ def all_gather_json(value: T, *, of: type[T], group: ProcessGroup | None) -> lis
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     received = torch.empty(group.size() * longest, dtype=torch.uint8, device=device)
-    _internals.all_gather(received, padded.to(device), group)
+    _internals.all_gather(received, padded.to(device), group=group)
     told = bytes_of(received)
     rows = (told[rank * longest :][:size] for rank, size in enumerate(sizes))
     return [_decode(row, of, rank, group) for rank, row in enumerate(rows)]

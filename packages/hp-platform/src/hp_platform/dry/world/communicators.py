@@ -89,12 +89,12 @@ class Families:
         self._list_of.update({(family, rank): ranks for rank in ranks})
         return family + listed(ranks), family
 
-    def speaker(self, communicator: Communicator, rank: int) -> tuple[int, str, int]:
+    def speaker(self, communicator: Communicator, rank: int) -> tuple[int, str]:
         """Who has a process and stands for a member.
 
         Returns:
             Its global rank, and the name of the communicator in which it speaks for it: this one,
-            or that of the same family that it is in; and its position there.
+            or that of the same family that it is in.
 
         Raises:
             RuntimeError: If it is in none of that family.
@@ -102,10 +102,10 @@ class Families:
         speaks = self._classes.representative[rank]
         ranks = self._list_of.get((communicator.family, speaks))
         if speaks in communicator.ranks:
-            return speaks, communicator.name, communicator.ranks.index(speaks)
+            return speaks, communicator.name
         if ranks is None:
             raise RuntimeError(
                 f"rank {speaks}, which stands for rank {rank}, must be in a group like "
                 f"{communicator.name}: ranks of one class run the same program"
             )
-        return speaks, communicator.family + listed(ranks), ranks.index(speaks)
+        return speaks, communicator.family + listed(ranks)

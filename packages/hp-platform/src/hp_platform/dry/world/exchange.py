@@ -155,7 +155,7 @@ class Exchange:
     ) -> dict[int, _Given]:
         keys = []
         for position in positions:
-            speaks, name, _ = self._families.speaker(communicator, communicator.ranks[position])
+            speaks, name = self._families.speaker(communicator, communicator.ranks[position])
             keys.append(f"of/{speaks}/{name}/{number}")
         unique = list(dict.fromkeys(keys))
         if not unique:
@@ -175,7 +175,7 @@ class Exchange:
         number = communicator.next_message("from", peer, tag)
         sender = communicator.ranks[peer]
         steps = (communicator.mine - peer) % len(communicator.ranks)
-        speaks, name, _ = self._families.speaker(communicator, sender)
+        speaks, name = self._families.speaker(communicator, sender)
         key = f"of/{speaks}/{name}/+{steps}/{tag}/{number}"
 
         def wait(seconds: float) -> bytes:
