@@ -52,9 +52,9 @@ __all__ = [
 
 # Renamed in 2.13, where the old names warn.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Writes the input `[N, ...]` of all ranks into the output `[ranks * N, ...]`, which comes first."""
+"""Writes the inputs `[N, ...]` of all ranks into the output `[ranks * N, ...]`, given first."""
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""Sums the input `[ranks * N, ...]`, writes this rank's part into the output, which comes first."""
+"""Sums inputs `[ranks * N, ...]` and writes this rank's part into the output, given first."""
 
 
 def functional_all_to_all(

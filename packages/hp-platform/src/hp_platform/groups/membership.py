@@ -1,6 +1,6 @@
-"""Whether ranks that make a group make the same one, and whether those that connected are its ranks.
+"""Whether ranks that make a group make the same one, and whether its ranks are who connected.
 
-A group that was made in another order on some ranks would end in a hang.
+Ranks that make groups in different orders would hang.
 
 Note [strangers]. Gloo asks nobody who connects for a proof: it takes whoever first names a number
 that can be guessed for the rank that it waits for, and any user of a machine can connect to a port
