@@ -78,9 +78,13 @@ class _Scan(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        # getattr(torch._C, "_name", None) is how a symbol that some versions lack is reached.
+        # getattr(torch._C, "_name", None) is how a symbol that some versions lack is reached, and
+        # patch.object(torch._C, "_name", other) how one is another in a context.
         match node:
-            case ast.Call(ast.Name("getattr" | "hasattr"), [owner, ast.Constant(str(name)), *_]):
+            case ast.Call(
+                ast.Name("getattr" | "hasattr") | ast.Attribute(attr="object"),
+                [owner, ast.Constant(str(name)), *_],
+            ):
                 path = self._resolve(owner)
                 if path is not None:
                     self._note(f"{path}.{name}")

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import DisableTorchFunction
 from torch._C._distributed_c10d import (
     FileStore,
     HashStore,
@@ -49,24 +51,10 @@ __all__ = [
 
 
 # Renamed in 2.13, where the old names warn.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def all_gather(output: Tensor, x: Tensor, group: ProcessGroup) -> None:
-    """Write the `[N, ...]` of every rank into `output` `[ranks * N, ...]`."""
-    _all_gather(output, x, group=group)
-
-
-def start_all_gather(output: Tensor, x: Tensor, group: ProcessGroup) -> dist.Work | None:
-    """`all_gather` that returns at once; None where it is done already."""
-    work: dist.Work | None = _all_gather(output, x, group=group, async_op=True)
-    return work
-
-
-def reduce_scatter(output: Tensor, x: Tensor, group: ProcessGroup) -> None:
-    """Sum `x` `[ranks * N, ...]` over ranks and write the part of this rank into `output`."""
-    _reduce_scatter(output, x, group=group)
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Writes the inputs `[N, ...]` of all ranks into the output `[ranks * N, ...]`, given first."""
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Sums inputs `[ranks * N, ...]` and writes this rank's part into the output, given first."""
 
 
 def functional_all_to_all(
@@ -108,11 +96,6 @@ def default_store() -> Store:
     return distributed_c10d._get_default_store()
 
 
-def own_connection(store: Any) -> Any:
-    """A store with the same keys that does not wait for other threads' calls; untyped in torch."""
-    return store.clone()
-
-
 def all_groups() -> list[ProcessGroup]:
     """Every process group of this process that torch knows, the default one last."""
     groups = list(distributed_c10d._world.pg_map)
@@ -137,24 +120,16 @@ def can_split(world: ProcessGroup) -> bool:
     device = world.bound_device_id
     if device is None or str(dist.get_backend(world)) != "nccl":
         return False
-    backend: Any = world._get_backend(device)
-    return bool(getattr(backend, "supports_splitting", False))
+    return bool(getattr(backend_of(world, device), "supports_splitting", False))
 
 
-@contextmanager
-def naming_groups(name: str) -> Iterator[None]:
+def naming_groups(name: str) -> AbstractContextManager[object]:
     """Let torch give `name` to the group that is made inside.
 
     Its own is a hash that counts the groups of this process; it begins the group's keys in the
     store, so members that have different numbers of groups would never find each other.
     """
-    module: Any = distributed_c10d
-    usual = module._process_group_name
-    module._process_group_name = lambda *_args, **_kwargs: name
-    try:
-        yield
-    finally:
-        module._process_group_name = usual
+    return patch.object(distributed_c10d, "_process_group_name", lambda *_args, **_kwargs: name)
 
 
 def assert_async(condition: Tensor, message: str) -> None:
@@ -176,52 +151,41 @@ def fsdp_param_groups(module: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def backend_name(group: ProcessGroup | None, device: torch.device) -> str | None:
-    """Name of the backend that serves `device` in `group`; None if there is none."""
-    if group is None:
-        return None
+def backend_of(group: ProcessGroup | None, device: torch.device) -> Any:
+    """The backend that serves `device` in `group`; None if there is none."""
     try:
-        name: str = group._get_backend(device).name()
+        return None if group is None else group._get_backend(device)
     except RuntimeError:
         return None
-    return name
+
+
+def backend_name(group: ProcessGroup | None, device: torch.device) -> str | None:
+    """Name of the backend that serves `device` in `group`; None if there is none."""
+    backend = backend_of(group, device)
+    return None if backend is None else backend.name()
 
 
 def coalesces(group: ProcessGroup, device: torch.device) -> bool:
     """Whether the backend that serves `device` in `group` can start several operations as one."""
-    try:
-        backend: Any = group._get_backend(device)
-    except RuntimeError:
-        return False
-    return bool(backend.supports_coalescing)
+    return bool(getattr(backend_of(group, device), "supports_coalescing", False))
 
 
 def device_of(x: Tensor) -> torch.device:
     """The device of `x` as torch has it, whatever `Tensor.device` says meanwhile."""
-    device: torch.device = torch._C.TensorBase.device.__get__(x)
+    with DisableTorchFunction():
+        device: torch.device = torch._C.TensorBase.device.__get__(x)
     return device
 
 
-@contextmanager
-def fsdp_on(device: torch.device) -> Iterator[None]:
+def fsdp_on(device: torch.device) -> AbstractContextManager[object]:
     """Let FSDP2 keep on `device` what it makes for modules that are sharded inside."""
-    module: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
-    usual = module._get_device_from_mesh
-    module._get_device_from_mesh = lambda _mesh: device
-    try:
-        yield
-    finally:
-        module._get_device_from_mesh = usual
+    module = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
+    return patch.object(module, "_get_device_from_mesh", lambda _mesh: device)
 
 
 def group_timeout(group: ProcessGroup | None, device: torch.device) -> timedelta | None:
     """The time-out `group` was created with; None where its backend does not tell."""
-    if group is None:
-        return None
-    try:
-        options: Any = group._get_backend(device).options
-    except (AttributeError, RuntimeError):
-        return None
+    options = getattr(backend_of(group, device), "options", None)
     timeout = getattr(options, "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else None
 
@@ -248,9 +212,11 @@ def unregister_group(name: str, group: ProcessGroup) -> None:
     distributed_c10d._world.pg_group_ranks.pop(group, None)
 
 
-def group_of_name(name: str) -> ProcessGroup:
-    """The group that a functional collective is given by its name."""
-    return _resolve_process_group(cast("Any", name))
+def group_of(given: Any) -> ProcessGroup:
+    """The group that an operator between ranks is given: as it is, boxed, or by its name."""
+    if isinstance(given, str):
+        return _resolve_process_group(cast("Any", given))
+    return given if isinstance(given, ProcessGroup) else ProcessGroup.unbox(given)
 
 
 @contextmanager
@@ -260,15 +226,16 @@ def on_gloo_devices_of(group: ProcessGroup) -> Iterator[None]:
     torch makes a device for each group, and each has a thread that wakes a hundred times a second.
     No other thread may make groups meanwhile, as nowhere in torch.
     """
-    devices = _gloo_devices(group)
+    made_by: Any = dist.ProcessGroupGloo
+    backend = backend_of(group, torch.device("cpu"))
+    # NCCL alone, or what debugging wraps Gloo in, has none.
+    devices = list(backend.options._devices) if isinstance(backend, made_by) else []
     if not devices:
         yield
         return
-    torch_module: Any = distributed_c10d
-    made_by = torch_module.ProcessGroupGloo
 
     # new_group has no argument for it; it makes, and asks for, an instance of this name.
-    class OnDevices(made_by):  # type: ignore[misc, valid-type]
+    class OnDevices(made_by):  # type: ignore[misc]
         def __init__(
             self, store: Store, rank: int, size: int, timeout: timedelta, **others: bool
         ) -> None:
@@ -280,22 +247,11 @@ def on_gloo_devices_of(group: ProcessGroup) -> Iterator[None]:
             options._threads = 2 * len(devices)
             super().__init__(store, rank, size, options)
 
-    torch_module.ProcessGroupGloo = OnDevices
     try:
-        yield
+        with patch.object(distributed_c10d, "ProcessGroupGloo", OnDevices):
+            yield
     finally:
-        torch_module.ProcessGroupGloo = made_by
         devices.clear()  # a class lives until it is collected, and the groups have theirs
-
-
-def _gloo_devices(group: ProcessGroup) -> list[Any]:
-    try:
-        backend: Any = group._get_backend(torch.device("cpu"))
-    except RuntimeError:
-        return []
-    if not isinstance(backend, dist.ProcessGroupGloo):  # NCCL alone, or what debugging wraps it in
-        return []
-    return list(cast("Any", backend).options._devices)
 
 
 def gloo_group(

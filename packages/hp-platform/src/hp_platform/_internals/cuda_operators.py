@@ -13,6 +13,7 @@ others are switched off.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,12 +34,8 @@ aten: Any = torch.ops.aten
 
 def kernels(gpu: Gpu) -> dict[str, Callable[..., Any]]:
     """What stands for operators of aten, by their names."""
-
-    def attention(*args: Any, **kwargs: Any) -> Tensor:
-        return _attention(gpu.capability, *args, **kwargs)
-
     found: dict[str, Callable[..., Any]] = {
-        "scaled_dot_product_attention": attention,
+        "scaled_dot_product_attention": partial(_attention, gpu.capability),
         "dropout": _dropout,
     }
     if hasattr(aten, "_fused_rms_norm"):

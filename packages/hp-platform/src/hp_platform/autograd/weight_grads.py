@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, overload
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from torch import Tensor
 from hp_platform._internals import version_of
 
 Compute = Callable[[], Tensor]
+X = TypeVar("X", Tensor, Tensor | None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,14 +243,6 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-@overload
-def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor: ...
-
-
-@overload
-def _cast(x: None, dtype: torch.dtype | None) -> None: ...
-
-
-def _cast(x: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+def _cast(x: X, dtype: torch.dtype | None) -> X:
     # Autocast leaves float64 alone.
     return x if x is None or dtype is None or x.dtype == torch.float64 else x.to(dtype)

@@ -100,7 +100,7 @@ def launch_all_to_all(
     """Start the exchange of `all_to_all` outside autograd; arguments and errors are the same."""
     pg = resolve_group(group)
     outputs, inputs = _splits(x, output_splits, input_splits, pg)
-    return _launch(x, outputs, inputs, pg)
+    return _launch(x, outputs, inputs, pg)[1]
 
 
 def launch_all_gather(x: Tensor, *, group: ProcessGroup | DeviceMesh) -> Pending[Tensor]:
@@ -118,7 +118,7 @@ def launch_all_gather(x: Tensor, *, group: ProcessGroup | DeviceMesh) -> Pending
     note_use(pg)
     x = wait_tensor(x.detach()).contiguous()
     y = x.new_empty((pg.size() * x.shape[0], *x.shape[1:]))
-    work = _internals.start_all_gather(y, x, pg)
+    work = _internals.all_gather(y, x, group=pg, async_op=True)
     return Pending(y, works=[] if work is None else [work], buffers=[x, y])
 
 
@@ -242,8 +242,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, started: StartedAllToAll) -> Tensor:
         ctx.started = started
-        y, work, sent = _start(x, started.outputs, started.inputs, started.group)
-        started.forward = Pending(y, works=work, buffers=[sent, y])
+        y, started.forward = _launch(x, started.outputs, started.inputs, started.group)
         return y
 
     @staticmethod
@@ -268,15 +267,27 @@ class _Wait(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         started: StartedAllToAll = ctx.started
-        started.backward = _launch(grad, started.inputs, started.outputs, started.group)
+        _, started.backward = _launch(grad, started.inputs, started.outputs, started.group)
         return grad, None
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sizes: list[int], dim: int, group: ProcessGroup) -> Tensor:
+        """Concatenate shards along `dim`; unequal ones travel padded to the longest."""
         ctx.call = (sizes, dim, group)
-        return _gather(x, sizes, dim, group)
+        longest, is_even = max(sizes), min(sizes) == max(sizes)
+        rows = x.movedim(dim, 0)
+        sent = rows.contiguous()
+        if not is_even:
+            sent = rows.new_zeros((longest, *rows.shape[1:]))
+            sent[: rows.shape[0]] = rows
+        gathered = rows.new_empty((longest * len(sizes), *rows.shape[1:]))
+        _internals.all_gather(gathered, sent, group=group)
+        if not is_even:
+            blocks = zip(gathered.split(longest), sizes, strict=True)
+            gathered = torch.cat([block[:size] for block, size in blocks])
+        return gathered.movedim(0, dim).contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -286,60 +297,35 @@ class _AllGather(torch.autograd.Function):
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sizes: list[int], dim: int, group: ProcessGroup) -> Tensor:
+        """Sum over ranks and keep this rank's part along `dim`."""
         ctx.call = (sizes, dim, group)
-        return _scatter(x, sizes, dim, group)
+        rows = x.movedim(dim, 0)
+        if x.device.type == "cpu" and _internals.backend_name(group, x.device) == "gloo":
+            return _scatter_by_exchange(rows, sizes, group).movedim(0, dim).contiguous()
+        longest, sent = max(sizes), rows.contiguous()
+        if min(sizes) < longest:
+            padded = rows.new_zeros((len(sizes), longest, *rows.shape[1:]))
+            for block, part in zip(padded, rows.split(sizes), strict=True):
+                block[: part.shape[0]] = part
+            sent = padded.flatten(0, 1)
+        mine = rows.new_empty((longest, *rows.shape[1:]))
+        _internals.reduce_scatter(mine, sent, group=group)
+        return mine[: sizes[group.rank()]].movedim(0, dim).contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _AllGather.apply(grad, *ctx.call), None, None, None
 
 
-def _start(
+def _launch(
     x: Tensor, outputs: Splits, inputs: Splits, group: ProcessGroup
-) -> tuple[Tensor, list[dist.Work], Tensor]:
-    """Start an exchange; return what it writes, its handle and what it reads."""
+) -> tuple[Tensor, Pending[Tensor]]:
+    """Start an exchange; return what it writes, which is not there yet, and what waits for it."""
     x = wait_tensor(x.detach()).contiguous()
     rows = x.shape[0] if outputs is None else sum(outputs)
     y = x.new_empty((rows, *x.shape[1:]))
     work = dist.all_to_all_single(y, x, outputs, inputs, group=group, async_op=True)
-    return y, [] if work is None else [work], x
-
-
-def _launch(x: Tensor, outputs: Splits, inputs: Splits, group: ProcessGroup) -> Pending[Tensor]:
-    y, works, sent = _start(x, outputs, inputs, group)
-    return Pending(y, works=works, buffers=[sent, y])
-
-
-def _gather(x: Tensor, sizes: list[int], dim: int, group: ProcessGroup) -> Tensor:
-    """Concatenate shards along `dim`; those that differ are padded to the longest on the way."""
-    longest, is_even = max(sizes), min(sizes) == max(sizes)
-    rows = x.movedim(dim, 0)
-    sent = rows.contiguous()
-    if not is_even:
-        sent = rows.new_zeros((longest, *rows.shape[1:]))
-        sent[: rows.shape[0]] = rows
-    gathered = rows.new_empty((longest * len(sizes), *rows.shape[1:]))
-    _internals.all_gather(gathered, sent, group)
-    if not is_even:
-        blocks = zip(gathered.split(longest), sizes, strict=True)
-        gathered = torch.cat([block[:size] for block, size in blocks])
-    return gathered.movedim(0, dim).contiguous()
-
-
-def _scatter(x: Tensor, sizes: list[int], dim: int, group: ProcessGroup) -> Tensor:
-    """Sum over ranks and keep this rank's part along `dim`."""
-    rows = x.movedim(dim, 0)
-    if x.device.type == "cpu" and _internals.backend_name(group, x.device) == "gloo":
-        return _scatter_by_exchange(rows, sizes, group).movedim(0, dim).contiguous()
-    longest, sent = max(sizes), rows.contiguous()
-    if min(sizes) < longest:
-        padded = rows.new_zeros((len(sizes), longest, *rows.shape[1:]))
-        for block, part in zip(padded, rows.split(sizes), strict=True):
-            block[: part.shape[0]] = part
-        sent = padded.flatten(0, 1)
-    mine = rows.new_empty((longest, *rows.shape[1:]))
-    _internals.reduce_scatter(mine, sent, group)
-    return mine[: sizes[group.rank()]].movedim(0, dim).contiguous()
+    return y, Pending(y, works=[] if work is None else [work], buffers=[x, y])
 
 
 def _scatter_by_exchange(rows: Tensor, sizes: list[int], group: ProcessGroup) -> Tensor:
@@ -378,19 +364,24 @@ def _splits(
                 f"{where}: group size ({group.size()}) must divide rows of x ({x.shape[0]})"
             )
         return None, None
-    for name, splits in (("output_splits", outputs), ("input_splits", inputs)):
-        if len(splits) != group.size():
-            raise ValueError(
-                f"{where}: len({name}) ({len(splits)}) must equal the group size ({group.size()})"
-            )
-        if min(splits) < 0:
-            raise ValueError(f"{where}: {name} ({list(splits)}) must not be negative")
+    _require_one_per_rank("output_splits", outputs, group)
+    _require_one_per_rank("input_splits", inputs, group)
     if sum(inputs) != x.shape[0]:
         raise ValueError(
             f"{where}: sum of input_splits {list(inputs)} ({sum(inputs)}) must equal "
             f"rows of x ({x.shape[0]})"
         )
     return list(outputs), list(inputs)
+
+
+def _require_one_per_rank(name: str, numbers: Sequence[int], group: ProcessGroup) -> None:
+    where = f"rank {group.rank()} of {group.size()}"
+    if len(numbers) != group.size():
+        raise ValueError(
+            f"{where}: len({name}) ({len(numbers)}) must equal the group size ({group.size()})"
+        )
+    if min(numbers) < 0:
+        raise ValueError(f"{where}: {name} ({list(numbers)}) must not be negative")
 
 
 def _dim(x: Tensor, dim: int) -> int:
@@ -404,12 +395,7 @@ def _require_sizes(
 ) -> None:
     note_use(group)
     where = f"rank {group.rank()} of {group.size()}"
-    if len(sizes) != group.size():
-        raise ValueError(
-            f"{where}: len(sizes) ({len(sizes)}) must equal the group size ({group.size()})"
-        )
-    if min(sizes) < 0:
-        raise ValueError(f"{where}: sizes ({list(sizes)}) must not be negative")
+    _require_one_per_rank("sizes", sizes, group)
     mine = sizes[group.rank()] if expected is None else expected
     name = "sizes[rank]" if expected is None else "sum(sizes)"
     if mine != length:

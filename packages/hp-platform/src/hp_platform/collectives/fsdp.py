@@ -39,11 +39,7 @@ def set_fsdp_frees_parameters(module: object, frees: bool) -> None:
         if frees:
             vars(group).pop("reshard", None)
         else:
-            group.reshard = _keep
-
-
-def _keep() -> None:
-    """Take the place of FSDP's own function."""
+            group.reshard = lambda: None
 
 
 def set_fsdp_exchanges(module: Any, *, group: ProcessGroup) -> None:

@@ -15,8 +15,8 @@ import os
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple, Self
@@ -202,24 +202,19 @@ class Channel:
         poll = select.poll()
         poll.register(inlet, select.POLLIN)
         while heard[what] == 0:
-            with self._naming(other):
+            try:
                 left = deadline - time.monotonic()
                 if left <= 0 or not poll.poll(left * 1000):
                     raise TimeoutError(f"it did not come within {self._timeout}")
                 told = os.read(inlet, 4096)
                 if not told:
                     raise BrokenPipeError("it has ended")
+            except OSError as error:
+                rank = self._global_ranks[other]
+                raise RuntimeError(f"an exchange with rank {rank} failed: {error}") from error
             heard[_POSTED] += told.count(_POSTED)
             heard[_READ] += told.count(_READ)
         heard[what] -= 1
-
-    @contextmanager
-    def _naming(self, other: int) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            rank = self._global_ranks[other]
-            raise RuntimeError(f"an exchange with rank {rank} failed: {error}") from error
 
 
 class Exchange:

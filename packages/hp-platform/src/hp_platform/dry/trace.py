@@ -324,12 +324,13 @@ class Trace:
 
     def write(self, path: Path) -> None:
         """Write it as lines of JSON: a head, then the name of an event and its values."""
-        head: dict[str, Any] = {
+        head = {
             "rank": self.rank,
             "world_size": self.world_size,
             "groups": self.groups,
+            "families": self.families,
+            "connected": self.connected,
         }
-        head |= {"families": self.families, "connected": self.connected}
         with path.open("w") as file:
             file.write(json.dumps(head) + "\n")
             for event in self.events:

@@ -62,7 +62,7 @@ def agree(
 
 def _all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
     gathered = x.new_empty((group.size(), *x.shape))
-    _internals.all_gather(gathered.flatten(), x.flatten(), group)
+    _internals.all_gather(gathered.flatten(), x.flatten(), group=group)
     return gathered
 
 

@@ -27,13 +27,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hp_platform import _internals
+from hp_platform._internals import Store
 from hp_platform.groups.groups import global_ranks
 from hp_platform.threads.places import doing, mark_place, place_of
 from hp_platform.threads.use import Scope, current_scope, in_scope
@@ -125,22 +126,6 @@ def describe(error: BaseException) -> str:
     text = " ".join(_SOURCE.sub("", str(error)).split())
     kind = type(error).__name__
     return (f"{kind}: {text}" if text else kind)[:_MAX_CHARACTERS]
-
-
-class Store(Protocol):
-    """What is used of a `torch.distributed.Store`."""
-
-    def compare_set(self, key: str, expected_value: str, desired_value: str, /) -> bytes:
-        """Set a key that is not set if expected_value is empty; return its value."""
-        ...
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are set."""
-        ...
-
-    def get(self, key: str, /) -> bytes:
-        """Return the value of a key, waiting until it is set."""
-        ...
 
 
 class FailureNote:

@@ -150,7 +150,8 @@ class Watcher:
         self.world = weakref.ref(world)
         self._rank, self._size = world.rank(), world.size()
         # A connection of its own: another thread may wait in the one that it is cloned from.
-        self._store = _internals.own_connection(_internals.default_store())
+        store: Any = _internals.default_store()
+        self._store = store.clone()
         self._note = FailureNote(self._store, WORLD_KEY)
         self._scale = max(1.0, self._size / _RANKS_PER_LOOK)
         self._next = 0
@@ -172,7 +173,7 @@ class Watcher:
             Answers by global rank, this one's included; None where the store cannot be reached.
         """
         try:
-            store = _internals.own_connection(self._store)
+            store = self._store.clone()
             key = f"{_KEY}/{self._next}"
             store.compare_set(key, "", str(self._rank))
             keys = {rank: f"{key}/{rank}" for rank in range(self._size)}

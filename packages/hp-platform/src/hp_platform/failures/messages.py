@@ -63,7 +63,7 @@ def all_gather_json(value: T, *, of: type[T], group: ProcessGroup | None) -> lis
     device = _device(group)
     lengths = torch.empty(group.size(), dtype=torch.int64, device=device)
     mine = torch.tensor([len(text) if error is None else _FAILED], device=device)
-    _internals.all_gather(lengths, mine, group)
+    _internals.all_gather(lengths, mine, group=group)
     sizes: list[int] = lengths.tolist()
     if _FAILED in sizes:
         agree(error, group=group, where="telling each other", device=device)
@@ -72,8 +72,8 @@ def all_gather_json(value: T, *, of: type[T], group: ProcessGroup | None) -> lis
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     received = torch.empty(group.size() * longest, dtype=torch.uint8, device=device)
-    _internals.all_gather(received, padded.to(device), group)
-    told = _bytes(received)
+    _internals.all_gather(received, padded.to(device), group=group)
+    told = bytes_of(received)
     rows = (told[rank * longest :][:size] for rank, size in enumerate(sizes))
     return [_decode(row, of, rank, group) for rank, row in enumerate(rows)]
 
@@ -109,7 +109,7 @@ def on_one_rank(make: Callable[[], T], *, of: type[T], group: ProcessGroup, wher
     if group.rank() == 0:
         told.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
     dist.broadcast(told, group_src=0, group=group)
-    return _decode(_bytes(told), of, 0, group)
+    return _decode(bytes_of(told), of, 0, group)
 
 
 def _encode(value: object) -> bytes:
@@ -226,8 +226,10 @@ def _device(group: ProcessGroup) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _bytes(x: Tensor) -> bytes:
-    """The bytes of a tensor, uint8 [N]; without NumPy, which need not be there."""
-    buffer = bytearray(x.numel())
-    torch.frombuffer(buffer, dtype=torch.uint8).copy_(x)
+def bytes_of(x: Tensor) -> bytes:
+    """The bytes of a tensor in row-major order; without NumPy, which need not be there."""
+    flat = x.detach().contiguous().reshape(-1).view(torch.uint8)
+    buffer = bytearray(len(flat))
+    if buffer:
+        torch.frombuffer(buffer, dtype=torch.uint8).copy_(flat)
     return bytes(buffer)

@@ -62,12 +62,9 @@ class Checkpoint:
         Raises:
             CheckpointError: In one line, if it is missing or damaged, or cannot be read.
         """
-        try:
-            return cls(path, read_manifest(path))
-        except DamageError as damage:
-            raise CheckpointError(f"{path}: {damage}") from None
-        except OSError as error:
-            raise failed("read", path, error) from None
+        with _reading(path):
+            manifest = read_manifest(path)
+        return cls(path, manifest)
 
     def verify(self, names: Collection[str] | None = None) -> None:
         """Check every byte of some tensors, and of the files they are in, on this rank alone.
@@ -80,16 +77,9 @@ class Checkpoint:
                 cannot be read.
         """
         entries = (entry for of_file in self.manifest.entries for entry in of_file)
-        try:
-            verify_entries(
-                self.path,
-                self.manifest,
-                [entry for entry in entries if names is None or entry.tensor in names],
-            )
-        except DamageError as damage:
-            raise CheckpointError(f"{self.path}: {damage}") from None
-        except OSError as error:
-            raise failed("read", self.path, error) from None
+        chosen = [entry for entry in entries if names is None or entry.tensor in names]
+        with _reading(self.path):
+            verify_entries(self.path, self.manifest, chosen)
 
     def require_fit(self, parts: Mapping[str, Part]) -> None:
         """Refuse parts of tensors that the checkpoint lacks or has with another dtype or shape.
@@ -117,7 +107,7 @@ class Checkpoint:
         wanted = [
             entry for of_file in self.manifest.entries for entry in of_file if entry.tensor in parts
         ]
-        with torch.no_grad(), self._files() as directory:
+        with torch.no_grad(), _reading(self.path), opened_directory(self.path) as directory:
             for entry in wanted:
                 part = parts[entry.tensor]
                 if both := part.box.overlap(entry.chunk.box):
@@ -133,17 +123,9 @@ class Checkpoint:
         """
         dtype, shape, chunks = self.manifest.tensors[tensor]
         chunk = next(chunk for chunk in chunks if chunk.offsets == offsets)
-        with self._files() as directory:
+        with _reading(self.path), opened_directory(self.path) as directory:
             entry = Entry.of(tensor, dtype, shape, chunk)
             return self._read(directory, entry, problem="is not what was saved").clone()
-
-    @contextmanager
-    def _files(self) -> Iterator[int]:
-        try:
-            with opened_directory(self.path) as directory:
-                yield directory
-        except OSError as error:
-            raise failed("read", self.path, error) from None
 
     def _read(self, directory: int, entry: Entry, *, problem: str) -> Tensor:
         """A saved chunk; valid until the next call."""
@@ -158,6 +140,17 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}/{name}: tensor {entry.key} {problem}")
         values = torch.frombuffer(self._buffer, dtype=torch.uint8)[:nbytes]
         return values.view(DTYPES[entry.dtype]).reshape(entry.chunk.sizes)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Say in one line what is wrong with a checkpoint, or with reading it."""
+    try:
+        yield
+    except DamageError as damage:
+        raise CheckpointError(f"{path}: {damage}") from None
+    except OSError as error:
+        raise failed("read", path, error) from None
 
 
 def read_manifest(path: Path, *, decoded: Mapping[bytes, Manifest] | None = None) -> Manifest:

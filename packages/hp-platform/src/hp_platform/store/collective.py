@@ -56,10 +56,8 @@ def on_rank_zero(call: Callable[[], T], *, of: type[T], group: ProcessGroup | No
         if group is None:
             return call()
         return on_one_rank(call, of=of, group=group, where="using a checkpoint")
-    except OSError as error:
+    except (OSError, PeerError) as error:
         raise CheckpointError(str(error)) from None
-    except PeerError as peer:
-        raise CheckpointError(str(peer)) from None
 
 
 def on_all_ranks(call: Callable[[], T], *, group: ProcessGroup | None) -> T:

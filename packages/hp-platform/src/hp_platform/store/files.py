@@ -73,13 +73,10 @@ def opened_parent(directory: Path) -> Iterator[int]:
         CheckpointError: If it is missing, a symbolic link or no directory.
     """
     try:
-        descriptor = open_directory(directory)
+        with opened_directory(directory) as descriptor:
+            yield descriptor
     except DamageError as damage:
         raise CheckpointError(f"{directory}: {damage}") from None
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
@@ -123,11 +120,24 @@ def read_whole(directory: int, name: str, *, limit: int) -> bytes:
     return bytes(data)
 
 
-def read_into(descriptor: int, buffer: memoryview) -> int:
-    """Fill `buffer` from the current position; fewer bytes than it holds at the end of the file."""
+def read_into(descriptor: int, buffer: memoryview, position: int | None = None) -> int:
+    """Fill a buffer from a file; fewer bytes than it holds at the end of the file.
+
+    Args:
+        descriptor: Descriptor of the file.
+        buffer: Buffer for the bytes.
+        position: First byte; None: the current position of the descriptor, which moves on.
+
+    Returns:
+        Number of bytes that were read.
+    """
     done = 0
     while done < len(buffer):
-        count = os.readv(descriptor, [buffer[done:]])
+        rest = [buffer[done:]]
+        if position is None:
+            count = os.readv(descriptor, rest)
+        else:
+            count = os.preadv(descriptor, rest, position + done)
         if count == 0:
             break
         done += count
@@ -146,12 +156,11 @@ def hash_span(
         buffer: Buffer for the bytes.
         keep: Whether the buffer, which is long enough then, has all of them in the end.
     """
-    os.lseek(descriptor, begin, os.SEEK_SET)
     hasher, piece_bytes = hashlib.sha256(), min(PIECE_BYTES, len(buffer) or 1)
     for start in range(0, nbytes, piece_bytes):
         at = start if keep else 0
         piece = buffer[at : at + min(piece_bytes, nbytes - start)]
-        count = read_into(descriptor, piece)
+        count = read_into(descriptor, piece, begin + start)
         hasher.update(piece[:count])
         if count < len(piece):
             break

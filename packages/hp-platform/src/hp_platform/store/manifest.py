@@ -295,15 +295,13 @@ def _check_tensors(manifest: Manifest) -> None:
     if bad := unfit_name(manifest.tensors):
         raise DamageError(f"{MANIFEST}: {bad[1]}")
     for name, tensor in manifest.tensors.items():
-        boxes = []
         for chunk in tensor.chunks:
-            boxes.append(Box(chunk.offsets, chunk.sizes))
             if chunk.file >= len(manifest.files):
                 raise DamageError(
                     f"{MANIFEST}: tensor {name}: file ({chunk.file}) must be less than the number "
                     f"of files ({len(manifest.files)})"
                 )
-        if error := coverage_error(tensor.shape, boxes):
+        if error := coverage_error(tensor.shape, [chunk.box for chunk in tensor.chunks]):
             raise DamageError(f"{MANIFEST}: tensor {name}: {error}")
 
 

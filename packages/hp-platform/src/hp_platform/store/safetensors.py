@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hp_platform.failures.messages import as_form
+from hp_platform.failures.messages import as_form, bytes_of
 from hp_platform.store.boxes import Box
-from hp_platform.store.files import CheckpointError
+from hp_platform.store.files import CheckpointError, read_into
 from hp_platform.store.manifest import DTYPES, NAME_OF, RESERVED, framed
 
 INDEX = "model.safetensors.index.json"
@@ -68,18 +68,14 @@ class FileTensor:
             return torch.empty(box[1], dtype=dtype)
         data = memoryview(buffer)
         for place, start, nbytes in _runs(self.shape, box, dtype.itemsize):
-            if not _read(self.descriptor, data[start : start + nbytes], self.begin + place):
+            piece = data[start : start + nbytes]
+            if read_into(self.descriptor, piece, self.begin + place) < nbytes:
                 raise CheckpointError(f'"{self.file}" became shorter while it was read')
         return torch.frombuffer(buffer, dtype=dtype).reshape(box[1])
 
     def write(self, box: Box, values: Tensor) -> None:
         """Put the values of a box to their place; they must be of the file's dtype."""
-        flat = values.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        if not len(flat):
-            return
-        buffer = bytearray(len(flat))
-        torch.frombuffer(buffer, dtype=torch.uint8).copy_(flat)
-        data = memoryview(buffer)
+        data = memoryview(bytes_of(values))
         for place, start, nbytes in _runs(self.shape, box, values.dtype.itemsize):
             _write(self.descriptor, data[start : start + nbytes], self.begin + place)
 
@@ -155,16 +151,6 @@ def index_of(file_of: Mapping[str, str], num_bytes: int) -> bytes:
     """
     index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(file_of)}
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
-
-
-def _read(descriptor: int, data: memoryview, position: int) -> bool:
-    """Fill `data` from a position; False where the file ends before."""
-    while data:
-        done = os.preadv(descriptor, [data], position)
-        if done == 0:
-            return False
-        data, position = data[done:], position + done
-    return True
 
 
 def _write(descriptor: int, data: memoryview, position: int) -> None:

@@ -86,8 +86,7 @@ class Source:
     @classmethod
     def of(cls, part: Part, *, kind: str = "Tensor") -> Source:
         """A part that is there."""
-        box = Box(part.offset, tuple(part.local.shape))
-        return cls(part.local.dtype, part.shape, (box,), lambda _: part.local, kind)
+        return cls(part.local.dtype, part.shape, (part.box,), lambda _: part.local, kind)
 
 
 def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
@@ -270,7 +269,7 @@ def write_file(
         tensors[entry.tensor] = entry.tensor, entry.dtype, source.shape, []
         if entry.nbytes:
             entries.append(entry._replace(chunk=entry.chunk._replace(begin=begin)))
-            reads.append((source.read, Box(entry.chunk.offsets, entry.chunk.sizes)))
+            reads.append((source.read, entry.chunk.box))
             begin += entry.nbytes
     header = file_header(*head, entries)
     try:

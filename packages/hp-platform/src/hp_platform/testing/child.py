@@ -77,7 +77,8 @@ def run_rank(connection: Connection, task: Task) -> None:
     _isolate(task)
     outcome: bytes | Failure
     try:
-        function, args = _load(task)
+        _import(task.module, task.module_file)
+        function, args = pickle.loads(task.payload)  # noqa: S301  # made by the parent process
         _connect(task)
         connection.send(None)
         # Until all are connected: a rank that ended now would look like a crash to the others.
@@ -150,12 +151,6 @@ def _die_with_caller() -> None:
     if caller is not None:
         caller.join()
         os.killpg(os.getpid(), signal.SIGKILL)
-
-
-def _load(task: Task) -> tuple[Callable[..., object], tuple[object, ...]]:
-    _import(task.module, task.module_file)
-    function, args = pickle.loads(task.payload)  # noqa: S301  # made by the parent process
-    return function, args
 
 
 def _import(name: str, file: str | None) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_platform import _internals
+from hp_platform._internals import group_of
 from hp_platform.testing.operators import watch_operators
 
 
@@ -69,13 +69,6 @@ def _exchange(kind: str, group: Any, sent: Fraction | int, x: Tensor) -> Exchang
     return Exchange(kind, str(name), -int(-sent // 1), x.dtype)
 
 
-def _group(boxed: Any) -> ProcessGroup:
-    """Return the group that an operator is given: boxed, or by its name."""
-    if isinstance(boxed, (str, ProcessGroup)):
-        return _internals.group_of_name(boxed) if isinstance(boxed, str) else boxed
-    return ProcessGroup.unbox(boxed)
-
-
 def _all_to_all(x: Tensor, splits: Sequence[int], group: ProcessGroup) -> Exchange:
     rows = x.shape[0] if x.ndim else 1
     staying = splits[group.rank()] if splits else rows // group.size()
@@ -99,27 +92,27 @@ def _p2p(kind: str, xs: Sequence[Tensor], group: ProcessGroup) -> Exchange:
 
 # By operator: the arguments that it is called with, in torch's order.
 _RULES: dict[str, Callable[..., Exchange]] = {
-    "alltoall_base_": lambda _, x, group, __, splits, *___: _all_to_all(x, splits, _group(group)),
+    "alltoall_base_": lambda _, x, group, __, splits, *___: _all_to_all(x, splits, group_of(group)),
     "alltoall_": lambda _, xs, group, *__: _exchange(
         "all_to_all",
-        _group(group),
-        sum(x.nbytes for i, x in enumerate(xs) if i != _group(group).rank()),
+        group_of(group),
+        sum(x.nbytes for i, x in enumerate(xs) if i != group_of(group).rank()),
         xs[0],
     ),
-    "_allgather_base_": lambda _, x, group, *__: _to_all_others("all_gather", _group(group), x),
-    "allgather_": lambda _, xs, group, *__: _to_all_others("all_gather", _group(group), xs[0]),
+    "_allgather_base_": lambda _, x, group, *__: _to_all_others("all_gather", group_of(group), x),
+    "allgather_": lambda _, xs, group, *__: _to_all_others("all_gather", group_of(group), xs[0]),
     "_reduce_scatter_base_": lambda _, x, group, *__: _scattered(
-        "reduce_scatter", _group(group), [x], 1
+        "reduce_scatter", group_of(group), [x], 1
     ),
-    "allreduce_": lambda xs, group, *_: _scattered("all_reduce", _group(group), xs, 2),
-    "broadcast_": lambda xs, group, *_: _exchange("broadcast", _group(group), 0, xs[0]),
-    "barrier": lambda x, group, *_: _exchange("barrier", _group(group), 0, x),
-    "send": lambda xs, group, *_: _p2p("send", xs, _group(group)),
-    "recv_": lambda xs, group, *_: _p2p("recv", xs, _group(group)),
-    "all_to_all_single": lambda x, _, splits, group: _all_to_all(x, splits, _group(group)),
-    "all_gather_into_tensor": lambda x, _, group: _to_all_others("all_gather", _group(group), x),
+    "allreduce_": lambda xs, group, *_: _scattered("all_reduce", group_of(group), xs, 2),
+    "broadcast_": lambda xs, group, *_: _exchange("broadcast", group_of(group), 0, xs[0]),
+    "barrier": lambda x, group, *_: _exchange("barrier", group_of(group), 0, x),
+    "send": lambda xs, group, *_: _p2p("send", xs, group_of(group)),
+    "recv_": lambda xs, group, *_: _p2p("recv", xs, group_of(group)),
+    "all_to_all_single": lambda x, _, splits, group: _all_to_all(x, splits, group_of(group)),
+    "all_gather_into_tensor": lambda x, _, group: _to_all_others("all_gather", group_of(group), x),
     "reduce_scatter_tensor": lambda x, _, __, group: _scattered(
-        "reduce_scatter", _group(group), [x], 1
+        "reduce_scatter", group_of(group), [x], 1
     ),
-    "all_reduce": lambda x, _, group: _scattered("all_reduce", _group(group), [x], 2),
+    "all_reduce": lambda x, _, group: _scattered("all_reduce", group_of(group), [x], 2),
 }

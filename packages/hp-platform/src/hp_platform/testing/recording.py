@@ -121,9 +121,9 @@ class Recorder:
             return
         names = self._saved.setdefault(quantity, {})
         for name, tensor in tensors.items():
-            names.setdefault(name, []).extend(
-                (_copy(part.local), part.shape, part.offset) for part in parts_of(tensor)
-            )
+            for part in parts_of(tensor):
+                copied = part.local.detach().to("cpu", copy=True).contiguous()
+                names.setdefault(name, []).append((copied, part.shape, part.offset))
 
     def add_scalar(self, quantity: str, value: float) -> None:
         """Note down a number that is the same on all ranks; kept in every step."""
@@ -251,7 +251,3 @@ class _Whole:
         missing = int((~self._seen).sum())
         lost = [f"{missing} of {self._seen.numel()} values are on no rank"] if missing else []
         return self._contradictions + lost
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()

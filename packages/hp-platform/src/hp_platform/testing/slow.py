@@ -122,8 +122,27 @@ def _delayed(name: str, *, sent: int) -> Callable[..., _SlowWork]:
     return method
 
 
+# By the name of a method: the one of the wrapped group, and which argument is what it sends. Newer
+# torch calls some operations by their newer names.
+_DELAYED = {
+    "alltoall": ("alltoall", 1),
+    "alltoall_base": ("alltoall_base", 1),
+    "all_to_all_single": ("alltoall_base", 1),
+    "allgather": ("allgather", 1),
+    "_allgather_base": ("_allgather_base", 1),
+    "all_gather_single": ("_allgather_base", 1),
+    "reduce_scatter": ("reduce_scatter", 1),
+    "_reduce_scatter_base": ("_reduce_scatter_base", 1),
+    "reduce_scatter_single": ("_reduce_scatter_base", 1),
+    "allreduce": ("allreduce", 0),
+    "broadcast": ("broadcast", 0),
+    "send": ("send", 0),
+    "barrier": ("barrier", 0),
+}
+
+
 class _SlowGroup(ProcessGroup):
-    """Delays what another group does. Newer torch calls some operations by their newer names."""
+    """Delays what another group does: what `_DELAYED` says."""
 
     def __init__(
         self, inner: ProcessGroup, latency: float, bandwidth: float, clock: CountedClock | None
@@ -133,20 +152,6 @@ class _SlowGroup(ProcessGroup):
         self.inner, self.latency, self.bandwidth = inner, latency, bandwidth
         self.link = ThreadPoolExecutor(1, thread_name_prefix="slow-link")
         self._name = ""
-
-    alltoall = _delayed("alltoall", sent=1)
-    alltoall_base = _delayed("alltoall_base", sent=1)
-    all_to_all_single = _delayed("alltoall_base", sent=1)
-    allgather = _delayed("allgather", sent=1)
-    _allgather_base = _delayed("_allgather_base", sent=1)
-    all_gather_single = _delayed("_allgather_base", sent=1)
-    reduce_scatter = _delayed("reduce_scatter", sent=1)
-    _reduce_scatter_base = _delayed("_reduce_scatter_base", sent=1)
-    reduce_scatter_single = _delayed("_reduce_scatter_base", sent=1)
-    allreduce = _delayed("allreduce", sent=0)
-    broadcast = _delayed("broadcast", sent=0)
-    send = _delayed("send", sent=0)
-    barrier = _delayed("barrier", sent=0)
 
     def recv(self, *args: Any) -> dist.Work:
         """Not delayed: the send is, and must not queue up behind a receive."""
@@ -163,6 +168,10 @@ class _SlowGroup(ProcessGroup):
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
+
+
+for _name, (_inner, _sent) in _DELAYED.items():
+    setattr(_SlowGroup, _name, _delayed(_inner, sent=_sent))
 
 
 def _num_bytes(sent: object) -> int:

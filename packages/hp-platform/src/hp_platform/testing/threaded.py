@@ -51,7 +51,14 @@ def run_in_threads(
 
     def rank_main(rank: int) -> None:
         try:
-            groups[rank] = _make_group(store, run, rank, world_size, timeout)
+            groups[rank] = _internals.gloo_group(
+                store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout + 1),
+                name=run,
+            )
+            _internals.register_group(f"{run}/{rank}", groups[rank], range(world_size))
             finished.put((rank, fn(groups[rank]), None))
         except BaseException as error:  # noqa: BLE001  # handed to the caller
             finished.put((rank, None, error))
@@ -73,16 +80,6 @@ def run_in_threads(
             thread.join(timeout=_JOIN_SECONDS)
         for rank in range(world_size):
             _forget_group(run, rank, groups)
-
-
-def _make_group(
-    store: _internals.Store, run: str, rank: int, world_size: int, timeout: float
-) -> ProcessGroup:
-    group = _internals.gloo_group(
-        store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout + 1), name=run
-    )
-    _internals.register_group(f"{run}/{rank}", group, range(world_size))
-    return group
 
 
 def _forget_group(run: str, rank: int, groups: dict[int, ProcessGroup]) -> None:

@@ -45,9 +45,15 @@ class Belonging:
     scope: Scope | None
 
 
+class _Mine(threading.local):
+    """What a thread has of its own: whom it belongs to if it is a helper, and its scope."""
+
+    captured: threading.Thread | None = None
+    scope: Scope | None = None
+
+
 _owners: WeakKeyDictionary[ProcessGroup, threading.Thread] = WeakKeyDictionary()
-_captured: dict[int, threading.Thread] = {}  # by the helper that belongs to it
-_scopes: dict[int, Scope] = {}
+_mine = _Mine()
 
 
 def note_use(group: ProcessGroup, *, ordered: bool = True) -> None:
@@ -63,10 +69,9 @@ def note_use(group: ProcessGroup, *, ordered: bool = True) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    thread = threading.get_ident()
     if ordered and _owners.get(group) is not threading.current_thread():
         _claim(group)
-    scope = _scopes.get(thread)
+    scope = _mine.scope
     while scope is not None:
         scope.groups.setdefault(id(group), group)
         scope = scope.parent
@@ -92,43 +97,30 @@ def _claim(group: ProcessGroup) -> None:
 
 def belonging() -> Belonging:
     """Describe what a helper thread is to share with this one; `belonging_to` takes it."""
-    thread = threading.get_ident()
-    mine = _captured.get(thread) or threading.current_thread()
-    return Belonging(mine, _scopes.get(thread))
+    return Belonging(_mine.captured or threading.current_thread(), _mine.scope)
 
 
 @contextmanager
 def belonging_to(other: Belonging) -> Iterator[None]:
     """Let this thread use the groups of another one, and count its uses as those of that."""
-    thread = threading.get_ident()
-    before = _captured.get(thread)
-    _captured[thread] = other.thread
+    before, _mine.captured = _mine.captured, other.thread
     try:
         with in_scope(other.scope):
             yield
     finally:
-        if before is None:
-            _captured.pop(thread, None)
-        else:
-            _captured[thread] = before
+        _mine.captured = before
 
 
 @contextmanager
 def in_scope(scope: Scope | None) -> Iterator[None]:
     """Count uses inside the context to a scope as well; None for no other one."""
-    thread = threading.get_ident()
-    before = _scopes.get(thread)
-    if scope is not None:
-        _scopes[thread] = scope
+    before, _mine.scope = _mine.scope, scope or _mine.scope
     try:
         yield
     finally:
-        if before is None:
-            _scopes.pop(thread, None)
-        else:
-            _scopes[thread] = before
+        _mine.scope = before
 
 
 def current_scope() -> Scope | None:
     """What uses of this thread are counted to."""
-    return _scopes.get(threading.get_ident())
+    return _mine.scope

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hp_platform._internals.dry import accelerator_name
-from hp_platform.dry.cuda.changes import change
+from hp_platform._internals.dry import accelerator, change
 from hp_platform.dry.cuda.streams import Event, Stream
 from hp_platform.dry.trace import HostWait
 
@@ -139,8 +138,7 @@ def _devices(stack: ExitStack, device: DryDevice) -> None:
         is_bf16_supported=lambda *_, **__: gpu.capability >= (8, 0),
         can_device_access_peer=lambda *_: True,
     )
-    owner, name = accelerator_name()
-    change(stack, owner, **{name: lambda: torch.device("cuda")})
+    stack.enter_context(accelerator(torch.device("cuda")))
     change(stack, torch.cuda.nccl, version=lambda: _NCCL, is_available=lambda _=None: True)
     change(stack, torch.backends.cuda, is_flash_attention_available=lambda: True)
     indices = ("current_device_index", "current_device_idx"), ("set_device_index", "set_device_idx")

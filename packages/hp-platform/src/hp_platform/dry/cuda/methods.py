@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hp_platform._internals import device_of
 from hp_platform._internals.dry import (
     DisableTorchFunction,
+    change,
     default_device,
     grouping,
     is_meta,
-    raw_device,
     wrapper_maker,
 )
-from hp_platform.dry.cuda.changes import change
 from hp_platform.dry.operators.dispatch import PLAIN
 from hp_platform.dry.operators.shapes import META
 from hp_platform.dry.trace import Borrow
@@ -102,14 +102,11 @@ def _properties(stack: ExitStack, device: DryDevice) -> None:
             return False
         return type(x) not in PLAIN or not is_deferred(x)  # a wrapper has no storage
 
-    owner, name, plain_group = grouping()
-
-    def group(*args: Any, **kwargs: Any) -> Any:
-        found = plain_group(*args, **kwargs)
+    def seen_as(found: Any) -> Any:
         there = device.device
         return {(there if on == META else on, dtype): x for (on, dtype), x in found.items()}
 
-    change(stack, owner, **{name: group})
+    stack.enter_context(grouping(seen_as))
     make = wrapper_maker()
 
     @functools.wraps(make)
@@ -119,7 +116,7 @@ def _properties(stack: ExitStack, device: DryDevice) -> None:
     change(
         stack,
         Tensor,
-        device=property(lambda x: device.device if is_dry(x) else raw_device(x)),
+        device=property(lambda x: device.device if is_dry(x) else device_of(x)),
         is_cuda=property(is_dry),
         is_meta=property(lambda x: is_meta(x) and not is_dry(x)),
         get_device=lambda x: device.index if is_dry(x) else -1,

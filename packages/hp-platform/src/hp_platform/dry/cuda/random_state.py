@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from hp_platform.dry.cuda.changes import change
+from hp_platform._internals.dry import change
 
 if TYPE_CHECKING:
     from hp_platform.dry.device.device import DryDevice
 
 _PlainGenerator: Any = torch.Generator
-_NUM_BYTES = 16  # Philox: a seed and an offset, 8 bytes each
 
 
 _Meta: Any = type(_PlainGenerator)  # not the same in all versions
@@ -55,6 +54,7 @@ class Generator(_PlainGenerator, metaclass=_AnyGenerator):  # type: ignore[misc]
 
 
 def _state(seed: int) -> Tensor:
+    """The state of Philox: a seed and an offset, 8 bytes each."""
     return torch.tensor([seed % (1 << 63), 0], device="cpu").view(torch.uint8)
 
 

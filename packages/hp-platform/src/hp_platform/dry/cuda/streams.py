@@ -18,6 +18,8 @@ class Stream:
 
     Attributes:
         number: Number of the stream in the trace; 0 is the default stream.
+        cuda_stream: The handle that CUDA has for it: the same number.
+        stream_id: The number that torch has for it: the same.
         priority: Priority as CUDA has it: streams with lower numbers go first.
     """
 
@@ -32,7 +34,8 @@ class Stream:
             is_high = priority < 0
             place = active().next_in_pool(is_high=is_high)
             number = 1 + is_high * _POOL + place % _POOL
-        self.number, self.priority = number, priority
+        self.number = self.cuda_stream = self.stream_id = number
+        self.priority = priority
         self._before: list[int] = []
 
     @property
@@ -44,16 +47,6 @@ class Stream:
     def device_index(self) -> int:
         """Index of the dry device on its machine."""
         return active().index
-
-    @property
-    def cuda_stream(self) -> int:
-        """The handle that CUDA has for it."""
-        return self.number
-
-    @property
-    def stream_id(self) -> int:
-        """The number that torch has for it."""
-        return self.number
 
     def wait_event(self, event: Event) -> None:
         """Go on when the event is reached."""

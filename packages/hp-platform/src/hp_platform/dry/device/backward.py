@@ -70,7 +70,9 @@ class Backward:
         self.origin = None if node is None else node.metadata.get(_KEY)
         stream = self._home if self.origin is None else self.origin.stream
         if stream != thread.stream:
-            self._pass_on(thread.stream, stream)
+            event = self._device.new_event()
+            self._device.emit(RecordEvent(event=event, stream=thread.stream))
+            self._device.emit(WaitEvent(event=event, stream=stream))
             thread.stream = stream
 
     @staticmethod
@@ -80,8 +82,3 @@ class Backward:
             node: Any = None if x is None else x.grad_fn
             if node is not None:
                 node.metadata.setdefault(_KEY, origin)
-
-    def _pass_on(self, giver: int, taker: int) -> None:
-        event = self._device.new_event()
-        self._device.emit(RecordEvent(event=event, stream=giver))
-        self._device.emit(WaitEvent(event=event, stream=taker))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
+from dataclasses import replace
+from itertools import count
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -21,13 +23,13 @@ from hp_platform._internals.dry import (
 )
 from hp_platform.dry.cuda import api, methods, random_state
 from hp_platform.dry.cuda.current import entered
-from hp_platform.dry.device import alone, sites
+from hp_platform.dry.device import sites
 from hp_platform.dry.device.backward import Backward, Origin
-from hp_platform.dry.device.buffers import Buffers
-from hp_platform.dry.device.storages import Storages
+from hp_platform.dry.device.storages import Buffers, Storages
 from hp_platform.dry.gpu import Gpu
-from hp_platform.dry.operators.dispatch import Operators, tensors_of
-from hp_platform.dry.trace import Event, Fault, HostAccess, Label, Launch, Trace
+from hp_platform.dry.operators.dispatch import Operators
+from hp_platform.dry.operators.shapes import shapes_of, tensors_in
+from hp_platform.dry.trace import Collective, Event, Fault, HostAccess, Label, Launch, Trace
 from hp_platform.own_kernels import noting
 from hp_platform.threads.places import current_place
 
@@ -85,21 +87,22 @@ class DryDevice:
         self.local_rank, self.index = local_rank, 0
         self.thread = _Thread()
         self.buffers = Buffers()
-        self.storages = Storages(self._emit)
-        self.on_collective: Callable[[Any, Any, Any], Any] = alone.Alone(self)
-        self._num_threads = self._num_events = self._num_works = 0
-        self._num_streams = [0, 0]
+        self.storages = Storages(self.emit)
+        self.on_collective: Callable[[Any, Any, Any], Any] = self._without_others
+        self._threads, self._events, self._works = count(), count(1), count(1)
+        self._pools = count(), count()
         self._group_streams: dict[str, int] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         if entered:
             raise RuntimeError("this process is inside a DryDevice already")
+        composed = cuda_operators.kernels(self.gpu)
         with ExitStack() as stack:
             entered.append(self)
             stack.callback(entered.remove, self)
             stack.callback(self.storages.forget)
-            stack.enter_context(operator_kernels(cuda_operators.kernels(self.gpu)))
+            stack.enter_context(operator_kernels("aten", composed, "AutogradMeta"))
             stack.enter_context(without_gpu_contexts())
             stack.enter_context(noting(self.note_kernel))
             api.enter_stand_ins(stack, self)
@@ -136,18 +139,15 @@ class DryDevice:
 
     def new_event(self) -> int:
         """Return a number for an event."""
-        self._num_events += 1
-        return self._num_events
+        return next(self._events)
 
     def next_in_pool(self, *, is_high: bool) -> int:
         """How many streams of a priority were handed out before."""
-        self._num_streams[is_high] += 1
-        return self._num_streams[is_high] - 1
+        return next(self._pools[is_high])
 
     def new_work(self) -> int:
         """Return a number for an operation between ranks."""
-        self._num_works += 1
-        return self._num_works
+        return next(self._works)
 
     def block_of(self, x: Tensor) -> int:
         """Number of the block of a tensor on the device; -1 if it has none."""
@@ -172,13 +172,19 @@ class DryDevice:
         for x in tensors:
             local = x.to_local() if hasattr(x, "to_local") else x  # of a DTensor
             if (number := self.block_of(local)) >= 0:
-                self._emit(Label, {"block": number, "kind": kind})
+                self.emit(Label(block=number, kind=kind))
 
     def emit(self, event: Event) -> None:
         """Append an event, saying where and by whom it was issued if it does not."""
-        values = {each.name: getattr(event, each.name) for each in fields(event)}
-        where = {name: values.pop(name) for name in ("at", "place", "thread")}
-        self._emit(type(event), values | {name: x for name, x in where.items() if x})
+        at, place, thread = self.where()
+        self.trace.events.append(
+            replace(
+                event,
+                at=event.at or at,
+                place=event.place or place,
+                thread=event.thread or thread,
+            )
+        )
 
     def touch(self, what: str, tensors: Sequence[Tensor], written: Sequence[Tensor] = ()) -> None:
         """Note that the host reads or writes buffers that an asynchronous copy has named."""
@@ -188,7 +194,7 @@ class DryDevice:
 
     def fault(self, what: str) -> None:
         """Note what the device would refuse."""
-        self._emit(Fault, {"what": what})
+        self.emit(Fault(what=what))
 
     def use_index(self, index: int) -> None:
         """Let `cuda` mean another device of this machine on this thread."""
@@ -221,7 +227,7 @@ class DryDevice:
         """Number of this thread of the host."""
         thread = self.thread
         if thread.number < 0:
-            thread.number, self._num_threads = self._num_threads, self._num_threads + 1
+            thread.number = next(self._threads)
         return thread.number
 
     def note_kernel(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
@@ -247,7 +253,7 @@ class DryDevice:
 
     def remember(self, out: Any) -> None:
         """Keep where an operator was run, for the one that computes its gradient."""
-        if made := tensors_of(out):
+        if made := tensors_in(out):
             at, place, _ = self.where()
             self.thread.backward.remember(made, Origin(at, place, self.thread.stream))
 
@@ -285,6 +291,28 @@ class DryDevice:
         finally:
             self.thread.asked_meta = before
 
-    def _emit(self, kind: type[Event], values: dict[str, Any]) -> None:
-        at, place, thread = self.where()
-        self.trace.events.append(kind(**{"at": at, "place": place, "thread": thread, **values}))
+    def _without_others(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What `on_collective` is until a world is there: torch's own kernels for `meta`.
+
+        The operation is written down; it changes nothing, since no other rank is there.
+        """
+        importlib.import_module("torch.distributed._tools.fake_collectives")
+        if "wait_tensor" in func.name():
+            return args[0]
+        tensors = tensors_in(*args, *kwargs.values())
+        blocks = tuple(map(self.block_of, tensors))
+        out = self.run_kernel(func, args, kwargs)
+        self.emit(
+            Collective(
+                op=func.name().split("::")[1].split(".")[0],
+                group="",
+                issuer=self.current_stream(),
+                stream=self.stream_of_group(""),
+                inputs=shapes_of(tensors),
+                outputs=(),
+                reads=blocks,
+                writes=(),
+                work=self.new_work(),
+            )
+        )
+        return out

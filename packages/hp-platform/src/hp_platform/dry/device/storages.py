@@ -1,9 +1,9 @@
-"""Which storages are memory of the device, and since when: `Allocate`, `Release`."""
+"""Which storages are memory of the device, and since when; buffers of the host for its copies."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,8 +40,8 @@ class Storages:
         peak_bytes: Most bytes that were allocated at once since `reset_peak`.
     """
 
-    def __init__(self, emit: Callable[[type[Event], dict[str, Any]], None]) -> None:
-        """Tell `emit` of events: their class and what is to be in them."""
+    def __init__(self, emit: Callable[[Event], None]) -> None:
+        """Tell `emit` of events."""
         self.live_bytes = self.peak_bytes = 0
         self.num_allocations = 0
         self._emit = emit
@@ -116,17 +116,49 @@ class Storages:
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         self.num_allocations += 1
-        shape = () if x is None else tuple(x.shape)
-        dtype = "" if x is None else str(x.dtype)[6:]
-        values = {"block": block.number, "num_bytes": num_bytes, "stream": stream, "what": what}
-        self._emit(Allocate, {**values, "shape": shape, "dtype": dtype})
+        allocated = Allocate(
+            block=block.number,
+            num_bytes=num_bytes,
+            stream=stream,
+            what=what,
+            shape=() if x is None else tuple(x.shape),
+            dtype="" if x is None else str(x.dtype)[6:],
+        )
+        self._emit(allocated)
 
     def _release(self, block: Block, *, resized: bool = False) -> None:
         if block.num_bytes:
             self.live_bytes -= block.num_bytes
-            self._emit(Release, {"block": block.number, "resized": resized})
+            self._emit(Release(block=block.number, resized=resized))
 
     def _gone(self, block: weakref.ref[Any]) -> None:
         assert isinstance(block, Block)
         if self._blocks.pop(block.key, None) is not None:
             self._release(block)
+
+
+class Buffers:
+    """Storages on the host that asynchronous copies have named, with their numbers in the trace."""
+
+    def __init__(self) -> None:
+        self._numbers: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._count = 0
+
+    def number(self, host: Tensor) -> int:
+        """Return the number of a tensor's storage, which is new if it was not named before."""
+        storage = host.untyped_storage()
+        if storage not in self._numbers:
+            self._numbers[storage] = self._count
+            self._count += 1
+        return self._numbers[storage]
+
+    def among(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Yield those of `tensors` whose storage was named, with its number."""
+        if not self._numbers:
+            return
+        for x in tensors:
+            number = self._numbers.get(x.untyped_storage())
+            if number is not None:
+                yield number, x

@@ -43,13 +43,6 @@ class Block:
         """Whether it is a part of a segment."""
         return self.before is not None or self.after is not None
 
-    def insert_after(self, block: Block) -> None:
-        """Become the neighbour of `block` at higher addresses."""
-        self.before, self.after = block, block.after
-        if block.after is not None:
-            block.after.before = self
-        block.after = self
-
     def cut(self, size: int) -> Block:
         """Keep the first `size` bytes, and return the rest, a free block of no pool yet."""
         rest = Block(
@@ -59,9 +52,12 @@ class Block:
             self.pool,
             self.expandable,
             self.is_mapped,
+            before=self,
+            after=self.after,
         )
-        rest.insert_after(self)
-        self.size = size
+        if self.after is not None:
+            self.after.before = rest
+        self.size, self.after = size, rest
         return rest
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from types import NotImplementedType
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from hp_platform._internals.dry import (
 )
 from hp_platform.device.rules import may_mix
 from hp_platform.dry.operators import launches, shapes
-from hp_platform.dry.operators.shapes import META, Cost
+from hp_platform.dry.operators.shapes import META, Cost, tensors_in
 from hp_platform.dry.operators.values import STAND_INS, Again
 from hp_platform.dry.trace import Launch
 
@@ -39,7 +39,6 @@ class _Operator:
 
     Attributes:
         name: Name with the overload, such as `"aten.mm.default"`.
-        base: Name in the schema, without the overload, such as `"aten::mm"`.
         writes: Positions, or names if keyword-only, of the arguments that it writes.
         overwrites: Whether it writes them without reading them.
         gathers: Whether it reads no more of its first argument than it returns.
@@ -57,7 +56,6 @@ class _Operator:
     """
 
     name: str
-    base: str
     writes: tuple[int | str, ...]
     overwrites: bool
     gathers: bool
@@ -89,7 +87,6 @@ def _describe(func: Any) -> _Operator:
     resizes = is_out or "resize" in base or "::set_" in base
     return _Operator(
         name=str(func),
-        base=base,
         writes=tuple(writes),
         overwrites=is_out or base in launches.OVERWRITES,
         gathers=base in launches.GATHERS,
@@ -131,10 +128,7 @@ class Operators(DispatchMode):
             return inner(*given, **kwargs)
 
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
-        given: list[Tensor] = []
-        _collect(args, given)
-        if kwargs:
-            _collect(kwargs.values(), given)
+        given = tensors_in(*args, *kwargs.values())
         strange = [x for x in given if type(x) not in PLAIN]
         if is_fake_mode_active() or any(isinstance(x, FakeTensor) for x in strange):
             return self._device.run_kernel(func, args, kwargs)  # torch works out shapes
@@ -158,8 +152,7 @@ class Operators(DispatchMode):
         if any(device.buffers.among(given)):
             op = _describe(func)
             if not op.is_silent:
-                written = [args[place] for place in op.writes if isinstance(place, int)]
-                device.touch(op.name, given, written)
+                device.touch(op.name, given, _written(op, args, kwargs))
         return func(*args, **kwargs)
 
     def _is_deferred(self, dry: list[Tensor], given: list[Tensor]) -> bool:
@@ -173,7 +166,7 @@ class Operators(DispatchMode):
 
     def _deferred(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = self._device.run_kernel(func, args, kwargs)
-        for x in tensors_of(out):
+        for x in tensors_in(out):
             self._device.storages.defer(x)
         return out
 
@@ -227,7 +220,7 @@ class Operators(DispatchMode):
                 for x in dry:
                     device.storages.resized(x.untyped_storage(), op.name, device.thread.stream)
             if not op.is_silent:
-                made = tensors_of(out) if op.makes else []
+                made = tensors_in(out) if op.makes else []
                 _launch(device, op, (dry, _written(op, args, kwargs), made), cost)
             device.remember(out)
         return out
@@ -244,20 +237,15 @@ class Operators(DispatchMode):
     def _made(self, op: _Operator, out: Any) -> Any:
         """Take what an operator returns for memory of the device."""
         device = self._device
-        for x in tensors_of(out):
+        for x in tensors_in(out):
             if type(x) in PLAIN and is_meta(x):
                 device.storages.see(x, op.name, device.thread.stream)
         return out
 
 
 def _written(op: _Operator, args: Any, kwargs: Any) -> list[Tensor]:
-    written: list[Tensor] = []
-    for place in op.writes:
-        if isinstance(place, int):
-            _collect(args[place : place + 1], written)
-        elif place in kwargs:
-            _collect((kwargs[place],), written)
-    return written
+    given = {**dict(enumerate(args)), **kwargs}
+    return tensors_in(*(given.get(place) for place in op.writes))
 
 
 def _launch(
@@ -303,8 +291,7 @@ def _launch(
 
 def _all_on_device(device: DryDevice, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Note that operands are on two devices, and go on as if they were on one."""
-    given: list[Tensor] = []
-    _collect((*args, *kwargs.values()), given)
+    given = tensors_in(*args, *kwargs.values())
     on_host = [x for x in given if not is_meta(x)]
     first = f"{str(on_host[0].dtype)[6:]}{list(on_host[0].shape)}"
     device.fault(f"{name}: {len(on_host)} of {len(given)} operands on the host, first {first}")
@@ -314,21 +301,3 @@ def _all_on_device(device: DryDevice, name: str, args: Any, kwargs: Any) -> tupl
 
     on_device: tuple[Any, Any] = tree_map_only(Tensor, moved, (args, kwargs))
     return on_device
-
-
-def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
-    for x in values:
-        if isinstance(x, Tensor):
-            found.append(x)
-        elif isinstance(x, list | tuple):
-            _collect(x, found)
-
-
-def tensors_of(out: Any) -> list[Tensor]:
-    """The tensors that an operator returns."""
-    if isinstance(out, Tensor):
-        return [out]
-    found: list[Tensor] = []
-    if isinstance(out, list | tuple):
-        _collect(out, found)
-    return found

@@ -9,13 +9,15 @@ cuDNN) count as their usual choice. An operator that is not listed counts as 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
+
+from hp_platform.dry.operators.shapes import MASKS, tensors_in
 
 Rule = Callable[[Sequence[Any], Mapping[str, Any]], int]
 
@@ -121,21 +123,9 @@ def _rule(func: Any) -> int | Rule:
     return _elements if torch.Tag.pointwise in func.tags else 1
 
 
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-
-
 def _all_empty(args: Sequence[Any]) -> bool:
-    found = False
-    for tensor in _tensors(args):
-        if tensor.numel():
-            return False
-        found = True
-    return found
+    tensors = tensors_in(*args)
+    return bool(tensors) and not any(tensor.numel() for tensor in tensors)
 
 
 def _given(args: Sequence[Any], kwargs: Mapping[str, Any], at: int, name: str) -> Any:
@@ -148,7 +138,7 @@ def _given(args: Sequence[Any], kwargs: Mapping[str, Any], at: int, name: str) -
 
 def _elements(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
     """One kernel, or as many as make every operand at most 2 GiB."""
-    largest = max((each.numel() * each.element_size() for each in _tensors(args)), default=0)
+    largest = max((each.numel() * each.element_size() for each in tensors_in(*args)), default=0)
     return 1 << max(math.ceil(largest / _INT32) - 1, 0).bit_length()
 
 
@@ -161,7 +151,7 @@ def _copied_first(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
 
 
 def _reduction(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    operand = next(_tensors(args))
+    operand = tensors_in(*args)[0]
     dims = _given(args, kwargs, 1, "dim")
     if isinstance(dims, int) and not isinstance(dims, bool):
         dims = [dims]
@@ -201,15 +191,11 @@ def _foreach_rule(full: str) -> Rule:
     scalars = overload.startswith("ScalarList")
 
     def rule(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
-        lists = [each for each in args if isinstance(each, (list, tuple)) and _holds_tensors(each)]
+        lists = [each for each in args if isinstance(each, (list, tuple)) and tensors_in(each)]
         depth = len(lists) + (not name.endswith("_"))
         return _multi_tensor(lists[0], depth, scalars=scalars)
 
     return rule
-
-
-def _holds_tensors(values: Sequence[Any]) -> bool:
-    return bool(values) and isinstance(values[0], Tensor)
 
 
 def _foreach_norm(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
@@ -225,8 +211,7 @@ def _foreach_copy(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
 
 
 def _fused_adam(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    depth = 5 if _given(args, kwargs, 4, "max_exp_avg_sqs") else 4
-    return _multi_tensor(args[0], depth)
+    return _multi_tensor(args[0], 5 if _given(args, kwargs, 4, "max_exp_avg_sqs") else 4)
 
 
 def _fused_sgd(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
@@ -295,27 +280,21 @@ def _scan(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
 
 
 def _index(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
-    return 1 + sum(_NONZERO for each in args[1] if each is not None and _is_mask(each))
-
-
-def _is_mask(index: Tensor) -> bool:
-    return index.dtype in (torch.bool, torch.uint8)
+    """A mask is made a list of places first."""
+    masks = [each for each in args[1] if each is not None and each.dtype in MASKS]
+    return 1 + _NONZERO * len(masks)
 
 
 def _index_put(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    masks = sum(_NONZERO for each in args[1] if each is not None and _is_mask(each))
+    written = _index(args, kwargs)
     if not _given(args, kwargs, 3, "accumulate"):
-        return 1 + masks
+        return written
     indices = [each for each in args[1] if each is not None]
     num_keys = max((each.numel() for each in indices), default=0)
-    # Rows as one number (a remainder, and a product and a sum per further index), the order of
-    # the sorted ones, and the addition of equal ones.
+    # Rows as one number (a remainder, and a product and a sum per further index), and the order of
+    # the sorted ones; then equal ones are added.
     prepared = 1 + 2 * (len(indices) - 1) + 2
-    return masks + prepared + _radix_sort(num_keys, _bits(args[0].numel())) + 1
-
-
-def _index_put_copied(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    return 1 + _index_put(args, kwargs)
+    return prepared + _radix_sort(num_keys, _bits(args[0].numel())) + written
 
 
 # Embedding.cu, EmbeddingBackwardKernel.cu: atomic additions up to 3072 tokens, sorted ones above.
@@ -331,13 +310,9 @@ def _embedding_backward(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
 # transformers/cuda/attention_backward.cu: fewer heads of keys are expanded and added up again.
 
 
-def _flash_backward(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
-    query, key = args[1], args[2]
-    return 3 if query.shape[-3] == key.shape[-3] else 5
-
-
-def _varlen_backward(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
-    return 3 if args[1].shape[-2] == args[2].shape[-2] else 5
+def _flash_backward(heads: int) -> Rule:
+    """The rule of a backward whose query and key, behind the gradient, have heads in this dim."""
+    return lambda args, _: 3 if args[1].shape[heads] == args[2].shape[heads] else 5
 
 
 def _two_sums(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
@@ -397,11 +372,11 @@ _TABLE: Final[dict[str, int | Rule]] = {
     "aten.convolution_backward": 3,
     # transformers/cuda/attention.cu.
     "aten._scaled_dot_product_flash_attention": 1,
-    "aten._scaled_dot_product_flash_attention_backward": _flash_backward,
+    "aten._scaled_dot_product_flash_attention_backward": _flash_backward(-3),
     "aten._flash_attention_forward": 1,
-    "aten._flash_attention_backward": _varlen_backward,
+    "aten._flash_attention_backward": _flash_backward(-2),
     "torch_attn._varlen_attn": 1,
-    "torch_attn._varlen_attn_backward": _varlen_backward,
+    "torch_attn._varlen_attn_backward": _flash_backward(-2),
     "aten._scaled_dot_product_efficient_attention": 1,
     "aten._scaled_dot_product_efficient_attention_backward": 2,
     "aten._efficient_attention_forward": 1,
@@ -428,8 +403,8 @@ _TABLE: Final[dict[str, int | Rule]] = {
     "aten._unsafe_index": _index,
     "aten.index_put_": _index_put,
     "aten._index_put_impl_": _index_put,
-    "aten.index_put": _index_put_copied,
-    "aten._unsafe_index_put": _index_put_copied,
+    "aten.index_put": lambda args, kwargs: 1 + _index_put(args, kwargs),
+    "aten._unsafe_index_put": lambda args, kwargs: 1 + _index_put(args, kwargs),
     "aten.index_add": 2,
     "aten.index_copy": 2,
     "aten.index_fill": 2,

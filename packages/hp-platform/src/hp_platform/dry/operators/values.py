@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from hp_platform._internals.dry import is_meta
+from hp_platform.dry.operators.shapes import MASKS
 from hp_platform.dry.trace import HostWait, Launch
 
 if TYPE_CHECKING:
     from hp_platform.dry.device.device import DryDevice
-
-_MASKS = (torch.bool, torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +161,7 @@ def _index(device: DryDevice, func: Any, args: Any, _: Any) -> Any:
     if not is_meta(x):
         return NotImplemented  # a fault: the index of a tensor on the host is on the device
     if all(
-        i is None or (is_meta(i) and i.dtype not in _MASKS and device.block_of(i) >= 0)
+        i is None or (is_meta(i) and i.dtype not in MASKS and device.block_of(i) >= 0)
         for i in indices
     ):
         return NotImplemented
@@ -175,14 +174,14 @@ def _index(device: DryDevice, func: Any, args: Any, _: Any) -> Any:
         if i is None:
             found.append(i)
         elif not is_meta(i):
-            places = i.nonzero().unbind(1) if i.dtype in _MASKS else (i,)
+            places = i.nonzero().unbind(1) if i.dtype in MASKS else (i,)
             found += [_to_copy(device, None, (place,), {}) for place in places]
         elif device.block_of(i) < 0:  # a list of numbers, which torch has made a tensor of
             device.see(i, "copy to device")
             host = torch.empty_like(i, device="cpu")
             copy_between(device, host, i, to_host=False, non_blocking=False)
             found.append(i)
-        elif i.dtype in _MASKS:
+        elif i.dtype in MASKS:
             wait(device, f"{name} by a mask", 8)
             found += [torch.empty(0, dtype=torch.int64, device="meta")] * i.dim()
         else:

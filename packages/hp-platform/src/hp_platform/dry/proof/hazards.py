@@ -47,6 +47,18 @@ _MEANING: dict[HazardKind, str] = {
 }
 
 
+_NAMES: dict[type[Event], str] = {
+    Launch: "{0.what} on stream {0.stream}",
+    Collective: "{0.op} of {0.group}",
+    WaitEvent: "a wait for event {0.event} on stream {0.stream}",
+    RecordEvent: "the record of event {0.event} on stream {0.stream}",
+    WaitWork: "a wait for work {0.work} on stream {0.stream}",
+    Allocate: "the allocation on stream {0.stream}",
+    HostWait: "{0.what} of the host",
+    HostAccess: "{0.what} of the host",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Hazard:
     """Two things that a rank does, and that nothing puts in order.
@@ -84,21 +96,5 @@ def _said(event: Event) -> str:
 
 
 def _name(event: Event) -> str:
-    match event:
-        case Launch(what=what, stream=stream):
-            name = f"{what} on stream {stream}"
-        case Collective(op=op, group=group):
-            name = f"{op} of {group}"
-        case WaitEvent(event=number, stream=stream):
-            name = f"a wait for event {number} on stream {stream}"
-        case RecordEvent(event=number, stream=stream):
-            name = f"the record of event {number} on stream {stream}"
-        case WaitWork(work=number, stream=stream):
-            name = f"a wait for work {number} on stream {stream}"
-        case Allocate(stream=stream):
-            name = f"the allocation on stream {stream}"
-        case HostWait(what=what) | HostAccess(what=what):
-            name = f"{what} of the host"
-        case _:
-            name = f"the {type(event).__name__.lower()}"
-    return name
+    words = _NAMES.get(type(event), f"the {type(event).__name__.lower()}")
+    return words.format(event)

@@ -47,8 +47,7 @@ def channel_of(event: Operation) -> str:
 
 def told(event: Operation) -> str:
     """An operation in words, with the line it was called from."""
-    shapes = event.inputs or event.outputs if isinstance(event, Collective) else event.shapes
-    listed = " ".join(f"{dtype}{list(shape)}" for shape, dtype in shapes[:3])
+    listed = " ".join(f"{dtype}{list(shape)}" for shape, dtype in _given(event)[:3])
     words = [event.op, listed, event.detail]
     if event.peer >= 0:
         words.append(f"{'to' if event.op == 'send' else 'from'} rank {event.peer}")
@@ -115,8 +114,7 @@ def _collectives(symmetry: Symmetry, sequences: Sequences) -> Iterator[Problem]:
             if pattern in seen:
                 continue
             seen.add(pattern)
-            problem = _first_difference(sequences, symmetry, ranks, channel, family)
-            if problem is not None:
+            if problem := _first_difference(sequences, symmetry, ranks, channel, family):
                 yield problem
 
 
@@ -136,13 +134,11 @@ def _first_difference(
             other = lists[speaker][number] if number < len(lists[speaker]) else None
             if other is mine:
                 continue
-            found = _differ(mine, other)
-            if found is not None:
+            if found := _differ(mine, other):
                 pair = ((ranks[0], mine), (member, other))
                 return _difference(found, family, number, pair, symmetry)
         events = {rank: lists[speaks[rank]][number] for rank in ranks}
-        problem = _splits_differ(events, ranks, family, number)
-        if problem is not None:
+        if problem := _splits_differ(events, ranks, family, number):
             return problem
     return None
 
@@ -185,7 +181,7 @@ def _fit(mine: Operation, other: Operation, here: Shapes, there: Shapes) -> bool
     """Whether shapes of two members belong together, where their operations are the same."""
     if mine.op == "all_to_all":
         ends = {shape[1:] for shape, _ in (*here, *there)}
-        return len(ends) == 1 or _is_list(mine)
+        return len(ends) == 1 or (isinstance(mine, Collective) and len(mine.inputs) > 1)
     if isinstance(mine, Collective) and isinstance(other, Collective):
         if mine.op == "scatter" or (mine.op == "all_gather" and len(mine.outputs) > 1):
             return mine.outputs == other.outputs
@@ -195,10 +191,6 @@ def _fit(mine: Operation, other: Operation, here: Shapes, there: Shapes) -> bool
 
 def _given(event: Operation) -> Shapes:
     return (event.inputs or event.outputs) if isinstance(event, Collective) else event.shapes
-
-
-def _is_list(event: Operation) -> bool:
-    return isinstance(event, Collective) and len(event.inputs) > 1
 
 
 def _splits_differ(
@@ -258,8 +250,7 @@ def _messages(symmetry: Symmetry, sequences: Sequences) -> Iterator[Problem]:
             )
             if (min(rank, other), max(rank, other)) in reported:
                 continue
-            problem = _unmatched((rank, events), (other, others), family)
-            if problem is not None:
+            if problem := _unmatched((rank, events), (other, others), family):
                 reported.add((min(rank, other), max(rank, other)))
                 yield problem
 

@@ -140,8 +140,6 @@ class _Check:
                 self._wait(event, event.event)
             case HostAccess():
                 self._host_access(event)
-            case _:
-                pass
 
     def _operation(self, event: Launch | Collective) -> None:
         use = _Use(self.clocks.now(event.stream), event)
@@ -150,12 +148,15 @@ class _Check:
         for memory in (*read, *(each for each in written if each.number not in event.reads)):
             self._begin(memory, use)
         for memory in read:
-            self._read(memory, use)
+            self._after_write(memory, use, "read before it is written")
+            memory.reads[use.epoch[0]] = use
         for memory in written:
             self._write(memory, use)
         if isinstance(event, Collective):
-            if event.stream != event.issuer:
-                self._keep(event.work, (*read, *written))
+            if event.stream != event.issuer:  # its work keeps them until it is waited for
+                self.works[event.work] = [*read, *written]
+                for memory in self.works[event.work]:
+                    memory.works.add(event.work)
             return
         for buffer in event.host_reads:
             self.buffers.setdefault(buffer, _Memory(buffer)).reads[use.epoch[0]] = use
@@ -182,10 +183,6 @@ class _Check:
         ):
             self._report("memory of another stream", memory.asked, use.event, memory)
         memory.last[position] = use
-
-    def _read(self, memory: _Memory, use: _Use) -> None:
-        self._after_write(memory, use, "read before it is written")
-        memory.reads[use.epoch[0]] = use
 
     def _write(self, memory: _Memory, use: _Use) -> None:
         self._after_write(memory, use, "written twice at once")
@@ -220,11 +217,6 @@ class _Check:
             memory.works.clear()
         if not memory.works:
             self._free(memory)
-
-    def _keep(self, work: int, memories: tuple[_Memory, ...]) -> None:
-        for memory in memories:
-            memory.works.add(work)
-        self.works[work] = list(memories)
 
     def _wait_work(self, event: WaitWork) -> None:
         for memory in self.works.pop(event.work, ()):

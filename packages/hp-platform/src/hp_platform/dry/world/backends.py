@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch.distributed import ProcessGroup
 
-from hp_platform._internals import PrefixStore, dry_world
-from hp_platform.dry.cuda.changes import change
+from hp_platform._internals import PrefixStore
+from hp_platform._internals.dry import (
+    backend_methods,
+    backend_plugins,
+    change,
+    group_functions,
+    name_group,
+    new_nccl_group,
+    placeholder,
+    torch_functions,
+)
 
 if TYPE_CHECKING:
     from hp_platform.dry.world.world import DryWorld
@@ -57,8 +65,13 @@ class DryBackend:
         if timeout is not None:
             self.options._timeout = timeout  # noqa: SLF001 # named as in torch
         self._store, self._rank, self._size = store, rank, size
-        self.placeholder = dry_world.placeholder(rank, size)
-        self.num_splits = 0
+        self.placeholder = placeholder(rank, size)
+
+    @classmethod
+    def of_plugin(cls, given: Any, options: Any) -> Self:
+        """Make one of what torch gives its plugins."""
+        own = options if isinstance(options, Options) else None
+        return cls(given.store, given.group_rank, given.group_size, own, given.timeout)
 
     def name(self) -> str:
         """Name of the back end."""
@@ -90,8 +103,8 @@ class DryBackend:
         """End."""
 
 
-class DryNccl(DryBackend):
-    """Stands for `ProcessGroupNCCL`."""
+class ProcessGroupNCCL(DryBackend):
+    """Stands for torch's class of this name."""
 
     kind = "nccl"
     supports_splitting = True
@@ -100,23 +113,18 @@ class DryNccl(DryBackend):
     def eager_connect_single_device(self, _: Any) -> None:
         """Connect now; the world knows that it is so from the device of the group."""
 
-    def comm_split_count(self) -> int:
-        """How many groups were split off."""
-        return self.num_splits
 
-
-class DryGloo(DryBackend):
-    """Stands for `ProcessGroupGloo`."""
+class ProcessGroupGloo(DryBackend):
+    """Stands for torch's class of this name."""
 
     kind = "gloo, dry"
+    create_device = staticmethod(lambda **_: None)
 
 
 def enter_stand_ins(stack: ExitStack, world: DryWorld) -> None:
     """Let torch make groups of a world until `stack` is closed."""
     made: dict[int, DryBackend] = {}
-    nccl = type("ProcessGroupNCCL", (DryNccl,), {})
-    gloo = type("ProcessGroupGloo", (DryGloo,), {"create_device": staticmethod(lambda **_: None)})
-    plain_register, plain_backend = dry_world.backend_methods()
+    plain_register, plain_backend = backend_methods()
 
     def register(group: ProcessGroup, device: Any, kind: Any, backend: Any = None) -> None:
         if isinstance(backend, DryBackend):
@@ -138,64 +146,47 @@ def enter_stand_ins(stack: ExitStack, world: DryWorld) -> None:
         _get_backend=get_backend,
         _start_coalescing=lambda _group, _device: world.start_batch(),
         _end_coalescing=lambda group, _device: world.end_batch(group),
-        split_group=_splitter(nccl),
+        split_group=_split_group,
         abort=abort,
         supports_coalescing=True,
     )
     functions: dict[str, Any] = {
-        "ProcessGroupNCCL": nccl,
-        "ProcessGroupGloo": gloo,
+        "ProcessGroupNCCL": ProcessGroupNCCL,
+        "ProcessGroupGloo": ProcessGroupGloo,
         "is_nccl_available": lambda: True,
         "is_gloo_available": lambda: True,
         "_NCCL_AVAILABLE": True,
         "_get_split_source": lambda *_: None,  # no communicator that C++ could split
         "default_pg_nccl_timeout": timedelta(minutes=10),
     }
-    plugins = {"NCCL": _maker(nccl), "GLOO": _maker(gloo)}
-    stack.enter_context(dry_world.backend_plugins(**plugins))
-    stack.enter_context(dry_world.torch_functions(**functions, **_noting_groups(world)))
-    stack.enter_context(dry_world.accelerator(torch.device("cuda")))
+    plugins = {"NCCL": ProcessGroupNCCL.of_plugin, "GLOO": ProcessGroupGloo.of_plugin}
+    stack.enter_context(backend_plugins(**plugins))
+    stack.enter_context(torch_functions(**functions, **_noting_groups(world)))
 
 
-def _maker(kind: Any) -> Callable[[Any, Any], Any]:
-    """What makes a back end of options as plugins of torch are given them."""
-
-    def make(given: Any, options: Any) -> Any:
-        own = options if isinstance(options, Options) else None
-        return kind(given.store, given.group_rank, given.group_size, own, given.timeout)
-
-    return make
-
-
-def _splitter(nccl: Any) -> Callable[..., Any]:
+def _split_group(  # noqa: PLR0917 # as torch calls it
+    parent: ProcessGroup,
+    ranks: list[int],
+    timeout: Any = None,
+    opts: Any = None,
+    group_name: str = "",
+    group_desc: str | None = None,
+    **_: Any,
+) -> ProcessGroup | None:
     """`ProcessGroup.split_group`, which C++ has for back ends of its own."""
-
-    def split_group(  # noqa: PLR0917 # as torch calls it
-        parent: ProcessGroup,
-        ranks: list[int],
-        timeout: Any = None,
-        opts: Any = None,
-        group_name: str = "",
-        group_desc: str | None = None,
-        **_: Any,
-    ) -> ProcessGroup | None:
-        parents: Any = dry_world.backend_of(parent, "cuda")
-        parents.num_splits += 1
-        if parent.rank() not in ranks:
-            return None
-        position = sorted(ranks).index(parent.rank())
-        store = PrefixStore(f"{group_name}/", parent.get_group_store())
-        backend = nccl(store, position, len(ranks), opts, timeout)
-        group = dry_world.new_nccl_group(store, position, len(ranks), backend)
-        dry_world.name_group(group, group_name, group_desc or "undefined")
-        return group
-
-    return split_group
+    if parent.rank() not in ranks:
+        return None
+    position = sorted(ranks).index(parent.rank())
+    store = PrefixStore(f"{group_name}/", parent.get_group_store())
+    backend = ProcessGroupNCCL(store, position, len(ranks), opts, timeout)
+    group = new_nccl_group(store, position, len(ranks), backend)
+    name_group(group, group_name, group_desc or "undefined")
+    return group
 
 
 def _noting_groups(world: DryWorld) -> dict[str, Any]:
     """Functions of torch that make groups, which tell the world of every one."""
-    make, tagged, split, destroy = dry_world.group_functions()
+    make, tagged, split, destroy = group_functions()
 
     def make_tagged(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
         # Members alone make it; the others of hp_platform's calls are asked all the same.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import count, pairwise
 
 from hp_platform.dry.classes import Classes
 
@@ -31,7 +32,7 @@ class Communicator:
         mine: Position of this rank in `ranks`.
         is_eager: Whether NCCL has one communicator for all its messages.
         is_connected: Whether NCCL has connected it.
-        num_operations: Number of operations that this rank has begun on the host.
+        operations: Numbers of the operations that this rank will begin on the host.
         num_messages: Number of messages to or from each member, by direction (`"to"` or `"from"`),
             position of the member and tag.
     """
@@ -42,19 +43,13 @@ class Communicator:
     mine: int
     is_eager: bool = False
     is_connected: bool = False
-    num_operations: int = 0
-    num_messages: dict[tuple[str, int, str], int] = field(default_factory=dict)
-
-    def next_operation(self) -> int:
-        """Number of an operation that begins."""
-        self.num_operations += 1
-        return self.num_operations
+    operations: Iterator[int] = field(default_factory=lambda: count(1))
+    num_messages: Counter[tuple[str, int, str]] = field(default_factory=Counter)
 
     def next_message(self, way: str, position: int, tag: str) -> int:
         """Number of a message that goes (`way` "to") or comes ("from"), among those like it."""
-        number = self.num_messages.get((way, position, tag), 0)
-        self.num_messages[way, position, tag] = number + 1
-        return number
+        self.num_messages[way, position, tag] += 1
+        return self.num_messages[way, position, tag] - 1
 
 
 class Families:
@@ -94,12 +89,12 @@ class Families:
         self._list_of.update({(family, rank): ranks for rank in ranks})
         return family + listed(ranks), family
 
-    def speaker(self, communicator: Communicator, rank: int) -> tuple[int, str, int]:
+    def speaker(self, communicator: Communicator, rank: int) -> tuple[int, str]:
         """Who has a process and stands for a member.
 
         Returns:
             Its global rank, and the name of the communicator in which it speaks for it: this one,
-            or that of the same family that it is in; and its position there.
+            or that of the same family that it is in.
 
         Raises:
             RuntimeError: If it is in none of that family.
@@ -107,10 +102,10 @@ class Families:
         speaks = self._classes.representative[rank]
         ranks = self._list_of.get((communicator.family, speaks))
         if speaks in communicator.ranks:
-            return speaks, communicator.name, communicator.ranks.index(speaks)
+            return speaks, communicator.name
         if ranks is None:
             raise RuntimeError(
                 f"rank {speaks}, which stands for rank {rank}, must be in a group like "
                 f"{communicator.name}: ranks of one class run the same program"
             )
-        return speaks, communicator.family + listed(ranks), ranks.index(speaks)
+        return speaks, communicator.family + listed(ranks)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +19,14 @@ from torch.distributed import ProcessGroup
 from hp_platform import _internals
 from hp_platform.dry.world.communicators import Communicator, Families
 from hp_platform.dry.world.hub import HubClient
+from hp_platform.failures.messages import bytes_of
 
 _SECONDS = 600.0
+_PARTED = (
+    "all_to_all",
+    "reduce_scatter",
+    "scatter",
+)  # each rank gets another part of what is given
 Finish = Callable[[float], None]
 """Waits for the others, up to a number of seconds, and writes what they gave."""
 
@@ -68,13 +74,13 @@ class _Given:
         sizes: Bytes of the part for each position in the group.
         data: All parts, one behind the other.
         by: Line that issued the operation.
+        words: The operation in words.
     """
 
     sizes: list[int]
     data: bytes
     by: str
-    words: str = ""
-    starts: list[int] = field(default_factory=list)
+    words: str
 
     def part(self, position: int) -> bytes:
         """What is for one position."""
@@ -98,7 +104,7 @@ class Exchange:
         """Give what this rank gives, and return what waits for the others."""
         if asked.peer >= 0:
             return self._message(communicator, asked)
-        number = communicator.next_operation()
+        number = next(communicator.operations)
         parts = _parts(asked, len(communicator.ranks))
         words = f"{asked.op} {asked.detail}".strip()
         self._put(f"{communicator.name}/{number}", parts, words=words, at=at)
@@ -126,7 +132,7 @@ class Exchange:
 
     def values(self, communicator: Communicator, value: bytes, seconds: float) -> list[bytes]:
         """What every member gives, as bytes, by position."""
-        number = communicator.next_operation()
+        number = next(communicator.operations)
         self._put(f"{communicator.name}/{number}", [value], words="values", at="")
         everybody = range(len(communicator.ranks))
         what = f"values {number} of {communicator.name}"
@@ -149,7 +155,7 @@ class Exchange:
     ) -> dict[int, _Given]:
         keys = []
         for position in positions:
-            speaks, name, _ = self._families.speaker(communicator, communicator.ranks[position])
+            speaks, name = self._families.speaker(communicator, communicator.ranks[position])
             keys.append(f"of/{speaks}/{name}/{number}")
         unique = list(dict.fromkeys(keys))
         if not unique:
@@ -169,7 +175,7 @@ class Exchange:
         number = communicator.next_message("from", peer, tag)
         sender = communicator.ranks[peer]
         steps = (communicator.mine - peer) % len(communicator.ranks)
-        speaks, name, _ = self._families.speaker(communicator, sender)
+        speaks, name = self._families.speaker(communicator, sender)
         key = f"of/{speaks}/{name}/+{steps}/{tag}/{number}"
 
         def wait(seconds: float) -> bytes:
@@ -181,9 +187,9 @@ class Exchange:
 
     def _message(self, communicator: Communicator, asked: Operation) -> Finish:
         if asked.op == "send":
-            data = b"".join(map(_bytes, asked.inputs))
+            data = b"".join(map(bytes_of, asked.inputs))
             self.tell(communicator, asked.peer, data, str(asked.tag))
-            return _done
+            return lambda _: None
         wait = self.hear(communicator, asked.peer, str(asked.tag))
 
         def finish(seconds: float) -> None:
@@ -203,10 +209,6 @@ def seconds_of(group: ProcessGroup) -> float:
     return _SECONDS
 
 
-def _done(_: float) -> None:
-    return
-
-
 def _read(value: bytes) -> _Given:
     head, _, data = value.partition(b"\n")
     told = json.loads(head)
@@ -218,12 +220,12 @@ def _parts(asked: Operation, size: int) -> list[bytes]:
     if asked.op == "all_to_all" and len(asked.inputs) == 1:
         x = asked.inputs[0]
         splits = list(asked.input_splits) or [x.shape[0] // size] * size
-        return [_bytes(part) for part in x.split(splits)]
+        return [bytes_of(part) for part in x.split(splits)]
     if asked.op == "reduce_scatter" and len(asked.inputs) == 1:
-        return [_bytes(part) for part in asked.inputs[0].chunk(size)]
-    if asked.op in ("all_to_all", "reduce_scatter", "scatter"):
-        return [_bytes(part) for part in asked.inputs]
-    return [b"".join(_bytes(x) for x in asked.inputs)]
+        return [bytes_of(part) for part in asked.inputs[0].chunk(size)]
+    if asked.op in _PARTED:
+        return [bytes_of(part) for part in asked.inputs]
+    return [b"".join(bytes_of(x) for x in asked.inputs)]
 
 
 def _members(asked: Operation, communicator: Communicator) -> Sequence[int]:
@@ -236,24 +238,18 @@ def _members(asked: Operation, communicator: Communicator) -> Sequence[int]:
 
 
 def _write(asked: Operation, given: dict[int, _Given], mine: int) -> None:
-    order = sorted(given)
-    if asked.op in ("all_reduce", "reduce", "reduce_scatter"):
-        parts = [
-            given[p].part(mine) if asked.op == "reduce_scatter" else given[p].data for p in order
-        ]
-        if parts:
-            _reduce(asked.outputs[0], parts, asked.reduction)
-    elif asked.op == "broadcast":
-        _fill(asked.outputs[0], given[asked.root].data)
-    elif asked.op == "scatter":
-        _fill(asked.outputs[0], given[asked.root].part(mine))
-    elif asked.op in ("all_gather", "gather", "all_to_all"):
-        parts = [given[p].part(mine) if asked.op == "all_to_all" else given[p].data for p in order]
-        if len(asked.outputs) == 1 and len(parts) != 1:
-            _fill(asked.outputs[0], b"".join(parts))
-        else:
-            for x, data in zip(asked.outputs, parts, strict=False):
-                _fill(x, data)
+    """Write what those gave that this rank waits for: all of it, or its part of each."""
+    others = [given[position] for position in sorted(given)]
+    parts = [each.part(mine) if asked.op in _PARTED else each.data for each in others]
+    if not parts:  # others get it
+        return
+    if asked.reduction:
+        _reduce(asked.outputs[0], parts, asked.reduction)
+    elif len(asked.outputs) == 1:
+        _fill(asked.outputs[0], b"".join(parts))
+    else:
+        for x, data in zip(asked.outputs, parts, strict=False):
+            _fill(x, data)
 
 
 def _reduce(out: Tensor, parts: Sequence[bytes], reduction: str) -> None:
@@ -276,16 +272,6 @@ _REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "bor": torch.bitwise_or,
     "bxor": torch.bitwise_xor,
 }
-
-
-def _bytes(x: Tensor) -> bytes:
-    flat = x.detach().contiguous().reshape(-1)
-    if not flat.numel():
-        return b""
-    plain = flat.view(torch.uint8)
-    buffer = bytearray(plain.numel())
-    torch.frombuffer(buffer, dtype=torch.uint8).copy_(plain)
-    return bytes(buffer)
 
 
 def _tensor(data: bytes, like: Tensor) -> Tensor:

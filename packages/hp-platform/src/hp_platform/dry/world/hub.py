@@ -8,7 +8,6 @@ that nobody has set yet is answered later.
 from __future__ import annotations
 
 import json
-import os
 import socket
 import threading
 import time
@@ -70,7 +69,8 @@ class Hub:
         now = time.monotonic()
         for each in [each for each in self._waiting if now > each.deadline]:
             self._waiting.remove(each)
-            self._refuse(each.connection, "wait timeout: it did not come within the time-out")
+            error = "wait timeout: it did not come within the time-out"
+            _try_to_send(each.connection, {"error": error})
 
     def who_waits(self) -> list[str]:
         """Who waits for what, in words."""
@@ -93,32 +93,29 @@ class Hub:
             waiting = _Waiting(source, keys, deadline, do == "get", asked["rank"], asked["what"])
             self._waiting.append(waiting)
             self._answer_waiting()
-        elif do == "set":
+            return
+        value, found = 0, list[bytes]()
+        if do == "set":
             self._values[keys[0]] = pieces[0]
-            _send(source, {"value": 0})
-            self._answer_waiting()
         elif do == "add":
-            total = int(self._values.get(keys[0], b"0")) + asked["amount"]
-            self._values[keys[0]] = str(total).encode()
-            _send(source, {"value": total})
-            self._answer_waiting()
+            value = int(self._values.get(keys[0], b"0")) + asked["amount"]
+            self._values[keys[0]] = str(value).encode()
         elif do == "compare_set":
             expected, desired = pieces
             there = self._values.get(keys[0])
             if there == expected or (there is None and not expected):
                 there = self._values[keys[0]] = desired
-            _send(source, {"value": 0}, [expected if there is None else there])
-            self._answer_waiting()
+            found = [expected if there is None else there]
         elif do == "check":
-            _send(source, {"value": int(all(key in self._values for key in keys))})
+            value = int(all(key in self._values for key in keys))
         elif do == "delete":
-            _send(source, {"value": int(self._values.pop(keys[0], None) is not None)})
+            value = int(self._values.pop(keys[0], None) is not None)
         elif do == "break":
             self._broken.append((keys[0], asked["what"]))
-            _send(source, {"value": 0})
-            self._answer_waiting()
         else:  # count
-            _send(source, {"value": len(self._values)})
+            value = len(self._values)
+        _send(source, {"value": value}, found)
+        self._answer_waiting()
 
     def _answer_waiting(self) -> None:
         """Answer those whose keys are there now, or cannot come any more."""
@@ -131,11 +128,9 @@ class Hub:
             for prefix, what in self._broken:
                 if any(key.startswith(prefix) for key in each.keys):
                     self._waiting.remove(each)
-                    self._refuse(each.connection, f"Connection closed by peer: {what}")
+                    error = f"Connection closed by peer: {what}"
+                    _try_to_send(each.connection, {"error": error})
                     break
-
-    def _refuse(self, connection: Connection, text: str) -> None:
-        _try_to_send(connection, {"error": text})
 
     def _forget(self, source: Connection) -> None:
         self.sources.remove(source)
@@ -169,7 +164,6 @@ class HubClient:
     def __init__(self, path: Path, rank: int) -> None:
         self._path, self._rank = path, rank
         self._threads = threading.local()
-        self._pid = os.getpid()
 
     def ask(
         self,

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_platform._internals import dry_world
+from hp_platform import _internals
+from hp_platform._internals.dry import torch_functions
 from hp_platform.dry.world.exchange import seconds_of
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def enter_stand_ins(stack: ExitStack, world: DryWorld) -> None:
     functions = {
         name: objects.over_nccl(getattr(dist, name), getattr(objects, name)) for name in names
     }
-    stack.enter_context(dry_world.torch_functions(**functions))
+    stack.enter_context(torch_functions(**functions))
 
 
 class _Objects:
@@ -135,17 +136,11 @@ class _Objects:
         world = self._world
         data = pickle.dumps(value)
         told = world.exchange.values(world.communicator(group), data, seconds_of(group))
-        device = world.device.device
-        sizes = torch.empty(len(told), dtype=torch.int64, device=device)
-        dist.all_gather_into_tensor(
-            sizes, torch.empty(1, dtype=torch.int64, device=device), group=group
-        )
-        sizes.cpu()
         longest = max(map(len, told))
-        found = torch.empty(len(told) * longest, dtype=torch.uint8, device=device)
-        mine = torch.empty(longest, dtype=torch.uint8, device=device)
-        dist.all_gather_into_tensor(found, mine, group=group)
-        found.cpu()
+        found = self._staged(len(told), len(told) * longest)
+        for everyones, mine in zip(found, self._staged(1, longest), strict=True):
+            _internals.all_gather(everyones, mine, group=group)
+            everyones.cpu()
         return [pickle.loads(each) for each in told]  # noqa: S301 # of children of one process
 
 

@@ -18,18 +18,34 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_platform._internals import AsyncCollectiveTensor, dry_world, group_of_name
-from hp_platform._internals.dry import is_meta
+from hp_platform._internals import (
+    AsyncCollectiveTensor,
+    backend_name,
+    backend_of,
+    group_of,
+)
+from hp_platform._internals.dry import (
+    arguments_of,
+    change,
+    is_meta,
+    operator_kernels,
+    operator_names,
+    rendezvous_by,
+    work_of,
+)
 from hp_platform.dry.classes import Classes
-from hp_platform.dry.cuda.changes import change
 from hp_platform.dry.device import sites
 from hp_platform.dry.device.device import DryDevice
-from hp_platform.dry.trace import Collective, HostMessage, HostWait, Shapes, WaitWork
+from hp_platform.dry.operators.shapes import shapes_of
+from hp_platform.dry.trace import Collective, HostMessage, HostWait, WaitWork
 from hp_platform.dry.world import backends, objects
-from hp_platform.dry.world.c10d import operations_of
+from hp_platform.dry.world.c10d import (
+    arguments_by_name,
+    functional_operation,
+    operations_of,
+)
 from hp_platform.dry.world.communicators import Communicator, Families
 from hp_platform.dry.world.exchange import Exchange, Operation, seconds_of
-from hp_platform.dry.world.functional import arguments_by_name, functional_operation
 from hp_platform.dry.world.hub import HubClient
 from hp_platform.dry.world.store import DryStore
 from hp_platform.failures import messages
@@ -71,10 +87,10 @@ class DryWorld:
         with ExitStack() as stack:
             backends.enter_stand_ins(stack, self)
             objects.enter_stand_ins(stack, self)
-            names = dry_world.operator_names()
+            names = operator_names()
             kernels = {name: self._kernel(name) for name in names}
-            stack.enter_context(dry_world.c10d_kernels(kernels))
-            stack.enter_context(dry_world.rendezvous_by(self._rendezvous))
+            stack.enter_context(operator_kernels("c10d", kernels, "CPU", "Meta"))
+            stack.enter_context(rendezvous_by(self._rendezvous))
             change(stack, self.device, on_collective=self._on_collective)
             change(stack, messages, _device=self._carries_values)
             self._stack = stack.pop_all()
@@ -82,13 +98,6 @@ class DryWorld:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-
-    def store(self) -> DryStore:
-        """The store of the default group."""
-        own = str(torch.cuda.get_device_properties(self.device.device).uuid)
-        store = DryStore(self.client, self.classes, rank=self.rank, own=own)
-        self._stores.append(store)  # C++ holds its own half of it alone
-        return store
 
     # Groups
 
@@ -99,7 +108,8 @@ class DryWorld:
         name, family = self.families.add("world" if is_first else purpose, ranks)
         self.device.trace.families[family] = tuple(self.families.lists[family])
         if not is_first and not self.makes_alone:
-            self._tell_of_group("new_group", name)
+            world = next(iter(self.device.trace.groups))
+            self.device.emit(HostMessage("new_group", world, (), name, waits=False))
         return name, family
 
     def note_member(
@@ -125,8 +135,8 @@ class DryWorld:
         found: NamedLists = []
         for positions in lists:
             ranks = tuple(known.ranks[position] for position in sorted(positions))
-            found.append((*self.families.add(purpose, ranks), ranks))
-        for _, family, _ in found:
+            name, family = self.families.add(purpose, ranks)
+            found.append((name, family, ranks))
             self.device.trace.families[family] = tuple(self.families.lists[family])
         # Each rank may give the call the name of its own group: torch does not compare them.
         detail = ", ".join(name[name.rindex("[") :] for name, _, _ in found)
@@ -167,12 +177,11 @@ class DryWorld:
         if name not in self.device.trace.connected:
             self.device.trace.connected.append(name)
 
-    def _tell_of_group(self, what: str, name: str) -> None:
-        world = next(iter(self.device.trace.groups))
-        self.device.emit(HostMessage(what, world, (), name, waits=False))
-
     def _rendezvous(self, _: str, **__: Any) -> Iterator[tuple[DryStore, int, int]]:
-        yield self.store(), self.rank, self.size
+        own = str(torch.cuda.get_device_properties(self.device.device).uuid)
+        store = DryStore(self.client, self.classes, rank=self.rank, own=own)
+        self._stores.append(store)  # C++ holds its own half of it alone
+        yield store, self.rank, self.size
 
     # Operations
 
@@ -198,8 +207,7 @@ class DryWorld:
         if found is None:  # of c10d, whose kernel is one of these
             return self.device.run_kernel(func, args, kwargs)
         operations, out = found
-        name = arguments_by_name(func, args, kwargs)["group_name"]
-        group = name if isinstance(name, ProcessGroup) else group_of_name(name)
+        group = group_of(arguments_by_name(func, args, kwargs)["group_name"])
         work = self._on_device(self.communicator(group), operations, group, is_async=True)
         for operation in operations:
             self._unwaited[self.device.block_of(operation.outputs[0])] = work
@@ -211,7 +219,7 @@ class DryWorld:
         return torch.device("cpu")
 
     def _kernel(self, name: str) -> Any:
-        names, num_returned = dry_world.arguments_of(name)
+        names, num_returned = arguments_of(name)
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -225,7 +233,7 @@ class DryWorld:
         return kernel
 
     def _run(self, name: str, given: dict[str, Any]) -> Any:
-        group = dry_world.group_of(given["process_group"])
+        group = group_of(given["process_group"])
         communicator = self.communicator(group)
         operations = operations_of(name, given)
         tensors = [x for each in operations for x in (*each.inputs, *each.outputs)]
@@ -241,14 +249,10 @@ class DryWorld:
 
     def serves(self, group: ProcessGroup, kind: str) -> bool:
         """Whether a group has a back end for `"cpu"` or `"cuda"`."""
-        try:
-            dry_world.backend_of(group, kind)
-        except RuntimeError:
-            return False
-        return True
+        return backend_of(group, torch.device(kind)) is not None
 
     def _has_nccl(self, group: ProcessGroup) -> bool:
-        return self.serves(group, "cuda") and "nccl" in dry_world.backend_of(group, "cuda").name()
+        return "nccl" in (backend_name(group, torch.device("cuda")) or "")
 
     def _on_device(
         self,
@@ -283,8 +287,8 @@ class DryWorld:
                     group=name,
                     issuer=issuer,
                     stream=stream,
-                    inputs=_shapes(asked.inputs),
-                    outputs=_shapes(asked.outputs),
+                    inputs=shapes_of(asked.inputs),
+                    outputs=shapes_of(asked.outputs),
                     reads=tuple(device.see(x, asked.op) for x in asked.inputs),
                     writes=outputs,
                     work=work,
@@ -295,10 +299,9 @@ class DryWorld:
                     batch=batch,
                 )
             )
-        if operations[0].op == "barrier":
-            return self._device_barrier(work, stream)
         held = [x for each in operations for x in (*each.inputs, *each.outputs)]
-        return self._device_work(work, held if is_own else [])
+        awaited = stream if operations[0].op == "barrier" else None
+        return self._device_work(work, held if is_own else [], awaited=awaited)
 
     def _connect(self, communicator: Communicator, asked: Operation, *, is_batched: bool) -> None:
         """NCCL connects a group that is bound to no device when all have come to its first use."""
@@ -316,23 +319,20 @@ class DryWorld:
         self.device.trace.groups[name] = tuple(pair)
         return name
 
-    def _device_work(self, work: int, held: Sequence[Tensor] = ()) -> Any:
+    def _device_work(
+        self, work: int, held: Sequence[Tensor] = (), *, awaited: int | None = None
+    ) -> Any:
+        """The handle of an operation; the host waits for the stream `awaited` of a barrier."""
         kept = [*held]  # torch keeps them alive until the operation was waited for
 
         def wait(_: Any) -> bool:
             kept.clear()
             self.device.emit(WaitWork(work=work, stream=self.device.current_stream()))
+            if awaited is not None:
+                self.device.emit(HostWait(what="barrier", stream=awaited))
             return True
 
-        return dry_world.work_of(wait)
-
-    def _device_barrier(self, work: int, stream: int) -> Any:
-        def wait(_: Any) -> bool:
-            self.device.emit(WaitWork(work=work, stream=self.device.current_stream()))
-            self.device.emit(HostWait(what="barrier", stream=stream))
-            return True
-
-        return dry_world.work_of(wait)
+        return work_of(wait)
 
     def _staged(self, communicator: Communicator, operations: Sequence[Operation]) -> Any:
         """Gloo on tensors of the device: through the host, whose numbers nobody has."""
@@ -343,7 +343,7 @@ class DryWorld:
                 HostWait(what="gloo: copy to host", stream=stream, num_bytes=num_bytes)
             )
             self._tell(communicator, asked, waits=True, work=-1)
-        return dry_world.work_of(lambda _: True)
+        return work_of(lambda _: True)
 
     def _on_host(
         self, communicator: Communicator, operations: Sequence[Operation], group: ProcessGroup
@@ -367,7 +367,7 @@ class DryWorld:
             self.device.emit(WaitWork(work=work, stream=-1))
             return True
 
-        return dry_world.work_of(wait)
+        return work_of(wait)
 
     def _tell(
         self, communicator: Communicator, asked: Operation, *, waits: bool, work: int
@@ -376,14 +376,10 @@ class DryWorld:
             HostMessage(
                 op=asked.op,
                 group=communicator.name,
-                shapes=_shapes(asked.inputs or asked.outputs),
+                shapes=shapes_of(asked.inputs or asked.outputs),
                 detail=asked.detail,
                 peer=communicator.ranks[asked.peer] if asked.peer >= 0 else -1,
                 waits=waits,
                 work=work,
             )
         )
-
-
-def _shapes(tensors: Sequence[Tensor]) -> Shapes:
-    return tuple((tuple(x.shape), str(x.dtype)[6:]) for x in tensors)
