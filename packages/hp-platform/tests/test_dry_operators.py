@@ -249,3 +249,24 @@ def test_grouped_products_and_packed_attention_have_shapes() -> None:
         varlen.varlen_attn(q, q, q, starts, starts, 256, 256).square().sum().backward()
         assert [each.grad is not None for each in (x, w, q)] == [True] * 3
         assert only(gpu.trace.events, HostWait) == only(gpu.trace.events, Fault) == []
+
+
+def test_products_in_groups_multiply_as_often_as_rows_have_matrices() -> None:
+    with DryDevice() as gpu:
+        x = torch.empty(512, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        w = torch.empty(4, 64, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        ends = torch.empty(4, device="cuda", dtype=torch.int32)
+        F.grouped_mm(x, w, offs=ends).sum().backward()
+        found = [each for each in only(gpu.trace.events, Launch) if "grouped_mm" in each.what]
+        assert [each.flops for each in found] == [2 * 512 * 64 * 128] * 3
+
+
+def test_what_looks_rows_up_reads_those_rows_and_no_table() -> None:
+    with DryDevice() as gpu:
+        table = torch.empty(1000, 8, device="cuda")
+        rows = torch.empty(5, device="cuda", dtype=torch.int64)
+        for look_up in (lambda: F.embedding(rows, table), lambda: table.index_select(0, rows)):
+            before = len(gpu.trace.events)
+            look_up()
+            (found,) = only(gpu.trace.events[before:], Launch)
+            assert found.num_bytes == 2 * 5 * 8 * 4 + 5 * 8
