@@ -3,11 +3,12 @@
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # exported, but untyped
 
-from hp_platform import RankInfo, _internals
+from hp_platform import RankInfo
 from hp_train.errors import HangError
 from hp_train.launch.agent import meet, why_no_node_is_replaced
 
@@ -58,9 +59,8 @@ def test_ranks_of_one_machine_meet_on_loopback() -> None:
 
     def rank_of(rank: int) -> None:
         mine = dict(env)
-        served = meet(
-            _internals.own_connection(agents), RankInfo(rank, 2, rank, 2), mine, timeout=_SECONDS
-        )
+        own: Any = agents  # untyped in torch
+        served = meet(own.clone(), RankInfo(rank, 2, rank, 2), mine, timeout=_SECONDS)
         assert (mine["MASTER_ADDR"], mine["GLOO_SOCKET_IFNAME"]) == ("127.0.0.1", "lo")
         assert mine["NCCL_SOCKET_IFNAME"] == "eth7"
         if served is not None:
