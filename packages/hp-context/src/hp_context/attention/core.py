@@ -8,14 +8,18 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hp_context.attention.causal_strips import attend_in_strips, strips_apply
 from hp_context.attention.heads import HeadShare
-from hp_context.attention.softmax import Scores, attend_by_blocks, blocks_pay
+from hp_context.attention.segmented import attend_whole, masks_of_calls
+from hp_context.attention.softmax import Scores, attend_by_blocks, blocks_pay, narrowed
+from hp_context.kernels import varlen
 from hp_context.kernels.dropout import Dropout, draw_seed
 from hp_context.masks.mask import Causal, Full, Mask, mask_tensor
+from hp_context.masks.sequences import of_sequences
 from hp_platform import outside_graph
 
 _HEADS_FIRST = (2, 1)
@@ -120,7 +124,10 @@ def masked_attention(
     """
     scale = q.size(-1) ** -0.5 if scale is None else scale
     dims = seq_dim, head_dim
-    if softcap is not None or sinks is not None or dropout or not isinstance(mask, Full | Causal):
+    special = softcap is not None or sinks is not None or dropout
+    # Heads of two sizes are padded where a kernel of CUDA takes them then.
+    special = special or (q.size(-1) != v.size(-1) and q.device.type in varlen.DEVICES)
+    if special or not isinstance(mask, Full | Causal):
         return _special(q, k, v, mask, Terms(scale, softcap, sinks, dropout), dims=dims)
     q, k = q.movedim(dims, _HEADS_FIRST), k.movedim(dims, _HEADS_FIRST)
     return _by_torch(q, k, v.movedim(dims, _HEADS_FIRST), mask, scale).movedim(_HEADS_FIRST, dims)
@@ -203,12 +210,32 @@ def _attend(
     """[B, H, S, D], [B, G, S, D], [B, G, S, E] -> [B, H, S, E], by blocks where they pay."""
     seq_len = q.size(2)
     mask.check(seq_len)
+    if q.device.type in varlen.DEVICES:
+        out = _in_one_call(q, k, v, mask, terms)
+        if out is not None:
+            return out
+    if mask.of_batch:
+        each = zip(*(x.split(1) for x in (q, k, v)), of_sequences(mask, q.size(0)), strict=True)
+        return torch.cat([_attend(*row, terms, first_head=first_head) for row in each])
     plain = isinstance(mask, Full | Causal) or q.ndim != 4
     if terms.plain and (plain or not blocks_pay(mask, seq_len, q.device.type)):
         return _by_torch(q, k, v, mask, terms.scale)
     dropped = Dropout(terms.dropout, draw_seed(), first_head) if terms.dropout else None
     scores = Scores(mask, terms.scale, terms.softcap, dropped)
     return attend_by_blocks((q, k, v), terms.sinks, scores)
+
+
+def _in_one_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms) -> Tensor | None:
+    """Attend by a kernel of variable lengths; None where there is none or torch's does as well."""
+    if terms.softcap is not None or terms.dropout:
+        return None
+    if terms.plain and isinstance(mask, Full | Causal) and q.size(-1) == v.size(-1):
+        return None
+    q, k, v = narrowed(q, k, v)
+    masks = masks_of_calls(q, v, mask)
+    if masks is None:
+        return None
+    return attend_whole((q, k, v), terms.sinks, masks=masks, scale=terms.scale)
 
 
 def _by_torch(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
