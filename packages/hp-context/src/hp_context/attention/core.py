@@ -5,7 +5,7 @@ divides H), D head size of queries and keys, E head size of values.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +19,7 @@ from hp_context.attention.softmax import Scores, attend_by_blocks, blocks_pay, n
 from hp_context.kernels import varlen
 from hp_context.kernels.dropout import Dropout, draw_seed
 from hp_context.masks.mask import Causal, Full, Mask, mask_tensor
+from hp_context.masks.segments import is_known
 from hp_context.masks.sequences import of_sequences
 from hp_platform import outside_graph
 
@@ -169,6 +170,25 @@ class Attention(nn.Module):
     def needs_share(self) -> bool:
         """Whether a call must know which of all heads a rank has."""
         return self.sinks is not None or (self.dropout > 0 and self.training)
+
+    def takes_batch(self, q: Tensor, v: Tensor, masks: Sequence[Mask]) -> bool:
+        """Tell whether a batch whose sequences have masks of their own is computed at once.
+
+        Where it is not, an `EachSequence` goes one sequence after the other, with as many kernels
+        and exchanges as if each were a call. The answer is the same on all ranks of a sequence.
+
+        Args:
+            q: Queries, as `forward` is given them.
+            v: Values, likewise.
+            masks: What limits the keys of each sequence, beside the mask of the module.
+        """
+        if q.device.type not in varlen.DEVICES or self.softcap is not None:
+            return False
+        if self.dropout and self.training:
+            return False
+        none = slice(0)  # no number is cast where autocast is on
+        q, _, v = narrowed(q[:, none], q[:, none], v[:, none])
+        return varlen.applies(q, v) and all(map(is_known, (self.mask, *masks)))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Mask | None = None) -> Tensor:
         """Attend; shapes as in `masked_attention`."""

@@ -340,11 +340,10 @@ def attend_whole(
         masks: One for each sequence.
         scale: Factor of the scores.
     """
-    q, k, v = qkv
+    q, _, v = qkv
     whole = (range(q.size(2)),)
     planned = calls(masks, whole, whole, alternate=False)
-    rows = (rows_of_queries(q), rows_of_queries(k), padded(rows_of_queries(v), q.size(-1)))
-    out: Tensor = _Whole.apply(planned, scale, *rows, sinks)
+    out: Tensor = _Whole.apply(planned, scale, *map(rows_of_queries, qkv), sinks)
     return heads_first(out[..., : v.size(-1)], q.size(0))
 
 
@@ -353,6 +352,7 @@ class _Whole(torch.autograd.Function):
     def forward(ctx: Any, planned: tuple[Call, ...], scale: float, *inputs: Tensor) -> Tensor:
         q, k, v, sinks = inputs
         with torch.autocast(q.device.type, enabled=False):
+            ctx.value_size, v = v.size(-1), padded(v, q.size(-1))
             attention = Forward(q, scale)
             attention.add_keys((k, v), planned)
             out, lse = attention.result(sinks)
@@ -371,7 +371,7 @@ class _Whole(torch.autograd.Function):
             if sinks is not None and ctx.needs_input_grad[5]:
                 dsinks = sinks_gradient_of_rows(sinks, grad_out=grad_out, out=out, lse=lse)
         dq = gradients.dq.to(q.dtype)
-        return None, None, dq, dk.to(k.dtype), dv.to(v.dtype), dsinks
+        return None, None, dq, dk.to(k.dtype), dv.to(v.dtype)[..., : ctx.value_size], dsinks
 
 
 def sinks_gradient_of_rows(
