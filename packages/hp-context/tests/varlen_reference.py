@@ -138,9 +138,7 @@ def backward(launches: Launches, *args: Any, **kwargs: Any) -> tuple[Tensor, Ten
             dk[columns], dv[columns] = 0.0, 0.0
             continue
         heads = [x[rows].to(wide).movedim(1, 0) for x in (grad, q, out)]
-        k_h, v_h = (
-            x[columns].to(wide).movedim(1, 0).repeat_interleave(shared, 0) for x in (k, v)
-        )
+        k_h, v_h = (x[columns].to(wide).movedim(1, 0).repeat_interleave(shared, 0) for x in (k, v))
         scores = _scores(q.to(wide), k.to(wide), segment, kwargs["scale"])
         weights = (scores - lse[:, rows].unsqueeze(-1)).exp()
         delta = (heads[0] * heads[2]).sum(-1, keepdim=True)
@@ -162,7 +160,7 @@ def on_cpu(nothing_seen: float = torch.inf) -> Iterator[Launches]:
     usual: Any = varlen.DEVICES, cuda.flash_applies
     as_module: Any = cuda
     varlen.DEVICES = ("cpu",)
-    as_module.flash_applies = lambda q, v, mask: mask is None
+    as_module.flash_applies = lambda *given: given[2] is None
     try:
         yield launches
     finally:

@@ -125,10 +125,7 @@ def masked_attention(
     """
     scale = q.size(-1) ** -0.5 if scale is None else scale
     dims = seq_dim, head_dim
-    special = softcap is not None or sinks is not None or dropout
-    # Heads of two sizes are padded where a kernel of CUDA takes them then.
-    special = special or (q.size(-1) != v.size(-1) and q.device.type in varlen.DEVICES)
-    if special or not isinstance(mask, Full | Causal):
+    if softcap is not None or sinks is not None or dropout or not isinstance(mask, Full | Causal):
         return _special(q, k, v, mask, Terms(scale, softcap, sinks, dropout), dims=dims)
     q, k = q.movedim(dims, _HEADS_FIRST), k.movedim(dims, _HEADS_FIRST)
     return _by_torch(q, k, v.movedim(dims, _HEADS_FIRST), mask, scale).movedim(_HEADS_FIRST, dims)
@@ -235,8 +232,14 @@ def _attend(
         if out is not None:
             return out
     if mask.of_batch:
-        each = zip(*(x.split(1) for x in (q, k, v)), of_sequences(mask, q.size(0)), strict=True)
-        return torch.cat([_attend(*row, terms, first_head=first_head) for row in each])
+        return torch.cat(
+            [
+                _attend(
+                    q[b : b + 1], k[b : b + 1], v[b : b + 1], each, terms, first_head=first_head
+                )
+                for b, each in enumerate(of_sequences(mask, q.size(0)))
+            ]
+        )
     plain = isinstance(mask, Full | Causal) or q.ndim != 4
     if terms.plain and (plain or not blocks_pay(mask, seq_len, q.device.type)):
         return _by_torch(q, k, v, mask, terms.scale)
@@ -249,7 +252,7 @@ def _in_one_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms) -> T
     """Attend by a kernel of variable lengths; None where there is none or torch's does as well."""
     if terms.softcap is not None or terms.dropout:
         return None
-    if terms.plain and isinstance(mask, Full | Causal) and q.size(-1) == v.size(-1):
+    if terms.plain and isinstance(mask, Full | Causal):
         return None
     q, k, v = narrowed(q, k, v)
     masks = masks_of_calls(q, v, mask)

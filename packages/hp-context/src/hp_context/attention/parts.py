@@ -98,11 +98,11 @@ class PartsMask(SpreadMask):
     def _one_by_one(self, qkv: tuple[Tensor, Tensor, Tensor], terms: Terms) -> Tensor:
         """Attend to one sequence after the other, each with exchanges of its own."""
         outs = []
-        each = of_sequences(self.mask, qkv[0].size(0))
-        for *row, mask in zip(*(x.split(1) for x in qkv), each, strict=True):
+        for b, mask in enumerate(of_sequences(self.mask, qkv[0].size(0))):
             of_row = copy(self)
             of_row.mask = mask
-            outs.append(of_row.attend(*row, terms))
+            q, k, v = (x[b : b + 1] for x in qkv)
+            outs.append(of_row.attend(q, k, v, terms))
         return torch.cat(outs)
 
     @abstractmethod

@@ -17,6 +17,7 @@ size of values.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -111,7 +112,7 @@ def _copied(call: Call, device: torch.device) -> _OnDevice:
         call.rounds, zip(by_round[::2], by_round[1::2], strict=True), strict=True
     ):
         at = [keys for keys, _ in each]
-        follow = all(a.stop == b.start for a, b in zip(at, at[1:], strict=False))
+        follow = all(a.stop == b.start for a, b in pairwise(at))
         rounds.append(_Round(slice(at[0].start, at[-1].stop) if follow else picked, rows))
     return _OnDevice(lengths, keys, tuple(rounds))
 
@@ -128,7 +129,8 @@ def rows_of_queries(x: Tensor) -> Tensor:
 
 def heads_first(rows: Tensor, batch: int) -> Tensor:
     """[B * s, H, D] -> a view [B, H, s, D]."""
-    return rows.unflatten(0, (batch, -1)).transpose(1, 2)
+    heads: Tensor = rows.unflatten(0, (batch, -1)).transpose(1, 2)
+    return heads
 
 
 def _keys_of(call: Call, placed: _OnDevice, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -163,9 +165,7 @@ class Forward:
             placed = on_device(call, self.q.device)
             k, v = _split(_keys_of(call, placed, *keys), self.q.size(-1))
             queries = self.q[call.queries.start : call.queries.stop]
-            out, lse = varlen.forward(
-                queries, k, v, lengths=placed.lengths, scale=self._scale
-            )
+            out, lse = varlen.forward(queries, k, v, lengths=placed.lengths, scale=self._scale)
             if call.has_gaps:  # Note [Segments without queries or keys]
                 lse.nan_to_num_(nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf)
             self._merge(call, out, lse)
@@ -374,9 +374,7 @@ class _Whole(torch.autograd.Function):
         return None, None, dq, dk.to(k.dtype), dv.to(v.dtype)[..., : ctx.value_size], dsinks
 
 
-def sinks_gradient_of_rows(
-    sinks: Tensor, *, grad_out: Tensor, out: Tensor, lse: Tensor
-) -> Tensor:
+def sinks_gradient_of_rows(sinks: Tensor, *, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     """Return `merge.sinks_gradient` of [T, H, D], [T, H, D] and [H, T]."""
     by_head = (x.transpose(0, 1)[None] for x in (grad_out, out))
     return sinks_gradient(sinks, grad_out=next(by_head), out=next(by_head), lse=lse[None])

@@ -402,14 +402,12 @@ def _rounds(keys: tuple[range, ...]) -> tuple[tuple[tuple[range, range], ...], .
         at = range(start, start + len(run))
         start = at.stop
         sequence = run.start % run.step
-        for ends, taken in rounds:  # by sequence, where the last run of the round ends
-            if run.start >= ends.get(sequence, 0):
-                break
-        else:
-            ends, taken = {}, []
-            rounds.append((ends, taken))
-        ends[sequence] = run.stop
-        taken.append((at, run))
+        # By sequence, where the last run of a round ends.
+        free = next((each for each in rounds if run.start >= each[0].get(sequence, 0)), None)
+        if free is None:
+            rounds.append(free := ({}, []))
+        free[0][sequence] = run.stop
+        free[1].append((at, run))
     return tuple(tuple(taken) for _, taken in rounds)
 
 
