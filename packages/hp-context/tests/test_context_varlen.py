@@ -27,6 +27,7 @@ from hp_context import (
     unshard_sequence,
 )
 from hp_context.batch.layout import CONTIGUOUS, SequenceLayout
+from hp_context.methods.overlap import OverlapRates
 from hp_platform.testing import run_distributed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -52,6 +53,7 @@ class Case:
     layout: SequenceLayout = CONTIGUOUS
     degree: int | None = 1
     ring: bool = False
+    strides: bool = False
 
 
 def inputs(case: Case) -> list[Tensor]:
@@ -209,9 +211,29 @@ def test_numbers_are_copied_once_for_all_layers_and_both_directions(
         at_once(replace(case, mask=Causal() & documents))
     assert len(copied) == 1
     assert len(launches.forward) == len(launches.backward) == 3
+    monkeypatch.setattr(segmented, "MOST_NUMBERS", 1)
+    for _ in range(2):  # of two plans the older one goes
+        at_once(replace(case, mask=documents))
+        at_once(replace(case, mask=SlidingWindow(1) & documents))
+    assert len(copied) == 5
 
 
 # Ranks.
+
+
+class TwoStrides(OverlapRates):
+    def strides(self, num_bytes: float, flops: float, most: int) -> int:
+        del num_bytes, flops
+        return min(2, most)
+
+
+class InStrides(ContextParallel):
+    """Gathers keys in two strides of heads."""
+
+    def _rates_of_strides(self, device_type: str) -> OverlapRates | None:
+        del device_type
+        return TwoStrides(1.0, 1.0, 0.0)
+
 
 PARTS = [
     Case(Causal()),
@@ -233,7 +255,8 @@ def modes(case: Case, num_ranks: int) -> list[Case]:
     degrees: list[tuple[int | None, bool]] = [(1, False), (1, True), (None, False)]
     if num_ranks == 4:
         degrees = [(2, False), (2, True), (1, True), (1, False)]
-    return [replace(case, degree=degree, ring=ring) for degree, ring in degrees]
+    found = [replace(case, degree=degree, ring=ring) for degree, ring in degrees]
+    return [*found, replace(case, degree=1, strides=True)] if case.heads == (4, 4) else found
 
 
 def split(cases: list[Case], nothing_seen: float) -> list[tuple[list[Tensor], list[int]]]:
@@ -245,7 +268,8 @@ def split(cases: list[Case], nothing_seen: float) -> list[tuple[list[Tensor], li
         for case in cases:
             q, k, v, grad, sinks = inputs(case)
             core = Attention(case.mask, sinks=sinks if case.sinks else None)
-            parallel = ContextParallel(case.degree, ring=case.ring, layout=case.layout)
+            kind = InStrides if case.strides else ContextParallel
+            parallel = kind(case.degree, ring=case.ring, layout=case.layout)
             parallel.apply(core, group)
             leaves = [
                 shard_sequence(x, group, layout=case.layout).requires_grad_() for x in (q, k, v)
@@ -283,7 +307,7 @@ def test_every_mode_computes_what_one_process_does(num_ranks: int, nothing_seen:
         for found in by_rank:
             actual, (forward, backward) = found[number]
             assert_equal(actual, expected)
-            steps = 1
+            steps = 2 if case.strides else 1
             if case.ring:
                 steps = num_ranks // (case.degree or 1)
             by_torch = case.degree is None and case.mask in (Causal(), Full())

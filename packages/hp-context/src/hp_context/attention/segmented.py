@@ -9,7 +9,8 @@ Note [Where segments begin is copied once]
     What a call is told of its segments are numbers that follow from the mask and from positions.
     They are worked out on the host, remembered with the plan, and copied to the device through
     pinned memory, which nobody waits for: once for all layers, forward and backward. Another
-    stream gets a copy of its own, since it does not wait for the first.
+    stream gets a copy of its own, since it does not wait for the first. Plans of microbatches that
+    are done go when there are too many.
 
 Shape symbols: B batch, s queries of a sequence, T = B * s, K keys of a sequence, U keys of all
 sequences, H query heads, G key/value heads (G divides H), D head size of queries and keys, E head
@@ -18,8 +19,8 @@ size of values.
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from threading import Lock
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ from hp_context.kernels.varlen import Lengths, padded
 from hp_context.masks.mask import Mask
 from hp_context.masks.segments import Call, calls, is_known
 from hp_context.masks.sequences import of_sequences
+
+MOST_NUMBERS = 1 << 22  # of calls that are kept on devices: 16 MiB
 
 
 def masks_of_calls(q: Tensor, v: Tensor, mask: Mask) -> tuple[Mask, ...] | None:
@@ -73,19 +76,37 @@ class _OnDevice(NamedTuple):
     rounds: tuple[_Round, ...]
 
 
-_on_devices: WeakKeyDictionary[Call, dict[tuple[torch.device, int], _OnDevice]] = (
-    WeakKeyDictionary()
-)
+class _Copies:
+    """The calls that are on devices; the oldest go when there are many numbers."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Call, torch.device, int], _OnDevice] = {}
+        self._lock = Lock()
+        self._total = 0
+
+    def get(self, call: Call, device: torch.device, stream: int) -> _OnDevice:
+        """Return a call on a device, for work on a stream."""
+        key = (call, device, stream)
+        found = self._known.get(key)
+        if found is None:
+            found = _copied(call, device)
+            with self._lock:
+                self._total += 0 if key in self._known else call.num_numbers
+                self._known[key] = found
+                while self._total > MOST_NUMBERS and len(self._known) > 1:
+                    oldest = next(iter(self._known))
+                    del self._known[oldest]
+                    self._total -= oldest[0].num_numbers
+        return found
+
+
+_copies = _Copies()
 
 
 def on_device(call: Call, device: torch.device) -> _OnDevice:
     """Return a call on a device; Note [Where segments begin is copied once]."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    known = _on_devices.setdefault(call, {})
-    found = known.get((device, stream))
-    if found is None:
-        found = known[device, stream] = _copied(call, device)
-    return found
+    return _copies.get(call, device, stream)
 
 
 def _copied(call: Call, device: torch.device) -> _OnDevice:

@@ -162,6 +162,12 @@ class Call:
         return _longest(self.starts), _longest(self.key_starts)
 
     @property
+    def num_numbers(self) -> int:
+        """About how many numbers a device is told of it, at most."""
+        of_keys = 0 if self.is_view else 3 * self.key_starts[-1]
+        return 2 * len(self.starts) + of_keys
+
+    @property
     def is_view(self) -> bool:
         """Whether the keys are rows that follow each other in their tensor."""
         return len(self.keys) == 1 and self.keys[0].step == 1
