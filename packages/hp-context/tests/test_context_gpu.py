@@ -13,14 +13,19 @@ from hp_context import (
     Causal,
     ContextParallel,
     Documents,
+    EachSequence,
     HeadTail,
+    Mask,
     SlidingWindow,
+    masked_attention,
     shard_sequence,
     unshard_sequence,
 )
 from hp_context.attention.merge import Merge, for_backward
 from hp_context.kernels import choice as k_module
+from hp_context.kernels import varlen
 from hp_context.kernels.choice import Kernel, block_backward, block_forward, choose_kernel
+from hp_context.kernels.varlen import Lengths
 from hp_context.masks.mask import block_tensor
 from hp_platform import RankInfo, backend_for, initialize, shutdown
 from hp_platform.testing import run_distributed
@@ -151,6 +156,57 @@ def test_queries_that_see_nothing_have_no_output_and_no_gradient() -> None:
     out, _, dq, *_ = results(block, tensors(block), mask_of(block))
     for x in (out, dq):
         assert torch.equal(x[:, :, 3::7], torch.zeros_like(x[:, :, 3::7]))
+
+
+def packed(
+    mask: Mask, sizes: tuple[int, int], *, heads: tuple[int, int] = (4, 2), sinks: bool = False
+) -> list[list[Tensor]]:
+    """Out, dq, dk, dv in bfloat16 in one call, and in float64 by plain torch."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    size, value_size = sizes
+    shapes = [(heads[0], size), (heads[1], size), (heads[1], value_size), (heads[0], value_size)]
+    whole = [torch.randn(2, 320, *each, generator=generator, device="cuda") for each in shapes]
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        q, k, v, grad = (x.bfloat16().to(dtype).requires_grad_() for x in whole)
+        scores = torch.linspace(-1, 1, heads[0], dtype=dtype, device="cuda") if sinks else None
+        out = masked_attention(q, k, v, mask=mask, sinks=scores)
+        results.append([out, *torch.autograd.grad(out, (q, k, v), grad)])
+    return results
+
+
+EACH = EachSequence((Documents((1, 100, 19, 200)), Documents((320,))))
+
+
+@pytest.mark.parametrize("mask", [Causal() & EACH, EACH, SlidingWindow(33) & EACH], ids=str)
+@pytest.mark.parametrize("sizes", [(64, 64), (192, 128)], ids=str)
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+def test_a_call_of_many_segments_agrees_with_plain_torch(
+    mask: Mask, sizes: tuple[int, int], *, sinks: bool
+) -> None:
+    for a, b in zip(*packed(mask, sizes, sinks=sinks), strict=True):
+        assert a.isfinite().all()
+        assert float((a.double() - b).abs().max() / b.abs().max()) <= 3e-2
+
+
+def test_segments_without_queries_or_keys_have_output_and_gradients_of_zero() -> None:
+    """See Note [Segments without queries or keys]."""
+    q, k, v, grad = torch.randn(4, 48, 2, 64, device="cuda", dtype=torch.bfloat16)
+    starts, key_starts = (
+        torch.tensor(x, device="cuda", dtype=torch.int32)
+        for x in ([0, 16, 32, 32, 48], [0, 16, 16, 32, 48])
+    )
+    for window in ((-1, -1), (-1, 0), (5, 0)):
+        lengths = Lengths(starts, key_starts, (16, 16), window)
+        out, lse = varlen.forward(q, k, v, lengths=lengths, scale=0.2)
+        dq, dk, dv = varlen.backward(
+            q, k, v, grad_out=grad, out=out, lse=lse, lengths=lengths, scale=0.2
+        )
+        assert lse[:, 16:32].isinf().all()
+        for x, at in ((out, slice(16, 32)), (dq, slice(16, 32)), (dk, slice(16, 32))):
+            assert torch.equal(x[at], torch.zeros_like(x[at]))
+            assert x.isfinite().all()
+        assert dv.isfinite().all()
 
 
 def modes(address: str) -> list[float]:

@@ -270,3 +270,32 @@ def test_what_looks_rows_up_reads_those_rows_and_no_table() -> None:
             look_up()
             (found,) = only(gpu.trace.events[before:], Launch)
             assert found.num_bytes == 2 * 5 * 8 * 4 + 5 * 8
+
+
+def test_packed_attention_counts_what_its_segments_may_need() -> None:
+    """Rows, not segments, are as many as they are; gradients are summed in memory of their own."""
+    forward = torch.ops.aten._flash_attention_forward
+    backward = torch.ops.aten._flash_attention_backward
+    with DryDevice() as gpu:
+        q = torch.empty(512, 4, 64, device="cuda", dtype=torch.bfloat16)
+        k = torch.empty(512, 2, 64, device="cuda", dtype=torch.bfloat16)
+        starts = torch.zeros(9, device="cuda", dtype=torch.int32)
+        given = (starts, starts, 256, 256, 0.0, True)
+        held = gpu.storages.live_bytes
+        out, lse, *state, _ = forward(q, k, k, *given, False, scale=1.0)
+        kept = gpu.storages.live_bytes
+        assert kept - held - out.nbytes - lse.nbytes < 64
+        assert (out.shape, lse.shape, lse.dtype) == (q.shape, (4, 512), torch.float32)
+        gpu.storages.reset_peak()
+        grads = backward(q, q, k, k, out, lse, *given, state[0], state[1], scale=1.0)
+        rows = 512 + 8 * 128
+        meanwhile = 4 * rows * (4 + 4 * 64) + 2 * 512 * 4 * 64 * 2
+        made = sum(each.nbytes for each in grads)
+        assert gpu.storages.peak_bytes - kept == made + meanwhile
+        assert gpu.storages.live_bytes - kept == made
+        launched = {each.what: each for each in only(gpu.trace.events, Launch)}
+        flops = 2 * 2 * 512 * 256 * 4 * 64
+        assert launched["aten._flash_attention_forward.default"].flops == flops
+        assert launched["aten._flash_attention_backward.default"].flops == 5 * flops // 2
+        assert launched["aten._flash_attention_backward.default"].num_kernels == 5
+        assert only(gpu.trace.events, HostWait) == only(gpu.trace.events, Fault) == []

@@ -26,6 +26,7 @@ from hp_context.masks.mask import (
     SlidingWindow,
     mask_tensor,
 )
+from hp_context.masks.sequences import EachSequence
 from hp_context.methods.overlap import Fallback, OverlapCounts, OverlapRates
 from hp_context.methods.ulysses import head_to_seq, seq_to_head
 
@@ -37,6 +38,7 @@ __all__ = [
     "ContextParallel",
     "Contiguous",
     "Documents",
+    "EachSequence",
     "ExchangedBytes",
     "Fallback",
     "Full",

@@ -5,17 +5,22 @@ divides H), D head size of queries and keys, E head size of values.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hp_context.attention.causal_strips import attend_in_strips, strips_apply
 from hp_context.attention.heads import HeadShare
-from hp_context.attention.softmax import Scores, attend_by_blocks, blocks_pay
+from hp_context.attention.segmented import attend_whole, masks_of_calls
+from hp_context.attention.softmax import Scores, attend_by_blocks, blocks_pay, narrowed
+from hp_context.kernels import varlen
 from hp_context.kernels.dropout import Dropout, draw_seed
 from hp_context.masks.mask import Causal, Full, Mask, mask_tensor
+from hp_context.masks.segments import is_known
+from hp_context.masks.sequences import of_sequences
 from hp_platform import outside_graph
 
 _HEADS_FIRST = (2, 1)
@@ -163,6 +168,25 @@ class Attention(nn.Module):
         """Whether a call must know which of all heads a rank has."""
         return self.sinks is not None or (self.dropout > 0 and self.training)
 
+    def takes_batch(self, q: Tensor, v: Tensor, masks: Sequence[Mask]) -> bool:
+        """Tell whether a batch whose sequences have masks of their own is computed at once.
+
+        Where it is not, an `EachSequence` goes one sequence after the other, with as many kernels
+        and exchanges as if each were a call. The answer is the same on all ranks of a sequence.
+
+        Args:
+            q: Queries, as `forward` is given them.
+            v: Values, likewise.
+            masks: What limits the keys of each sequence, beside the mask of the module.
+        """
+        if q.device.type not in varlen.DEVICES or self.softcap is not None:
+            return False
+        if self.dropout and self.training:
+            return False
+        none = slice(0)  # no number is cast where autocast is on
+        q, _, v = narrowed(q[:, none], q[:, none], v[:, none])
+        return varlen.applies(q, v) and all(map(is_known, (self.mask, *masks)))
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Mask | None = None) -> Tensor:
         """Attend; shapes as in `masked_attention`."""
         return masked_attention(
@@ -203,12 +227,38 @@ def _attend(
     """[B, H, S, D], [B, G, S, D], [B, G, S, E] -> [B, H, S, E], by blocks where they pay."""
     seq_len = q.size(2)
     mask.check(seq_len)
+    if q.device.type in varlen.DEVICES:
+        out = _in_one_call(q, k, v, mask, terms)
+        if out is not None:
+            return out
+    if mask.of_batch:
+        return torch.cat(
+            [
+                _attend(
+                    q[b : b + 1], k[b : b + 1], v[b : b + 1], each, terms, first_head=first_head
+                )
+                for b, each in enumerate(of_sequences(mask, q.size(0)))
+            ]
+        )
     plain = isinstance(mask, Full | Causal) or q.ndim != 4
     if terms.plain and (plain or not blocks_pay(mask, seq_len, q.device.type)):
         return _by_torch(q, k, v, mask, terms.scale)
     dropped = Dropout(terms.dropout, draw_seed(), first_head) if terms.dropout else None
     scores = Scores(mask, terms.scale, terms.softcap, dropped)
     return attend_by_blocks((q, k, v), terms.sinks, scores)
+
+
+def _in_one_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms) -> Tensor | None:
+    """Attend by a kernel of variable lengths; None where there is none or torch's does as well."""
+    if terms.softcap is not None or terms.dropout:
+        return None
+    if terms.plain and isinstance(mask, Full | Causal):
+        return None
+    q, k, v = narrowed(q, k, v)
+    masks = masks_of_calls(q, v, mask)
+    if masks is None:
+        return None
+    return attend_whole((q, k, v), terms.sinks, masks=masks, scale=terms.scale)
 
 
 def _by_torch(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:

@@ -10,18 +10,26 @@ D + E].
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from hp_context.attention import softmax
+from hp_context.attention import segmented, softmax
 from hp_context.attention.core import SpreadMask, Terms
 from hp_context.attention.heads import HeadShare
 from hp_context.attention.softmax import Scores
-from hp_context.attention.spread import Needs, Spread
-from hp_context.masks.blocks import QueryRun
+from hp_context.attention.spread import Needs, Rows, Spread, in_order, slices
+from hp_context.kernels import varlen
+from hp_context.kernels.varlen import padded
+from hp_context.masks.blocks import QueryRun, plan
 from hp_context.masks.mask import Mask
+from hp_context.masks.segments import Call, calls
+from hp_context.masks.sequences import of_sequences
 
 WORTH_A_COPY = 1024  # queries that use a key/value head
 
@@ -58,11 +66,44 @@ class PartsMask(SpreadMask):
                 f"dropout ({terms.dropout}) must be 0 in {self.mode}: use ulysses_degree=None"
             )
         self.used = True
-        device = q.device.type
-        if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
-            q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
-        scores = Scores(self.mask, terms.scale, terms.softcap)
+        q, k, v = softmax.narrowed(q, k, v)
+        masks = None
+        if terms.softcap is None and q.device.type in varlen.DEVICES:
+            masks = segmented.masks_of_calls(q, v, self.mask)
+        if masks is None and self.mask.of_batch:
+            return self._one_by_one((q, k, v), terms)
+        scores = Scores(self.mask, terms.scale, terms.softcap, masks=masks)
+        if masks is not None:
+            return self._in_order((q, k, v), terms.sinks, scores)
         return self.attend_to_parts((q, k, v), terms.sinks, scores)
+
+    def _in_order(
+        self, qkv: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, scores: Scores
+    ) -> Tensor:
+        """Attend with the positions of every rank in order, so that a step is one call.
+
+        They are not where ranks that share heads hold two pieces each: the hybrid modes, head-tail.
+        """
+        spread = self.spread
+        ordered = replace(spread, runs=tuple(map(in_order, spread.runs)))
+        if ordered.runs == spread.runs:
+            return self.attend_to_parts(qkv, sinks, scores)
+        q, k, v = (_Moved.apply(x, ordered.mine, spread.mine) for x in qkv)
+        of_ordered = copy(self)
+        of_ordered.spread = ordered
+        out = of_ordered.attend_to_parts((q, k, v), sinks, scores)
+        moved: Tensor = _Moved.apply(out, spread.mine, ordered.mine)
+        return moved
+
+    def _one_by_one(self, qkv: tuple[Tensor, Tensor, Tensor], terms: Terms) -> Tensor:
+        """Attend to one sequence after the other, each with exchanges of its own."""
+        outs = []
+        for b, mask in enumerate(of_sequences(self.mask, qkv[0].size(0))):
+            of_row = copy(self)
+            of_row.mask = mask
+            q, k, v = (x[b : b + 1] for x in qkv)
+            outs.append(of_row.attend(q, k, v, terms))
+        return torch.cat(outs)
 
     @abstractmethod
     def attend_to_parts(
@@ -71,22 +112,154 @@ class PartsMask(SpreadMask):
         """Return [B, H, s, E]; differentiable. `sinks` are [H], see `merge.with_sinks`."""
 
 
-class Forward(softmax.Forward):
-    """Attention over the parts that have been added so far; see `softmax.Forward`."""
+class _Moved(torch.autograd.Function):
+    """[B, heads, s, size] with other positions first; in memory the sequence comes before heads."""
 
-    def add(self, part: Tensor, runs: Sequence[QueryRun]) -> None:
-        """Take in a part, keys and values packed, and its blocks."""
-        self.add_keys(*_rows_of_heads(part, self.q), runs)
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Rows, held: Rows) -> Tensor:
+        ctx.rows, ctx.held = rows, held
+        return _moved(x, rows, held)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _moved(grad, ctx.held, ctx.rows), None, None
 
 
-class Backward(softmax.Backward):
-    """Gradients over the parts that have been added so far; see `softmax.Backward`."""
+def _moved(x: Tensor, rows: Rows, held: Rows) -> Tensor:
+    by_position = x.transpose(1, 2)
+    pieces = [by_position[:, at] for at in slices(rows, held)]
+    return torch.cat(pieces, 1).transpose(1, 2)
 
-    def add(self, part: Tensor, runs: Sequence[QueryRun]) -> Tensor:
-        """Take in a part and its blocks; return its gradients, packed, in float32 or wider."""
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be computed of a part of the keys.
+
+    Attributes:
+        mask: Which keys a query may see.
+        queries: Positions of the queries, as runs in the order of their tensor.
+        keys: Positions of the keys likewise.
+    """
+
+    mask: Mask
+    queries: Rows
+    keys: Rows
+
+    @cached_property
+    def runs(self) -> list[QueryRun]:
+        """The blocks."""
+        return plan(self.mask, self.queries, self.keys)
+
+    def calls(self, masks: tuple[Mask, ...]) -> tuple[Call, ...]:
+        """Return the calls of variable lengths that compute it, with a mask for each sequence."""
+        return calls(masks, self.queries, self.keys, alternate=True)
+
+
+class Forward(Protocol):
+    """Attention over the parts that have been added so far."""
+
+    def add(self, part: Tensor, work: Work) -> None:
+        """Take in a part, keys and values packed, [K, B, G, D + E]."""
+
+    def result(self, value_size: int) -> tuple[Tensor, Tensor]:
+        """Return output [B, H, s, E] and log-sum-exp [B, H, s]; see `softmax.Forward.write`."""
+
+    def write(self, out: Tensor, lse: Tensor) -> None:
+        """Write what `result` returns."""
+
+
+class Backward(Protocol):
+    """Gradients over the parts that have been added so far."""
+
+    @property
+    def dq(self) -> Tensor:
+        """[B, H, s, D], in the dtype of q or wider."""
+
+    def add(self, part: Tensor, work: Work) -> Tensor:
+        """Take in a part; return its gradients, packed, in float32 or wider."""
+
+
+def start_forward(q: Tensor, scores: Scores) -> Forward:
+    """Return what computes attention of q [B, H, s, D]: by blocks, or in calls of segments."""
+    if scores.masks is None:
+        return _ForwardByBlocks(q, scores)
+    return _ForwardByCalls(q, scores.scale, scores.masks)
+
+
+def start_backward(
+    q: Tensor, *, out: Tensor, lse: Tensor, grad_out: Tensor, scores: Scores
+) -> Backward:
+    """Return what computes its gradients; arguments as those of `softmax.Backward`."""
+    if scores.masks is None:
+        return _BackwardByBlocks(q, out=out, lse=lse, grad_out=grad_out, scores=scores)
+    return _BackwardByCalls(q, out=out, lse=lse, grad_out=grad_out, scores=scores)
+
+
+class _ForwardByBlocks(softmax.Forward):
+    """See `Forward` and `softmax.Forward`."""
+
+    def add(self, part: Tensor, work: Work) -> None:
+        """See `Forward.add`."""
+        self.add_keys(*_rows_of_heads(part, self.q), work.runs)
+
+    def result(self, value_size: int) -> tuple[Tensor, Tensor]:
+        """See `Forward.result`."""
+        out, lse = new_results(self.q, value_size)
+        self.write(out, lse)
+        return out, lse
+
+
+class _BackwardByBlocks(softmax.Backward):
+    def add(self, part: Tensor, work: Work) -> Tensor:
         head_size = self.q.size(-1)
         grads = torch.zeros_like(part, dtype=self.dq.dtype)
-        self.add_keys(*_rows_of_heads(part, self.q), runs, unpacked(grads, head_size))
+        self.add_keys(*_rows_of_heads(part, self.q), work.runs, unpacked(grads, head_size))
+        return grads
+
+
+class _ForwardByCalls:
+    def __init__(self, q: Tensor, scale: float, masks: tuple[Mask, ...]) -> None:
+        self._masks = masks
+        self._rows = segmented.Forward(segmented.rows_of_queries(q), scale)
+
+    def add(self, part: Tensor, work: Work) -> None:
+        self._rows.add_keys((part.flatten(0, 1),), work.calls(self._masks))
+
+    def result(self, value_size: int) -> tuple[Tensor, Tensor]:
+        rows, lse = self._rows.result()
+        batch = len(self._masks)
+        out = segmented.heads_first(rows[..., :value_size], batch)
+        return out, lse.unflatten(1, (batch, -1)).transpose(0, 1)
+
+    def write(self, out: Tensor, lse: Tensor) -> None:
+        for target, found in zip((out, lse), self.result(out.size(-1)), strict=True):
+            target.copy_(found)
+
+
+class _BackwardByCalls:
+    def __init__(
+        self, q: Tensor, *, out: Tensor, lse: Tensor, grad_out: Tensor, scores: Scores
+    ) -> None:
+        self._masks = scores.masks or ()
+        rows, size = segmented.rows_of_queries, q.size(-1)
+        self._rows = segmented.Backward(
+            rows(q),
+            out=padded(rows(out), size),
+            lse=lse.transpose(0, 1).flatten(1),
+            grad_out=padded(rows(grad_out), size),
+            scale=scores.scale,
+        )
+
+    @property
+    def dq(self) -> Tensor:
+        return segmented.heads_first(self._rows.dq, len(self._masks))
+
+    def add(self, part: Tensor, work: Work) -> Tensor:
+        wide = torch.promote_types(part.dtype, torch.float32)
+        grads = torch.empty(part.shape, dtype=wide, device=part.device)
+        by_row = (part.flatten(0, 1),), work.calls(self._masks)
+        self._rows.add_keys(*by_row, (grads.flatten(0, 1),))
         return grads
 
 

@@ -8,7 +8,7 @@ Shape symbols: B batch, S sequence, K keys, H query heads, G key/value heads (G 
 size of queries and keys, E head size of values.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -47,12 +47,15 @@ class Scores:
         scale: Factor of the scores.
         softcap: Bound of the scores; None: no bound.
         dropout: Which weights are dropped; for keys that lie in the order of their positions.
+        masks: One for each sequence of the batch, where calls of variable lengths compute
+            attention (`segmented`); None: it goes by blocks.
     """
 
     mask: Mask
     scale: float
     softcap: float | None = None
     dropout: Dropout | None = None
+    masks: tuple[Mask, ...] | None = None
 
     def of_block(
         self, run: QueryRun, block: KeyBlock, columns: slice, device: torch.device
@@ -217,12 +220,17 @@ def attend_by_blocks(
         sinks: [H], see `merge.with_sinks`.
         scores: How queries and keys make weights.
     """
-    device = qkv[0].device.type
-    narrow: Iterable[Tensor] = qkv
-    if torch.is_autocast_enabled(device) and qkv[0].dtype != torch.float64:
-        narrow = (x.to(torch.get_autocast_dtype(device)) for x in qkv)
-    out: Tensor = _ByBlocks.apply(scores, *narrow, sinks)
+    out: Tensor = _ByBlocks.apply(scores, *narrowed(*qkv), sinks)
     return out
+
+
+def narrowed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v in the dtype that autocast means for attention."""
+    device = q.device.type
+    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        return q.to(dtype), k.to(dtype), v.to(dtype)
+    return q, k, v
 
 
 class _ByBlocks(torch.autograd.Function):

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_context.masks.mask import Both, Causal, Full, Mask, SlidingWindow
+from hp_context.masks.sequences import EachSequence
 from hp_platform import agree, mark_agreed
 from hp_platform.groups.groups import global_ranks
 from hp_platform.threads.use import note_use
@@ -143,6 +144,9 @@ def _of_the_data(mask: Mask) -> Iterator[Mask]:
     if isinstance(mask, Both):
         yield from _of_the_data(mask.first)
         yield from _of_the_data(mask.second)
+    elif isinstance(mask, EachSequence):
+        for each in mask.masks:
+            yield from _of_the_data(each)
     elif not isinstance(mask, _OF_THE_MODEL):
         yield mask
 

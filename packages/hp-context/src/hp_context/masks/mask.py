@@ -76,6 +76,11 @@ class Mask(ABC):
         """Whether it is known that no query sees a key behind its own position."""
         return False
 
+    @property
+    def of_batch(self) -> bool:
+        """Whether it limits each sequence of a batch in its own way."""
+        return False
+
     def block(self, query: range, key: range) -> BlockKind:
         """Return what the mask allows of a block; PARTIAL, always right, where that is not known.
 
@@ -259,6 +264,11 @@ class Both(Mask):
     def causal(self) -> bool:
         """Whether one of them is."""
         return self.first.causal or self.second.causal
+
+    @property
+    def of_batch(self) -> bool:
+        """Whether one of them does."""
+        return self.first.of_batch or self.second.of_batch
 
     def block(self, query: range, key: range) -> BlockKind:
         """See `Mask.block`; by the kinds of both where one of them does not tell its keys."""

@@ -37,10 +37,18 @@ from torch.autograd.function import once_differentiable
 
 from hp_context.attention.heads import HeadShare
 from hp_context.attention.merge import sinks_gradient, with_sinks
-from hp_context.attention.parts import Backward, Forward, PartsMask, new_results, packed, unpacked
+from hp_context.attention.parts import (
+    PartsMask,
+    Work,
+    new_results,
+    packed,
+    start_backward,
+    start_forward,
+    unpacked,
+)
 from hp_context.attention.softmax import Scores
 from hp_context.attention.spread import Needs, Rows, Spread, add_to, in_order, length, take
-from hp_context.masks.blocks import QueryRun, joined, plan
+from hp_context.masks.blocks import joined
 from hp_context.masks.mask import Mask
 from hp_context.methods.overlap import OverlapRates
 from hp_platform import Pending, launch_all_gather, launch_all_to_all
@@ -77,9 +85,9 @@ class GatheredMask(PartsMask):
         """See `PartsMask.attend_to_parts`."""
         q, k, v = qkv
         routes = Routes(self.spread, self.mask)
-        runs = plan(self.mask, self.spread.mine, routes.held)
+        work = Work(self.mask, self.spread.mine, routes.held)
         strides = _strides(q.size(1), k.size(1), self._num_strides(q, k, v, routes))
-        out: Tensor = _Attention.apply(_Call(scores, routes, runs, strides), q, k, v, sinks)
+        out: Tensor = _Attention.apply(_Call(scores, routes, work, strides), q, k, v, sinks)
         return out
 
     def _num_strides(self, q: Tensor, k: Tensor, v: Tensor, routes: "Routes") -> int:
@@ -182,7 +190,7 @@ class _Call:
 
     scores: Scores
     routes: Routes
-    runs: list[QueryRun]
+    work: Work
     strides: list[_Stride]
 
     def parts(self, k: Tensor, v: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -199,12 +207,18 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *inputs: Tensor) -> Tensor:
         q, k, v, sinks = inputs
-        out, lse = new_results(q, v.size(-1))
         with torch.autocast(q.device.type, enabled=False):
-            for heads, part in call.parts(k, v):
-                attention = Forward(q[:, heads], call.scores)
-                attention.add(part, call.runs)
-                attention.write(out[:, heads], lse[:, heads])
+            if len(call.strides) == 1:
+                ((_, part),) = call.parts(k, v)
+                attention = start_forward(q, call.scores)
+                attention.add(part, call.work)
+                out, lse = attention.result(v.size(-1))
+            else:
+                out, lse = new_results(q, v.size(-1))
+                for heads, part in call.parts(k, v):
+                    attention = start_forward(q[:, heads], call.scores)
+                    attention.add(part, call.work)
+                    attention.write(out[:, heads], lse[:, heads])
             if sinks is not None:
                 out, lse = with_sinks(out, lse, sinks)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
@@ -216,25 +230,26 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         call: _Call = ctx.call
-        dq = torch.empty_like(q)
+        dqs = []
         homeward = []
         with torch.autocast(q.device.type, enabled=False):
             for heads, part in call.parts(k, v):
-                gradients = Backward(
+                gradients = start_backward(
                     q[:, heads],
                     out=out[:, heads],
                     lse=lse[:, heads],
                     grad_out=grad_out[:, heads],
                     scores=call.scores,
                 )
-                grads = gradients.add(part, call.runs)
+                grads = gradients.add(part, call.work)
                 homeward.append(call.routes.launch_home(grads))
-                dq[:, heads] = gradients.dq
+                dqs.append(gradients.dq.to(q.dtype))
             home = torch.cat([call.routes.summed(pending.wait()) for pending in homeward], 2)
             dsinks = None
             if sinks is not None and ctx.needs_input_grad[4]:
                 dsinks = sinks_gradient(sinks, grad_out=grad_out, out=out, lse=lse)
         dk, dv = unpacked(home, k.size(-1))
+        dq = dqs[0] if len(dqs) == 1 else torch.cat(dqs, 1)
         return None, dq, dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 

@@ -36,10 +36,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hp_context.attention.merge import sinks_gradient, with_sinks
-from hp_context.attention.parts import Backward, Forward, PartsMask, new_results, packed, unpacked
+from hp_context.attention.parts import (
+    PartsMask,
+    Work,
+    packed,
+    start_backward,
+    start_forward,
+    unpacked,
+)
 from hp_context.attention.softmax import Scores
 from hp_context.attention.spread import Needs, Rows, Spread, add_to, length, take
-from hp_context.masks.blocks import QueryRun, plan
 from hp_context.masks.mask import Mask
 from hp_platform import Pending, isend_irecv
 from hp_platform.groups.groups import global_ranks
@@ -118,9 +124,9 @@ class Ring:
         """Return the global rank of another rank of the ring."""
         return global_ranks(self.group)[(self.rank + offset) % len(self.routes)]
 
-    def blocks(self, step: Step) -> list[QueryRun]:
-        """Return what this rank's queries see of the keys of a step."""
-        return plan(self.scores.mask, self.spread.mine, step.rows)
+    def work(self, step: Step) -> Work:
+        """Return what is to be computed of the keys of a step."""
+        return Work(self.scores.mask, self.spread.mine, step.rows)
 
     def steps(self, mine: Tensor) -> Generator[Step, None, None]:
         """Yield each step of the ring while the keys of the next one are in flight.
@@ -220,14 +226,13 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ring: Ring, *inputs: Tensor) -> Tensor:
         q, k, v, sinks = inputs
-        out, lse = new_results(q, v.size(-1))
         with torch.autocast(q.device.type, enabled=False):
-            attention = Forward(q, ring.scores)
+            attention = start_forward(q, ring.scores)
             with closing(ring.steps(packed(k, v))) as steps:
                 for step in steps:
                     if step.part is not None:
-                        attention.add(step.part, ring.blocks(step))
-            attention.write(out, lse)
+                        attention.add(step.part, ring.work(step))
+            out, lse = attention.result(v.size(-1))
             if sinks is not None:
                 out, lse = with_sinks(out, lse, sinks)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
@@ -240,14 +245,14 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         ring: Ring = ctx.ring
         with torch.autocast(q.device.type, enabled=False):
-            gradients = Backward(q, out=out, lse=lse, grad_out=grad_out, scores=ring.scores)
+            gradients = start_backward(q, out=out, lse=lse, grad_out=grad_out, scores=ring.scores)
             mine = packed(k, v)
             home = torch.empty(0)
             with closing(Sums(ring)) as sums, closing(ring.steps(mine)) as steps:
                 for step in steps:
                     share = None
                     if step.part is not None:
-                        share = gradients.add(step.part, ring.blocks(step))
+                        share = gradients.add(step.part, ring.work(step))
                     if step.number == 0 and share is not None:
                         home = share
                     else:

@@ -7,10 +7,12 @@ Shape symbols: B sequences, S positions, D model width, N query heads, K key/val
 of query and key heads, V width of value heads.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor, nn
 
-from hp_context import Attention, Causal, Mask, SlidingWindow
+from hp_context import Attention, Causal, EachSequence, Mask, SlidingWindow
 from hp_platform import doing, outside_graph
 from hp_train.config import ModelConfig
 from hp_train.layout.parameter import ParameterSpec
@@ -142,9 +144,15 @@ def _output(width: int, dim: int, *, bias: bool = False) -> Linear:
     return Linear(width, dim, bias=bias, tp_dim=1, is_residual=True, published="o_proj")
 
 
+@lru_cache(maxsize=16)
+def _of_batch(documents: tuple[Mask, ...]) -> EachSequence:
+    """The limits of a microbatch as one mask, which all layers share."""
+    return EachSequence(documents)
+
+
 @outside_graph
 def attend(core: Attention, q: Tensor, k: Tensor, v: Tensor, documents: Limits = None) -> Tensor:
-    """Attend, sequence by sequence where they have limits of their own.
+    """Attend: to all sequences at once where a kernel does, or one by one if they have limits.
 
     Args:
         core: Attends.
@@ -159,6 +167,9 @@ def attend(core: Attention, q: Tensor, k: Tensor, v: Tensor, documents: Limits =
     with doing("attention"):
         if documents is None:
             y: Tensor = core(q, k, v)
+            return y.flatten(2)
+        if core.takes_batch(q, v, documents):
+            y = core(q, k, v, attn_mask=core.mask & _of_batch(documents))
             return y.flatten(2)
         rows = zip(*(x.split(1) for x in (q, k, v)), documents, strict=True)
         parts = [core(*row, attn_mask=core.mask & limit) for *row, limit in rows]

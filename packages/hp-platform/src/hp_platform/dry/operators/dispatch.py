@@ -24,6 +24,7 @@ from hp_platform.device.rules import may_mix
 from hp_platform.dry.operators import launches, shapes
 from hp_platform.dry.operators.shapes import META, Cost, tensors_in
 from hp_platform.dry.operators.values import STAND_INS, Again
+from hp_platform.dry.operators.workspaces import WORKSPACES, Buffer
 from hp_platform.dry.trace import Launch
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class _Operator:
         flops: Formula that counts its flops from its arguments and its result; None: it has none.
         stand_in: Function that is called in its place, because the host reads values or a copy is
             between host and device; None: the operator itself is called.
+        workspace: What gives the buffers that it has while it runs; None: none are known.
     """
 
     name: str
@@ -67,6 +69,7 @@ class _Operator:
     may_move: bool
     flops: Callable[..., int] | None
     stand_in: Callable[[DryDevice, Any, Any, Any], Any] | None
+    workspace: Callable[[Any], list[Buffer]] | None
 
 
 _known: dict[Any, _Operator] = {}
@@ -100,6 +103,7 @@ def _describe(func: Any) -> _Operator:
         may_move=base == "aten::to",
         flops=launches.flops_of(func),
         stand_in=STAND_INS.get(base),
+        workspace=WORKSPACES.get(base),
     )
 
 
@@ -221,7 +225,9 @@ class Operators(DispatchMode):
                     device.storages.resized(x.untyped_storage(), op.name, device.thread.stream)
             if not op.is_silent:
                 made = tensors_in(out) if op.makes else []
+                meanwhile = [] if op.workspace is None else self._buffers(op, op.workspace(args))
                 _launch(device, op, (dry, _written(op, args, kwargs), made), cost)
+                del meanwhile
             device.remember(out)
         return out
 
@@ -233,6 +239,13 @@ class Operators(DispatchMode):
             return out, Cost(0, 0)
         flops = 0 if op.flops is None else run(op.flops, args, {**kwargs, "out_val": out})
         return out, Cost(launches.num_kernels(func, args, kwargs), flops)
+
+    def _buffers(self, op: _Operator, wanted: list[Buffer]) -> list[Tensor]:
+        """Allocate what an operator has while it runs; it is freed when nobody holds it."""
+        buffers = [torch.empty(shape, dtype=dtype, device=META) for shape, dtype in wanted]
+        for x in buffers:
+            self._made(op, x)
+        return buffers
 
     def _made(self, op: _Operator, out: Any) -> Any:
         """Take what an operator returns for memory of the device."""

@@ -15,7 +15,11 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import (
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 from hp_platform.dry.operators.shapes import MASKS, tensors_in
 
@@ -90,6 +94,8 @@ def flops_of(func: Any) -> Callable[..., int] | None:
     """What counts the flops of an operator, as torch's flop counter has it; None without any."""
     if func.name() == "aten::_grouped_mm":  # torch counts none
         return _grouped_flops
+    if func.name().startswith(_OF_SEGMENTS):
+        return _flops_of_segments
     counted: Callable[..., int] | None = flop_registry.get(func.overloadpacket)
     if counted is None or "_scaled_dot_product_" not in func.name():
         return counted
@@ -107,6 +113,30 @@ def flops_of(func: Any) -> Callable[..., int] | None:
 def _grouped_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     """Of products in groups: rows [R, D] by [E, D, F], or [D, R] by [R, F] in E runs of R."""
     return 2 * a.numel() * b.shape[-1]
+
+
+_OF_SEGMENTS: Final = ("aten::_flash_attention_", "torch_attn::_varlen_attn")
+"""Beginnings of names of operators that are given where segments begin."""
+
+
+def _flops_of_segments(*args: Any, **_: Any) -> int:
+    """Count as if every query met as many keys as the longest segment has.
+
+    How long the others are is on the device. torch counts as many queries of each segment, too.
+    """
+    backward = isinstance(args[5], Tensor)
+    (q, k, v), others = (args[1:4], args[6:]) if backward else (args[:3], args[3:])
+    starts, _, _, longest = others[:4]
+    if starts is None:
+        batch, rows, heads, size = q.shape
+        longest = k.shape[1]
+    else:
+        batch, (rows, heads, size) = 1, q.shape
+    shape, keys = (batch, heads, rows, size), (batch, heads, longest, size)
+    values = (*keys[:3], v.shape[-1])
+    if backward:
+        return int(sdpa_backward_flop_count((*shape[:3], v.shape[-1]), shape, keys, values))
+    return int(sdpa_flop_count(shape, keys, values))
 
 
 @cache

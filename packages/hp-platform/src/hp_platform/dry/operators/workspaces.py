@@ -1,0 +1,43 @@
+"""Memory that an operator has while it runs, beside what it is given and makes.
+
+Known of flash attention of variable lengths, backward: from torch's copy of flash attention 2
+(aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, `mha_varlen_bwd`), which sums the
+gradient of queries in float32 and that of shared key/value heads once for every query head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+
+Buffer = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype."""
+
+_TILE: Final = 128  # rows that every segment may be rounded up by
+_SIZE_MULTIPLE: Final = 32
+_LARGE_HEAD: Final = 192
+
+
+def _flash_backward(args: Sequence[Any]) -> list[Buffer]:
+    q, k, starts = args[1], args[2], args[6]
+    if starts is None:
+        return []  # a rectangle: what it has meanwhile is not counted
+    num_rows, heads, size = q.shape
+    rounded = -(-size // _SIZE_MULTIPLE) * _SIZE_MULTIPLE if size <= _LARGE_HEAD else 256
+    num_rows += _TILE * (starts.numel() - 1)
+    buffers: list[Buffer] = [
+        ((heads, num_rows), torch.float32),
+        ((num_rows, heads, rounded), torch.float32),
+    ]
+    if k.shape[1] != heads:
+        buffers += [((k.shape[0], heads, size), k.dtype)] * 2
+    return buffers
+
+
+WORKSPACES: Final[dict[str, Callable[[Sequence[Any]], list[Buffer]]]] = {
+    "aten::_flash_attention_backward": _flash_backward,
+    "torch_attn::_varlen_attn_backward": _flash_backward,
+}
+"""What gives the buffers of an operator from its arguments, by its name without the overload."""
