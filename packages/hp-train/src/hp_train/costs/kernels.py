@@ -1,7 +1,7 @@
 """What each block of a model has a GPU launch, learned on a device that computes nothing.
 
 The model runs forward and backward on `hp_platform.dry.DryDevice`, one rank with one layer of each
-kind, once with a sequence and once with two: what differs grows with tokens, what stays is read or
+kind, once with two sequences and once with three: what differs grows with tokens, what stays is read or
 written whatever their number, as weights are. Each part of a block is cut from the graph of the
 others, so that its backward is run, and counted, by itself.
 """
@@ -164,13 +164,13 @@ def learn(
             block.forward = parts.cut(name, block.forward)
         stage.linear_cross_entropy = parts.cut(LOSS, stage.linear_cross_entropy)
         run = partial(_loss, stage, model, seq_len=seq_len)
-        parts.run(partial(run, 1))  # makes casts and gradients, to which the others add
-        one, two = (parts.run(partial(run, number)) for number in (1, 2))
+        # The first two make what others find: casts, gradients, where segments of a mask begin.
+        _, _, fewer, more = (parts.run(partial(run, number)) for number in (2, 3, 2, 3))
     found = {}
-    for name, first in one.items():
+    for name, two in fewer.items():
         module = stage.get_submodule(name.rpartition(".")[0]) if name.endswith(_PARTS) else None
         read = partial(_kernels, module=module, seq_len=seq_len)
-        forward, backward = map(read, first, two[name])
+        forward, backward = map(read, two, more[name])
         found[name] = Kernels(forward, backward, Counter())
     return found
 
@@ -187,16 +187,16 @@ def _loss(stage: Stage, model: ModelConfig, num_sequences: int, *, seq_len: int)
 
 
 def _kernels(
-    one: list[Launch], two: list[Launch], *, module: nn.Module | None, seq_len: int
+    two: list[Launch], three: list[Launch], *, module: nn.Module | None, seq_len: int
 ) -> Counter[Kernel]:
-    """Compare what one sequence and two of them launch in a part of a block."""
+    """Compare what two sequences and three of them launch in a part of a block."""
     parts = [] if module is None else list(module.modules())
     seen = [seen_positions(part, seq_len) for part in parts if isinstance(part, Attention)]
     is_expert = any(isinstance(part, MoE) for part in parts)
-    if [each.what for each in one] != [each.what for each in two]:
-        one, two = _by_name(one), _by_name(two)
+    if [each.what for each in two] != [each.what for each in three]:
+        two, three = _by_name(two), _by_name(three)
     found: defaultdict[object, Kernel] = defaultdict(Kernel)
-    for place, (first, second) in enumerate(zip(one, two, strict=True)):
+    for place, (first, second) in enumerate(zip(two, three, strict=True)):
         kind = _kind(first)
         per_token = (second.num_bytes - first.num_bytes) / seq_len
         more = (second.num_kernels - first.num_kernels) / seq_len
@@ -205,11 +205,11 @@ def _kernels(
         # What only moves bytes takes as long together.
         found[kind if kind == "memory" else place] += Kernel(
             kind=kind,
-            launches=first.num_kernels - more * seq_len,
+            launches=first.num_kernels - 2 * more * seq_len,
             launches_per_token=more,
             flops=share * (second.flops - first.flops) / seq_len,
             bytes=per_token,
-            fixed_bytes=max(0.0, first.num_bytes - per_token * seq_len),
+            fixed_bytes=max(0.0, first.num_bytes - 2 * per_token * seq_len),
             is_expert=is_expert,
         )
     return Counter(found.values())
