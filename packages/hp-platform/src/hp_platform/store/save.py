@@ -86,7 +86,8 @@ class Source:
     @classmethod
     def of(cls, part: Part, *, kind: str = "Tensor") -> Source:
         """A part that is there."""
-        return cls(part.local.dtype, part.shape, (part.box,), lambda _: part.local, kind)
+        box = Box(part.offset, tuple(part.local.shape))
+        return cls(part.local.dtype, part.shape, (box,), lambda _: part.local, kind)
 
 
 def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
@@ -261,15 +262,15 @@ def write_file(
     named = []
     for name, box, source in chosen:
         entry = Entry.of(name, NAME_OF[source.dtype], source.shape, Chunk(0, 0, *box, ""))
-        named.append((-source.dtype.itemsize, entry.key, entry, source))
+        named.append((-source.dtype.itemsize, entry.key, entry, source, box))
     named.sort(key=itemgetter(0, 1))
     tensors: dict[str, tuple[str, str, tuple[int, ...], list[Chunk]]] = {}
     entries, begin, reads = list[Entry](), 0, []
-    for *_, entry, source in named:
+    for *_, entry, source, box in named:
         tensors[entry.tensor] = entry.tensor, entry.dtype, source.shape, []
         if entry.nbytes:
             entries.append(entry._replace(chunk=entry.chunk._replace(begin=begin)))
-            reads.append((source.read, entry.chunk.box))
+            reads.append((source.read, box))
             begin += entry.nbytes
     header = file_header(*head, entries)
     try:

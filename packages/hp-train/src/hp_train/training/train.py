@@ -553,7 +553,8 @@ class Trainer:
         return every > 0 and self.step % every == 0
 
     def _on_checkpoint(self, phase: str, *, waiting: bool = False) -> None:
-        self._beat(f"checkpoint: {phase}", waiting=waiting)
+        # Once for each tensor: not by way of another call.
+        self.worker.heartbeats.beat(step=self.step, phase=f"checkpoint: {phase}", waiting=waiting)
 
     def _beat(self, phase: str, *, waiting: bool = False) -> None:
         self.worker.heartbeats.beat(step=self.step, phase=phase, waiting=waiting)
