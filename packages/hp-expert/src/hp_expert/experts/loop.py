@@ -53,16 +53,16 @@ def forward(batch: ExpertBatch, experts: ExpertWeights) -> tuple[Tensor, tuple[T
 
 def backward(
     batch: ExpertBatch,
-    scale_P: Tensor | None,
     experts: ExpertWeights,
     kept: tuple[Tensor, ...],
     grad_out: Tensor,
     *,
     wanted: WeightGradients,
 ) -> InputGradients:
-    """Compute the gradients of rows and scale; hand the factors of the others to `wanted`."""
+    """Compute the gradients of rows and weights; hand the factors of the others to `wanted`."""
     rows, row_at, gather = batch.rows, batch.row_at(), kernels_for(batch.rows).gather_rows
     dx_PD = rows.new_empty(batch.order.numel(), rows.shape[1])
+    scale_P = batch.weight_at()
     grad_scale = None if scale_P is None else torch.empty_like(scale_P)
     pieces = _pieces(batch, experts)
     weights = [experts.weights.gate_up[i][:, part].unbind(0) for i, part in pieces]
@@ -102,7 +102,7 @@ def backward(
         wanted.weights.down.add(dy_RD, h_RH, run, slice(None))
         if wanted.biases.down is not None:
             wanted.biases.down.add(dy_RD, scale_R1, run, slice(None))
-    return InputGradients(batch.sum_over_slots(dx_PD), grad_scale)
+    return InputGradients(batch.sum_over_slots(dx_PD), batch.weight_gradient(grad_scale))
 
 
 class _Chunk(NamedTuple):
