@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hp_expert.kernels import kernels_for
+from hp_expert.kernels.triton_sorting import Starts
 from hp_expert.permute import SlotCounts, count_slots, invalid_experts, invert, sort_counted
 from hp_platform.host_reads import require_on_device
 
@@ -183,7 +184,7 @@ class LocalDispatcher:
         if error is not None:
             raise error
         counted = count_slots(experts, self.num_experts)
-        placed = placed_by_kernels(counted)
+        placed = None if counted.starts is None else placed_by_kernels(counted, counted.starts)
         order = counted.keys.reshape(-1).argsort(stable=True) if placed is None else placed.slot
         counts: tuple[int, ...] | None = None
         if stays_on_device(x):
@@ -217,13 +218,10 @@ class LocalDispatcher:
         return rows
 
 
-def placed_by_kernels(counted: SlotCounts) -> Places | None:
-    """Sort the slots of tokens by expert; None where that is left to torch."""
-    if counted.starts is None:
-        return None
+def placed_by_kernels(counted: SlotCounts, starts: Starts) -> Places:
+    """Sort the slots of tokens by expert."""
     sort = sort_counted(counted)
-    ends = counted.starts.ends
-    return Places(sort.order, sort.token, sort.inverse, ends, partial=True, padded=True)
+    return Places(sort.order, sort.token, sort.inverse, starts.ends, partial=True, padded=True)
 
 
 def stays_on_device(rows: Tensor) -> bool:

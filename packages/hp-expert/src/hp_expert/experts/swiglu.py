@@ -180,7 +180,7 @@ class _RoutedSwiGLU(torch.autograd.Function):
         where: tuple[Tensor, ...] = (batch.order,)
         if batch.placed is not None:
             where = batch.placed[:_PLACED]
-        elif batch.num_slots <= _MOST_INT32:
+        elif rows.shape[0] * batch.num_slots_per_row <= _MOST_INT32:
             where = (batch.order.to(torch.int32),)
         ctx.save_for_backward(rows, slot_weights, *where, *parameters, *kept)
         nothing = rows.new_empty(0)

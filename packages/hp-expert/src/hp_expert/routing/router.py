@@ -194,7 +194,9 @@ class TopKRouter(nn.Module):
         if load is not None:
             scores_TE = count_in_backward(scores_TE, choice.chosen, load)
         weights_TK = self._weigh(scores_TE, choice, replayed=replay is not None)
-        return _routing(choice, scores_TE, weights_TK, logits_TE)
+        drops = choice.experts is not choice.chosen
+        before_drop = choice.chosen if drops else None
+        return Routing(weights_TK, choice.experts, scores_TE, logits_TE, before_drop)
 
     def _route_fused(
         self, logits_TE: Tensor, rule: Rule, sequence_length: int, *, replay: Tensor | None
@@ -216,9 +218,10 @@ class TopKRouter(nn.Module):
         )
         if choice is None:
             choice = _Choice(chosen_TK, chosen_TK)
-        elif choice.experts is not choice.chosen:
-            weights_TK = weights_TK.masked_fill(choice.experts < 0, 0.0)
-        return _routing(choice, scores_TE, weights_TK, logits_TE)
+        if choice.experts is choice.chosen:
+            return Routing(weights_TK, choice.experts, scores_TE, logits_TE)
+        weights_TK = weights_TK.masked_fill(choice.experts < 0, 0.0)
+        return Routing(weights_TK, choice.experts, scores_TE, logits_TE, choice.chosen)
 
     @torch.no_grad()
     def _choose_fused(self, logits_TE: Tensor, rule: Rule, sequence_length: int) -> _Choice:
@@ -332,11 +335,6 @@ class TopKRouter(nn.Module):
         if self.capacity_factor is not None:
             shown += f", capacity_factor={self.capacity_factor} ({self.drop_policy})"
         return shown
-
-
-def _routing(choice: _Choice, scores: Tensor, weights: Tensor, logits: Tensor) -> Routing:
-    before_drop = choice.chosen if choice.experts is not choice.chosen else None
-    return Routing(weights, choice.experts, scores, logits, before_drop)
 
 
 @torch.no_grad()
