@@ -54,7 +54,9 @@ class RowKernels(Protocol):
 
 def kernels_for(rows: Tensor) -> RowKernels:
     """Return the module for such rows: Triton's if they are [R, D] on CUDA and it is installed."""
-    return cast("RowKernels", triton_rows if rows.is_cuda and rows.ndim == 2 and fuses(rows) else torch_rows)
+    return cast(
+        "RowKernels", triton_rows if rows.is_cuda and rows.ndim == 2 and fuses(rows) else torch_rows
+    )
 
 
 def fuses(x: Tensor) -> bool:
