@@ -36,8 +36,9 @@ def discover(packages: Iterable[str]) -> set[str]:
         for name in (m.name for m in walked if not m.name.endswith("__main__")):
             held = vars(importlib.import_module(name)).values()
             kernels = [k for k in held if isinstance(k, KernelInterface)]
-            # Those made elsewhere are imports.
-            found |= {full_name(k) for k in kernels if full_name(k).startswith(f"{name}.")}
+            # Those made elsewhere are imports; private ones are parts of those that call them.
+            own = {full_name(k) for k in kernels if full_name(k).startswith(f"{name}.")}
+            found |= {k for k in own if not k.removeprefix(f"{name}.").startswith("_")}
     return found
 
 
@@ -136,6 +137,12 @@ def _sorting(rows: Callable[[int], Tensor]) -> None:
     for num_experts, top_k in SIZES:
         experts = _ids(TOKENS, top_k)
         triton_sorting.place(experts, triton_sorting.count(experts, num_experts))
+        part = {"num_local": num_experts // 4, "num_ranks": 4}
+        triton_sorting.find_ranks(experts, **part)
+        codes = torch.uint8 if part["num_local"] < 128 else torch.int32
+        triton_sorting.encode(_ids(TOKENS * top_k), experts, **part, dtype=codes)
+        received = torch.empty(TOKENS, dtype=codes, device="meta")
+        triton_sorting.decode(received, _ids(TOKENS), per_row=top_k)
 
 
 LAUNCHES = _gather_rows, _sum_rows, _sum_rows_backward, _activations, _routing, _sorting

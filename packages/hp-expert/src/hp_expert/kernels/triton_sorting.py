@@ -112,7 +112,7 @@ def find_ranks(experts_TK: Tensor, *, num_local: int, num_ranks: int) -> tuple[T
     ranks = experts_TK.new_empty(num_tokens, num_ranks, dtype=torch.int64)
     slots = experts_TK.new_empty(num_tokens, num_ranks, dtype=torch.int32)
     width = 1 << (num_ranks - 1).bit_length()
-    tokens = max(1, _TILE // 8 // width)
+    tokens = max(1, _TILE // 32 // width)
 
     def run() -> None:
         sizes = {"W": num_ranks, "L": num_local, "K": num_choices}
