@@ -383,11 +383,18 @@ def gpu(session: nox.Session) -> None:
 def kernels(session: nox.Session) -> None:
     """Test hp-expert's Triton kernels in Triton's interpreter, and blocks built by inductor."""
     _install(session, *map(_with_extras, PACKAGES), group="test-triton")
-    tests = [f"packages/hp-expert/tests/test_expert_{name}.py" for name in ("kernels", "compile")]
+    interpreted = ("kernels", "fused_kernels")
+    tests = [
+        f"packages/hp-expert/tests/test_expert_{name}.py" for name in (*interpreted, "compile")
+    ]
     tests.append("packages/hp-train/tests/test_train_compile.py")
-    # Each in its own process: an interpreter must be chosen before anything imports Triton.
+    # Each in its own process: an interpreter must be chosen before anything imports Triton, which
+    # torch itself does, for its flop counter.
     for test in tests:
-        _pytest(session, test, *session.posargs, env={"HP_INDUCTOR": "1", "HP_WHOLE": "1"})
+        chosen = {"TRITON_INTERPRET": "1"} if "kernels" in test else {}
+        _pytest(
+            session, test, *session.posargs, env={"HP_INDUCTOR": "1", "HP_WHOLE": "1", **chosen}
+        )
 
 
 @nox.session(default=False)

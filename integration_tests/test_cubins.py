@@ -21,9 +21,11 @@ def _kernels_in_sources() -> set[str]:
             1
         ]
         for node in ast.walk(ast.parse(file.read_text())):
-            decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
+            if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
+                continue  # private ones are compiled within those that call them
+            decorators = node.decorator_list
             if any(ast.unparse(d).startswith("triton.") for d in decorators):
-                found.add(f"{module}.{node.name}")  # type: ignore[attr-defined]
+                found.add(f"{module}.{node.name}")
     return found
 
 

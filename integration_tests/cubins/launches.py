@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
-from hp_expert.kernels import triton_rows
+from hp_expert.kernels import triton_activation, triton_routing, triton_rows, triton_sorting
 from integration_tests.cubins.limits import Resources
 from integration_tests.cubins.toolchain import collecting_launches, resources
 
@@ -36,8 +36,9 @@ def discover(packages: Iterable[str]) -> set[str]:
         for name in (m.name for m in walked if not m.name.endswith("__main__")):
             held = vars(importlib.import_module(name)).values()
             kernels = [k for k in held if isinstance(k, KernelInterface)]
-            # Those made elsewhere are imports.
-            found |= {full_name(k) for k in kernels if full_name(k).startswith(f"{name}.")}
+            # Those made elsewhere are imports; private ones are parts of those that call them.
+            own = {full_name(k) for k in kernels if full_name(k).startswith(f"{name}.")}
+            found |= {k for k in own if not k.removeprefix(f"{name}.").startswith("_")}
     return found
 
 
@@ -81,6 +82,8 @@ def _sum_rows(rows: Callable[[int], Tensor]) -> None:
     for k in CHOICES:
         for weights in (None, _weights(TOKENS, k)):
             triton_rows.sum_rows(rows(TOKENS * k), _ids(TOKENS, k), weights, holes=True)
+        pair = rows(TOKENS * k), rows(TOKENS * k)
+        triton_rows.sum_rows(pair[0], _ids(TOKENS, k), holes=True, more_RD=pair[1])
 
 
 def _sum_rows_backward(rows: Callable[[int], Tensor]) -> None:
@@ -89,5 +92,58 @@ def _sum_rows_backward(rows: Callable[[int], Tensor]) -> None:
         triton_rows.sum_rows_backward(rows(TOKENS), many, slots, weights, holes=True)
 
 
-LAUNCHES = _gather_rows, _sum_rows, _sum_rows_backward
+FORMS = triton_activation.Form(), triton_activation.Form(7.0, 1.702)
+
+
+def _activations(rows: Callable[[int], Tensor]) -> None:
+    pre = rows(TOKENS), rows(TOKENS)
+    places = _ids(TOKENS), _ids(TOKENS)
+    for form in FORMS:
+        triton_activation.activate(*pre, places[0], form)
+        for weights in (None, _weights(TOKENS)):
+            triton_activation.activate_backward(
+                rows(TOKENS), pre, pre, form, at=places, weights_S=weights
+            )
+    triton_activation.zero_idle(rows(TOKENS).view(8, -1), _ids(8))
+
+
+SIZES = (8, 2), (128, 8), (256, 8)
+"""Experts, and experts per token, of Mixtral, Qwen3 and DeepSeek-V3."""
+
+
+def _routing(rows: Callable[[int], Tensor]) -> None:
+    if rows(1).dtype != torch.float32:
+        return  # logits are never narrower
+    for num_experts, top_k in SIZES:
+        groups = (8, 4) if num_experts == 256 else (1, 1)
+        rule = triton_routing.Rule(top_k, num_experts == 256, True, 2.5, *groups, groups[0] > 1)
+        logits, experts = _weights(TOKENS, num_experts), _ids(TOKENS, top_k)
+        for bias in (None, _weights(num_experts)):
+            triton_routing.route(logits, rule, bias=bias)
+        triton_routing.route(logits, rule, bias=None, experts_TK=experts)
+        for grad_scores in (None, logits):
+            triton_routing.route_backward(
+                logits,
+                experts,
+                rule,
+                grad_weights=_weights(TOKENS, top_k),
+                grad_scores=grad_scores,
+                load=_ids(num_experts),
+            )
+
+
+def _sorting(rows: Callable[[int], Tensor]) -> None:
+    del rows
+    for num_experts, top_k in SIZES:
+        experts = _ids(TOKENS, top_k)
+        triton_sorting.place(experts, triton_sorting.count(experts, num_experts))
+        part = {"num_local": num_experts // 4, "num_ranks": 4}
+        triton_sorting.find_ranks(experts, **part)
+        codes = torch.uint8 if part["num_local"] < 128 else torch.int32
+        triton_sorting.encode(_ids(TOKENS * top_k), experts, **part, dtype=codes)
+        received = torch.empty(TOKENS, dtype=codes, device="meta")
+        triton_sorting.decode(received, _ids(TOKENS), per_row=top_k)
+
+
+LAUNCHES = _gather_rows, _sum_rows, _sum_rows_backward, _activations, _routing, _sorting
 """Each calls launchers with rows of one width and dtype. A new kernel needs one here."""

@@ -23,7 +23,7 @@ WEIGHTS = {"weights", "grad_weights"}
 
 def accesses(kernel: Any, dtype: str) -> list[str]:
     """Loads and stores of rows that are `WIDTH` wide; those of one index or weight are left out."""
-    options = triton_rows._options(WIDTH)
+    options = triton_rows.options(WIDTH)
     constants = {"BLOCK": options.pop("BLOCK"), "K": 2}
     constants["WIDE"] = tl.float64 if dtype == "fp64" else tl.float32
     constants = {name: constants[name] for name in constants if name in kernel.arg_names}

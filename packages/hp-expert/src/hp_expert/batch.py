@@ -12,13 +12,39 @@ import torch
 from torch import Tensor
 
 from hp_expert.kernels import kernels_for
-from hp_expert.permute import count_slots, invalid_experts, invert
+from hp_expert.kernels.triton_sorting import Starts
+from hp_expert.permute import SlotCounts, count_slots, invalid_experts, invert, sort_counted
 from hp_platform.host_reads import require_on_device
 
 FLOATS: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of rows and routing weights."""
 _GROUPED_PRODUCTS_SINCE = (9, 0)
 """Compute capability from which on `grouped_mm` takes the ends of its groups from the device."""
+
+
+class Places(NamedTuple):
+    """Where slots are, as kernels want to know it.
+
+    Attributes:
+        slot: Slot at each position, int64 [P]; any where there is padding.
+        row: Row of that slot, int64 [P]; -1 where there is padding.
+        position: Position of each slot, int64 [N, F]; -1 for a slot that has none.
+        ends: Where the positions of each expert end, int32 [L].
+        partial: Whether a slot may have no position.
+        padded: Whether there may be padding.
+    """
+
+    slot: Tensor
+    row: Tensor
+    position: Tensor
+    ends: Tensor
+    partial: bool
+    padded: bool
+
+    def first(self, num_positions: int) -> "Places":
+        """Leave out the positions after the first ones, all of which are padding."""
+        slot, row = self.slot[:num_positions], self.row[:num_positions]
+        return self._replace(slot=slot, row=row, padded=False)
 
 
 class ExpertBatch(NamedTuple):
@@ -43,6 +69,7 @@ class ExpertBatch(NamedTuple):
             None: see Note [Padding].
         num_tokens_per_expert: The same on the device, int64 [L].
         num_slots_per_row: Number of slots per row, F.
+        placed: What the methods of this class would find out, where kernels have done so already.
     """
 
     rows: Tensor
@@ -51,6 +78,7 @@ class ExpertBatch(NamedTuple):
     counts: tuple[int, ...] | None
     num_tokens_per_expert: Tensor
     num_slots_per_row: int = 1
+    placed: Places | None = None
 
     @property
     def num_slots(self) -> int:
@@ -83,8 +111,22 @@ class ExpertBatch(NamedTuple):
         values = values_P.new_full((num_slots + 1,), default)
         return values.scatter_(0, self.slot_at(num_slots), values_P)[:-1]
 
-    def sum_over_slots(self, values_PD: Tensor, weights_NF: Tensor | None = None) -> Tensor:
-        """Sum weight * value over each row's listed slots [N, D], in fp32 or wider."""
+    def weight_at(self) -> Tensor | None:
+        """Routing weight of the slot at each position [P], fp32 or wider; None: all are one."""
+        if self.weights is None:
+            return None
+        wide = torch.promote_types(self.weights.dtype, torch.float32)
+        return self.weights.reshape(-1).to(wide).index_select(0, self.slot_at())
+
+    def weight_gradient(self, grad_P: Tensor | None) -> Tensor | None:
+        """Gradient of each slot's routing weight [N, F], from that at each position."""
+        if grad_P is None or self.weights is None:
+            return None
+        grad_S = self.at_slots(grad_P, default=0)
+        return grad_S.view(self.weights.shape).to(self.weights.dtype)
+
+    def positions(self) -> tuple[Tensor, bool]:
+        """Position of each slot [N, F], -1 for one that has none, and whether there may be such."""
         slots_per_row = self.num_slots_per_row
         num_listed, num_slots = self.order.numel(), self.rows.shape[0] * slots_per_row
         all_listed = self.counts is not None and num_listed == num_slots
@@ -93,8 +135,25 @@ class ExpertBatch(NamedTuple):
         else:
             positions = torch.arange(num_listed, device=self.order.device)
             position_S = self.at_slots(positions, default=-1)
-        kernels, position_NF = kernels_for(values_PD), position_S.view(-1, slots_per_row)
-        return kernels.sum_rows(values_PD, position_NF, weights_NF, holes=not all_listed)
+        return position_S.view(-1, slots_per_row), not all_listed
+
+    def places(self) -> Places:
+        """Find out all at once."""
+        if self.placed is not None:
+            return self.placed
+        ends = self.num_tokens_per_expert.cumsum(0, dtype=torch.int32)
+        padded, row_P = self.counts is None, self.row_at()
+        if padded:
+            positions = torch.arange(row_P.numel(), device=row_P.device)
+            row_P = row_P.masked_fill_(positions >= ends[-1], -1)
+        position_NF, partial = self.positions()
+        return Places(self.order, row_P, position_NF, ends, partial=partial, padded=padded)
+
+    def sum_over_slots(self, values_PD: Tensor, weights_NF: Tensor | None = None) -> Tensor:
+        """Sum weight * value over each row's listed slots [N, D], in fp32 or wider."""
+        position_NF, partial = self.positions()
+        kernels = kernels_for(values_PD)
+        return kernels.sum_rows(values_PD, position_NF, weights_NF, holes=partial)
 
     def spans(self) -> list[slice]:
         """Positions of each local expert, if the host knows them."""
@@ -125,7 +184,8 @@ class LocalDispatcher:
         if error is not None:
             raise error
         counted = count_slots(experts, self.num_experts)
-        order = counted.keys.reshape(-1).argsort(stable=True)
+        placed = None if counted.starts is None else placed_by_kernels(counted, counted.starts)
+        order = counted.keys.reshape(-1).argsort(stable=True) if placed is None else placed.slot
         counts: tuple[int, ...] | None = None
         if stays_on_device(x):
             message = f"experts must be in [0, num_experts ({self.num_experts})), or -1 for none"
@@ -135,8 +195,9 @@ class LocalDispatcher:
             if invalid:
                 raise invalid_experts(invalid, self.num_experts)
             order, counts = order[: sum(numbers)], tuple(numbers)
-        num_tokens = counted.counts[: self.num_experts]
-        return x, ExpertBatch(x, weights, order, counts, num_tokens, experts.shape[1])
+            placed = None if placed is None else placed.first(sum(numbers))
+        num_tokens, num_choices = counted.counts[: self.num_experts], experts.shape[1]
+        return x, ExpertBatch(x, weights, order, counts, num_tokens, num_choices, placed)
 
     def launch_dispatch(self, rows: Tensor, state: ExpertBatch) -> tuple[Tensor, ExpertBatch]:
         """Return both."""
@@ -155,6 +216,12 @@ class LocalDispatcher:
         """Return `rows`."""
         del state
         return rows
+
+
+def placed_by_kernels(counted: SlotCounts, starts: Starts) -> Places:
+    """Sort the slots of tokens by expert."""
+    sort = sort_counted(counted)
+    return Places(sort.order, sort.token, sort.inverse, starts.ends, partial=True, padded=True)
 
 
 def stays_on_device(rows: Tensor) -> bool:

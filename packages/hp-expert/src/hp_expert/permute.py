@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hp_expert.kernels import kernels_for
+from hp_expert.kernels import fuses, kernels_for, triton_sorting
 from hp_expert.once import differentiable_once
 from hp_platform import wait_tensor
 
@@ -25,16 +25,22 @@ class SlotCounts(NamedTuple):
             Of the narrowest dtype that holds it, which sorts fastest: [T, K].
         experts: The same, int64 [T, K].
         counts: Slots of each key, int64 [E + 2].
+        starts: What kernels have found where there are some; `keys` and `experts` are then the
+            experts as they were given.
     """
 
     keys: Tensor
     experts: Tensor
     counts: Tensor
+    starts: triton_sorting.Starts | None = None
 
 
 def count_slots(experts_TK: Tensor, num_experts: int) -> SlotCounts:
     """Count the slots of each expert, those of none, and those of experts that do not exist."""
     experts_TK = experts_TK.contiguous()  # or what is made of it would have its strides
+    if fuses(experts_TK):
+        starts = triton_sorting.count(experts_TK, num_experts)
+        return SlotCounts(experts_TK, experts_TK, starts.counts, starts)
     exists = (experts_TK >= 0) & (experts_TK < num_experts)
     bucket_TK = experts_TK.to(torch.int64).where(exists, num_experts + 1)
     bucket_TK = bucket_TK.masked_fill_(experts_TK == -1, num_experts)
@@ -77,6 +83,11 @@ class Permutation(NamedTuple):
     partial: bool = False
     padded: bool = False
 
+    def without_padding(self, num_positions: int) -> "Permutation":
+        """Drop the positions after the first ones, all of which are padding."""
+        order, token = self.order[:num_positions], self.token[:num_positions]
+        return self._replace(order=order, token=token, padded=False)
+
     def first(self, num_positions: int) -> "Permutation":
         """Drop the slots after the first positions."""
         if num_positions == self.order.numel():
@@ -107,6 +118,26 @@ def sort_slots(keys_TK: Tensor) -> Permutation:
     num_choices = keys_TK.shape[1]
     token_S = order_S if num_choices == 1 else order_S.div(num_choices, rounding_mode="floor")
     return Permutation(order_S, token_S, inverse_TK)
+
+
+def sort_counted(counted: SlotCounts) -> Permutation:
+    """Sort slots that were counted by expert; those of no expert come last."""
+    if counted.starts is None:
+        return sort_slots(counted.keys)
+    return placed(counted.experts, counted.starts)
+
+
+def order_of(counted: SlotCounts) -> Tensor:
+    """Slot at each position, int64 [S]; those of no expert come last."""
+    if counted.starts is None:
+        return counted.keys.reshape(-1).argsort(stable=True)
+    return sort_counted(counted).order
+
+
+def placed(experts_TK: Tensor, starts: triton_sorting.Starts) -> Permutation:
+    """Sort by kernels what they have counted; slots of no expert come last, without a position."""
+    order, token, inverse = triton_sorting.place(experts_TK, starts)
+    return Permutation(order, token, inverse, partial=True, padded=True)
 
 
 def invert(order: Tensor) -> Tensor:

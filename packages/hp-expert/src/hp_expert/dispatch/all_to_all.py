@@ -22,6 +22,7 @@ from hp_expert.dispatch.deduplicated import (
     Destinations,
     SlotExchange,
     destinations,
+    place_codes,
     sort_codes,
     sort_rows,
     spread,
@@ -37,6 +38,7 @@ from hp_expert.dispatch.exchange_plan import (
     raise_on_all_ranks,
 )
 from hp_expert.dispatch.protocol import DispatchState
+from hp_expert.kernels import fuses
 from hp_expert.permute import (
     Permutation,
     SlotCounts,
@@ -45,7 +47,7 @@ from hp_expert.permute import (
     gather_slots,
     invalid_experts,
     permute_slots,
-    sort_slots,
+    sort_counted,
     sum_slots,
 )
 from hp_platform import all_to_all_lazy, launch_all_to_all, wait_tensor
@@ -239,13 +241,19 @@ def _sort_and_gather(
     x: Tensor, counted: SlotCounts, where: Destinations | None, *, num_local: int
 ) -> _Ahead:
     if where is None:
-        slots = sort_slots(counted.keys)
+        slots = sort_counted(counted)
         return _Ahead(slots, gather_rows(x, slots), slots, None)
     # A token goes to no more ranks than there are, and no more than it has experts.
     rows = sort_rows(where)
-    rows = rows.first(min(rows.order.numel(), counted.keys.numel()))
+    most = min(rows.order.numel(), counted.keys.numel())
+    rows = rows.first(most) if counted.starts is None else _cut(rows, most)
     slots, codes = sort_codes(counted, where, num_local=num_local)
     return _Ahead(rows, gather_rows(x, rows), slots, codes)
+
+
+def _cut(sort: Permutation, num_positions: int) -> Permutation:
+    """Drop positions that are padding, where kernels have sorted."""
+    return sort.without_padding(num_positions)._replace(padded=sort.padded)
 
 
 def _prepared(
@@ -260,10 +268,12 @@ def _prepared(
         usual = min(ahead.slots.inverse.shape[1], len(plan.counts))
         shared = SlotExchange(ahead.codes[:num_slots], *volume, max(usual, plan.most))
         volume = plan.rows
-    permutation = ahead.rows.first(sum(volume.sent))
+    by_kernels = ahead.rows.padded  # and then what has no place has none already
+    cut = Permutation.without_padding if by_kernels else Permutation.first
+    permutation = cut(ahead.rows, sum(volume.sent))
     state = DispatchState(
         permutation,
-        None if weights is None else permute_slots(weights, ahead.slots.first(num_slots)),
+        None if weights is None else permute_slots(weights, cut(ahead.slots, num_slots)),
         order,
         counts=plan.counts,
         num_tokens_per_expert=plan.counts_by_rank.sum(0),
@@ -277,12 +287,25 @@ def _prepared(
 def _shared_batch(rows: Tensor, state: DispatchState, slots: SlotExchange) -> ExpertBatch:
     """Number the slots while rows are still on their way, then wait for these."""
     per_row, num_rows = slots.num_slots_per_row, sum(state.output_splits)
-    slot_P, order_P = unpack(wait_tensor(slots.codes), num_slots_per_row=per_row)
-    weights = state.weights
+    codes, weights, placed = wait_tensor(slots.codes), state.weights, None
+    if fuses(codes):
+        num_local = state.num_tokens_per_expert.shape[0]
+        slot_P, placed = place_codes(
+            codes, num_rows=num_rows, num_slots_per_row=per_row, num_local=num_local
+        )
+        order_P = placed.slot
+    else:
+        slot_P, order_P = unpack(codes, num_slots_per_row=per_row)
     if weights is not None:
         weights = spread(wait_tensor(weights), slot_P, num_rows=num_rows, num_slots_per_row=per_row)
     return ExpertBatch(
-        wait_tensor(rows), weights, order_P, state.counts, state.num_tokens_per_expert, per_row
+        wait_tensor(rows),
+        weights,
+        order_P,
+        state.counts,
+        state.num_tokens_per_expert,
+        per_row,
+        placed,
     )
 
 

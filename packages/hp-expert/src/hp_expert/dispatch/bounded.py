@@ -40,7 +40,7 @@ from hp_expert.permute import (
     count_slots,
     gather_slots,
     permute_slots,
-    sort_slots,
+    sort_counted,
     sum_slots,
 )
 from hp_platform import agree, all_to_all, all_to_all_lazy, launch_all_to_all, wait_tensor
@@ -257,10 +257,12 @@ class BoundedAllToAllDispatcher:
 def _into_buffer(counted: SlotCounts, counts_WL: Tensor, *, rows_per_pair: int) -> Permutation:
     """Place the slots for rank r, sorted by expert, at r * C and after it, as far as they fit."""
     W, L = counts_WL.shape
-    by_key = sort_slots(counted.keys)
+    by_key = sort_counted(counted)
     num_W = counts_WL.sum(1)
     start_W = num_W.cumsum(0) - num_W
     rank_TK = counted.experts.div(L, rounding_mode="floor")
+    if counted.starts is not None:
+        rank_TK = rank_TK.where(by_key.inverse >= 0, W)
     # Slots that were dropped, or are wrong, have a rank after all others.
     offset_TK = by_key.inverse - F.pad(start_W, (0, 2))[rank_TK]
     fits_TK = (rank_TK < W) & (offset_TK < rows_per_pair)

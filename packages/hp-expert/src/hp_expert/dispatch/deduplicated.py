@@ -14,8 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hp_expert.batch import Places
 from hp_expert.dispatch.cost import code_bytes
-from hp_expert.permute import Permutation, SlotCounts, narrowed, sort_slots
+from hp_expert.kernels import fuses, triton_sorting
+from hp_expert.permute import Permutation, SlotCounts, narrowed, placed, sort_slots
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,15 +42,20 @@ class Destinations(NamedTuple):
     """Which ranks each token goes to.
 
     Attributes:
-        rank: Rank of each slot's expert, W or more if it has none: int64 [T, K].
+        rank: Rank of each slot's expert, W or more if it has none: int64 [T, K]. Where kernels have
+            counted, each rank that a token goes to, or -1: int64 [T, W].
         slots: How many slots of each token each rank has, int32 [T, W].
+        starts: What kernels have counted of `rank`, where there are some.
     """
 
     rank: Tensor
     slots: Tensor
+    starts: triton_sorting.Starts | None = None
 
     def num_rows(self) -> Tensor:
         """Tokens that go to each rank, int64 [W]."""
+        if self.starts is not None:
+            return self.starts.counts[: self.slots.shape[1]]
         return (self.slots > 0).sum(0)
 
     def most_slots(self) -> Tensor:
@@ -60,6 +67,11 @@ class Destinations(NamedTuple):
 
 def destinations(experts_TK: Tensor, *, num_local: int, num_ranks: int) -> Destinations:
     """Find the ranks of `SlotCounts.experts`."""
+    if fuses(experts_TK):
+        rank_TW, slots = triton_sorting.find_ranks(
+            experts_TK, num_local=num_local, num_ranks=num_ranks
+        )
+        return Destinations(rank_TW, slots, triton_sorting.count(rank_TW, num_ranks))
     rank_TK = experts_TK.div(num_local, rounding_mode="floor")
     # A rank more takes slots that were dropped, and another one those that are wrong.
     slots = torch.zeros(len(rank_TK), num_ranks + 2, dtype=torch.int32, device=rank_TK.device)
@@ -70,6 +82,8 @@ def destinations(experts_TK: Tensor, *, num_local: int, num_ranks: int) -> Desti
 def sort_rows(where: Destinations) -> Permutation:
     """Sort the (token, rank) pairs by rank; pairs without a slot come last. `inverse` is [T, W]."""
     num_ranks = where.slots.shape[1]
+    if where.starts is not None:
+        return placed(where.rank, where.starts)
     ranks = torch.arange(num_ranks, device=where.slots.device)
     keys_TW = torch.where(where.slots > 0, ranks, num_ranks)
     return sort_slots(narrowed(keys_TW, num_ranks + 1))
@@ -80,6 +94,13 @@ def sort_codes(
 ) -> tuple[Permutation, Tensor]:
     """Sort the slots by rank and return their codes in that order; those of no rank come last."""
     num_ranks = where.slots.shape[1]
+    dtype = torch.uint8 if code_bytes(num_local) == 1 else torch.int32
+    if where.starts is not None:
+        starts = triton_sorting.count(counted.experts, num_ranks, run=num_local)
+        permutation = placed(counted.experts, starts)._replace(padded=False)
+        sizes = {"num_local": num_local, "num_ranks": num_ranks}
+        codes = triton_sorting.encode(permutation.order, counted.experts, **sizes, dtype=dtype)
+        return permutation, codes
     permutation = sort_slots(narrowed(where.rank, num_ranks + 2))
     rank_S = where.rank.view(-1).index_select(0, permutation.order)
     expert_S = counted.experts.view(-1).index_select(0, permutation.order)
@@ -87,7 +108,7 @@ def sort_codes(
     begins_S = torch.ones_like(row_S)
     begins_S[1:] = row_S[1:] != row_S[:-1]
     code_S = (expert_S - rank_S * num_local) * 2 + begins_S
-    return permutation, code_S.to(torch.uint8 if code_bytes(num_local) == 1 else torch.int32)
+    return permutation, code_S.to(dtype)
 
 
 def unpack(codes_P: Tensor, *, num_slots_per_row: int) -> tuple[Tensor, Tensor]:
@@ -103,6 +124,26 @@ def unpack(codes_P: Tensor, *, num_slots_per_row: int) -> tuple[Tensor, Tensor]:
     begin_P = place_P.where(begins_P, 0).cummax(0).values if codes_P.numel() else place_P
     slot_P = row_P * num_slots_per_row + (place_P - begin_P)
     return slot_P, slot_P.index_select(0, (codes_P >> 1).argsort(stable=True))
+
+
+def place_codes(
+    codes_P: Tensor, *, num_rows: int, num_slots_per_row: int, num_local: int
+) -> tuple[Tensor, Places]:
+    """Number the received slots by kernels.
+
+    Returns:
+        Slot of each code, int64 [P], and where the slots are.
+    """
+    num_begun = (codes_P & 1).cumsum(0, dtype=torch.int64)
+    slot_P, expert_P = triton_sorting.decode(codes_P, num_begun, per_row=num_slots_per_row)
+    expert_P1 = expert_P.unsqueeze(1)
+    sort = placed(expert_P1, starts := triton_sorting.count(expert_P1, num_local))
+    order_P = slot_P.index_select(0, sort.order)
+    row_P = order_P.div(num_slots_per_row, rounding_mode="floor")
+    position = order_P.new_full((num_rows * num_slots_per_row,), -1)
+    position.scatter_(0, slot_P, sort.inverse.view(-1))
+    position_NF = position.view(num_rows, num_slots_per_row)
+    return slot_P, Places(order_P, row_P, position_NF, starts.ends, partial=True, padded=False)
 
 
 def spread(weights_P: Tensor, slot_P: Tensor, *, num_rows: int, num_slots_per_row: int) -> Tensor:

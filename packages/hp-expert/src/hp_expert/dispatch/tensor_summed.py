@@ -25,7 +25,7 @@ from hp_expert.dispatch.exchange_plan import (
     raise_on_all_ranks,
     read_counts,
 )
-from hp_expert.permute import SlotCounts, count_slots, invalid_experts
+from hp_expert.permute import SlotCounts, count_slots, invalid_experts, order_of
 from hp_platform import launch_all_to_all, wait_tensor
 
 _CODE, _INVALID, _TOKENS, _COUNTS = range(4)
@@ -61,7 +61,7 @@ class TensorSummedDispatcher:
             counted = count_slots(experts, E)
         sent = _count_block(header, counted, num_experts=E, x=x)
         exchange = launch_all_to_all(sent.repeat(W, 1), group=self.group)
-        order = None if counted is None else counted.keys.reshape(-1).argsort(stable=True)
+        order = None if counted is None else order_of(counted)
         read = ExchangeRead(
             header=header,
             num_tokens=len(x),

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hp_expert.batch import ExpertBatch
+from hp_expert.experts.activate import activate, activate_backward, dot
 from hp_expert.experts.types import ExpertWeights, InputGradients, WeightGradients
 from hp_expert.kernels import kernels_for
 
@@ -60,69 +61,86 @@ class Grouped:
         self, batch: ExpertBatch, experts: ExpertWeights
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute the output [N, D]; keep the pre-activations."""
-        ends, multiply = _ends(batch), self.products.forward
-        x_PD = kernels_for(batch.rows).gather_rows(batch.rows, batch.row_at(), holes=False)
+        places, multiply = batch.places(), self.products.forward
+        ends, kernels = places.ends, kernels_for(batch.rows)
+        x_PD = kernels.gather_rows(batch.rows, places.row, holes=places.padded)
         pre = tuple(multiply(x_PD, weight, ends) for weight in experts.weights.gate_up)
+        del x_PD
         for piece, bias in zip(pre, experts.biases.gate_up, strict=True):
             _add_bias(piece, bias, ends)
-        gate_PH, up_PH = pre if len(pre) > 1 else pre[0].chunk(2, 1)
-        activation = experts.activation
-        gated_PH = activation.gate(gate_PH)
-        h_PH = activation.product(gated_PH, up_PH, out=gated_PH)
+        h_PH = activate(_halves(pre), experts.activation, places)
         y_PD = multiply(h_PH, experts.weights.down, ends)
+        del h_PH
         _add_bias(y_PD, experts.output_bias, ends)
-        return batch.sum_over_slots(y_PD, batch.weights), pre
+        out = kernels.sum_rows(y_PD, places.position, batch.weights, holes=places.partial)
+        return out, pre
 
     def backward(
         self,
         batch: ExpertBatch,
-        scale_P: Tensor | None,
         experts: ExpertWeights,
         kept: tuple[Tensor, ...],
         grad_out: Tensor,
         *,
         wanted: WeightGradients,
     ) -> InputGradients:
-        """Compute the gradients of rows and scale; hand the factors of the others to `wanted`."""
-        ends, row_at = _ends(batch), batch.row_at()
-        gather = kernels_for(batch.rows).gather_rows
-        x_PD = gather(batch.rows, row_at, holes=False)
-        dy_PD = gather(grad_out, row_at, holes=False)
+        """Compute the gradients of rows and weights; hand the factors of the others to `wanted`.
+
+        Rows are gathered when the memory of others is free again: gradients of weights are large,
+        and what is beside them adds to the peak.
+        """
+        places, kernels = batch.places(), kernels_for(batch.rows)
+        ends, gather = places.ends, partial(kernels.gather_rows, holes=places.padded)
+        dy_PD = gather(grad_out, places.row)
         dh_PH = self.products.input_gradient(dy_PD, experts.weights.down, ends)
-        gate_PH, up_PH = kept if len(kept) > 1 else kept[0].chunk(2, 1)
-        gated_PH = experts.activation.gate(gate_PH)
-        h_PH = experts.activation.product(gated_PH, up_PH)
-        grad_scale = None
-        if scale_P is not None:
-            grad_scale = _dot(dh_PH, h_PH, scale_P.dtype)
-            if experts.output_bias is not None:
-                bias_PD = experts.output_bias.index_select(0, _expert_at(ends, dy_PD))
-                grad_scale += _dot(dy_PD, bias_PD, scale_P.dtype)
-            dh_PH.mul_(scale_P[:, None])
-            h_PH.mul_(scale_P[:, None])
         dpre = tuple(torch.empty_like(piece) for piece in kept)
-        dgate_PH, dup_PH = dpre if len(dpre) > 1 else dpre[0].chunk(2, 1)
-        experts.activation.backward(dh_PH, gate_PH, up_PH, gated_PH, dgate_PH, dup_PH)
+        through = activate_backward(
+            dh_PH,
+            _halves(kept),
+            _halves(dpre),
+            experts.activation,
+            batch=batch,
+            places=places,
+            extra_P=_bias_share(dy_PD, experts.output_bias, batch, ends),
+        )
+        del dh_PH
+        multiply = self.products.weight_gradient
+        wanted.weights.down.set(partial(multiply, dy_PD, through.scaled, ends))
+        if wanted.biases.down is not None:
+            wanted.biases.down.set(partial(_bias_gradient, dy_PD, batch.weight_at(), ends))
+        grad_weights = through.weights
+        del dy_PD, through
         dx_PD, *others = [
             self.products.input_gradient(piece, weight, ends)
             for piece, weight in zip(dpre, experts.weights.gate_up, strict=True)
         ]
-        for other in others:
-            dx_PD += other
-        multiply = self.products.weight_gradient
+        more_PD = others.pop() if others else None
+        position_NF, holes = places.position, places.partial
+        dx = kernels.sum_rows(dx_PD, position_NF, None, holes=holes, more_RD=more_PD)
+        del dx_PD, more_PD
+        x_PD = gather(batch.rows, places.row)
         for gradient, piece in zip(wanted.weights.gate_up, dpre, strict=True):
             gradient.set(partial(multiply, piece, x_PD, ends))
-        wanted.weights.down.set(partial(multiply, dy_PD, h_PH, ends))
         for bias, piece in zip(wanted.biases.gate_up, dpre, strict=True):
             if bias is not None:
                 bias.set(partial(_bias_gradient, piece, None, ends))
-        if wanted.biases.down is not None:
-            wanted.biases.down.set(partial(_bias_gradient, dy_PD, scale_P, ends))
-        return InputGradients(batch.sum_over_slots(dx_PD), grad_scale)
+        return InputGradients(dx, grad_weights)
 
 
-def _ends(batch: ExpertBatch) -> Tensor:
-    return batch.num_tokens_per_expert.cumsum(0, dtype=torch.int32)
+def _halves(pieces: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """What is the gate's and what is the projection up's; see Note [Fused or separate]."""
+    gate, up = pieces if len(pieces) > 1 else pieces[0].chunk(2, 1)
+    return gate, up
+
+
+def _bias_share(
+    dy_PD: Tensor, bias_LD: Tensor | None, batch: ExpertBatch, ends: Tensor
+) -> Tensor | None:
+    """What the bias of down adds to the gradient of the routing weight at each position [P]."""
+    if bias_LD is None or batch.weights is None:
+        return None
+    wide = torch.promote_types(batch.weights.dtype, torch.float32)
+    return dot(dy_PD, bias_LD.index_select(0, _expert_at(ends, dy_PD)), wide)
 
 
 def _expert_at(ends: Tensor, values_PM: Tensor) -> Tensor:
@@ -145,8 +163,3 @@ def _bias_gradient(dy_PM: Tensor, scale_P: Tensor | None, ends: Tensor) -> Tenso
     one_P8 = dy_PM.new_zeros(dy_PM.shape[0], 8)  # 8 columns: 16 bytes
     one_P8[:, 0] = 1 if scale_P is None else scale_P
     return GroupedProducts().weight_gradient(dy_PM, one_P8, ends)[:, :, 0]
-
-
-def _dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    product: Tensor = torch.linalg.vecdot(a.to(dtype), b.to(dtype))
-    return product

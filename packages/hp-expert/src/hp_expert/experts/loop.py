@@ -48,21 +48,23 @@ def forward(batch: ExpertBatch, experts: ExpertWeights) -> tuple[Tensor, tuple[T
         if output_bias is not None:
             _add_bias(y_RD, output_bias, run)
         kept += pre
-    return batch.sum_over_slots(y_PD, batch.weights), tuple(kept)
+    position_NF, holes = batch.positions()
+    out = kernels_for(y_PD).sum_rows(y_PD, position_NF, batch.weights, holes=holes)
+    return out, tuple(kept)
 
 
 def backward(
     batch: ExpertBatch,
-    scale_P: Tensor | None,
     experts: ExpertWeights,
     kept: tuple[Tensor, ...],
     grad_out: Tensor,
     *,
     wanted: WeightGradients,
 ) -> InputGradients:
-    """Compute the gradients of rows and scale; hand the factors of the others to `wanted`."""
+    """Compute the gradients of rows and weights; hand the factors of the others to `wanted`."""
     rows, row_at, gather = batch.rows, batch.row_at(), kernels_for(batch.rows).gather_rows
     dx_PD = rows.new_empty(batch.order.numel(), rows.shape[1])
+    scale_P = batch.weight_at()
     grad_scale = None if scale_P is None else torch.empty_like(scale_P)
     pieces = _pieces(batch, experts)
     weights = [experts.weights.gate_up[i][:, part].unbind(0) for i, part in pieces]
@@ -102,7 +104,9 @@ def backward(
         wanted.weights.down.add(dy_RD, h_RH, run, slice(None))
         if wanted.biases.down is not None:
             wanted.biases.down.add(dy_RD, scale_R1, run, slice(None))
-    return InputGradients(batch.sum_over_slots(dx_PD), grad_scale)
+    position_NF, holes = batch.positions()
+    dx = kernels_for(dx_PD).sum_rows(dx_PD, position_NF, None, holes=holes)
+    return InputGradients(dx, batch.weight_gradient(grad_scale))
 
 
 class _Chunk(NamedTuple):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hp_expert.batch import ExpertBatch
+from hp_expert.batch import ExpertBatch, Places
 from hp_expert.experts import loop
 from hp_expert.experts.activation import SWIGLU, Activation
 from hp_expert.experts.grouped import Grouped
@@ -38,6 +38,7 @@ from hp_platform import wait_tensor
 
 T = TypeVar("T")
 _GROUPED: Final = Grouped()
+_PLACED: Final = 4  # tensors, which `Places` begins with
 _MOST_INT32: Final = torch.iinfo(torch.int32).max
 
 
@@ -176,11 +177,15 @@ class _RoutedSwiGLU(torch.autograd.Function):
         batch = batch._replace(rows=rows, weights=slot_weights)
         experts = _cast(_here(parameters), parameters, rows.dtype, options)
         out, kept = backend.forward(batch, experts)
-        num_slots = rows.shape[0] * batch.num_slots_per_row
-        order = batch.order.to(torch.int32 if num_slots <= _MOST_INT32 else torch.int64)
-        ctx.save_for_backward(rows, slot_weights, order, *parameters, *kept)
+        where: tuple[Tensor, ...] = (batch.order,)
+        if batch.placed is not None:
+            where = batch.placed[:_PLACED]
+        elif rows.shape[0] * batch.num_slots_per_row <= _MOST_INT32:
+            where = (batch.order.to(torch.int32),)
+        ctx.save_for_backward(rows, slot_weights, *where, *parameters, *kept)
         nothing = rows.new_empty(0)
-        ctx.batch = batch._replace(rows=nothing, weights=None, order=nothing)
+        ctx.batch = batch._replace(rows=nothing, weights=None, order=nothing, placed=None)
+        ctx.places = None if batch.placed is None else batch.placed[_PLACED:]
         ctx.backend, ctx.options = backend, options
         # The saved ones may be copies of the parameters; see Note [Now or later].
         ctx.parameters = parameters
@@ -191,8 +196,13 @@ class _RoutedSwiGLU(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         num_parameters = len(ctx.parameters)
         rows, slot_weights, order, *saved = ctx.saved_tensors
-        order = order.to(torch.int64)
-        batch: ExpertBatch = ctx.batch._replace(rows=rows, weights=slot_weights, order=order)
+        order, placed = order.to(torch.int64), None
+        if ctx.places is not None:
+            placed = Places(order, *saved[: _PLACED - 1], *ctx.places)
+            saved = saved[_PLACED - 1 :]
+        batch: ExpertBatch = ctx.batch._replace(
+            rows=rows, weights=slot_weights, order=order, placed=placed
+        )
         backend: Backend = ctx.backend
         parts = _here(saved[:num_parameters])
         experts = _cast(parts, ctx.parameters, rows.dtype, ctx.options)
@@ -213,30 +223,13 @@ class _RoutedSwiGLU(torch.autograd.Function):
         with torch.autocast(rows.device.type, enabled=False):
             grads = backend.backward(
                 batch,
-                _scale(batch),
                 experts,
                 tuple(saved[num_parameters:]),
                 grad_out,
                 wanted=WeightGradients(cast("Projections[WeightGradient]", weights), biases),
             )
         results = [each.result() if each is not None and each.now else None for each in wanted]
-        return (grads.rows, _unscale(grads.scale, batch), None, None, None, *results)
-
-
-def _scale(batch: ExpertBatch) -> Tensor | None:
-    """Routing weight of the slot at each position [P], fp32 or wider."""
-    if batch.weights is None:
-        return None
-    wide = torch.promote_types(batch.weights.dtype, torch.float32)
-    return batch.weights.reshape(-1).to(wide).index_select(0, batch.slot_at())
-
-
-def _unscale(grad_P: Tensor | None, batch: ExpertBatch) -> Tensor | None:
-    """Gradient of each slot's routing weight [N, F]."""
-    if grad_P is None or batch.weights is None:
-        return None
-    grad_S = batch.at_slots(grad_P, default=0)
-    return grad_S.view(batch.weights.shape).to(batch.weights.dtype)
+        return (grads.rows, grads.weights, None, None, None, *results)
 
 
 def _by_projection(flat: Sequence[T]) -> tuple[Projections[T], Projections[T]]:
@@ -279,7 +272,7 @@ def _without_padding(batch: ExpertBatch) -> ExpertBatch:
         if batch.num_slots
         else [0] * batch.num_tokens_per_expert.shape[0]
     )
-    return batch._replace(counts=counts, order=batch.order[: sum(counts)])
+    return batch._replace(counts=counts, order=batch.order[: sum(counts)], placed=None)
 
 
 def _fastest(batch: ExpertBatch, down: Tensor) -> Backend:

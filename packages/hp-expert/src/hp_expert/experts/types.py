@@ -8,7 +8,7 @@ gradients have the same pieces, so that one way to compute serves both and nothi
 Note [A bias is a weight]. A bias is a column of its weight whose input is always one, so its
 gradient is one more product: that of the same left factor with a column of ones.
 
-Shape symbols: N rows, P positions, L local experts, D width, H hidden width.
+Shape symbols: N rows, F slots per row, P positions, L local experts, D width, H hidden width.
 """
 
 from collections.abc import Callable
@@ -62,10 +62,10 @@ class ExpertWeights(NamedTuple):
 
 
 class InputGradients(NamedTuple):
-    """Gradients of rows [N, D] and of the routing weight at each position [P]."""
+    """Gradients of rows [N, D] and of routing weights [N, F]."""
 
     rows: Tensor
-    scale: Tensor | None
+    weights: Tensor | None
 
 
 class WeightGradients(NamedTuple):
@@ -93,11 +93,10 @@ class Backend(Protocol):
     def backward(
         self,
         batch: ExpertBatch,
-        scale_P: Tensor | None,
         experts: ExpertWeights,
         kept: tuple[Tensor, ...],
         grad_out: Tensor,
         *,
         wanted: WeightGradients,
     ) -> InputGradients:
-        """Compute the gradients of rows and scale; hand the factors of the others to `wanted`."""
+        """Compute the gradients of rows and weights; hand the factors of the others to `wanted`."""

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from hp_expert.batch import ExpertBatch
 from hp_expert.experts.placement import placed_like
+from hp_expert.kernels import fuses, triton_activation
 from hp_platform import submit_weight_grad
 
 
@@ -105,7 +106,9 @@ class WeightGradient:
         total, self._total = self._total, None
         if total is None:
             return torch.zeros_like(self._weight)
-        if self._counts is None:
+        if self._counts is None and fuses(total):
+            triton_activation.zero_idle(total, self._num_tokens_per_expert)
+        elif self._counts is None:
             idle = self._num_tokens_per_expert == 0
             total.masked_fill_(idle.view(-1, *[1] * (total.ndim - 1)), 0)
         else:

@@ -1,5 +1,5 @@
-"""How rows are moved between token order and expert order: by torch, or on CUDA by Triton."""
+"""What is computed beside products: rows moved, slots sorted, tokens routed, on CUDA by Triton."""
 
-from hp_expert.kernels.choice import RowKernels, kernels_for
+from hp_expert.kernels.choice import RowKernels, fuses, kernels_for
 
-__all__ = ["RowKernels", "kernels_for"]
+__all__ = ["RowKernels", "fuses", "kernels_for"]

@@ -1,4 +1,4 @@
-"""Which of the two modules moves rows.
+"""Whether kernels are torch's or Triton's.
 
 Triton comes with the CUDA builds of torch. It is imported when the first rows on CUDA are moved,
 and not needed: what `torch_rows` computes is the reference of `triton_rows`.
@@ -28,9 +28,17 @@ class RowKernels(Protocol):
         """Copy the row of each position's token [R, D]; zeros where there is none."""
 
     def sum_rows(
-        self, rows_RD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None, *, holes: bool
+        self,
+        rows_RD: Tensor,
+        inverse_TK: Tensor,
+        weights_TK: Tensor | None,
+        *,
+        holes: bool,
+        more_RD: Tensor | None = None,
     ) -> Tensor:
         """Sum weight * row over the positions of each token [T, D], in order, fp32 or wider.
+
+        With `more_RD`, a row is the sum of those of both.
 
         A slot without a position adds nothing: neither a row nor its weight is multiplied by zero.
         """
@@ -46,8 +54,14 @@ class RowKernels(Protocol):
 
 def kernels_for(rows: Tensor) -> RowKernels:
     """Return the module for such rows: Triton's if they are [R, D] on CUDA and it is installed."""
-    fused = rows.is_cuda and rows.ndim == 2 and (are_noted() or _has_triton())
-    return cast("RowKernels", triton_rows if fused else torch_rows)
+    return cast(
+        "RowKernels", triton_rows if rows.is_cuda and rows.ndim == 2 and fuses(rows) else torch_rows
+    )
+
+
+def fuses(x: Tensor) -> bool:
+    """Whether kernels of Triton take what is on the device of a tensor."""
+    return x.is_cuda and (are_noted() or _has_triton())
 
 
 @cache

@@ -14,9 +14,16 @@ def gather_rows(x_TD: Tensor, token_R: Tensor, *, holes: bool) -> Tensor:
 
 
 def sum_rows(
-    rows_RD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None = None, *, holes: bool
+    rows_RD: Tensor,
+    inverse_TK: Tensor,
+    weights_TK: Tensor | None = None,
+    *,
+    holes: bool,
+    more_RD: Tensor | None = None,
 ) -> Tensor:
     """Sum weight * row over the positions of each token [T, D] ([T] for [R], K = 1, no weights)."""
+    if more_RD is not None:
+        rows_RD = rows_RD + more_RD
     if weights_TK is None and inverse_TK.shape[1] == 1:
         return gather_rows(rows_RD, inverse_TK.view(-1), holes=holes)
     wide = torch.promote_types(rows_RD.dtype, torch.float32)

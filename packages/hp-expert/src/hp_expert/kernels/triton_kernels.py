@@ -43,6 +43,7 @@ def gather_rows(
 def sum_rows(  # noqa: PLR0917  # Triton's launch passes them by position
     out: tl.tensor,
     rows: tl.tensor,
+    more: tl.tensor,
     position_of: tl.tensor,
     weights: tl.tensor,
     width: tl.tensor,
@@ -59,6 +60,8 @@ def sum_rows(  # noqa: PLR0917  # Triton's launch passes them by position
         position = tl.load(position_of + slot)
         here = column < tl.where(position >= 0, width, 0)
         row = tl.load(rows + position * width + column, mask=here, other=0.0).to(WIDE)
+        if more is not None:
+            row += tl.load(more + position * width + column, mask=here, other=0.0).to(WIDE)
         if weights is not None:
             row *= tl.load(weights + slot, mask=position >= 0, other=0.0).to(WIDE)
         total += row

@@ -5,7 +5,7 @@ Traffic is all that these kernels cost. With b bytes per element and S = T * K s
 | kernel | reads | writes |
 |---|---|---|
 | `gather_rows` | R * D * b + 8 R | R * D * b |
-| `sum_rows` | S * D * b + 8 S, weights 4 S | T * D * b |
+| `sum_rows` | S * D * b + 8 S, weights 4 S, twice S * D * b of two rows | T * D * b |
 | `sum_rows_backward` | 2 R * D * b + 12 R | R * D * b + 4 R |
 
 Shape symbols: T tokens, K choices per token, R positions, D width.
@@ -29,38 +29,44 @@ def gather_rows(x_TD: Tensor, token_R: Tensor, *, holes: bool) -> Tensor:
     num_positions, width = token_R.shape[0], x_TD.shape[1]
     rows_RD = x_TD.new_empty(num_positions, width)
     if rows_RD.numel() > 0:
-        options = _options(width)
-        grid = (num_positions, _num_blocks(width, options))
+        chosen = options(width)
+        grid = (num_positions, num_blocks(width, chosen))
         x, token = x_TD.contiguous(), token_R.contiguous()
 
         def run() -> None:
             with torch.cuda.device_of(x_TD):
-                _kernels().gather_rows[grid](rows_RD, x, token, width, **options)
+                _kernels().gather_rows[grid](rows_RD, x, token, width, **chosen)
 
         launch("hp_expert.gather_rows", run, reads=(x, token), writes=(rows_RD,))
     return rows_RD
 
 
 def sum_rows(
-    rows_RD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None = None, *, holes: bool
+    rows_RD: Tensor,
+    inverse_TK: Tensor,
+    weights_TK: Tensor | None = None,
+    *,
+    holes: bool,
+    more_RD: Tensor | None = None,
 ) -> Tensor:
-    """Sum weight * row over the positions of each token [T, D]."""
+    """Sum weight * row, of both where there are more, over each token's positions [T, D]."""
     del holes
     (num_tokens, num_choices), width = inverse_TK.shape, rows_RD.shape[1]
     y_TD = rows_RD.new_empty(num_tokens, width)
     if y_TD.numel() > 0:
-        options = _options(width)
-        grid = (num_tokens, _num_blocks(width, options))
+        chosen = options(width)
+        grid = (num_tokens, num_blocks(width, chosen))
         rows, inverse = rows_RD.contiguous(), inverse_TK.contiguous()
         weights = None if weights_TK is None else weights_TK.contiguous()
+        more = None if more_RD is None else more_RD.contiguous()
 
         def run() -> None:
-            kernels = _kernels()
-            sizes = {"K": num_choices, "WIDE": kernels.wide(rows.dtype)}
+            given = rows, more, inverse, weights, width
+            sizes = {"K": num_choices, "WIDE": wide(rows.dtype)}
             with torch.cuda.device_of(rows_RD):
-                kernels.sum_rows[grid](y_TD, rows, inverse, weights, width, **options, **sizes)
+                _kernels().sum_rows[grid](y_TD, *given, **chosen, **sizes)
 
-        reads = (rows, inverse) if weights is None else (rows, inverse, weights)
+        reads = [t for t in (rows, more, inverse, weights) if t is not None]
         launch("hp_expert.sum_rows", run, reads=reads, writes=(y_TD,))
     return y_TD
 
@@ -79,15 +85,19 @@ def sum_rows_backward(
         made = (grad_rows_RD, grad_weights_TK)
 
         def run() -> None:
-            kernels = _kernels()
-            sizes = {"K": weights_TK.shape[1], "WIDE": kernels.wide(rows_RD.dtype)}
+            sizes = {"K": weights_TK.shape[1], "WIDE": wide(rows_RD.dtype)}
             with torch.cuda.device_of(rows_RD):
-                kernels.sum_rows_backward[(num_positions,)](
-                    *made, *given, width, **_options(width), **sizes
+                _kernels().sum_rows_backward[(num_positions,)](
+                    *made, *given, width, **options(width), **sizes
                 )
 
         launch("hp_expert.sum_rows_backward", run, reads=given, writes=made)
     return grad_rows_RD, grad_weights_TK
+
+
+def wide(dtype: torch.dtype) -> Any:
+    """What sums of numbers of a dtype are kept in, as Triton calls it."""
+    return _kernels().wide(dtype)
 
 
 def _kernels() -> Any:
@@ -95,11 +105,13 @@ def _kernels() -> Any:
     return importlib.import_module("hp_expert.kernels.triton_kernels")
 
 
-def _options(width: int) -> dict[str, Any]:
+def options(width: int) -> dict[str, Any]:
+    """How a kernel goes through rows of some width."""
     block = min(1 << (width - 1).bit_length(), _MAX_BLOCK)
     warps = max(1, block // _COLUMNS_PER_WARP)
     return {"BLOCK": block, "num_warps": warps, "enable_fp_fusion": False}
 
 
-def _num_blocks(width: int, options: dict[str, Any]) -> int:
+def num_blocks(width: int, options: dict[str, Any]) -> int:
+    """How many blocks of columns there are."""
     return -(-width // int(options["BLOCK"]))

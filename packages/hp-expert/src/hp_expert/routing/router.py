@@ -12,9 +12,12 @@ from typing import Final, Literal, NamedTuple, Self, get_args
 import torch
 from torch import Tensor, nn
 
+from hp_expert.kernels import fuses, triton_routing
+from hp_expert.kernels.triton_routing import Rule
 from hp_expert.routing.capacity import DropPolicy, expert_capacity, is_within_capacity
+from hp_expert.routing.fused import route
 from hp_expert.routing.load import count_in_backward
-from hp_expert.routing.recompute import decide
+from hp_expert.routing.recompute import decide, is_routing_saved
 from hp_expert.routing.replay import check_replay, check_replay_shape
 from hp_platform import linear
 
@@ -174,21 +177,73 @@ class TopKRouter(nn.Module):
         """
         logits_TE = logits.reshape(-1, self.num_experts)
         logits_TE = logits_TE.to(torch.promote_types(logits.dtype, _WIDE))
+        sequence_length = logits.shape[-2] if logits.ndim > 1 else 1
+        if replay is not None:
+            _check_record(replay, num_tokens=logits_TE.shape[0], router=self)
+        if fuses(logits_TE) and not torch.compiler.is_compiling():
+            rule = self._rule()
+            if rule.fits(self.num_experts):
+                return self._route_fused(logits_TE, rule, sequence_length, replay=replay)
         softmax = self.score_function == "softmax"
         scores_TE = logits_TE.softmax(dim=-1) if softmax else logits_TE.sigmoid()
         if replay is None:
-            sequence_length = logits.shape[-2] if logits.ndim > 1 else 1
             choice = decide(self, partial(self._choose, scores_TE.detach(), sequence_length))
         else:
-            _check_record(replay, num_tokens=logits_TE.shape[0], router=self)
             choice = _Choice(replay, replay)
-        if self.training and torch.is_grad_enabled() and scores_TE.requires_grad:
-            total = self.load if self.load.device == scores_TE.device else self._load_on(scores_TE)
-            scores_TE = count_in_backward(scores_TE, choice.chosen, total)
+        load = self._counter(scores_TE)
+        if load is not None:
+            scores_TE = count_in_backward(scores_TE, choice.chosen, load)
         weights_TK = self._weigh(scores_TE, choice, replayed=replay is not None)
         drops = choice.experts is not choice.chosen
         before_drop = choice.chosen if drops else None
         return Routing(weights_TK, choice.experts, scores_TE, logits_TE, before_drop)
+
+    def _route_fused(
+        self, logits_TE: Tensor, rule: Rule, sequence_length: int, *, replay: Tensor | None
+    ) -> Routing:
+        """Route by kernels; experts that must be known before their weights take a pass more."""
+        given, choice = replay, None
+        if replay is not None:
+            choice = _Choice(replay, replay)
+        elif self.capacity_factor is not None or is_routing_saved():
+            make = partial(self._choose_fused, logits_TE.detach(), rule, sequence_length)
+            choice = decide(self, make)
+            given = choice.chosen
+        scores_TE, weights_TK, chosen_TK = route(
+            logits_TE,
+            rule,
+            bias=self.correction_bias,
+            experts_TK=given,
+            load=self._counter(logits_TE),
+        )
+        if choice is None:
+            choice = _Choice(chosen_TK, chosen_TK)
+        if choice.experts is choice.chosen:
+            return Routing(weights_TK, choice.experts, scores_TE, logits_TE)
+        weights_TK = weights_TK.masked_fill(choice.experts < 0, 0.0)
+        return Routing(weights_TK, choice.experts, scores_TE, logits_TE, choice.chosen)
+
+    @torch.no_grad()
+    def _choose_fused(self, logits_TE: Tensor, rule: Rule, sequence_length: int) -> _Choice:
+        _, weights_TK, chosen_TK = triton_routing.route(logits_TE, rule, bias=self.correction_bias)
+        return self._drop(chosen_TK, lambda: weights_TK, sequence_length)
+
+    def _rule(self) -> Rule:
+        return Rule(
+            self.top_k,
+            sigmoid=self.score_function == "sigmoid",
+            normalize=self.normalize,
+            scaling_factor=self.scaling_factor,
+            num_groups=self.num_groups,
+            num_limited_groups=self.num_limited_groups,
+            top2_sum=self.group_score == "top2_sum",
+        )
+
+    def _counter(self, scores: Tensor) -> Tensor | None:
+        """What the slots of experts are counted in; None if they are not."""
+        if not (self.training and torch.is_grad_enabled() and scores.requires_grad):
+            return None
+        return self.load if self.load.device == scores.device else self._load_on(scores)
 
     @torch.no_grad()
     def _choose(self, scores_TE: Tensor, sequence_length: int) -> _Choice:
@@ -203,12 +258,20 @@ class TopKRouter(nn.Module):
                 group_score=self.group_score,
             )
         chosen_TK = top_k_experts(ranked_TE, self.top_k)
-        choice = _Choice(chosen_TK, chosen_TK)
         if self.capacity_factor is None:
-            return choice
+            return _Choice(chosen_TK, chosen_TK)
+        weigh = partial(self._weigh, scores_TE, _Choice(chosen_TK, chosen_TK))
+        return self._drop(chosen_TK, weigh, sequence_length)
+
+    def _drop(
+        self, chosen_TK: Tensor, weigh: Callable[[], Tensor], sequence_length: int
+    ) -> _Choice:
+        """Leave out the slots for which an expert has no room."""
+        if self.capacity_factor is None:
+            return _Choice(chosen_TK, chosen_TK)
         has_room_TK = is_within_capacity(
             chosen_TK,
-            None if self.drop_policy == "position" else self._weigh(scores_TE, choice),
+            None if self.drop_policy == "position" else weigh(),
             capacity=expert_capacity(
                 self.capacity_factor,
                 num_slots=sequence_length * self.top_k,

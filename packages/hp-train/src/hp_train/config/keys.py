@@ -120,6 +120,14 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
         Count, _help("Ranks that share out the experts, taken out of those of a stage.")
     ] = 1
     etp: Annotated[Count, _help("Ranks that share out the hidden width of each expert.")] = 1
+    ep_buffer: Annotated[
+        NotNegative,
+        _help(
+            "Room for the rows from each rank to each other one of mesh.ep, in multiples of an "
+            "even routing; no layer then waits for the device, and a step whose rows do not fit "
+            "is run again. 0: as much as it takes, which the host reads in each layer."
+        ),
+    ] = 0.0
     stage_tp: Annotated[
         tuple[Count, ...], _help("Tensor-parallel ranks of each pipeline rank. []: mesh.tp of all.")
     ] = ()

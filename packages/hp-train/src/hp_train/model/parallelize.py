@@ -46,6 +46,7 @@ from hp_train.layout.schedules import (
 )
 from hp_train.layout.sequence import SequenceShare
 from hp_train.model.block import Block
+from hp_train.model.buffers import NO_BUFFERS, ExpertBuffers
 from hp_train.model.compiled import compile_blocks
 from hp_train.model.declared import declared
 from hp_train.model.initialization import initialize_parameters
@@ -70,6 +71,7 @@ class Pipeline:
         vocab_size: Tokens of the vocabulary, the rows of the embedding.
         sequence: Which positions this rank has.
         overlap: Runs a forward and a backward at once; None one after the other.
+        buffers: Buffers of a fixed size for rows between experts, used in training alone.
     """
 
     modules: Mapping[int, Stage]
@@ -83,6 +85,7 @@ class Pipeline:
     edges: Edges
     on_step: Callable[[MetaStep], None] | None = None
     overlap: CommComputeOverlap | None = None
+    buffers: ExpertBuffers = NO_BUFFERS
 
     @property
     def is_last(self) -> bool:
@@ -260,6 +263,14 @@ def build_pipeline(
         initialize_parameters(found, config.model, seed=config.run.seed, on_progress=on_progress)
         modules[stage] = module
         parameters += found
+    tokens = config.train.microbatch_size * -(-len(sequence.attended) // mesh.size("tp"))
+    buffers = ExpertBuffers.of(
+        [*modules.values()],
+        mesh,
+        factor=config.mesh.ep_buffer,
+        slots=(tokens, config.model.top_k),
+        device=runtime.device,
+    )
     return Pipeline(
         modules,
         merge_copies(parameters, tied_ranks),
@@ -272,6 +283,7 @@ def build_pipeline(
         edges,
         on_step,
         overlap,
+        buffers,
     )
 
 

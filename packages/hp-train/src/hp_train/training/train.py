@@ -259,15 +259,21 @@ class Trainer:
     ) -> tuple[StepMetrics, bool]:
         began = time.perf_counter()
         train = self.config.train
-        losses, busy = self.compute_gradients()
-        cpu, self._cpu_before = self._cpu_before, time.process_time()
-        shares = losses
-        is_gone = self.is_main and not self.worker.folder.is_here
-        flags = [self.worker.stop.requested, self.checkpointer.is_written, is_gone]
-        scalars, squares, memory = self._sum_over_ranks(
-            [*losses, busy, self._cpu_before - cpu, *flags]
-        )
-        *summed, busy, cpu_seconds, stops, written, gone = scalars
+        buffers = self.pipeline.buffers
+        with buffers.in_use():
+            shares, busy = self.compute_gradients()
+        overflow = buffers.overflowed()
+        scalars, squares, memory = self._agree(shares, busy, overflow)
+        if scalars[-1]:  # see Note [Run again]
+            self._drop_gradients()
+            needed = f"{overflow} rows" if overflow else "rows of others"
+            self.problems.append(
+                f"note: step {self.step + 1} is run again: {needed} from one rank to another do "
+                f"not fit mesh.ep_buffer ({self.config.mesh.ep_buffer:g})"
+            )
+            shares, busy = self.compute_gradients()
+            scalars, squares, memory = self._agree(shares, busy, 0)
+        *summed, busy, cpu_seconds, stops, written, gone, _ = scalars
         if gone:
             raise RunDirectoryError(self.worker.folder.gone)
         losses = Losses(*summed)
@@ -307,6 +313,21 @@ class Trainer:
         )
         return metrics, stops > 0
 
+    def _agree(
+        self, losses: Losses, busy: float, overflow: int
+    ) -> tuple[list[float], Tensor, MemoryUse]:
+        """Sum what ranks know of a step; the last scalar counts those whose rows did not fit."""
+        cpu, self._cpu_before = self._cpu_before, time.process_time()
+        is_gone = self.is_main and not self.worker.folder.is_here
+        flags = [self.worker.stop.requested, self.checkpointer.is_written, is_gone, overflow > 0]
+        return self._sum_over_ranks([*losses, busy, self._cpu_before - cpu, *flags])
+
+    def _drop_gradients(self) -> None:
+        """Forget what a step computed."""
+        self.optimizer.zero_grad()
+        for stage in self.pipeline.modules.values():
+            take_loads(stage)
+
     def _update(self, grad_norm: float, rate: float) -> None:
         """Clip the gradients and move weights and correction biases by them."""
         self._beat("optimizer")
@@ -341,9 +362,7 @@ class Trainer:
             group=self.runtime.control,
         )
         self.skips.add(f"step {self.step + 1}: {problem}", self.config.train)
-        self.optimizer.zero_grad()
-        for stage in self.pipeline.modules.values():
-            take_loads(stage)
+        self._drop_gradients()
         self.problems.append(f"warning: step {self.step + 1} skipped: {problem}")
         return problem
 

@@ -93,11 +93,27 @@ def _expert_ranks(config: Config) -> Iterator[str]:
             f"{shown_factors(mesh, 'ep')} must divide model.num_experts ({model.num_experts})"
             f"{near_divisors(mesh.ep, model.num_experts)}"
         )
+    yield from _expert_buffer(config)
     if model.expert_hidden % mesh.etp:
         yield (
             f"mesh.etp ({mesh.etp}) must divide model.expert_hidden ({model.expert_hidden})"
             f"{near_divisors(mesh.etp, model.expert_hidden)}"
         )
+
+
+def _expert_buffer(config: Config) -> Iterator[str]:
+    mesh, buffer = config.mesh, config.mesh.ep_buffer
+    if not buffer:
+        return
+    must_be_off = f"mesh.ep_buffer ({buffer:g}) must be 0 with"
+    if buffer < 1:
+        yield f"mesh.ep_buffer ({buffer:g}) must be 0, or at least 1: an even routing needs that"
+    if max(mesh.stage_ep, default=mesh.ep) == 1:
+        yield f"{must_be_off} mesh.ep (1): no rows are exchanged"
+    if mesh.etp > 1:
+        yield f"{must_be_off} mesh.etp ({mesh.etp}): slices of tokens have no buffers"
+    if config.pipeline.overlap:
+        yield f"{must_be_off} pipeline.overlap (true)"
 
 
 def _tensor_ranks(config: Config) -> Iterator[str]:

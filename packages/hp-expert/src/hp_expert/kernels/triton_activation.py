@@ -1,0 +1,144 @@
+"""The activation between two products and its gradient, each in one pass over memory.
+
+With b bytes per element:
+
+| kernel | reads | writes |
+|---|---|---|
+| `activate` | 2 P * H * b + 8 P | P * H * b |
+| `activate_backward` | 3 P * H * b + 20 P | 3 P * H * b + 4 P |
+| `zero_idle` | 8 L | the gradients of experts without rows |
+
+The methods of `hp_expert.experts.activation` are the reference.
+
+Shape symbols: P positions, S slots, H hidden width, L local experts.
+"""
+
+import importlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hp_expert.kernels.triton_rows import num_blocks, options, wide
+from hp_platform.own_kernels import launch
+
+_ZEROS = 1024
+_MOST_PROGRAMS = 32
+
+
+class Form(NamedTuple):
+    """Which activation: g * sigmoid(alpha * g) times u, or u + 1 where both are clamped.
+
+    Attributes:
+        limit: Bound of g from above, and of u on both sides; 0: none, and u is taken alone.
+        alpha: Steepness of the gate.
+    """
+
+    limit: float = 0.0
+    alpha: float = 1.0
+
+    def constants(self) -> dict[str, Any]:
+        """What the kernels call it."""
+        return {"CLAMPED": self.limit > 0, "LIMIT": self.limit, "ALPHA": self.alpha}
+
+
+class Gradients(NamedTuple):
+    """What `activate_backward` computes.
+
+    Attributes:
+        scaled: The activation times the routing weight [P, H].
+        weights: Gradient of the routing weight of each slot [S]; 0 where it has no position. None
+            without weights.
+    """
+
+    scaled: Tensor
+    weights: Tensor | None
+
+
+def activate(gate_PH: Tensor, up_PH: Tensor, row_P: Tensor, form: Form) -> Tensor:
+    """Return the activation [P, H]; padding, whose row is -1, is left uninitialised.
+
+    Args:
+        gate_PH: Rows that may be further apart than they are wide.
+        up_PH: Likewise, as far apart.
+        row_P: Row of each position.
+        form: Which activation.
+    """
+    (num_positions, width), stride = gate_PH.shape, gate_PH.stride(0)
+    h_PH = gate_PH.new_empty(num_positions, width)
+    if h_PH.numel() > 0:
+        chosen = options(width)
+        grid = (num_positions, num_blocks(width, chosen))
+
+        def run() -> None:
+            given = gate_PH, up_PH, row_P, width, stride
+            constants = {**chosen, **form.constants(), "WIDE": wide(h_PH.dtype)}
+            with torch.cuda.device_of(h_PH):
+                _kernels().activate[grid](h_PH, *given, **constants)
+
+        launch("hp_expert.activate", run, reads=(gate_PH, up_PH, row_P), writes=(h_PH,))
+    return h_PH
+
+
+def activate_backward(
+    dh_PH: Tensor,
+    pre: tuple[Tensor, Tensor],
+    dpre: tuple[Tensor, Tensor],
+    form: Form,
+    *,
+    at: tuple[Tensor, Tensor],
+    weights_S: Tensor | None,
+    extra_P: Tensor | None = None,
+) -> Gradients:
+    """Write the gradients of gate and up; padding is left as it is.
+
+    Args:
+        dh_PH: Gradient of the activation before it is multiplied with the weight.
+        pre: Gate and up [P, H], as `activate` takes them.
+        dpre: Where their gradients go, as far apart.
+        form: Which activation.
+        at: Row, -1 for padding, and slot of each position.
+        weights_S: Routing weight of each slot; None: one.
+        extra_P: What else the gradient of the weight of each position has.
+    """
+    (row_P, slot_P), (num_positions, width), stride = at, dh_PH.shape, pre[0].stride(0)
+    scaled_PH = dh_PH.new_empty(num_positions, width)
+    grad_S = None if weights_S is None else weights_S.new_zeros(weights_S.shape)
+    if scaled_PH.numel() > 0:
+        dh = dh_PH.contiguous()
+
+        def run() -> None:
+            made = *dpre, scaled_PH, grad_S
+            given = dh, *pre, row_P, slot_P, weights_S, extra_P, width, stride
+            constants = {**options(width), **form.constants(), "WIDE": wide(dh.dtype)}
+            with torch.cuda.device_of(dh):
+                _kernels().activate_backward[(num_positions,)](*made, *given, **constants)
+
+        given = (dh, *pre, row_P, slot_P, weights_S, extra_P)
+        launch(
+            "hp_expert.activate_backward",
+            run,
+            reads=[t for t in given if t is not None],
+            writes=[t for t in (*dpre, scaled_PH, grad_S) if t is not None],
+        )
+    return Gradients(scaled_PH, grad_S)
+
+
+def zero_idle(gradient: Tensor, num_rows_L: Tensor) -> None:
+    """Zero the gradients of experts without rows, [L, ...] and contiguous, in place."""
+    num_experts, size = gradient.shape[0], gradient[0].numel()
+    grid = (num_experts, min(-(-size // _ZEROS), _MOST_PROGRAMS))
+
+    def run() -> None:
+        with torch.cuda.device_of(gradient):
+            _kernels().zero_idle[grid](
+                gradient, num_rows_L, size, BLOCK=_ZEROS, enable_fp_fusion=False
+            )
+
+    # In a dry run every expert has rows: nothing of this memory is written.
+    launch("hp_expert.zero_idle", run, reads=(num_rows_L,), writes=(gradient[:0],))
+
+
+def _kernels() -> Any:
+    """The module of the kernels, which wants Triton."""
+    return importlib.import_module("hp_expert.kernels.triton_activation_kernels")

@@ -1,0 +1,163 @@
+"""Routing in one pass over the logits, and its gradient in another.
+
+| kernel | reads | writes |
+|---|---|---|
+| `route` | 4 T * E, experts 8 T * K if they are given | 4 T * E + 12 T * K |
+| `route_backward` | 4 T * E + 12 T * K, 4 T * E more with `grad_scores` | 4 T * E |
+
+What `TopKRouter` computes by torch is the reference of both.
+
+Shape symbols: T tokens, E experts, K experts per token.
+"""
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hp_platform.own_kernels import launch
+
+_MOST_EXPERTS = 2048
+_TILE = 2048  # numbers of a program's tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How scores become weights, and which experts are the best.
+
+    Attributes:
+        top_k: Number of experts per token, K.
+        sigmoid: Whether scores are sigmoids; else they are a softmax.
+        normalize: Whether weights are divided by their sum.
+        scaling_factor: What weights are multiplied by at last.
+        num_groups: Equal runs of experts, a power of two where a token's experts are limited to
+            some of them, and so is the number of experts.
+        num_limited_groups: So many groups a token's experts come from.
+        top2_sum: Whether a group counts its best two scores together; else its best one.
+    """
+
+    top_k: int
+    sigmoid: bool
+    normalize: bool
+    scaling_factor: float
+    num_groups: int = 1
+    num_limited_groups: int = 1
+    top2_sum: bool = False
+
+    def fits(self, num_experts: int) -> bool:
+        """Whether the kernels take so many experts, and groups of them."""
+        if self.num_limited_groups == self.num_groups:
+            return num_experts <= _MOST_EXPERTS
+        powers = all(n & (n - 1) == 0 for n in (num_experts, self.num_groups))
+        return powers and num_experts <= _MOST_EXPERTS
+
+
+def route(
+    logits_TE: Tensor, rule: Rule, *, bias: Tensor | None, experts_TK: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Score the experts of each token, choose the best, and weigh them.
+
+    Args:
+        logits_TE: fp32 or fp64 [T, E].
+        rule: How.
+        bias: Added to the scores where experts are chosen [E]; None: nothing.
+        experts_TK: Experts that were chosen before, int64 [T, K]; those that do not exist weigh 0.
+            None: the best ones, of equal scores the lower index.
+
+    Returns:
+        Scores [T, E], weights [T, K] and experts, int64 [T, K].
+    """
+    logits, (T, E), K = logits_TE.contiguous(), logits_TE.shape, rule.top_k
+    scores, weights = torch.empty_like(logits), logits.new_empty(T, K)
+    if experts_TK is not None:
+        experts_TK = experts_TK.contiguous()
+    experts = logits.new_empty(T, K, dtype=torch.int64) if experts_TK is None else experts_TK
+    if T > 0:
+        sizes, grid = _sizes(E, T)
+        sizes["BLOCK_K"] = _power(K)
+        groups = (rule.num_groups, rule.num_limited_groups)
+        sizes |= {"GROUPS": groups[0], "LIMITED": groups[1], "TOP2": rule.top2_sum}
+
+        def run() -> None:
+            made = scores, weights, experts
+            with torch.cuda.device_of(logits):
+                _kernels().route[grid](
+                    *made, logits, bias, experts_TK, T, **sizes, **_constants(rule, logits)
+                )
+
+        reads = [t for t in (logits, bias, experts_TK) if t is not None]
+        writes = [scores, weights] if experts_TK is not None else [scores, weights, experts]
+        launch("hp_expert.route", run, reads=reads, writes=writes)
+    return scores, weights, experts
+
+
+def route_backward(
+    scores_TE: Tensor,
+    experts_TK: Tensor,
+    rule: Rule,
+    *,
+    grad_weights: Tensor | None,
+    grad_scores: Tensor | None,
+    load: Tensor | None,
+) -> Tensor:
+    """Return the gradient of the logits [T, E].
+
+    Args:
+        scores_TE: Scores that `route` returned.
+        experts_TK: Experts of its weights.
+        rule: How they were made.
+        grad_weights: Gradient of the weights [T, K]; None: zero.
+        grad_scores: Gradient of the scores [T, E] by another way than weights; None: zero.
+        load: Counter that the slots of each expert are added to, int64 [E]; None: nobody counts.
+    """
+    grad_logits, (T, E) = torch.empty_like(scores_TE), scores_TE.shape
+    if T > 0:
+        sizes, grid = _sizes(E, T)
+        grads = [None if g is None else g.contiguous() for g in (grad_weights, grad_scores)]
+
+        def run() -> None:
+            with torch.cuda.device_of(scores_TE):
+                _kernels().route_backward[grid](
+                    grad_logits,
+                    load,
+                    *grads,
+                    scores_TE,
+                    experts_TK,
+                    T,
+                    **sizes,
+                    **_constants(rule, scores_TE),
+                )
+
+        reads = [t for t in (*grads, scores_TE, experts_TK, load) if t is not None]
+        writes = [grad_logits] if load is None else [grad_logits, load]
+        launch("hp_expert.route_backward", run, reads=reads, writes=writes)
+    return grad_logits
+
+
+def _sizes(num_experts: int, num_tokens: int) -> tuple[dict[str, Any], tuple[int]]:
+    block = _power(num_experts)
+    tokens = max(1, _TILE // block)
+    return {"E": num_experts, "BLOCK_E": block, "BLOCK_T": tokens}, (-(-num_tokens // tokens),)
+
+
+def _constants(rule: Rule, like: Tensor) -> dict[str, Any]:
+    return {
+        "K": rule.top_k,
+        "SIGMOID": rule.sigmoid,
+        "NORMALIZE": rule.normalize,
+        "SCALE": float(rule.scaling_factor),
+        "TINY": torch.finfo(like.dtype).tiny,
+        "num_warps": 4,
+        "enable_fp_fusion": False,
+    }
+
+
+def _power(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def _kernels() -> Any:
+    """The module of the kernels, which wants Triton."""
+    return importlib.import_module("hp_expert.kernels.triton_routing_kernels")

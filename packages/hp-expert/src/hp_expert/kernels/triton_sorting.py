@@ -1,0 +1,179 @@
+"""Slots sorted by expert in three launches; see Note [A sort by counting].
+
+Reads 8 bytes of each slot in each of two passes, and writes 24. What `permute` computes by torch is
+the reference.
+
+Shape symbols: T tokens, K choices per token, S = T * K slots, E experts, B blocks, N keys or more.
+"""
+
+import importlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hp_platform.own_kernels import launch
+
+_BLOCK = 256
+_PART = 32
+_TILE = 8192  # numbers that `scan` has in registers
+_MOST_SLOTS = 2**31 - _BLOCK
+
+
+class Starts(NamedTuple):
+    """What is known of slots that were counted.
+
+    Attributes:
+        starts: Where slots go, as `place` wants it, int32 [B + 1, N].
+        counts: Slots of each expert, of none, and of experts that do not exist, int64 [E + 2].
+        ends: Where the positions of each expert end, int32 [E].
+        run: How many experts were counted as one.
+    """
+
+    starts: Tensor
+    counts: Tensor
+    ends: Tensor
+    run: int = 1
+
+
+def count(experts_TK: Tensor, num_experts: int, *, run: int = 1) -> Starts:
+    """Count the slots of each expert, those of none, and those of experts that do not exist.
+
+    Args:
+        experts_TK: Contiguous; int64 or int32.
+        num_experts: E.
+        run: How many experts count as one, such as those of a rank; E is the number of such runs.
+
+    Raises:
+        ValueError: If there are 2 ** 31 slots or more.
+    """
+    num_slots = experts_TK.numel()
+    if num_slots >= _MOST_SLOTS:
+        raise ValueError(f"slots ({num_slots}) must be fewer than {_MOST_SLOTS}")
+    sizes, num_blocks = _sizes(num_experts), -(-num_slots // _BLOCK)
+    keys = sizes["KEYS"]
+    found = experts_TK.new_empty(num_blocks, keys, dtype=torch.int32)
+    starts = experts_TK.new_empty(num_blocks + 1, keys, dtype=torch.int32)
+    totals = experts_TK.new_empty(num_experts + 2, dtype=torch.int64)
+    ends = experts_TK.new_empty(num_experts, dtype=torch.int32)
+
+    def count_blocks() -> None:
+        with torch.cuda.device_of(experts_TK):
+            _kernels().count[(num_blocks,)](
+                found, experts_TK, num_slots, **sizes, DIV=run, BLOCK=_BLOCK, PART=_PART
+            )
+
+    def scan_blocks() -> None:
+        rows = max(1, _TILE // keys)
+        with torch.cuda.device_of(experts_TK):
+            _kernels().scan[(1,)](starts, totals, ends, found, num_blocks, **sizes, ROWS=rows)
+
+    if num_slots > 0:
+        launch("hp_expert.count", count_blocks, reads=(experts_TK,), writes=(found,))
+    launch("hp_expert.scan", scan_blocks, reads=(found,), writes=(starts, totals, ends))
+    return Starts(starts, totals, ends, run)
+
+
+def place(experts_TK: Tensor, counted: Starts) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort what was counted, stably.
+
+    Returns:
+        Slot at each position [S], those of no expert last; its token [S]; and position of each slot
+        [T, K]; all int64, the latter two -1 where the slot has no expert.
+    """
+    num_slots, (_, num_choices) = experts_TK.numel(), experts_TK.shape
+    made = order, token, inverse = (
+        experts_TK.new_empty(num_slots, dtype=torch.int64),
+        experts_TK.new_empty(num_slots, dtype=torch.int64),
+        experts_TK.new_empty(experts_TK.shape, dtype=torch.int64),
+    )
+    num_blocks = -(-num_slots // _BLOCK)
+
+    def run() -> None:
+        sizes = {**_sizes(counted.ends.numel()), "DIV": counted.run, "K": num_choices}
+        sizes |= {"BLOCK": _BLOCK, "PART": _PART}
+        given = counted.starts, experts_TK, num_slots, num_blocks
+        with torch.cuda.device_of(experts_TK):
+            _kernels().place[(num_blocks,)](*made, *given, **sizes)
+
+    if num_slots > 0:
+        launch("hp_expert.place", run, reads=(counted.starts, experts_TK), writes=made)
+    return order, token, inverse
+
+
+def find_ranks(experts_TK: Tensor, *, num_local: int, num_ranks: int) -> tuple[Tensor, Tensor]:
+    """Find out which ranks have a token's experts.
+
+    Returns:
+        For each rank itself, or -1 if it has none of the experts, int64 [T, W]; and how many it
+        has, int32 [T, W].
+    """
+    num_tokens, num_choices = experts_TK.shape
+    ranks = experts_TK.new_empty(num_tokens, num_ranks, dtype=torch.int64)
+    slots = experts_TK.new_empty(num_tokens, num_ranks, dtype=torch.int32)
+    width = 1 << (num_ranks - 1).bit_length()
+    tokens = max(1, _TILE // 32 // width)
+
+    def run() -> None:
+        sizes = {"W": num_ranks, "L": num_local, "K": num_choices}
+        sizes |= {"BLOCK_T": tokens, "BLOCK_W": width}
+        with torch.cuda.device_of(experts_TK):
+            _kernels().find_ranks[(-(-num_tokens // tokens),)](
+                ranks, slots, experts_TK, num_tokens, **sizes, enable_fp_fusion=False
+            )
+
+    if num_tokens > 0:
+        launch("hp_expert.find_ranks", run, reads=(experts_TK,), writes=(ranks, slots))
+    return ranks, slots
+
+
+def encode(
+    order_S: Tensor, experts_TK: Tensor, *, num_local: int, num_ranks: int, dtype: torch.dtype
+) -> Tensor:
+    """Return the code of the slot at each position [S]; see `hp_expert.dispatch.deduplicated`."""
+    num_slots, (_, num_choices) = order_S.numel(), experts_TK.shape
+    codes = order_S.new_empty(num_slots, dtype=dtype)
+
+    def run() -> None:
+        sizes = {"E": num_local * num_ranks, "L": num_local, "K": num_choices, "BLOCK": _BLOCK}
+        with torch.cuda.device_of(order_S):
+            _kernels().encode[(-(-num_slots // _BLOCK),)](
+                codes, order_S, experts_TK, num_slots, **sizes, enable_fp_fusion=False
+            )
+
+    if num_slots > 0:
+        launch("hp_expert.encode", run, reads=(order_S, experts_TK), writes=(codes,))
+    return codes
+
+
+def decode(codes_P: Tensor, num_begun_P: Tensor, *, per_row: int) -> tuple[Tensor, Tensor]:
+    """Return the slot and the local expert of each code, int64 [P].
+
+    Args:
+        codes_P: Codes as they arrived.
+        num_begun_P: How many rows have begun up to each of them, int64.
+        per_row: Slots of a row.
+    """
+    num_codes = codes_P.numel()
+    slots, experts = torch.empty_like(num_begun_P), torch.empty_like(num_begun_P)
+
+    def run() -> None:
+        given = codes_P, num_begun_P, num_codes, per_row
+        with torch.cuda.device_of(codes_P):
+            _kernels().decode[(-(-num_codes // _BLOCK),)](
+                slots, experts, *given, BLOCK=_BLOCK, enable_fp_fusion=False
+            )
+
+    if num_codes > 0:
+        launch("hp_expert.decode", run, reads=(codes_P, num_begun_P), writes=(slots, experts))
+    return slots, experts
+
+
+def _sizes(num_experts: int) -> dict[str, Any]:
+    keys = 1 << (num_experts + 1).bit_length()
+    return {"E": num_experts, "KEYS": keys, "num_warps": 8, "enable_fp_fusion": False}
+
+
+def _kernels() -> Any:
+    """The module of the kernels, which wants Triton."""
+    return importlib.import_module("hp_expert.kernels.triton_sorting_kernels")

@@ -1,0 +1,352 @@
+"""Kernels of routing, sorting and activations against torch's operations, in Triton's interpreter.
+
+With CUDA they run on the GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hp_expert import (
+    ClampedSwiGLU,
+    ExpertParallel,
+    GroupedExperts,
+    GroupedProducts,
+    MoE,
+    SwiGLU,
+    TopKRouter,
+)
+from hp_expert.dispatch import bounded, deduplicated
+from hp_expert.experts.activation import Activation
+from hp_expert.kernels import torch_rows, triton_activation, triton_rows, triton_sorting
+from hp_expert.permute import count_slots, sort_slots
+from hp_expert.routing.recompute import save_routing
+from hp_platform.testing import run_distributed
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+if not CUDA and "triton" not in sys.modules:
+    # Read when Triton is imported, and when it decorates a kernel.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# With CUDA all of this file is a test on the GPU.
+pytestmark = [pytest.mark.gpu] if CUDA else []
+
+MODULES = (
+    "batch",
+    "permute",
+    "dispatch.all_to_all",
+    "dispatch.bounded",
+    "dispatch.deduplicated",
+    "experts.activate",
+    "experts.grouped",
+    "experts.weight_gradient",
+    "routing.router",
+)
+
+
+@pytest.fixture(autouse=True)
+def _interpreter() -> None:
+    pytest.importorskip("triton")
+    if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("triton was imported without TRITON_INTERPRET=1, and there is no CUDA")
+
+
+def choose_kernels(patch: pytest.MonkeyPatch, fused: bool) -> None:
+    """Let kernels be Triton's, or torch's, for every module."""
+    for name in MODULES:
+        module = importlib.import_module(f"hp_expert.{name}")
+        if hasattr(module, "fuses"):
+            patch.setattr(module, "fuses", lambda _: fused)
+        if hasattr(module, "kernels_for"):
+            patch.setattr(
+                module,
+                "kernels_for",
+                lambda x: triton_rows if fused and x.ndim == 2 else torch_rows,
+            )
+        if hasattr(module, "stays_on_device"):
+            patch.setattr(module, "stays_on_device", lambda _: True)
+
+
+@pytest.fixture(name="by_kernels")
+def _by_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    return partial(choose_kernels, monkeypatch)
+
+
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "not normalised": {"normalize": False, "scaling_factor": 16.0},
+    "sigmoid with a bias": {
+        "score_function": "sigmoid",
+        "correction_bias": True,
+        "scaling_factor": 2.5,
+    },
+    "groups": {"num_groups": 4, "num_limited_groups": 2, "correction_bias": True},
+    "groups by their best": {"num_groups": 8, "num_limited_groups": 3, "group_score": "max"},
+    "capacity": {"capacity_factor": 1.0},
+    "capacity by position": {"capacity_factor": 1.0, "drop_policy": "position"},
+}
+
+
+def routed(
+    router: TopKRouter, logits: Tensor, grads: tuple[Tensor, Tensor], replay: Tensor | None
+) -> list[Tensor]:
+    """What a router computes, its gradient and its loads."""
+    router.load.zero_()
+    logits = logits.clone().requires_grad_()
+    found = router.route(logits, replay=replay)
+    torch.autograd.backward([found.weights, found.scores], grads)
+    assert logits.grad is not None
+    before = found.experts if found.before_drop is None else found.before_drop
+    return [
+        found.weights.detach(),
+        found.scores.detach(),
+        found.experts,
+        before,
+        logits.grad,
+        router.load.clone(),
+    ]
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_one_pass_routes_as_torch_does(
+    by_kernels: Callable[[bool], None], kind: str, dtype: torch.dtype, *, replayed: bool
+) -> None:
+    torch.manual_seed(0)
+    router = TopKRouter(4, 16, 4, **ROUTERS[kind], dtype=dtype, device=DEVICE)
+    if router.correction_bias is not None:
+        router.correction_bias.uniform_(-0.1, 0.1)
+    logits = torch.randn(2, 20, 16, dtype=dtype, device=DEVICE)
+    logits[0, 3], logits[1, 4, 2] = 0, logits[1, 4, 1]  # ties
+    grads = (torch.randn(40, 4).to(logits), torch.randn(40, 16).to(logits))
+    replay = None
+    if replayed:
+        by_kernels(False)
+        replay = router.route(logits.roll(1, 0)).experts.clone()
+        replay[5, 1] = -1
+    results = []
+    for fused in (False, True):
+        by_kernels(fused)
+        results.append(routed(router, logits, grads, replay))
+    bound = 1e-12 if dtype == torch.float64 else 1e-5
+    for expected, actual in zip(*results, strict=True):
+        if expected.is_floating_point():
+            torch.testing.assert_close(actual, expected, rtol=bound, atol=bound)
+        else:
+            assert torch.equal(actual, expected)
+
+
+def test_a_recompute_routes_as_its_forward(by_kernels: Callable[[bool], None]) -> None:
+    by_kernels(True)
+    router = TopKRouter(4, 8, 2, device=DEVICE)
+    first, again = save_routing()
+    with first:
+        before = router.route(torch.randn(6, 8, device=DEVICE))
+    with again:
+        after = router.route(torch.randn(6, 8, device=DEVICE))
+    assert torch.equal(before.experts, after.experts)
+
+
+@pytest.mark.parametrize("sizes", [(5, 2, 3), (300, 8, 14), (200, 3, 128), (0, 2, 4), (7, 1, 1)])
+def test_slots_are_sorted_as_torch_does(
+    by_kernels: Callable[[bool], None], sizes: tuple[int, int, int]
+) -> None:
+    by_kernels(False)
+    num_tokens, top_k, num_experts = sizes
+    experts = torch.randint(-1, num_experts + 2, (num_tokens, top_k), device=DEVICE)
+    counted = count_slots(experts, num_experts)
+    expected = sort_slots(counted.keys)
+    starts = triton_sorting.count(experts, num_experts)
+    order, token, inverse = triton_sorting.place(experts, starts)
+    num_valid = int(counted.counts[:num_experts].sum())
+    assert torch.equal(starts.counts, counted.counts)
+    assert torch.equal(starts.ends.long(), counted.counts[:num_experts].cumsum(0))
+    assert torch.equal(order[:num_valid], expected.order[:num_valid])
+    assert torch.equal(token[:num_valid], expected.token[:num_valid])
+    assert (token[num_valid:] == -1).all()
+    assert torch.equal(inverse, expected.inverse.where(expected.inverse < num_valid, -1))
+    assert torch.equal(order.sort().values, torch.arange(order.numel(), device=DEVICE))
+
+
+@pytest.mark.parametrize("fused_projections", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("activation", [SwiGLU(), ClampedSwiGLU(limit=0.5)], ids=type)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_activations_and_their_gradients_are_those_of_torch(
+    dtype: torch.dtype, activation: Activation, *, weighted: bool, fused_projections: bool
+) -> None:
+    torch.manual_seed(0)
+    P, H = 6, 40
+    form = triton_activation.Form()
+    if isinstance(activation, ClampedSwiGLU):
+        form = triton_activation.Form(activation.limit, activation.alpha)
+    both = torch.randn(P, 2 * H, device=DEVICE).to(dtype)
+    gate, up = both.chunk(2, 1)
+    if not fused_projections:
+        gate, up = gate.contiguous(), up.contiguous()
+    dh = torch.randn(P, H, device=DEVICE).to(dtype)
+    slot = torch.randperm(P, device=DEVICE)
+    row = torch.arange(P, device=DEVICE)
+    row[3], both[3] = -1, torch.nan
+    there = row >= 0
+    wide = torch.promote_types(dtype, torch.float32)
+    weights = torch.rand(P, device=DEVICE, dtype=wide) if weighted else None
+    g, u, d = (x.to(wide)[there] for x in (gate, up, dh))
+    gated = activation.gate(g)
+    h = activation.product(gated, u)
+    w = torch.ones(P - 1, device=DEVICE) if weights is None else weights[slot][there]
+    dg, du, dot = torch.empty_like(g), torch.empty_like(g), (d * h).sum(1)
+    activation.backward(d.clone() * w.to(wide)[:, None], g, u, gated, dg, du)
+    extra = torch.rand(P, device=DEVICE)
+    made = torch.empty_like(gate.expand(P, H)), torch.empty_like(gate.expand(P, H))
+    if fused_projections:
+        halves = torch.empty_like(both).chunk(2, 1)
+        made = halves[0], halves[1]
+    through = triton_activation.activate_backward(
+        dh, (gate, up), made, form, at=(row, slot), weights_S=weights, extra_P=extra
+    )
+    bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-7}[dtype]
+
+    def close(actual: Tensor, expected: Tensor) -> None:
+        torch.testing.assert_close(actual.to(wide), expected.to(wide), rtol=bound, atol=bound)
+
+    close(triton_activation.activate(gate, up, row, form)[there], h)
+    close(through.scaled[there], h * w.to(wide)[:, None])
+    close(made[0][there], dg)
+    close(made[1][there], du)
+    assert (through.weights is None) == (weights is None)
+    if through.weights is not None:
+        close(through.weights[slot][there], dot + extra[there].to(wide))
+        assert through.weights[slot[3]] == 0
+
+
+def test_gradients_of_idle_experts_are_zeroed_and_no_others() -> None:
+    gradient = torch.full((4, 50, 60), torch.nan, device=DEVICE)
+    gradient[1], gradient[3] = 1, 2
+    triton_activation.zero_idle(gradient, torch.tensor([0, 5, 0, 1], device=DEVICE))
+    for expert, value in enumerate((0, 1, 0, 2)):
+        assert (gradient[expert] == value).all()
+
+
+@pytest.mark.parametrize("activation", [SwiGLU(), ClampedSwiGLU()], ids=type)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_by_kernels_is_the_layer_by_torch(
+    by_kernels: Callable[[bool], None], activation: Activation, *, bias: bool
+) -> None:
+    torch.manual_seed(0)
+    experts = GroupedExperts(6, 16, 24, bias=bias, activation=activation, device=DEVICE)
+    experts.products = GroupedProducts()
+    layer = MoE(TopKRouter(16, 6, 3, capacity_factor=1.2, device=DEVICE), experts)
+    x, grad = (torch.randn(2, 9, 16, device=DEVICE) for _ in range(2))
+    results = []
+    for fused in (False, True):
+        by_kernels(fused)
+        rows = x.clone().requires_grad_()
+        y, routing = layer(rows)
+        assert (routing.experts < 0).any()
+        given = [rows, *layer.parameters()]
+        results.append([y.detach(), *torch.autograd.grad(y, given, grad)])
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [(40, 3, 4, 2), (70, 4, 3, 5), (3, 1, 1, 2), (0, 2, 2, 2)])
+def test_rows_and_codes_are_sorted_as_torch_does(
+    by_kernels: Callable[[bool], None], sizes: tuple[int, int, int, int]
+) -> None:
+    torch.manual_seed(0)
+    T, K, W, L = sizes
+    experts = torch.randint(-1, W * L, (T, K), device=DEVICE)
+    found: list[tuple[Any, ...]] = []
+    for fused in (False, True):
+        by_kernels(fused)
+        counted = count_slots(experts, W * L)
+        where = deduplicated.destinations(counted.experts, num_local=L, num_ranks=W)
+        num_rows = int(where.num_rows().sum())
+        num_slots = int((experts >= 0).sum())
+        rows = deduplicated.sort_rows(where)
+        slots, codes = deduplicated.sort_codes(counted, where, num_local=L)
+        rows, slots = (
+            (rows.without_padding(num_rows), slots.without_padding(num_slots))
+            if fused
+            else (rows.first(num_rows), slots.first(num_slots))
+        )
+        found.append(
+            (
+                where.num_rows(),
+                where.most_slots(),
+                *rows[:3],
+                *slots[:3],
+                codes[:num_slots],
+            )
+        )
+    for expected, actual in zip(*found, strict=True):
+        assert torch.equal(actual, expected)
+    codes, num_rows = found[0][-1], int(found[0][0].sum())
+    most = max(int(found[0][1].max()), 1)
+    slot, order = deduplicated.unpack(codes, num_slots_per_row=most)
+    mine, places = deduplicated.place_codes(
+        codes, num_rows=num_rows, num_slots_per_row=most, num_local=L
+    )
+    assert torch.equal(mine, slot)
+    assert torch.equal(places.slot, order)
+    assert torch.equal(places.row, order // most)
+    expected = torch.full((num_rows * most,), -1, device=DEVICE)
+    expected[order] = torch.arange(order.numel(), device=DEVICE)
+    assert torch.equal(places.position.view(-1), expected)
+    counts = torch.bincount(codes.long() // 2, minlength=L)
+    assert torch.equal(places.ends.long(), counts.cumsum(0))
+
+
+def test_buffers_are_filled_as_torch_does(by_kernels: Callable[[bool], None]) -> None:
+    torch.manual_seed(0)
+    experts = torch.randint(-1, 7, (30, 3), device=DEVICE)  # 6 does not exist
+    found = []
+    for fused in (False, True):
+        by_kernels(fused)
+        counted = count_slots(experts, 6)
+        counts_WL = counted.counts[:6].view(2, 3)
+        found.append(bounded._into_buffer(counted, counts_WL, rows_per_pair=40))
+    for expected, actual in zip(found[0][:3], found[1][:3], strict=True):
+        there = found[0].token >= 0 if expected.ndim == 1 else slice(None)
+        assert torch.equal(actual[there], expected[there])
+
+
+@pytest.mark.parametrize("deduplicate", [False, True])
+def test_a_layer_over_ranks_by_kernels_is_the_layer_by_torch(
+    by_kernels: Callable[[bool], None], *, deduplicate: bool
+) -> None:
+    by_kernels(True)
+    run_distributed(layer_of_a_rank, deduplicate, world_size=2)
+
+
+def layer_of_a_rank(deduplicate: bool) -> None:  # ranks are called by position
+    patch = pytest.MonkeyPatch()
+    group = dist.group.WORLD
+    assert group is not None
+    results = []
+    for fused in (False, True):
+        choose_kernels(patch, fused)
+        torch.manual_seed(0)
+        layer = MoE(TopKRouter(16, 6, 3, capacity_factor=1.2), GroupedExperts(6, 16, 24))
+        layer.experts.products = GroupedProducts()
+        ExpertParallel(deduplicate=deduplicate).apply(layer, group)
+        torch.manual_seed(1 + group.rank())
+        x, grad = torch.randn(9, 16, requires_grad=True), torch.randn(9, 16)
+        y, _ = layer(x)
+        results.append([y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], grad)])
+    patch.undo()
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
