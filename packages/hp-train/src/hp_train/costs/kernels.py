@@ -2,8 +2,8 @@
 
 The model runs forward and backward on `hp_platform.dry.DryDevice`, one rank with one layer of each
 kind, once with two sequences and once with three: what differs grows with tokens, what stays is
-read or written whatever their number, as weights are. Each part of a block is cut from the graph of the
-others, so that its backward is run, and counted, by itself.
+read or written whatever their number, as weights are. Each part of a block is cut from the graph of
+the others, so that its backward is run, and counted, by itself.
 """
 
 from __future__ import annotations
