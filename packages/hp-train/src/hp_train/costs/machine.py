@@ -172,13 +172,13 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
 
 REACHED: Mapping[str, float] = {
-    "product": 0.56,
-    "grouped": 0.41,
-    "attention": 0.54,
-    "memory": 0.88,
-    "link": 0.75,
-    "node link": 0.67,
-    "compiled": 0.34,
+    "product": 0.57,
+    "grouped": 0.385,
+    "attention": 0.69,
+    "memory": 0.76,
+    "link": 0.73,
+    "node link": 0.70,
+    "compiled": 0.40,
     "launch seconds": 5.0e-6,
 }
 """What programs reach of data sheets, fitted to published steps by `bench_plan_published.py`.
