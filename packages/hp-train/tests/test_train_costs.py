@@ -225,6 +225,16 @@ def test_kernels_multiply_as_often_as_the_model_and_twice_in_backward(name: str)
     assert again == pytest.approx(work.again.flops)
 
 
+@pytest.mark.parametrize("recompute", ["none", "attention", "feed_forward"])
+def test_kernels_that_run_again_are_those_of_the_part(recompute: str) -> None:
+    keys = {"data.seq_len": 64, "train.dtype": "bfloat16", "train.recompute": recompute}
+    config = with_keys(Config(model=MODELS["latent"]), keys)
+    (found,) = kernels(config, VOCAB, num_stages=1)
+    again = sum(times * kernel.flops for kernel, times in found.again.items())
+    work = whole_model(config, VOCAB)
+    assert again == pytest.approx(0.0 if work.again is None else work.again.flops)
+
+
 def test_kernels_of_experts_read_weights_once_however_many_tokens_there_are() -> None:
     model = MODELS["wide"]
     config = with_keys(Config(model=model), {"data.seq_len": 64, "train.dtype": "bfloat16"})
