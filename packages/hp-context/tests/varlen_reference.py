@@ -71,6 +71,12 @@ def _segments(
     assert (dropout, debug) == (0.0, False)
     assert causal == (window == (-1, 0))
     assert all(x.stride(-1) == 1 for x in (q, k, v))
+    # FlashAttention 2 reads sides of windows as its host code does.
+    left, right = (-1 if side >= key_longest else side for side in window)
+    if left >= 0 > right:
+        right = key_longest
+    if right >= 0 > left:
+        left = key_longest
     found = []
     lengths = []
     for (a, b), (c, d) in zip(
@@ -79,9 +85,9 @@ def _segments(
         assert a <= b
         assert c <= d
         lengths.append((b - a, d - c))
-        found.append(_Segment(slice(a, b), slice(c, d), _allowed(b - a, d - c, window)))
+        found.append(_Segment(slice(a, b), slice(c, d), _allowed(b - a, d - c, (left, right))))
     assert longest == max(q for q, _ in lengths)
-    assert key_longest == max(k for _, k in lengths)
+    assert key_longest >= max(k for _, k in lengths)
     return found
 
 

@@ -8,7 +8,7 @@ import torch
 from hp_context import Attention, Causal, Documents, Mask, PositionMask, SlidingWindow
 from hp_platform.dry import DryDevice
 from hp_platform.dry.trace import HostWait, Launch
-from hp_train.model.attention import attend
+from hp_train.model.attention import _of_batch, _Same, attend
 
 DOCUMENTS = (Documents((5, 1, 18)), Documents((20, 4)))
 
@@ -54,3 +54,11 @@ def test_documents_do_not_see_each_other() -> None:
             q_d, k_d, v_d = (x[row : row + 1, at] for x in (q, k, v))
             alone = attend(Attention(Causal()), q_d, k_d, v_d)
             torch.testing.assert_close(y[row : row + 1, at], alone, rtol=1e-12, atol=1e-12)
+
+
+def test_documents_of_equal_lengths_in_another_microbatch_are_compared_anew() -> None:
+    """A rank that took them for known would not take part where another rank has other lengths."""
+    first, second = (tuple(Documents(each.lengths) for each in DOCUMENTS) for _ in range(2))
+    assert first == second
+    assert _of_batch(_Same(first)) is _of_batch(_Same(first))
+    assert _of_batch(_Same(first)) is not _of_batch(_Same(second))

@@ -9,8 +9,10 @@ from torch import nn
 
 from hp_expert import GroupedExperts, TopKRouter
 from hp_train.cli import main
-from hp_train.config import ModelConfig
+from hp_train.config import Config, ModelConfig
 from hp_train.config.options import resolve
+from hp_train.config.space import with_keys
+from hp_train.costs.modules import kernels
 from hp_train.errors import ConfigError
 from hp_train.layout.parameter import ParameterSpec
 from hp_train.model import declare
@@ -136,3 +138,35 @@ def test_a_tied_parameter_is_listed_once() -> None:
     second.weight = first.weight
     model = nn.Sequential(first, second)
     assert [*declared(model)] == ["0.weight", "0.bias", "1.bias"]
+
+
+def test_kernels_of_a_stage_that_returns_logits_are_learned_with_its_loss(tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text(LOGITS)
+    model = ModelConfig(factory=f"{tmp_path}/plain.py:Plain", max_positions=64, num_layers=2)
+    keys = {"data.seq_len": 32, "train.dtype": "bfloat16", "pipeline.stages_per_rank": 1}
+    config = with_keys(Config(model=model), keys)
+    (found,) = kernels(config, 256, num_stages=1)
+    flops = sum(times * kernel.flops for kernel, times in found.forward.items())
+    assert flops == 2 * model.dim * (2 * model.dim + 256)
+    assert sum(times * kernel.launches for kernel, times in found.backward.items()) > 0
+
+
+LOGITS = """
+from torch import nn
+
+from hp_train.model import Stage
+
+
+class Plain(Stage):
+    def __init__(self, config, vocab_size, *, layers, first, last, compute_dtype):
+        super().__init__(compute_dtype=compute_dtype)
+        self.table = nn.Embedding(vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(i): nn.Linear(config.dim, config.dim) for i in layers})
+        self.head = nn.Linear(config.dim, vocab_size)
+
+    def forward(self, x, *, microbatch):
+        x = self.table(x)
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.head(x)
+"""

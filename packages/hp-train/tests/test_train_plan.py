@@ -481,6 +481,9 @@ def test_rows_leave_a_node_once_for_each_rank_or_once_for_each_node() -> None:
     assert by_rank.inside == pytest.approx(4 * 7 / 32 * row, rel=0.02)
     assert by_node.between == pytest.approx(2 * 24 / 32 * row, rel=0.02)
     assert by_node.inside == pytest.approx(4 * 7 / 8 * row, rel=0.02)
+    cut = StageLayout(dp_shard=32, etp=16)
+    assert expert_exchanges(config, cut, node_size=16).between == 0
+    assert expert_exchanges(config, cut, node_size=8).inside == 0
     near = expert_exchanges(config, layout, node_size=32)
     assert near.between == 0
     assert near.bytes == pytest.approx(exchanges().bytes)

@@ -54,14 +54,29 @@ class Lengths:
 
 
 def applies(q: Tensor, v: Tensor) -> bool:
-    """Tell whether q [..., D] and v [..., E] are of a device, a dtype and sizes that it takes."""
-    fits = q.device.type in DEVICES and v.size(-1) <= q.size(-1)
+    """Tell whether q [..., D] and v [..., E] are of a device, a dtype and sizes that it takes.
+
+    Rows of keys and values lie side by side between ranks: both sizes are to be aligned.
+    """
+    fits = q.device.type in DEVICES and v.size(-1) <= q.size(-1) and v.size(-1) % 8 == 0
     return fits and cuda.flash_applies(q, q, None)
 
 
 def padded(x: Tensor, size: int) -> Tensor:
     """Return [..., E] with columns of zeros up to `size`, which add nothing to any result."""
     return x if x.size(-1) == size else pad(x, (0, size - x.size(-1)))
+
+
+def _told(lengths: Lengths) -> tuple[int, int]:
+    """Lengths of the longest segment of queries and of keys, as the kernel is to be told.
+
+    FlashAttention 2 takes a side of a window for all keys where it is no smaller than the keys of
+    the longest segment, and the open side of a window for as many. Both are right, since the last
+    query is aligned with the last key, only where no segment has more queries than that. So it is
+    told at least so many keys; memory does not depend on it.
+    """
+    queries, keys = lengths.longest
+    return queries, max(queries, keys)
 
 
 def forward(
@@ -86,7 +101,7 @@ def forward(
         padded(v, q.size(-1)),
         lengths.starts,
         lengths.key_starts,
-        *lengths.longest,
+        *_told(lengths),
         0.0,
         lengths.causal,
         False,
@@ -131,7 +146,7 @@ def backward(
         lse,
         lengths.starts,
         lengths.key_starts,
-        *lengths.longest,
+        *_told(lengths),
         0.0,
         lengths.causal,
         unused,

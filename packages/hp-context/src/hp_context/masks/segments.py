@@ -61,7 +61,7 @@ _FAR = 1 << 62
 
 def edges_of(mask: Mask) -> Edges | None:
     """Return what limits the keys of a query; None if that is not known to be all of it."""
-    if isinstance(mask, Both):
+    if type(mask) is Both:
         one, other = edges_of(mask.first), edges_of(mask.second)
         if one is None or other is None:
             return None

@@ -185,7 +185,10 @@ def fsdp_on(device: torch.device) -> AbstractContextManager[object]:
 
 def group_timeout(group: ProcessGroup | None, device: torch.device) -> timedelta | None:
     """The time-out `group` was created with; None where its backend does not tell."""
-    options = getattr(backend_of(group, device), "options", None)
+    try:
+        options = getattr(backend_of(group, device), "options", None)
+    except RuntimeError:  # torch's answer for a backend that has none
+        return None
     timeout = getattr(options, "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else None
 

@@ -172,7 +172,8 @@ def _stage_kernels(key: Key, recompute: str, num_stages: int) -> tuple[Kernels, 
             parts.append(learned["before"])
         if index == num_stages - 1:
             parts += [_block_kernels(learned, recompute, name) for name in _further(learned)]
-            parts.append(learned["loss"])
+            if "loss" in learned:  # of logits that a stage returns it is counted in front
+                parts.append(learned["loss"])
         found.append(Kernels.of(parts))
     return tuple(found)
 

@@ -7,6 +7,8 @@ Shape symbols: B sequences, S positions, D model width, N query heads, K key/val
 of query and key heads, V width of value heads.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -144,10 +146,27 @@ def _output(width: int, dim: int, *, bias: bool = False) -> Linear:
     return Linear(width, dim, bias=bias, tp_dim=1, is_residual=True, published="o_proj")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Same:
+    """Something that is told apart by who it is, never by what it says; held while it is a key."""
+
+    limits: Sequence[Mask]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.limits is other.limits
+
+    def __hash__(self) -> int:
+        return id(self.limits)
+
+
 @lru_cache(maxsize=16)
-def _of_batch(documents: tuple[Mask, ...]) -> EachSequence:
-    """The limits of a microbatch as one mask, which all layers share."""
-    return EachSequence(documents)
+def _of_batch(documents: _Same) -> EachSequence:
+    """The limits of a microbatch as one mask, which all layers share.
+
+    Another microbatch of the same lengths gets another: ranks compare each mask once, and one of
+    them may have other lengths there; see Note [When ranks compare] in hp_context.
+    """
+    return EachSequence(tuple(documents.limits))
 
 
 @outside_graph
@@ -169,7 +188,7 @@ def attend(core: Attention, q: Tensor, k: Tensor, v: Tensor, documents: Limits =
             y: Tensor = core(q, k, v)
             return y.flatten(2)
         if core.takes_batch(q, v, documents):
-            y = core(q, k, v, attn_mask=core.mask & _of_batch(documents))
+            y = core(q, k, v, attn_mask=core.mask & _of_batch(_Same(documents)))
             return y.flatten(2)
         rows = zip(*(x.split(1) for x in (q, k, v)), documents, strict=True)
         parts = [core(*row, attn_mask=core.mask & limit) for *row, limit in rows]

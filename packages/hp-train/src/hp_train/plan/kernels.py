@@ -50,7 +50,7 @@ class Rates:
     def __init__(self, machine: Machine, *, is_compiled: bool, slowed: float) -> None:
         self._machine, self._slowed = machine, slowed
         self._left = machine.compiled if is_compiled else 1.0
-        self._known: dict[object, _Busy] = {}
+        self._known: dict[object, tuple[Counter[Kernel], _Busy]] = {}
         self._flops = {
             "product": machine.flops,
             "grouped": machine.grouped_flops or machine.flops,
@@ -80,10 +80,10 @@ class Rates:
         self, kernels: Counter[Kernel], tokens: float, dense: int, routed: int, *, load: float
     ) -> "_Busy":
         """Price kernels; `dense` and `routed` ranks share weights of both kinds."""
-        key = (id(kernels), tokens, dense, routed, load)  # whoever has these rates keeps kernels
+        key = (id(kernels), tokens, dense, routed, load)
         known = self._known.get(key)
         if known is not None:
-            return known
+            return known[1]
         device = launches = 0.0
         for kernel, times in kernels.items():
             left = self._left if kernel.kind == "memory" else 1.0
@@ -96,11 +96,11 @@ class Rates:
             device += times * busy
             launches += times * left * (kernel.launches + kernel.launches_per_token * tokens)
         found = _Busy(device, launches * self._machine.launch_seconds)
-        self._known[key] = found
+        self._known[key] = kernels, found  # held, so that no others get their number
         return found
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def rates_of(machine: Machine, *, is_compiled: bool, slowed: float) -> Rates:
     """Rates that remember what they have priced: thousands of layouts ask for the same."""
     return Rates(machine, is_compiled=is_compiled, slowed=slowed)

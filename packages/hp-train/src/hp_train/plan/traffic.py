@@ -115,22 +115,28 @@ def _expert_exchanges(
     sent = (cost.deduplicated if pays else cost.plain) / 2
     if spread.ranks:
         rows, sent = spread.ranks, spread.ranks / rows * sent
-    group = layout.ranks("ep", "etp")[0]
-    near = sum(rank // node_size == group[0] // node_size for rank in group) / layout.etp
+    # Ranks of the node that has fewest of a group, and whether parts of an expert lie in several.
+    near = min(_near(group, node_size) for group in layout.ranks("ep"))
+    apart = any(_near(group, node_size) < layout.etp for group in layout.ranks("etp"))
     # What stays on a rank is not sent.
     inside, between = sent * (near - 1) / ep, sent * (ep - near) / ep
     if spread.nodes:
         inside, between = sent * (near - 1) / near, sent / rows * spread.nodes * (ep - near) / ep
+    gathered = 2 * rows * row_bytes * (layout.etp - 1)
     # Forward announces counts, sends rows and routing weights (and for which experts a row is,
     # where it may be for several), and brings outputs back; backward has nothing to announce. Among
     # ranks that share an expert there is one more.
-    gathered = 2 * rows * row_bytes * (layout.etp - 1)
     return ExpertExchanges(
-        inside=max(0.0, inside) + gathered,
-        between=between,
+        inside=inside + (0.0 if apart else gathered),
+        between=between + (gathered if apart else 0.0),
         forward=(4 + pays) * (ep - 1) + 5 * (layout.etp - 1),
         backward=3 * (ep - 1) + 3 * (layout.etp - 1),
     )
+
+
+def _near(ranks: Sequence[int], node_size: int) -> int:
+    """How many ranks of a group are on the node that has fewest of them."""
+    return min(Counter(rank // node_size for rank in ranks).values())
 
 
 @lru_cache(maxsize=4096)  # schedules, stages and batches of one mesh ask for the same
