@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from hp_train.kit import command, process
+from hp_train.kit import command
 from hp_train.kit.cases import Case, Place, cases_of, cases_over, chosen, slug
 from hp_train.kit.clean import cleaned, cleaner
 from hp_train.kit.layouts import config_of
 from hp_train.kit.outcome import Outcome
 from hp_train.kit.page import page
+from hp_train.launch.session import last_lines, status_of
 from hp_train.layout.schedules import KINDS
 
 H100S = Place(
@@ -150,15 +151,15 @@ def test_a_process_that_is_late_is_ended_with_all_that_it_started(tmp_path: Path
         "time.sleep(600)\n"
     )
     arguments = [sys.executable, "-c", script]
-    status = process.status_of(arguments, tmp_path, seconds=2.0, env=os.environ)
+    status = status_of(arguments, tmp_path / "log.txt", seconds=2.0, env=os.environ)
     assert status is None
-    child = int(process.last_lines(tmp_path))
+    child = int(last_lines(tmp_path / "log.txt"))
     deadline = time.monotonic() + 60
     while _lives(child) and time.monotonic() < deadline:
         time.sleep(0.05)  # a signal is sent, and a process ends a little later
     assert not _lives(child)
     died = [sys.executable, "-c", "import os; os.abort()"]
-    assert process.status_of(died, tmp_path, seconds=60, env=os.environ) == -signal.SIGABRT
+    assert status_of(died, tmp_path / "log.txt", seconds=60, env=os.environ) == -signal.SIGABRT
 
 
 def _lives(pid: int) -> bool:

@@ -16,6 +16,7 @@ from hp_train.config.render import to_json, to_lines, to_toml
 from hp_train.config.schema import did_you_mean, keys_called
 from hp_train.dry_run import command as dry_run
 from hp_train.errors import ConfigError, HpError
+from hp_train.jobs import command as jobs
 from hp_train.launch.signals import ignore_stops
 from hp_train.layout.ranks import Layout
 from hp_train.plan import command as plan
@@ -60,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
+    if argv[:1] == ["verify"] and "--" in argv:
+        return jobs.run(argv[1:])
     argv, script = _without_script(argv)
     overrides, rest = split_overrides(_joined(argv))
     parser, commands = _parser()

@@ -8,6 +8,7 @@ __all__ = [
     "FakeTensorMode",
     "dump_memory_history",
     "end_memory_history",
+    "in_backward",
     "record_memory_history",
 ]
 
@@ -29,3 +30,8 @@ def end_memory_history() -> None:
 def dump_memory_history(path: str) -> None:
     """Write what was noted down for the viewer at pytorch.org/memory_viz."""
     torch.cuda.memory._dump_snapshot(path)
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass: what runs here is recomputation, or a hook."""
+    return bool(torch._C._current_graph_task_id() != -1)

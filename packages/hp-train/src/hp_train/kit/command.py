@@ -19,6 +19,7 @@ from hp_train.kit import process
 from hp_train.kit.cases import TIMED, Case, Place, cases_of, chosen, slug
 from hp_train.kit.outcome import BAD, Found, Outcome, Status, read, write
 from hp_train.kit.page import write_result
+from hp_train.launch.session import last_lines
 
 _LEAST_SECONDS = 5.0
 """Less than that is left for no case."""
@@ -174,7 +175,7 @@ class Kit:
             found = Found(status="not run", summary="the minutes were up while it ran")
         if warnings := process.nccl_warnings(folder):
             found = replace(found, figures={**found.figures, "NCCL warnings": warnings})
-        log = process.last_lines(folder) if found.status in BAD or warnings else ""
+        log = last_lines(folder / process.LOG) if found.status in BAD or warnings else ""
         return Outcome.of(case, found, seconds=spent, log=log)
 
     def _keep(self, outcome: Outcome, place: str) -> None:

@@ -26,6 +26,7 @@ from hp_train.kit import process
 from hp_train.kit.cases import Case, Place, cases_over, chosen, slug
 from hp_train.kit.outcome import BAD, Found, Outcome
 from hp_train.kit.page import write_result
+from hp_train.launch.session import last_lines, status_of
 
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
@@ -97,7 +98,7 @@ class _Nodes:
                 if any(statuses):
                     texts = ", ".join(f"node {n}: {s}" for n, s in enumerate(statuses) if s)
                     found = Found(status="error", summary=f"ranks ended with a status: {texts}")
-        log = process.last_lines(self._folder(case)) if found.status in BAD else ""
+        log = last_lines(self._folder(case) / process.LOG) if found.status in BAD else ""
         found = replace(found, figures={k: v for k, v in found.figures.items() if k != "config"})
         return Outcome.of(case, found, seconds=time.monotonic() - began, log=log)
 
@@ -116,8 +117,11 @@ class _Nodes:
         ]
         folder = self._folder(case)
         folder.mkdir(parents=True, exist_ok=True)
-        status = process.status_of(
-            command, folder, seconds=seconds, env=process.checking(folder) | _environment()
+        status = status_of(
+            command,
+            folder / process.LOG,
+            seconds=seconds,
+            env=process.checking(folder) | _environment(),
         )
         return -1 if status is None else status
 

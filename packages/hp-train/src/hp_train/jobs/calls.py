@@ -1,0 +1,56 @@
+"""How the recorder gets at calls that torch has no hook for."""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_DEPTH = 8
+
+
+def around(
+    place: Any,
+    name: str,
+    *,
+    before: Callable[..., object],
+    after: Callable[[Any], object] | None = None,
+) -> None:
+    """Have a function or method tell when it is called.
+
+    Args:
+        place: Module or class that has it.
+        name: Its name there.
+        before: Called with the same arguments; an iterator, which can be read once, as a list.
+        after: Called with what it returned.
+    """
+    original = getattr(place, name)
+
+    @functools.wraps(original)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        listed = [list(arg) if isinstance(arg, Iterator) else arg for arg in args]
+        named = {k: list(v) if isinstance(v, Iterator) else v for k, v in kwargs.items()}
+        if args or kwargs:
+            before(*listed, **named)
+        result = original(*listed, **named)
+        if after is not None:
+            after(result)
+        return result
+
+    setattr(place, name, told)
+
+
+def kwargs_of_call() -> dict[str, Any]:
+    """Keyword arguments of the module's call that a global hook was called from.
+
+    torch hands them to hooks of a module only. They are read from the frame of its call, which
+    calls the hook; where no frame looks like one, there are none.
+    """
+    frame = sys._getframe(1)  # noqa: SLF001 - documented, CPython
+    for _ in range(_DEPTH):
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+        found = frame.f_locals.get("kwargs")
+        if frame.f_code.co_name in {"inner", "_call_impl"} and isinstance(found, dict):
+            return found
+    return {}

@@ -1,0 +1,208 @@
+"""The command ``hp verify -- JOB --against -- REFERENCE``. Nothing here imports torch."""
+
+import argparse
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hp_train.base.numbers import real, whole
+from hp_train.errors import ConfigError, DifferenceError, HpError
+from hp_train.jobs.compare import Comparison, Floor, Place, compare
+from hp_train.jobs.explain import explain
+from hp_train.jobs.joined import Recording, join
+from hp_train.jobs.request import Request, environment
+from hp_train.launch.session import last_lines, status_of
+from hp_train.launch.signals import name_of
+
+_STEPS = 3
+_SECONDS = 1800.0
+_SHOWN = 12
+AGAINST = "--against"
+
+
+class JobFailedError(HpError):
+    """A job ended with a failure of its own."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Flags that stand before the first ``--``."""
+    made = argparse.ArgumentParser(
+        prog="hp verify",
+        usage="hp verify [FLAGS] -- JOB [ARGS] --against -- REFERENCE [ARGS]",
+        description="Run two training jobs as they are and compare all they compute.",
+        allow_abbrev=False,
+    )
+    made.add_argument(
+        "--steps",
+        type=whole("--steps", least=1),
+        default=_STEPS,
+        help=f"updates of the weights (default: {_STEPS})",
+    )
+    made.add_argument("--float64", action="store_true", help="lift both jobs to float64")
+    made.add_argument(
+        "--same-start", action="store_true", help="give the job the reference's first weights"
+    )
+    made.add_argument(
+        "--no-outputs", action="store_true", help="parameters alone, no outputs of modules"
+    )
+    made.add_argument("--seed", type=whole("--seed", least=0), default=0, help="of both (0)")
+    made.add_argument(
+        "--seconds",
+        type=real("--seconds"),
+        default=_SECONDS,
+        help=f"most that a job may take (default: {_SECONDS:g})",
+    )
+    made.add_argument("--keep", metavar="DIR", help="keep the recordings, in a new folder")
+    return made
+
+
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Part flags, job and reference: ``FLAGS -- JOB --against -- REFERENCE``.
+
+    Raises:
+        ConfigError: When one of them is missing.
+    """
+    end = list(arguments).index("--")
+    flags, rest = list(arguments[:end]), list(arguments[end + 1 :])
+    marks = [i for i, a in enumerate(rest[:-1]) if a == AGAINST and rest[i + 1] == "--"]
+    if not marks:
+        raise ConfigError("-- JOB must be followed by --against -- REFERENCE")
+    job, reference = rest[: marks[0]], rest[marks[0] + 2 :]
+    if not job or not reference:
+        raise ConfigError("both the job and the reference must be commands")
+    return flags, job, reference
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Verify a job.
+
+    Args:
+        arguments: What follows ``hp verify``.
+
+    Returns:
+        0: the job is equal to its reference.
+
+    Raises:
+        DifferenceError: When it is not.
+        JobFailedError: When one of them failed.
+    """
+    flags, job, reference = split(arguments)
+    options = parser().parse_args(flags)
+    with _folder(options.keep) as folder:
+        comparison = verify(job, reference, options, folder)
+        sys.stdout.write(report(comparison))
+        sys.stdout.flush()
+    if not comparison.num_compared:
+        raise DifferenceError("nothing of the job could be laid beside its reference")
+    if comparison.first is not None:
+        raise DifferenceError(f"the jobs differ, first at {comparison.first}")
+    return 0
+
+
+def verify(
+    job: Sequence[str], reference: Sequence[str], options: argparse.Namespace, folder: Path
+) -> Comparison:
+    """Run a reference three times, the job once, and compare.
+
+    Args:
+        job: Command of the job to judge.
+        reference: Command of the reference.
+        options: Parsed flags of `parser`.
+        folder: An empty folder.
+    """
+    common = {
+        "seed": options.seed,
+        "steps": options.steps,
+        "float64": options.float64,
+        "outputs": not options.no_outputs,
+    }
+    theirs = folder / "reference"
+    expected = _recorded(reference, Request(str(theirs), **common), "reference", options.seconds)
+    others = []
+    for seed in (1, 2):
+        place = folder / f"reference-{seed}"
+        asked = Request(str(place), reference=str(theirs), disturb=seed, **common)
+        others.append(_recorded(reference, asked, "reference, other sums", options.seconds))
+    asked = Request(
+        str(folder / "job"), reference=str(theirs), start=options.same_start, **common
+    )
+    actual = _recorded(job, asked, "job", options.seconds)
+    return compare(actual, expected, Floor(expected, others))
+
+
+def _recorded(command: Sequence[str], request: Request, who: str, seconds: float) -> Recording:
+    folder = Path(request.folder)
+    folder.mkdir()
+    began = time.monotonic()
+    log = folder / "log.txt"
+    try:
+        status = status_of(command, log, seconds=seconds, env=environment(request))
+    except OSError as error:
+        raise ConfigError(f"{shlex.join(command)} cannot be started: {error.strerror}") from None
+    took = time.monotonic() - began
+    if status != 0:
+        ended = f"was not done after {took:.0f} s" if status is None else _ended(status)
+        raise JobFailedError(f"the {who} {ended}: {shlex.join(command)}\n{last_lines(log)}")
+    recording = join(folder)
+    ranks = f"{recording.num_ranks} process{'es' * (recording.num_ranks != 1)}"
+    sys.stdout.write(f"{who}: {ranks}, {len(recording.steps)} steps, {took:.1f} s\n")
+    sys.stdout.flush()
+    return recording
+
+
+def _ended(status: int) -> str:
+    return f"ended with status {status}" if status > 0 else f"was killed by {name_of(-status)}"
+
+
+def report(comparison: Comparison) -> str:
+    """What was found, in lines."""
+    first = comparison.first
+    here = [p for p in comparison.differences if first and _where(p) == _where(first)]
+    lines = [f"FAIL  {place}" for place in here[:_SHOWN]]
+    if len(comparison.differences) > len(lines):
+        others = len(here) - len(lines), len(comparison.differences) - len(here)
+        lines.append(f"      and {others[0]} more there, {others[1]} after it")
+    if comparison.unaligned:
+        lines.append(f"{len(comparison.unaligned)} could not be compared:")
+        shown = list(comparison.unaligned.items())[:_SHOWN]
+        lines += [f"      {name}: {why}" for name, why in shown]
+        lines += [f"      and {len(comparison.unaligned) - _SHOWN} more"] * (
+            len(comparison.unaligned) > _SHOWN
+        )
+    if first is not None:
+        lines.append(f"first difference: {first}")
+        lines += [f"likely: {reason}" for reason in explain(comparison)]
+    largest = ", ".join(f"{phase} {error:.1e}" for phase, error in comparison.largest.items())
+    state = "equal" if first is None else "NOT EQUAL"
+    lines.append(
+        f"{state} over {comparison.num_steps} steps, {comparison.num_compared:,} tensors and "
+        f"numbers: {largest}"
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _where(place: Place) -> tuple[int, str]:
+    return place.step, place.phase
+
+
+@contextmanager
+def _folder(keep: str | None) -> Iterator[Path]:
+    if keep is not None:
+        try:
+            Path(keep).mkdir(parents=True)
+        except OSError as error:
+            raise ConfigError(
+                f"--keep ({keep}) must be a folder that can be made: {error.strerror}"
+            ) from None
+        yield Path(keep).resolve()
+        return
+    folder = Path(tempfile.mkdtemp(prefix="hp-verify-job-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,306 @@
+"""Two jobs side by side: the first number that differs by more than rounding explains."""
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hp_train.jobs import events as ev
+from hp_train.jobs.joined import Digests, Recording, Step, distance, numbers_of
+
+_TIMES = 10.0
+"""An error is a difference from this many times what rounding explains."""
+_LEAST = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
+"""Smallest bound by dtype."""
+_EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+_ULPS = 32
+"""A tensor may be off by this many units of the largest of its phase: one that is zero but for
+rounding has no digits to compare."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A difference, and where it is.
+
+    Attributes:
+        step: Counted from 1.
+        phase: One of `hp_train.jobs.events.PHASES`.
+        name: Module or parameter of the reference.
+        error: Norm of the difference, relative to the reference's.
+        bound: What rounding explains.
+        factor: What the reference's tensor is to be multiplied by to come nearest.
+        rest: Error that is left then.
+        who: Ranks that disagree with each other; empty: the job differs from the reference.
+        note: What there is to say beside numbers.
+    """
+
+    step: int
+    phase: str
+    name: str
+    error: float
+    bound: float
+    factor: float = math.nan
+    rest: float = math.nan
+    who: str = ""
+    note: str = ""
+
+    def __str__(self) -> str:
+        name = f" {self.name}" if self.name else ""
+        bound = f", rounding explains {self.bound:.1e}" if self.bound else ""
+        note = f" ({self.note})" if self.note else ""
+        return f"step {self.step}, {self.phase}{name}: {self.error:.3e}{bound}{note}"
+
+
+@dataclass(slots=True)
+class Comparison:
+    """Two jobs side by side.
+
+    Attributes:
+        differences: All places above their bounds, in the order in which things are computed.
+        unaligned: What could not be laid beside the reference -> why.
+        num_compared: Tensors and numbers that were.
+        num_steps: Steps that both have.
+        largest: Phase -> largest error.
+    """
+
+    differences: list[Place] = field(default_factory=list)
+    unaligned: dict[str, str] = field(default_factory=dict)
+    num_compared: int = 0
+    num_steps: int = 0
+    largest: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def first(self) -> Place | None:
+        """The first difference; None: there is none."""
+        return self.differences[0] if self.differences else None
+
+
+class Floor:
+    """What rounding does to a reference, from runs of it with sums in another order.
+
+    Args:
+        reference: Recording of the reference.
+        others: Recordings of it with other sums.
+    """
+
+    def __init__(self, reference: Recording, others: Sequence[Recording]) -> None:
+        self._errors: dict[tuple[int, str, str], float] = {}
+        self._typical: dict[tuple[int, str], float] = {}
+        for other in others:
+            for index, step in reference.steps.items():
+                self._add(index, step, other.steps.get(index, Step()))
+        by_phase: dict[tuple[int, str], list[float]] = {}
+        for (step_index, phase, _), error in self._errors.items():
+            by_phase.setdefault((step_index, phase), []).append(error)
+        for key, errors in by_phase.items():
+            self._typical[key] = statistics.median(errors)
+
+    def _add(self, index: int, step: Step, other: Step) -> None:
+        for phase, names in step.tensors.items():
+            for name, tensor in names.items():
+                theirs = other.tensors.get(phase, {}).get(name)
+                if theirs is not None and not (tensor.problem or theirs.problem):
+                    error = _error(theirs, tensor)
+                    if math.isfinite(error):
+                        key = index, phase, name
+                        self._errors[key] = max(error, self._errors.get(key, 0.0))
+        for phase in (ev.LOSS, ev.NORM):
+            error = _apart(numbers_of(other, phase), numbers_of(step, phase))
+            if math.isfinite(error):
+                key = index, phase, ""
+                self._errors[key] = max(error, self._errors.get(key, 0.0))
+
+    def bound(self, step: int, phase: str, name: str, dtype: str) -> float:
+        """Largest error of a tensor that rounding explains."""
+        own = self._errors.get((step, phase, name), 0.0)
+        typical = self._typical.get((step, phase), 0.0)
+        return max(_TIMES * max(own, typical), _LEAST.get(dtype, 1e-5))
+
+
+def compare(actual: Recording, expected: Recording, floor: Floor) -> Comparison:
+    """Compare a job with its reference.
+
+    Args:
+        actual: The job to judge.
+        expected: The reference, to which errors are relative.
+        floor: What rounding explains.
+    """
+    result = Comparison()
+    for index, theirs in expected.steps.items():
+        mine = actual.steps.get(index)
+        if mine is None:
+            continue
+        result.num_steps += 1
+        if index == 1:
+            _phase(result, 1, ev.START, mine, theirs, floor)
+        _batches(result, index, mine, theirs)
+        for phase in _phases(mine, theirs):
+            if phase in (ev.LOSS, ev.NORM, ev.RATE):
+                _numbers(result, index, phase, mine, theirs, floor)
+            elif phase != ev.START:
+                _phase(result, index, phase, mine, theirs, floor)
+    for step in sorted(set(expected.steps) ^ set(actual.steps)):
+        here = "the job" if step in actual.steps else "the reference"
+        result.unaligned[f"step {step}"] = f"only {here} has it"
+    return result
+
+
+def _phases(mine: Step, theirs: Step) -> Iterator[str]:
+    """Phases of a step, in the order in which they are computed."""
+    there = {*mine.tensors, *mine.numbers, *theirs.tensors, *theirs.numbers}
+    for phase in ev.PHASES:
+        if phase == ev.MOMENT:
+            yield from sorted(p for p in there if p.startswith(ev.MOMENT))
+        elif phase in there:
+            yield phase
+
+
+def _batches(result: Comparison, index: int, mine: Step, theirs: Step) -> None:
+    if not theirs.rows or mine.rows == theirs.rows:
+        return
+    missing, more = len(theirs.rows - mine.rows), len(mine.rows - theirs.rows)
+    if any("." in row for row in mine.rows | theirs.rows):
+        result.unaligned[f"step {index}, {ev.INPUT}"] = "no tokens"
+        return
+    note = f"{missing} of {len(theirs.rows)} samples are missing, {more} are not the reference's"
+    result.differences.append(Place(index, ev.INPUT, "", 1.0, 0.0, note=note))
+
+
+def _phase(
+    result: Comparison, index: int, phase: str, mine: Step, theirs: Step, floor: Floor
+) -> None:
+    ours, expected = mine.tensors.get(phase, {}), theirs.tensors.get(phase, {})
+    common = [name for name in expected if name in ours]
+    if phase in (ev.GRADIENT, ev.CLIPPED, ev.BACKWARD):
+        common.reverse()
+    scale = max((tensor.norm for tensor in expected.values() if not tensor.problem), default=0.0)
+    losses = _scales(ours, expected, common) if phase == ev.BACKWARD else {}
+    for name in common:
+        tensor, reference = ours[name].scaled(losses), expected[name]
+        where = f"{phase} {name}"
+        if reason := _why_not(tensor, reference):
+            result.unaligned.setdefault(where, reason)
+            continue
+        result.num_compared += 1
+        error = _error(tensor, reference)
+        bound = floor.bound(index, phase, name, _shortest(tensor, reference))
+        result.largest[phase] = max(error, result.largest.get(phase, 0.0))
+        tiny = _ULPS * _EPSILON.get(_shortest(tensor, reference), 1e-7) * scale
+        if tensor.disagree > bound and tensor.disagree * tensor.norm > tiny:
+            result.differences.append(
+                Place(index, phase, name, tensor.disagree, bound, who=tensor.who)
+            )
+        elif not error <= bound and not error * reference.norm <= tiny:
+            factor, rest = _nearest(tensor, reference)
+            result.differences.append(Place(index, phase, name, error, bound, factor, rest))
+    for name in expected.keys() - ours.keys():
+        result.unaligned.setdefault(f"{phase} {name}", "the job has not computed it by this name")
+    for name in ours.keys() - expected.keys():
+        result.unaligned.setdefault(f"{phase} {name}", "the reference has not computed it")
+
+
+def _scales(
+    ours: Mapping[str, Digests], expected: Mapping[str, Digests], names: Sequence[str]
+) -> dict[str, float]:
+    """How much larger each sample's part of the loss is there than here.
+
+    A rank may take the gradient of the mean of its own samples, and ranks the mean of gradients.
+    Whether that is right is seen in gradients of parameters.
+    """
+    for name in names:
+        if not _why_not(ours[name], expected[name]):
+            return {
+                row: 1.0 / factor
+                for row, (sums, _) in ours[name].rows.items()
+                if row in expected[name].rows
+                and (factor := _projected(sums, expected[name].rows[row][0]))
+            }
+    return {}
+
+
+def _projected(mine: Sequence[float], theirs: Sequence[float]) -> float:
+    square = math.fsum(y * y for y in theirs)
+    factor = math.fsum(x * y for x, y in zip(mine, theirs, strict=True)) / (square or math.nan)
+    return factor if math.isfinite(factor) else 0.0
+
+
+def _why_not(tensor: Digests, reference: Digests) -> str:
+    if tensor.problem or reference.problem:
+        return tensor.problem or f"of the reference: {reference.problem}"
+    if tensor.shape != reference.shape:
+        return f"shape {tensor.shape} is not {reference.shape} of the reference"
+    if not tensor.rows.keys() & reference.rows.keys():
+        return "the samples are not the reference's"
+    return ""
+
+
+def _shortest(tensor: Digests, reference: Digests) -> str:
+    return max((tensor.dtype, reference.dtype), key=lambda dtype: _EPSILON.get(dtype, 0.0))
+
+
+def _pairs(
+    tensor: Digests, reference: Digests
+) -> Iterable[tuple[tuple[float, ...], tuple[float, ...], float]]:
+    for row, (sums, norm) in reference.rows.items():
+        if row in tensor.rows:
+            yield tensor.rows[row][0], sums, norm
+
+
+def _error(tensor: Digests, reference: Digests) -> float:
+    """Norm of the difference, relative to the reference's; of the samples that both have."""
+    difference = math.fsum(distance(a, b) ** 2 for a, b, _ in _pairs(tensor, reference))
+    norm = math.fsum(norm**2 for *_, norm in _pairs(tensor, reference))
+    if math.isnan(difference) or math.isnan(norm):
+        return math.inf
+    if norm == 0.0:
+        return 0.0 if difference == 0.0 else math.inf
+    return math.sqrt(difference / norm)
+
+
+def _nearest(tensor: Digests, reference: Digests) -> tuple[float, float]:
+    """Factor of the reference's tensor that comes nearest, and the error that is left."""
+    pairs = list(_pairs(tensor, reference))
+    product = math.fsum(x * y for a, b, _ in pairs for x, y in zip(a, b, strict=True))
+    square = math.fsum(y * y for _, b, _ in pairs for y in b)
+    if not square or not math.isfinite(product):
+        return math.nan, math.nan
+    factor = product / square
+    rest = math.fsum((x - factor * y) ** 2 for a, b, _ in pairs for x, y in zip(a, b, strict=True))
+    return factor, math.sqrt(rest / square)
+
+
+def _numbers(
+    result: Comparison, index: int, phase: str, mine: Step, theirs: Step, floor: Floor
+) -> None:
+    """Compare losses, norms or rates."""
+    names = theirs.numbers.get(phase, {})
+    for name in names:
+        ours, expected = numbers_of(mine, phase, name), numbers_of(theirs, phase, name)
+        where = f"{phase} {name}".strip()
+        if not ours:
+            result.unaligned.setdefault(where, "the job has not computed it")
+            continue
+        error = _apart(ours, expected)
+        bound = floor.bound(index, phase, name, "float64" if phase == ev.RATE else "float32")
+        result.num_compared += 1
+        if phase == ev.LOSS and not error <= bound:
+            note = "losses of ranks and microbatches neither add up to it nor are it on average"
+            result.unaligned.setdefault(where, note)
+            continue
+        result.largest[phase] = max(error, result.largest.get(phase, 0.0))
+        if not error <= bound:
+            ratio = statistics.fmean(ours) / statistics.fmean(expected)
+            result.differences.append(Place(index, phase, name, error, bound, ratio, 0.0))
+
+
+def _apart(ours: Sequence[float], expected: Sequence[float]) -> float:
+    """Distance of two sets of numbers: of their mean, or of their sums."""
+    if not ours or not expected:
+        return math.inf
+    mine, theirs = statistics.fmean(ours), statistics.fmean(expected)
+    totals = math.fsum(ours), math.fsum(expected)
+    pairs = [(mine, theirs), totals, (totals[0], theirs), (mine, totals[1])]
+    errors = [abs(a - b) / abs(b) if b else abs(a - b) for a, b in pairs]
+    return min((e for e in errors if not math.isnan(e)), default=math.inf)
+
+

@@ -1,0 +1,171 @@
+"""What a program of a job has computed, as lines of text: one file for each process.
+
+Note [Digests]. Of a tensor a recording holds its norm and `NUM_SIGNS` sums of its values with signs
+``+1`` and ``-1``. A sign is a product of one sign per dim, drawn from the index in the *whole* tensor:
+so sums of the parts that ranks hold add up to those of the whole, and no rank needs another. The
+difference of two such sums has the mean square of the difference of the tensors.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+NUM_SIGNS = 4
+
+INPUT, FORWARD, LOSS, BACKWARD = "input", "forward", "loss", "backward"
+GRADIENT, NORM, CLIPPED, RATE, WEIGHT, MOMENT = (
+    "gradient",
+    "gradient norm",
+    "clipped gradient",
+    "learning rate",
+    "weight",
+    "optimizer state",
+)
+START, EVALUATION, RANDOM = "first weight", "evaluation", "random state"
+PHASES = (
+    START,
+    INPUT,
+    FORWARD,
+    EVALUATION,
+    LOSS,
+    BACKWARD,
+    GRADIENT,
+    NORM,
+    CLIPPED,
+    RATE,
+    WEIGHT,
+    MOMENT,
+)
+"""In the order in which a step computes them."""
+
+Box = tuple[tuple[int, int], ...]
+"""Part of a tensor: first and last + 1 index of each dim."""
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a tensor.
+
+    Attributes:
+        box: Where it is in the whole.
+        sums: Its values with signs, summed; `NUM_SIGNS` of them.
+        norm: Its 2-norm.
+        row: Sample of the batch that it is of; empty: it is of no sample.
+    """
+
+    box: Box
+    sums: tuple[float, ...]
+    norm: float
+    row: str = ""
+
+
+class Event(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor that a process has computed, or the part of it that this process has.
+
+    Attributes:
+        step: Update of the weights that it is before, counted from 1.
+        phase: One of `PHASES`.
+        name: Module or parameter, as the reference calls it.
+        shape: Shape of the whole; of a batch's tensor that of one sample.
+        dtype: Its dtype, without ``torch.``.
+        pieces: The parts that are here.
+        call: Which call of the module in this step and process, counted from 0.
+        note: Why it cannot be laid beside the reference; empty: it can.
+    """
+
+    step: int
+    phase: str
+    name: str
+    shape: tuple[int, ...] = ()
+    dtype: str = "float32"
+    pieces: tuple[Piece, ...] = ()
+    call: int = 0
+    note: str = ""
+
+
+class Number(msgspec.Struct, frozen=True, array_like=True):
+    """A number that a process has computed.
+
+    Attributes:
+        step: Update of the weights that it is before, counted from 1.
+        phase: One of `PHASES`.
+        name: Which of several.
+        value: The number.
+        call: Which of this process's, counted from 0.
+    """
+
+    step: int
+    phase: str
+    name: str
+    value: float
+    call: int = 0
+
+
+class Rows(msgspec.Struct, frozen=True, array_like=True):
+    """What a root module was given and what it gave, sample by sample, as hashes.
+
+    Attributes:
+        step: Update of the weights that it is before, counted from 1.
+        call: Which call of a root module in this step and process.
+        rows: A name for each sample; that of its content where it is made of tokens.
+        inputs: Hash of each sample's input.
+        outputs: Hash of each sample's output.
+        tokens: The samples' tokens; empty: the input has none.
+    """
+
+    step: int
+    call: int
+    rows: tuple[str, ...]
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    tokens: tuple[tuple[int, ...], ...] = ()
+
+
+class Line(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A line of a recording: one of its fields is there."""
+
+    event: Event | None = None
+    number: Number | None = None
+    rows: Rows | None = None
+    facts: dict[str, str] | None = None
+
+
+_ENCODER, _DECODER = msgspec.json.Encoder(), msgspec.json.Decoder(Line)
+
+
+class Log:
+    """Writes the lines of one process, a step at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines: list[Line] = []
+
+    def add(self, line: Event | Number | Rows | dict[str, str]) -> None:
+        """Note a line down; it is written with the others at `flush`."""
+        match line:
+            case Event():
+                self._lines.append(Line(event=line))
+            case Number():
+                self._lines.append(Line(number=line))
+            case Rows():
+                self._lines.append(Line(rows=line))
+            case _:
+                self._lines.append(Line(facts=line))
+
+    def flush(self) -> None:
+        """Write what was noted down."""
+        with self._path.open("ab") as file:
+            file.write(b"".join(_ENCODER.encode(line) + b"\n" for line in self._lines))
+        self._lines.clear()
+
+
+def read(path: Path) -> Iterator[Line]:
+    """Yield the lines of a process.
+
+    A line that is not whole ends them: the process was killed while it wrote.
+    """
+    with path.open("rb") as file:
+        for text in file:
+            if not text.endswith(b"\n"):
+                return
+            yield _DECODER.decode(text)

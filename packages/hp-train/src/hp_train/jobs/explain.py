@@ -1,0 +1,98 @@
+"""What kind of mistake a first difference looks like."""
+
+import math
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+
+from hp_train.jobs import events as ev
+from hp_train.jobs.compare import Comparison, Place
+
+_NEAR = 1e-3
+_MOST = 1024
+
+
+def explain(comparison: Comparison) -> list[str]:
+    """Name likely mistakes, the likeliest first; none where nothing is known.
+
+    Args:
+        comparison: Its first difference, and what differs with it.
+    """
+    first = comparison.first
+    if first is None:
+        return []
+    together = [
+        place
+        for place in comparison.differences
+        if place.step == first.step and place.phase == first.phase
+    ]
+    return list(_reasons(first, together, comparison))
+
+
+def _reasons(first: Place, together: Sequence[Place], comparison: Comparison) -> Iterator[str]:
+    if first.phase == ev.START:
+        yield (
+            "the jobs begin with other weights: use --same-start, or seed both in the same way"
+        )
+        return
+    if first.phase == ev.INPUT:
+        yield "the jobs are given other batches: only what follows from them can be compared"
+        return
+    if first.who:
+        yield f"{first.who} should hold the same and do not: a sum over them is missing, or one is stale"
+    elif math.isinf(first.error):
+        yield "the reference has zeros or the job numbers that are not finite"
+    elif scale := _common_scale(together):
+        yield from _scaled(first.phase, scale, len(together))
+    elif first.rest == 0 and first.factor == 0:
+        yield "nothing arrives here: a sum, an expert or a gradient is lost"
+    if first.phase in (ev.FORWARD, ev.EVALUATION):
+        yield (
+            f"what {first.name or 'the model'} was given is equal and what it gives is not: "
+            f"{_of_module(first.name)}"
+        )
+    if first.phase == ev.GRADIENT and ev.FORWARD in comparison.largest and not first.who:
+        yield "the forward is equal: look at the backward of this parameter, or at its reduction"
+    if first.phase == ev.NORM:
+        yield (
+            "gradients are equal and their norm is not: ranks count a part twice, or leave one out"
+        )
+    if first.phase == ev.CLIPPED:
+        yield "gradients and norm are equal and what is clipped is not"
+    if first.phase == ev.WEIGHT:
+        yield "gradients are equal and the update is not: options, groups or state of the optimizer"
+
+
+def _of_module(name: str) -> str:
+    words = name.lower()
+    if any(word in words for word in ("attn", "attention")):
+        return "a mask, positions, heads, or keys of other ranks"
+    if any(word in words for word in ("router", "gate")):
+        return "scores or choices of the router"
+    if any(word in words for word in ("expert", "moe")):
+        return "experts, or rows that do not come to them or back"
+    if any(word in words for word in ("embed", "wte", "tok")):
+        return "the part of the vocabulary that a rank has"
+    return "its weights' parts, or a sum over ranks"
+
+
+def _common_scale(places: Sequence[Place]) -> Fraction | None:
+    """The factor that explains all of them, if there is one that is a ratio of small numbers."""
+    factors = [p.factor for p in places if p.rest <= max(10 * p.bound, _NEAR)]
+    if not factors or len(factors) < len(places):
+        return None
+    mean = math.fsum(factors) / len(factors)
+    if not math.isfinite(mean) or any(abs(f - mean) > _NEAR * abs(mean) for f in factors):
+        return None
+    near = Fraction(mean).limit_denominator(_MOST)
+    is_simple = min(near.numerator, near.denominator) == 1 or near == 0
+    return near if is_simple and near != 1 and abs(near - mean) <= _NEAR * abs(mean) else None
+
+
+def _scaled(phase: str, scale: Fraction, count: int) -> Iterator[str]:
+    what = "it is" if count == 1 else f"all {count} are"
+    if scale > 1:
+        yield f"{what} {scale} times the reference's: summed where a mean is meant, or counted twice"
+    elif scale == 0:
+        yield f"{what} zero: a sum, an expert or a gradient is lost"
+    else:
+        yield f"{what} {scale} of the reference's: averaged where a sum is meant, or terms are lost"

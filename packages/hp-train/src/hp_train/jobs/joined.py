@@ -1,0 +1,222 @@
+"""A job's recording, put together from those of its processes: each step by phase and name."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from hp_train.errors import HpError
+from hp_train.jobs.events import NUM_SIGNS, Box, Event, Piece, Rows, read
+
+
+
+@dataclass(slots=True)
+class Digests:
+    """A tensor put together: digests of what it is made of.
+
+    Attributes:
+        shape: Shape of it, or of one sample of it.
+        dtype: Its dtype.
+        rows: Sample -> sums with signs and norm; "" where it is not made of samples.
+        disagree: How far apart ranks are that hold the same part, relative to its norm.
+        who: Which processes those are.
+        problem: Why it could not be put together; empty: it was.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    rows: dict[str, tuple[tuple[float, ...], float]] = field(default_factory=dict)
+    disagree: float = 0.0
+    who: str = ""
+    problem: str = ""
+
+    @property
+    def norm(self) -> float:
+        """Its 2-norm."""
+        return math.sqrt(sum(norm * norm for _, norm in self.rows.values()))
+
+    def scaled(self, factors: Mapping[str, float]) -> "Digests":
+        """Its samples times a factor of each; 1 where there is none."""
+        if not factors:
+            return self
+        rows = {
+            row: (tuple(factors.get(row, 1.0) * x for x in sums), factors.get(row, 1.0) * norm)
+            for row, (sums, norm) in self.rows.items()
+        }
+        return replace(self, rows=rows)
+
+
+@dataclass(slots=True)
+class Step:
+    """One step of a job.
+
+    Attributes:
+        tensors: Phase -> name -> tensor, in the order of recording.
+        numbers: Phase -> name -> process -> numbers.
+        rows: Names of the samples of the step's forward.
+    """
+
+    tensors: dict[str, dict[str, Digests]] = field(default_factory=dict)
+    numbers: dict[str, dict[str, dict[str, list[float]]]] = field(default_factory=dict)
+    rows: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Recording:
+    """A job's recording.
+
+    Attributes:
+        steps: By index, from 1.
+        facts: Of each process.
+    """
+
+    steps: dict[int, Step]
+    facts: list[Mapping[str, str]]
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that have recorded something."""
+        return len(self.facts)
+
+
+class NothingRecordedError(HpError):
+    """No process of a job has trained anything under the recorder."""
+
+
+def join(folder: Path) -> Recording:
+    """Put a job's recording together.
+
+    Args:
+        folder: What its processes wrote into.
+
+    Raises:
+        NothingRecordedError: When none has.
+    """
+    files = sorted(folder.glob("rank-*.jsonl"))
+    if not files:
+        raise NothingRecordedError(
+            f"no process of the job in {folder} imported torch and called a module with parameters; "
+            "is it Python that reads PYTHONPATH (no -I, -E or -S), with hp-train installed?"
+        )
+    lines = {path.stem: list(read(path)) for path in files}
+    events = [(who, line.event) for who, some in lines.items() for line in some if line.event]
+    numbers = [(who, line.number) for who, some in lines.items() for line in some if line.number]
+    rows = [(who, line.rows) for who, some in lines.items() for line in some if line.rows]
+    steps: dict[int, Step] = defaultdict(Step)
+    names = _samples(rows)
+    for who, row in rows:
+        steps[row.step].rows.update(names.get((who, row.step, row.call, r), r) for r in row.rows)
+    _add_tensors(steps, events, names)
+    for who, number in numbers:
+        by_name = steps[number.step].numbers.setdefault(number.phase, {})
+        by_name.setdefault(number.name, {}).setdefault(who, []).append(number.value)
+    facts = [line.facts for some in lines.values() for line in some if line.facts]
+    return Recording(dict(sorted(steps.items())), facts)
+
+
+_Sample = tuple[str, int, int, str]
+"""Process, step, call, name of a sample there."""
+
+
+def _samples(rows: Sequence[tuple[str, Rows]]) -> dict[_Sample, str]:
+    """Names of samples of later pipeline stages, which are given no tokens.
+
+    Calls of a stage come in the order of those of the first one: the processes that saw tokens, and
+    the others of a stage, follow each other in the same order.
+    """
+    names: dict[_Sample, str] = {}
+    with_tokens: dict[tuple[int, int, int], list[Rows]] = defaultdict(list)
+    processes: dict[int, list[str]] = defaultdict(list)
+    for who, row in rows:
+        if row.tokens or not any("." in name for name in row.rows):
+            if who not in processes[row.step]:
+                processes[row.step].append(who)
+            with_tokens[row.step, processes[row.step].index(who), row.call].append(row)
+    for step in {row.step for _, row in rows}:
+        known = len(processes[step])
+        later: dict[str, list[Rows]] = defaultdict(list)
+        for who, row in rows:
+            if row.step == step and who not in processes[step]:
+                later[who].append(row)
+        for index, (who, some) in enumerate(later.items()):
+            for row in some:
+                found = with_tokens.get((step, index % max(known, 1), row.call), [])
+                if found and len(found[0].rows) == len(row.rows):
+                    for mine, theirs in zip(row.rows, found[0].rows, strict=True):
+                        names[who, step, row.call, mine] = theirs
+    return names
+
+
+def _add_tensors(
+    steps: Mapping[int, Step],
+    events: Iterable[tuple[str, Event]],
+    names: Mapping[_Sample, str],
+) -> None:
+    parts: dict[tuple[int, str, str], _Parts] = {}
+    for who, event in events:
+        key = event.step, event.phase, event.name
+        if key not in parts:
+            parts[key] = _Parts(event.shape, event.dtype)
+        renamed = [
+            (names.get((who, event.step, event.call, p.row), p.row) if p.row else "", p)
+            for p in event.pieces
+        ]
+        parts[key].add(who, event, renamed)
+    for (step, phase, name), some in parts.items():
+        steps[step].tensors.setdefault(phase, {})[name] = some.joined()
+
+
+class _Parts:
+    """A tensor while parts of it arrive."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
+        self._result = Digests(shape, dtype)
+        self._pieces: dict[str, dict[Box, tuple[str, Piece]]] = defaultdict(dict)
+
+    def add(self, who: str, event: Event, pieces: Iterable[tuple[str, Piece]]) -> None:
+        result = self._result
+        if event.note:
+            result.problem = result.problem or event.note
+            return
+        if event.shape != result.shape:
+            result.problem = f"shape {event.shape} of {who} is not {result.shape}"
+            return
+        for row, piece in pieces:
+            boxes = self._pieces[row]
+            if piece.box not in boxes:
+                boxes[piece.box] = who, piece
+                continue
+            other, held = boxes[piece.box]
+            apart = distance(piece.sums, held.sums) / max(piece.norm, held.norm, 1e-300)
+            if not apart <= result.disagree:  # NaN is the farthest
+                result.disagree = apart
+                result.who = f"{other.rpartition('-')[0]} and {who.rpartition('-')[0]}"
+
+    def joined(self) -> Digests:
+        result = self._result
+        if result.problem:
+            return result
+        size = math.prod(result.shape)
+        for row, boxes in self._pieces.items():
+            here = sum(math.prod(end - begin for begin, end in box) for box in boxes)
+            if here != size:
+                result.problem = f"{here} of {size} values are on a rank, counted once each"
+                return result
+            pieces = [piece for _, piece in boxes.values()]
+            sums = tuple(math.fsum(p.sums[k] for p in pieces) for k in range(NUM_SIGNS))
+            norm = math.sqrt(math.fsum(piece.norm**2 for piece in pieces))
+            result.rows[row] = sums, norm
+        return result
+
+
+def distance(a: Sequence[float], b: Sequence[float]) -> float:
+    """Norm of the difference of two tensors, as their sums with signs tell it."""
+    return math.sqrt(math.fsum((x - y) ** 2 for x, y in zip(a, b, strict=True)) / NUM_SIGNS)
+
+
+def numbers_of(step: Step, phase: str, name: str = "") -> list[float]:
+    """All numbers of a kind, of all processes."""
+    return [value for some in step.numbers.get(phase, {}).get(name, {}).values() for value in some]
+
+

@@ -1,0 +1,48 @@
+"""What the command asks of the programs of a job, through one environment variable."""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+VARIABLE = "HP_VERIFY_JOB"
+SITE = Path(__file__).parent / "site"
+
+
+class Request(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is asked of a job.
+
+    Attributes:
+        folder: Where its processes write.
+        reference: Folder that the reference has written; empty: this is the reference.
+        seed: Of the random numbers that a program begins with; its own seeds come later and count.
+        steps: Updates of the weights that are recorded.
+        float64: Whether parameters and casts are lifted to float64.
+        disturb: Whether sums of products are taken in another order, to learn what rounding does.
+        start: Whether the reference's first weights take the place of this job's.
+        outputs: Whether outputs of modules, and their gradients, are recorded.
+    """
+
+    folder: str
+    reference: str = ""
+    seed: int = 0
+    steps: int = 3
+    float64: bool = False
+    disturb: int = 0
+    start: bool = False
+    outputs: bool = True
+
+
+def environment(request: Request) -> dict[str, str]:
+    """Environment of a job that is to be recorded."""
+    paths = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH", "")])]
+    return {
+        **os.environ,
+        VARIABLE: msgspec.json.encode(request).decode(),
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+
+
+def requested() -> Request:
+    """What was asked of this process."""
+    return msgspec.json.decode(os.environ[VARIABLE], type=Request)

@@ -1,0 +1,88 @@
+"""Digests of tensors that add up over the parts of ranks, see Note [Digests]."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from hp_train.jobs.events import NUM_SIGNS, Box, Piece
+
+_MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+"""Of splitmix64 (Steele, Lea and Flood 2014)."""
+_WRAP = 1 << 64
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """Digests of parts, where the parts are: nothing waits for a device until `pieces`.
+
+    Attributes:
+        box: Where each is in its whole.
+        rows: Sample that each is of; empty names: they are of none.
+        sums: `[N, NUM_SIGNS]`.
+        norms: `[N]`.
+    """
+
+    box: Box
+    rows: tuple[str, ...]
+    sums: Tensor
+    norms: Tensor
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """Read them."""
+        read = zip(self.rows, self.sums.tolist(), self.norms.tolist(), strict=True)
+        return tuple(Piece(self.box, tuple(sums), norm, row) for row, sums, norm in read)
+
+
+def digest_of(part: Tensor, box: Box) -> Digest:
+    """Digest a part of a tensor.
+
+    Args:
+        part: The part, of any shape and floating dtype.
+        box: Where it is in the whole; as many indices in each dim as `part` has.
+    """
+    return digest_rows(part[None], box, ("",))
+
+
+def digest_rows(parts: Tensor, box: Box, rows: tuple[str, ...]) -> Digest:
+    """Digest many parts that are the same part of different tensors.
+
+    Args:
+        parts: Samples, `[N, ...]`, of any floating dtype.
+        box: Where each is in its whole, without the dim of samples.
+        rows: Name of each sample.
+    """
+    values = parts.detach()
+    values = values.to(torch.promote_types(values.dtype, torch.float32))
+    if values.ndim == 1:
+        return Digest(box, rows, values[:, None].expand(-1, NUM_SIGNS), values.abs())
+    last = values.ndim - 2
+    sums = values @ _signs(last, box[last], values)
+    for dim in range(last - 1, -1, -1):
+        sums = torch.einsum("...ik,ik->...k", sums, _signs(dim, box[dim], values))
+    return Digest(box, rows, sums, torch.linalg.vector_norm(values.flatten(1), dim=1))
+
+
+def _signs(dim: int, span: tuple[int, int], like: Tensor) -> Tensor:
+    """Signs of a dim's indices, `[indices, NUM_SIGNS]`."""
+    return _made_signs(dim, span, like.dtype, str(like.device))
+
+
+@lru_cache(maxsize=4096)
+def _made_signs(dim: int, span: tuple[int, int], dtype: torch.dtype, device: str) -> Tensor:
+    index = torch.arange(*span, dtype=torch.int64)[:, None] * NUM_SIGNS + torch.arange(NUM_SIGNS)
+    mixed = (index + dim * 0x51ED270B) * _signed(_MIX[0])
+    for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
+        mixed = (mixed ^ _shifted(mixed, shift)) * _signed(factor)
+    bits = _shifted(mixed, 31) & 1
+    return (1 - 2 * bits).to(dtype).to(device)
+
+
+def _shifted(values: Tensor, by: int) -> Tensor:
+    """Bits moved to the right as of unsigned numbers."""
+    return (values >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - _WRAP if value >= _WRAP // 2 else value

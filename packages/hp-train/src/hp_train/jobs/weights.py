@@ -1,0 +1,52 @@
+"""The first weights of a job: written by the reference, found and perhaps taken by the other."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hp_platform.testing import Recorder
+from hp_platform.testing.recording import read_steps
+from hp_train.jobs.parts import Slice, placed
+
+FIRST = "first weights"
+
+
+def keep_weights(folder: Path, rank: int, weights: Mapping[str, Tensor]) -> None:
+    """Write a rank's parts of weights.
+
+    Args:
+        folder: The same for all ranks, and for all root modules of a rank.
+        rank: Rank of this process.
+        weights: Name -> weight.
+    """
+    recorder = Recorder(folder / FIRST, rank=rank)
+    recorder.add("weight", weights)
+    recorder.end_step()
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Put together what `keep_weights` of all ranks has written; name -> whole weight."""
+    steps = list(read_steps(folder / FIRST))
+    return dict(steps[0].tensors["weight"]) if steps else {}
+
+
+@torch.no_grad()
+def take_weights(
+    parameters: Mapping[str, Tensor],
+    slices: Mapping[str, list[Slice]],
+    weights: Mapping[str, Tensor],
+) -> None:
+    """Give parameters the reference's values.
+
+    Args:
+        parameters: Local name -> parameter, changed in place.
+        slices: Local name -> what it is of the reference.
+        weights: Name -> whole weight of the reference.
+    """
+    for name, parameter in parameters.items():
+        local, _, _ = placed(parameter)
+        for part in slices.get(name, []):
+            theirs = weights[part.name][tuple(slice(*span) for span in part.box)]
+            part.of(local).copy_(theirs)
