@@ -128,9 +128,7 @@ def verify(
         place = folder / f"reference-{seed}"
         asked = Request(str(place), reference=str(theirs), disturb=seed, **common)
         others.append(_recorded(reference, asked, "reference, other sums", options.seconds))
-    asked = Request(
-        str(folder / "job"), reference=str(theirs), start=options.same_start, **common
-    )
+    asked = Request(str(folder / "job"), reference=str(theirs), start=options.same_start, **common)
     actual = _recorded(job, asked, "job", options.seconds)
     return compare(actual, expected, Floor(expected, others))
 

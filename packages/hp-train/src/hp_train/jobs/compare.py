@@ -104,8 +104,8 @@ class Floor:
                     if math.isfinite(error):
                         key = index, phase, name
                         self._errors[key] = max(error, self._errors.get(key, 0.0))
-        for phase in (ev.LOSS, ev.NORM):
-            error = _apart(numbers_of(other, phase), numbers_of(step, phase))
+        for phase, apart in ((ev.LOSS, _apart), (ev.NORM, _farthest)):
+            error = apart(numbers_of(other, phase), numbers_of(step, phase))
             if math.isfinite(error):
                 key = index, phase, ""
                 self._errors[key] = max(error, self._errors.get(key, 0.0))
@@ -171,7 +171,7 @@ def _phase(
 ) -> None:
     ours, expected = mine.tensors.get(phase, {}), theirs.tensors.get(phase, {})
     common = [name for name in expected if name in ours]
-    if phase in (ev.GRADIENT, ev.CLIPPED, ev.BACKWARD):
+    if phase in (ev.GRADIENT, ev.CLIPPED):  # of the end of the model first, as they are computed
         common.reverse()
     scale = max((tensor.norm for tensor in expected.values() if not tensor.problem), default=0.0)
     losses = _scales(ours, expected, common) if phase == ev.BACKWARD else {}
@@ -181,9 +181,12 @@ def _phase(
         if reason := _why_not(tensor, reference):
             result.unaligned.setdefault(where, reason)
             continue
-        result.num_compared += 1
         error = _error(tensor, reference)
         bound = floor.bound(index, phase, name, _shortest(tensor, reference))
+        if tensor.is_sum and not error <= bound:
+            result.unaligned.setdefault(where, "ranks have different terms of it, or parts")
+            continue
+        result.num_compared += 1
         result.largest[phase] = max(error, result.largest.get(phase, 0.0))
         tiny = _ULPS * _EPSILON.get(_shortest(tensor, reference), 1e-7) * scale
         if tensor.disagree > bound and tensor.disagree * tensor.norm > tiny:
@@ -280,7 +283,7 @@ def _numbers(
         if not ours:
             result.unaligned.setdefault(where, "the job has not computed it")
             continue
-        error = _apart(ours, expected)
+        error = (_apart if phase == ev.LOSS else _farthest)(ours, expected)
         bound = floor.bound(index, phase, name, "float64" if phase == ev.RATE else "float32")
         result.num_compared += 1
         if phase == ev.LOSS and not error <= bound:
@@ -293,6 +296,15 @@ def _numbers(
             result.differences.append(Place(index, phase, name, error, bound, ratio, 0.0))
 
 
+def _farthest(ours: Sequence[float], expected: Sequence[float]) -> float:
+    """Largest distance of a number, which all ranks should have, from the reference's."""
+    if not expected:
+        return math.inf
+    theirs = statistics.fmean(expected)
+    errors = [abs(value - theirs) / (abs(theirs) or 1.0) for value in ours]
+    return max((math.inf if math.isnan(e) else e for e in errors), default=math.inf)
+
+
 def _apart(ours: Sequence[float], expected: Sequence[float]) -> float:
     """Distance of two sets of numbers: of their mean, or of their sums."""
     if not ours or not expected:
@@ -302,5 +314,3 @@ def _apart(ours: Sequence[float], expected: Sequence[float]) -> float:
     pairs = [(mine, theirs), totals, (totals[0], theirs), (mine, totals[1])]
     errors = [abs(a - b) / abs(b) if b else abs(a - b) for a, b in pairs]
     return min((e for e in errors if not math.isnan(e)), default=math.inf)
-
-

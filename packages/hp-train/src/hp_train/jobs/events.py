@@ -25,9 +25,9 @@ GRADIENT, NORM, CLIPPED, RATE, WEIGHT, MOMENT = (
 START, EVALUATION, RANDOM = "first weight", "evaluation", "random state"
 PHASES = (
     START,
+    EVALUATION,
     INPUT,
     FORWARD,
-    EVALUATION,
     LOSS,
     BACKWARD,
     GRADIENT,
@@ -71,6 +71,8 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
         pieces: The parts that are here.
         call: Which call of the module in this step and process, counted from 0.
         note: Why it cannot be laid beside the reference; empty: it can.
+        may_add: Whether ranks may have terms of it, of which it is the sum: a product with a matrix
+            whose columns are cut, the gradient of what ranks use in different ways.
     """
 
     step: int
@@ -81,6 +83,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
     pieces: tuple[Piece, ...] = ()
     call: int = 0
     note: str = ""
+    may_add: bool = False
 
 
 class Number(msgspec.Struct, frozen=True, array_like=True):
@@ -111,6 +114,7 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
         inputs: Hash of each sample's input.
         outputs: Hash of each sample's output.
         tokens: The samples' tokens; empty: the input has none.
+        phase: `FORWARD` or `EVALUATION`.
     """
 
     step: int
@@ -119,6 +123,7 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     tokens: tuple[tuple[int, ...], ...] = ()
+    phase: str = FORWARD
 
 
 class Line(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -133,11 +138,20 @@ class Line(msgspec.Struct, frozen=True, omit_defaults=True):
 _ENCODER, _DECODER = msgspec.json.Encoder(), msgspec.json.Decoder(Line)
 
 
-class Log:
-    """Writes the lines of one process, a step at a time."""
+BATCHES, TENSORS = "batches", "rank"
+"""How files begin that hold `Rows`, and all other lines."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+
+class Log:
+    """Writes the lines of one process, a step at a time.
+
+    Args:
+        folder: The same for all processes of a job.
+        process: Name of this one.
+    """
+
+    def __init__(self, folder: Path, process: str) -> None:
+        self._folder, self._process = folder, process
         self._lines: list[Line] = []
 
     def add(self, line: Event | Number | Rows | dict[str, str]) -> None:
@@ -154,9 +168,22 @@ class Log:
 
     def flush(self) -> None:
         """Write what was noted down."""
-        with self._path.open("ab") as file:
-            file.write(b"".join(_ENCODER.encode(line) + b"\n" for line in self._lines))
+        for kind in (BATCHES, TENSORS):
+            lines = [line for line in self._lines if (line.rows is not None) == (kind == BATCHES)]
+            with (self._folder / f"{kind}-{self._process}.jsonl").open("ab") as file:
+                file.write(b"".join(_ENCODER.encode(line) + b"\n" for line in lines))
         self._lines.clear()
+
+
+def batches(folder: Path) -> dict[int, dict[str, tuple[int, ...]]]:
+    """Tokens of a recording's samples: step -> sample -> tokens."""
+    known: dict[int, dict[str, tuple[int, ...]]] = {}
+    for path in folder.glob(f"{BATCHES}-*.jsonl"):
+        for line in read(path):
+            if line.rows is not None and line.rows.tokens:
+                pairs = zip(line.rows.rows, line.rows.tokens, strict=True)
+                known.setdefault(line.rows.step, {}).update(pairs)
+    return known
 
 
 def read(path: Path) -> Iterator[Line]:

@@ -30,9 +30,7 @@ def explain(comparison: Comparison) -> list[str]:
 
 def _reasons(first: Place, together: Sequence[Place], comparison: Comparison) -> Iterator[str]:
     if first.phase == ev.START:
-        yield (
-            "the jobs begin with other weights: use --same-start, or seed both in the same way"
-        )
+        yield ("the jobs begin with other weights: use --same-start, or seed both in the same way")
         return
     if first.phase == ev.INPUT:
         yield "the jobs are given other batches: only what follows from them can be compared"

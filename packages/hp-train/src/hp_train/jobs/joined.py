@@ -7,8 +7,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hp_train.errors import HpError
-from hp_train.jobs.events import NUM_SIGNS, Box, Event, Piece, Rows, read
+from hp_train.jobs.events import BATCHES, FORWARD, NUM_SIGNS, TENSORS, Box, Event, Piece, Rows, read
 
+
+_TERMS = 1e-3
+"""Ranks that differ by more may have terms of a sum, where that can be."""
 
 
 @dataclass(slots=True)
@@ -21,6 +24,7 @@ class Digests:
         rows: Sample -> sums with signs and norm; "" where it is not made of samples.
         disagree: How far apart ranks are that hold the same part, relative to its norm.
         who: Which processes those are.
+        is_sum: Whether parts of several ranks were added up because they were not the same.
         problem: Why it could not be put together; empty: it was.
     """
 
@@ -29,6 +33,7 @@ class Digests:
     rows: dict[str, tuple[tuple[float, ...], float]] = field(default_factory=dict)
     disagree: float = 0.0
     who: str = ""
+    is_sum: bool = False
     problem: str = ""
 
     @property
@@ -93,7 +98,7 @@ def join(folder: Path) -> Recording:
     Raises:
         NothingRecordedError: When none has.
     """
-    files = sorted(folder.glob("rank-*.jsonl"))
+    files = sorted(folder.glob(f"{TENSORS}-*.jsonl"))
     if not files:
         raise NothingRecordedError(
             f"no process of the job in {folder} imported torch and called a module with parameters; "
@@ -102,11 +107,19 @@ def join(folder: Path) -> Recording:
     lines = {path.stem: list(read(path)) for path in files}
     events = [(who, line.event) for who, some in lines.items() for line in some if line.event]
     numbers = [(who, line.number) for who, some in lines.items() for line in some if line.number]
-    rows = [(who, line.rows) for who, some in lines.items() for line in some if line.rows]
+    rows = [
+        (path.stem.replace(BATCHES, TENSORS), line.rows)
+        for path in sorted(folder.glob(f"{BATCHES}-*.jsonl"))
+        for line in read(path)
+        if line.rows
+    ]
     steps: dict[int, Step] = defaultdict(Step)
     names = _samples(rows)
     for who, row in rows:
-        steps[row.step].rows.update(names.get((who, row.step, row.call, r), r) for r in row.rows)
+        if row.phase == FORWARD:
+            steps[row.step].rows.update(
+                names.get((who, row.step, row.call, r), r) for r in row.rows
+            )
     _add_tensors(steps, events, names)
     for who, number in numbers:
         by_name = steps[number.step].numbers.setdefault(number.phase, {})
@@ -189,6 +202,10 @@ class _Parts:
                 continue
             other, held = boxes[piece.box]
             apart = distance(piece.sums, held.sums) / max(piece.norm, held.norm, 1e-300)
+            if event.may_add and apart > _TERMS:
+                boxes[piece.box] = who, _sum(piece, held)
+                result.is_sum = True
+                continue
             if not apart <= result.disagree:  # NaN is the farthest
                 result.disagree = apart
                 result.who = f"{other.rpartition('-')[0]} and {who.rpartition('-')[0]}"
@@ -210,6 +227,12 @@ class _Parts:
         return result
 
 
+def _sum(piece: Piece, other: Piece) -> Piece:
+    """What two terms of a sum add up to; its norm is what its sums with signs tell."""
+    sums = tuple(x + y for x, y in zip(piece.sums, other.sums, strict=True))
+    return Piece(piece.box, sums, math.sqrt(math.fsum(x * x for x in sums) / NUM_SIGNS), piece.row)
+
+
 def distance(a: Sequence[float], b: Sequence[float]) -> float:
     """Norm of the difference of two tensors, as their sums with signs tell it."""
     return math.sqrt(math.fsum((x - y) ** 2 for x, y in zip(a, b, strict=True)) / NUM_SIGNS)
@@ -218,5 +241,3 @@ def distance(a: Sequence[float], b: Sequence[float]) -> float:
 def numbers_of(step: Step, phase: str, name: str = "") -> list[float]:
     """All numbers of a kind, of all processes."""
     return [value for some in step.numbers.get(phase, {}).get(name, {}).values() for value in some]
-
-

@@ -208,9 +208,7 @@ def _boxes(
     begin, end = span
     while begin < end:
         there = first + begin - span[0]
-        size = min(
-            end - begin, inner, lead[-1] - begin % lead[-1], shape[-2] - there % shape[-2]
-        )
+        size = min(end - begin, inner, lead[-1] - begin % lead[-1], shape[-2] - there % shape[-2])
         yield Slice(
             name,
             shape,

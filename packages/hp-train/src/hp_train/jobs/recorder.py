@@ -37,8 +37,8 @@ from hp_train.jobs.sketch import Digest
 from hp_train.jobs.weights import keep_weights, read_weights, take_weights
 
 
-def begin() -> None:
-    """Record this process, as the command has asked."""
+def begin() -> "Recorder":
+    """Record this process, as the command has asked; what it has recorded is written at its end."""
     request = requested()
     torch.manual_seed(request.seed)
     random.seed(request.seed)
@@ -46,7 +46,9 @@ def begin() -> None:
         lift()
     if request.disturb:
         disturb(request.disturb)
-    Recorder(request).listen()
+    recorder = Recorder(request)
+    recorder.listen()
+    return recorder
 
 
 @dataclass(slots=True)
@@ -64,6 +66,7 @@ class _Call:
 class _Tensor:
     """A tensor to be written down when the step ends."""
 
+    step: int
     phase: str
     name: str
     shape: tuple[int, ...]
@@ -71,6 +74,7 @@ class _Tensor:
     digests: list[Digest]
     call: int = 0
     note: str = ""
+    may_add: bool = False
 
 
 class Recorder:
@@ -89,9 +93,10 @@ class Recorder:
         self._modules: dict[int, str] = {}
         self._slices: dict[int, list[Slice]] = {}
         self._names: dict[int, str] = {}
-        self._unknown: dict[int, str] = {}
+        self._terms: set[str] = set()
         self._reference: Reference | None = None
         self._log: Log | None = None
+        self._known = ev.batches(Path(request.reference)) if request.reference else None
         self._tensors: list[_Tensor] = []
         self._numbers: Counter[str] = Counter()
         self._times: Counter[tuple[str, str]] = Counter()
@@ -107,7 +112,8 @@ class Recorder:
         around(torch.autograd, "backward", before=lambda loss, *_, **__: self._losses(loss))
         for place in (nn.utils, nn.utils.clip_grad):
             around(place, "clip_grad_norm_", before=self._before_clipping, after=self._clipped)
-        atexit.register(self._flush)
+        around(nn.utils, "clip_grads_with_norm_", before=self._before_scaling)
+        atexit.register(self.flush)
 
     # Modules.
 
@@ -132,9 +138,10 @@ class Recorder:
         self, call: _Call, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Begin a call of a root module, and perhaps a step."""
+        call.phase = ev.FORWARD if torch.is_grad_enabled() else ev.EVALUATION
         with self._lock:
             if self._has_updated and torch.is_grad_enabled():
-                self._flush()
+                self.flush()
                 self._step, self._has_updated, self._is_clipped = self._step + 1, False, False
                 self._numbers.clear()
                 self._times.clear()
@@ -144,11 +151,14 @@ class Recorder:
                 self._learn(root)
             call.index = self._root_calls
             self._root_calls += 1
-        call.phase = ev.FORWARD if torch.is_grad_enabled() else ev.EVALUATION
         batch = batch_of(args, kwargs)
-        call.samples = None if batch is None else Samples(batch, call.index)
-        if call.samples is not None and self._is_wanted():
-            self._write(call.samples.rows(self._step))
+        call.samples = None
+        if batch is not None:
+            known = {} if self._known is None else self._known.get(self._place(call.phase), {})
+            call.samples = Samples(batch, call.index, known)
+
+        if call.samples is not None and self._is_wanted(call.phase):
+            self._write(call.samples.rows(self._place(call.phase), call.phase))
 
     def _leave(self, module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling() or in_backward():
@@ -156,7 +166,7 @@ class Recorder:
         call = self._call()
         while call.stack and call.stack.pop() is not module:
             pass
-        if call.root is None or not self._is_wanted() or not self._request.outputs:
+        if call.root is None or not self._is_wanted(call.phase) or not self._request.outputs:
             return
         name = self._modules.get(id(module))
         if name is None:
@@ -174,9 +184,7 @@ class Recorder:
         samples, index = call.samples, call.index
         self._sample(call.phase, name, tensor, samples, index)
         if tensor.requires_grad and call.phase == ev.FORWARD:
-            tensor.register_hook(
-                lambda grad: self._sample(ev.BACKWARD, name, grad, samples, index)
-            )
+            tensor.register_hook(lambda grad: self._sample(ev.BACKWARD, name, grad, samples, index))
 
     def _sample(
         self, phase: str, name: str, tensor: Tensor, samples: Samples | None, index: int
@@ -185,10 +193,11 @@ class Recorder:
         laid = None if samples is None else samples.digest(tensor)
         if laid is None:
             note = "not made of samples" if samples else "no batch was seen"
-            entry = _Tensor(phase, name, tuple(tensor.shape), tensor.dtype, [], index, note)
+            entry = _Tensor(self._place(phase), phase, name, tuple(tensor.shape), tensor.dtype, [], index, note)
         else:
-            shape, digest = laid
-            entry = _Tensor(phase, name, shape, tensor.dtype, [digest], index)
+            shape, digests = laid
+            adds = phase == ev.BACKWARD or name in self._terms
+            entry = _Tensor(self._place(phase), phase, name, shape, tensor.dtype, digests, index, may_add=adds)
         with self._lock:
             self._tensors.append(entry)
 
@@ -211,6 +220,8 @@ class Recorder:
         for name, parameter in named.items():
             self._names[id(parameter)] = renaming(name)
             self._slices[id(parameter)] = slices.get(name, [])
+        for some in slices.values():
+            self._terms.update(part.name.rpartition(".")[0] for part in some if _is_of_columns(part))
         innermost = {plain(name): id(module) for name, module in root.named_modules()}
         for name, module in innermost.items():  # of wrappers and what they wrap, the latter
             self._modules.setdefault(module, renaming(name))
@@ -227,14 +238,14 @@ class Recorder:
                 note = "" if local.numel() == 0 else "not found among the reference's"
                 if note:
                     self._tensors.append(
-                        _Tensor(phase, name, tuple(value.shape), value.dtype, [], 0, note)
+                        _Tensor(self._step, phase, name, tuple(value.shape), value.dtype, [], 0, note)
                     )
                 continue
             if isinstance(value, DTensor) and any(p.is_partial() for p in value.placements):
                 local = value.redistribute(placements=parameter.placements).to_local()
             for part in slices:
                 digest = part.digest(local.detach())
-                self._tensors.append(_Tensor(phase, part.name, part.shape, value.dtype, [digest]))
+                self._tensors.append(_Tensor(self._step, phase, part.name, part.shape, value.dtype, [digest]))
 
     # Losses, norms, updates.
 
@@ -252,6 +263,12 @@ class Recorder:
         with self._lock:
             self._parameters(ev.GRADIENT, ((p, p.grad) for p in listed))
             self._is_clipped = True
+
+    def _before_scaling(
+        self, parameters: Any, _max_norm: Any, total_norm: Any, *_args: Any, **_kwargs: Any
+    ) -> None:
+        self._before_clipping(parameters)
+        self._clipped(total_norm)
 
     def _clipped(self, norm: Any) -> None:
         if self._is_wanted():
@@ -283,8 +300,12 @@ class Recorder:
 
     # Writing.
 
-    def _is_wanted(self) -> bool:
-        return self._step <= self._request.steps
+    def _place(self, phase: str) -> int:
+        """The step that a phase is of: what is evaluated after an update is before the next one."""
+        return self._step + (self._has_updated and phase == ev.EVALUATION)
+
+    def _is_wanted(self, phase: str = ev.FORWARD) -> bool:
+        return self._step <= self._request.steps and self._place(phase) <= self._request.steps + 1
 
     def _number(self, phase: str, value: float) -> None:
         with self._lock:
@@ -293,14 +314,13 @@ class Recorder:
 
     def _write(self, line: Event | Number | Rows) -> None:
         if self._log is None:
-            name = f"rank-{_rank():05d}-{os.getpid()}.jsonl"
-            self._log = Log(Path(self._request.folder) / name)
+            self._log = Log(Path(self._request.folder), f"{_rank():05d}-{os.getpid()}")
             world = os.environ.get("WORLD_SIZE", "1")
             facts = {"rank": str(_rank()), "ranks": world, "program": " ".join(sys.argv)}
             self._log.add({**facts, "torch": str(torch.__version__)})
         self._log.add(line)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Write the step that has ended."""
         with self._lock:
             for entry in self._tensors:
@@ -308,7 +328,7 @@ class Recorder:
                 pieces = tuple(piece for digest in entry.digests for piece in digest.pieces())
                 self._write(
                     Event(
-                        self._step,
+                        entry.step,
                         entry.phase,
                         entry.name,
                         entry.shape,
@@ -316,6 +336,7 @@ class Recorder:
                         pieces,
                         entry.call,
                         entry.note,
+                        entry.may_add,
                     )
                 )
             self._tensors.clear()
@@ -327,6 +348,11 @@ def _own(name: str, parameter: Tensor) -> list[Slice]:
     """What a parameter of the reference itself is."""
     _, boxes, shape = placed(parameter)
     return [Slice(name, shape, here, there) for here, there in boxes]
+
+
+def _is_of_columns(part: Slice) -> bool:
+    """Whether a part of a matrix has some of its columns: a product with it is a term of a sum."""
+    return len(part.shape) == 2 and part.box[-1] != (0, part.shape[-1])
 
 
 def _updated(optimizer: Optimizer) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from hp_train.jobs.events import Rows
 from hp_train.jobs.parts import placed, whole
 from hp_train.jobs.sketch import Digest, digest_rows
 
-_TOKENS = ("input_ids", "tokens", "[0]")
+_TOKENS = ("input_ids", "tokens")
 _SMALL = 1 << 16
 """Most tokens of a batch that are written down themselves."""
 
@@ -38,9 +38,8 @@ def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     """What tells the samples of a call of a root module apart: its tokens, or its first tensor."""
     given = [*tensors_in(args), *tensors_in(kwargs)]
     laid = [(name, tensor) for name, tensor in given if tensor.ndim >= 2]
-    tokens = [(n, t) for n, t in laid if not t.is_floating_point() and t.dtype != torch.bool]
-    named = [t for name, t in tokens if name in _TOKENS]
-    return next(iter(named or [t for _, t in tokens] or [t for _, t in laid]), None)
+    named = [t for name, t in laid if name in _TOKENS and not t.is_floating_point()]
+    return next(iter(named or [t for _, t in laid]), None)
 
 
 def hashes(values: Tensor) -> tuple[str, ...]:
@@ -50,31 +49,54 @@ def hashes(values: Tensor) -> tuple[str, ...]:
     return tuple(hashlib.blake2b(row.tobytes(), digest_size=8).hexdigest() for row in raw)
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Tokens of a sample here that are some of a reference's sample, in the same order.
+
+    Attributes:
+        here: First and last + 1 of them, in every sample of the call.
+        start: First of them there.
+        names: The reference's sample of each sample of the call.
+        length: Tokens of those.
+    """
+
+    here: tuple[int, int]
+    start: int
+    names: tuple[str, ...]
+    length: int
+
+
 class Samples:
     """The samples of one call of a root module.
 
     Args:
         batch: Its tokens, `[samples, length]`, or whatever first tensor it was given.
         call: Which call in this step and process.
+        known: Name -> tokens of the reference's samples in this step; ranks that share a sequence
+            have parts of these.
     """
 
-    def __init__(self, batch: Tensor, call: int) -> None:
+    def __init__(self, batch: Tensor, call: int, known: Mapping[str, Sequence[int]]) -> None:
         local = batch.to_local() if isinstance(batch, DTensor) else batch
-        self._call, self._local = call, local
+        self._call, self._local = call, local.detach()
         self._hashes = hashes(local)
-        self.has_tokens = not local.is_floating_point()
-        self.names = (
-            self._hashes if self.has_tokens else tuple(f"{call}.{i}" for i in range(len(local)))
-        )
+        self.has_tokens = local.ndim == 2 and local.dtype in (torch.int64, torch.int32)
         self._length = local.shape[1]
+        names = tuple(f"{call}.{i}" for i in range(len(local)))
+        if self.has_tokens:
+            names = self._hashes
+        self.runs = [Run((0, self._length), 0, names, self._length)]
+        if self.has_tokens and known and not all(name in known for name in names):
+            self.runs = _runs(local.tolist(), known) or self.runs
+        self.names = self.runs[0].names
 
-    def rows(self, step: int) -> Rows:
+    def rows(self, step: int, phase: str) -> Rows:
         """What the root module was given."""
         small = self.has_tokens and self._local.numel() <= _SMALL
-        tokens = tuple(map(tuple, self._local.flatten(1).tolist())) if small else ()
-        return Rows(step, self._call, self.names, inputs=self._hashes, tokens=tokens)
+        tokens = tuple(map(tuple, self._local.tolist())) if small else ()
+        return Rows(step, self._call, self.names, self._hashes, tokens=tokens, phase=phase)
 
-    def digest(self, tensor: Tensor) -> tuple[tuple[int, ...], Digest] | None:
+    def digest(self, tensor: Tensor) -> tuple[tuple[int, ...], list[Digest]] | None:
         """Digest a tensor of some module, sample by sample.
 
         Returns:
@@ -93,9 +115,27 @@ class Samples:
         if laid is None:
             return None
         values, dims = laid
-        sizes = [shape[dim] for dim in dims] if dims else list(values.shape[1:])
-        spans = tuple(box[dim] for dim in dims) if box and dims else whole(values.shape[1:])
-        return tuple(sizes), digest_rows(values, spans, self.names)
+        if box is not None and dims:
+            spans = tuple(box[dim] for dim in dims)
+            return tuple(shape[dim] for dim in dims), [digest_rows(values, spans, self.names)]
+        return self._in_runs(values)
+
+    def _in_runs(self, values: Tensor) -> tuple[tuple[int, ...], list[Digest]] | None:
+        """Digest `[samples, ...]` with a dim of tokens, or without one where samples are whole."""
+        sizes = values.shape[1:]
+        if len(self.runs) == 1 and self.runs[0].length == self._length:
+            return tuple(sizes), [digest_rows(values, whole(sizes), self.names)]
+        if self._length not in sizes:
+            return None
+        dim = list(sizes).index(self._length)
+        digests = []
+        for run in self.runs:
+            first, last = run.here
+            spans = list(whole(sizes))
+            spans[dim] = run.start, run.start + last - first
+            part = values.narrow(dim + 1, first, last - first)
+            digests.append(digest_rows(part, tuple(spans), run.names))
+        return (*sizes[:dim], self.runs[0].length, *sizes[dim + 1 :]), digests
 
     def _by_sample(
         self, values: Tensor, shape: tuple[int, ...]
@@ -109,3 +149,52 @@ class Samples:
         if values.ndim >= 1 and shape[0] == count * length:
             return values.unflatten(0, (count, length)), ()
         return None
+
+
+def _runs(local: list[list[int]], known: Mapping[str, Sequence[int]]) -> list[Run]:
+    """Find samples in the reference's that are longer; none where one is not there."""
+    found = [_found(tokens, known) for tokens in local]
+    if not all(found):
+        return []
+    places = [[(here, start) for here, start, _ in runs] for runs in found]
+    if any(place != places[0] for place in places):
+        return []
+    runs = []
+    for index, (here, start) in enumerate(places[0]):
+        names = tuple(some[index][2] for some in found)
+        runs.append(Run(here, start, names, len(known[names[0]])))
+    return runs
+
+
+def _found(
+    tokens: list[int], known: Mapping[str, Sequence[int]]
+) -> list[tuple[tuple[int, int], int, str]]:
+    """The longest runs of tokens that are in one of the reference's samples."""
+    best: list[tuple[tuple[int, int], int, str]] = []
+    for name, theirs in known.items():
+        runs = _cover(tokens, list(theirs))
+        if runs and (not best or len(runs) < len(best)):
+            best = [(here, start, name) for here, start in runs]
+    return best
+
+
+def _cover(tokens: list[int], theirs: list[int]) -> list[tuple[tuple[int, int], int]]:
+    """Cut tokens into as few runs of another list as a greedy search finds; none: it cannot be."""
+    runs, first, after = [], 0, 0
+    while first < len(tokens):
+        longest, at = 0, -1
+        for start in range(after, len(theirs)):
+            size = 0
+            while (
+                first + size < len(tokens)
+                and start + size < len(theirs)
+                and tokens[first + size] == theirs[start + size]
+            ):
+                size += 1
+            if size > longest:
+                longest, at = size, start
+        if not longest:
+            return []
+        runs.append(((first, first + longest), at))
+        first, after = first + longest, at + longest
+    return runs

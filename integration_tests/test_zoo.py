@@ -1,0 +1,138 @@
+"""Bugs that training systems had, as public threads tell them: each is found, and named, from outside."""
+
+import functools
+import os
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hp_platform.testing import run_distributed
+from hp_train.jobs.compare import Comparison, Floor, compare
+from hp_train.jobs.explain import explain
+from hp_train.jobs.joined import Recording, join
+from hp_train.jobs.request import VARIABLE, Request
+from integration_tests.zoo.job import train
+
+# (layout, bug): phase of the first difference, its name, a word of what is said to be likely
+BUGS = {
+    ("dp", "no-reduce"): ("gradient", r"layers\.1\.norm1\.weight", "sum over them is missing"),
+    ("dp", "microbatch-sum"): ("gradient", "", "2 times"),
+    ("dp", "reduce-each-microbatch"): ("gradient", "", ""),
+    ("dp", "local-mean"): ("gradient", "", ""),
+    ("dp", "last-microbatch"): ("input", "", "batches"),
+    ("dp", "same-data"): ("input", "", "batches"),
+    ("dp", "start"): ("first weight", r"norm\.weight", ""),
+    ("dp", "stale-copy"): ("forward", "norm", ""),
+    ("dp", "bf16-reduce"): ("gradient", "", ""),
+    ("dp", "norm-local"): ("gradient norm", "", ""),
+    ("dp", "norm-twice"): ("gradient norm", "", "twice"),
+    ("dp", "clip-per-rank"): ("gradient norm", "", ""),
+    ("dp", "decay"): ("weight", "feed", "update"),
+    ("dp", "rate-per-rank"): ("learning rate", "group 0", ""),
+    ("dp", "resume-moments"): ("weight", "", "update"),
+    ("dp", "eval-other"): ("evaluation", "norm", ""),
+    ("dp", "eval-mode"): ("forward", r"layers\.0\.norm1", ""),
+    ("tp", "tp-input-gradient"): ("backward", r"layers\.1\.norm1", ""),
+    ("tp", "tp-bias-twice"): ("forward", r"layers\.0\.attention", "mask"),
+    ("tp", "tp-kv"): ("gradient", r"attention\.kv\.weight", ""),
+    ("tp", "tp-norm"): ("gradient", r"^norm\.weight", ""),
+    ("tp", "tp-smoothing"): ("backward", "", ""),
+    ("tp", "tp-log-size"): ("backward", "", ""),
+    ("tp", "lora-no-sum"): ("forward", r"layers\.0\.attention", ""),
+    ("ep", "router-gradient"): ("backward", r"layers\.1\.feed\.router", ""),
+    ("ep", "router-detached"): ("backward", r"layers\.1\.(feed\.router|norm2)", ""),
+    ("ep", "router-not-normalised"): ("forward", r"layers\.1\.feed", ""),
+    ("ep", "ep-scaled"): ("gradient", r"feed\.(up|down)", "2 times"),
+    ("ep", "ep-averaged"): ("gradient", r"feed\.(up|down)", "1/2"),
+    ("ep", "expert-lost"): ("forward", r"layers\.1\.feed", "sum over ranks"),
+    ("ep", "shared-twice"): ("forward", r"layers\.1\.feed", "sum over ranks"),
+    ("cp", "cp-documents"): ("forward", r"layers\.0\.attention", "mask"),
+    ("cp", "cp-positions"): ("forward", "embed|norm1|layers", ""),
+    ("cp", "cp-off"): ("forward", r"layers\.0\.attention", "keys of other ranks"),
+    ("cp", "cp-averaged"): ("gradient", "", "1/2"),
+    ("pp", "last-microbatch"): ("gradient", "", ""),
+    ("pp", "tied-end"): ("gradient", r"embed\.weight", "sum over them is missing"),
+}
+
+
+def work(request: bytes, layout: str, bug: str, *, tied: bool) -> None:
+    os.environ[VARIABLE] = request.decode()
+    from hp_train.jobs.recorder import begin  # noqa: PLC0415 - in the rank alone
+
+    recorder = begin()
+    train(layout, bug, tied=tied)
+    recorder.flush()
+
+
+def recorded(request: Request, layout: str = "one", bug: str = "", *, tied: bool) -> Recording:
+    Path(request.folder).mkdir()
+    run_distributed(
+        functools.partial(work, tied=tied),
+        msgspec.json.encode(request),
+        layout,
+        bug,
+        world_size=1 if layout == "one" else 2,
+    )
+    return join(Path(request.folder))
+
+
+class Referee:
+    """A reference and what rounding does to it, and jobs that are compared with it."""
+
+    def __init__(self, folder: Path, *, tied: bool, float64: bool = False) -> None:
+        self._folder, self._tied, self._float64 = folder, tied, float64
+        self._reference = str(folder / "reference")
+        self._expected = self._recorded("reference", "one")
+        others = [self._recorded(f"other-{seed}", "one", disturb=seed) for seed in (1, 2)]
+        self._floor = Floor(self._expected, others)
+
+    def _recorded(self, name: str, layout: str, bug: str = "", disturb: int = 0) -> Recording:
+        request = Request(
+            str(self._folder / name),
+            reference="" if name == "reference" else self._reference,
+            disturb=disturb,
+            float64=self._float64,
+        )
+        return recorded(request, layout, bug, tied=self._tied)
+
+    def judge(self, layout: str, bug: str = "") -> Comparison:
+        actual = self._recorded(f"{layout}-{bug}", layout, bug)
+        return compare(actual, self._expected, self._floor)
+
+
+@pytest.fixture(scope="module")
+def referees(tmp_path_factory: pytest.TempPathFactory) -> "functools._lru_cache_wrapper[Referee]":
+    @functools.cache
+    def made(*, tied: bool, float64: bool) -> Referee:
+        return Referee(tmp_path_factory.mktemp("zoo"), tied=tied, float64=float64)
+
+    return made
+
+
+@pytest.mark.parametrize("float64", [False, True], ids=["float32", "float64"])
+@pytest.mark.parametrize("layout", ["one", "dp", "fsdp", "tp", "ep", "cp", "pp", "pp tied"])
+def test_a_sound_job_is_equal(layout, float64, referees):
+    layout, _, tied = layout.partition(" ")
+
+    comparison = referees(tied=bool(tied), float64=float64).judge(layout)
+
+    assert comparison.first is None, explain(comparison)
+    assert comparison.num_steps == 3
+    assert comparison.num_compared > 200
+    gradients = [name for name in comparison.unaligned if name.startswith("gradient")]
+    assert not gradients, comparison.unaligned
+
+
+@pytest.mark.parametrize(("layout", "bug"), BUGS, ids=lambda value: value)
+def test_a_public_bug_is_found_and_named(layout, bug, referees):
+    phase, name, likely = BUGS[layout, bug]
+
+    comparison = referees(tied=bug == "tied-end", float64=False).judge(layout, bug)
+
+    first = comparison.first
+    assert first is not None
+    assert first.phase == phase, first
+    assert re.search(name, first.name), first
+    assert likely in " ".join(explain(comparison)), explain(comparison)
