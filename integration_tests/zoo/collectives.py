@@ -1,3 +1,4 @@
+# ruff: noqa: ARG004 - the interface of autograd functions
 """Collectives with gradients, in plain torch: a job of a stranger has its own."""
 
 from typing import Any

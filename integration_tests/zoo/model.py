@@ -33,7 +33,7 @@ class Place:
 
 
 class Attention(nn.Module):
-    """Causal within documents; one head of keys and values for all; a low-rank delta on its output."""
+    """Causal within documents; one head of keys and values; a low-rank delta on its output."""
 
     def __init__(self, place: Place) -> None:
         super().__init__()
@@ -182,10 +182,8 @@ class Model(nn.Module):
             x = layer(x, documents)
         if self.stage == 0:
             return x
-        if place.layout == "tp":  # each rank norms its part of the sequence
-            x = Gather.apply(self.norm(Split.apply(x, 1)), 1)
-        else:
-            x = self.norm(x)
+        is_cut = place.layout == "tp"  # each rank norms its part of the sequence
+        x = Gather.apply(self.norm(Split.apply(x, 1)), 1) if is_cut else self.norm(x)
         if self.tied and self.stage is None:
             return F.linear(x, self.embed.weight)
         return self.head(x)

@@ -25,6 +25,10 @@ from hp_train.verify import command as verify
 
 _WITHOUT_CONFIG = ("doctor", "import-hf", "export-hf", "export-dcp")
 _FLAG = re.compile(r"--[\w-]+")
+_JOBS = (
+    " Or any training program beside another: hp verify [FLAGS] -- JOB --against -- REFERENCE; "
+    "hp verify --help -- tells its flags."
+)
 _OVERRIDES = "--section.key value, --section.key=value or section.key=value sets any key."
 
 
@@ -128,7 +132,7 @@ def _parser() -> tuple[_Parser, Mapping[str, _Parser]]:
     form.add_argument("--origins", action="store_true", help="one line per key, no help")
     form.add_argument("--json", action="store_true", help="as JSON, with origins")
     what = "run two layouts on the same batches and compare all they compute"
-    verify.add_arguments(_add_command(commands, "verify", what=what))
+    verify.add_arguments(_add_command(commands, "verify", what=what, more=_JOBS))
     what = "compare layouts by memory and time, without running them"
     plan.add_arguments(_add_command(commands, "plan", what=what))
     rehearse = _add_command(

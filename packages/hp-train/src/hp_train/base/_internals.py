@@ -3,9 +3,11 @@
 
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "FakeTensorMode",
+    "TorchDispatchMode",
     "dump_memory_history",
     "end_memory_history",
     "in_backward",

@@ -1,1 +1,1 @@
-"""Any training job, recorded from outside, compared with another: `hp verify -- A --against -- B`."""
+"""Any training job, recorded from outside and compared with another, without a change of it."""

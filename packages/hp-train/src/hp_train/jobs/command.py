@@ -68,6 +68,9 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
         ConfigError: When one of them is missing.
     """
     end = list(arguments).index("--")
+    if "--help" in arguments[:end]:
+        parser().print_help()
+        raise SystemExit
     flags, rest = list(arguments[:end]), list(arguments[end + 1 :])
     marks = [i for i, a in enumerate(rest[:-1]) if a == AGAINST and rest[i + 1] == "--"]
     if not marks:

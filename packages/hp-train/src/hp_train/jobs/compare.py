@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from hp_train.jobs import events as ev
 from hp_train.jobs.joined import Digests, Recording, Step, distance, numbers_of
@@ -13,6 +14,7 @@ _TIMES = 10.0
 _LEAST = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
 """Smallest bound by dtype."""
 _EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+_MOST_TERMS = 64
 _ULPS = 32
 """A tensor may be off by this many units of the largest of its phase: one that is zero but for
 rounding has no digits to compare."""
@@ -166,7 +168,7 @@ def _batches(result: Comparison, index: int, mine: Step, theirs: Step) -> None:
     result.differences.append(Place(index, ev.INPUT, "", 1.0, 0.0, note=note))
 
 
-def _phase(
+def _phase(  # noqa: PLR0917
     result: Comparison, index: int, phase: str, mine: Step, theirs: Step, floor: Floor
 ) -> None:
     ours, expected = mine.tensors.get(phase, {}), theirs.tensors.get(phase, {})
@@ -272,7 +274,7 @@ def _nearest(tensor: Digests, reference: Digests) -> tuple[float, float]:
     return factor, math.sqrt(rest / square)
 
 
-def _numbers(
+def _numbers(  # noqa: PLR0917
     result: Comparison, index: int, phase: str, mine: Step, theirs: Step, floor: Floor
 ) -> None:
     """Compare losses, norms or rates."""
@@ -286,10 +288,6 @@ def _numbers(
         error = (_apart if phase == ev.LOSS else _farthest)(ours, expected)
         bound = floor.bound(index, phase, name, "float64" if phase == ev.RATE else "float32")
         result.num_compared += 1
-        if phase == ev.LOSS and not error <= bound:
-            note = "losses of ranks and microbatches neither add up to it nor are it on average"
-            result.unaligned.setdefault(where, note)
-            continue
         result.largest[phase] = max(error, result.largest.get(phase, 0.0))
         if not error <= bound:
             ratio = statistics.fmean(ours) / statistics.fmean(expected)
@@ -306,11 +304,20 @@ def _farthest(ours: Sequence[float], expected: Sequence[float]) -> float:
 
 
 def _apart(ours: Sequence[float], expected: Sequence[float]) -> float:
-    """Distance of two sets of numbers: of their mean, or of their sums."""
-    if not ours or not expected:
+    """Distance of the losses of ranks and microbatches from those of the reference.
+
+    They may be terms of a sum or of a mean, and may have been multiplied by a number of ranks or
+    microbatches, or by a power of two: what is made of them is seen in gradients.
+    """
+    mine, theirs = math.fsum(ours), math.fsum(expected)
+    if not ours or not expected or math.isnan(mine) or math.isinf(mine):
         return math.inf
-    mine, theirs = statistics.fmean(ours), statistics.fmean(expected)
-    totals = math.fsum(ours), math.fsum(expected)
-    pairs = [(mine, theirs), totals, (totals[0], theirs), (mine, totals[1])]
-    errors = [abs(a - b) / abs(b) if b else abs(a - b) for a, b in pairs]
-    return min((e for e in errors if not math.isnan(e)), default=math.inf)
+    if not mine or not theirs:
+        return abs(mine - theirs)
+    ratio = mine / theirs
+    near = Fraction(ratio).limit_denominator(_MOST_TERMS)
+    numbers = sorted((abs(near.numerator), near.denominator))
+    is_scale = ratio > 0 and numbers[0] == 1
+    power = 2.0 ** round(math.log2(ratio)) if ratio > 0 else 1.0
+    errors = [abs(ratio - 1), abs(ratio / power - 1)]
+    return min([*errors, abs(ratio / float(near) - 1)] if is_scale else errors)

@@ -1,7 +1,7 @@
 """Products whose sums are taken in another order, in two halves: what rounding does to a job.
 
-A layout adds the same terms in another order, and halves of them on different ranks, each rounded to
-the dtype of the result. A reference that is run once more like this differs from itself by as much.
+A layout adds the same terms in another order, and halves of them on different ranks, each rounded
+to the dtype of the result. A reference that is run again like this differs from itself by as much.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from hp_train.base._internals import TorchDispatchMode
 
 _aten = torch.ops.aten
 
@@ -22,7 +23,7 @@ class Disturbing(TorchDispatchMode):
     """
 
     def __init__(self, seed: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._seed = seed
         self._orders: dict[int, tuple[Tensor, Tensor]] = {}
 

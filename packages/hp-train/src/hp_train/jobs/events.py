@@ -1,9 +1,9 @@
 """What a program of a job has computed, as lines of text: one file for each process.
 
 Note [Digests]. Of a tensor a recording holds its norm and `NUM_SIGNS` sums of its values with signs
-``+1`` and ``-1``. A sign is a product of one sign per dim, drawn from the index in the *whole* tensor:
-so sums of the parts that ranks hold add up to those of the whole, and no rank needs another. The
-difference of two such sums has the mean square of the difference of the tensors.
+``+1`` and ``-1``. A sign is a product of one sign per dim, drawn from the index in the *whole*
+tensor: so sums of the parts that ranks hold add up to those of the whole; no rank needs another.
+The difference of two such sums has the mean square of the difference of the tensors.
 """
 
 from collections.abc import Iterator
@@ -124,6 +124,11 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
     outputs: tuple[str, ...] = ()
     tokens: tuple[tuple[int, ...], ...] = ()
     phase: str = FORWARD
+
+    @property
+    def has_names(self) -> bool:
+        """Whether samples are named by their content, and not by their place in a call."""
+        return not any("." in row for row in self.rows)
 
 
 class Line(msgspec.Struct, frozen=True, omit_defaults=True):

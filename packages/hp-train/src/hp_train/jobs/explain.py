@@ -7,6 +7,17 @@ from fractions import Fraction
 from hp_train.jobs import events as ev
 from hp_train.jobs.compare import Comparison, Place
 
+_ALONE = {
+    ev.START: "the jobs begin with other weights: use --same-start, or seed both in the same way",
+    ev.INPUT: "the jobs are given other batches: only what follows from them can be compared",
+}
+_AFTER = {
+    ev.LOSS: "outputs are equal and the loss is not: its mean, its targets, or a sum over ranks",
+    ev.GRADIENT: "the backward of this parameter, or its reduction",
+    ev.NORM: "gradients are equal and their norm is not: a part is counted twice, or left out",
+    ev.CLIPPED: "gradients and norm are equal and what is clipped is not",
+    ev.WEIGHT: "gradients are equal, the update is not: the optimizer's options, groups or state",
+}
 _NEAR = 1e-3
 _MOST = 1024
 
@@ -25,39 +36,26 @@ def explain(comparison: Comparison) -> list[str]:
         for place in comparison.differences
         if place.step == first.step and place.phase == first.phase
     ]
-    return list(_reasons(first, together, comparison))
+    return list(_reasons(first, together))
 
 
-def _reasons(first: Place, together: Sequence[Place], comparison: Comparison) -> Iterator[str]:
-    if first.phase == ev.START:
-        yield ("the jobs begin with other weights: use --same-start, or seed both in the same way")
-        return
-    if first.phase == ev.INPUT:
-        yield "the jobs are given other batches: only what follows from them can be compared"
+def _reasons(first: Place, together: Sequence[Place]) -> Iterator[str]:
+    if first.phase in _ALONE:
+        yield _ALONE[first.phase]
         return
     if first.who:
-        yield f"{first.who} should hold the same and do not: a sum over them is missing, or one is stale"
+        yield f"{first.who} should hold the same: a sum over them is missing, or one is stale"
     elif math.isinf(first.error):
         yield "the reference has zeros or the job numbers that are not finite"
     elif scale := _common_scale(together):
-        yield from _scaled(first.phase, scale, len(together))
+        yield _scaled(scale, len(together))
     elif first.rest == 0 and first.factor == 0:
         yield "nothing arrives here: a sum, an expert or a gradient is lost"
     if first.phase in (ev.FORWARD, ev.EVALUATION):
-        yield (
-            f"what {first.name or 'the model'} was given is equal and what it gives is not: "
-            f"{_of_module(first.name)}"
-        )
-    if first.phase == ev.GRADIENT and ev.FORWARD in comparison.largest and not first.who:
-        yield "the forward is equal: look at the backward of this parameter, or at its reduction"
-    if first.phase == ev.NORM:
-        yield (
-            "gradients are equal and their norm is not: ranks count a part twice, or leave one out"
-        )
-    if first.phase == ev.CLIPPED:
-        yield "gradients and norm are equal and what is clipped is not"
-    if first.phase == ev.WEIGHT:
-        yield "gradients are equal and the update is not: options, groups or state of the optimizer"
+        what = first.name or "the model"
+        yield f"what {what} was given is equal and what it gives is not: {_of_module(first.name)}"
+    elif first.phase in _AFTER and not (first.phase == ev.GRADIENT and first.who):
+        yield _AFTER[first.phase]
 
 
 def _of_module(name: str) -> str:
@@ -86,11 +84,10 @@ def _common_scale(places: Sequence[Place]) -> Fraction | None:
     return near if is_simple and near != 1 and abs(near - mean) <= _NEAR * abs(mean) else None
 
 
-def _scaled(phase: str, scale: Fraction, count: int) -> Iterator[str]:
+def _scaled(scale: Fraction, count: int) -> str:
     what = "it is" if count == 1 else f"all {count} are"
     if scale > 1:
-        yield f"{what} {scale} times the reference's: summed where a mean is meant, or counted twice"
-    elif scale == 0:
-        yield f"{what} zero: a sum, an expert or a gradient is lost"
-    else:
-        yield f"{what} {scale} of the reference's: averaged where a sum is meant, or terms are lost"
+        return f"{what} {scale} times the reference's: summed in place of a mean, or counted twice"
+    if scale == 0:
+        return f"{what} zero: a sum, an expert or a gradient is lost"
+    return f"{what} {scale} of the reference's: averaged in place of a sum, or terms are lost"

@@ -9,7 +9,6 @@ from pathlib import Path
 from hp_train.errors import HpError
 from hp_train.jobs.events import BATCHES, FORWARD, NUM_SIGNS, TENSORS, Box, Event, Piece, Rows, read
 
-
 _TERMS = 1e-3
 """Ranks that differ by more may have terms of a sum, where that can be."""
 
@@ -77,7 +76,7 @@ class Recording:
     """
 
     steps: dict[int, Step]
-    facts: list[Mapping[str, str]]
+    facts: Sequence[Mapping[str, str]]
 
     @property
     def num_ranks(self) -> int:
@@ -101,7 +100,7 @@ def join(folder: Path) -> Recording:
     files = sorted(folder.glob(f"{TENSORS}-*.jsonl"))
     if not files:
         raise NothingRecordedError(
-            f"no process of the job in {folder} imported torch and called a module with parameters; "
+            f"no process of {folder} imported torch and called a module with parameters; "
             "is it Python that reads PYTHONPATH (no -I, -E or -S), with hp-train installed?"
         )
     lines = {path.stem: list(read(path)) for path in files}
@@ -139,25 +138,21 @@ def _samples(rows: Sequence[tuple[str, Rows]]) -> dict[_Sample, str]:
     the others of a stage, follow each other in the same order.
     """
     names: dict[_Sample, str] = {}
-    with_tokens: dict[tuple[int, int, int], list[Rows]] = defaultdict(list)
-    processes: dict[int, list[str]] = defaultdict(list)
-    for who, row in rows:
-        if row.tokens or not any("." in name for name in row.rows):
-            if who not in processes[row.step]:
-                processes[row.step].append(who)
-            with_tokens[row.step, processes[row.step].index(who), row.call].append(row)
     for step in {row.step for _, row in rows}:
-        known = len(processes[step])
-        later: dict[str, list[Rows]] = defaultdict(list)
+        first: dict[str, dict[int, Rows]] = {}
+        later: dict[str, list[Rows]] = {}
         for who, row in rows:
-            if row.step == step and who not in processes[step]:
-                later[who].append(row)
+            if row.step == step and row.has_names:
+                first.setdefault(who, {})[row.call] = row
+            elif row.step == step:
+                later.setdefault(who, []).append(row)
+        calls = list(first.values())
         for index, (who, some) in enumerate(later.items()):
-            for row in some:
-                found = with_tokens.get((step, index % max(known, 1), row.call), [])
-                if found and len(found[0].rows) == len(row.rows):
-                    for mine, theirs in zip(row.rows, found[0].rows, strict=True):
-                        names[who, step, row.call, mine] = theirs
+            for row in some if calls else []:
+                theirs = calls[index % len(calls)].get(row.call)
+                if theirs is not None and len(theirs.rows) == len(row.rows):
+                    pairs = zip(row.rows, theirs.rows, strict=True)
+                    names |= {(who, step, row.call, mine): other for mine, other in pairs}
     return names
 
 

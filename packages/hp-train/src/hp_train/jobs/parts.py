@@ -1,9 +1,9 @@
 """Which part of which of the reference's parameters a rank's parameter is.
 
-Note [Whose values]. A tensor that says where it lies (DTensor, FSDP1's flat parameters) is believed. Of
-any other the first values tell: a row that is, bit for bit, a row of a reference's parameter is that
-row, wherever a framework has put it. So shards, fused and reordered matrices, experts stacked or
-apart, and other names need no declaration, as long as both jobs start from the same weights.
+Note [Whose values]. A DTensor says where it lies, and is believed. Of any other the first values
+tell: a row that is, bit for bit, a row of a reference's parameter is that row, wherever a framework
+has put it. So shards, fused and reordered matrices, experts stacked or apart, and other names need
+no declaration, as long as both jobs start from the same weights.
 """
 
 from collections import defaultdict
@@ -134,7 +134,7 @@ class Reference:
         places = [rows.get(text, []) for text in _row_bytes(local)]
         if not all(len(place) == 1 for place in places):
             return []
-        slices = []
+        slices: list[Slice] = []
         lead = tuple(local.shape[:-1])
         for begin, end, (name, first) in _runs([place[0] for place in places]):
             shape = tuple(self.weights[name].shape)

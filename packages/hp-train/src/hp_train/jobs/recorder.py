@@ -1,8 +1,8 @@
 """Listens to a program that knows nothing of it: torch's global hooks, and three calls of torch.
 
-Note [Steps of a job]. A step ends with an update: the next call of a root module with gradients begins
-another. A root module is one with parameters that no other module calls. What runs inside a backward is
-recomputation, and was recorded before.
+Note [Steps of a job]. A step ends with an update: the next call of a root module with gradients
+begins another. A root module is one with parameters that no other module calls. What runs inside a
+backward is recomputation, and was recorded before.
 """
 
 import atexit
@@ -193,11 +193,15 @@ class Recorder:
         laid = None if samples is None else samples.digest(tensor)
         if laid is None:
             note = "not made of samples" if samples else "no batch was seen"
-            entry = _Tensor(self._place(phase), phase, name, tuple(tensor.shape), tensor.dtype, [], index, note)
+            entry = _Tensor(
+                self._place(phase), phase, name, tuple(tensor.shape), tensor.dtype, [], index, note
+            )
         else:
             shape, digests = laid
             adds = phase == ev.BACKWARD or name in self._terms
-            entry = _Tensor(self._place(phase), phase, name, shape, tensor.dtype, digests, index, may_add=adds)
+            entry = _Tensor(
+                self._place(phase), phase, name, shape, tensor.dtype, digests, index, may_add=adds
+            )
         with self._lock:
             self._tensors.append(entry)
 
@@ -221,7 +225,9 @@ class Recorder:
             self._names[id(parameter)] = renaming(name)
             self._slices[id(parameter)] = slices.get(name, [])
         for some in slices.values():
-            self._terms.update(part.name.rpartition(".")[0] for part in some if _is_of_columns(part))
+            self._terms.update(
+                part.name.rpartition(".")[0] for part in some if _is_of_columns(part)
+            )
         innermost = {plain(name): id(module) for name, module in root.named_modules()}
         for name, module in innermost.items():  # of wrappers and what they wrap, the latter
             self._modules.setdefault(module, renaming(name))
@@ -238,14 +244,19 @@ class Recorder:
                 note = "" if local.numel() == 0 else "not found among the reference's"
                 if note:
                     self._tensors.append(
-                        _Tensor(self._step, phase, name, tuple(value.shape), value.dtype, [], 0, note)
+                        _Tensor(
+                            self._step, phase, name, tuple(value.shape), value.dtype, [], 0, note
+                        )
                     )
                 continue
             if isinstance(value, DTensor) and any(p.is_partial() for p in value.placements):
+                assert isinstance(parameter, DTensor)
                 local = value.redistribute(placements=parameter.placements).to_local()
             for part in slices:
                 digest = part.digest(local.detach())
-                self._tensors.append(_Tensor(self._step, phase, part.name, part.shape, value.dtype, [digest]))
+                self._tensors.append(
+                    _Tensor(self._step, phase, part.name, part.shape, value.dtype, [digest])
+                )
 
     # Losses, norms, updates.
 

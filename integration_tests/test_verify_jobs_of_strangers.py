@@ -1,0 +1,90 @@
+"""`hp verify -- JOB --against -- REFERENCE` of programs that know nothing of hp-*."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+JOB = textwrap.dedent(
+    """
+    import os
+    import sys
+
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    model = nn.Sequential(nn.Embedding(30, 8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 30))
+    net = model
+    if size > 1:
+        dist.init_process_group("gloo")
+        net = nn.parallel.DistributedDataParallel(model)
+    if "fail" in sys.argv:
+        raise SystemExit("no data here")
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(2):
+        tokens = torch.randint(30, (4, 9), generator=generator)[rank::size]
+        logits = net(tokens[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        (loss * size if "scaled" in sys.argv else loss).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    if size > 1:
+        dist.destroy_process_group()
+    """
+)
+
+
+def verify(tmp_path: Path, *job: str) -> "subprocess.CompletedProcess[str]":
+    (tmp_path / "job.py").write_text(JOB)
+    script = str(tmp_path / "job.py")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    hp = [sys.executable, "-c", "import sys; from hp_train.cli import main; sys.exit(main())"]
+    command = [*hp, "verify", "--steps", "2", "--", *launch, script, *job]
+    return subprocess.run(
+        [*command, "--against", "--", sys.executable, script],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def test_data_parallel_training_equals_one_process(tmp_path: Path) -> None:
+    done = verify(tmp_path)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "job: 2 processes, 2 steps" in done.stdout
+    assert "equal over 2 steps" in done.stdout
+    assert "could not be compared" not in done.stdout
+
+
+@pytest.mark.sample
+def test_a_loss_that_is_scaled_twice_is_named(tmp_path: Path) -> None:
+    done = verify(tmp_path, "scaled")
+
+    assert done.returncode == 8
+    assert "first difference: step 1, gradient 3.bias" in done.stdout
+    assert "likely: all 5 are 2 times the reference's" in done.stdout
+
+
+def test_a_job_that_fails_is_told_with_what_it_printed(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    script = str(tmp_path / "job.py")
+    hp = [sys.executable, "-c", "import sys; from hp_train.cli import main; sys.exit(main())"]
+    done = subprocess.run(
+        [*hp, "verify", "--", "true", "--against", "--", sys.executable, script, "fail"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+    assert done.returncode == 1
+    assert "the reference ended with status 1" in done.stderr
+    assert "no data here" in done.stderr

@@ -1,0 +1,1 @@
+"""The folder that `hp verify` puts on a job's ``PYTHONPATH``."""

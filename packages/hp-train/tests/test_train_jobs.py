@@ -1,0 +1,283 @@
+"""`hp verify -- JOB --against -- REFERENCE`, in parts."""
+
+import math
+from collections.abc import Mapping
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from hp_train.errors import ConfigError
+from hp_train.jobs.command import split
+from hp_train.jobs.compare import Comparison, Floor, compare
+from hp_train.jobs.disturbing import Disturbing
+from hp_train.jobs.events import BACKWARD, FORWARD, GRADIENT, LOSS, NORM
+from hp_train.jobs.explain import explain
+from hp_train.jobs.joined import Digests, Recording, Step, distance
+from hp_train.jobs.lifting import Lifting
+from hp_train.jobs.names import Renaming, plain
+from hp_train.jobs.parts import Reference, Slice
+from hp_train.jobs.samples import Samples, batch_of
+from hp_train.jobs.sketch import digest_of
+
+
+def test_names_lose_what_wraps_a_module() -> None:
+    assert plain("module._orig_mod.layers.0._fsdp_wrapped_module.wq.weight") == "layers.0.wq.weight"
+    assert plain("module") == ""
+    assert plain("layers.0._checkpoint_wrapped_module") == "layers.0"
+    assert plain("my_module.weight") == "my_module.weight"
+
+
+def test_modules_of_a_later_stage_are_called_as_in_the_whole() -> None:
+    renaming = Renaming([("layers.0.wq.weight", "model.layers.2.wq.weight")])
+
+    assert renaming("layers.0.norm.weight") == "model.layers.2.norm.weight"
+    assert renaming("layers.0") == "model.layers.2"
+    assert renaming("layers.1.norm") == "layers.1.norm"
+
+
+@given(st.integers(1, 7), st.integers(2, 9), st.integers(1, 8))
+def test_digests_of_parts_add_up_to_that_of_the_whole(rows: int, columns: int, cut: int) -> None:
+    values = torch.randn(rows, columns, dtype=torch.float64)
+    cut = min(cut, columns)
+    whole = digest_of(values, ((0, rows), (0, columns))).pieces()[0]
+    parts = [
+        digest_of(values[:, a:b], ((0, rows), (a, b))).pieces()[0]
+        for a, b in ((0, cut), (cut, columns))
+    ]
+
+    sums = [sum(part.sums[k] for part in parts) for k in range(len(whole.sums))]
+    assert sums == pytest.approx(whole.sums, abs=1e-12)
+    assert math.hypot(*(part.norm for part in parts)) == pytest.approx(whole.norm)
+
+
+def test_the_distance_of_digests_is_that_of_the_tensors() -> None:
+    generator = torch.Generator().manual_seed(0)
+    ratios = []
+    for _ in range(200):
+        a, b = torch.randn(2, 16, 24, generator=generator, dtype=torch.float64)
+        mine, theirs = (digest_of(x, ((0, 16), (0, 24))).pieces()[0] for x in (a, b))
+        ratios.append((distance(mine.sums, theirs.sums) / float((a - b).norm())) ** 2)
+
+    assert sum(ratios) / len(ratios) == pytest.approx(1.0, abs=0.15)
+
+
+def reference() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "q.weight": torch.randn(6, 4, generator=generator),
+        "k.weight": torch.randn(4, 4, generator=generator),
+        "experts.up": torch.randn(3, 5, 4, generator=generator),
+        "q.bias": torch.zeros(6),
+        "norm.weight": torch.ones(4),
+    }
+
+
+def found(name: str, values: torch.Tensor) -> list[Slice]:
+    slices, _ = Reference(reference()).find({name: values})
+    return slices.get(name, [])
+
+
+def put_together(name: str, values: torch.Tensor, target: str) -> torch.Tensor:
+    """What slices say that a tensor is, written into an empty one."""
+    result = torch.full_like(reference()[target], math.nan)
+    for part in found(name, values):
+        if part.name == target:
+            result[tuple(slice(*span) for span in part.box)] = part.of(values)
+    return result
+
+
+def test_rows_of_a_matrix_are_found_whatever_they_are_called() -> None:
+    whole = reference()["q.weight"]
+
+    result = put_together("other.name", whole[2:5].clone(), "q.weight")
+
+    assert torch.equal(result[2:5], whole[2:5])
+    assert result.isnan().sum() == 3 * 4
+
+
+def test_fused_and_reordered_matrices_are_taken_apart() -> None:
+    whole = reference()
+    fused = torch.cat([whole["k.weight"][:2], whole["q.weight"][[4, 0, 1]]])
+
+    keys = put_together("qkv.weight", fused, "k.weight")
+    queries = put_together("qkv.weight", fused, "q.weight")
+
+    assert torch.equal(keys[:2], whole["k.weight"][:2])
+    assert torch.equal(queries[[4, 0, 1]], whole["q.weight"][[4, 0, 1]])
+
+
+def test_columns_are_found() -> None:
+    whole = reference()["q.weight"]
+
+    result = put_together("q.weight", whole[:, 1:3].clone(), "q.weight")
+
+    assert torch.equal(result[:, 1:3], whole[:, 1:3])
+
+
+@pytest.mark.parametrize(
+    "cut", [(slice(1, 3),), (slice(None), slice(2, 4))], ids=["experts", "rows"]
+)
+def test_stacked_experts_are_found_by_expert_and_by_row(cut: tuple[slice, ...]) -> None:
+    whole = reference()["experts.up"]
+
+    result = put_together("up", whole[cut].clone(), "experts.up")
+
+    assert torch.equal(result[cut], whole[cut])
+
+
+def test_one_expert_of_a_stack_is_found() -> None:
+    whole = reference()["experts.up"]
+
+    result = put_together("experts.1.weight", whole[1].clone(), "experts.up")
+
+    assert torch.equal(result[1], whole[1])
+    assert result[0].isnan().all()
+
+
+def test_constants_follow_what_their_module_is_called() -> None:
+    whole = reference()
+    mine = {"layer.q.weight": whole["q.weight"][3:].clone(), "layer.q.bias": torch.zeros(3)}
+
+    slices, _ = Reference(whole).find(mine)
+
+    (bias,) = slices["layer.q.bias"]
+    assert (bias.name, bias.box) == ("q.bias", ((3, 6),))
+
+
+def test_what_is_not_the_references_is_not_found() -> None:
+    assert found("new.weight", torch.randn(6, 4)) == []
+
+
+def test_the_tokens_are_what_tells_samples_apart() -> None:
+    tokens, mask = torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int64)
+
+    assert batch_of((), {"attention_mask": mask, "input_ids": tokens}) is tokens
+    assert batch_of((tokens,), {"mask": mask}) is tokens
+    assert batch_of((), {}) is None
+
+
+def test_parts_of_a_sequence_are_laid_where_they_are_in_the_references() -> None:
+    whole = torch.arange(8)[None] * 3
+    known = {"sample": tuple(whole[0].tolist())}
+    ends = whole[:, [0, 1, 6, 7]]  # the first and the last quarter, as head-tail layouts deal them
+
+    samples = Samples(ends, 0, known)
+    laid = samples.digest(torch.randn(1, 4, 5))
+
+    assert laid is not None
+    shape, digests = laid
+    assert shape == (8, 5)
+    assert [digest.box for digest in digests] == [((0, 2), (0, 5)), ((6, 8), (0, 5))]
+    assert {row for digest in digests for row in digest.rows} == {"sample"}
+
+
+def test_a_lifted_model_computes_in_float64() -> None:
+    with Lifting():
+        model = nn.Linear(3, 3, dtype=torch.float32).to(torch.bfloat16)
+        out = model(torch.ones(2, 3, dtype=torch.float16)).float()
+
+    assert out.dtype == model.weight.dtype == torch.float64
+
+
+def test_other_sums_differ_by_rounding_alone() -> None:
+    a, b = torch.randn(16, 64), torch.randn(64, 16)
+    with Disturbing(1):
+        other = a @ b
+        product = nn.functional.linear(a, b.T.contiguous(), torch.ones(16))
+
+    assert not torch.equal(other, a @ b)
+    torch.testing.assert_close(other, a @ b, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(product, a @ b + 1, rtol=1e-4, atol=1e-5)
+
+
+def recording(changes: Mapping[str, float] | None = None) -> Recording:
+    """One step of one process: a tensor of each phase, and numbers."""
+    changes = changes or {}
+    step = Step()
+    for phase in (FORWARD, BACKWARD, GRADIENT):
+        sums: tuple[float, ...] = (1.0, -2.0, 0.5, 3.0)
+        if phase in changes:
+            sums = tuple(changes[phase] * x for x in sums)
+        rows = {"" if phase == GRADIENT else "sample": (sums, 2.0)}
+        step.tensors[phase] = {"layer": Digests((4,), "float32", rows)}
+    for phase in (LOSS, NORM):
+        step.numbers[phase] = {"": {"rank-00000": [3.0 * changes.get(phase, 1.0)]}}
+    return Recording({1: step}, [{}])
+
+
+def judged(changes: Mapping[str, float] | None = None) -> Comparison:
+    expected = recording()
+    return compare(recording(changes), expected, Floor(expected, [recording()]))
+
+
+def test_equal_recordings_are_equal() -> None:
+    assert judged().first is None
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5, 64.0], ids=str)
+def test_a_loss_may_be_scaled_by_ranks_or_microbatches(factor: float) -> None:
+    assert judged({LOSS: factor, BACKWARD: factor}).first is None
+
+
+@pytest.mark.parametrize(
+    ("change", "phase", "said"),
+    [
+        ({FORWARD: 1.01}, FORWARD, "what it gives is not"),
+        ({LOSS: 1.01}, LOSS, "its mean"),
+        ({GRADIENT: 2.0}, GRADIENT, "2 times"),
+        ({GRADIENT: 0.25}, GRADIENT, "1/4 of"),
+        ({GRADIENT: 0.0}, GRADIENT, "lost"),
+        ({GRADIENT: math.nan}, GRADIENT, "not finite"),
+        ({NORM: 1.1}, NORM, "counted twice"),
+        ({NORM: math.nan}, NORM, ""),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_first_difference_is_named(change: dict[str, float], phase: str, said: str) -> None:
+    comparison = judged(change)
+
+    assert comparison.first is not None
+    assert comparison.first.phase == phase
+    assert said in " ".join(explain(comparison))
+
+
+def test_what_cannot_be_compared_is_listed() -> None:
+    expected, actual = recording(), recording()
+    actual.steps[1].tensors[FORWARD]["layer"].problem = "ranks have parts"
+    actual.steps[1].tensors[GRADIENT]["other"] = actual.steps[1].tensors[GRADIENT].pop("layer")
+
+    comparison = compare(actual, expected, Floor(expected, []))
+
+    assert comparison.unaligned == {
+        "forward layer": "ranks have parts",
+        "gradient layer": "the job has not computed it by this name",
+        "gradient other": "the reference has not computed it",
+    }
+
+
+def test_the_command_line_is_parted_at_its_marks() -> None:
+    line = [
+        "--steps",
+        "2",
+        "--",
+        "torchrun",
+        "job.py",
+        "--against",
+        "x",
+        "--against",
+        "--",
+        "python",
+    ]
+
+    assert split(line) == (["--steps", "2"], ["torchrun", "job.py", "--against", "x"], ["python"])
+
+
+@pytest.mark.parametrize(
+    "line", [["--", "a"], ["--", "--against", "--", "b"], ["--", "a", "--against", "--"]]
+)
+def test_half_a_command_line_is_refused(line: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        split(line)
