@@ -108,7 +108,6 @@ class Recorder:
         modules.register_module_forward_hook(self._leave, always_call=True)
         optimizers.register_optimizer_step_pre_hook(self._before_update)
         optimizers.register_optimizer_step_post_hook(self._after_update)
-        around(torch.Tensor, "backward", before=lambda loss, *_, **__: self._losses([loss]))
         around(torch.autograd, "backward", before=lambda loss, *_, **__: self._losses(loss))
         for place in (nn.utils, nn.utils.clip_grad):
             around(place, "clip_grad_norm_", before=self._before_clipping, after=self._clipped)
