@@ -40,7 +40,7 @@ Choice = Mapping[tuple[int, int], Retention]
 """By (stage, microbatch); those that are not named keep everything."""
 
 _ROUNDING: Final = 1e-9
-_AHEAD: Final = (0, 1, 2)
+_AHEAD: Final = (1, 2, 0)
 """Compute steps that a copy back is given."""
 
 
@@ -120,8 +120,7 @@ def _plans(ways: Sequence[Retention]) -> Iterator[tuple[frozenset[Retention], in
 def _better(best: Fit | None, other: Fit | None) -> Fit | None:
     if best is None or other is None:
         return best or other
-    cost = other.makespan, len(other.choice)
-    return other if cost < (best.makespan, len(best.choice)) else best
+    return other if other.makespan < best.makespan else best
 
 
 def _variations(choice: Choice) -> Iterator[Choice]:
@@ -167,7 +166,7 @@ class _Fitting:
                 return None
             choice |= found
         # What is needless by the rows may be needed in time, while a copy is on its way.
-        return _better(self.of(choice), self.of(self._thinned(choice)))
+        return _better(self.of(self._thinned(choice)), self.of(choice))
 
     def of(self, choice: Choice) -> Fit | None:
         """Return the schedule of a choice if it fits, by its rows and in time."""

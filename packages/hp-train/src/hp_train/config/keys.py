@@ -181,6 +181,13 @@ class PipelineConfig(Struct, frozen=True, kw_only=True):
     overlap: Annotated[
         bool, _help("Run a backward and the next forward at once, to hide exchanges of experts.")
     ] = False
+    retention: Annotated[
+        Literal["keep", "recompute", "offload"],
+        _help("What stages do with microbatches under way beyond keep_microbatches."),
+    ] = "keep"
+    keep_microbatches: Annotated[
+        Count, _help("Microbatches that a rank keeps whole; retention says what others do.")
+    ] = 1
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):

@@ -246,9 +246,10 @@ class Plan:
     def schedule(self) -> Schedule:
         """Compute steps, and those of sharded parameters; messages are priced by their edges."""
         pipeline = self.config.pipeline
-        schedule = KINDS[pipeline.schedule].build(
-            self.layout.pp, self.num_microbatches, pipeline.stages_per_rank
+        schedule = compute_schedule(
+            pipeline, num_ranks=self.layout.pp, num_microbatches=self.num_microbatches, paired=False
         )
+        assert schedule is not None  # the rules have laid it out
         if self.config.mesh.gather == "stage" and any(
             place.is_sharded for place in self.layout.stages
         ):
