@@ -22,7 +22,7 @@ from hp_train.costs.machine import Machine
 from hp_train.costs.work import Work
 from hp_train.layout.ranks import Layout, StageLayout
 from hp_train.layout.schedules import (
-    KINDS,
+    compute_schedule,
     count_microbatches,
     count_stages,
     placement,

@@ -1,0 +1,132 @@
+"""`pipeline.retention`: the same bits, with fewer microbatches kept."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from hp_platform import RankInfo, Runtime, shutdown
+from hp_schedule import validate
+from hp_train.config import Config, PipelineConfig, rules
+from hp_train.config.options import resolve
+from hp_train.data import Tokenizer
+from hp_train.errors import ConfigError
+from hp_train.launch.heartbeats import Heartbeats
+from hp_train.launch.signals import StopFlag
+from hp_train.launch.task import Worker
+from hp_train.layout.schedules import KINDS, compute_schedule, training_schedule
+from hp_train.model import stage
+from hp_train.training.startup import connect, prepare_data
+from hp_train.training.train import Trainer
+from hp_train.verify.pairs import one_process
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    path = tmp_path / "text.txt"
+    path.write_text("some words in a row\n" * 40)
+    overrides = [
+        ("launch.device", "cpu"),
+        ("data.seq_len", 12),
+        ("data.paths", [str(path)]),
+        ("train.global_batch_size", 4),
+        ("train.microbatch_size", 1),
+        ("model.dim", 16),
+        ("pipeline.stages_per_rank", 1),
+        ("model.num_layers", 2),
+        ("model.num_mtp_modules", 1),
+        ("model.balance_coefficient", 0.01),
+        ("model.dropout", 0.1),
+    ]
+    return one_process(resolve("quickstart", overrides, env={}).config)
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Worker:
+    (tmp_path / "run").mkdir()
+    heartbeats = Heartbeats.create(tmp_path / "heartbeats", num_ranks=1)
+    info = RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1)
+    return Worker(info=info, run_dir=tmp_path / "run", heartbeats=heartbeats, stop=StopFlag())
+
+
+@pytest.fixture
+def started(config: Config, worker: Worker) -> Iterator[tuple[Runtime, Tokenizer]]:
+    runtime = connect(config, worker)
+    yield runtime, prepare_data(config, worker, runtime)
+    shutdown()
+
+
+def test_a_step_has_the_same_bits_whatever_stages_do_with_microbatches(
+    config: Config,
+    worker: Worker,
+    started: tuple[Runtime, Tokenizer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stage, "_SMALL", 0)
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        for retention in ("keep", "recompute", "offload"):
+            for recompute in ("none", "full"):
+                chosen = replace(
+                    config,
+                    pipeline=PipelineConfig(schedule="gpipe", retention=retention),  # type: ignore[arg-type]
+                    train=replace(config.train, recompute=recompute, dtype=dtype),  # type: ignore[type-var]
+                )
+                rules.check(chosen)
+                trainer = Trainer(chosen, worker, *started)
+                losses, _ = trainer.compute_gradients()
+                steps = [str(span.step) for span in trainer.timeline]
+                assert any("RECOMPUTE" in step for step in steps) is (retention == "recompute")
+                grads = [p.local.grad for p in trainer.parameters]
+                found[dtype, retention, recompute] = [losses, grads]
+                trainer.pipeline.close()
+        losses, grads = found[dtype, "keep", "none"]
+        assert len(grads) > 10
+        for (other, *_), (again, values) in found.items():
+            if other == dtype:
+                assert again == losses
+                for grad, value in zip(grads, values, strict=True):
+                    assert torch.equal(grad, value)
+
+
+@pytest.mark.parametrize("schedule", KINDS)
+def test_schedules_keep_as_few_as_is_said_or_are_refused(schedule: str) -> None:
+    kind = KINDS[schedule]
+    refused = 0
+    for retention in ("recompute", "offload"):
+        for keep in (1, 2, 3):
+            pipeline = PipelineConfig(
+                schedule=schedule,  # type: ignore[arg-type]
+                stages_per_rank=kind.stages_per_rank or 2,
+                retention=retention,  # type: ignore[arg-type]
+                keep_microbatches=keep,
+            )
+            found = compute_schedule(pipeline, num_ranks=3, num_microbatches=6)
+            if found is None:
+                refused += 1
+                continue
+            chosen = found.recomputed if retention == "recompute" else found.offloaded
+            plain = replace(pipeline, retention="keep")
+            whole = compute_schedule(plain, num_ranks=3, num_microbatches=6)
+            assert whole is not None
+            assert chosen or validate(whole, memory_limit=keep)
+            sent = training_schedule(pipeline, num_ranks=3, num_microbatches=6)
+            assert validate(sent, memory_limit=keep)
+    # Weight gradients that are put off hold on to what they need.
+    assert refused == 0 or kind.splits_backward or kind.returns
+
+
+def test_too_few_are_refused_by_name(config: Config) -> None:
+    pipeline = PipelineConfig(schedule="zero_bubble", retention="recompute")
+    with pytest.raises(ConfigError, match=r"pipeline.keep_microbatches \(1\) must be larger with"):
+        rules.check(
+            replace(
+                config,
+                model=replace(config.model, num_layers=4),
+                mesh=replace(config.mesh, pp=4),
+                pipeline=pipeline,
+                train=replace(config.train, global_batch_size=8),
+            )
+        )
