@@ -118,6 +118,13 @@ def test_schedules_keep_as_few_as_is_said_or_are_refused(schedule: str) -> None:
     assert refused == 0 or kind.splits_backward or kind.returns
 
 
+def test_blocks_that_are_gathered_one_by_one_are_refused_by_name(config: Config) -> None:
+    mesh = replace(config.mesh, dp_shard=2, gather="block")
+    pipeline = PipelineConfig(schedule="gpipe", retention="offload")
+    with pytest.raises(ConfigError, match=r'pipeline.retention \("offload"\) must be "keep" with'):
+        rules.check(replace(config, mesh=mesh, pipeline=pipeline))
+
+
 def test_too_few_are_refused_by_name(config: Config) -> None:
     pipeline = PipelineConfig(schedule="zero_bubble", retention="recompute")
     with pytest.raises(ConfigError, match=r"pipeline.keep_microbatches \(1\) must be larger with"):

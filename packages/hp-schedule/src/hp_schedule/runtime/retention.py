@@ -198,6 +198,11 @@ class Kept:
             stream.wait_stream(_current(self._device))
         with use_stream(stream):
             for stored in self._stored.values():
+                if stored.here().nbytes() != stored.num_bytes:
+                    raise RuntimeError(
+                        "memory that backward needs was freed: is it that of parameters which are "
+                        "gathered and freed inside the forward?"
+                    )
                 here = stored.bytes_there()
                 stored.host = torch.empty(
                     stored.num_bytes, dtype=torch.uint8, pin_memory=stream is not None

@@ -15,7 +15,7 @@ from hp_train.config.space import Axis, enumerate_meshes, layouts_of_mesh, with_
 from hp_train.costs.machine import Machine
 from hp_train.errors import ConfigError
 from hp_train.layout.ranks import Layout
-from hp_train.layout.schedules import KINDS, count_microbatches
+from hp_train.layout.schedules import KINDS, compute_schedule, count_microbatches
 from hp_train.plan.estimate import Estimate, Need, Plan
 
 _PLAINEST: Mapping[str, object] = {"pipeline.schedule": "1f1b", "pipeline.stages_per_rank": 1}
@@ -108,6 +108,8 @@ def choose(
             is_complete = False
             break
         simulated += 1
+        if layout.pipeline.retention != "keep" and not rules.allows_pipeline(layout):
+            continue  # with all its microbatches; the bound has looked at a few
         estimate = Plan(layout, machine, vocab_size=vocab_size).estimate()
         if estimate.memory.total <= machine.memory:
             _put(found, estimate)
@@ -153,7 +155,7 @@ class _Search:
         self.smallest: Config | None = None
         self._axes, self._machine, self._vocab_size = axes, machine, vocab_size
         self._least_bytes = float("inf")
-        self._schedules: dict[object, tuple[Schedule, tuple[float, ...]]] = {}
+        self._schedules: dict[object, tuple[Schedule, tuple[float, ...]] | None] = {}
         self._needs: dict[object, list[Need]] = {}
         self._seconds: dict[object, float] = {}
 
@@ -190,6 +192,20 @@ class _Search:
             bound = self.bound(layout)
             if bound is not None:
                 yield bound, layout, None
+            elif layout.mesh.pp > 1 and layout.mesh.gather == "stage":
+                yield from self._giving_up(layout)
+
+    def _giving_up(self, layout: Config) -> Iterator[_Found]:
+        """A layout that cannot fit, with as many microbatches kept as can: the rest is given up."""
+        for retention in ("recompute", "offload"):
+            for keep in range(layout.mesh.pp, 0, -1):
+                found = with_keys(
+                    layout, {"pipeline.retention": retention, "pipeline.keep_microbatches": keep}
+                )
+                bound = self.bound(found)
+                if bound is not None:
+                    yield bound, found, None
+                    break
 
     def _need_not_go_by_block(self, layout: Config) -> bool:
         """Whether parameters are gathered by block that fit into memory by stage."""
@@ -209,7 +225,10 @@ class _Search:
 
     def bound(self, layout: Config) -> float | None:
         """Of a layout; None where it cannot fit. Schedules that place stages alike share it."""
-        schedule, in_flight = self._short_schedule(layout)
+        short = self._short_schedule(layout)
+        if short is None:
+            return None
+        schedule, in_flight = short
         train = layout.train
         key = (layout.mesh, schedule.stage_to_rank, train.microbatch_size, train.recompute)
         plan = None
@@ -230,18 +249,21 @@ class _Search:
     def _plan(self, layout: Config) -> Plan:
         return Plan(layout, self._machine, vocab_size=self._vocab_size)
 
-    def _short_schedule(self, layout: Config) -> tuple[Schedule, tuple[float, ...]]:
+    def _short_schedule(self, layout: Config) -> tuple[Schedule, tuple[float, ...]] | None:
         """A schedule like that of a layout, and how much it has under way on each rank at most.
 
         It has few microbatches: stages are where they are with many, and no more is under way.
+        None where a rank cannot keep as few as it is to.
         """
         pipeline, pp = layout.pipeline, layout.mesh.pp
         few = min(count_microbatches(layout), 2 * pp)
-        key = (pipeline.schedule, pp, few, pipeline.stages_per_rank)
+        key = (pipeline, pp, few)
         if key not in self._schedules:
-            schedule = KINDS[pipeline.schedule].build(pp, few, pipeline.stages_per_rank)
-            peaks = simulate(schedule, Costs(activation=1.0)).peak_activations
-            self._schedules[key] = schedule, peaks
+            schedule = compute_schedule(pipeline, num_ranks=pp, num_microbatches=few, paired=False)
+            self._schedules[key] = None
+            if schedule is not None:
+                peaks = simulate(schedule, Costs(activation=1.0)).peak_activations
+                self._schedules[key] = schedule, peaks
         return self._schedules[key]
 
 

@@ -29,7 +29,7 @@ from hp_train.layout.schedules import (
     split_layers,
 )
 from hp_train.plan.kernels import Compute, rates_of
-from hp_train.plan.memory import Memory, buffer_bytes, static_memory
+from hp_train.plan.memory import Memory, buffer_bytes, message_bytes, static_memory
 from hp_train.plan.traffic import (
     EdgeLink,
     Spread,
@@ -361,7 +361,22 @@ class Plan:
             latency=self._latencies(schedule),
             unshard=sharded,
             reduce_grad=sharded,
+            kept_input=self._messages,
+            # What a stage has received and what it hands on stays.
+            offloaded=self._of_each(
+                lambda stage, place: max(
+                    0.0,
+                    stage.kept_bytes(self.tokens, tp=place.tp)
+                    - 2 * message_bytes(self.config, place),
+                )
+            ),
+            host_bandwidth=self.machine.host_bandwidth,
         )
+
+    @property
+    def _messages(self) -> list[float]:
+        """Bytes of the input of each stage."""
+        return [float(message_bytes(self.config, place)) for place in self.places]
 
     def _latencies(self, schedule: Schedule) -> dict[tuple[int, int], float]:
         """Of every edge: of all pipelines the slowest, with the time that the bytes take."""

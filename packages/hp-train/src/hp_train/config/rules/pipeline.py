@@ -74,6 +74,13 @@ def retention_rules(config: Config) -> Iterator[str]:
     mesh, pipeline = config.mesh, config.pipeline
     if pipeline.retention == "keep":
         return
+    if mesh.gather == "block":
+        yield (
+            f"pipeline.retention ({shown(pipeline.retention)}) must be {shown('keep')} with "
+            f"mesh.gather ({shown('block')}): parameters come and go inside a forward, which would "
+            "be copied away with what it keeps; train.recompute goes by block"
+        )
+        return
     schedule = compute_schedule(
         pipeline, num_ranks=mesh.pp, num_microbatches=count_microbatches(config)
     )
