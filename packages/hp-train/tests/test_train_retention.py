@@ -1,13 +1,17 @@
 """`pipeline.retention`: the same bits, with fewer microbatches kept."""
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_platform import RankInfo, Runtime, shutdown
+from hp_platform.testing import LiveBytes
 from hp_schedule import validate
 from hp_train.config import Config, PipelineConfig, rules
 from hp_train.config.options import resolve
@@ -17,7 +21,9 @@ from hp_train.launch.heartbeats import Heartbeats
 from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
 from hp_train.layout.schedules import KINDS, compute_schedule, training_schedule
-from hp_train.model import stage
+from hp_train.model import Microbatch, stage
+from hp_train.model.block import Block
+from hp_train.model.rotary import rotation
 from hp_train.training.startup import connect, prepare_data
 from hp_train.training.train import Trainer
 from hp_train.verify.pairs import one_process
@@ -68,7 +74,7 @@ def test_a_step_has_the_same_bits_whatever_stages_do_with_microbatches(
     found = {}
     for dtype in ("float32", "bfloat16"):
         for retention in ("keep", "recompute", "offload"):
-            for recompute in ("none", "full"):
+            for recompute in ("none", "selective", "full"):
                 chosen = replace(
                     config,
                     pipeline=PipelineConfig(schedule="gpipe", retention=retention),  # type: ignore[arg-type]
@@ -89,6 +95,45 @@ def test_a_step_has_the_same_bits_whatever_stages_do_with_microbatches(
                 assert again == losses
                 for grad, value in zip(grads, values, strict=True):
                     assert torch.equal(grad, value)
+
+
+class _Ops(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_attention_does_not_run_again_where_recomputation_is_selective(config: Config) -> None:
+    counts, kept = {}, {}
+    x = torch.randn(2, 64, 16)
+    turned = rotation(config.model, torch.arange(64))
+    for recompute in ("none", "selective", "full"):
+        torch.manual_seed(0)
+        block = Block(config.model, 0, "layers.0")
+        for parameter in block.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        block.recompute = recompute  # type: ignore[assignment]
+        with _Ops() as ops, LiveBytes() as live:
+            y = block(x.requires_grad_(), rotation=turned, microbatch=Microbatch(2))
+            kept[recompute] = live.now
+            y.sum().backward()
+        counts[recompute] = ops.counts
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    assert [counts[way][attention] for way in counts] == [1, 1, 2]
+    assert counts["selective"]["mm"] == counts["full"]["mm"] > counts["none"]["mm"]
+    assert kept["full"] < kept["selective"] < 0.7 * kept["none"]
+
+
+def test_selective_recomputation_and_compiled_graphs_are_refused_by_name(config: Config) -> None:
+    train = replace(config.train, recompute="selective", compile="aot_eager")
+    with pytest.raises(ConfigError, match=r'train.compile \("aot_eager"\) must be "none" with'):
+        rules.check(replace(config, train=train))
 
 
 @pytest.mark.parametrize("schedule", KINDS)

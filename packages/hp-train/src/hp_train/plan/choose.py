@@ -57,8 +57,16 @@ def plan_axes(config: Config, num_devices: int) -> tuple[Axis, ...]:
         Axis("pipeline.schedule"),
         Axis("pipeline.stages_per_rank", (1, 2, 3, 4)),
         Axis("train.microbatch_size", tuple(sorted({*sizes, config.train.microbatch_size}))),
-        Axis("train.recompute", tuple(dict.fromkeys(("none", "full", config.train.recompute)))),
+        Axis("train.recompute", _recomputes(config)),
     )
+
+
+def _recomputes(config: Config) -> tuple[str, ...]:
+    """What of blocks may run again; not what the rules refuse of all layouts alike."""
+    ways = ["none", "full", config.train.recompute]
+    if not config.model.factory and config.train.compile == "none":
+        ways.insert(1, "selective")
+    return tuple(dict.fromkeys(ways))
 
 
 def choose(
