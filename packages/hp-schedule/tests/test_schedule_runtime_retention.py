@@ -45,6 +45,8 @@ ROWS, WIDTH = 16, 8
 class Layer(nn.Module):
     """Saves views, its output, a parameter of another shape, and drops at random."""
 
+    scale: Tensor
+
     def __init__(self, seed: int, *, drop: float = 0.25) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
@@ -286,7 +288,7 @@ def test_a_fitted_schedule_keeps_its_limit_on_a_gpu() -> None:
     limit = 3 * activation
     for ways in (("recompute",), ("offload",)):
         costs = Costs(activation=activation, offloaded=0.5 * activation)
-        fit = fit_memory(schedule, costs, limit, ways=ways)  # type: ignore[arg-type]
+        fit = fit_memory(schedule, costs, limit, ways=ways)
         if fit is not None:
             assert max(_live(fit.schedule, "cuda")[0]) <= limit * 1.02
     assert fit_memory(schedule, Costs(activation=activation), limit, ways=("recompute",))

@@ -23,6 +23,7 @@ from hp_schedule.ir import MetaStep, MetaStepType
 from hp_schedule.measured import measured_costs
 from hp_schedule.notation import from_csv, from_json, load, to_csv, to_json
 from hp_schedule.passes import (
+    Retention,
     add_fsdp_reduce_grad,
     add_fsdp_unshard_reshard,
     add_offload,
@@ -36,7 +37,7 @@ from hp_schedule.passes import (
 from hp_schedule.placement import generate_rank_to_stage_mapping, generate_stage_to_rank_mapping
 from hp_schedule.render import chrome_trace, step_grid, timeline_svg, timetable
 from hp_schedule.schedule import Row, Schedule
-from hp_schedule.searching import Fit, Retention, SearchResult, fit_memory, search
+from hp_schedule.searching import Fit, SearchResult, fit_memory, search
 from hp_schedule.simulation import ChannelModel, Simulation, simulate
 from hp_schedule.timeline import Span, Timeline
 from hp_schedule.transport import Message, MessageKind, Transport

@@ -7,7 +7,7 @@ from types import NoneType
 from typing import Any, Final, NoReturn, get_args
 
 from hp_schedule.generators import SCHEDULES
-from hp_schedule.searching import Retention
+from hp_schedule.passes import Retention
 from hp_schedule.simulation import ChannelModel
 
 GENERATORS: Final = {

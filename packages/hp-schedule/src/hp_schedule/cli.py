@@ -18,10 +18,10 @@ from hp_schedule.arguments import GENERATORS, OPTIONS, flag, parser
 from hp_schedule.costs import ModelCosts
 from hp_schedule.errors import ScheduleError
 from hp_schedule.notation import parse, to_csv, to_json
-from hp_schedule.passes import add_send_recv, pair_overlap
+from hp_schedule.passes import Retention, add_send_recv, pair_overlap
 from hp_schedule.render import chrome_trace, step_grid, timeline_svg, timetable
 from hp_schedule.schedule import Schedule
-from hp_schedule.searching import Retention, SearchResult, search
+from hp_schedule.searching import SearchResult, search
 from hp_schedule.simulation import Simulation, simulate
 from hp_schedule.validation import ValidationReport, validate
 

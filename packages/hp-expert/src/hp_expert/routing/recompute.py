@@ -67,7 +67,7 @@ def decide(owner: object, make: Callable[[], T]) -> T:
 @outside_graph
 def _decide_in_contexts(owner: object, make: Callable[[], T]) -> T:
     """Decide outside of compiled graphs, so that a recompute runs the graphs of its forward."""
-    recordings = []
+    recordings: list[_Context] = []
     for context in reversed(_open.contexts):
         if isinstance(context, _Repeating):
             decision: T = context.repeat(owner)

@@ -5,6 +5,7 @@ free of deadlocks: none of these steps waits for another rank.
 """
 
 from collections.abc import Callable, Iterable
+from typing import Literal
 
 from hp_schedule.packing import (
     BWD,
@@ -21,6 +22,9 @@ from hp_schedule.packing import (
     leaves,
 )
 from hp_schedule.schedule import Schedule
+
+Retention = Literal["recompute", "offload"]
+"""How a microbatch gives up what it keeps in a stage: it is run again, or copied to the host."""
 
 Places = Iterable[tuple[int, int]]
 """(stage, microbatch) each."""

@@ -10,7 +10,7 @@ received and returned, what the caller has passed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,7 +39,9 @@ class Repeat:
         preserve_rng_state: bool,
         context_fn: ContextFunction | None,
     ) -> None:
-        self._first, self._second = (None, None) if context_fn is None else context_fn()
+        contexts = (nullcontext(), nullcontext()) if context_fn is None else context_fn()
+        self._first: AbstractContextManager[Any] = contexts[0]
+        self._second: AbstractContextManager[Any] = contexts[1]
         self._devices = [device] if device.type == "cuda" else []
         self._states: list[Tensor] | None = None
         if preserve_rng_state:
@@ -49,30 +51,21 @@ class Repeat:
     @contextmanager
     def first_run(self) -> Iterator[None]:
         """Save nothing for a backward inside."""
-        with _around(self._first), saved_tensors_hooks(_drop, _missing):
+        with self._first, saved_tensors_hooks(_drop, _missing):
             yield
 
     @contextmanager
     def second_run(self) -> Iterator[None]:
         """Draw the random numbers of the first run inside; the generators go on as before."""
         if self._states is None:
-            with _around(self._second):
+            with self._second:
                 yield
             return
-        with torch.random.fork_rng(self._devices), _around(self._second):
+        with torch.random.fork_rng(self._devices), self._second:
             torch.set_rng_state(self._states[0])
             for device, state in zip(self._devices, self._states[1:], strict=True):
                 torch.cuda.set_rng_state(state, device)
             yield
-
-
-@contextmanager
-def _around(context: AbstractContextManager[Any] | None) -> Iterator[None]:
-    if context is None:
-        yield
-        return
-    with context:
-        yield
 
 
 def _drop(_: Tensor) -> None:

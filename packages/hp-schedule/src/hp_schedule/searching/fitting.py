@@ -11,7 +11,7 @@ helps.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final, Literal, get_args
+from typing import Final, get_args
 
 from hp_schedule.costs import Costs, Held
 from hp_schedule.packing import (
@@ -28,13 +28,10 @@ from hp_schedule.packing import (
     leaves,
 )
 from hp_schedule.passes.clock import compute_clock
-from hp_schedule.passes.retention import add_offload, add_recompute
+from hp_schedule.passes.retention import Retention, add_offload, add_recompute
 from hp_schedule.schedule import Schedule
 from hp_schedule.simulation import simulate
 from hp_schedule.simulation.recurrence import peak_memory
-
-Retention = Literal["recompute", "offload"]
-"""How a microbatch gives up what it keeps in a stage: it is run again, or copied to the host."""
 
 Choice = Mapping[tuple[int, int], Retention]
 """By (stage, microbatch); those that are not named keep everything."""
