@@ -294,7 +294,9 @@ def test_giving_up_microbatches_saves_memory_at_a_price(schedule: str) -> None:
     assert late.seconds > away.seconds
     fast = H100.with_values(host_bandwidth=1e15)
     free = Plan(away.config, fast, vocab_size=VOCAB).estimate()
-    assert free.memory.activations < keep.memory.activations
+    # Two forwards in a row leave the first copy no time at all.
+    least = 0.9 if schedule == "gpipe" else 1.0
+    assert free.memory.activations <= least * keep.memory.activations
     assert free.seconds == pytest.approx(keep.seconds, rel=1e-4)
     assert "1 kept, others run again" in name(again)
     assert "1 kept, others copied to the host" in name(away)

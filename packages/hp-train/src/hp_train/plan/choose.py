@@ -15,7 +15,7 @@ from hp_train.config.space import Axis, enumerate_meshes, layouts_of_mesh, with_
 from hp_train.costs.machine import Machine
 from hp_train.errors import ConfigError
 from hp_train.layout.ranks import Layout
-from hp_train.layout.schedules import KINDS, compute_schedule, count_microbatches
+from hp_train.layout.schedules import KINDS, count_microbatches
 from hp_train.plan.estimate import Estimate, Need, Plan
 
 _PLAINEST: Mapping[str, object] = {"pipeline.schedule": "1f1b", "pipeline.stages_per_rank": 1}
@@ -163,7 +163,7 @@ class _Search:
         self.smallest: Config | None = None
         self._axes, self._machine, self._vocab_size = axes, machine, vocab_size
         self._least_bytes = float("inf")
-        self._schedules: dict[object, tuple[Schedule, tuple[float, ...]] | None] = {}
+        self._schedules: dict[object, tuple[Schedule, tuple[float, ...]]] = {}
         self._needs: dict[object, list[Need]] = {}
         self._seconds: dict[object, float] = {}
 
@@ -200,7 +200,7 @@ class _Search:
             bound = self.bound(layout)
             if bound is not None:
                 yield bound, layout, None
-            elif layout.mesh.pp > 1 and layout.mesh.gather == "stage":
+            elif _may_give_up(layout):
                 yield from self._giving_up(layout)
 
     def _giving_up(self, layout: Config) -> Iterator[_Found]:
@@ -214,6 +214,8 @@ class _Search:
                 if bound is not None:
                     yield bound, found, None
                     break
+            else:
+                return  # not even with one
 
     def _need_not_go_by_block(self, layout: Config) -> bool:
         """Whether parameters are gathered by block that fit into memory by stage."""
@@ -233,10 +235,10 @@ class _Search:
 
     def bound(self, layout: Config) -> float | None:
         """Of a layout; None where it cannot fit. Schedules that place stages alike share it."""
-        short = self._short_schedule(layout)
-        if short is None:
-            return None
-        schedule, in_flight = short
+        schedule, in_flight = self._short_schedule(layout)
+        if layout.pipeline.retention != "keep":
+            most = layout.pipeline.keep_microbatches * layout.pipeline.stages_per_rank
+            in_flight = tuple(min(number, most) for number in in_flight)
         train = layout.train
         key = (layout.mesh, schedule.stage_to_rank, train.microbatch_size, train.recompute)
         plan = None
@@ -257,22 +259,25 @@ class _Search:
     def _plan(self, layout: Config) -> Plan:
         return Plan(layout, self._machine, vocab_size=self._vocab_size)
 
-    def _short_schedule(self, layout: Config) -> tuple[Schedule, tuple[float, ...]] | None:
+    def _short_schedule(self, layout: Config) -> tuple[Schedule, tuple[float, ...]]:
         """A schedule like that of a layout, and how much it has under way on each rank at most.
 
         It has few microbatches: stages are where they are with many, and no more is under way.
-        None where a rank cannot keep as few as it is to.
         """
         pipeline, pp = layout.pipeline, layout.mesh.pp
         few = min(count_microbatches(layout), 2 * pp)
-        key = (pipeline, pp, few)
+        key = (pipeline.schedule, pp, few, pipeline.stages_per_rank)
         if key not in self._schedules:
-            schedule = compute_schedule(pipeline, num_ranks=pp, num_microbatches=few, paired=False)
-            self._schedules[key] = None
-            if schedule is not None:
-                peaks = simulate(schedule, Costs(activation=1.0)).peak_activations
-                self._schedules[key] = schedule, peaks
+            schedule = KINDS[pipeline.schedule].build(pp, few, pipeline.stages_per_rank)
+            peaks = simulate(schedule, Costs(activation=1.0)).peak_activations
+            self._schedules[key] = schedule, peaks
         return self._schedules[key]
+
+
+def _may_give_up(layout: Config) -> bool:
+    """Whether microbatches that wait for their backward can make room for others."""
+    splits = KINDS[layout.pipeline.schedule].splits_backward
+    return layout.mesh.pp > 1 and layout.mesh.gather == "stage" and not splits
 
 
 def _put(found: list[Estimate], estimate: Estimate) -> None:
