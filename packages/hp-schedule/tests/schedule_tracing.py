@@ -87,7 +87,8 @@ def trace(
     Raises:
         DeadlockError: If it cannot run to its end, or messages are left then.
         KeyError: If a step needs a value that was never made or was used up, has run before, or is
-            not of its rank, or parameters are not as it needs them.
+            not of its rank, parameters are not as it needs them, or what a forward kept is run
+            again or copied for no backward.
     """
     network = _Network(machine)
     stages = range(schedule.num_stages)
@@ -104,6 +105,8 @@ def trace(
     ]
     run_together([Executor(row, rank) for row, rank in zip(schedule.steps, ranks, strict=True)])
     network.check_empty()
+    for rank in ranks:
+        rank.check_used()
     return result
 
 
@@ -180,6 +183,17 @@ class _TracedRank:
         self._inputs: dict[tuple[int, int], Symbol] = {}
         self._grads: dict[tuple[int, int], Symbol] = {}
         self._saved: dict[tuple[int, int], Symbol] = {}
+        # What forwards keep that are run again; what is on the host; whose steps have run.
+        self._kept_inputs: dict[tuple[int, int], Symbol] = {}
+        self._on_host: dict[tuple[int, int], Symbol] = {}
+        self._retained: set[tuple[MetaStepType, int, int]] = set()
+        steps = {
+            (step.type, step.stage_index or 0, step.microbatch_index or 0)
+            for step in schedule.steps[rank]
+            if step is not None
+        }
+        self._again = {step[1:] for step in steps if step[0] is MetaStepType.RECOMPUTE}
+        self._moved = {step[1:] for step in steps if step[0] is MetaStepType.OFFLOAD}
         self._pending: dict[tuple[int, int], tuple[Symbol, Symbol]] = {}
         self._outgoing: dict[tuple[MetaStepType, int, int], Symbol] = {}
 
@@ -197,7 +211,9 @@ class _TracedRank:
         key = (stage_index, microbatch_index)
         value = self._take(MetaStepType.FWD_RECV, self._inputs, key, ("x", microbatch_index))
         output = ("F", stage_index, value)
-        self._saved[key] = value
+        if key in self._again & self._moved:
+            raise KeyError(f"forward {key} is to keep nothing, and to have it copied")
+        (self._kept_inputs if key in self._again else self._saved)[key] = value
         if key in self._result.outputs:
             raise KeyError(f"forward {key} runs twice")
         self._result.outputs[key] = output
@@ -226,6 +242,32 @@ class _TracedRank:
         self._use(stage_index)
         grad = self._pending.pop((stage_index, microbatch_index))
         self._result.weight_grads[stage_index].append(grad)
+
+    def recompute(self, stage_index: int, microbatch_index: int) -> None:
+        self._use(stage_index)
+        key = self._once(MetaStepType.RECOMPUTE, stage_index, microbatch_index)
+        self._saved[key] = self._kept_inputs.pop(key)
+
+    def offload(self, stage_index: int, microbatch_index: int) -> None:
+        key = self._once(MetaStepType.OFFLOAD, stage_index, microbatch_index)
+        self._on_host[key] = self._saved.pop(key)
+
+    def reload(self, stage_index: int, microbatch_index: int) -> None:
+        key = self._once(MetaStepType.RELOAD, stage_index, microbatch_index)
+        self._saved[key] = self._on_host.pop(key)
+
+    def check_used(self) -> None:
+        """Refuse what was run again or copied, and no backward has used."""
+        left = {step[1:] for step in self._retained} & self._saved.keys()
+        if left or self._on_host or self._kept_inputs:
+            raise KeyError("what forwards kept is left")
+
+    def _once(self, step_type: MetaStepType, stage: int, microbatch: int) -> tuple[int, int]:
+        self._here(stage)
+        if (step_type, stage, microbatch) in self._retained:
+            raise KeyError(f"{step_type.name} {(stage, microbatch)} runs twice")
+        self._retained.add((step_type, stage, microbatch))
+        return stage, microbatch
 
     def send_forward(self, stage_index: int, microbatch_index: int) -> None:
         self._send(MetaStepType.FWD_SEND, stage_index, microbatch_index)

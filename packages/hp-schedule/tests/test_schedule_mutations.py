@@ -23,12 +23,15 @@ from hp_schedule import (
     Schedule,
     add_fsdp_reduce_grad,
     add_fsdp_unshard_reshard,
+    add_offload,
+    add_recompute,
     add_send_recv,
     forward_only,
     gpipe,
     interleaved_1f1b,
     interleaved_zero_bubble,
     one_f_one_b,
+    pair_overlap,
     simulate,
     validate,
     zero_bubble,
@@ -47,6 +50,9 @@ from hp_schedule.packing import (
     KIND_MASK,
     MICROBATCH_MASK,
     MICROBATCH_SHIFT,
+    OFFLOAD,
+    RELOAD,
+    RETENTION_KINDS,
     STAGE_MASK,
     STAGE_SHIFT,
     encode,
@@ -85,6 +91,19 @@ _SHARDED = add_fsdp_reduce_grad(
         interleaved_1f1b(2, num_microbatches=3, num_stages_per_rank=3), max_active_stages=2
     )
 )
+# Half of what each stage keeps is run again, a quarter copied away.
+_PLACES = [(stage, microbatch) for stage in range(6) for microbatch in range(5)]
+
+
+def _retaining(schedule: Schedule) -> Schedule:
+    there = [
+        (stage, microbatch)
+        for stage, microbatch in _PLACES
+        if stage < schedule.num_stages and microbatch < schedule.num_microbatches
+    ]
+    return add_offload(add_recompute(schedule, there[::2]), there[1::4])
+
+
 _ORIGINALS = {
     "gpipe": gpipe(3, num_microbatches=3),
     "1f1b": one_f_one_b(4, num_microbatches=6),
@@ -97,6 +116,9 @@ _ORIGINALS = {
     "overlaps": _OVERLAPS,
     "forward_only": forward_only(3, num_microbatches=3),
     "sharded": _SHARDED,
+    "retaining": _retaining(interleaved_zero_bubble(2, num_microbatches=3)),
+    "retaining pairs": _retaining(pair_overlap(one_f_one_b(3, num_microbatches=5))),
+    "retaining, sharded": _retaining(_SHARDED),
 }
 
 
@@ -324,6 +346,19 @@ def _pair(schedule: Schedule, rng: random.Random) -> Schedule:
     return schedule.with_rows(rows)
 
 
+def _retain(schedule: Schedule, rng: random.Random) -> Schedule:
+    """Run something again or copy it, perhaps only there or only back."""
+    rows = [row.codes() for row in schedule.steps]
+    row = rng.choice(rows)
+    stage, microbatch = rng.randrange(schedule.num_stages), rng.randrange(schedule.num_microbatches)
+    kinds = rng.choice([*([kind] for kind in sorted(RETENTION_KINDS)), [OFFLOAD, RELOAD]])
+    at = rng.randrange(len(row) + 1)
+    for kind in kinds:
+        row.insert(at, encode(kind, stage, microbatch))
+        at = rng.randrange(at + 1, len(row) + 1)
+    return schedule.with_rows(rows)
+
+
 _WHOLESALE = (
     _mutate,
     _mutate,
@@ -332,6 +367,8 @@ _WHOLESALE = (
     _move,
     _split,
     _pair,
+    _retain,
+    _retain,
     _lose_kinds_of_a_stage,
     _lose_kinds,
     _lose_an_edge,

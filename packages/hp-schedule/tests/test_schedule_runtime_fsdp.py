@@ -23,6 +23,8 @@ from hp_schedule import (
     Schedule,
     add_fsdp_reduce_grad,
     add_fsdp_unshard_reshard,
+    add_offload,
+    add_recompute,
     gpipe,
     interleaved_1f1b,
     one_f_one_b,
@@ -241,6 +243,10 @@ SCHEDULES = {
     "interleaved": interleaved_1f1b(2, num_microbatches=3),
     "split": split_backwards(interleaved_1f1b(2, num_microbatches=2)),
     "overlap": overlapped(),
+    "retaining": add_offload(
+        add_recompute(interleaved_1f1b(2, num_microbatches=3), [(0, 1), (1, 2), (3, 1)]),
+        [(0, 0), (0, 2), (1, 1), (2, 0)],
+    ),
 }
 CASES = [
     ("1f1b", "none", 3, True),
@@ -248,6 +254,7 @@ CASES = [
     ("split", "defer", 2, True),
     ("split", "cut", 1, True),
     ("overlap", "defer", 1, False),
+    ("retaining", "none", 1, True),
 ]
 
 

@@ -86,3 +86,20 @@ def test_bad_options_are_answered_in_one_line(options: str, message: str) -> Non
     assert run.returncode == 2
     assert message in run.stderr
     assert len(run.stderr.splitlines()) == 1
+
+
+def test_retention_fits_less_memory_in_less_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = "search --ranks 3 --microbatches 5 --memory 1.5 --candidates 18 --json"
+    costs = "--kept-input 0.05 --recompute 0.9 --host-bandwidth 2"
+    times = {}
+    for retention in ("", "--retention recompute", "--retention both"):
+        file = tmp_path / "plan.json"
+        assert main([*f"{command} {costs} {retention} --output".split(), str(file)]) == 0
+        capsys.readouterr()
+        assert main([*f"simulate {costs} --json".split(), str(file)]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert max(found["peak_activations"]) <= 1.5
+        times[retention] = found["makespan"]
+    assert times["--retention both"] <= times["--retention recompute"] < times[""]

@@ -268,6 +268,60 @@ def test_layouts_that_do_not_fit_are_told_apart() -> None:
         choose(config, 2, H100.with_values(memory=1e5), vocab_size=VOCAB)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_giving_up_microbatches_saves_memory_at_a_price(schedule: str) -> None:
+    keys = {
+        "mesh.pp": 2,
+        "mesh.dp_replicate": 1,
+        "mesh.ep": 1,
+        "pipeline.stages_per_rank": 1,
+        "pipeline.schedule": schedule,
+        "train.microbatch_size": 4,
+    }
+    found = {}
+    for retention in ("keep", "recompute", "offload"):
+        chosen = config_of({**keys, "pipeline.retention": retention})
+        plan = Plan(chosen, H100, vocab_size=VOCAB)
+        found[retention] = plan.estimate()
+        steps = {step.type.name for row in plan.schedule().steps for step in row if step}
+        assert ("RECOMPUTE" in steps) is (retention == "recompute")
+        assert ("OFFLOAD" in steps) is (retention == "offload")
+    keep, again, away = found.values()
+    assert again.memory.activations < keep.memory.activations
+    assert again.seconds > keep.seconds
+    slow = H100.with_values(host_bandwidth=1e6)
+    late = Plan(away.config, slow, vocab_size=VOCAB).estimate()
+    assert late.seconds > away.seconds
+    fast = H100.with_values(host_bandwidth=1e15)
+    free = Plan(away.config, fast, vocab_size=VOCAB).estimate()
+    # Two forwards in a row leave the first copy no time at all.
+    least = 0.9 if schedule == "gpipe" else 1.0
+    assert free.memory.activations <= least * keep.memory.activations
+    assert free.seconds == pytest.approx(keep.seconds, rel=1e-4)
+    assert "1 kept, others run again" in name(again)
+    assert "1 kept, others copied to the host" in name(away)
+    assert as_dict(away)["config"]["pipeline.retention"] == "offload"
+
+
+def test_a_layout_that_does_not_fit_gives_up_as_few_microbatches_as_it_can() -> None:
+    config = config_of({"mesh.pp": 4, "mesh.dp_replicate": 1, "mesh.ep": 1} | {
+        "pipeline.schedule": "1f1b", "pipeline.stages_per_rank": 1, "train.microbatch_size": 4
+    })  # fmt: skip
+    plan = Plan(config, TENSORS_ALONE, vocab_size=VOCAB)
+    needed = max(
+        need.least(in_flight)
+        for need, in_flight in zip(plan.needs(plan.schedule()), (4, 3, 2, 1), strict=True)
+    )
+    tight = TENSORS_ALONE.with_values(memory=needed - 1)
+    search = _Search(plan_axes(config, 4), tight, VOCAB)
+    assert search.bound(config) is None
+    offers = [layout.pipeline for _, layout, _ in search._giving_up(config)]
+    assert [(offer.retention, offer.keep_microbatches) for offer in offers] == [
+        ("recompute", 3),
+        ("offload", 3),
+    ]
+
+
 def test_a_gpu_gives_less_than_all_of_its_memory_to_tensors() -> None:
     config = config_of({"mesh.pp": 2, "mesh.dp_replicate": 2, "mesh.ep": 2})
     found = estimate(config, H100, vocab_size=VOCAB)

@@ -23,17 +23,21 @@ from hp_schedule.ir import MetaStep, MetaStepType
 from hp_schedule.measured import measured_costs
 from hp_schedule.notation import from_csv, from_json, load, to_csv, to_json
 from hp_schedule.passes import (
+    Retention,
     add_fsdp_reduce_grad,
     add_fsdp_unshard_reshard,
+    add_offload,
+    add_recompute,
     add_send_recv,
     auto_align_and_add_send_recv,
     drop_communication,
+    drop_retention,
     pair_overlap,
 )
 from hp_schedule.placement import generate_rank_to_stage_mapping, generate_stage_to_rank_mapping
 from hp_schedule.render import chrome_trace, step_grid, timeline_svg, timetable
 from hp_schedule.schedule import Row, Schedule
-from hp_schedule.searching import SearchResult, search
+from hp_schedule.searching import Fit, SearchResult, fit_memory, search
 from hp_schedule.simulation import ChannelModel, Simulation, simulate
 from hp_schedule.timeline import Span, Timeline
 from hp_schedule.transport import Message, MessageKind, Transport
@@ -56,12 +60,14 @@ __all__ = [
     "Executor",
     "Finding",
     "FindingKind",
+    "Fit",
     "Lacking",
     "Message",
     "MessageKind",
     "MetaStep",
     "MetaStepType",
     "ModelCosts",
+    "Retention",
     "Row",
     "Schedule",
     "ScheduleError",
@@ -75,12 +81,16 @@ __all__ = [
     "__version__",
     "add_fsdp_reduce_grad",
     "add_fsdp_unshard_reshard",
+    "add_offload",
+    "add_recompute",
     "add_send_recv",
     "auto_align_and_add_send_recv",
     "chrome_trace",
     "closed_form",
     "drop_communication",
+    "drop_retention",
     "dualpipe_v",
+    "fit_memory",
     "forward_only",
     "from_csv",
     "from_json",

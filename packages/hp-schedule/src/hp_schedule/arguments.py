@@ -7,6 +7,7 @@ from types import NoneType
 from typing import Any, Final, NoReturn, get_args
 
 from hp_schedule.generators import SCHEDULES
+from hp_schedule.passes import Retention
 from hp_schedule.simulation import ChannelModel
 
 GENERATORS: Final = {
@@ -130,6 +131,11 @@ def parser() -> argparse.ArgumentParser:
     )
     find.add_argument("--candidates", type=int, help="stop after so many, for equal results")
     find.add_argument("--seed", type=int, default=0)
+    find.add_argument(
+        "--retention",
+        choices=[*get_args(Retention), "both"],
+        help="how microbatches may make room where --memory does not suffice",
+    )
     find.add_argument("--whole-backward", action="store_true", help="do not split backwards")
     find.add_argument("--communication", action="store_true", help="insert sends and receives")
     find.add_argument("--output", "-o", type=Path, default=Path("-"), help="default: print")
@@ -152,6 +158,16 @@ def _add_costs(command: argparse.ArgumentParser) -> None:
     command.add_argument("--latency", type=float, default=0.0, help="of a message")
     command.add_argument("--message", type=float, default=0.0, help="size of a message")
     command.add_argument("--bandwidth", type=float, default=math.inf, help="size per unit of time")
+    command.add_argument("--recompute", type=float, help="of a RECOMPUTE; default: of a forward")
+    command.add_argument(
+        "--kept-input", type=float, default=0.0, help="memory a stage keeps until a RECOMPUTE"
+    )
+    command.add_argument(
+        "--host-bandwidth",
+        type=float,
+        default=math.inf,
+        help="microbatches copied to the host per unit of time",
+    )
 
 
 def _numbers(text: str) -> tuple[int, ...]:

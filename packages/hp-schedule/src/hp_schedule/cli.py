@@ -18,7 +18,7 @@ from hp_schedule.arguments import GENERATORS, OPTIONS, flag, parser
 from hp_schedule.costs import ModelCosts
 from hp_schedule.errors import ScheduleError
 from hp_schedule.notation import parse, to_csv, to_json
-from hp_schedule.passes import add_send_recv, pair_overlap
+from hp_schedule.passes import Retention, add_send_recv, pair_overlap
 from hp_schedule.render import chrome_trace, step_grid, timeline_svg, timetable
 from hp_schedule.schedule import Schedule
 from hp_schedule.searching import SearchResult, search
@@ -174,6 +174,7 @@ def _search(options: argparse.Namespace) -> int:
         virtual=options.virtual,
         memory_limit=options.memory,
         split_backward=not options.whole_backward,
+        retention=_retention(options.retention),
         num_candidates=options.candidates,
         time_budget=options.time_budget,
         seed=options.seed,
@@ -185,6 +186,11 @@ def _search(options: argparse.Namespace) -> int:
     text = to_json(schedule) if options.json else timetable(schedule) + "\n"
     _write(options.output, text)
     return 0
+
+
+def _retention(chosen: str | None) -> tuple[Retention, ...]:
+    every: tuple[Retention, ...] = ("recompute", "offload")
+    return tuple(way for way in every if chosen in {way, "both"})
 
 
 def _found(result: SearchResult) -> str:
@@ -206,6 +212,9 @@ def _model_costs(options: argparse.Namespace) -> ModelCosts:
         latency=options.latency,
         message=options.message,
         bandwidth=options.bandwidth,
+        recompute=options.recompute,
+        kept_input=options.kept_input,
+        host_bandwidth=options.host_bandwidth,
     )
 
 

@@ -3,8 +3,9 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from hp_schedule.packing import BWD, BWD_INPUT, BWD_WEIGHT, FWD
+from hp_schedule.packing import BWD, BWD_INPUT, BWD_WEIGHT, FWD, RECOMPUTE
 
 PerStage = float | Sequence[float]
 """One number for every stage, or one per stage."""
@@ -30,10 +31,17 @@ class Costs:
             occupies its channel for message / bandwidth.
         unshard: Duration of gathering a stage's parameters.
         reduce_grad: Duration of reducing a stage's gradients.
+        recompute: Duration of running a forward again; None: as long as the forward.
+        kept_input: Memory that a microbatch which is run again holds from its forward to that
+            RECOMPUTE, in the unit of `activation`: the input of the stage.
+        offloaded: Memory that OFFLOAD moves to the host and RELOAD brings back, in the unit of
+            `activation`; None: all of it.
+        host_bandwidth: Bandwidth of a rank's way to its host and of the way back, in the unit of
+            `activation` per unit of time.
 
     Raises:
-        ValueError: If a number is negative or, except for the bandwidth, infinite, or the bandwidth
-            is not positive.
+        ValueError: If a number is negative or, except for the bandwidths, infinite, or a
+            bandwidth is not positive.
     """
 
     forward: PerStep = 1.0
@@ -45,20 +53,25 @@ class Costs:
     bandwidth: float = math.inf
     unshard: PerStage = 0.0
     reduce_grad: PerStage = 0.0
+    recompute: PerStep | None = None
+    kept_input: PerStep = 0.0
+    offloaded: PerStep | None = None
+    host_bandwidth: float = math.inf
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             for number in numbers(getattr(self, name)):
-                if not number >= 0 or (number == math.inf and name != "bandwidth"):
+                if not number >= 0 or (number == math.inf and name not in _BANDWIDTHS):
                     raise ValueError(f"{name} ({number}) must be >= 0 and finite")
-        if self.bandwidth == 0:
-            raise ValueError(f"bandwidth ({self.bandwidth}) must be > 0")
+        for name in _BANDWIDTHS:
+            if getattr(self, name) == 0:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be > 0")
 
     def durations(self, num_stages: int, num_microbatches: int) -> tuple[list[float], ...]:
         """Return what every compute step takes.
 
         Returns:
-            One table for each kind of compute step (F, B, I, W, numbered as in
+            One table for each kind of compute step (F, B, I, W, RECOMPUTE, numbered as in
             `hp_schedule.packing`), each indexed by stage * num_microbatches + microbatch.
 
         Raises:
@@ -69,8 +82,28 @@ class Costs:
         input_grad = per_step("input_grad", self.input_grad, *sizes)
         weight_grad = per_step("weight_grad", self.weight_grad, *sizes)
         full = [i + w for i, w in zip(input_grad, weight_grad, strict=True)]
+        again = forward
+        if self.recompute is not None:
+            again = per_step("recompute", self.recompute, *sizes)
         columns = {FWD: forward, BWD: full, BWD_INPUT: input_grad, BWD_WEIGHT: weight_grad}
+        columns[RECOMPUTE] = again
         return tuple(columns[kind] for kind in sorted(columns))
+
+    def held(self, num_stages: int, num_microbatches: int) -> "Held":
+        """Return what every microbatch holds in every stage.
+
+        Raises:
+            ValueError: If a sequence does not have one entry per stage, or per microbatch, or more
+                is moved than held.
+        """
+        sizes = (num_stages, num_microbatches)
+        activation = per_step("activation", self.activation, *sizes)
+        kept = per_step("kept_input", self.kept_input, *sizes)
+        moved = activation
+        if self.offloaded is not None:
+            moved = per_step("offloaded", self.offloaded, *sizes)
+            _check_at_most("offloaded", moved, activation)
+        return Held(activation, kept, moved)
 
     def latency_of(self, source: int, destination: int) -> float:
         """Return the latency of a directed edge between two ranks.
@@ -94,6 +127,29 @@ class Costs:
         return [size / self.bandwidth for size in sizes] if any(sizes) else sizes
 
 
+_BANDWIDTHS = ("bandwidth", "host_bandwidth")
+
+
+class Held(NamedTuple):
+    """Memory by stage * num_microbatches + microbatch, in the unit of `Costs.activation`.
+
+    Attributes:
+        all: Held from a forward, or a RECOMPUTE, to the end of the backward.
+        input: Held from a forward to its RECOMPUTE.
+        moved: What of all is away between OFFLOAD and RELOAD.
+    """
+
+    all: list[float]
+    input: list[float]
+    moved: list[float]
+
+
+def _check_at_most(name: str, parts: Sequence[float], wholes: Sequence[float]) -> None:
+    for part, whole in zip(parts, wholes, strict=True):
+        if part > whole:
+            raise ValueError(f"{name} ({part}) must be <= activation ({whole})")
+
+
 @dataclass(frozen=True, slots=True)
 class ModelCosts:
     """Costs of one rank's share of a model, so that any number of stages can be compared.
@@ -113,6 +169,11 @@ class ModelCosts:
         latency: Latency of a message between ranks; see `Costs`.
         message: Size of a microbatch's message between two stages.
         bandwidth: Size per unit of time of every channel.
+        recompute: Duration of running a forward again; None: as long as the forward.
+        kept_input: Memory that a microbatch which is run again holds in one stage: its input, the
+            size of which does not depend on how much of the model a stage is.
+        offloaded: Memory that OFFLOAD moves; None: all of `activation`.
+        host_bandwidth: Memory per unit of time of a rank's way to its host, and of the way back.
     """
 
     forward: float = 1.0
@@ -125,6 +186,10 @@ class ModelCosts:
     latency: Latency = 0.0
     message: float = 0.0
     bandwidth: float = math.inf
+    recompute: float | None = None
+    kept_input: float = 0.0
+    offloaded: float | None = None
+    host_bandwidth: float = math.inf
 
     def of_stages(self, num_ranks: int, num_stages: int) -> Costs:
         """Return the costs of equal stages, but for the first and the last."""
@@ -140,6 +205,10 @@ class ModelCosts:
             latency=self.latency,
             message=self._table(self.message, [1.0] * num_stages),
             bandwidth=self.bandwidth,
+            recompute=None if self.recompute is None else self._table(self.recompute, scales),
+            kept_input=self._table(self.kept_input, [1.0] * num_stages),
+            offloaded=None if self.offloaded is None else self._table(self.offloaded, share),
+            host_bandwidth=self.host_bandwidth,
         )
 
     def _table(self, cost: float, scales: list[float]) -> list[float | Sequence[float]]:
@@ -174,8 +243,10 @@ def per_step(name: str, value: PerStep, num_stages: int, num_microbatches: int =
     return table
 
 
-def numbers(value: PerStep | Latency) -> Iterator[float]:
+def numbers(value: PerStep | Latency | None) -> Iterator[float]:
     """Yield every number that a cost consists of."""
+    if value is None:
+        return
     if isinstance(value, Mapping):
         yield from value.values()
     elif isinstance(value, Sequence):

@@ -47,6 +47,15 @@ class Driver(Protocol):
     def backward_weight(self, stage_index: int, microbatch_index: int) -> None:
         """Run the rest of the backward."""
 
+    def recompute(self, stage_index: int, microbatch_index: int) -> None:
+        """Run a forward again that has kept nothing but its input; the backward follows."""
+
+    def offload(self, stage_index: int, microbatch_index: int) -> None:
+        """Start copying what a forward has kept to the host; frees it on the device."""
+
+    def reload(self, stage_index: int, microbatch_index: int) -> None:
+        """Start bringing back what was copied away; the backward waits for it."""
+
     def send_forward(self, stage_index: int, microbatch_index: int) -> None:
         """Start sending the output of the stage; does not wait for the other side."""
 
@@ -177,10 +186,13 @@ def actions_of(driver: Driver) -> tuple[Callable[[int, int], None], ...]:
         MetaStepType.BWD: driver.backward,
         MetaStepType.BWD_INPUT: driver.backward_input,
         MetaStepType.BWD_WEIGHT: driver.backward_weight,
+        MetaStepType.RECOMPUTE: driver.recompute,
         MetaStepType.FWD_SEND: driver.send_forward,
         MetaStepType.FWD_RECV: driver.receive_forward,
         MetaStepType.BWD_SEND: driver.send_backward,
         MetaStepType.BWD_RECV: driver.receive_backward,
+        MetaStepType.OFFLOAD: driver.offload,
+        MetaStepType.RELOAD: driver.reload,
         MetaStepType.FSDP_UNSHARD: _per_stage(driver.unshard),
         MetaStepType.FSDP_RESHARD: _per_stage(driver.reshard),
         MetaStepType.FSDP_REDUCE_GRAD: _per_stage(driver.reduce_grad),

@@ -2,7 +2,8 @@
 
 The grammar is that of ``torch.distributed.pipelining``: ``[stage][type][microbatch]``, for example
 ``2F0``, ``3SEND_F1``, ``1UNSHARD``, and ``(0F1;1B0)OVERLAP_F_B`` for two steps fused into one.
-``OVERLAP_B_F`` is the addition of this package.
+``OVERLAP_B_F``, and ``RECOMPUTE``, ``OFFLOAD`` and ``RELOAD`` of what a microbatch keeps in a
+stage, are the additions of this package.
 """
 
 import re
@@ -19,10 +20,13 @@ class MetaStepType(Enum):
     BWD = "B"
     BWD_INPUT = "I"
     BWD_WEIGHT = "W"
+    RECOMPUTE = "RECOMPUTE"
     FWD_SEND = "SEND_F"
     FWD_RECV = "RECV_F"
     BWD_SEND = "SEND_B"
     BWD_RECV = "RECV_B"
+    OFFLOAD = "OFFLOAD"
+    RELOAD = "RELOAD"
     FSDP_UNSHARD = "UNSHARD"
     FSDP_RESHARD = "RESHARD"
     FSDP_REDUCE_GRAD = "REDUCE_GRAD"
@@ -32,7 +36,7 @@ class MetaStepType(Enum):
     @property
     def is_compute(self) -> bool:
         """Whether the step occupies the rank's compute units (an overlap does)."""
-        return self in _BACKWARD or self is MetaStepType.FWD or self.is_overlap
+        return self in _COMPUTE or self.is_overlap
 
     @property
     def is_communication(self) -> bool:
@@ -50,7 +54,13 @@ class MetaStepType(Enum):
         return self.name.startswith("OVERLAP_")
 
 
-_BACKWARD: Final = (MetaStepType.BWD, MetaStepType.BWD_INPUT, MetaStepType.BWD_WEIGHT)
+_COMPUTE: Final = (
+    MetaStepType.FWD,
+    MetaStepType.BWD,
+    MetaStepType.BWD_INPUT,
+    MetaStepType.BWD_WEIGHT,
+    MetaStepType.RECOMPUTE,
+)
 _OVERLAP_HALVES: Final = (MetaStepType.BWD, MetaStepType.BWD_INPUT)
 
 _LEAF: Final = re.compile(r"([0-9]+)([A-Z]+(?:_[A-Z]+)*)([0-9]*)", re.ASCII)

@@ -23,7 +23,8 @@ def measured_costs(
 
     A full backward is priced as an input gradient and a weight gradient: by the parts that ran
     apart, and where none did, as an input gradient alone, whose sum is the same. Of an overlap each
-    half is taken for half of it, unless the halves' stages ran such steps on their own as well.
+    half is taken for half of it, unless the halves' stages ran such steps on their own as well. A
+    stage of which no forward ran again is priced as if that took as long as the forward.
 
     Args:
         timeline: Timeline with the spans of all ranks, of one run or several.
@@ -38,13 +39,14 @@ def measured_costs(
         ValueError: If a stage has no forward in the timeline.
     """
     size = (num_stages, num_microbatches if per_microbatch else 1)
-    forward, full, first, second = (
+    forward, full, first, second, again = (
         _table(_samples(timeline, kind), *size)
         for kind in (
             MetaStepType.FWD,
             MetaStepType.BWD,
             MetaStepType.BWD_INPUT,
             MetaStepType.BWD_WEIGHT,
+            MetaStepType.RECOMPUTE,
         )
     )
     for stage, row in enumerate(forward):
@@ -54,10 +56,16 @@ def measured_costs(
         [whole if part is None else part for part, whole in zip(*rows, strict=True)]
         for rows in zip(first, full, strict=True)
     ]
+    ran_again = any(value is not None for row in again for value in row)
+    repeated = [
+        [once if part is None else part for part, once in zip(*rows, strict=True)]
+        for rows in zip(again, forward, strict=True)
+    ]
     return Costs(
         forward=_filled(forward),
         input_grad=_filled(input_grad),
         weight_grad=_filled(second),
+        recompute=_filled(repeated) if ran_again else None,
         latency=latency,
     )
 

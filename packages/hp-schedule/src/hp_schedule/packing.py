@@ -7,7 +7,8 @@ A `MetaStep` is the view that people see; passes and checks work on its code:
     bits  33-46   stage           bits  47-61   microbatch     of an overlap's second half
     bit      62   an overlap's backward half is an input backward (I) instead of a full one (B)
 
--1 is an empty cell (a bubble). A code needs no table beside it, so passes may move codes between
+-1 is an empty cell (a bubble); its kind reads as that of the last overlap, so codes that may be
+empty are compared with 0 first. A code needs no table beside it, so passes may move codes between
 rows and schedules freely.
 """
 
@@ -42,21 +43,27 @@ FWD: Final = KIND[MetaStepType.FWD]
 BWD: Final = KIND[MetaStepType.BWD]
 BWD_INPUT: Final = KIND[MetaStepType.BWD_INPUT]
 BWD_WEIGHT: Final = KIND[MetaStepType.BWD_WEIGHT]
+RECOMPUTE: Final = KIND[MetaStepType.RECOMPUTE]
 FWD_SEND: Final = KIND[MetaStepType.FWD_SEND]
 FWD_RECV: Final = KIND[MetaStepType.FWD_RECV]
 BWD_SEND: Final = KIND[MetaStepType.BWD_SEND]
 BWD_RECV: Final = KIND[MetaStepType.BWD_RECV]
+OFFLOAD: Final = KIND[MetaStepType.OFFLOAD]
+RELOAD: Final = KIND[MetaStepType.RELOAD]
 FSDP_UNSHARD: Final = KIND[MetaStepType.FSDP_UNSHARD]
 FSDP_RESHARD: Final = KIND[MetaStepType.FSDP_RESHARD]
 FSDP_REDUCE_GRAD: Final = KIND[MetaStepType.FSDP_REDUCE_GRAD]
 OVERLAP_F_B: Final = KIND[MetaStepType.OVERLAP_F_B]
 OVERLAP_B_F: Final = KIND[MetaStepType.OVERLAP_B_F]
 FSDP_KINDS: Final = frozenset({FSDP_UNSHARD, FSDP_RESHARD, FSDP_REDUCE_GRAD})
+RETENTION_KINDS: Final = frozenset({RECOMPUTE, OFFLOAD, RELOAD})
+"""Steps that decide what a microbatch keeps in a stage between its forward and its backward."""
 
 # Note [Order of kinds]. The hot loops compare kinds instead of looking them up: compute steps
-# (F, B, I, W) come first, then communication, then FSDP, then overlaps. `MetaStepType` lists its
-# members in this order.
+# (F, B, I, W, RECOMPUTE) come first, then communication, then copies (OFFLOAD, RELOAD), then FSDP,
+# then overlaps. `MetaStepType` lists its members in this order.
 FIRST_COMMUNICATION: Final = FWD_SEND
+FIRST_COPY: Final = OFFLOAD
 FIRST_FSDP: Final = FSDP_UNSHARD
 FIRST_OVERLAP: Final = OVERLAP_F_B
 
@@ -91,7 +98,7 @@ def halves(code: int) -> tuple[int, int]:
 
 def leaves(code: int) -> tuple[int, ...]:
     """Return the codes of the steps a code stands for: two of an overlap, otherwise itself."""
-    return halves(code) if code & KIND_MASK >= FIRST_OVERLAP else (code,)
+    return halves(code) if code >= 0 and code & KIND_MASK >= FIRST_OVERLAP else (code,)
 
 
 def is_compute(code: int) -> bool:

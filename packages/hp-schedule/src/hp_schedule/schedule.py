@@ -208,6 +208,27 @@ class Schedule:
         }
 
     @cached_property
+    def recomputed(self) -> frozenset[tuple[int, int]]:
+        """The (stage, microbatch) that a RECOMPUTE step runs again."""
+        return self._places(packing.RECOMPUTE)
+
+    @cached_property
+    def offloaded(self) -> frozenset[tuple[int, int]]:
+        """The (stage, microbatch) whose activations an OFFLOAD step copies away."""
+        return self._places(packing.OFFLOAD)
+
+    def _places(self, kind: int) -> frozenset[tuple[int, int]]:
+        if kind not in self.kinds:
+            return frozenset()
+        steps = (packing.unpack(code) for row in self.steps for code in row.codes() if code >= 0)
+        wanted = packing.TYPES[kind]
+        return frozenset(
+            (step.stage_index or 0, step.microbatch_index or 0)
+            for step in steps
+            if step.type is wanted
+        )
+
+    @cached_property
     def kinds(self) -> frozenset[int]:
         """The kinds (see `hp_schedule.packing`) of all steps."""
         mask = packing.KIND_MASK

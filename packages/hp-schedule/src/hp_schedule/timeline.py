@@ -15,7 +15,8 @@ class Span:
     Attributes:
         rank: Rank of the pipeline that runs the step.
         step: A compute step, or what the rank stood waiting for meanwhile: a receive or a send, the
-            gathering of parameters (UNSHARD), the last reduction of gradients (REDUCE_GRAD).
+            gathering of parameters (UNSHARD), the last reduction of gradients (REDUCE_GRAD), what
+            comes back from the host (RELOAD).
         start: Seconds from any origin common to all spans of a timeline.
         end: Not before start.
     """

@@ -8,7 +8,8 @@ Note [One record per checkpoint]. What was decided belongs to one call of `check
 contexts share a list that nobody else has. Contexts that are open in a thread form a stack. A
 decision is taken from the innermost context that repeats, or made if none does, and all contexts
 further in write it down: an inner checkpoint that an outer one runs again records what the outer
-one repeats, and repeats that itself later.
+one repeats, and repeats that itself later. Where one of them counts operators, those of a decision
+that is taken run all the same.
 """
 
 import threading
@@ -44,7 +45,10 @@ def save_routing(context_fn: Callable[[], Contexts] | None = None) -> Contexts:
     decisions: list[tuple[object, Any]] = []
     # Selective checkpointing counts operators: those of a decision must run in both.
     runs_again = context_fn is not None
-    return _Recording(around[0], decisions), _Repeating(around[1], decisions, runs_again=runs_again)
+    return (
+        _Recording(around[0], decisions, runs_again=runs_again),
+        _Repeating(around[1], decisions, runs_again=runs_again),
+    )
 
 
 def decide(owner: object, make: Callable[[], T]) -> T:
@@ -63,10 +67,12 @@ def decide(owner: object, make: Callable[[], T]) -> T:
 @outside_graph
 def _decide_in_contexts(owner: object, make: Callable[[], T]) -> T:
     """Decide outside of compiled graphs, so that a recompute runs the graphs of its forward."""
-    recordings = []
+    recordings: list[_Context] = []
     for context in reversed(_open.contexts):
         if isinstance(context, _Repeating):
-            decision: T = context.repeat(owner, make)
+            decision: T = context.repeat(owner)
+            if context.runs_again or any(recording.runs_again for recording in recordings):
+                make()
             break
         recordings.append(context)
     else:
@@ -80,9 +86,13 @@ class _Context:
     """One of the two contexts, inside another one; may be entered again after it was left."""
 
     def __init__(
-        self, around: AbstractContextManager[Any], decisions: list[tuple[object, Any]]
+        self,
+        around: AbstractContextManager[Any],
+        decisions: list[tuple[object, Any]],
+        *,
+        runs_again: bool,
     ) -> None:
-        self.around, self.decisions = around, decisions
+        self.around, self.decisions, self.runs_again = around, decisions, runs_again
 
     def __enter__(self) -> None:
         self.around.__enter__()
@@ -112,14 +122,15 @@ class _Repeating(_Context):
         *,
         runs_again: bool,
     ) -> None:
-        super().__init__(around, decisions)
-        self.runs_again, self.position = runs_again, 0
+        super().__init__(around, decisions, runs_again=runs_again)
+        self.position = 0
 
     def __enter__(self) -> None:
         self.position = 0
         super().__enter__()
 
-    def repeat(self, owner: object, make: Callable[[], T]) -> T:
+    def repeat(self, owner: object) -> Any:
+        """Return the next decision of the forward."""
         if self.position == len(self.decisions):
             raise RuntimeError(
                 f"routing decisions of a recompute ({self.position + 1}) must not be more than "
@@ -132,10 +143,7 @@ class _Repeating(_Context):
                 f"router that made it in forward ({first_owner})"
             )
         self.position += 1
-        if self.runs_again:
-            make()
-        taken: T = decision
-        return taken
+        return decision
 
 
 class _Open(threading.local):

@@ -4,7 +4,7 @@ import math
 
 from hp_schedule.costs import Costs
 from hp_schedule.errors import DeadlockError
-from hp_schedule.packing import FIRST_COMMUNICATION, FIRST_OVERLAP, KIND_MASK, unpack
+from hp_schedule.packing import FIRST_COMMUNICATION, FIRST_OVERLAP, KIND_MASK, TYPES, unpack
 from hp_schedule.schedule import Schedule
 from hp_schedule.simulation.recurrence import Walk
 
@@ -25,10 +25,14 @@ def compute_clock(
     Raises:
         DeadlockError: If the order of the compute steps contradicts itself.
     """
-    compute = (*range(FIRST_COMMUNICATION), *range(FIRST_OVERLAP, KIND_MASK))
-    rows = [[code for code in row.codes() if code & KIND_MASK in compute] for row in schedule.steps]
+    compute = (*range(FIRST_COMMUNICATION), *range(FIRST_OVERLAP, len(TYPES)))
+    rows = [
+        [code for code in row.codes() if code >= 0 and code & KIND_MASK in compute]
+        for row in schedule.steps
+    ]
     sizes = (schedule.num_stages, schedule.num_microbatches)
-    durations = costs.durations(*sizes) if costs else [[1.0] * math.prod(sizes)] * 4
+    same = [[1.0] * math.prod(sizes)] * FIRST_COMMUNICATION
+    durations = costs.durations(*sizes) if costs else same
     walk = Walk(schedule, durations, (costs or Costs()).latency_of)
     walk.run(rows)
     for rank, (codes, finish) in enumerate(zip(rows, walk.ends, strict=True)):

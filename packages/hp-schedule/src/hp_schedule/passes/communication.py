@@ -27,7 +27,7 @@ from hp_schedule.costs import Costs
 from hp_schedule.dataflow import dataflow, receive_of
 from hp_schedule.packing import (
     FIRST_COMMUNICATION,
-    FIRST_FSDP,
+    FIRST_COPY,
     FIRST_OVERLAP,
     FWD,
     KIND_MASK,
@@ -118,7 +118,7 @@ def _times(schedule: Schedule, costs: Costs) -> Sequence[Sequence[float]]:
 def drop_communication(schedule: Schedule) -> Schedule:
     """Return a schedule without its sends and receives."""
     return schedule.with_rows(
-        [c for c in row.codes() if c < 0 or not FIRST_COMMUNICATION <= c & KIND_MASK < FIRST_FSDP]
+        [c for c in row.codes() if c < 0 or not FIRST_COMMUNICATION <= c & KIND_MASK < FIRST_COPY]
         for row in schedule.steps
     )
 

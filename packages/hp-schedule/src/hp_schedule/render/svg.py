@@ -26,6 +26,7 @@ _NAMES = {
     "B": "backward",
     "I": "input backward",
     "W": "weight backward",
+    "R": "forward run again",
     "wait": "waiting for a message",
 }
 
@@ -36,6 +37,7 @@ _TONES = {
     "B": ("#12946f", "#0b6b50", "#4aa38a"),
     "I": ("#bd731a", "#8a5210", "#c08d4f"),
     "W": ("#8657cf", "#6238a6", "#a283d3"),
+    "R": ("#6c7a89", "#4a5663", "#8a96a3"),
     "wait": ("#d6336c",),
 }
 
@@ -59,6 +61,7 @@ _LETTER = {
     MetaStepType.BWD: "B",
     MetaStepType.BWD_INPUT: "I",
     MetaStepType.BWD_WEIGHT: "W",
+    MetaStepType.RECOMPUTE: "R",
 }
 
 

@@ -1,7 +1,7 @@
 """Schedules on a terminal."""
 
 from hp_schedule.costs import Costs
-from hp_schedule.ir import MetaStep
+from hp_schedule.ir import MetaStep, MetaStepType
 from hp_schedule.packing import leaves, unpack
 from hp_schedule.passes.clock import compute_clock
 from hp_schedule.schedule import Schedule
@@ -10,9 +10,9 @@ from hp_schedule.schedule import Schedule
 def timetable(schedule: Schedule) -> str:
     """Return one line per rank, one column per unit of time.
 
-    A forward, an input backward and a weight backward take one column, a full backward two, and
-    messages none. Steps are written as in the notation; with one stage per rank, where the rank
-    says it, without the stage.
+    A forward, an input backward, a weight backward and a forward that is run again (R) take one
+    column, a full backward two, and messages and copies none. Other steps are written as in the
+    notation; with one stage per rank, where the rank says it, without the stage.
 
     Raises:
         DeadlockError: If the compute steps contradict each other.
@@ -30,7 +30,7 @@ def timetable(schedule: Schedule) -> str:
     return _align(rows)
 
 
-_UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}
+_UNITS = {"F": 1, "B": 2, "I": 1, "W": 1, "RECOMPUTE": 1}
 
 
 def step_grid(schedule: Schedule, *, mark: tuple[int, int] | None = None, context: int = 6) -> str:
@@ -66,7 +66,9 @@ def _cell(schedule: Schedule, rank: int, line: int) -> str:
 
 
 def _label(step: MetaStep, *, one_stage: bool) -> str:
-    return f"{step.type.value}{step.microbatch_index}" if one_stage else str(step)
+    letter = "R" if step.type is MetaStepType.RECOMPUTE else step.type.value
+    stage = "" if one_stage else step.stage_index
+    return f"{stage}{letter}{step.microbatch_index}"
 
 
 def _align(rows: list[list[str]]) -> str:

@@ -1,6 +1,6 @@
 """The torch machine behind the executor: one rank's stages during one run."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial
 from typing import Any
@@ -17,6 +17,7 @@ from hp_schedule.runtime.context import Batch, Chunk, Key, LossFunction, Pipelin
 from hp_schedule.runtime.gradients import GradientPaths
 from hp_schedule.runtime.p2p import Expectations, PointToPoint
 from hp_schedule.runtime.recorder import Recorder
+from hp_schedule.runtime.retention import Kept, Repeat
 from hp_schedule.runtime.sharding import StageSharding
 from hp_schedule.runtime.shared import SharedParameters
 from hp_schedule.runtime.specs import Specs, TensorSpec, check_expected
@@ -79,6 +80,7 @@ class StageDriver:
         self._any_graph = False
         self._rank = rank
         self._training = not schedule.is_forward_only
+        self._recomputed, self._offloaded = schedule.recomputed, schedule.offloaded
         self._paths = GradientPaths()
         self._chunks: dict[Key, Chunk] = {}
         # What waits on this rank for the step that takes it, by stage and microbatch.
@@ -87,6 +89,8 @@ class StageDriver:
         self._outgoing: dict[Key, tuple[Tensor, ...]] = {}  # outputs to be sent, with their graphs
         self._outgoing_grads: dict[Key, tuple[Tensor, ...]] = {}
         self._weight_grads: dict[Key, WeightBackward] = {}  # second halves of backwards
+        self._repeats: dict[Key, Repeat] = {}  # forwards that are to be run again
+        self._kept: dict[Key, Kept] = {}  # what forwards keep that is to be copied away
         self._first_entry = {
             stage: number * schedule.num_microbatches
             for number, chain in enumerate(schedule.chains)
@@ -128,11 +132,20 @@ class StageDriver:
         self._wait_input(key)
         received = self._inputs.pop(key, None)
         args = self._batch.args[entry] if received is None else received
-        grad_mode = torch.enable_grad() if self._training else torch.no_grad()
+        grad_mode: AbstractContextManager[Any] = torch.enable_grad()
+        if not self._training:
+            grad_mode = torch.no_grad()
+        elif key in self._recomputed or key in self._offloaded:
+            grad_mode = self._keeping(stage, key, (args, self._batch.kwargs[entry]))
         is_last = self._schedule.downstream[stage_index] < 0
         with self._span(MetaStepType.FWD, key), grad_mode:
             output = stage.forward_one_chunk(args, self._batch.kwargs[entry])
             outputs = self._finish_chain(output, entry) if is_last else stage.tensors_of(output)
+        if key in self._repeats:
+            del output
+            outputs = tuple([_without_graph(x) for x in outputs])
+        elif key in self._kept:
+            self._kept[key].stay(outputs)
         if self._training:
             self._chunks[key] = Chunk(received or (), outputs)
         if not is_last:
@@ -154,6 +167,27 @@ class StageDriver:
         without_autocast = _without_autocast(self._stages[stage_index])
         with self._span(MetaStepType.BWD_WEIGHT, key), without_autocast, self._apart(stage_index):
             finish()
+
+    def recompute(self, stage_index: int, microbatch_index: int) -> None:
+        """Run a forward again that has kept nothing, for the backward that follows."""
+        stage, key = self._ready_stage(stage_index), (stage_index, microbatch_index)
+        entry = self._first_entry[stage_index] + microbatch_index
+        chunk, repeat = self._chunks[key], self._repeats.pop(key)
+        is_start = self._schedule.upstream[stage_index] < 0
+        args = self._batch.args[entry] if is_start else chunk.received
+        is_last = self._schedule.downstream[stage_index] < 0
+        with self._span(MetaStepType.RECOMPUTE, key), torch.enable_grad(), repeat.second_run():
+            output = stage.forward_one_chunk(args, self._batch.kwargs[entry])
+            outputs = self._finish_chain(output, entry) if is_last else stage.tensors_of(output)
+        self._chunks[key] = Chunk(chunk.received, outputs)
+
+    def offload(self, stage_index: int, microbatch_index: int) -> None:
+        """Start to copy to the host what autograd has saved for a backward."""
+        self._kept[stage_index, microbatch_index].offload()
+
+    def reload(self, stage_index: int, microbatch_index: int) -> None:
+        """Start to bring back what was copied."""
+        self._kept[stage_index, microbatch_index].reload()
 
     def overlap(self, step: MetaStep) -> None:
         """Run the halves one after the other; a registered function can do better."""
@@ -259,6 +293,8 @@ class StageDriver:
     def _run_backward(self, step_type: MetaStepType, key: Key) -> None:
         stage = self._ready_stage(key[0])
         self._wait_output_grads(key)
+        if key in self._kept:
+            self._kept.pop(key).wait()
         chunk = self._chunks.pop(key)
         grads = self._output_grads.pop(key, None)
         if grads is None:
@@ -299,6 +335,18 @@ class StageDriver:
             return
         with self._span(MetaStepType.BWD_RECV, key):
             self._output_grads[key] = self._messages.take_gradient(*key)
+
+    @contextmanager
+    def _keeping(self, stage: PipelineStage, key: Key, passed: Sequence[Any]) -> Iterator[None]:
+        """Run a forward that keeps nothing, or what can be copied away."""
+        if key in self._recomputed:
+            repeat = self._repeats[key] = stage.repeat()
+            keeping: AbstractContextManager[None] = repeat.first_run()
+        else:
+            kept = self._kept[key] = stage.kept(passed)
+            keeping = kept.saving()
+        with torch.enable_grad(), keeping:
+            yield
 
     def _apart(self, stage: int) -> AbstractContextManager[None]:
         return nullcontext() if self._shared is None else self._shared.of_stage(stage)
@@ -374,6 +422,10 @@ def _described(step_type: MetaStepType, stage: int, microbatch: int) -> tuple[Me
     """A step of one stage, and the words for it."""
     step = MetaStep(step_type, stage, microbatch)
     return step, f"stage {stage}, microbatch {microbatch}: in step {step}"
+
+
+def _without_graph(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_(x.requires_grad)
 
 
 def _output_specs(chunks: Mapping[Key, Chunk], stage: int, microbatch: int) -> Specs | None:

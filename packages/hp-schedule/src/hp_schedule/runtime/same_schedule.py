@@ -12,14 +12,17 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from hp_platform import all_gather_json
-from hp_schedule.packing import FIRST_FSDP, FIRST_OVERLAP, KIND_MASK
+from hp_schedule.packing import FSDP_KINDS, KIND_MASK, RETENTION_KINDS
 from hp_schedule.schedule import Schedule
+
+_OF_ONE_RANK = FSDP_KINDS | RETENTION_KINDS
 
 
 def check_same_schedule(schedule: Schedule, ranks: Sequence[int]) -> None:
     """Refuse schedules that differ; every rank of the world calls this, and all of them raise.
 
-    Steps that concern nobody else, those of sharded parameters, may differ.
+    Steps that concern nobody else, those of sharded parameters and of what
+    microbatches keep, may differ.
 
     Args:
         schedule: Schedule of this rank.
@@ -63,4 +66,4 @@ def _digest(schedule: Schedule) -> str:
 
 
 def _concerns_others(code: int) -> bool:
-    return code >= 0 and not FIRST_FSDP <= code & KIND_MASK < FIRST_OVERLAP
+    return code >= 0 and code & KIND_MASK not in _OF_ONE_RANK

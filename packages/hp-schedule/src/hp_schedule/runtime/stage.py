@@ -1,6 +1,6 @@
 """One stage of a pipeline: a module, its place, what comes in and how its backward is split."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from hp_schedule.runtime.backward import (
     WeightBackward,
     full_backward,
 )
+from hp_schedule.runtime.retention import ContextFunction, Kept, Repeat, tensors_within
 from hp_schedule.runtime.specs import TensorSpec, as_specs, describe
 
 
@@ -37,6 +38,12 @@ class PipelineStage:
             CUDA the host waits for the small message.
         output_spec: If given, what every output must look like.
         splitter: Splits the backward for schedules that run its two parts as steps of their own.
+        context_fn: Makes the contexts of a forward that keeps nothing and of its RECOMPUTE, for
+            decisions that both must share, as that of `torch.utils.checkpoint` does.
+        preserve_rng_state: Whether a RECOMPUTE draws the random numbers of its forward; False for
+            modules that draw none.
+        is_offloaded: Says of a tensor that autograd saves whether OFFLOAD moves it. What others
+            hold anyway stays: parameters, buffers, inputs, outputs. Default: moves all else.
 
     Raises:
         ValueError: If the index is out of range.
@@ -52,6 +59,9 @@ class PipelineStage:
         input_spec: TensorSpec | Sequence[TensorSpec] | None = None,
         output_spec: TensorSpec | Sequence[TensorSpec] | None = None,
         splitter: BackwardSplitter | None = None,
+        context_fn: ContextFunction | None = None,
+        preserve_rng_state: bool = True,
+        is_offloaded: Callable[[Tensor], bool] | None = None,
     ) -> None:
         if not 0 <= stage_index < num_stages:
             raise ValueError(
@@ -64,6 +74,9 @@ class PipelineStage:
         self.input_spec = as_specs(input_spec)
         self.output_spec = as_specs(output_spec)
         self.splitter: BackwardSplitter = DeferringSplitter() if splitter is None else splitter
+        self._context_fn = context_fn
+        self._preserve_rng_state = preserve_rng_state
+        self._is_offloaded = is_offloaded
 
     def forward_one_chunk(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the module on one microbatch and return what it returns.
@@ -75,6 +88,28 @@ class PipelineStage:
         if self.output_spec is not None:
             self._check_output(self.tensors_of(output))
         return output
+
+    def repeat(self) -> Repeat:
+        """Return what lets a forward keep nothing and run again."""
+        return Repeat(
+            self.device,
+            preserve_rng_state=self._preserve_rng_state,
+            context_fn=self._context_fn,
+        )
+
+    def kept(self, passed: Iterable[Any]) -> Kept:
+        """Return what takes hold of all that a forward keeps.
+
+        Args:
+            passed: What the forward gets; its tensors stay where they are.
+        """
+        module = self.module
+        given = [tensor for value in passed for tensor in tensors_within(value)]
+        return Kept(
+            self.device,
+            is_moved=self._is_offloaded,
+            stays=[*module.parameters(), *module.buffers(), *given],
+        )
 
     def backward_one_chunk(
         self, outputs: Sequence[Tensor], grads: Sequence[Tensor], *, inputs: Sequence[Tensor]

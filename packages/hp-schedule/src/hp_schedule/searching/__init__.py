@@ -1,5 +1,6 @@
 """Search for short schedules, with a proof of how much shorter one could be."""
 
+from hp_schedule.searching.fitting import Fit, fit_memory
 from hp_schedule.searching.search import SearchResult, search
 
-__all__ = ["SearchResult", "search"]
+__all__ = ["Fit", "SearchResult", "fit_memory", "search"]

@@ -10,9 +10,11 @@ from typing import Literal
 
 from hp_schedule.costs import Costs, Latency, ModelCosts
 from hp_schedule.generators.common import check_counts
+from hp_schedule.passes.retention import Retention
 from hp_schedule.placement import PlacementStyle, generate_stage_to_rank_mapping
 from hp_schedule.schedule import Schedule
 from hp_schedule.searching.closed_forms import closed_forms
+from hp_schedule.searching.fitting import check_ways, fit_memory
 from hp_schedule.searching.space import Recipe, Space
 from hp_schedule.searching.units import Units
 
@@ -30,6 +32,9 @@ _NEW = 0.3
 """How often a pattern with new parameters is tried instead of a variation."""
 _FOCUS = 1.2
 """How much likelier the space with the best schedule is to be varied than the next one."""
+
+_LIMITS = (1.0, 1.25, 1.5, 2.0, 3.0, math.inf)
+"""Memory to search with where schedules can be made to fit, as a multiple of what there is."""
 
 _AT_WILL = 1e6
 """A weight delay in periods after which W only fills gaps or makes room."""
@@ -66,7 +71,7 @@ class SearchResult:
     """The best schedule found.
 
     Attributes:
-        schedule: Compute steps only; `hp_schedule.add_send_recv` adds the messages, without loss of
+        schedule: No messages; `hp_schedule.add_send_recv` adds the messages, without loss of
             time if it is told the costs.
         costs: Costs of the stages of the schedule.
         makespan: What the simulator says it takes.
@@ -74,7 +79,8 @@ class SearchResult:
         origin: Origin of the schedule, in words, such as the name of a closed form.
         num_stages_per_rank: Number of stages per rank of the schedule.
         placement: Placement of its stages.
-        makespans: The best of every number of stages per rank and placement.
+        makespans: The best of every number of stages per rank and placement; with retention, of
+            those that were best for some limit.
         num_candidates: Plans that were built.
         ended_by: What ended the search: it met the bound, it had built the candidates asked for,
             or its time was up.
@@ -107,6 +113,7 @@ def search(
     latency: Latency | None = None,
     placements: Sequence[PlacementStyle] = ("loop", "v"),
     split_backward: bool = True,
+    retention: Sequence[Retention] = (),
     num_candidates: int | None = None,
     time_budget: float | None = None,
     seed: int = 0,
@@ -128,6 +135,9 @@ def search(
         placements: Placements to try; with one stage per rank they are the same.
         split_backward: Whether to split backwards into I and W; without, weight gradients are
             computed with the input's.
+        retention: How microbatches may make room where the memory does not suffice: "recompute",
+            "offload" or both, see `fit_memory`. Schedules that need more memory are then searched
+            too, each limit with an equal part of the budget, and made to fit.
         num_candidates: Plans to build at most; default: until the time is up.
         time_budget: Seconds of processor time of the calling thread, so that a busy machine gets
             the same plans, later; the closed forms and the bounds are worked out however little.
@@ -136,8 +146,25 @@ def search(
 
     Raises:
         ValueError: If a count is below 1, costs are of stages and `virtual` has several numbers,
-            or nothing fits the memory.
+            a way of retention is unknown, or nothing fits the memory.
     """
+    check_ways(retention)
+    if retention and memory_limit < math.inf:
+        shares = len(_LIMITS)
+        find = partial(
+            search,
+            costs,
+            num_ranks=num_ranks,
+            num_microbatches=num_microbatches,
+            virtual=virtual,
+            latency=latency,
+            placements=placements,
+            split_backward=split_backward,
+            num_candidates=None if num_candidates is None else num_candidates // shares,
+            time_budget=None if time_budget is None else time_budget / shares,
+            seed=seed,
+        )
+        return _made_to_fit(find, memory_limit, retention)
     if time_budget is None:
         time_budget = _DEFAULT_BUDGET if num_candidates is None else math.inf
     check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
@@ -165,6 +192,45 @@ def search(
         build()
         built += 1
     return spaces.result(built, ended_by)
+
+
+def _made_to_fit(
+    find: Callable[..., SearchResult], memory_limit: float, retention: Sequence[Retention]
+) -> SearchResult:
+    """Search with more memory than there is, and return the best that can be made to fit."""
+    results: list[SearchResult] = []
+    for factor in _LIMITS:
+        try:
+            results.append(find(memory_limit=memory_limit * factor))
+        except ValueError:
+            # Without any limit there is a schedule, so what is wrong then is the arguments.
+            if factor == math.inf:
+                raise
+    fitted: list[SearchResult] = []
+    for result in results:
+        fit = fit_memory(result.schedule, result.costs, memory_limit, ways=retention)
+        if fit is not None:
+            origin = f"{result.origin}, made to fit" if fit.choice else result.origin
+            fitted.append(
+                replace(result, schedule=fit.schedule, makespan=fit.makespan, origin=origin)
+            )
+    if not fitted:
+        raise ValueError(
+            f"memory_limit ({memory_limit:g}) must be >= what the schedules need that "
+            f"{' and '.join(retention)} can make fit"
+        )
+    best = min(fitted, key=lambda result: result.makespan)
+    makespans: dict[Place, float] = {}
+    for result in fitted:
+        place = result.num_stages_per_rank, result.placement
+        makespans[place] = min(makespans.get(place, math.inf), result.makespan)
+    return replace(
+        best,
+        lower_bound=results[-1].lower_bound,  # nothing that runs again makes anything shorter
+        makespans=makespans,
+        num_candidates=sum(result.num_candidates for result in results),
+        ended_by=results[-1].ended_by,
+    )
 
 
 class _Spaces:

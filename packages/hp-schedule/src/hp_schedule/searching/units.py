@@ -34,6 +34,10 @@ class Units(NamedTuple):
             input_grad=_divided(costs.input_grad, self.time),
             weight_grad=_divided(costs.weight_grad, self.time),
             activation=_divided(costs.activation, self.memory),
+            recompute=_divided(costs.recompute, self.time),
+            kept_input=_divided(costs.kept_input, self.memory),
+            offloaded=_divided(costs.offloaded, self.memory),
+            host_bandwidth=costs.host_bandwidth * self.time / self.memory,
             latency=_divided(costs.latency, self.time),
             bandwidth=costs.bandwidth * self.time,
         )
@@ -45,6 +49,8 @@ def _power_of_two(*values: Any) -> float:
 
 
 def _divided(value: Any, unit: float) -> Any:
+    if value is None:
+        return None
     if isinstance(value, Mapping):
         return {key: number / unit for key, number in value.items()}
     if isinstance(value, Sequence):

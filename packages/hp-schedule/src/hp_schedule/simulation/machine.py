@@ -13,6 +13,7 @@ from hp_schedule.packing import (
     BWD_RECV,
     BWD_SEND,
     BWD_WEIGHT,
+    FIRST_COMMUNICATION,
     FSDP_UNSHARD,
     FWD,
     FWD_RECV,
@@ -21,6 +22,8 @@ from hp_schedule.packing import (
     KIND_MASK,
     MICROBATCH_SHIFT,
     RECEIVE_OF,
+    RECOMPUTE,
+    RELOAD,
     SEND_OF,
     STAGE_MASK,
     STAGE_SHIFT,
@@ -63,7 +66,9 @@ class Machine:
         self.flow: Dataflow = dataflow(schedule)
         self.num_microbatches = schedule.num_microbatches
         self.durations = costs.durations(*sizes)
-        self.activation = per_step("activation", costs.activation, *sizes)
+        self.held = costs.held(*sizes)
+        self.host_bandwidth = costs.host_bandwidth
+        self.again = schedule.recomputed
         self.unshard = per_step("unshard", costs.unshard, schedule.num_stages)
         self.reduce_grad = per_step("reduce_grad", costs.reduce_grad, schedule.num_stages)
         self.blocking = blocking
@@ -136,8 +141,9 @@ class _SimulatedRank:
     Attributes:
         spans: Its compute steps and its waits, in order of time.
         busy: Time spent in compute steps.
-        exposed: Time spent waiting for values that were computed already, and for collectives.
-        peak: The most memory held by activations.
+        exposed: Time spent waiting for values that were computed already, for collectives and for
+            copies from the host.
+        peak: The most memory held by activations, until a copy to the host has ended.
     """
 
     def __init__(self, rank: int, machine: Machine) -> None:
@@ -157,14 +163,22 @@ class _SimulatedRank:
         self._collectives_free = 0.0
         self._last_collective: MetaStep | None = None
         self._gathered: dict[int, float] = {}
+        # The ways to the host and back are free at these times; what was asked for is away or back
+        # at, by place in the tables of costs.
+        self._way_out = self._way_back = 0.0
+        self._away: dict[int, float] = {}
+        self._back: dict[int, float] = {}
 
     def ready(self, step_type: MetaStepType, stage_index: int, microbatch_index: int) -> bool:
         if self._occupied:
             return False
         code = encode(KIND[step_type], stage_index, microbatch_index)
-        if code & KIND_MASK > BWD_WEIGHT:
+        if code & KIND_MASK >= FIRST_COMMUNICATION:
             return True
-        if self._gathered.get(stage_index, 0.0) > self._machine.clock.now:
+        now = self._machine.clock.now
+        if self._gathered.get(stage_index, 0.0) > now:
+            return False
+        if self._back and self._back.get(self._machine.index(code), 0.0) > now:
             return False
         value = self._machine.flow.value_read(code)
         return value < 0 or (value, self._rank) in self._machine.arrived
@@ -181,8 +195,27 @@ class _SimulatedRank:
     def backward_weight(self, stage_index: int, microbatch_index: int) -> None:
         self._compute(unpack(encode(BWD_WEIGHT, stage_index, microbatch_index)))
 
+    def recompute(self, stage_index: int, microbatch_index: int) -> None:
+        self._compute(unpack(encode(RECOMPUTE, stage_index, microbatch_index)))
+
     def overlap(self, step: MetaStep) -> None:
         self._compute(step)
+
+    def offload(self, stage_index: int, microbatch_index: int) -> None:
+        machine, index, size = self._copied(stage_index, microbatch_index)
+        self._way_out = max(self._way_out, machine.clock.now) + size / machine.host_bandwidth
+        self._away[index] = self._way_out
+        if self._way_out > machine.clock.now:
+            machine.clock.at(self._way_out, partial(self._hold, -size))
+        else:
+            self._hold(-size)
+
+    def reload(self, stage_index: int, microbatch_index: int) -> None:
+        machine, index, size = self._copied(stage_index, microbatch_index)
+        self._hold(size)
+        start = max(self._way_back, self._away[index], machine.clock.now)
+        self._way_back = self._back[index] = start + size / machine.host_bandwidth
+        machine.clock.at(self._way_back, partial(machine.wake, self._rank))
 
     def send_forward(self, stage_index: int, microbatch_index: int) -> None:
         self._issue(encode(FWD_SEND, stage_index, microbatch_index))
@@ -253,9 +286,7 @@ class _SimulatedRank:
         for code in codes:
             self._wait_for_inputs(code)
         for code in codes:
-            if code & KIND_MASK == FWD:
-                self._held += machine.activation[machine.index(code)]
-                self.peak = max(self.peak, self._held)
+            self._hold(self._taken(code))
         self._occupied = True
         start = machine.clock.now
         duration = sum(machine.durations[c & KIND_MASK][machine.index(c)] for c in codes)
@@ -269,11 +300,30 @@ class _SimulatedRank:
         self.spans.append(Span(self._rank, step, start, self._free))
         for code in codes:
             if code & KIND_MASK in {BWD, BWD_WEIGHT}:
-                self._held -= machine.activation[machine.index(code)]
+                self._hold(-machine.held.all[machine.index(code)])
             value = machine.flow.value_written(code)
             if value >= 0:
                 machine.produce(value, code, self._rank)
         machine.wake(self._rank)
+
+    def _copied(self, stage_index: int, microbatch_index: int) -> tuple[Machine, int, float]:
+        machine = self._machine
+        index = stage_index * machine.num_microbatches + microbatch_index
+        return machine, index, machine.held.moved[index]
+
+    def _taken(self, code: int) -> float:
+        """Return the memory that a compute step takes at its start."""
+        held, index = self._machine.held, self._machine.index(code)
+        if code & KIND_MASK == RECOMPUTE:
+            return held.all[index] - held.input[index]
+        if code & KIND_MASK != FWD:
+            return 0.0
+        is_again = divmod(index, self._machine.num_microbatches) in self._machine.again
+        return (held.input if is_again else held.all)[index]
+
+    def _hold(self, more: float) -> None:
+        self._held += more
+        self.peak = max(self.peak, self._held)
 
     def _wait_for_inputs(self, code: int) -> None:
         """Account for the time since the rank was free, by what it stood waiting for."""
@@ -284,6 +334,9 @@ class _SimulatedRank:
             receive = unpack(code & ~KIND_MASK | RECEIVE_OF[code & KIND_MASK])
             self._wait(receive, machine.arrived[value, self._rank], machine.produced[value])
         self._wait(unpack(encode(FSDP_UNSHARD, stage)), self._gathered.get(stage, 0.0), 0.0)
+        if self._back:
+            reload = unpack(code & ~KIND_MASK | RELOAD)
+            self._wait(reload, self._back.get(machine.index(code), 0.0), 0.0)
 
     def _wait(self, step: MetaStep, until: float, produced: float) -> None:
         if until > self._free:

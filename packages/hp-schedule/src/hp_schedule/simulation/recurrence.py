@@ -9,19 +9,22 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from hp_schedule.costs import Costs, per_step
+from hp_schedule.costs import Costs, Held
 from hp_schedule.dataflow import dataflow
 from hp_schedule.packing import (
     BWD,
-    BWD_INPUT,
     BWD_WEIGHT,
+    FIRST_COMMUNICATION,
     FIRST_OVERLAP,
     FWD,
     KIND_MASK,
     MICROBATCH_MASK,
     MICROBATCH_SHIFT,
+    OFFLOAD,
     OVERLAP_B_F,
     OVERLAP_F_B,
+    RECOMPUTE,
+    RELOAD,
     STAGE_MASK,
     STAGE_SHIFT,
     encode,
@@ -59,7 +62,7 @@ class Numbers:
 def recurrence(schedule: Schedule, costs: Costs) -> Numbers | None:
     """Return the numbers of a schedule of compute steps, None if it cannot be run to its end.
 
-    Empty cells and FSDP steps are skipped, messages are as long as their latency.
+    Empty cells, FSDP steps and copies are skipped, messages are as long as their latency.
     """
     rows = [row.codes() for row in schedule.steps]
     durations = costs.durations(schedule.num_stages, schedule.num_microbatches)
@@ -67,12 +70,12 @@ def recurrence(schedule: Schedule, costs: Costs) -> Numbers | None:
     if not walk.run(rows):
         return None
     num = schedule.num_microbatches
-    activation = per_step("activation", costs.activation, schedule.num_stages, num)
+    held = costs.held(schedule.num_stages, num)
     return Numbers(
         makespan=max((ends[-1] for ends in walk.ends if ends), default=0.0),
         busy=walk.busy,
         exposed=walk.exposed,
-        peak=[peak_memory(row, activation, num) for row in rows],
+        peak=[peak_memory(row, held, num) for row in rows],
     )
 
 
@@ -158,7 +161,7 @@ def _table(
     nothing = [0.0] * num
     table: dict[int, _Entry] = {}
     for stage, rank in enumerate(schedule.stage_to_rank):
-        for kind in (FWD, BWD, BWD_INPUT, BWD_WEIGHT):
+        for kind in range(FIRST_COMMUNICATION):
             source = (schedule.upstream if kind == FWD else schedule.downstream)[stage]
             place = rank if source < 0 else schedule.stage_to_rank[source]
             latency = 0.0 if place == rank else latency_of(place, rank)
@@ -181,7 +184,7 @@ def _acts(codes: list[int]) -> list[int]:
 
 
 def _has_no_overlap(codes: list[int]) -> bool:
-    return not {code & KIND_MASK for code in codes} & {OVERLAP_F_B, OVERLAP_B_F}
+    return not {code & KIND_MASK for code in codes if code >= 0} & {OVERLAP_F_B, OVERLAP_B_F}
 
 
 def _forwards_first(codes: list[int]) -> Iterator[int]:
@@ -210,18 +213,32 @@ def _ends_of_steps(acts: list[int], ends: list[float]) -> list[float]:
     ]
 
 
-def peak_memory(codes: list[int], activation: list[float], num_microbatches: int) -> float:
-    """Return the most memory that a row holds: more from every F, less after every B or W."""
-    held = peak = 0.0
-    for code in codes if _has_no_overlap(codes) else _forwards_first(codes):
+def peak_memory(codes: list[int], held: Held, num_microbatches: int) -> float:
+    """Return the most memory that a row holds: more from every F, less after every B or W.
+
+    An F whose microbatch is run again takes its input only, the RECOMPUTE the rest. OFFLOAD gives
+    back what it moves, RELOAD takes it again.
+    """
+    kinds = {code & KIND_MASK for code in codes if code >= 0}
+    again = {code >> STAGE_SHIFT for code in codes if code & KIND_MASK == RECOMPUTE}
+    now = peak = 0.0
+    for code in _forwards_first(codes) if kinds & {OVERLAP_F_B, OVERLAP_B_F} else codes:
         kind = code & KIND_MASK
-        if kind > BWD_WEIGHT or kind == BWD_INPUT:
+        if kind not in _TAKES and kind not in _GIVES:
             continue
         stage = code >> STAGE_SHIFT & STAGE_MASK
         index = stage * num_microbatches + (code >> MICROBATCH_SHIFT)
         if kind == FWD:
-            held += activation[index]
-            peak = max(peak, held)
+            now += (held.input if code >> STAGE_SHIFT in again else held.all)[index]
+        elif kind == RECOMPUTE:
+            now += held.all[index] - held.input[index]
+        elif kind == RELOAD:
+            now += held.moved[index]
         else:
-            held -= activation[index]
+            now -= (held.moved if kind == OFFLOAD else held.all)[index]
+        peak = max(peak, now)
     return peak
+
+
+_TAKES: Final = frozenset({FWD, RECOMPUTE, RELOAD})
+_GIVES: Final = frozenset({BWD, BWD_WEIGHT, OFFLOAD})

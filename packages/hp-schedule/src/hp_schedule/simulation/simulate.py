@@ -1,11 +1,12 @@
 """The entry point of the simulator."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 from hp_schedule.costs import Costs
-from hp_schedule.packing import FSDP_REDUCE_GRAD, FSDP_UNSHARD
+from hp_schedule.packing import FSDP_REDUCE_GRAD, FSDP_UNSHARD, OFFLOAD
 from hp_schedule.schedule import Schedule
 from hp_schedule.simulation.channels import ChannelModel, check_model
 from hp_schedule.simulation.machine import Machine
@@ -22,7 +23,8 @@ class Simulation:
         bubble: For each rank the share of the makespan in which it computes nothing.
         peak_activations: For each rank the most memory its microbatches in flight hold at once.
         exposed_communication: For each rank the time it stood waiting for values that were computed
-            already, for a send to be taken, or for a collective of its parameters.
+            already, for a send to be taken, for a collective of its parameters, or for a copy from
+            the host.
     """
 
     makespan: float
@@ -56,7 +58,10 @@ def simulate(
     a message is sent and its receive posted when it is produced. An overlap waits for both inputs,
     takes as long as its two halves, and hands out both results at its end. Parameters are gathered
     and gradients reduced one after the other on a communicator of their own; compute steps wait
-    for the parameters they need, and the end of the schedule for all gradients.
+    for the parameters they need, and the end of the schedule for all gradients. What a microbatch
+    keeps goes to the host and comes back one copy after the other, each way on its own, while the
+    rank computes: it leaves the memory when its copy has ended, and is there again from the start
+    of the copy back, for whose end its backward waits.
 
     Args:
         schedule: Schedule with or without communication steps.
@@ -106,6 +111,8 @@ def _is_free_of_contention(schedule: Schedule, costs: Costs) -> bool:
     if schedule.has_communication:
         return False
     if any(costs.transmission(schedule.num_stages, schedule.num_microbatches)):
+        return False
+    if OFFLOAD in schedule.kinds and costs.host_bandwidth < math.inf:
         return False
     collectives = schedule.kinds & {FSDP_UNSHARD, FSDP_REDUCE_GRAD}
     return not collectives or (costs.unshard == 0 and costs.reduce_grad == 0)

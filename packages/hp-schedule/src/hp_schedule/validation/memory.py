@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from hp_schedule.costs import PerStep, per_step
+from hp_schedule.costs import Costs
 from hp_schedule.schedule import Schedule
 from hp_schedule.simulation.recurrence import peak_memory
 from hp_schedule.validation.report import Finding, FindingKind, finding_at
@@ -10,10 +10,13 @@ from hp_schedule.validation.report import Finding, FindingKind, finding_at
 _ROUNDING = 1e-9
 
 
-def memory_findings(schedule: Schedule, activation: PerStep, limit: float) -> Iterator[Finding]:
-    """Yield, for each rank that holds too much at once, the first cell at which it does."""
+def memory_findings(schedule: Schedule, costs: Costs, limit: float) -> Iterator[Finding]:
+    """Yield, for each rank that holds too much at once, the first cell at which it does.
+
+    What OFFLOAD moves counts as gone from then on: a rank short of memory waits for the copy.
+    """
     num = schedule.num_microbatches
-    table = per_step("activation", activation, schedule.num_stages, num)
+    table = costs.held(schedule.num_stages, num)
     for rank, row in enumerate(schedule.steps):
         codes = row.codes()
         if peak_memory(codes, table, num) <= limit * (1 + _ROUNDING):

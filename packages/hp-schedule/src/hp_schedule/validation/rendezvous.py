@@ -17,7 +17,7 @@ from hp_schedule.packing import (
     BWD_RECV,
     BWD_SEND,
     FIRST_COMMUNICATION,
-    FIRST_FSDP,
+    FIRST_COPY,
     FWD_RECV,
     FWD_SEND,
     KIND_MASK,
@@ -115,7 +115,7 @@ def message_values(schedule: Schedule) -> list[list[int]]:
         [
             base[code & PLACE_MASK] + (code >> MICROBATCH_SHIFT)
             for code in row.codes()
-            if FIRST_COMMUNICATION <= code & KIND_MASK < FIRST_FSDP
+            if FIRST_COMMUNICATION <= code & KIND_MASK < FIRST_COPY
         ]
         for row in schedule.steps
     ]

@@ -31,6 +31,8 @@ class FindingKind(Enum):
     """Ranks wait for each other."""
     FSDP = "fsdp"
     """Parameters are used while sharded, or gradients arrive after they were reduced."""
+    RETENTION = "retention"
+    """What a microbatch keeps in a stage is run again as well as copied away."""
     MEMORY = "memory"
     """Activations in flight exceed the limit."""
 

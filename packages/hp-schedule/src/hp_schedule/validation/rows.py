@@ -16,8 +16,12 @@ from hp_schedule.packing import (
     FWD_SEND,
     KIND_MASK,
     MICROBATCH_SHIFT,
+    OFFLOAD,
     PLACE_MASK,
     RECEIVE_OF,
+    RECOMPUTE,
+    RELOAD,
+    RETENTION_KINDS,
     STAGE_MASK,
     STAGE_SHIFT,
     encode,
@@ -27,18 +31,26 @@ from hp_schedule.packing import (
 from hp_schedule.schedule import Schedule
 from hp_schedule.validation.report import Finding, FindingKind, finding_at
 
-# What has been seen of a (stage, microbatch): bit k is the step of kind k, and one more bit is the
-# gradient of the input, whichever step computes it.
+# What has been seen of a (stage, microbatch): bit k is the step of kind k. One more bit is the
+# gradient of the input, whichever step computes it, and one says that what the forward has kept is
+# away: an OFFLOAD sets it, a RELOAD clears it.
 _GRADIENT = 1 << FIRST_OVERLAP
+_AWAY = 1 << FIRST_OVERLAP + 1
 _SPLIT = 1 << BWD_INPUT | 1 << BWD_WEIGHT
+_COPIES = 1 << OFFLOAD | 1 << RELOAD
 _SETS = {kind: 1 << kind for kind in range(FIRST_FSDP)} | {
     BWD: 1 << BWD | _GRADIENT,
     BWD_INPUT: 1 << BWD_INPUT | _GRADIENT,
+    OFFLOAD: 1 << OFFLOAD | _AWAY,
+    RELOAD: 1 << RELOAD | _AWAY,
 }
 _CLASHES = {kind: 1 << kind for kind in range(FIRST_FSDP)} | {
-    BWD: 1 << BWD | _SPLIT,
-    BWD_INPUT: 1 << BWD_INPUT | 1 << BWD,
+    BWD: 1 << BWD | _SPLIT | _AWAY,
+    BWD_INPUT: 1 << BWD_INPUT | 1 << BWD | _AWAY,
     BWD_WEIGHT: 1 << BWD_WEIGHT | 1 << BWD,
+    RECOMPUTE: 1 << RECOMPUTE | _GRADIENT | 1 << OFFLOAD,
+    OFFLOAD: 1 << OFFLOAD | _GRADIENT | 1 << RECOMPUTE,
+    RELOAD: 1 << RELOAD | _GRADIENT,
 }
 _NEEDS = {
     FWD: 0,
@@ -49,12 +61,15 @@ _NEEDS = {
     FWD_RECV: 0,
     BWD_SEND: _GRADIENT,
     BWD_RECV: 0,
+    RECOMPUTE: 1 << FWD,
+    OFFLOAD: 1 << FWD,
+    RELOAD: 1 << OFFLOAD,
 }
 
 _Rule = tuple[int, int, int, int, int, int]
 """For a kind of step of a stage: the bits that must be set before it, that must not be set, that it
-sets, where the bits of its microbatch 0 are; where those of the stage of its own rank that hands it
-its input are (-1 for none), and which of these must be set."""
+turns over, where the bits of its microbatch 0 are; where those of the stage of its own rank that
+hands it its input are (-1 for none), and which of these must be set."""
 
 
 class RowCheck:
@@ -93,7 +108,7 @@ class RowCheck:
                     and not bits & clashes
                     and (source < 0 or seen[source + (code >> MICROBATCH_SHIFT)] & handed)
                 ):
-                    seen[index] = bits | sets
+                    seen[index] = bits ^ sets
                     continue
             if code >= 0:
                 yield from self._look_closer(code, rank, position)
@@ -108,7 +123,9 @@ class RowCheck:
         for code in parts:
             rule = self._rules[rank].get(code & PLACE_MASK)
             if rule is not None:
-                self._seen[rule[3] + (code >> MICROBATCH_SHIFT)] |= rule[2]
+                index = rule[3] + (code >> MICROBATCH_SHIFT)
+                back = _AWAY if code & KIND_MASK == RELOAD else 0
+                self._seen[index] = (self._seen[index] | rule[2]) & ~back
 
     def _problem(self, code: int, rank: int) -> tuple[FindingKind, str] | None:
         kind, stage = code & KIND_MASK, code >> STAGE_SHIFT & STAGE_MASK
@@ -124,18 +141,33 @@ class RowCheck:
 
     def _broken(self, rule: _Rule, code: int) -> tuple[FindingKind, str] | None:
         needs, clashes, _, base, source, handed = rule
-        kind, stage = code & KIND_MASK, code >> STAGE_SHIFT & STAGE_MASK
+        stage = code >> STAGE_SHIFT & STAGE_MASK
         microbatch = code >> MICROBATCH_SHIFT
         bits = self._seen[base + microbatch]
         if bits & clashes:
-            again = "stands twice" if bits >> kind & 1 else "repeats a backward"
-            return FindingKind.DUPLICATE, f"{unpack(code)} {again}"
+            return self._clash(code, bits)
         missing = needs & ~bits
         if missing:
             return _before(code, stage, _lowest(missing))
         if source >= 0 and not self._seen[source + microbatch] & handed:
             return _before(code, source // self._schedule.num_microbatches, _lowest(handed))
         return None
+
+    def _clash(self, code: int, bits: int) -> tuple[FindingKind, str]:
+        """Say what stands in the way of a step, told what was seen before it."""
+        kind, place = code & KIND_MASK, code & ~KIND_MASK
+        if bits >> kind & 1:
+            return FindingKind.DUPLICATE, f"{unpack(code)} stands twice"
+        if kind in RETENTION_KINDS and bits & _GRADIENT:
+            backward = BWD if bits >> BWD & 1 else BWD_INPUT
+            return FindingKind.ORDER, f"{unpack(code)} stands behind {unpack(place | backward)}"
+        if kind in RETENTION_KINDS:
+            other = OFFLOAD if kind == RECOMPUTE else RECOMPUTE
+            text = f"{unpack(code)} and {unpack(place | other)} are of one microbatch"
+            return FindingKind.RETENTION, text
+        if bits & (1 << BWD | _SPLIT):
+            return FindingKind.DUPLICATE, f"{unpack(code)} repeats a backward"
+        return FindingKind.ORDER, f"{unpack(code)} stands before {unpack(place | RELOAD)}"
 
     def _why_unneeded(self, kind: int, stage: int) -> str:
         if FWD_SEND <= kind <= BWD_RECV:
@@ -147,13 +179,14 @@ class RowCheck:
 
     def _all_rules(self) -> list[dict[int, _Rule]]:
         rules: list[dict[int, _Rule]] = [{} for _ in self._schedule.steps]
+        optional = [] if self._forward_only else sorted(RETENTION_KINDS)
         for stage, rank in enumerate(self._schedule.stage_to_rank):
-            for kind in self._expected(stage):
+            for kind in [*self._expected(stage), *optional]:
                 rules[rank][encode(kind, stage)] = self._rule(kind, stage, rank)
         return rules
 
     def _expected(self, stage: int) -> list[int]:
-        """Return the kinds of steps that a stage may have."""
+        """Return the kinds of steps that a stage must have, one of B and of I and W."""
         kinds = [FWD] if self._forward_only else [FWD, BWD, BWD_INPUT, BWD_WEIGHT]
         if self._communication:
             messages = [FWD_SEND, FWD_RECV]
@@ -183,14 +216,16 @@ class RowCheck:
             split = expected & ~(1 << BWD)
             cells = self._seen[stage * num : (stage + 1) * num]
             complete = {
-                bits | (bits >> BWD & 1 or bits >> BWD_INPUT & 1) * _GRADIENT
+                bits | kept | (bits >> BWD & 1 or bits >> BWD_INPUT & 1) * _GRADIENT
                 for bits in (full, split)
+                for kept in (0, 1 << RECOMPUTE, _COPIES)
             }
             if complete.issuperset(cells):
                 continue
             for microbatch, bits in enumerate(cells):
                 if bits not in complete:
                     target = split if bits & _SPLIT else full
+                    target |= _COPIES if bits & _COPIES else 0
                     yield from _absent(target & ~bits, stage, microbatch, rank)
 
 

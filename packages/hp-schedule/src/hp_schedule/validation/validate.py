@@ -35,8 +35,9 @@ def validate(
     split in two) exactly once; no step before what it needs on its own rank, both halves of an
     overlap at its start; every value that another rank needs sent once and received once, in the
     same order on each directed edge; parameters gathered before and freed after the compute steps
-    they serve, gradients reduced once and last; activations within memory; and that the rows run
-    to their end. Linear in the number of steps.
+    they serve, gradients reduced once and last; each RECOMPUTE once, between the forward that it
+    repeats and the backward; each OFFLOAD once, with a RELOAD between it and the backward;
+    activations within memory; and that the rows run to their end. Linear in the number of steps.
 
     Which stages are sharded the schedule says itself (`Schedule.gathered_stages`,
     `reduced_stages`). Where it does not, a stage without UNSHARD or REDUCE_GRAD is an error if
@@ -58,8 +59,8 @@ def validate(
             compute steps has no cycle over the ranks either.
         max_active_stages: Most stages whose parameters a rank may hold gathered; default: any.
         memory_limit: Most memory that the activations of a rank may take; default: any.
-        costs: Costs, of which `activation` is read; default: a microbatch takes 1 on a rank, shared
-            by its stages.
+        costs: Costs, of which `activation`, `kept_input` and `offloaded` are read; default: a
+            microbatch takes 1 on a rank, shared by its stages.
 
     Raises:
         ValueError: If `channels` is unknown, or the costs do not fit the schedule.
@@ -77,8 +78,8 @@ def validate(
     )
     found: Iterator[Finding] = chain(rows.findings(), sharding.findings())
     if memory_limit is not None:
-        activation = costs.activation if costs else schedule.num_ranks / schedule.num_stages
-        found = chain(found, memory_findings(schedule, activation, memory_limit))
+        costs = costs or Costs(activation=schedule.num_ranks / schedule.num_stages)
+        found = chain(found, memory_findings(schedule, costs, memory_limit))
     findings = tuple(islice(found, MAX_FINDINGS))
     if not findings:
         finding = _deadlock(schedule, channels) if communication else order_deadlock(schedule)

@@ -20,6 +20,7 @@ _CALLED = {
     "mesh.cp_heads": "ulysses ulysses_degree sp_size",
     "mesh.cp_ring": "ring ring_attention",
     "pipeline.schedule": "pipeline_schedule pp_schedule schedules",
+    "pipeline.retention": "offload activation_offload cpu_offload selective_pipeline_recompute",
     "pipeline.stages_per_rank": "vpp virtual_stages interleave chunks num_chunks stages",
     "model.dim": "hidden_size d_model n_embd width embed_dim hidden_dim model_dim",
     "model.num_layers": "layers n_layers n_layer num_hidden_layers depth",

@@ -181,6 +181,13 @@ class PipelineConfig(Struct, frozen=True, kw_only=True):
     overlap: Annotated[
         bool, _help("Run a backward and the next forward at once, to hide exchanges of experts.")
     ] = False
+    retention: Annotated[
+        Literal["keep", "recompute", "offload"],
+        _help("What stages do with microbatches under way beyond keep_microbatches."),
+    ] = "keep"
+    keep_microbatches: Annotated[
+        Count, _help("Microbatches that a rank keeps whole; retention says what others do.")
+    ] = 1
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):
@@ -371,8 +378,11 @@ class TrainConfig(Struct, frozen=True, kw_only=True):
         Literal["float32", "bfloat16", "float64"], _help("Type that the model computes in.")
     ] = "float32"
     recompute: Annotated[
-        Literal["none", "attention", "feed_forward", "full"],
-        _help("What of each block is computed again in backward instead of being kept."),
+        Literal["none", "attention", "feed_forward", "selective", "full"],
+        _help(
+            "What of each block is computed again in backward instead of being kept; selective: "
+            "all but attention proper and the products of experts."
+        ),
     ] = "none"
     compile: Annotated[
         Literal["none", "inductor", "aot_eager"],

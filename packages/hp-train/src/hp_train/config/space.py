@@ -59,6 +59,7 @@ AXES = (
     Axis("pipeline.schedule"),
     Axis("pipeline.stages_per_rank", (1, 2, 3)),
     Axis("pipeline.overlap", (False, True)),
+    Axis("pipeline.retention"),
     Axis("train.microbatch_size", (1, 2, 3)),
     Axis("train.recompute"),
 )

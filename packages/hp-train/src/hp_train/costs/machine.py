@@ -43,6 +43,8 @@ class Machine:
         flops: Floating-point operations per second of a matrix product.
         memory: Bytes per device.
         memory_bandwidth: Bytes per second of a device's memory.
+        host_bandwidth: Bytes per second from a device to its host, and likewise back; PCIe 4.0 with
+            16 lanes reaches 25 GB/s in pinned memory.
         layer_seconds: What a layer takes in forward however small its input is; not where kernels
             are priced one by one.
         launch_seconds: Seconds that the host takes to launch a kernel. 0: kernels are not priced
@@ -67,6 +69,7 @@ class Machine:
     flops: float
     memory: float
     memory_bandwidth: float
+    host_bandwidth: float = 25e9
     layer_seconds: float = 0.0
     launch_seconds: float = 0.0
     grouped_flops: float = 0.0

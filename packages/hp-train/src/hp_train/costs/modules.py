@@ -97,11 +97,27 @@ def _block(key: Key, recompute: str, name: str) -> Work:
         last = ends_in_sum and not model.dropout
         whole = _repeated(together((attend, feed, rest)), model.dim, size, but_last_sum=last)
         return whole.under(f"{name}.")
+    if recompute == "selective":
+        whole = _repeated(together((attend, feed, rest)), model.dim, size, but_last_sum=False)
+        return replace(whole, kept=whole.kept + _products(model, name) * size).under(f"{name}.")
     if recompute == "attention":
         attend = _repeated(attend, model.dim, size, but_last_sum=True)
     elif recompute == "feed_forward":
         feed = _repeated(feed, model.dim, size, but_last_sum=ends_in_sum)
     return together((attend, feed, rest)).under(f"{name}.")
+
+
+def _products(model: ModelConfig, name: str) -> float:
+    """Elements per token that attention proper and the products of experts return."""
+    width = model.num_heads * (
+        model.v_head_dim
+        if model.attention == "mla"
+        else model.head_dim or model.dim // model.num_heads
+    )
+    layer = int(name.rpartition(".")[2]) if name.startswith("layers.") else model.num_layers
+    if model.is_dense(layer):
+        return float(width)
+    return float(width + model.top_k * (2 * model.expert_hidden + model.dim))
 
 
 def _repeated(work: Work, dim: int, size: int, *, but_last_sum: bool) -> Work:
@@ -190,8 +206,13 @@ def _block_kernels(learned: dict[str, Kernels], recompute: str, name: str) -> Ke
     for kind, part in parts.items():
         if recompute in ("full", _PARTS_OF_BLOCKS[kind]):
             again += part.forward
+        elif recompute == "selective":
+            again += Counter({k: n for k, n in part.forward.items() if k.kind not in _KEPT_KINDS})
     return Kernels.of(parts.values())._replace(again=again)
 
+
+_KEPT_KINDS = ("attention", "grouped")
+"""Of kernels that "selective" does not run again."""
 
 _PARTS_OF_BLOCKS = {"": "full", ".attend": "attention", ".feed": "feed_forward"}
 """What `train.recompute` calls them."""

@@ -7,15 +7,18 @@ last. So it has in a U-shape, where the other ranks have one.
 from __future__ import annotations
 
 import itertools
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Final
 
 from hp_schedule import (
     SCHEDULES,
+    Costs,
     Schedule,
+    ScheduleError,
     add_fsdp_reduce_grad,
     add_fsdp_unshard_reshard,
     add_send_recv,
+    fit_memory,
     validate,
 )
 
@@ -61,6 +64,35 @@ def split_layers(num_layers: int, num_stages: int) -> list[range]:
     return [range(low, high) for low, high in itertools.pairwise(bounds)]
 
 
+@lru_cache(maxsize=256)  # rules, plans and runs ask for the same
+def compute_schedule(
+    config: PipelineConfig, *, num_ranks: int, num_microbatches: int, paired: bool | None = None
+) -> Schedule | None:
+    """The compute steps of the configured schedule, and what microbatches keep meanwhile.
+
+    Args:
+        config: Configuration of the pipeline.
+        num_ranks: Number of pipeline ranks.
+        num_microbatches: Number of microbatches in a step.
+        paired: Whether backwards and forwards are pairs; None: as configured.
+
+    Returns:
+        None if a rank cannot keep as few microbatches as configured.
+    """
+    schedule = KINDS[config.schedule].build(
+        num_ranks,
+        num_microbatches,
+        config.stages_per_rank,
+        paired=config.overlap if paired is None else paired,
+    )
+    if config.retention == "keep":
+        return schedule
+    # By the rows alone: a rank that is short of memory waits for its copies.
+    costs = Costs(activation=1 / config.stages_per_rank)
+    fit = fit_memory(schedule, costs, config.keep_microbatches, ways=(config.retention,))
+    return None if fit is None else fit.schedule
+
+
 def training_schedule(
     config: PipelineConfig, *, num_ranks: int, num_microbatches: int, sharded: bool = False
 ) -> Schedule:
@@ -75,9 +107,12 @@ def training_schedule(
     Raises:
         hp_schedule.ScheduleError: When the schedule would not complete.
     """
-    compute = KINDS[config.schedule].build(
-        num_ranks, num_microbatches, config.stages_per_rank, paired=config.overlap
-    )
+    compute = compute_schedule(config, num_ranks=num_ranks, num_microbatches=num_microbatches)
+    if compute is None:
+        raise ScheduleError(
+            f"pipeline.keep_microbatches ({config.keep_microbatches}) is too small for "
+            f"pipeline.retention ({config.retention})"
+        )
     schedule = add_send_recv(compute)
     if sharded:
         schedule = add_fsdp_unshard_reshard(add_fsdp_reduce_grad(schedule))

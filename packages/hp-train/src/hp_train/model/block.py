@@ -26,7 +26,7 @@ from hp_train.model.ahead import Ahead
 from hp_train.model.attention import Limits, make_attention
 from hp_train.model.declared import declare
 from hp_train.model.layers import DropoutKey, FeedForward, RMSNorm, dropout
-from hp_train.model.recompute import Recompute, recomputed
+from hp_train.model.recompute import Recompute, recomputed, recomputed_but_products
 from hp_train.model.rotary import Rotation
 from hp_train.model.stage import Exchanges
 
@@ -147,6 +147,8 @@ class Block(nn.Module):
         """
         if self.recompute == "full":
             return recomputed(self._run, x, rotation, microbatch, documents)
+        if self.recompute == "selective":
+            return recomputed_but_products(self._run, x, rotation, microbatch, documents)
         return self._run(x, rotation, microbatch, documents)
 
     def place_exchanges(self, exchanges: Exchanges) -> None:

@@ -22,6 +22,7 @@ from hp_expert import (
     ExpertTensorParallel,
     GroupedExperts,
     fully_shard_experts,
+    save_routing,
 )
 from hp_overlap import CommComputeOverlap, HookCoordinator
 from hp_platform import Runtime, set_fsdp_exchanges
@@ -146,6 +147,10 @@ class Pipeline:
                 num_stages=self.num_stages,
                 device=self.device,
                 input_spec=activations if index else None,
+                context_fn=save_routing,
+                # Nothing in our own model draws from a generator.
+                preserve_rng_state=bool(self.config.model.factory),
+                is_offloaded=module.is_activation,
             )
             for index, module in self.modules.items()
         ]

@@ -94,6 +94,7 @@ def prediction_loss(
     """
     ahead = microbatch.ahead
     assert ahead is not None
+    is_first = not microbatch.prediction_losses  # and not a forward that runs again
     total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
     for module, later, targets, count in zip(
         modules, embedded, ahead.targets, ahead.num_targets, strict=True
@@ -106,6 +107,7 @@ def prediction_loss(
             documents=microbatch.documents,
         )
         loss = loss_of(hidden, targets) / (len(modules) * max(1, count))
-        microbatch.prediction_losses.append(loss.detach())
+        if is_first:
+            microbatch.prediction_losses.append(loss.detach())
         total = total + loss
     return total

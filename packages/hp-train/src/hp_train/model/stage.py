@@ -34,6 +34,9 @@ from hp_train.model.layers import Embedding, Linear, WeightCasts, cast_linear
 from hp_train.model.loss import linear_cross_entropy
 from hp_train.model.recompute import Recompute, recomputed
 
+_SMALL = 1 << 14
+"""Bytes below which a saved tensor is not worth a copy of its own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Exchanges:
@@ -144,6 +147,14 @@ class Stage(nn.Module):
                 part.casts = self.casts
             elif isinstance(part, GroupedExperts) and part not in left_out:
                 part.cast_of = casts.of
+
+    def is_activation(self, saved: Tensor) -> bool:
+        """Whether what autograd saves is of one microbatch, and large enough to be copied away."""
+        if saved.nbytes < _SMALL:
+            return False
+        casts = () if self._made is None else self._made.made
+        memory = saved.untyped_storage()
+        return all(cast.untyped_storage() is not memory for cast in casts)
 
     def forget_casts(self) -> None:
         """Cast weights anew at their next use: they have changed, or memory is wanted."""

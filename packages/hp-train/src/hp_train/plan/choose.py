@@ -57,8 +57,16 @@ def plan_axes(config: Config, num_devices: int) -> tuple[Axis, ...]:
         Axis("pipeline.schedule"),
         Axis("pipeline.stages_per_rank", (1, 2, 3, 4)),
         Axis("train.microbatch_size", tuple(sorted({*sizes, config.train.microbatch_size}))),
-        Axis("train.recompute", tuple(dict.fromkeys(("none", "full", config.train.recompute)))),
+        Axis("train.recompute", _recomputes(config)),
     )
+
+
+def _recomputes(config: Config) -> tuple[str, ...]:
+    """What of blocks may run again; not what the rules refuse of all layouts alike."""
+    ways = ["none", "full", config.train.recompute]
+    if not config.model.factory and config.train.compile == "none":
+        ways.insert(1, "selective")
+    return tuple(dict.fromkeys(ways))
 
 
 def choose(
@@ -108,6 +116,8 @@ def choose(
             is_complete = False
             break
         simulated += 1
+        if layout.pipeline.retention != "keep" and not rules.allows_pipeline(layout):
+            continue  # with all its microbatches; the bound has looked at a few
         estimate = Plan(layout, machine, vocab_size=vocab_size).estimate()
         if estimate.memory.total <= machine.memory:
             _put(found, estimate)
@@ -190,6 +200,22 @@ class _Search:
             bound = self.bound(layout)
             if bound is not None:
                 yield bound, layout, None
+            elif _may_give_up(layout):
+                yield from self._giving_up(layout)
+
+    def _giving_up(self, layout: Config) -> Iterator[_Found]:
+        """A layout that cannot fit, with as many microbatches kept as can: the rest is given up."""
+        for retention in ("recompute", "offload"):
+            for keep in range(layout.mesh.pp, 0, -1):
+                found = with_keys(
+                    layout, {"pipeline.retention": retention, "pipeline.keep_microbatches": keep}
+                )
+                bound = self.bound(found)
+                if bound is not None:
+                    yield bound, found, None
+                    break
+            else:
+                return  # not even with one
 
     def _need_not_go_by_block(self, layout: Config) -> bool:
         """Whether parameters are gathered by block that fit into memory by stage."""
@@ -210,6 +236,9 @@ class _Search:
     def bound(self, layout: Config) -> float | None:
         """Of a layout; None where it cannot fit. Schedules that place stages alike share it."""
         schedule, in_flight = self._short_schedule(layout)
+        if layout.pipeline.retention != "keep":
+            most = layout.pipeline.keep_microbatches * layout.pipeline.stages_per_rank
+            in_flight = tuple(min(number, most) for number in in_flight)
         train = layout.train
         key = (layout.mesh, schedule.stage_to_rank, train.microbatch_size, train.recompute)
         plan = None
@@ -243,6 +272,12 @@ class _Search:
             peaks = simulate(schedule, Costs(activation=1.0)).peak_activations
             self._schedules[key] = schedule, peaks
         return self._schedules[key]
+
+
+def _may_give_up(layout: Config) -> bool:
+    """Whether microbatches that wait for their backward can make room for others."""
+    splits = KINDS[layout.pipeline.schedule].splits_backward
+    return layout.mesh.pp > 1 and layout.mesh.gather == "stage" and not splits
 
 
 def _put(found: list[Estimate], estimate: Estimate) -> None:

@@ -215,5 +215,6 @@ def _search(
         num_microbatches=plan.num_microbatches,
         virtual=(config.pipeline.stages_per_rank,),
         memory_limit=spare,
+        retention=() if config.pipeline.retention == "keep" else (config.pipeline.retention,),
         time_budget=seconds,
     )

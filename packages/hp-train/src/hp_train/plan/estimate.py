@@ -22,14 +22,14 @@ from hp_train.costs.machine import Machine
 from hp_train.costs.work import Work
 from hp_train.layout.ranks import Layout, StageLayout
 from hp_train.layout.schedules import (
-    KINDS,
+    compute_schedule,
     count_microbatches,
     count_stages,
     placement,
     split_layers,
 )
 from hp_train.plan.kernels import Compute, rates_of
-from hp_train.plan.memory import Memory, buffer_bytes, static_memory
+from hp_train.plan.memory import Memory, buffer_bytes, message_bytes, static_memory
 from hp_train.plan.traffic import (
     EdgeLink,
     Spread,
@@ -246,9 +246,10 @@ class Plan:
     def schedule(self) -> Schedule:
         """Compute steps, and those of sharded parameters; messages are priced by their edges."""
         pipeline = self.config.pipeline
-        schedule = KINDS[pipeline.schedule].build(
-            self.layout.pp, self.num_microbatches, pipeline.stages_per_rank
+        schedule = compute_schedule(
+            pipeline, num_ranks=self.layout.pp, num_microbatches=self.num_microbatches, paired=False
         )
+        assert schedule is not None  # the rules have laid it out
         if self.config.mesh.gather == "stage" and any(
             place.is_sharded for place in self.layout.stages
         ):
@@ -360,7 +361,22 @@ class Plan:
             latency=self._latencies(schedule),
             unshard=sharded,
             reduce_grad=sharded,
+            kept_input=self._messages,
+            # What a stage has received and what it hands on stays.
+            offloaded=self._of_each(
+                lambda stage, place: max(
+                    0.0,
+                    stage.kept_bytes(self.tokens, tp=place.tp)
+                    - 2 * message_bytes(self.config, place),
+                )
+            ),
+            host_bandwidth=self.machine.host_bandwidth,
         )
+
+    @property
+    def _messages(self) -> list[float]:
+        """Bytes of the input of each stage."""
+        return [float(message_bytes(self.config, place)) for place in self.places]
 
     def _latencies(self, schedule: Schedule) -> dict[tuple[int, int], float]:
         """Of every edge: of all pipelines the slowest, with the time that the bytes take."""

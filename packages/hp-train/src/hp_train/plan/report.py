@@ -102,7 +102,12 @@ def name(estimate: Estimate) -> str:
     size, recompute = config.train.microbatch_size, config.train.recompute
     gathered = ", gathered by block" if config.mesh.gather == "block" else ""
     again = f", recompute {recompute}" if recompute != "none" else ""
-    return f"{Layout.of(config.mesh)}{schedule}{gathered}, microbatches of {size}{again}"
+    kept = f"{pipeline.keep_microbatches} kept, others {_GIVEN_UP[pipeline.retention]}"
+    gives_up = f", {kept}" if config.mesh.pp > 1 and pipeline.retention != "keep" else ""
+    return f"{Layout.of(config.mesh)}{schedule}{gathered}, microbatches of {size}{gives_up}{again}"
+
+
+_GIVEN_UP = {"keep": "", "recompute": "run again", "offload": "copied to the host"}
 
 
 def as_dict(estimate: Estimate) -> Mapping[str, Any]:
@@ -114,6 +119,8 @@ def as_dict(estimate: Estimate) -> Mapping[str, Any]:
             **mesh,
             "pipeline.schedule": config.pipeline.schedule,
             "pipeline.stages_per_rank": config.pipeline.stages_per_rank,
+            "pipeline.retention": config.pipeline.retention,
+            "pipeline.keep_microbatches": config.pipeline.keep_microbatches,
             "train.microbatch_size": config.train.microbatch_size,
             "train.recompute": config.train.recompute,
         },

@@ -14,7 +14,13 @@ from hp_train.config.timeouts import Timeouts
 from hp_train.errors import ConfigError
 from hp_train.layout.schedules import count_stages, placement, split_layers
 
-EXACT = ("pipeline.schedule", "pipeline.overlap", "train.recompute")
+EXACT = (
+    "pipeline.schedule",
+    "pipeline.overlap",
+    "pipeline.retention",
+    "pipeline.keep_microbatches",
+    "train.recompute",
+)
 """Keys that change when or how often something is computed, but no sum: bits must stay the same.
 
 That is where they cut the model alike and no layer comes to ranks of another number by it, see

@@ -18,7 +18,13 @@ from hp_train.config.rules.files import (
 )
 from hp_train.config.rules.mesh import mesh_rules, stage_list_rules
 from hp_train.config.rules.model import model_rules
-from hp_train.config.rules.pipeline import batch_rules, gather_rules, overlap_rules, pipeline_rules
+from hp_train.config.rules.pipeline import (
+    batch_rules,
+    gather_rules,
+    overlap_rules,
+    pipeline_rules,
+    retention_rules,
+)
 from hp_train.config.rules.sizes import size_rules
 from hp_train.errors import ConfigError
 
@@ -89,5 +95,6 @@ def _mesh_problems(config: Config, world: World | None) -> Iterator[str]:
 
 
 def _pipeline_problems(config: Config) -> Iterator[str]:
-    rules = (pipeline_rules, overlap_rules, gather_rules, batch_rules)
+    # The last one lays a schedule out, which the others must allow.
+    rules = (pipeline_rules, overlap_rules, gather_rules, batch_rules, retention_rules)
     return chain.from_iterable(rule(config) for rule in rules)

@@ -28,6 +28,12 @@ def model_rules(config: Config) -> Iterator[str]:
             f"data.seq_len ({config.data.seq_len}) must be at most "
             f"model.max_positions ({model.max_positions})"
         )
+    if config.train.recompute == "selective" and config.train.compile != "none":
+        yield (
+            f"train.compile ({shown(config.train.compile)}) must be {shown('none')} with "
+            f"train.recompute ({shown('selective')}): operators inside of compiled graphs are not "
+            "seen, and all of them would run again"
+        )
     if model.num_mtp_modules >= config.data.seq_len:
         yield (
             f"model.num_mtp_modules ({model.num_mtp_modules}) must be less than "

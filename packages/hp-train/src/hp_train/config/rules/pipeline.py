@@ -5,7 +5,12 @@ from collections.abc import Iterator
 from hp_train.config import Config
 from hp_train.config.rules.hints import DATA_AXES, near_multiples, shown_factors
 from hp_train.config.schema import shown
-from hp_train.layout.schedules import KINDS, count_stages
+from hp_train.layout.schedules import (
+    KINDS,
+    compute_schedule,
+    count_microbatches,
+    count_stages,
+)
 
 
 def pipeline_rules(config: Config) -> Iterator[str]:
@@ -61,6 +66,29 @@ def overlap_rules(config: Config) -> Iterator[str]:
             f"{must_be_off} train.global_batch_size ({train.global_batch_size}) = "
             f"{shown_factors(mesh, *DATA_AXES)} x train.microbatch_size ({train.microbatch_size}): "
             "one microbatch has no other one to hide behind"
+        )
+
+
+def retention_rules(config: Config) -> Iterator[str]:
+    """A rank must get by with the microbatches that it keeps."""
+    mesh, pipeline = config.mesh, config.pipeline
+    if pipeline.retention == "keep":
+        return
+    if mesh.gather == "block":
+        yield (
+            f"pipeline.retention ({shown(pipeline.retention)}) must be {shown('keep')} with "
+            f"mesh.gather ({shown('block')}): parameters come and go inside a forward, which would "
+            "be copied away with what it keeps; train.recompute goes by block"
+        )
+        return
+    schedule = compute_schedule(
+        pipeline, num_ranks=mesh.pp, num_microbatches=count_microbatches(config)
+    )
+    if schedule is None:
+        yield (
+            f"pipeline.keep_microbatches ({pipeline.keep_microbatches}) must be larger with "
+            f"pipeline.schedule ({shown(pipeline.schedule)}) and pipeline.retention "
+            f"({shown(pipeline.retention)}): what waits for its backward cannot all be given up"
         )
 
 

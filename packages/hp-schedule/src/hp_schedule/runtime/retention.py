@@ -1,0 +1,286 @@
+"""What a forward keeps for its backward: nothing but its input, or in another memory meanwhile.
+
+Note [Kept by handles]. Autograd saves tensors through hooks. A forward that is run again saves
+nothing: its graph is dropped when it ends, and the RECOMPUTE step makes another. A forward whose
+kept tensors are copied away saves handles, which know a storage and how a tensor lies in it.
+OFFLOAD copies each storage once, however many tensors lie in it, and forgets it on the device;
+RELOAD makes new ones. Backward finds the same bytes in the same layout, so the same kernels give
+the same bits. What others hold anyway stays where it is: parameters and buffers, what the stage has
+received and returned, what the caller has passed.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from hp_platform import Event, current_stream, side_stream, use_stream
+
+ContextFunction = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+"""Makes the contexts of a forward and of its RECOMPUTE, as `torch.utils.checkpoint` has it."""
+
+
+class Repeat:
+    """What a forward needs to be run again, beside its arguments.
+
+    Args:
+        device: Device whose generator the forward may draw from, besides the CPU's.
+        preserve_rng_state: Whether it draws from generators.
+        context_fn: Makes what the two runs are to share.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        preserve_rng_state: bool,
+        context_fn: ContextFunction | None,
+    ) -> None:
+        contexts = (nullcontext(), nullcontext()) if context_fn is None else context_fn()
+        self._first: AbstractContextManager[Any] = contexts[0]
+        self._second: AbstractContextManager[Any] = contexts[1]
+        self._devices = [device] if device.type == "cuda" else []
+        self._states: list[Tensor] | None = None
+        if preserve_rng_state:
+            on_gpu = [torch.cuda.get_rng_state(device) for device in self._devices]
+            self._states = [torch.get_rng_state(), *on_gpu]
+
+    @contextmanager
+    def first_run(self) -> Iterator[None]:
+        """Save nothing for a backward inside."""
+        with self._first, saved_tensors_hooks(_drop, _missing):
+            yield
+
+    @contextmanager
+    def second_run(self) -> Iterator[None]:
+        """Draw the random numbers of the first run inside; the generators go on as before."""
+        if self._states is None:
+            with self._second:
+                yield
+            return
+        with torch.random.fork_rng(self._devices), self._second:
+            torch.set_rng_state(self._states[0])
+            for device, state in zip(self._devices, self._states[1:], strict=True):
+                torch.cuda.set_rng_state(state, device)
+            yield
+
+
+def _drop(_: Tensor) -> None:
+    return None
+
+
+def _missing(_: Any) -> Tensor:
+    raise RuntimeError("a forward that kept nothing must be run again before its backward")
+
+
+class _Stored:
+    """One storage that tensors are saved in.
+
+    Attributes:
+        storage: On the device; None while it is away.
+        num_bytes: Its size.
+        device: Where that is.
+        host: The bytes while they are away, uint8.
+    """
+
+    __slots__ = ("device", "host", "num_bytes", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage, device: torch.device) -> None:
+        self.storage: torch.UntypedStorage | None = storage
+        self.num_bytes = storage.nbytes()
+        self.device = device
+        self.host: Tensor | None = None
+
+    def bytes_there(self) -> Tensor:
+        """Return all of it on the device, uint8."""
+        flat = torch.empty(0, dtype=torch.uint8, device=self.device)
+        return flat.set_(self.here(), 0, (self.num_bytes,), (1,))
+
+    def here(self) -> torch.UntypedStorage:
+        """Return the storage.
+
+        Raises:
+            RuntimeError: If it is away.
+        """
+        if self.storage is None:
+            raise RuntimeError("what a forward has kept must be brought back before its backward")
+        return self.storage
+
+
+class _Handle:
+    """A saved tensor: a storage, and how the tensor lies in it."""
+
+    __slots__ = ("_dtype", "_offset", "_shape", "_stored", "_strides")
+
+    def __init__(self, tensor: Tensor, stored: _Stored) -> None:
+        self._stored = stored
+        self._dtype = tensor.dtype
+        self._shape, self._strides = tensor.shape, tensor.stride()
+        self._offset = tensor.storage_offset()
+
+    def tensor(self) -> Tensor:
+        """Return it as it was saved.
+
+        Raises:
+            RuntimeError: If its storage is away.
+        """
+        storage = self._stored.here()
+        empty = torch.empty(0, dtype=self._dtype, device=self._stored.device)
+        return empty.set_(storage, self._offset, self._shape, self._strides)
+
+
+class Kept:
+    """What autograd saves in one forward, so that it can be copied to the host and back.
+
+    See Note [Kept by handles].
+
+    Args:
+        device: Where the stage computes.
+        is_moved: Says of a saved tensor whether it is to be moved; None: of all.
+        stays: Tensors whose memory others hold anyway.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        is_moved: Callable[[Tensor], bool] | None,
+        stays: Iterable[Tensor],
+    ) -> None:
+        self._device = device
+        self._is_moved = is_moved
+        # Storages are objects of their own, as long as somebody holds them.
+        self._staying = {id(x): x for x in map(_storage_of, stays) if x is not None}
+        self._stored: dict[int, _Stored] = {}
+        self._written: list[tuple[Tensor, int]] = []  # saved tensors, and the writes they had seen
+        self._back: Event | None = None
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Save handles for a backward inside."""
+        return saved_tensors_hooks(self._pack, _unpack)
+
+    def stay(self, tensors: Iterable[Tensor]) -> None:
+        """Let tensors that the forward has returned be where they are."""
+        for storage in map(_storage_of, tensors):
+            if storage is not None:
+                self._stored.pop(id(storage), None)
+
+    def offload(self) -> int:
+        """Start to copy everything to the host, and forget it on the device.
+
+        On CUDA the copies go on beside what is computed; memory is used again behind them.
+
+        Returns:
+            Bytes that are copied.
+
+        Raises:
+            RuntimeError: If a tensor was changed in place after it was saved, which autograd itself
+                would refuse in backward.
+        """
+        for tensor, version in self._written:
+            if _version(tensor) != version:
+                raise RuntimeError(
+                    f"a tensor {list(tensor.shape)} that backward needs was changed in place"
+                )
+        self._written.clear()
+        stream = side_stream(self._device, "offload")
+        if stream is not None:
+            stream.wait_stream(_current(self._device))
+        with use_stream(stream):
+            for stored in self._stored.values():
+                if stored.here().nbytes() != stored.num_bytes:
+                    raise RuntimeError(
+                        "memory that backward needs was freed: is it that of parameters which are "
+                        "gathered and freed inside the forward?"
+                    )
+                here = stored.bytes_there()
+                stored.host = torch.empty(
+                    stored.num_bytes, dtype=torch.uint8, pin_memory=stream is not None
+                )
+                stored.host.copy_(here, non_blocking=stream is not None)
+                if stream is not None:
+                    here.record_stream(stream)
+                stored.storage = None
+        return sum(stored.num_bytes for stored in self._stored.values())
+
+    def reload(self) -> None:
+        """Start to bring everything back, into new memory."""
+        stream = side_stream(self._device, "reload")
+        memory = []
+        for stored in self._stored.values():
+            here = torch.empty(stored.num_bytes, dtype=torch.uint8, device=self._device)
+            stored.storage = here.untyped_storage()
+            memory.append((stored, here))
+        if stream is not None:
+            # Behind the copies out, and behind whoever used the new memory before.
+            away = side_stream(self._device, "offload")
+            assert away is not None
+            stream.wait_stream(away)
+            stream.wait_stream(_current(self._device))
+        with use_stream(stream):
+            for stored, here in memory:
+                assert stored.host is not None
+                here.copy_(stored.host, non_blocking=stream is not None)
+                stored.host = None
+            self._back = Event(self._device)
+            self._back.record()
+
+    def wait(self) -> None:
+        """Let what is computed from now on wait until everything is back."""
+        if self._back is not None:
+            self._back.wait()
+
+    def _pack(self, tensor: Tensor) -> "_Handle | Tensor":
+        storage = _storage_of(tensor)
+        if (
+            storage is None
+            or tensor.device.type != self._device.type
+            or id(storage) in self._staying
+            or (self._is_moved is not None and not self._is_moved(tensor))
+        ):
+            return tensor
+        stored = self._stored.get(id(storage))
+        if stored is None:
+            stored = self._stored[id(storage)] = _Stored(storage, self._device)
+        seen = tensor.detach()  # without its graph, which would keep itself alive
+        self._written.append((seen, _version(seen)))
+        return _Handle(tensor, stored)
+
+
+def _version(tensor: Tensor) -> int:
+    return tensor._version  # noqa: SLF001 - torch has no public spelling
+
+
+def _unpack(packed: "_Handle | Tensor") -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed.tensor()
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Return the memory of a plain tensor; None for what is laid out or wrapped otherwise."""
+    if type(tensor) not in {Tensor, nn.Parameter} or tensor.layout is not torch.strided:
+        return None
+    if tensor.is_conj() or tensor.is_neg():
+        return None
+    storage = tensor.untyped_storage()
+    return storage if storage.nbytes() else None
+
+
+def _current(device: torch.device) -> torch.cuda.Stream:
+    stream = current_stream(device)
+    assert stream is not None
+    return stream
+
+
+def tensors_within(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in what a caller has passed: in sequences, mappings, and as attributes."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from tensors_within(part)
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        for part in value:
+            yield from tensors_within(part)

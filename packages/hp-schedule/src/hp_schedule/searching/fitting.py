@@ -1,0 +1,343 @@
+"""What microbatches keep, chosen one by one so that a schedule fits its memory.
+
+Memory is a matter of one rank's row. It is walked until it holds too much; then, of the
+microbatches in flight there, the one whose backward is farthest gives up what it keeps: it makes
+room for the longest time, so the fewest have to (Belady 1966). It is copied to the host if that can
+be done in time, as far as copies are allowed, and run again otherwise. What turned out to be
+needless is taken back, and the kinds of choice are varied as long as the simulator says that it
+helps.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final, get_args
+
+from hp_schedule.costs import Costs, Held
+from hp_schedule.packing import (
+    BWD,
+    BWD_INPUT,
+    BWD_WEIGHT,
+    FWD,
+    KIND_MASK,
+    MICROBATCH_SHIFT,
+    RETENTION_KINDS,
+    STAGE_MASK,
+    STAGE_SHIFT,
+    is_compute,
+    leaves,
+)
+from hp_schedule.passes.clock import compute_clock
+from hp_schedule.passes.retention import Retention, add_offload, add_recompute
+from hp_schedule.schedule import Schedule
+from hp_schedule.simulation import simulate
+from hp_schedule.simulation.recurrence import peak_memory
+
+Choice = Mapping[tuple[int, int], Retention]
+"""By (stage, microbatch); those that are not named keep everything."""
+
+_ROUNDING: Final = 1e-9
+_AHEAD: Final = (1, 2, 0)
+"""Compute steps that a copy back is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A schedule that keeps within its memory.
+
+    Attributes:
+        schedule: The schedule with its RECOMPUTE, OFFLOAD and RELOAD steps.
+        choice: Who gives up what it keeps, and how.
+        makespan: What the simulator says it takes.
+    """
+
+    schedule: Schedule
+    choice: Choice
+    makespan: float
+
+
+def fit_memory(
+    schedule: Schedule,
+    costs: Costs,
+    memory_limit: float,
+    *,
+    ways: Sequence[Retention] = ("recompute", "offload"),
+    num_tries: int = 64,
+) -> Fit | None:
+    """Choose who runs again and who is copied away, so that the memory suffices at little time.
+
+    Args:
+        schedule: Schedule without such steps; messages may be there or not.
+        costs: Durations, memory and the bandwidth to the host.
+        memory_limit: What the activations of a rank may take at most, in the unit of the costs, by
+            the rows (`validate`) as well as in time (`simulate`).
+        ways: What may be chosen; nothing is added where the schedule fits as it is.
+        num_tries: Variations that are simulated after the first plans.
+
+    Returns:
+        None if it cannot be made to fit.
+
+    Raises:
+        ValueError: If a way is unknown, or the schedule has such steps.
+    """
+    check_ways(ways)
+    if schedule.kinds & RETENTION_KINDS:
+        raise ValueError("schedule must have no RECOMPUTE, OFFLOAD and RELOAD steps")
+    fitting = _Fitting(schedule, costs, memory_limit)
+    best: Fit | None = None
+    for plan in _plans(ways):
+        best = _better(best, fitting.plan(*plan))
+    if best is not None and len(ways) > 1:
+        for choice in islice(_variations(best.choice), num_tries):
+            best = _better(best, fitting.of(choice))
+    return best
+
+
+def check_ways(ways: Sequence[str]) -> None:
+    """Refuse what is no way to make room.
+
+    Raises:
+        ValueError: If one is unknown.
+    """
+    for way in ways:
+        if way not in get_args(Retention):
+            raise ValueError(f"retention ({way}) must be {' or '.join(get_args(Retention))}")
+
+
+def _plans(ways: Sequence[Retention]) -> Iterator[tuple[frozenset[Retention], int]]:
+    """Yield what may be chosen, and how early copies come back."""
+    if "recompute" in ways:
+        yield frozenset({"recompute"}), 1
+    for ahead in _AHEAD if "offload" in ways else ():
+        yield frozenset({"offload"}), ahead
+        if "recompute" in ways:
+            yield frozenset(ways), ahead
+
+
+def _better(best: Fit | None, other: Fit | None) -> Fit | None:
+    if best is None or other is None:
+        return best or other
+    return other if other.makespan < best.makespan else best
+
+
+def _variations(choice: Choice) -> Iterator[Choice]:
+    """Yield choices in which one place, or every second of a stage, gives up the other way."""
+    other: dict[Retention, Retention] = {"recompute": "offload", "offload": "recompute"}
+    stages = sorted({stage for stage, _ in choice})
+    for stage in stages:
+        for start, step in ((0, 1), (0, 2), (1, 2)):
+            places = sorted(place for place in choice if place[0] == stage)[start::step]
+            yield {**choice, **{place: other[choice[place]] for place in places}}
+    for place in sorted(choice, key=lambda place: place[::-1]):
+        yield {**choice, place: other[choice[place]]}
+
+
+class _Fitting:
+    """Choices for one schedule.
+
+    Args:
+        schedule: See `fit_memory`.
+        costs: See `fit_memory`.
+        limit: See `fit_memory`.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs, limit: float) -> None:
+        self._schedule = schedule
+        self._costs = costs
+        self._limit = limit * (1 + _ROUNDING)
+        self._ahead = 1
+        self._held: Held = costs.held(schedule.num_stages, schedule.num_microbatches)
+        rows, ends = compute_clock(schedule, costs)
+        self._walks = [
+            _RowWalk(row, end, schedule.num_microbatches, costs, self._held)
+            for row, end in zip(rows, ends, strict=True)
+        ]
+
+    def plan(self, ways: frozenset[Retention], ahead: int) -> Fit | None:
+        """Choose by walking the rows; see `_plans`."""
+        self._ahead = ahead
+        choice: dict[tuple[int, int], Retention] = {}
+        for walk in self._walks:
+            found = walk.choose(self._limit, ways, ahead)
+            if found is None:
+                return None
+            choice |= found
+        # What is needless by the rows may be needed in time, while a copy is on its way.
+        return _better(self.of(self._thinned(choice)), self.of(choice))
+
+    def of(self, choice: Choice) -> Fit | None:
+        """Return the schedule of a choice if it fits, by its rows and in time."""
+        schedule = self._with(choice)
+        if any(self._peak(schedule, rank) > self._limit for rank in range(schedule.num_ranks)):
+            return None
+        result = simulate(schedule, self._costs)
+        if max(result.peak_activations) > self._limit:
+            return None
+        return Fit(schedule, choice, result.makespan)
+
+    def _thinned(self, choice: Choice) -> Choice:
+        """Take back what is needless once all the rest is chosen."""
+        left = dict(choice)
+        place_of = self._schedule.stage_to_rank
+        for place in sorted(choice, key=lambda place: place[::-1]):
+            fewer = {other: way for other, way in left.items() if other != place}
+            rank = place_of[place[0]]
+            if self._peak(self._with(fewer, rank), rank) <= self._limit:
+                left = fewer
+        return left
+
+    def _with(self, choice: Choice, rank: int | None = None) -> Schedule:
+        """Return the schedule with a choice, of one rank if only that is looked at."""
+        place_of = self._schedule.stage_to_rank
+        mine = [key for key in choice if rank is None or place_of[key[0]] == rank]
+        again = [key for key in mine if choice[key] == "recompute"]
+        away = [key for key in mine if choice[key] == "offload"]
+        schedule = self._schedule
+        if rank is not None:
+            rows = [row.codes() if r == rank else [] for r, row in enumerate(schedule.steps)]
+            schedule = schedule.with_rows(rows)
+        return add_recompute(add_offload(schedule, away, ahead=self._ahead), again)
+
+    def _peak(self, schedule: Schedule, rank: int) -> float:
+        codes = schedule.steps[rank].codes()
+        return peak_memory(codes, self._held, schedule.num_microbatches)
+
+
+class _RowWalk:
+    """The compute steps of one rank and when they end.
+
+    Args:
+        codes: The steps.
+        ends: Their ends.
+        num_microbatches: Of the schedule.
+        costs: The bandwidth to the host.
+        held: What microbatches hold.
+    """
+
+    def __init__(
+        self,
+        codes: Sequence[int],
+        ends: Sequence[float],
+        num_microbatches: int,
+        costs: Costs,
+        held: Held,
+    ) -> None:
+        self._num = num_microbatches
+        self._held = held
+        self._bandwidth = costs.host_bandwidth
+        self._ends = ends
+        self._steps = [
+            [(leaf & KIND_MASK, self._index(leaf)) for leaf in leaves(code)]
+            for code in codes
+            if is_compute(code)
+        ]
+        # Where a backward begins, by place in the tables.
+        self._uses = {
+            index: number
+            for number, step in enumerate(self._steps)
+            for kind, index in step
+            if kind in {BWD, BWD_INPUT}
+        }
+
+    def choose(
+        self, limit: float, ways: frozenset[Retention], ahead: int
+    ) -> dict[tuple[int, int], Retention] | None:
+        """Choose so that the row never holds more than the limit.
+
+        Args:
+            limit: In the unit of the costs.
+            ways: What may be chosen.
+            ahead: Compute steps that a copy back is given.
+
+        Returns:
+            None if there is no such choice.
+        """
+        chosen: dict[int, Retention] = {}
+        begun: dict[int, int] = {}  # forwards in flight, with the number of their step
+        now = way_out = 0.0
+        for number, step in enumerate(self._steps):
+            now += self._returning(number, ahead, chosen, begun)
+            now += sum(self._held.all[index] for kind, index in step if kind == FWD)
+            begun |= {index: number for kind, index in step if kind == FWD}
+            while now > limit:
+                away = {
+                    index: max(way_out, self._ends[begun[index]]) + self._copy(index)
+                    for index in self._candidates(number, chosen, begun)
+                    if begun[index] < number < self._return(index, ahead, begun)
+                }
+                found = self._victim(number, self._candidates(number, chosen, begun), away, ways)
+                if found is None:
+                    return None
+                index, way = found
+                if way == "offload":
+                    way_out = away[index]
+                chosen[index] = way
+                now -= self._gain(index, way)
+            for kind, index in step:
+                if kind in {BWD, BWD_WEIGHT}:
+                    now -= self._held.all[index]
+                    begun.pop(index)
+        return {divmod(index, self._num): way for index, way in chosen.items()}
+
+    def _returning(
+        self, number: int, ahead: int, chosen: Mapping[int, Retention], begun: Mapping[int, int]
+    ) -> float:
+        """Return what is there again from a step on."""
+        more = 0.0
+        for kind, index in self._steps[number]:
+            if kind in {BWD, BWD_INPUT} and chosen.get(index) == "recompute":
+                more += self._gain(index, "recompute")
+        for index in begun:
+            if chosen.get(index) == "offload" and self._return(index, ahead, begun) == number:
+                more += self._gain(index, "offload")
+        return more
+
+    def _return(self, index: int, ahead: int, begun: Mapping[int, int]) -> int:
+        return max(begun[index] + 1, self._uses[index] - ahead)
+
+    def _candidates(
+        self, number: int, chosen: Mapping[int, Retention], begun: Mapping[int, int]
+    ) -> list[int]:
+        """Return who still keeps everything at a step, the one with the farthest backward first."""
+        free = [index for index in begun if index not in chosen and self._uses[index] > number]
+        return sorted(free, key=lambda index: (-self._uses[index], -index))
+
+    def _victim(
+        self,
+        number: int,
+        candidates: Sequence[int],
+        away: Mapping[int, float],
+        ways: frozenset[Retention],
+    ) -> tuple[int, Retention] | None:
+        """Return who is to give up what it keeps at a step, and how.
+
+        Args:
+            number: The step.
+            candidates: The best one first.
+            away: When a copy would be at the host, of those that could be copied.
+            ways: What may be chosen.
+        """
+        start = self._ends[number - 1] if number else 0.0
+        copied = [
+            index
+            for index in candidates
+            if "offload" in ways and index in away and self._gain(index, "offload") > 0
+        ]
+        for index in copied:
+            if away[index] <= start * (1 + _ROUNDING):
+                return index, "offload"
+        for index in candidates if "recompute" in ways else ():
+            if self._gain(index, "recompute") > 0:
+                return index, "recompute"
+        return (copied[0], "offload") if copied else None
+
+    def _copy(self, index: int) -> float:
+        return self._held.moved[index] / self._bandwidth
+
+    def _gain(self, index: int, way: Retention) -> float:
+        if way == "offload":
+            return self._held.moved[index]
+        return self._held.all[index] - self._held.input[index]
+
+    def _index(self, code: int) -> int:
+        return (code >> STAGE_SHIFT & STAGE_MASK) * self._num + (code >> MICROBATCH_SHIFT)

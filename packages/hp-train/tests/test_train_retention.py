@@ -1,0 +1,184 @@
+"""`pipeline.retention`: the same bits, with fewer microbatches kept."""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hp_platform import RankInfo, Runtime, shutdown
+from hp_platform.testing import LiveBytes
+from hp_schedule import validate
+from hp_train.config import Config, PipelineConfig, rules
+from hp_train.config.options import resolve
+from hp_train.data import Tokenizer
+from hp_train.errors import ConfigError
+from hp_train.launch.heartbeats import Heartbeats
+from hp_train.launch.signals import StopFlag
+from hp_train.launch.task import Worker
+from hp_train.layout.schedules import KINDS, compute_schedule, training_schedule
+from hp_train.model import Microbatch, stage
+from hp_train.model.block import Block
+from hp_train.model.rotary import rotation
+from hp_train.training.startup import connect, prepare_data
+from hp_train.training.train import Trainer
+from hp_train.verify.pairs import one_process
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    path = tmp_path / "text.txt"
+    path.write_text("some words in a row\n" * 40)
+    overrides = [
+        ("launch.device", "cpu"),
+        ("data.seq_len", 12),
+        ("data.paths", [str(path)]),
+        ("train.global_batch_size", 4),
+        ("train.microbatch_size", 1),
+        ("model.dim", 16),
+        ("pipeline.stages_per_rank", 1),
+        ("model.num_layers", 2),
+        ("model.num_mtp_modules", 1),
+        ("model.balance_coefficient", 0.01),
+        ("model.dropout", 0.1),
+    ]
+    return one_process(resolve("quickstart", overrides, env={}).config)
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Worker:
+    (tmp_path / "run").mkdir()
+    heartbeats = Heartbeats.create(tmp_path / "heartbeats", num_ranks=1)
+    info = RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1)
+    return Worker(info=info, run_dir=tmp_path / "run", heartbeats=heartbeats, stop=StopFlag())
+
+
+@pytest.fixture
+def started(config: Config, worker: Worker) -> Iterator[tuple[Runtime, Tokenizer]]:
+    runtime = connect(config, worker)
+    yield runtime, prepare_data(config, worker, runtime)
+    shutdown()
+
+
+def test_a_step_has_the_same_bits_whatever_stages_do_with_microbatches(
+    config: Config,
+    worker: Worker,
+    started: tuple[Runtime, Tokenizer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stage, "_SMALL", 0)
+    found: dict[tuple[str, str, str], tuple[object, list[torch.Tensor]]] = {}
+    for dtype in ("float32", "bfloat16"):
+        for retention in ("keep", "recompute", "offload"):
+            for recompute in ("none", "selective", "full"):
+                chosen = replace(
+                    config,
+                    pipeline=PipelineConfig(schedule="gpipe", retention=retention),
+                    train=replace(config.train, recompute=recompute, dtype=dtype),
+                )
+                rules.check(chosen)
+                trainer = Trainer(chosen, worker, *started)
+                losses, _ = trainer.compute_gradients()
+                steps = [str(span.step) for span in trainer.timeline]
+                assert any("RECOMPUTE" in step for step in steps) is (retention == "recompute")
+                grads = [p.local.grad for p in trainer.parameters]
+                found[dtype, retention, recompute] = losses, [g for g in grads if g is not None]
+                trainer.pipeline.close()
+        expected, wanted = found[dtype, "keep", "none"]
+        assert len(wanted) > 10
+        for (other, *_), (again, values) in found.items():
+            if other == dtype:
+                assert again == expected
+                for grad, value in zip(wanted, values, strict=True):
+                    assert torch.equal(grad, value)
+
+
+class _Ops(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_attention_does_not_run_again_where_recomputation_is_selective(config: Config) -> None:
+    counts, kept = {}, {}
+    x = torch.randn(2, 64, 16)
+    turned = rotation(config.model, torch.arange(64))
+    for recompute in ("none", "selective", "full"):
+        torch.manual_seed(0)
+        block = Block(config.model, 0, "layers.0")
+        for parameter in block.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        block.recompute = recompute
+        with _Ops() as ops, LiveBytes() as live:
+            y = block(x.requires_grad_(), rotation=turned, microbatch=Microbatch(2))
+            kept[recompute] = live.now
+            y.sum().backward()
+        counts[recompute] = ops.counts
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    assert [counts[way][attention] for way in counts] == [1, 1, 2]
+    assert counts["selective"]["mm"] == counts["full"]["mm"] > counts["none"]["mm"]
+    assert kept["full"] < kept["selective"] < 0.7 * kept["none"]
+
+
+def test_selective_recomputation_and_compiled_graphs_are_refused_by_name(config: Config) -> None:
+    train = replace(config.train, recompute="selective", compile="aot_eager")
+    with pytest.raises(ConfigError, match=r'train.compile \("aot_eager"\) must be "none" with'):
+        rules.check(replace(config, train=train))
+
+
+@pytest.mark.parametrize("schedule", KINDS)
+def test_schedules_keep_as_few_as_is_said_or_are_refused(schedule: str) -> None:
+    kind = KINDS[schedule]
+    refused = 0
+    for retention in ("recompute", "offload"):
+        for keep in (1, 2, 3):
+            pipeline = PipelineConfig(
+                schedule=schedule,
+                stages_per_rank=kind.stages_per_rank or 2,
+                retention=retention,
+                keep_microbatches=keep,
+            )
+            found = compute_schedule(pipeline, num_ranks=3, num_microbatches=6)
+            if found is None:
+                refused += 1
+                continue
+            chosen = found.recomputed if retention == "recompute" else found.offloaded
+            plain = replace(pipeline, retention="keep")
+            whole = compute_schedule(plain, num_ranks=3, num_microbatches=6)
+            assert whole is not None
+            assert chosen or validate(whole, memory_limit=keep)
+            sent = training_schedule(pipeline, num_ranks=3, num_microbatches=6)
+            assert validate(sent, memory_limit=keep)
+    # Weight gradients that are put off hold on to what they need.
+    assert refused == 0 or kind.splits_backward or kind.returns
+
+
+def test_blocks_that_are_gathered_one_by_one_are_refused_by_name(config: Config) -> None:
+    mesh = replace(config.mesh, dp_shard=2, gather="block")
+    pipeline = PipelineConfig(schedule="gpipe", retention="offload")
+    with pytest.raises(ConfigError, match=r'pipeline.retention \("offload"\) must be "keep" with'):
+        rules.check(replace(config, mesh=mesh, pipeline=pipeline))
+
+
+def test_too_few_are_refused_by_name(config: Config) -> None:
+    pipeline = PipelineConfig(schedule="zero_bubble", retention="recompute")
+    with pytest.raises(ConfigError, match=r"pipeline.keep_microbatches \(1\) must be larger with"):
+        rules.check(
+            replace(
+                config,
+                model=replace(config.model, num_layers=4),
+                mesh=replace(config.mesh, pp=4),
+                pipeline=pipeline,
+                train=replace(config.train, global_batch_size=8),
+            )
+        )
