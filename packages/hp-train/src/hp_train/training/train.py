@@ -52,7 +52,6 @@ from hp_train.training.startup import connect, prepare_data, require_same_data, 
 from hp_train.training.state import (
     checkpoint_buffers,
     checkpoint_tensors,
-    materialize_optimizer,
     set_optimizer_steps,
 )
 from hp_train.training.utilization import Utilization
@@ -146,7 +145,6 @@ class Trainer:
         self.runner = self.pipeline.training(loss_of)
         self.parameters = self.pipeline.parameters
         self.optimizer = build_optimizer(self.parameters, config.train)
-        materialize_optimizer(self.optimizer)
         self.norm = GradientNorm(self.parameters, self.mesh, control=runtime.control)
         self.batches = Batches(config, self.mesh, self.pipeline.sequence, device=self.device)
         self.data = self._open("train", seed=config.run.seed)
