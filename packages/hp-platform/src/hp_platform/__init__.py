@@ -2,7 +2,12 @@
 
 from hp_platform.autograd.compiling import outside_graph
 from hp_platform.autograd.sync_hooks import sync_hook
-from hp_platform.autograd.weight_grads import WeightGradQueue, linear, submit_weight_grad
+from hp_platform.autograd.weight_grads import (
+    WeightGradQueue,
+    linear,
+    put_off_weight_grad,
+    submit_weight_grad,
+)
 from hp_platform.collectives.collectives import (
     StartedAllToAll,
     all_gather_uneven,
@@ -104,6 +109,7 @@ __all__ = [
     "shutdown",
     "side_stream",
     "start_all_to_all",
+    "put_off_weight_grad",
     "submit_weight_grad",
     "sync_hook",
     "use_stream",

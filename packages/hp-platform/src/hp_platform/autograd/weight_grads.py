@@ -131,13 +131,28 @@ def submit_weight_grad(param: Tensor, compute: Compute) -> Tensor | None:
         None if it was queued, else the gradient: outside `defer`, for a `param` that is not a leaf
         that requires grad, with `create_graph=True`, and while compiling.
     """
-    if torch.compiler.is_compiling():
-        return compute()
+    return None if put_off_weight_grad(param, compute) else compute()
+
+
+def put_off_weight_grad(param: Tensor, compute: Compute) -> bool:
+    """Put off the gradient of `param` where `submit_weight_grad` would; compute nothing now.
+
+    For a backward that computes gradients in another way if it does so at once.
+
+    Args:
+        param: Same as of `submit_weight_grad`.
+        compute: Called once, in `flush`, if it was queued.
+
+    Returns:
+        Whether it was.
+    """
     entries = _active.entries
-    if entries is None or torch.is_grad_enabled() or not (param.is_leaf and param.requires_grad):
-        return compute()
+    if entries is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
+    if not (param.is_leaf and param.requires_grad):
+        return False
     entries.append(_Entry(param, compute))
-    return None
+    return True
 
 
 def linear(

@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch import Tensor
 from hp_expert import take_loads, update_correction_biases
 from hp_platform import Runtime, doing, failing_together, mark_agreed, new_group, shutdown
 from hp_platform.host_reads import arrived
-from hp_schedule import MetaStep, Timeline
+from hp_schedule import MetaStep, MetaStepType, Timeline
 from hp_train.config import Config, to_dict
 from hp_train.config.timeouts import Timeouts
 from hp_train.data import Tokenizer
@@ -33,6 +33,7 @@ from hp_train.launch.task import Worker
 from hp_train.layout.mesh import build_mesh
 from hp_train.layout.ranks import Layout
 from hp_train.model import Microbatch
+from hp_train.model.compiled import CompileCost
 from hp_train.model.loss import loss_of
 from hp_train.model.parallelize import build_pipeline
 from hp_train.training.banner import banner
@@ -90,6 +91,9 @@ def start(config: Config, worker: Worker) -> "Trainer":
         return Trainer(config, worker, runtime, tokenizer)
 
 
+_COMPUTE: Final = frozenset(kind for kind in MetaStepType if kind.is_compute)
+
+
 class Losses(NamedTuple):
     """What a step's loss consists of; of one rank its share, or the sum over all of them.
 
@@ -127,6 +131,7 @@ class Trainer:
         self.timeline = Timeline()
         self._norms_before: list[Tensor] = []
         self._cpu_before = time.process_time()
+        self._compiled = None if config.train.compile == "none" else CompileCost.so_far()
         self._beat("build")
         timeout = timedelta(seconds=Timeouts.of(config).step)
         self.mesh = build_mesh(Layout.of(config.mesh), runtime, timeout=timeout)
@@ -309,7 +314,20 @@ class Trainer:
             reserved_memory_bytes=memory.reserved,
             skipped=skipped,
         )
-        return metrics, stops > 0
+        return metrics if self._compiled is None else self._with_compile_cost(metrics), stops > 0
+
+    def _with_compile_cost(self, metrics: StepMetrics) -> StepMetrics:
+        """Add what compilers have cost since the last step, if they have done anything."""
+        assert self._compiled is not None
+        before, self._compiled = self._compiled, CompileCost.so_far()
+        seconds, graphs = self._compiled.since(before)
+        if not graphs:
+            return metrics
+        self.problems.append(
+            f"note: torch.compile ({self.config.train.compile}) compiled {graphs} graphs "
+            f"in {seconds:.1f} s by step {metrics.step}"
+        )
+        return replace(metrics, compile_seconds=seconds, compiled_graphs=graphs)
 
     def _agree(
         self, losses: Losses, busy: float, overflow: int
@@ -388,7 +406,7 @@ class Trainer:
         microbatches: list[Microbatch] = [k["microbatch"] for k in kwargs]
         balances = [t for m in microbatches for t in m.balance_losses.values()]
         predictions = [t for m in microbatches for t in m.prediction_losses]
-        busy = sum([span.end - span.start for span in self.timeline if span.step.type.is_compute])
+        busy = sum([span.end - span.start for span in self.timeline if span.step.type in _COMPUTE])
         loss = self._once(result.losses) * self.runner.loss_scale
         return Losses(loss, float(sum(balances)), self._once(predictions)), busy / seconds
 
