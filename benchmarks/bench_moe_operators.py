@@ -1,14 +1,14 @@
 """Operators of one MoE layer, forward and backward, beside those of torchtitan's layer.
 
     python benchmarks/bench_moe_operators.py
-    PYTHONPATH=$PYTHONPATH:FOLDER python benchmarks/bench_moe_operators.py   # torchtitan itself, too
+    PYTHONPATH=$PYTHONPATH:FOLDER python benchmarks/bench_moe_operators.py   # torchtitan's, too
 
-Counted are leaf operators: what torch's dispatcher, or a Triton kernel's launch, sees below autograd,
-without views, without matrix products (one for each expert on a CPU, grouped elsewhere), and without
-what only allocates. `cpu` runs the layer; `cuda` runs it on a device that computes nothing
-(`hp_platform.dry`), which takes the branches of CUDA. torchtitan's layer (0.3.0, one rank, no shared
-expert) is restated operator by operator, as it needs triton, tyro and more to be imported; where it
-can be, its own is counted as well and must agree.
+Counted are leaf operators: what torch's dispatcher, or a Triton kernel's launch, sees below
+autograd, without views, without matrix products (one for each expert on a CPU, grouped elsewhere),
+and without what only allocates. `cpu` runs the layer; `cuda` runs it on a device that computes
+nothing (`hp_platform.dry`), which takes the branches of CUDA. torchtitan's layer (0.3.0, one rank,
+no shared expert) is restated operator by operator, as it needs triton, tyro and more to be
+imported; where it can be, its own is counted on the CPU as well, and must agree.
 
 Sizes do not matter: 128 tokens, 8 experts, top 2, in bf16.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -44,6 +45,7 @@ class TorchtitanLayer(nn.Module):
         self.gate = nn.Linear(D, E, bias=False)
         self.w1, self.w3 = (nn.Parameter(torch.randn(E, H, D)) for _ in range(2))
         self.w2 = nn.Parameter(torch.randn(E, D, H))
+        self.load: Tensor
         self.register_buffer("load", torch.zeros(E))
 
     def forward(self, x_BLD: Tensor) -> Tensor:
@@ -84,14 +86,17 @@ def hp_layer(device: str) -> Layer:
 
 
 def restated_layer(device: str) -> Layer:
-    """torchtitan's layer, restated."""
+    """Torchtitan's layer, restated."""
     with torch.device(device):
         return TorchtitanLayer().to(torch.bfloat16)
 
 
 def torchtitan_layer(device: str) -> Layer:
-    """torchtitan's own."""
-    from torchtitan.models.common import linear, moe, token_dispatcher  # noqa: PLC0415
+    """Torchtitan's own."""
+    common = "torchtitan.models.common"
+    linear: Any = import_module(f"{common}.linear")
+    moe: Any = import_module(f"{common}.moe")
+    token_dispatcher: Any = import_module(f"{common}.token_dispatcher")
 
     config: Any = moe.MoE.Config(
         num_experts=E,

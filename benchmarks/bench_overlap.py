@@ -1,7 +1,7 @@
 """A forward and a backward of MoE layers on a slow link, one after the other and overlapped.
 
-Two Gloo ranks share the experts of real layers of hp-expert (`timed_layers.py`). Each exchange takes
-`--latency` seconds longer, the one of counts included, and those of one group follow each other.
+Two Gloo ranks share the experts of real layers of hp-expert (`timed_layers.py`). Each exchange
+takes `--latency` seconds longer, that of counts included, and those of one group follow each other.
 Attention and experts take `--compute` seconds in each direction. `clock` counts these seconds and
 nothing else, the same on any machine; `wall` spends them, as the time of the better of `--repeats`
 pairs. Outputs and gradients must have equal bits in all ways:
@@ -132,7 +132,10 @@ def pair(
         seconds = link.now - start
     if running is not None:
         running.export_chrome_trace(trace)
-    return seconds, [outputs[0].detach(), *(p.grad for p in backward.parameters())]
+    return seconds, [
+        outputs[0].detach(),
+        *(p.grad for p in backward.parameters() if p.grad is not None),
+    ]
 
 
 def profiled() -> profile:
@@ -197,7 +200,9 @@ def shown(row: Row) -> str:
             f"{1e3 * sequential:9.0f} {1e3 * overlapped:9.0f} {overlapped / sequential:6.2f}"
             f" {one_group / before:9.2f}"
         )
-    return "  ".join([*parts, f"{row.bound / row.clock[0]:6.2f}", "equal" if row.equal else "DIFFER"])
+    return "  ".join(
+        [*parts, f"{row.bound / row.clock[0]:6.2f}", "equal" if row.equal else "DIFFER"]
+    )
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """A whole pipeline on a slow link between experts, its pairs run at once or not.
 
 Four Gloo ranks: two pipeline ranks times two that share experts, each holding two stages of real
-layers of hp-expert (`timed_layers.py`). As in `benchmarks/bench_overlap.py`, each of their exchanges
-takes `--latency` seconds longer, that of counts included, and attention and experts take `--compute`
+layers of hp-expert (`timed_layers.py`). As in `benchmarks/bench_overlap.py`, each exchange takes
+`--latency` seconds longer, that of counts included, and attention and experts take `--compute`
 seconds in each direction, without using a core.
 `none` is the time without any delay, so `removed` is the share of the cost of all exchanges that
 overlap takes away, those of forwards and backwards that no pair has included. Gradients must have
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from timed_layers import WIDTH, Exchange, TimedLayers
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from hp_overlap import CommComputeOverlap
 from hp_platform import new_group
@@ -106,13 +107,14 @@ def run(
 
 
 def exchanges(latency: float) -> Exchange:
-    """Make the groups of the ranks that share experts: for rows, and for what travels beside them."""
-    groups = []
-    for name in ("rows", "small"):
+    """Make the groups of the ranks that share experts: for rows, and for all beside them."""
+
+    def slow(name: str) -> ProcessGroup:
         group = new_group([[0, 1], [2, 3]], name=name)
         assert group is not None, "every rank is in a group"
-        groups.append(slow_group(group, latency=latency))
-    return Exchange(*groups)
+        return slow_group(group, latency=latency)
+
+    return Exchange(slow("rows"), slow("small"))
 
 
 def measure(settings: Settings) -> list[str]:

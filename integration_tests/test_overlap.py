@@ -25,7 +25,7 @@ from hp_expert import (
 )
 from hp_overlap import CommComputeOverlap, HookCoordinator, TraceEntry
 from hp_platform import new_group
-from hp_platform.testing import compare, run_distributed, slow_group
+from hp_platform.testing import compare, run_distributed
 from hp_schedule.runtime import (
     PipelineSchedule,
     PipelineStage,

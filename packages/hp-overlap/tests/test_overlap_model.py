@@ -185,7 +185,9 @@ def test_what_follows_a_collective_is_the_other_side_s_compute(layers: int) -> N
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
-def test_weight_gradients_come_between_what_launches_counts_and_what_reads_them(layers: int) -> None:
+def test_weight_gradients_come_between_what_launches_counts_and_what_reads_them(
+    layers: int,
+) -> None:
     (log,) = explore(forward_chunk(layers), backward_chunk(layers)).logs
     for launched, following in pairwise(log):
         assert (following == "B.weights") == launched.startswith("F.attention")

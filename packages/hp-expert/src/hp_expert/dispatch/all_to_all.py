@@ -5,9 +5,9 @@ sent, counts received and each rank's verdict on its own input travel in one sma
 the local sort and gather hide, and reach the host in one read. Nothing else waits for the device.
 
 Note [Small exchanges]. What travels beside rows is small: counts, codes, routing weights and their
-gradients. On the group of the rows each of them waits until all rows that were launched before have
-arrived, those of another microbatch included, and holds up the rows that are launched after it. Over
-a group of its own (`small_group`) it takes the time that it needs.
+gradients. On the group of the rows each of them waits until all rows launched before it have
+arrived, those of another microbatch included, and holds up the rows that are launched after it.
+Over a group of its own (`small_group`) it takes the time that it needs.
 
 Shape symbols: T tokens, K experts per token, S = T * K slots, E experts, W ranks, L = E / W local
 experts, R rows received, D width, B = E blocks of rows.
@@ -82,7 +82,9 @@ class AllToAllDispatcher:
         if self.small_group is not None:
             ranks, others = map(dist.get_process_group_ranks, (self.group, self.small_group))
             if ranks != others:
-                raise ValueError(f"ranks of small_group ({others}) must equal those of group ({ranks})")
+                raise ValueError(
+                    f"ranks of small_group ({others}) must equal those of group ({ranks})"
+                )
         if self.num_experts % self.group.size():
             raise ValueError(
                 f"num_experts ({self.num_experts}) must be divisible by the size of the expert "
@@ -247,9 +249,7 @@ def agree_on_slices(
     """`over.finish_prepare` for one slice of the tokens, and the plans of all slices."""
     over, slices, ahead, error = counted.over, counted.slices, counted.ahead, counted.error
     num_local = over.num_experts // over.group.size()
-    plans = agreed_plans(
-        counted.sent, counted.exchange, num_local=num_local, purpose=counted.read
-    )
+    plans = agreed_plans(counted.sent, counted.exchange, num_local=num_local, purpose=counted.read)
     mine = plans[0 if slices is None else slices.rank()]
     if error is None and mine.num_invalid:
         error = invalid_experts(mine.num_invalid, over.num_experts)

@@ -24,6 +24,7 @@ from hp_expert.permute import Permutation
 
 StartedT = TypeVar("StartedT")
 StateT = TypeVar("StateT")
+StateT_co = TypeVar("StateT_co", covariant=True)
 
 
 class Dispatcher(Protocol[StateT]):
@@ -66,19 +67,17 @@ class Dispatcher(Protocol[StateT]):
 
 
 @runtime_checkable
-class PreparesInTwo(Protocol[StartedT, StateT]):
+class PreparesInTwo(Protocol[StartedT, StateT_co]):
     """A dispatcher whose `prepare` may be cut in two where it would wait for another rank.
 
     What runs between the two halves overlaps with the exchange of counts. Every rank that has
     started must finish.
     """
 
-    def start_prepare(
-        self, x: Tensor, experts: Tensor, weights: Tensor | None = None
-    ) -> StartedT:
+    def start_prepare(self, x: Tensor, experts: Tensor, weights: Tensor | None = None) -> StartedT:
         """Launch the exchange of counts and do what needs none; arguments of `prepare`."""
 
-    def finish_prepare(self, started: StartedT) -> tuple[Tensor, StateT]:
+    def finish_prepare(self, started: StartedT) -> tuple[Tensor, StateT_co]:
         """Wait for the counts; return and raise what `prepare` does."""
 
 

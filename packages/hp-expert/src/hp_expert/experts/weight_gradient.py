@@ -28,9 +28,9 @@ class ExpertRun(NamedTuple):
 class WeightGradient:
     """Collects left_e^T @ right_e for each expert e, which is the gradient of weight e.
 
-    Note [Now or later]. Backward asks `hp_platform.put_off_weight_grad` before it computes anything.
-    If nothing is put off, products are taken as their factors come; else the factors are kept until
-    the queue asks for the gradient.
+    Note [Now or later]. Before it computes anything, backward asks `put_off_weight_grad` of
+    hp-platform. If nothing is put off, products are taken as their factors come; else the factors
+    are kept until the queue asks for the gradient.
 
     Args:
         weight: The parameter as it was passed to the Function, [L, X, Y] or, for a bias, [L, X].

@@ -47,7 +47,7 @@ def reduce_gradients(parameters: Sequence[Parameter], mesh: Mesh) -> list[Tensor
             dist.all_reduce(flat, group=group)
         parts = flat.split([gradient.numel() for gradient in gradients])
         summed = [part.view_as(to) for part, to in zip(parts, gradients, strict=True)]
-        torch._foreach_copy_(gradients, summed)  # noqa: SLF001
+        torch._foreach_copy_(gradients, summed)
     return norms
 
 
@@ -99,13 +99,14 @@ class GradientNorm:
         squares = torch.zeros(len(self.sizes), dtype=torch.float64, device=device)
         if not self._positions.numel():
             return squares
-        whole = [tensor.grad for tensor in self._whole]
+        whole = [tensor.grad for tensor in self._whole if tensor.grad is not None]
         # A norm has the same bits alone, in a list, and as a row of several.
         found = list(torch._foreach_norm(whole, 2, dtype=torch.float64)) if whole else []  # noqa: SLF001
         norms = [torch.stack(found)] if found else []
         norms += [
             torch.linalg.vector_norm(tensor.grad.reshape(rows, -1), dim=1, dtype=torch.float64)
             for tensor, rows in self._stacks
+            if tensor.grad is not None
         ]
         # One write: each would cost a copy of its positions, for which a GPU is waited for.
         self._positions = self._positions.to(device)
@@ -128,5 +129,5 @@ def _entry_names(parameter: Parameter) -> list[str]:
 def clip_gradients(parameters: Sequence[Parameter], norm: float, max_norm: float) -> None:
     """Scale all gradients so that the whole model's norm is at most ``max_norm`` (0: never)."""
     if max_norm > 0 and norm > max_norm:
-        gradients = [parameter.local.grad for parameter in parameters]
-        torch._foreach_mul_(gradients, max_norm / norm)  # noqa: SLF001
+        gradients = [p.local.grad for p in parameters if p.local.grad is not None]
+        torch._foreach_mul_(gradients, max_norm / norm)

@@ -34,7 +34,7 @@ class AdamW(torch.optim.AdamW):
             beta1, beta2 = group["betas"]
             adamw(
                 lists.parameters,
-                [parameter.grad for parameter in lists.parameters],
+                [p.grad for p in lists.parameters if p.grad is not None],
                 lists.averages,
                 lists.squares,
                 [],
