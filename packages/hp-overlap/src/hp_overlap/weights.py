@@ -8,8 +8,8 @@ from hp_platform import WeightGradQueue
 class PutOffWeights:
     """What the backward of one pair at a time has put off; see Note [Turns].
 
-    Where the forward side never lends its turn, as in dense layers, each layer's are computed when
-    the next but one begins: those of two layers are kept at most.
+    Where the forward side lends no turn, as in dense layers, those of a layer are computed when the
+    next one begins: those of one layer are kept at most.
     """
 
     def __init__(self) -> None:
