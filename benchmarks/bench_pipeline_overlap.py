@@ -1,8 +1,9 @@
 """A whole pipeline on a slow link between experts, its pairs run at once or not.
 
-Four Gloo ranks: two pipeline ranks times two that share experts, each holding two stages. As in
-`benchmarks/bench_overlap.py`, an exchange of tokens takes `--latency` seconds
-longer and attention and experts take `--compute` seconds in each direction, without using a core.
+Four Gloo ranks: two pipeline ranks times two that share experts, each holding two stages of real
+layers of hp-expert (`timed_layers.py`). As in `benchmarks/bench_overlap.py`, each exchange takes
+`--latency` seconds longer, that of counts included, and attention and experts take `--compute`
+seconds in each direction, without using a core.
 `none` is the time without any delay, so `removed` is the share of the cost of all exchanges that
 overlap takes away, those of forwards and backwards that no pair has included. Gradients must have
 equal bits.
@@ -17,15 +18,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from timed_layers import WIDTH, Exchange, TimedLayers
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from hp_overlap import CommComputeOverlap
-from hp_platform import all_to_all_lazy, new_group
+from hp_platform import new_group
 from hp_platform.testing import run_distributed, slow_group
 from hp_schedule.runtime import (
     PipelineSchedule,
@@ -34,9 +35,9 @@ from hp_schedule.runtime import (
     ScheduleInterleaved1F1B,
     TensorSpec,
 )
-from hp_train.overlap import overlap_pairs
+from hp_train.overlap import overlap_experts, overlap_pairs
 
-STAGES, ROWS, WIDTH = 4, 16, 32
+STAGES, ROWS = 4, 16
 SCHEDULES: dict[str, Callable[..., PipelineSchedule]] = {
     "interleaved 1F1B": partial(ScheduleInterleaved1F1B, overlap_b_f=True),
     "DualPipeV": ScheduleDualPipeV,
@@ -54,56 +55,29 @@ class Settings:
     repeats: int
 
 
-class Busy(torch.autograd.Function):
-    """Takes time in both directions, as compute on a device does: the host's threads go on."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        """Return `x`, later."""
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x * 1.01
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        """Return the gradient, later."""
-        time.sleep(ctx.seconds)
-        gradient: Tensor = grads[0] * 1.01
-        return gradient, None
-
-
-class Stage(nn.Module):
-    """Layers of attention and experts of which nothing is left but the time."""
-
-    def __init__(
-        self, index: int, settings: Settings, group: ProcessGroup, overlap: CommComputeOverlap
-    ) -> None:
-        super().__init__()
-        torch.manual_seed(index)
-        self.layers = nn.ModuleList(
-            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2 * settings.layers)
-        )
-        self.seconds = settings.compute
-        self.dispatch = overlap.wrap_dispatch(lambda x: all_to_all_lazy(x, group=group))
-        self.combine = overlap.wrap_combine(lambda x: all_to_all_lazy(x, group=group))
+class Stage(TimedLayers):
+    """Layers whose result is there when they return it: it is sent on."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[ROWS, WIDTH] to the same."""
-        busy: Any = Busy
-        for attention, expert in zip(self.layers[::2], self.layers[1::2], strict=True):
-            x = x + busy.apply(attention(x), self.seconds)
-            x = x + self.combine(busy.apply(expert(self.dispatch(x)), self.seconds))
-        return x + 0  # what is sent on is there
+        return super().forward(x) + 0
 
 
 def run(
-    name: str, settings: Settings, num_microbatches: int, group: ProcessGroup, *, overlapped: bool
+    name: str, settings: Settings, num_microbatches: int, exchange: Exchange, *, overlapped: bool
 ) -> tuple[list[float], list[Tensor]]:
     """Time some runs of a schedule; return this rank's gradients too."""
     place = dist.get_rank() // 2
     mine = [place, STAGES - 1 - place] if name == "DualPipeV" else [place, place + 2]
-    overlap = CommComputeOverlap(strict=True)
-    modules = {index: Stage(index, settings, group, overlap) for index in mine}
+    overlap = CommComputeOverlap(strict=True, puts_off_weight_gradients=True)
+    modules = {
+        index: Stage(
+            settings.layers, exchange, seconds=settings.compute, spend=time.sleep, seed=index
+        )
+        for index in mine
+    }
+    for module in modules.values():
+        overlap_experts(module, overlap)
     stages = [
         PipelineStage(
             module,
@@ -132,12 +106,20 @@ def run(
     return times, grads
 
 
+def exchanges(latency: float) -> Exchange:
+    """Make the groups of the ranks that share experts: for rows, and for all beside them."""
+
+    def slow(name: str) -> ProcessGroup:
+        group = new_group([[0, 1], [2, 3]], name=name)
+        assert group is not None, "every rank is in a group"
+        return slow_group(group, latency=latency)
+
+    return Exchange(slow("rows"), slow("small"))
+
+
 def measure(settings: Settings) -> list[str]:
     """Return a printed row for each schedule and number of microbatches."""
-    fast, link = (new_group([[0, 1], [2, 3]], name=name) for name in ("fast", "link"))
-    if fast is None or link is None:
-        raise RuntimeError("every rank must be in a group")
-    slow = slow_group(link, latency=settings.latency)
+    fast, slow = exchanges(0.0), exchanges(settings.latency)
     rows = []
     for name in SCHEDULES:
         for num_microbatches in settings.microbatches:

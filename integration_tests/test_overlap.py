@@ -1,6 +1,7 @@
 """Pairs of a pipeline schedule run at once, with the exchanges of experts hidden behind them."""
 
 import runpy
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,7 @@ from hp_expert import (
 )
 from hp_overlap import CommComputeOverlap, HookCoordinator, TraceEntry
 from hp_platform import new_group
-from hp_platform.testing import compare, run_distributed, slow_group
+from hp_platform.testing import compare, run_distributed
 from hp_schedule.runtime import (
     PipelineSchedule,
     PipelineStage,
@@ -36,7 +37,7 @@ from hp_schedule.runtime import (
 from hp_train.overlap import overlap_experts, overlap_pairs
 from integration_tests.layouts import BASE, config_of, train_in
 
-BENCH = Path(__file__).parent.parent / "benchmarks" / "bench_pipeline_overlap.py"
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 DIM, TOKENS, NUM_STAGES, NUM_MICROBATCHES = 16, 12, 4, 6
 
 
@@ -229,15 +230,21 @@ def test_pipelines_with_overlap_are_bitwise_the_same(name: str) -> None:
     assert sides == {"forward", "backward"}
 
 
+def benchmark(name: str) -> dict[str, Any]:
+    """What a benchmark defines; it imports from the folder that it lies in."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        return runpy.run_path(str(BENCHMARKS / f"{name}.py"))
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
 def timed_pipeline() -> tuple[list[float], list[float]]:
     """Times of a pipeline without and with overlap, on a slow link between experts."""
-    bench = runpy.run_path(str(BENCH))
+    bench = benchmark("bench_pipeline_overlap")
     settings = bench["Settings"](1, 0.02, 0.02, (), 2)
-    link = new_group([[0, 1], [2, 3]], name="link")
-    assert link is not None
-    timed = partial(bench["run"], "interleaved 1F1B", settings, 6)
-    group = slow_group(link, latency=settings.latency)
-    (off, _), (on, _) = (timed(group, overlapped=overlapped) for overlapped in (False, True))
+    timed = partial(bench["run"], "interleaved 1F1B", settings, 6, bench["exchanges"](0.02))
+    (off, _), (on, _) = (timed(overlapped=overlapped) for overlapped in (False, True))
     return off, on
 
 
@@ -245,6 +252,26 @@ def timed_pipeline() -> tuple[list[float], list[float]]:
 def test_a_pipeline_on_a_slow_link_takes_less_time_with_overlap() -> None:
     for off, on in run_distributed(timed_pipeline, world_size=4, timeout=100):
         assert min(on) < 0.95 * min(off)
+
+
+def counted_pairs() -> list[Any]:
+    bench = benchmark("bench_overlap")
+    settings = bench["Settings"](6, 0.04, (0.01, 0.04), (2, 4), 0, "")
+    return [(row.latency, row.clock, row.bound, row.equal) for row in bench["measure"](settings)]
+
+
+def test_a_pair_of_real_layers_takes_065_of_the_time_where_exchanges_take_that_of_compute() -> None:
+    """By a clock: no machine is so busy that it changes what is counted."""
+    for rows in run_distributed(counted_pairs, world_size=2, timeout=100):
+        assert len(rows) == 4
+        for latency, (sequential, overlapped, alone, one_group), bound, equal in rows:
+            assert equal
+            assert bound <= overlapped <= 1.02 * bound
+            if latency == 0.04:
+                assert overlapped <= 0.65 * sequential
+                assert one_group / alone > overlapped / sequential
+            else:  # what exchanges take is hidden, but that of the first
+                assert overlapped <= 6 * 4 * 0.04 + latency + 1e-9
 
 
 def fits_without_adapters() -> bool:

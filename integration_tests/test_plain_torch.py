@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks import plain_torch
+from benchmarks import bench_moe_operators, plain_torch
 from torch import Tensor
 
 from hp_platform.testing import compare, run_distributed
@@ -92,3 +92,11 @@ def part_of_rank(name: str, tensor: Tensor, shape: torch.Size) -> Tensor:
     here = tensor[dist.get_rank() * shape[0] :][: shape[0]].transpose(1, 2)
     assert here.shape == shape
     return here
+
+
+def test_a_layer_of_experts_launches_no_more_than_that_of_torchtitan() -> None:
+    found = {
+        name: bench_moe_operators.beside_products(bench_moe_operators.on_cuda(make))
+        for name, make in bench_moe_operators.LAYERS.items()
+    }
+    assert 10 < found["hp-expert"] <= 30 < found["torchtitan, restated"]

@@ -20,7 +20,7 @@ from hp_expert import (
 )
 from hp_expert.dispatch.exchange_plan import Header, raise_on_all_ranks
 from hp_platform import PeerError, is_waited, new_group
-from hp_platform.testing import run_distributed, run_in_threads
+from hp_platform.testing import run_distributed, run_in_threads, watch_operators
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -374,3 +374,48 @@ def test_ranks_must_divide_the_experts() -> None:
             AllToAllDispatcher(group, EXPERTS)
 
     run_in_threads(rank_main, world_size=3)
+
+
+def beside_rows() -> tuple[bool, list[str]]:
+    """A layer that exchanges all but rows in a group of its own; and one of other ranks."""
+    group = dist.group.WORLD
+    assert group is not None
+    small = dist.new_group()
+    layers = []
+    for dispatcher in (
+        AllToAllDispatcher(group, EXPERTS, True),
+        AllToAllDispatcher(group, EXPERTS, True, small),
+    ):
+        torch.manual_seed(group.rank())
+        x = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
+        weights = torch.rand(9, 2, dtype=torch.float64, requires_grad=True)
+        chosen = torch.randint(EXPERTS, (9, 2))
+        sent: list[str] = []
+
+        def note(name: str, args: tuple[Any, ...], _: object, sent: list[str] = sent) -> None:
+            if name.startswith("_c10d_functional::all_to_all"):
+                sent.append("small" if args[-1] == small.group_name else "rows")
+
+        with watch_operators(note):
+            rows, state = dispatcher.launch_dispatch(*dispatcher.prepare(x, chosen, weights))
+            batch = dispatcher.finish_dispatch(rows, state)
+            assert batch.weights is not None
+            y = batch.rows * batch.weights.sum(1, keepdim=True)
+            y = dispatcher.finish_combine(dispatcher.launch_combine(y, state), state)
+            y.square().sum().backward()
+        assert x.grad is not None
+        assert weights.grad is not None
+        layers.append((sent, [y.detach(), x.grad, weights.grad]))
+    same = all(map(torch.equal, layers[0][1], layers[1][1]))
+    alone = dist.new_group([0])
+    if group.rank() == 0:
+        with pytest.raises(ValueError, match=r"ranks of small_group \(\[0\]\) must equal those of"):
+            AllToAllDispatcher(group, EXPERTS, small_group=alone)
+    return same, layers[1][0]
+
+
+def test_all_but_rows_may_travel_in_a_group_of_its_own() -> None:
+    for same, sent in run_distributed(beside_rows, world_size=2):
+        assert same
+        # Codes, weights, rows, outputs; the gradients of outputs, rows and weights.
+        assert sent == ["small", "small", "rows", "rows", "rows", "rows", "small"]

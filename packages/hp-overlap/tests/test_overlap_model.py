@@ -45,6 +45,8 @@ class Outcome(NamedTuple):
 
 def forward_layer(tag: str, layer: int, *, dense: bool) -> list[Step]:
     steps = [Step(f"{tag}attention{layer}")]
+    if not dense:
+        steps.append(Step(hook="N"))
     for hook, launch in (("A", "dispatch"), ("B", "experts"), ("C", "combine"), ("D", "")):
         if not dense:
             name: Hook = hook  # type: ignore[assignment]
@@ -101,7 +103,10 @@ def successors(
         if state.waiting[i]:
             if side == interrupted or turn.stops(side):
                 yield failed
-            if turn.ready(side) and not turn.stops(side):
+            if turn.ready(side) and not turn.stops(side) and turn.lent:
+                assert side == "backward"
+                yield state._replace(turn=turn.given_back(), log=(*state.log, "B.weights"))
+            elif turn.ready(side) and not turn.stops(side):
                 yield moved
             continue
         assert turn.holder == side or turn.stops(side), "both sides run"
@@ -177,6 +182,23 @@ def test_what_follows_a_collective_is_the_other_side_s_compute(layers: int) -> N
         if collectives((launched,)):
             assert launched[0] != following[0]
             assert not collectives((following,))
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_weight_gradients_come_between_what_launches_counts_and_what_reads_them(
+    layers: int,
+) -> None:
+    (log,) = explore(forward_chunk(layers), backward_chunk(layers)).logs
+    for launched, following in pairwise(log):
+        assert (following == "B.weights") == launched.startswith("F.attention")
+    for launched, following in pairwise([name for name in log if name != "B.weights"]):
+        assert (launched.startswith("F.attention")) == following.startswith("F.dispatch")
+    assert log.count("B.weights") == layers
+
+
+def test_a_forward_alone_lends_nothing() -> None:
+    (log,) = explore(forward_chunk(3), []).logs
+    assert "B.weights" not in log
 
 
 def test_a_recomputed_layer_is_one_uninterrupted_run_of_launches() -> None:

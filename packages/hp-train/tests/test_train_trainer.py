@@ -18,6 +18,7 @@ from hp_train.launch.heartbeats import Heartbeats
 from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
 from hp_train.model import Microbatch
+from hp_train.training.banner import banner
 from hp_train.training.generate import continue_text
 from hp_train.training.startup import connect, prepare_data
 from hp_train.training.train import Trainer
@@ -115,4 +116,29 @@ def test_a_request_to_stop_in_the_last_step_stops_nothing(
     assert trainer.run() == status
     assert trainer.step == 1
     assert (worker.run_dir / "loss.svg").exists() is (status == 0)  # the report of a whole run
+    trainer.pipeline.close()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_run_says_what_the_compiler_took_and_in_which_steps(
+    config: Config, worker: Worker, started: tuple[Runtime, Tokenizer]
+) -> None:
+    torch.compiler.reset()
+    compiled = msgspec.structs.replace(
+        config, train=msgspec.structs.replace(config.train, compile="aot_eager", steps=5)
+    )
+    trainer = Trainer(compiled, worker, *started)
+    lines = banner(compiled, trainer.mesh, started[0], trainer.norm)
+    assert any(line.startswith("compile aot_eager") for line in lines)
+    first, *others = [trainer.train_step()[0] for _ in range(3)]
+    assert first.compiled_graphs is not None
+    assert first.compiled_graphs > 2
+    assert first.compile_seconds is not None
+    assert 0 < first.compile_seconds < first.step_seconds
+    assert f"compiled {first.compiled_graphs} graphs in" in str(first)
+    assert others[-1].compiled_graphs is None
+    assert "compile_seconds" not in others[-1].as_dict()
+    (note, *_) = trainer.problems
+    assert note.startswith("note: torch.compile (aot_eager) compiled ")
+    assert note.endswith("by step 1")
     trainer.pipeline.close()

@@ -2,31 +2,11 @@
 
 import threading
 import warnings
-from typing import NamedTuple
 
 from hp_overlap.turn import OTHER, SECTIONS, Hook, Side, Turn
+from hp_overlap.waiting import OverlapAbortedError, OverlapTimeoutError, TraceEntry, TurnHolder
 
-
-class OverlapAbortedError(RuntimeError):
-    """Raised in a side whose pair ended early: the other side failed, or it was disabled."""
-
-
-class OverlapTimeoutError(TimeoutError):
-    """Raised in a side that waited too long for its turn; says where the other side is."""
-
-
-class TraceEntry(NamedTuple):
-    """A hook as it was passed; `section` is what the side ran after it, or "recompute"."""
-
-    side: Side
-    hook: Hook
-    section: str
-
-    @property
-    def party(self) -> Side:
-        """The name of `side` until 0.1."""
-        warnings.warn("TraceEntry.party is called side", DeprecationWarning, stacklevel=2)
-        return self.side
+__all__ = ["HookCoordinator", "OverlapAbortedError", "OverlapTimeoutError", "TraceEntry"]
 
 
 def _party(self: "HookCoordinator") -> Side:
@@ -35,7 +15,7 @@ def _party(self: "HookCoordinator") -> Side:
     return self.side()
 
 
-class HookCoordinator:
+class HookCoordinator(TurnHolder):
     """Orders the hooks of two threads by one turn; every hook is a no-op while disabled.
 
     Args:
@@ -46,16 +26,11 @@ class HookCoordinator:
     Attributes:
         trace: The hooks of the current or last pair, in the order they were passed.
         places: Where each side stands.
+        put_off: Called on the backward side where the forward side lends it the turn.
     """
 
     def __init__(self, *, timeout: float = 600.0) -> None:
-        if not timeout > 0:
-            raise ValueError(f"timeout ({timeout}) must be > 0 seconds")
-        self.timeout = timeout
-        self.trace: list[TraceEntry] = []
-        self.places: dict[Side, str] = {}
-        self._changed = threading.Condition()
-        self._turn: Turn | None = None
+        super().__init__(timeout=timeout)
         self._forward_thread = 0
 
     def enable(self) -> None:
@@ -98,38 +73,12 @@ class HookCoordinator:
                 return
             self._turn = self._turn.at_hook(side, direction, name)
             self._changed.notify_all()
-            self.await_turn(side, f"hook {name}")
-            section = section if direction == side else "recompute"
-            self.places[side] = f"section {section!r} after hook {name}"
-            self.trace.append(TraceEntry(side, name, section))
+        self.await_turn(side, f"hook {name}")
+        with self._changed:
+            self._pass(side, name, section if direction == side else "recompute")
 
     def side(self) -> Side:
         """Which side the calling thread is, if there is a pair."""
         return "forward" if threading.get_ident() == self._forward_thread else "backward"
 
     party = _party
-
-    def await_turn(self, side: Side, where: str = "its start") -> None:
-        """Wait until `side` has the turn; raises what `hook` raises."""
-        with self._changed:
-            passed = len(self.trace)
-            while not self._changed.wait_for(lambda: self._may_leave(side), self.timeout):
-                if len(self.trace) == passed:
-                    raise OverlapTimeoutError(
-                        f"{side} side at {where}: no turn within timeout ({self.timeout:g} s), "
-                        f"{OTHER[side]} side still in {self.places[OTHER[side]]}"
-                    )
-                passed = len(self.trace)
-            if self._turn is None or self._turn.stops(side):
-                cause = f"{OTHER[side]} side failed" if self._turn else "the pair was disabled"
-                raise OverlapAbortedError(f"{side} side stopped at {where}: {cause}")
-
-    def leave(self, side: Side, *, failed: bool) -> None:
-        """Give the turn away for good; after a failure the other side stops at its next hook."""
-        with self._changed:
-            if self._turn is not None:
-                self._turn = self._turn.left(side, failed=failed)
-                self._changed.notify_all()
-
-    def _may_leave(self, side: Side) -> bool:
-        return self._turn is None or self._turn.ready(side)

@@ -9,6 +9,7 @@ from torch import Tensor
 from hp_overlap.coordinator import HookCoordinator, TraceEntry
 from hp_overlap.pair import run_pair
 from hp_overlap.turn import Hook, Side
+from hp_overlap.weights import PutOffWeights
 from hp_platform import is_waited, outside_graph, sync_hook
 
 P = ParamSpec("P")
@@ -48,6 +49,10 @@ class CommComputeOverlap:
         coordinator: Where the two sides meet; its own one when None.
         strict: While a pair runs, raise where a wrapped function returned a result that was
             waited for already, or its backward a gradient that was: nothing would be hidden.
+        puts_off_weight_gradients: Whether the backward of a pair leaves the weight gradients that
+            go through `hp_platform.submit_weight_grad` to the time in which the forward side
+            waits for counts; see Note [Turns]. All are in `grad` when `run` returns. Only where
+            nothing reads them before, as FSDP2 does at the end of each module's backward.
 
     Example:
         >>> overlap = CommComputeOverlap()
@@ -56,9 +61,18 @@ class CommComputeOverlap:
         >>> overlap.run(lambda: None, lambda: None)
     """
 
-    def __init__(self, coordinator: HookCoordinator | None = None, *, strict: bool = False) -> None:
+    def __init__(
+        self,
+        coordinator: HookCoordinator | None = None,
+        *,
+        strict: bool = False,
+        puts_off_weight_gradients: bool = False,
+    ) -> None:
         self._coordinator = coordinator if coordinator is not None else HookCoordinator()
         self._strict = strict
+        self._weights = PutOffWeights() if puts_off_weight_gradients else None
+        if self._weights is not None:
+            self._coordinator.put_off = self._weights.compute
 
     @property
     def coordinator(self) -> HookCoordinator:
@@ -97,10 +111,13 @@ class CommComputeOverlap:
     def wrap_dispatcher(self, dispatcher: LaunchesT) -> LaunchesT:
         """Return `dispatcher` with both of its launches wrapped.
 
+        One whose `prepare` is in two parts (`hp_expert.PreparesInTwo`) meets hook N between them.
+
         Args:
-            dispatcher: Left as it is; of what is returned, all but the launches is its own.
+            dispatcher: Left as it is; of what is returned, all else is its own.
         """
-        return cast("LaunchesT", _WrappedLaunches(dispatcher, self))
+        after_counts = partial(self._meet, "forward", "N")
+        return cast("LaunchesT", _WrappedLaunches(dispatcher, self, after_counts))
 
     def run(self, fwd_fn: Callable[[], object], bwd_fn: Callable[[], object]) -> None:
         """Run both callables to their ends, `fwd_fn` in this thread, `bwd_fn` in a helper.
@@ -116,7 +133,17 @@ class CommComputeOverlap:
                 the log then name its place.
             RuntimeError: The coordinator is in use.
         """
+        if self._weights is not None:
+            bwd_fn = partial(self._weights.run, bwd_fn)
         run_pair(self._coordinator, fwd_fn, bwd_fn)
+
+    def _meet(self, direction: Side, name: Hook) -> None:
+        """Pass a hook of Note [Turns]."""
+        coordinator = self._coordinator
+        begins_layer = (direction, name) == ("backward", "D") and coordinator.is_enabled()
+        if self._weights is not None and begins_layer and coordinator.side() == "backward":
+            self._weights.enter_layer()
+        coordinator.hook(direction, name)
 
     def _wrap(self, fn: Callable[P, R], before: Hook, after: Hook) -> Callable[P, R]:
         coordinator, name = self._coordinator, getattr(fn, "__qualname__", repr(fn))
@@ -129,7 +156,7 @@ class CommComputeOverlap:
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
             if not args or not isinstance(args[0], Tensor):
                 raise TypeError(f"first positional argument of {name} must be a tensor")
-            x = _hook_tensor(args[0], before, coordinator)
+            x = self._hook_tensor(args[0], before)
             if self._strict and x.requires_grad:
                 x.register_hook(check_gradient)
             result = cast("Callable[..., Any]", fn)(x, *args[1:], **kwargs)
@@ -140,7 +167,7 @@ class CommComputeOverlap:
                 )
             if self._strict:
                 _require_unwaited(first, f"result of {name}", "forward", coordinator)
-            hooked = _hook_tensor(first, after, coordinator)
+            hooked = self._hook_tensor(first, after)
             if not isinstance(result, tuple):
                 return cast("R", hooked)
             rest = (hooked, *result[1:])
@@ -149,12 +176,38 @@ class CommComputeOverlap:
 
         return wrapped
 
+    def _hook_tensor(self, x: Tensor, name: Hook) -> Tensor:
+        """Return `x` with hook `name` passed now and again when its gradient comes back.
+
+        The hook is recorded in the graph also while the coordinator is disabled, because the
+        backward of a forward that ran alone may be overlapped later.
+
+        Args:
+            x: Any shape and dtype; a lazy collective result stays unwaited.
+            name: Hook A, B, C or D of Note [Turns].
+        """
+        return sync_hook(
+            x,
+            forward=partial(self._meet, "forward", name),
+            backward=partial(self._meet, "backward", name),
+        )
+
 
 class _WrappedLaunches:
-    def __init__(self, dispatcher: Launches, overlap: CommComputeOverlap) -> None:
-        self._dispatcher = dispatcher
+    def __init__(
+        self, dispatcher: Launches, overlap: CommComputeOverlap, after_counts: Callable[[], None]
+    ) -> None:
+        self._dispatcher, self._after_counts = dispatcher, after_counts
+        if hasattr(dispatcher, "start_prepare"):
+            self.prepare = self._prepare_in_two
         self.launch_dispatch = overlap.wrap_dispatch(dispatcher.launch_dispatch)
         self.launch_combine = overlap.wrap_combine(dispatcher.launch_combine)
+
+    def _prepare_in_two(self, *args: Any, **kwargs: Any) -> Any:
+        dispatcher: Any = self._dispatcher
+        started = dispatcher.start_prepare(*args, **kwargs)
+        self._after_counts()
+        return dispatcher.finish_prepare(started)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # what `copy` asks of an object that has nothing yet
@@ -166,24 +219,6 @@ class _WrappedLaunches:
 
     def __repr__(self) -> str:
         return f"overlapped {self._dispatcher!r}"
-
-
-def _hook_tensor(x: Tensor, name: Hook, coordinator: HookCoordinator) -> Tensor:
-    """Return `x` with hook `name` passed now and again when its gradient comes back.
-
-    The hook is recorded in the graph also while the coordinator is disabled, because the
-    backward of a forward that ran alone may be overlapped later.
-
-    Args:
-        x: Any shape and dtype; a lazy collective result stays unwaited.
-        name: Hook A, B, C or D of Note [Turns].
-        coordinator: Where the two sides meet.
-    """
-    return sync_hook(
-        x,
-        forward=partial(coordinator.hook, "forward", name),
-        backward=partial(coordinator.hook, "backward", name),
-    )
 
 
 def _require_unwaited(x: Tensor, what: str, direction: Side, coordinator: HookCoordinator) -> None:

@@ -19,6 +19,15 @@ before one only mark the place. Hence, with a collective that is launched and no
   cycle to wait in: the pair cannot deadlock;
 * a failure stops the other side at its next hook, hence within one section.
 
+Before dispatch a dispatcher of its own may tell ranks how many rows will come, and wait for what
+they tell. Hook N, of forward alone, is where that has been launched::
+
+    forward    attention  N  counts  A  dispatch  B ...
+
+It lends the turn: the backward side stays in the hook that it waits in, does what it has put off
+and needs no exchange for, the weight gradients of its last layer, and gives the turn back. So N
+changes neither the order of the launches nor how far one side is ahead of the other.
+
 The backward side starts, so that the very first pair (its last combine against the first
 attention) has its collective in front as well. A hook whose direction is not that of the side
 that reaches it is a recomputation (a forward inside backward) or an inner backward. It never
@@ -30,11 +39,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Side = Literal["forward", "backward"]
-Hook = Literal["A", "B", "C", "D"]
+Hook = Literal["A", "B", "C", "D", "N"]
 
 OTHER: dict[Side, Side] = {"forward": "backward", "backward": "forward"}
 SECTIONS: dict[Side, dict[Hook, str]] = {
-    "forward": {"A": "dispatch", "B": "experts", "C": "combine", "D": "attention"},
+    "forward": {"N": "counts", "A": "dispatch", "B": "experts", "C": "combine", "D": "attention"},
     "backward": {"D": "combine", "C": "experts", "B": "dispatch", "A": "attention"},
 }
 """What a side launches after each of its hooks, in the order it meets them."""
@@ -45,11 +54,19 @@ COMPUTE = frozenset({"attention", "experts"})
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Who holds the turn, who has not ended, who failed first. See Note [Turns]."""
+    """Who holds the turn, who has not ended, who failed first. See Note [Turns].
+
+    Attributes:
+        holder: Side that may run.
+        live: Sides that have not ended.
+        failed: Side that failed first, if one has.
+        lent: Whether the holder only does what it has put off, and gives the turn back.
+    """
 
     holder: Side = "backward"
     live: frozenset[Side] = frozenset(OTHER)
     failed: Side | None = None
+    lent: bool = False
 
     def stops(self, side: Side) -> bool:
         """Whether `side` must end at its hook because the other one failed."""
@@ -61,8 +78,14 @@ class Turn:
 
     def at_hook(self, side: Side, direction: Side, name: Hook) -> "Turn":
         """The state after `side` reached a hook of `direction`."""
-        hands_over = direction == side and SECTIONS[direction][name] in COMPUTE
-        return replace(self, holder=OTHER[side]) if hands_over and len(self.live) == 2 else self
+        section = SECTIONS[direction][name]
+        lends = section == "counts"
+        hands_over = direction == side and (lends or section in COMPUTE) and len(self.live) == 2
+        return replace(self, holder=OTHER[side], lent=lends) if hands_over else self
+
+    def given_back(self) -> "Turn":
+        """The state after the holder of a lent turn has done what it had put off."""
+        return replace(self, holder=OTHER[self.holder], lent=False) if self.lent else self
 
     def left(self, side: Side, *, failed: bool) -> "Turn":
         """The state after `side` returned or raised."""

@@ -2,7 +2,12 @@
 
 from hp_platform.autograd.compiling import outside_graph
 from hp_platform.autograd.sync_hooks import sync_hook
-from hp_platform.autograd.weight_grads import WeightGradQueue, linear, submit_weight_grad
+from hp_platform.autograd.weight_grads import (
+    WeightGradQueue,
+    linear,
+    put_off_weight_grad,
+    submit_weight_grad,
+)
 from hp_platform.collectives.collectives import (
     StartedAllToAll,
     all_gather_uneven,
@@ -96,6 +101,7 @@ __all__ = [
     "on_one_rank",
     "outside_graph",
     "place_of",
+    "put_off_weight_grad",
     "raise_first",
     "reduce_scatter_uneven",
     "resolve_group",

@@ -6,9 +6,12 @@ launched in an order that only the two halves decide. Ranks that share experts r
 the schedule, hence the same pairs, and so launch the same exchanges in the same order.
 """
 
-from torch import nn
+from dataclasses import replace
 
-from hp_expert import GroupedExperts
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from hp_expert import AllToAllDispatcher, GroupedExperts
 from hp_overlap import CommComputeOverlap
 from hp_schedule import MetaStep, MetaStepType
 from hp_schedule.runtime import PipelineContext, PipelineScheduleRuntime
@@ -16,16 +19,23 @@ from hp_schedule.runtime import PipelineContext, PipelineScheduleRuntime
 __all__ = ["overlap_experts", "overlap_pairs"]
 
 
-def overlap_experts(module: nn.Module, overlap: CommComputeOverlap) -> None:
+def overlap_experts(
+    module: nn.Module, overlap: CommComputeOverlap, *, small_group: ProcessGroup | None = None
+) -> None:
     """Let the exchanges of all experts in a module be overlapped.
 
     Args:
         module: Module whose experts have been spread over ranks; changed in place.
         overlap: Runs the pairs later.
+        small_group: Same as of `hp_expert.AllToAllDispatcher`: what one side of a pair sends beside
+            its rows then does not wait for rows of the other; None: it does.
     """
     for part in module.modules():
         if isinstance(part, GroupedExperts):
-            part.dispatcher = overlap.wrap_dispatcher(part.dispatcher)
+            dispatcher = part.dispatcher
+            if small_group is not None and isinstance(dispatcher, AllToAllDispatcher):
+                dispatcher = replace(dispatcher, small_group=small_group)
+            part.dispatcher = overlap.wrap_dispatcher(dispatcher)
 
 
 def overlap_pairs(runtime: PipelineScheduleRuntime, overlap: CommComputeOverlap) -> None:

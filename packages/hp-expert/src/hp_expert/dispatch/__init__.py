@@ -16,7 +16,7 @@ from hp_expert.dispatch.cost import (
 )
 from hp_expert.dispatch.deduplicated import SlotExchange
 from hp_expert.dispatch.exchange_plan import ExchangeRead
-from hp_expert.dispatch.protocol import Dispatcher, DispatchState
+from hp_expert.dispatch.protocol import Dispatcher, DispatchState, PreparesInTwo
 from hp_expert.dispatch.run_ahead import Mark, RunAhead
 from hp_expert.dispatch.tensor_sliced import SlicedState, TensorSlicedDispatcher
 from hp_expert.dispatch.tensor_summed import TensorSummedDispatcher
@@ -32,6 +32,7 @@ __all__ = [
     "ExchangeRead",
     "LocalDispatcher",
     "Mark",
+    "PreparesInTwo",
     "RunAhead",
     "SlicedState",
     "SlotExchange",

@@ -4,6 +4,11 @@ Note [One host read]. An exchange needs the number of rows for each rank as Pyth
 sent, counts received and each rank's verdict on its own input travel in one small exchange, which
 the local sort and gather hide, and reach the host in one read. Nothing else waits for the device.
 
+Note [Small exchanges]. What travels beside rows is small: counts, codes, routing weights and their
+gradients. On the group of the rows each of them waits until all rows launched before it have
+arrived, those of another microbatch included, and holds up the rows that are launched after it.
+Over a group of its own (`small_group`) it takes the time that it needs.
+
 Shape symbols: T tokens, K experts per token, S = T * K slots, E experts, W ranks, L = E / W local
 experts, R rows received, D width, B = E blocks of rows.
 """
@@ -13,6 +18,7 @@ from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -50,7 +56,7 @@ from hp_expert.permute import (
     sort_counted,
     sum_slots,
 )
-from hp_platform import all_to_all_lazy, launch_all_to_all, wait_tensor
+from hp_platform import Pending, all_to_all_lazy, launch_all_to_all, wait_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +68,23 @@ class AllToAllDispatcher:
         num_experts: Number of experts, E.
         deduplicate: Whether a token's row goes to a rank once, however many of its experts live
             there, instead of once for each. "auto": if `deduplication_pays`.
+        small_group: Group of the same ranks in the same order for all exchanges but those of rows,
+            see Note [Small exchanges]; None: `group`.
     """
 
     group: ProcessGroup
     num_experts: int
     deduplicate: bool | Literal["auto"] = "auto"
+    small_group: ProcessGroup | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a number of experts that the ranks cannot share equally."""
+        """Refuse a number of experts that the ranks cannot share equally, and other ranks."""
+        if self.small_group is not None:
+            ranks, others = map(dist.get_process_group_ranks, (self.group, self.small_group))
+            if ranks != others:
+                raise ValueError(
+                    f"ranks of small_group ({others}) must equal those of group ({ranks})"
+                )
         if self.num_experts % self.group.size():
             raise ValueError(
                 f"num_experts ({self.num_experts}) must be divisible by the size of the expert "
@@ -99,18 +114,28 @@ class AllToAllDispatcher:
         self, x: Tensor, experts: Tensor, weights: Tensor | None = None
     ) -> tuple[Tensor, DispatchState]:
         """Sort and gather while counts are exchanged; see `Dispatcher.prepare`."""
-        rows, state, _ = prepare_slice(self, x, experts, weights)
+        return self.finish_prepare(self.start_prepare(x, experts, weights))
+
+    def start_prepare(
+        self, x: Tensor, experts: Tensor, weights: Tensor | None = None
+    ) -> "CountedSlice":
+        """Launch the exchange of counts, sort and gather; see `PreparesInTwo`."""
+        return count_slice(self, x, experts, weights)
+
+    def finish_prepare(self, started: "CountedSlice") -> tuple[Tensor, DispatchState]:
+        """Wait for the counts, and keep as many rows as there are; see `PreparesInTwo`."""
+        rows, state, _ = agree_on_slices(started)
         return rows, state
 
     def launch_dispatch(self, rows: Tensor, state: DispatchState) -> tuple[Tensor, DispatchState]:
         """Launch the exchange of rows, and before it that of their weights and codes."""
-        slots, weights = state.slots, state.weights
+        slots, weights, small = state.slots, state.weights, self.small_group or self.group
         if slots is not None:
-            slots = replace(slots, codes=self._exchange(slots.codes, slots))
+            slots = replace(slots, codes=_exchange(slots.codes, slots, small))
         if weights is not None:
-            weights = self._exchange(weights, slots or state)
+            weights = _exchange(weights, slots or state, small)
         state = replace(state, slots=slots, weights=weights)
-        return self._exchange(rows, state), state
+        return _exchange(rows, state, self.group), state
 
     def finish_dispatch(self, rows: Tensor, state: DispatchState) -> ExpertBatch:
         """Wait for the rows."""
@@ -135,16 +160,41 @@ class AllToAllDispatcher:
         """Wait for the outputs and sum those of each token."""
         return sum_slots(wait_tensor(rows), state.permutation)
 
-    def _exchange(self, x: Tensor, splits: DispatchState | SlotExchange) -> Tensor:
-        return all_to_all_lazy(
-            x,
-            output_splits=splits.output_splits,
-            input_splits=splits.input_splits,
-            group=self.group,
-        )
+
+def _exchange(x: Tensor, splits: DispatchState | SlotExchange, group: ProcessGroup) -> Tensor:
+    return all_to_all_lazy(
+        x, output_splits=splits.output_splits, input_splits=splits.input_splits, group=group
+    )
 
 
-def prepare_slice(
+@dataclass(frozen=True, slots=True, eq=False)
+class CountedSlice:
+    """What `count_slice` hands to `agree_on_slices`: counts on their way, and what was done ahead.
+
+    Attributes:
+        over: What exchanges the slices.
+        slices: Ranks that have the other slices; None: there is one.
+        x: Slice of this rank, tokens [T, D].
+        weights: Weight of each choice of these [T, K], if there are any.
+        error: What is wrong with the input of this rank.
+        read: Host read that follows, with the header of this rank.
+        sent: Blocks of this rank, int64 [W, Z, B].
+        exchange: Pending exchange of these.
+        ahead: Rows and slots in their order; None where the input is wrong.
+    """
+
+    over: AllToAllDispatcher
+    slices: ProcessGroup | None
+    x: Tensor
+    weights: Tensor | None
+    error: Exception | None
+    read: ExchangeRead
+    sent: Tensor
+    exchange: Pending[Tensor]
+    ahead: "_Ahead | None"
+
+
+def count_slice(
     over: AllToAllDispatcher,
     x: Tensor,
     experts: Tensor,
@@ -152,8 +202,8 @@ def prepare_slice(
     *,
     slices: ProcessGroup | None = None,
     num_tokens: int = 0,
-) -> tuple[Tensor, DispatchState, list[ExchangePlan]]:
-    """`over.prepare` for one slice of the tokens, and the plans of all slices.
+) -> CountedSlice:
+    """`over.start_prepare` for one slice of the tokens.
 
     Args:
         over: Exchanges the slices.
@@ -179,7 +229,7 @@ def prepare_slice(
         device=x.device,
     )
     sent = _with_other_slices(sent, slices)
-    exchange = launch_all_to_all(sent, group=over.group)
+    exchange = launch_all_to_all(sent, group=over.small_group or over.group)
     ahead = None if counted is None else _sort_and_gather(x, *counted, num_local=L)
     read = ExchangeRead(
         header=header,
@@ -190,17 +240,27 @@ def prepare_slice(
         rank=over.group.rank(),
         num_ranks=W,
     )
-    plans = agreed_plans(sent, exchange, num_local=L, purpose=read)
+    return CountedSlice(over, slices, x, weights, error, read, sent, exchange, ahead)
+
+
+def agree_on_slices(
+    counted: CountedSlice,
+) -> tuple[Tensor, DispatchState, list[ExchangePlan]]:
+    """`over.finish_prepare` for one slice of the tokens, and the plans of all slices."""
+    over, slices, ahead, error = counted.over, counted.slices, counted.ahead, counted.error
+    num_local = over.num_experts // over.group.size()
+    plans = agreed_plans(counted.sent, counted.exchange, num_local=num_local, purpose=counted.read)
     mine = plans[0 if slices is None else slices.rank()]
     if error is None and mine.num_invalid:
         error = invalid_experts(mine.num_invalid, over.num_experts)
     verdicts = list(chain.from_iterable(zip(*[p.verdicts for p in plans], strict=True)))
     groups = [over.group] if slices is None else [over.group, slices]
-    raise_on_all_ranks(error, header, verdicts, groups=groups, device=x.device)
+    device = counted.x.device
+    raise_on_all_ranks(error, counted.read.header, verdicts, groups=groups, device=device)
     assert ahead is not None  # or an error was raised
     # Slices meet again as one batch, so their rows have the same number of slots.
     most = max([p.most for p in plans])
-    return *_prepared(x, weights, ahead, mine._replace(most=most)), plans
+    return *_prepared(counted.x, counted.weights, ahead, mine._replace(most=most)), plans
 
 
 def _with_other_slices(sent: Tensor, slices: ProcessGroup | None) -> Tensor:

@@ -14,7 +14,7 @@ received, D width.
 """
 
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -22,7 +22,9 @@ from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch.deduplicated import SlotExchange
 from hp_expert.permute import Permutation
 
+StartedT = TypeVar("StartedT")
 StateT = TypeVar("StateT")
+StateT_co = TypeVar("StateT_co", covariant=True)
 
 
 class Dispatcher(Protocol[StateT]):
@@ -62,6 +64,21 @@ class Dispatcher(Protocol[StateT]):
 
     def finish_combine(self, rows: Tensor, state: StateT) -> Tensor:
         """Wait for the outputs and sum those of each token: [T, D]."""
+
+
+@runtime_checkable
+class PreparesInTwo(Protocol[StartedT, StateT_co]):
+    """A dispatcher whose `prepare` may be cut in two where it would wait for another rank.
+
+    What runs between the two halves overlaps with the exchange of counts. Every rank that has
+    started must finish.
+    """
+
+    def start_prepare(self, x: Tensor, experts: Tensor, weights: Tensor | None = None) -> StartedT:
+        """Launch the exchange of counts and do what needs none; arguments of `prepare`."""
+
+    def finish_prepare(self, started: StartedT) -> tuple[Tensor, StateT_co]:
+        """Wait for the counts; return and raise what `prepare` does."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

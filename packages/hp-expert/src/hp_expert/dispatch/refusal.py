@@ -29,7 +29,7 @@ def groups_of(dispatcher: Any) -> list[ProcessGroup]:
     """Return the process groups over which a dispatcher exchanges; none if all experts are here."""
     groups = []
     for holder in (dispatcher, getattr(dispatcher, "over_ep", None)):
-        for name in ("group", "control"):
+        for name in ("group", "control", "small_group"):
             group = getattr(holder, name, None)
             if isinstance(group, ProcessGroup):
                 groups.append(group)

@@ -32,7 +32,13 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from hp_expert.batch import ExpertBatch
-from hp_expert.dispatch.all_to_all import AllToAllDispatcher, by_expert, prepare_slice
+from hp_expert.dispatch.all_to_all import (
+    AllToAllDispatcher,
+    CountedSlice,
+    agree_on_slices,
+    by_expert,
+    count_slice,
+)
 from hp_expert.dispatch.exchange_plan import ExchangePlan, input_error
 from hp_expert.dispatch.protocol import DispatchState
 from hp_platform import all_to_all_lazy, wait_tensor
@@ -83,14 +89,27 @@ class TensorSlicedDispatcher:
         self, x: Tensor, experts: Tensor, weights: Tensor | None = None
     ) -> tuple[Tensor, SlicedState]:
         """Slice, sort and gather while counts are exchanged; see `Dispatcher.prepare`."""
+        return self.finish_prepare(self.start_prepare(x, experts, weights))
+
+    def start_prepare(
+        self, x: Tensor, experts: Tensor, weights: Tensor | None = None
+    ) -> tuple[tuple[int, ...], CountedSlice]:
+        """Slice, launch the exchange of counts, sort and gather; see `PreparesInTwo`."""
         num_tokens, sizes = 0, _even_sizes(0, self.group.size())
-        if not self.sliced and input_error(x, experts, weights) is None:  # else refused below
+        if not self.sliced and input_error(x, experts, weights) is None:  # else refused later
             num_tokens = len(x)
             sizes = _even_sizes(num_tokens, self.group.size())
             x, experts, weights = (_slice(t, sizes, self.group) for t in (x, experts, weights))
-        rows, state, plans = prepare_slice(
+        return sizes, count_slice(
             self.over_ep, x, experts, weights, slices=self.group, num_tokens=num_tokens
         )
+
+    def finish_prepare(
+        self, started: tuple[tuple[int, ...], CountedSlice]
+    ) -> tuple[Tensor, SlicedState]:
+        """Wait for the counts, and keep as many rows as there are; see `PreparesInTwo`."""
+        sizes, counted = started
+        rows, state, plans = agree_on_slices(counted)
         _require_same_tokens(plans)
         arriving = [p.slots if state.slots is None else p.rows for p in plans]
         return rows, SlicedState(

@@ -28,7 +28,7 @@ _ROWS = 1024
 
 def forward(batch: ExpertBatch, experts: ExpertWeights) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Compute the output [N, D]; keep the pre-activations of each chunk."""
-    rows, row_at, gather = batch.rows, batch.row_at(), kernels_for(batch.rows).gather_rows
+    rows, row_at, kernels = batch.rows, batch.row_at(), kernels_for(batch.rows)
     y_PD = rows.new_empty(batch.order.numel(), rows.shape[1])
     pieces = _pieces(batch, experts)
     weights = [experts.weights.gate_up[i][:, part].mT.unbind(0) for i, part in pieces]
@@ -36,7 +36,7 @@ def forward(batch: ExpertBatch, experts: ExpertWeights) -> tuple[Tensor, tuple[T
     output_bias = experts.biases.down if experts.adds_output_bias else None
     kept: list[Tensor] = []
     for positions, run in _chunks(batch):
-        x_RD = gather(rows, row_at[positions], holes=False)
+        x_RD = kernels.gather_rows(rows, row_at[positions], holes=False)
         pre = [_times(x_RD, w, run) for w in weights]
         for piece, (i, part) in zip(pre, pieces, strict=True):
             if (bias := experts.biases.gate_up[i]) is not None:
@@ -49,7 +49,7 @@ def forward(batch: ExpertBatch, experts: ExpertWeights) -> tuple[Tensor, tuple[T
             _add_bias(y_RD, output_bias, run)
         kept += pre
     position_NF, holes = batch.positions()
-    out = kernels_for(y_PD).sum_rows(y_PD, position_NF, batch.weights, holes=holes)
+    out = kernels.sum_rows(y_PD, position_NF, batch.weights, holes=holes)
     return out, tuple(kept)
 
 
@@ -62,7 +62,7 @@ def backward(
     wanted: WeightGradients,
 ) -> InputGradients:
     """Compute the gradients of rows and weights; hand the factors of the others to `wanted`."""
-    rows, row_at, gather = batch.rows, batch.row_at(), kernels_for(batch.rows).gather_rows
+    rows, row_at, kernels = batch.rows, batch.row_at(), kernels_for(batch.rows)
     dx_PD = rows.new_empty(batch.order.numel(), rows.shape[1])
     scale_P = batch.weight_at()
     grad_scale = None if scale_P is None else torch.empty_like(scale_P)
@@ -72,7 +72,8 @@ def backward(
     output_bias = experts.biases.down if experts.adds_output_bias else None
     for index, (positions, run) in enumerate(_chunks(batch)):
         row_R = row_at[positions]
-        x_RD, dy_RD = gather(rows, row_R, holes=False), gather(grad_out, row_R, holes=False)
+        x_RD = kernels.gather_rows(rows, row_R, holes=False)
+        dy_RD = kernels.gather_rows(grad_out, row_R, holes=False)
         dh_RH = _times(dy_RD, down, run)
         pre = kept[index * len(weights) : (index + 1) * len(weights)]
         gate_RH, up_RH = pre if len(pre) > 1 else pre[0].chunk(2, 1)
@@ -105,7 +106,7 @@ def backward(
         if wanted.biases.down is not None:
             wanted.biases.down.add(dy_RD, scale_R1, run, slice(None))
     position_NF, holes = batch.positions()
-    dx = kernels_for(dx_PD).sum_rows(dx_PD, position_NF, None, holes=holes)
+    dx = kernels.sum_rows(dx_PD, position_NF, None, holes=holes)
     return InputGradients(dx, batch.weight_gradient(grad_scale))
 
 

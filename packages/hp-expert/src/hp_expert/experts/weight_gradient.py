@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from hp_expert.batch import ExpertBatch
 from hp_expert.experts.placement import placed_like
 from hp_expert.kernels import fuses, triton_activation
-from hp_platform import submit_weight_grad
+from hp_platform import put_off_weight_grad
 
 
 class ExpertRun(NamedTuple):
@@ -28,10 +28,9 @@ class ExpertRun(NamedTuple):
 class WeightGradient:
     """Collects left_e^T @ right_e for each expert e, which is the gradient of weight e.
 
-    Note [Now or later]. Backward asks before it computes anything, through
-    `hp_platform.submit_weight_grad`: an answer (this object returns any tensor) means now, and
-    products are then taken as their factors come. None means that the queue will ask again, and the
-    factors are kept until then.
+    Note [Now or later]. Before it computes anything, backward asks `put_off_weight_grad` of
+    hp-platform. If nothing is put off, products are taken as their factors come; else the factors
+    are kept until the queue asks for the gradient.
 
     Args:
         weight: The parameter as it was passed to the Function, [L, X, Y] or, for a bias, [L, X].
@@ -56,14 +55,10 @@ class WeightGradient:
     ) -> None:
         self._weight, self._shape, self._dtype = weight, shape, dtype
         self._counts, self._num_tokens_per_expert = batch.counts, batch.num_tokens_per_expert
-        self.now = False
-        self._asked = False
         self._total: Tensor | None = None
         self._kept: list[Callable[[], None]] = []
         self.needed = needed
-        if needed:
-            self.now = submit_weight_grad(weight, self._compute) is not None
-        self._asked = True
+        self.now = needed and not put_off_weight_grad(weight, self._compute)
 
     def add(self, left: Tensor, right: Tensor, run: ExpertRun, part: slice) -> None:
         """Take the factors of a run of experts, for some rows of each one's weight.
@@ -94,8 +89,6 @@ class WeightGradient:
             self._kept.append(partial(self.set, product))
 
     def _compute(self) -> Tensor:
-        if not self._asked:
-            return self._weight
         self.now = True
         while self._kept:
             self._kept.pop(0)()

@@ -14,6 +14,7 @@ microbatch in that order.
 from __future__ import annotations
 
 import threading
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class _Active(threading.local):
     """
 
     def __init__(self) -> None:
-        self.entries: list[_Entry] | None = None
+        self.entries: deque[_Entry] | None = None
 
 
 _active = _Active()
@@ -52,10 +53,11 @@ _active = _Active()
 class WeightGradQueue:
     """Weight gradients that were put off, by key. Safe to use from several threads."""
 
-    __slots__ = ("_entries", "_lock")
+    __slots__ = ("_deferring", "_entries", "_lock")
 
     def __init__(self) -> None:
-        self._entries: dict[Hashable, list[_Entry]] = {}
+        self._entries: dict[Hashable, deque[_Entry]] = {}
+        self._deferring: Counter[Hashable] = Counter()
         self._lock = threading.Lock()
 
     @contextmanager
@@ -70,13 +72,16 @@ class WeightGradQueue:
                 adds to it.
         """
         with self._lock:
-            entries = self._entries.setdefault(key, [])
+            entries = self._entries.setdefault(key, deque())
+            self._deferring[key] += 1
         outer, _active.entries = _active.entries, entries
         try:
             with torch.autograd.set_multithreading_enabled(False):
                 yield
         finally:
             _active.entries = outer
+            with self._lock:
+                self._deferring[key] -= 1
 
     def flush(self, key: Hashable) -> int:
         """Compute what is queued under `key` and accumulate it into the `grad` of the parameters.
@@ -89,12 +94,12 @@ class WeightGradQueue:
             How many gradients were computed; 0 for a key that is not known.
         """
         with self._lock:
-            entries = self._entries.pop(key, [])
-        done = len(entries)
-        by_param: dict[int, list[_Entry]] = {}
-        for entry in entries:
-            by_param.setdefault(id(entry.param), []).append(entry)
-        del entries
+            entries = self._entries.get(key, deque())
+            if not self._deferring[key]:
+                self._entries.pop(key, None)
+                del self._deferring[key]
+            by_param = _taken(entries)
+        done = sum(map(len, by_param.values()))
         with torch.no_grad(), torch.autograd.set_multithreading_enabled(False):
             while by_param:
                 _accumulate(by_param.pop(next(iter(by_param))))
@@ -126,13 +131,28 @@ def submit_weight_grad(param: Tensor, compute: Compute) -> Tensor | None:
         None if it was queued, else the gradient: outside `defer`, for a `param` that is not a leaf
         that requires grad, with `create_graph=True`, and while compiling.
     """
-    if torch.compiler.is_compiling():
-        return compute()
+    return None if put_off_weight_grad(param, compute) else compute()
+
+
+def put_off_weight_grad(param: Tensor, compute: Compute) -> bool:
+    """Put off the gradient of `param` where `submit_weight_grad` would; compute nothing now.
+
+    For a backward that computes gradients in another way if it does so at once.
+
+    Args:
+        param: Same as of `submit_weight_grad`.
+        compute: Called once, in `flush`, if it was queued.
+
+    Returns:
+        Whether it was.
+    """
     entries = _active.entries
-    if entries is None or torch.is_grad_enabled() or not (param.is_leaf and param.requires_grad):
-        return compute()
+    if entries is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
+    if not (param.is_leaf and param.requires_grad):
+        return False
     entries.append(_Entry(param, compute))
-    return None
+    return True
 
 
 def linear(
@@ -214,6 +234,15 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             grad_bias = submit_weight_grad(bias, partial(_bias_grad, grad, bias.dtype))
         return grad_x, grad_weight, grad_bias, None
+
+
+def _taken(entries: deque[_Entry]) -> dict[int, list[_Entry]]:
+    """Take what is queued now, by parameter: the queue keeps none of it alive."""
+    by_param: dict[int, list[_Entry]] = {}
+    for _ in range(len(entries)):
+        entry = entries.popleft()  # one step each: another thread may append meanwhile
+        by_param.setdefault(id(entry.param), []).append(entry)
+    return by_param
 
 
 def _accumulate(entries: list[_Entry]) -> None:

@@ -33,7 +33,6 @@ class CountedClock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._link_is_free = 0.0
         self._lock = threading.Lock()
 
     def spend(self, seconds: float) -> None:
@@ -41,11 +40,15 @@ class CountedClock:
         with self._lock:
             self.now += seconds
 
-    def transfer(self, seconds: float) -> float:
-        """Put an operation on the link, which does one after the other; return when it ends."""
+    def transfer(self, seconds: float, *, after: float = 0.0) -> float:
+        """Start an operation now, or when its link is free; return when it ends.
+
+        Args:
+            seconds: How long it takes.
+            after: When the link is free.
+        """
         with self._lock:
-            self._link_is_free = max(self.now, self._link_is_free) + seconds
-            return self._link_is_free
+            return max(self.now, after) + seconds
 
     def reach(self, then: float) -> None:
         """Wait until a time."""
@@ -109,7 +112,9 @@ def _delayed(name: str, *, sent: int) -> Callable[..., _SlowWork]:
 
     def method(self: _SlowGroup, *args: Any, **kwargs: Any) -> _SlowWork:
         seconds = self.latency + (_num_bytes(args[sent]) if args else 0) / self.bandwidth
-        end = 0.0 if self.clock is None else self.clock.transfer(seconds)
+        if self.clock is not None:
+            self.is_free = self.clock.transfer(seconds, after=self.is_free)
+        end = self.is_free
 
         def transfer() -> None:
             with record_function(f"slow:{name}"):  # for a profiler that sees all threads
@@ -151,6 +156,7 @@ class _SlowGroup(ProcessGroup):
         self.clock = clock
         self.inner, self.latency, self.bandwidth = inner, latency, bandwidth
         self.link = ThreadPoolExecutor(1, thread_name_prefix="slow-link")
+        self.is_free = 0.0  # when the link has done all that was launched, by the clock
         self._name = ""
 
     def recv(self, *args: Any) -> dist.Work:

@@ -54,9 +54,16 @@ class Recorder:
         if not self._marks:
             return Timeline()
         epoch = min(self._origin_by_wall_clock() for _ in range(_READINGS))
+        marks, origin = self._marks, self._origin
+        if self._cuda:
+            seconds = self._seconds
+            marks = [(step, seconds(start), seconds(end)) for step, start, end in marks]
+            origin = 0.0
         return Timeline(
-            Span(self._rank, step, epoch + self._seconds(start), epoch + self._seconds(end))
-            for step, start, end in self._marks
+            [
+                Span(self._rank, step, epoch + (start - origin), epoch + (end - origin))
+                for step, start, end in marks
+            ]
         )
 
     def _origin_by_wall_clock(self) -> float:

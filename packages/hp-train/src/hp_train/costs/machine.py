@@ -262,3 +262,15 @@ MACHINES = {
     ),
 }
 """By name."""
+
+
+def machine_named(device_name: str) -> Machine | None:
+    """The machine of a GPU, by the name that its driver gives it; None where there is no sheet.
+
+    >>> machine_named("NVIDIA H100 80GB HBM3") is MACHINES["h100"]
+    True
+    >>> machine_named("Tesla T4") is None
+    True
+    """
+    words = device_name.lower().replace("-", " ").split()
+    return next((MACHINES[name] for name in SHEETS if name in words), None)

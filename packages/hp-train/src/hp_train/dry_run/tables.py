@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 
+from hp_train.costs.machine import machine_named
 from hp_train.dry_run.sites import line
 from hp_train.dry_run.summary import RankSummary, Summary
 from hp_train.dry_run.traffic import Communicator, Count
@@ -40,6 +41,7 @@ def tables(summary: Summary) -> list[Table]:
     worst = summary.worst
     found = [
         classes(summary),
+        paces(summary),
         skews(summary),
         kinds(summary, worst),
         largest(worst),
@@ -93,6 +95,26 @@ def classes(summary: Summary) -> Table:
     return Table(
         "Classes of ranks", columns, rows, frozenset({0, 1, 2} if several else {0, 1}), note
     )
+
+
+def paces(summary: Summary) -> Table:
+    """Whether the host or the device sets the pace of a step, for each class of ranks."""
+    machine = machine_named(summary.gpu)
+    rows: list[tuple[str, ...]] = []
+    note = ""
+    if machine is not None:
+        for each in summary.ranks:
+            host, device = pace = each.work.pace(machine)
+            share = f"{host / device:.0%}" if device else ""
+            who = "host" if pace.host_binds else "device"
+            if host:
+                rows.append((str(each.rank), f"{host:.3f} s", f"{device:.3f} s", share, who))
+        note = (
+            f"{1e6 * machine.launch_seconds:g} us for a launch; the device by its products and "
+            "bytes at the rates of hp plan, at least; neither exchanges nor waits are counted"
+        )
+    columns = ("rank", "host launches", "device computes", "host of device", "bound by")
+    return Table("Host and device in a step", columns, rows, frozenset({0, 4}), note)
 
 
 def skews(summary: Summary) -> Table:

@@ -2,11 +2,12 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from hp_platform.dry.trace import Allocate, Collective, Event, HostWait, Launch, Trace
+from hp_train.costs.machine import Machine
 from hp_train.dry_run.sites import Site, site
 
 _Key = TypeVar("_Key", str, int)
@@ -52,6 +53,23 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     cost: Cost
 
 
+class Pace(NamedTuple):
+    """Seconds of a step, by what a machine reaches and no exchange counted.
+
+    Attributes:
+        host: For which the host launches kernels.
+        device: For which the device computes at least.
+    """
+
+    host: float
+    device: float
+
+    @property
+    def host_binds(self) -> bool:
+        """Whether the device waits for the host to launch."""
+        return self.host > self.device
+
+
 class WaitLine(msgspec.Struct, frozen=True, kw_only=True):
     """A line at which the host waits for the device.
 
@@ -88,6 +106,18 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     before: Cost
     cells: tuple[Cell, ...]
     waits: tuple[WaitLine, ...]
+
+    def pace(self, machine: Machine) -> Pace:
+        """How long host and device take, part by part of the step.
+
+        Args:
+            machine: What it reaches.
+        """
+        device = sum(
+            max(cell.cost.flops / machine.flops, cell.cost.bytes / machine.memory_bandwidth)
+            for cell in self.cells
+        )
+        return Pace(self.total.launches * machine.launch_seconds, device)
 
     def by_layer(self) -> dict[str, Cost]:
         """Costs over all microbatches and phases, by layer; `""` is outside of layers."""

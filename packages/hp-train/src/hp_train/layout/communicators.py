@@ -146,6 +146,8 @@ def _exchanges(config: _Run, rank: int) -> Iterator[Sequence[int]]:
     for name, axes in GROUPS.items():
         if place.size(*axes) > 1 and name != "cp":
             yield _group(place, rank, *axes) if name in talks else ()
+    if config.pipeline.overlap and place.size("ep") > 1:
+        yield _group(place, rank, "ep") if "ep" in talks else ()  # beside the rows
     if mesh.cp > 1:
         yield from _of_sequence(config, _group(place, rank, "cp"), rank)
     if _has_equal_edges(mesh, config.pipeline):

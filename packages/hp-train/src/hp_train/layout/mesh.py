@@ -120,3 +120,19 @@ def build_mesh(layout: Layout, runtime: Runtime, *, timeout: timedelta) -> Mesh:
         world=made[WORLD],
         device_type=runtime.device.type,
     )
+
+
+def small_group(mesh: Mesh, runtime: Runtime, *, timeout: timedelta) -> ProcessGroup | None:
+    """Build the groups in which ranks that share experts exchange all that is not rows.
+
+    All ranks call this together where pairs are overlapped; see `hp_expert.AllToAllDispatcher`.
+
+    Args:
+        mesh: Mesh of the run.
+        runtime: The initialised world.
+        timeout: Time limit of every collective on these groups.
+    """
+    ranks = mesh.layout.ranks("ep")
+    return new_group(
+        ranks, name="beside rows", backend=runtime.backend, timeout=timeout, high_priority=True
+    )

@@ -11,7 +11,7 @@ whether there are documents at all makes two versions of those around attention.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -20,6 +20,30 @@ from hp_train.model.stage import Stage
 
 Compiler = Literal["none", "inductor", "aot_eager"]
 """What compiles; torch's names of backends."""
+
+
+class CompileCost(NamedTuple):
+    """What compilers have cost this process.
+
+    Attributes:
+        seconds: Seconds in torch.compile, tracing and generating code included.
+        graphs: Number of graphs compiled.
+    """
+
+    seconds: float = 0.0
+    graphs: int = 0
+
+    @classmethod
+    def so_far(cls) -> "CompileCost":
+        """Cost since the process started; imports the compiler, which takes seconds once."""
+        from torch._dynamo import utils  # noqa: PLC0415
+
+        seconds = utils.calculate_time_spent()["total_wall_time"]
+        return cls(seconds, utils.counters["stats"]["unique_graphs"])
+
+    def since(self, before: "CompileCost") -> "CompileCost":
+        """Cost beyond an earlier one."""
+        return CompileCost(self.seconds - before.seconds, self.graphs - before.graphs)
 
 
 def compile_blocks(stage: Stage, compiler: Compiler | Callable[..., Any]) -> None:

@@ -36,7 +36,7 @@ from hp_schedule.runtime import (
 from hp_train.config import Config
 from hp_train.errors import ConfigError
 from hp_train.layout.edges import Edges, build_edges
-from hp_train.layout.mesh import Mesh
+from hp_train.layout.mesh import Mesh, small_group
 from hp_train.layout.parameter import chunk
 from hp_train.layout.schedules import (
     KINDS,
@@ -208,7 +208,7 @@ def build_pipeline(
     schedule = training_schedule(
         config.pipeline, num_ranks=mesh.layout.pp, num_microbatches=count_microbatches(config)
     )
-    is_split = KINDS[config.pipeline.schedule].splits_backward
+    is_split = KINDS[config.pipeline.schedule].splits_backward or config.pipeline.overlap
     by_block = config.mesh.gather == "block"
     edges = build_edges(
         schedule,
@@ -236,6 +236,7 @@ def build_pipeline(
     # Experts of one rank exchange nothing: there a backward and a forward follow each other.
     overlaps = config.pipeline.overlap and mesh.size("ep") > 1
     overlap = _overlap(timeout) if overlaps else None
+    beside_rows = small_group(mesh, runtime, timeout=timeout) if config.pipeline.overlap else None
     modules: dict[int, Stage] = {}
     parameters: list[Parameter] = []
     for stage in schedule.stages_of(mesh.pp_index):
@@ -254,7 +255,7 @@ def build_pipeline(
         if by_block:
             prefetch_blocks(module)
         if overlap is not None:
-            overlap_experts(module, overlap)
+            overlap_experts(module, overlap, small_group=beside_rows)
         module.to_empty(device=runtime.device)
         module.share_casts(sharded=not by_block)
         module.split_weight_gradients(is_split=is_split)
@@ -299,7 +300,11 @@ def vocabulary_of(mesh: Mesh, vocab_size: int) -> range:
 
 def _overlap(timeout: timedelta) -> CommComputeOverlap:
     # A collective that fails says more than a turn that does not come: let it be the first.
-    return CommComputeOverlap(HookCoordinator(timeout=2 * timeout.total_seconds()), strict=True)
+    return CommComputeOverlap(
+        HookCoordinator(timeout=2 * timeout.total_seconds()),
+        strict=True,
+        puts_off_weight_gradients=True,  # gradients are reduced when the schedule says so
+    )
 
 
 def _parallelize(module: Stage, mesh: Mesh, context: ContextParallel, vocab_size: int) -> None:

@@ -68,20 +68,6 @@ class Parameter:
         """Global indices of the local experts; None if it is no expert's."""
         return range(*self.span[0]) if self.spec.is_expert else None
 
-    def collect_gradient(self) -> None:
-        """Let ``local`` have what backward left on the module; zeros where that is nothing.
-
-        An expert that nobody chose has no gradient.
-        """
-        total: Tensor | None = None
-        for tensor in (self.tensor, *self.tied_copies):
-            found, tensor.grad = tensor.grad, None
-            if isinstance(found, DTensor):
-                found = found.to_local()
-            if found is not None:
-                total = found if total is None else total + found
-        self.local.grad = self.local.new_zeros(self.local.shape) if total is None else total
-
     @torch.no_grad()
     def update_tied_copies(self) -> None:
         """Give other stages of this rank the values that ``local`` has now."""
@@ -110,6 +96,31 @@ class Parameter:
             shape=torch.Size(self.shape),
             stride=tuple(strides),
         )
+
+
+def collect_gradients(parameters: Iterable[Parameter]) -> None:
+    """Let each ``local`` have what backward left on the module; zeros where that is nothing.
+
+    An expert that nobody chose has no gradient. Nothing is called for a parameter that is whole.
+    """
+    for parameter in parameters:
+        module_has, local = parameter.tensor, parameter.local
+        found, module_has.grad = module_has.grad, None
+        if isinstance(found, DTensor):
+            found = found.to_local()
+        for twin in parameter.tied_copies:
+            found = _added(found, twin)
+        local.grad = torch.zeros_like(local) if found is None else found
+
+
+def _added(total: Tensor | None, twin: nn.Parameter) -> Tensor | None:
+    """Take the gradient of a copy and add it."""
+    found, twin.grad = twin.grad, None
+    if isinstance(found, DTensor):
+        found = found.to_local()
+    if total is None or found is None:
+        return found if total is None else total
+    return total + found
 
 
 def named_parameters(

@@ -13,15 +13,23 @@ _NEGLIGIBLE = 0.005
 
 
 def table(estimates: Sequence[Estimate]) -> list[str]:
-    """One line per layout."""
+    """One line per layout; on a GPU with what share of the compute the host launches kernels."""
+    is_launched = any(e.host for e in estimates)
+    column = f"  {'host':>5}" * is_launched
     lines = [
-        f"{'step':>9}  {'tokens/s':>9}  {'idle':>5}  {'exposed':>9}  {'memory':>9}  layout",
+        f"{'step':>9}  {'tokens/s':>9}  {'idle':>5}  {'exposed':>9}{column}  {'memory':>9}  layout",
     ]
     lines += [
         f"{_seconds(e.seconds):>9}  {e.tokens_per_second:>9,.0f}  {e.bubble:>5.0%}  "
-        f"{_seconds(e.exposed):>9}  {_bytes(e.memory.total):>9}  {name(e)}"
+        f"{_seconds(e.exposed):>9}{f'  {_host(e):>5}' * is_launched}"
+        f"  {_bytes(e.memory.total):>9}  {name(e)}"
         for e in estimates
     ]
+    bound = sum(map(_host_binds, estimates))
+    if bound:
+        lines.append(
+            f"host    binds {bound} of these: it launches for longer than a device computes"
+        )
     return lines
 
 
@@ -37,7 +45,7 @@ def details(estimate: Estimate) -> list[str]:
         + ", ".join(f"{kind} {_bytes(size)}" for kind, size in memory.kinds.items() if size),
     ]
     if estimate.host:
-        binds = ": the device waits for it" if estimate.host > estimate.parts["compute"] else ""
+        binds = ": the device waits for it" if _host_binds(estimate) else ""
         lines.append(f"host    launches kernels for {_seconds(estimate.host)}{binds}")
     for transfer in estimate.transfers:
         link = "between nodes" if transfer.between_nodes else "within a node"
@@ -46,6 +54,17 @@ def details(estimate: Estimate) -> list[str]:
             f"link busy {_seconds(transfer.seconds)}"
         )
     return lines
+
+
+def _host_binds(estimate: Estimate) -> bool:
+    """Whether the busiest host launches kernels for longer than the mean device computes."""
+    return estimate.host >= estimate.parts["compute"] > 0
+
+
+def _host(estimate: Estimate) -> str:
+    """For what share of the compute the busiest host launches; empty where that has no price."""
+    compute = estimate.parts["compute"]
+    return f"{estimate.host / compute:.0%}" if estimate.host and compute else ""
 
 
 def reasons(choice: Choice, machine: Machine) -> list[str]:

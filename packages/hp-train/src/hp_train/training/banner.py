@@ -10,6 +10,7 @@ from hp_train.config import Config
 from hp_train.layout.mesh import Mesh
 from hp_train.training.gpu_settings import in_force
 from hp_train.training.gradients import GradientNorm
+from hp_train.training.metrics import METRICS
 
 
 def banner(config: Config, mesh: Mesh, runtime: Runtime, norm: GradientNorm) -> list[str]:
@@ -37,6 +38,8 @@ def banner(config: Config, mesh: Mesh, runtime: Runtime, norm: GradientNorm) -> 
         f"model  {size}: {model.num_layers} layers of {model.dim}, {experts}",
         f"batch  {batch} in microbatches of {train.microbatch_size}, {train.steps} steps",
     ]
+    if train.compile != "none":
+        lines.append(f"compile {train.compile}: in the first steps; what it takes is in {METRICS}")
     if runtime.device.type == "cuda":
         lines.append(f"gpu    {' '.join(in_force(os.environ)) or 'nothing set'}")
     return lines

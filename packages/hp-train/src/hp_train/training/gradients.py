@@ -16,10 +16,10 @@ from torch.distributed import ProcessGroup
 
 from hp_platform import all_gather_json
 from hp_train.layout.mesh import Mesh
-from hp_train.model.parameters import Parameter
+from hp_train.model.parameters import Parameter, collect_gradients
 
 
-def reduce_gradients(parameters: Iterable[Parameter], mesh: Mesh) -> list[Tensor]:
+def reduce_gradients(parameters: Sequence[Parameter], mesh: Mesh) -> list[Tensor]:
     """Sum every gradient over the ranks that hold the same values, into ``local.grad``.
 
     Losses are already divided by global counts, so sums are all there is. One flat collective per
@@ -28,10 +28,10 @@ def reduce_gradients(parameters: Iterable[Parameter], mesh: Mesh) -> list[Tensor
     Returns:
         Norm of each of these on this rank before it was summed: scalars in fp64, on the device.
     """
+    collect_gradients(parameters)
     norms = []
     buckets: dict[tuple[tuple[ProcessGroup, ...], torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
-        parameter.collect_gradient()
         gradient = parameter.local.grad
         assert gradient is not None
         over = tuple(map(mesh.groups.__getitem__, parameter.replicas))
@@ -45,9 +45,9 @@ def reduce_gradients(parameters: Iterable[Parameter], mesh: Mesh) -> list[Tensor
         norms.append(torch.linalg.vector_norm(flat, dtype=torch.float64))
         for group in groups:
             dist.all_reduce(flat, group=group)
-        sizes = [gradient.numel() for gradient in gradients]
-        for gradient, summed in zip(gradients, flat.split(sizes), strict=True):
-            gradient.copy_(summed.view_as(gradient))
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        summed = [part.view_as(to) for part, to in zip(parts, gradients, strict=True)]
+        torch._foreach_copy_(gradients, summed)
     return norms
 
 
@@ -69,34 +69,48 @@ class GradientNorm:
     def __init__(
         self, parameters: Iterable[Parameter], mesh: Mesh, *, control: dist.ProcessGroup
     ) -> None:
-        self._spoken: list[tuple[Tensor, int]] = []
-        spoken_names: list[str] = []
+        self._whole: list[Tensor] = []
+        self._stacks: list[tuple[Tensor, int]] = []
+        names_of_whole: list[str] = []
+        names_of_stacks: list[str] = []
         mine: dict[str, int] = {}
         for parameter in parameters:
             names = _entry_names(parameter)
-            whole = math.prod(parameter.shape[1:] if parameter.spec.is_expert else parameter.shape)
-            mine |= dict.fromkeys(names, whole)
+            size = math.prod(parameter.shape[1:] if parameter.spec.is_expert else parameter.shape)
+            mine |= dict.fromkeys(names, size)
             is_first = parameter.tied_ranks is None or parameter.tied_ranks.rank() == 0
-            if names and is_first and all(mesh.index(group) == 0 for group in parameter.replicas):
-                self._spoken.append((parameter.local, len(names)))
-                spoken_names += names
+            speaks = is_first and all(mesh.index(group) == 0 for group in parameter.replicas)
+            if not speaks or not parameter.local.numel():
+                continue
+            if parameter.spec.is_expert:
+                self._stacks.append((parameter.local, len(names)))
+                names_of_stacks += names
+            else:
+                self._whole.append(parameter.local)
+                names_of_whole += names
         everyone = all_gather_json(mine, of=dict[str, int], group=control)
         self.sizes = dict(sorted({k: v for rank in everyone for k, v in rank.items()}.items()))
         position = {name: i for i, name in enumerate(self.sizes)}
-        self._positions = torch.tensor([position[name] for name in spoken_names], dtype=torch.int64)
+        spoken = [position[name] for name in (*names_of_whole, *names_of_stacks)]
+        self._positions = torch.tensor(spoken, dtype=torch.int64)
 
     def local_squares(self, device: torch.device) -> Tensor:
         """This rank's entries, zeros elsewhere: fp64 [entries], to be summed over all ranks."""
         squares = torch.zeros(len(self.sizes), dtype=torch.float64, device=device)
-        norms = []
-        for tensor, num_entries in self._spoken:
-            assert tensor.grad is not None
-            rows = tensor.grad.reshape(num_entries, tensor.numel() // num_entries)
-            norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64))
-        if norms:
-            # One write: each would cost a copy of its positions, for which a GPU is waited for.
-            self._positions = self._positions.to(device)
-            squares[self._positions] = torch.cat(norms).square()
+        if not self._positions.numel():
+            return squares
+        whole = [tensor.grad for tensor in self._whole if tensor.grad is not None]
+        # A norm has the same bits alone, in a list, and as a row of several.
+        found = list(torch._foreach_norm(whole, 2, dtype=torch.float64)) if whole else []  # noqa: SLF001
+        norms = [torch.stack(found)] if found else []
+        norms += [
+            torch.linalg.vector_norm(tensor.grad.reshape(rows, -1), dim=1, dtype=torch.float64)
+            for tensor, rows in self._stacks
+            if tensor.grad is not None
+        ]
+        # One write: each would cost a copy of its positions, for which a GPU is waited for.
+        self._positions = self._positions.to(device)
+        squares[self._positions] = torch.cat(norms).square()
         return squares
 
     def not_finite(self, squares: Tensor) -> list[str]:
@@ -115,6 +129,5 @@ def _entry_names(parameter: Parameter) -> list[str]:
 def clip_gradients(parameters: Sequence[Parameter], norm: float, max_norm: float) -> None:
     """Scale all gradients so that the whole model's norm is at most ``max_norm`` (0: never)."""
     if max_norm > 0 and norm > max_norm:
-        for parameter in parameters:
-            assert parameter.local.grad is not None
-            parameter.local.grad.mul_(max_norm / norm)
+        gradients = [p.local.grad for p in parameters if p.local.grad is not None]
+        torch._foreach_mul_(gradients, max_norm / norm)

@@ -49,6 +49,9 @@ class StepMetrics:
         prediction_loss: Mean cross-entropy of the modules of multi-token prediction, where there
             are some.
         eval_loss: Mean cross-entropy on held-out text, where it was evaluated.
+        compile_seconds: Seconds that torch.compile took on rank 0 since the previous step, where it
+            compiled something: in the first steps, and where shapes are new.
+        compiled_graphs: Graphs that it compiled in them.
         skipped: Why the step changed nothing, where it was skipped. What is not finite is left out
             of the line then.
     """
@@ -69,6 +72,8 @@ class StepMetrics:
     reserved_memory_bytes: int | None = None
     prediction_loss: float | None = None
     eval_loss: float | None = None
+    compile_seconds: float | None = None
+    compiled_graphs: int | None = None
     skipped: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -89,6 +94,8 @@ class StepMetrics:
             line += f"  reserved {self.reserved_memory_bytes / 2**20:,.0f} MiB"
         if self.mfu is not None:
             line += f"  MFU {self.mfu:.1%}"
+        if self.compile_seconds is not None:
+            line += f"  compiled {self.compiled_graphs} graphs in {self.compile_seconds:.1f} s"
         return line if self.eval_loss is None else f"{line}  eval loss {self.eval_loss:.4f}"
 
 

@@ -1,16 +1,88 @@
 """AdamW and its learning-rate schedule."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from hp_train.config import TrainConfig
 from hp_train.model.parameters import Parameter
 
+MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+"""What Adam averages of each parameter."""
 
-def build_optimizer(parameters: Iterable[Parameter], config: TrainConfig) -> torch.optim.AdamW:
+
+class AdamW(torch.optim.AdamW):
+    """torch's fused AdamW for parameters that all have gradients in every step.
+
+    torch looks up the state of each parameter in each step; this does so once, before the first
+    one. Nothing may put other tensors into `state` after that.
+    """
+
+    _lists: "Sequence[_Lists] | None" = None
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # returns no loss
+        """Move all parameters by their gradients."""
+        del closure
+        if self._lists is None:
+            self._lists = [_Lists.of(group["params"], self.state) for group in self.param_groups]
+        for group, lists in zip(self.param_groups, self._lists, strict=True):
+            beta1, beta2 = group["betas"]
+            adamw(
+                lists.parameters,
+                [p.grad for p in lists.parameters if p.grad is not None],
+                lists.averages,
+                lists.squares,
+                [],
+                lists.steps,
+                fused=True,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+
+class _Lists(NamedTuple):
+    """Parameters of a group and their state, in one order."""
+
+    parameters: list[Tensor]
+    averages: list[Tensor]
+    squares: list[Tensor]
+    steps: list[Tensor]
+
+    @classmethod
+    def of(cls, parameters: list[Tensor], state: Mapping[Tensor, Mapping[str, Tensor]]) -> "_Lists":
+        of_each = [state[parameter] for parameter in parameters]
+        averages, squares, steps = (
+            [each[name] for each in of_each] for name in ("exp_avg", "exp_avg_sq", "step")
+        )
+        return cls(parameters, averages, squares, steps)
+
+
+def _materialize(optimizer: torch.optim.AdamW) -> None:
+    """Give every parameter its Adam state now instead of at the first step.
+
+    A resumed run loads into the very tensors the optimizer will use.
+    """
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            state = optimizer.state[tensor]
+            if not state:
+                # Beside the parameter: a fused update on a GPU takes nothing from the host.
+                state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
+                for moment in MOMENTS:
+                    state[moment] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
+
+
+def build_optimizer(parameters: Iterable[Parameter], config: TrainConfig) -> AdamW:
     """AdamW (Loshchilov and Hutter, 2019); norms and biases are not decayed, however stacked."""
     decayed: list[Tensor] = []
     others: list[Tensor] = []
@@ -20,13 +92,15 @@ def build_optimizer(parameters: Iterable[Parameter], config: TrainConfig) -> tor
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    optimizer = AdamW(
         [group for group in groups if group["params"]],
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         eps=config.adam_eps,
         fused=True,  # one pass over memory instead of seven
     )
+    _materialize(optimizer)
+    return optimizer
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:

@@ -11,23 +11,7 @@ from torch import Tensor, nn
 
 from hp_train.layout.mesh import Mesh
 from hp_train.model.parameters import Parameter
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def materialize_optimizer(optimizer: torch.optim.AdamW) -> None:
-    """Give every parameter its Adam state now instead of at the first step.
-
-    A resumed run loads into the very tensors the optimizer will use.
-    """
-    for group in optimizer.param_groups:
-        for tensor in group["params"]:
-            state = optimizer.state[tensor]
-            if not state:
-                # Beside the parameter: a fused update on a GPU takes nothing from the host.
-                state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
-                for moment in _MOMENTS:
-                    state[moment] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
+from hp_train.training.optimizer import MOMENTS
 
 
 def set_optimizer_steps(optimizer: torch.optim.AdamW, steps: int) -> None:
@@ -43,7 +27,7 @@ def checkpoint_tensors(
 
     Args:
         parameters: This rank's.
-        optimizer: Materialised; see :func:`materialize_optimizer`.
+        optimizer: Materialised; see :func:`hp_train.training.optimizer.build_optimizer`.
         mesh: Mesh of the run.
 
     Returns:
@@ -53,7 +37,7 @@ def checkpoint_tensors(
     for parameter in parameters:
         state = optimizer.state[parameter.local]
         named = {"model": parameter.local}
-        named |= {f"optimizer.{moment}": state[moment] for moment in _MOMENTS}
+        named |= {f"optimizer.{moment}": state[moment] for moment in MOMENTS}
         for prefix, tensor in named.items():
             tensors[f"{prefix}.{parameter.name}"] = parameter.as_whole(tensor, mesh)
     return tensors

@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch import Tensor
 from hp_expert import take_loads, update_correction_biases
 from hp_platform import Runtime, doing, failing_together, mark_agreed, new_group, shutdown
 from hp_platform.host_reads import arrived
-from hp_schedule import MetaStep, Timeline
+from hp_schedule import MetaStep, MetaStepType, Timeline
 from hp_train.config import Config, to_dict
 from hp_train.config.timeouts import Timeouts
 from hp_train.data import Tokenizer
@@ -33,6 +33,7 @@ from hp_train.launch.task import Worker
 from hp_train.layout.mesh import build_mesh
 from hp_train.layout.ranks import Layout
 from hp_train.model import Microbatch
+from hp_train.model.compiled import CompileCost
 from hp_train.model.loss import loss_of
 from hp_train.model.parallelize import build_pipeline
 from hp_train.training.banner import banner
@@ -52,7 +53,6 @@ from hp_train.training.startup import connect, prepare_data, require_same_data, 
 from hp_train.training.state import (
     checkpoint_buffers,
     checkpoint_tensors,
-    materialize_optimizer,
     set_optimizer_steps,
 )
 from hp_train.training.utilization import Utilization
@@ -89,6 +89,9 @@ def start(config: Config, worker: Worker) -> "Trainer":
         tokenizer = prepare_data(config, worker, runtime)
     with doing("build"):
         return Trainer(config, worker, runtime, tokenizer)
+
+
+_COMPUTE: Final = frozenset(kind for kind in MetaStepType if kind.is_compute)
 
 
 class Losses(NamedTuple):
@@ -128,6 +131,7 @@ class Trainer:
         self.timeline = Timeline()
         self._norms_before: list[Tensor] = []
         self._cpu_before = time.process_time()
+        self._compiled = None if config.train.compile == "none" else CompileCost.so_far()
         self._beat("build")
         timeout = timedelta(seconds=Timeouts.of(config).step)
         self.mesh = build_mesh(Layout.of(config.mesh), runtime, timeout=timeout)
@@ -146,7 +150,6 @@ class Trainer:
         self.runner = self.pipeline.training(loss_of)
         self.parameters = self.pipeline.parameters
         self.optimizer = build_optimizer(self.parameters, config.train)
-        materialize_optimizer(self.optimizer)
         self.norm = GradientNorm(self.parameters, self.mesh, control=runtime.control)
         self.batches = Batches(config, self.mesh, self.pipeline.sequence, device=self.device)
         self.data = self._open("train", seed=config.run.seed)
@@ -311,7 +314,20 @@ class Trainer:
             reserved_memory_bytes=memory.reserved,
             skipped=skipped,
         )
-        return metrics, stops > 0
+        return metrics if self._compiled is None else self._with_compile_cost(metrics), stops > 0
+
+    def _with_compile_cost(self, metrics: StepMetrics) -> StepMetrics:
+        """Add what compilers have cost since the last step, if they have done anything."""
+        assert self._compiled is not None
+        before, self._compiled = self._compiled, CompileCost.so_far()
+        seconds, graphs = self._compiled.since(before)
+        if not graphs:
+            return metrics
+        self.problems.append(
+            f"note: torch.compile ({self.config.train.compile}) compiled {graphs} graphs "
+            f"in {seconds:.1f} s by step {metrics.step}"
+        )
+        return replace(metrics, compile_seconds=seconds, compiled_graphs=graphs)
 
     def _agree(
         self, losses: Losses, busy: float, overflow: int
@@ -390,7 +406,7 @@ class Trainer:
         microbatches: list[Microbatch] = [k["microbatch"] for k in kwargs]
         balances = [t for m in microbatches for t in m.balance_losses.values()]
         predictions = [t for m in microbatches for t in m.prediction_losses]
-        busy = sum([span.end - span.start for span in self.timeline if span.step.type.is_compute])
+        busy = sum([span.end - span.start for span in self.timeline if span.step.type in _COMPUTE])
         loss = self._once(result.losses) * self.runner.loss_scale
         return Losses(loss, float(sum(balances)), self._once(predictions)), busy / seconds
 

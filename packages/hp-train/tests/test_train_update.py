@@ -1,0 +1,176 @@
+"""What a step does after its backward: as many calls and kernels however many parameters."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from msgspec.structs import replace as with_keys
+
+from hp_platform.testing import run_in_threads, watch_operators
+from hp_train.config import TrainConfig
+from hp_train.config.options import resolve
+from hp_train.model import TransformerStage
+from hp_train.model.initialization import initialize_parameters
+from hp_train.model.parameters import Parameter, named_parameters
+from hp_train.training.gradients import GradientNorm, clip_gradients, reduce_gradients
+from hp_train.training.optimizer import build_optimizer
+
+VIEWS = {"aten::view", "aten::_unsafe_view", "aten::split_with_sizes", "aten::detach"}
+
+
+def parameters_of(preset: str, num_layers: int, *, copies: bool) -> tuple[list[Parameter], Any]:
+    """The parameters of a model, as a rank has them that shares them with copies, or none."""
+    config = resolve(preset, env={}).config
+    model = with_keys(config.model, num_layers=num_layers)
+    stage = TransformerStage(model, 32, layers=range(num_layers), first=True, last=True)
+    found = named_parameters(stage)
+    initialize_parameters(found, model, seed=0)
+    if copies:
+        found = [replace(parameter, replicas=("dp_replicate",)) for parameter in found]
+    return found, config.train
+
+
+def give_gradients(parameters: Sequence[Parameter]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for parameter in parameters:
+        parameter.tensor.grad = torch.randn(parameter.local.shape, generator=generator)
+
+
+class Tail:
+    """What follows a backward, of one rank that has a copy of everything."""
+
+    def __init__(self, group: dist.ProcessGroup, preset: str, num_layers: int) -> None:
+        self.parameters, config = parameters_of(preset, num_layers, copies=True)
+        mesh: Any = SimpleNamespace(groups={"dp_replicate": group}, index=lambda _: 0)
+        self.mesh: Any = mesh
+        self.norm = GradientNorm(self.parameters, mesh, control=group)
+        self.optimizer = build_optimizer(self.parameters, config)
+
+    def __call__(self) -> None:
+        reduce_gradients(self.parameters, self.mesh)
+        norm = self.norm.local_squares(torch.device("cpu")).sum().sqrt().item()
+        clip_gradients(self.parameters, norm, norm / 2)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def frames_of(act: Callable[[], None]) -> Counter[str]:
+    """Functions that are entered, of whatever package; a generator that goes on enters none."""
+    entered: list[FrameType] = []
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            entered.append(frame)
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        act()
+    finally:
+        sys.setprofile(before)
+    return Counter(frame.f_code.co_qualname for frame in {id(f): f for f in entered}.values())
+
+
+def calls_and_kernels(
+    group: dist.ProcessGroup, preset: str
+) -> list[tuple[int, Counter[str], Counter[str]]]:
+    found = []
+    for num_layers in (2, 5):
+        tail = Tail(group, preset, num_layers)
+        give_gradients(tail.parameters)
+        tail()
+        give_gradients(tail.parameters)
+        names: list[str] = []
+        with watch_operators(lambda name, args, kwargs: names.append(name)):  # noqa: ARG005, B023
+            tail()
+        kernels = Counter(name.partition(".")[0] for name in names)
+        give_gradients(tail.parameters)
+        found.append((len(tail.parameters), frames_of(tail), kernels))
+    return found
+
+
+@pytest.mark.parametrize("preset", ["debug-llama3", "debug-qwen3-moe"])
+def test_calls_and_kernels_after_a_backward_do_not_grow_with_the_parameters(preset: str) -> None:
+    for few, many in run_in_threads(partial(calls_and_kernels, preset=preset), world_size=1):
+        assert many[0] > 2 * few[0]
+        assert many[1] == few[1]
+        assert sum(few[1].values()) < 150  # three in four of them are of torch
+        norms = "aten::linalg_vector_norm"  # of a stack of experts: one kernel for many of them
+        beyond = {name: n for name, n in (many[2] - few[2]).items() if name not in VIEWS}
+        assert set(beyond) <= ({norms} if preset == "debug-qwen3-moe" else set())
+        assert few[2]["aten::_foreach_norm"] == few[2]["aten::_foreach_mul_"] == 1
+
+
+def sums(group: dist.ProcessGroup) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
+    tail = Tail(group, "debug-qwen3-moe", 2)
+    give_gradients(tail.parameters)
+    expected = [p.tensor.grad * group.size() for p in tail.parameters if p.tensor.grad is not None]
+    reduce_gradients(tail.parameters, tail.mesh)
+    squares = tail.norm.local_squares(torch.device("cpu"))
+    rows: dict[str, torch.Tensor] = {}
+    for parameter in tail.parameters:
+        gradient = parameter.local.grad
+        assert gradient is not None
+        names = [parameter.name]
+        parts = [gradient]
+        if parameter.experts is not None:
+            names = [f"{parameter.name}[{index}]" for index in parameter.experts]
+            parts = list(gradient.unbind())
+        for name, part in zip(names, parts, strict=True):
+            rows[name] = torch.linalg.vector_norm(part, dtype=torch.float64).square()
+    assert list(tail.norm.sizes) == sorted(rows)
+    assert torch.equal(squares, torch.stack([rows[name] for name in tail.norm.sizes]))
+    found = [p.local.grad for p in tail.parameters if p.local.grad is not None]
+    return expected, found, [len(tail.parameters)]
+
+
+def test_gradients_are_summed_and_every_norm_has_the_bits_of_its_own() -> None:
+    for expected, found, (count,) in run_in_threads(sums, world_size=2):
+        assert len(expected) == len(found) == count
+        assert all(map(torch.equal, expected, found))
+
+
+@pytest.fixture
+def config() -> TrainConfig:
+    return resolve("debug-qwen3-moe", env={}).config.train
+
+
+def test_an_update_has_the_bits_of_torch(config: TrainConfig) -> None:
+    mine, _ = parameters_of("debug-qwen3-moe", 2, copies=False)
+    theirs, _ = parameters_of("debug-qwen3-moe", 2, copies=False)
+    optimizer = build_optimizer(mine, config)
+    groups = [
+        {**group, "params": [q.local for q in theirs if _is_in(q, mine, group["params"])]}
+        for group in optimizer.param_groups
+    ]
+    torchs = torch.optim.AdamW(groups, fused=True)
+    no_mesh: Any = SimpleNamespace(groups={})
+    for rate in (0.1, 0.02, 0.3):
+        for parameters in (mine, theirs):
+            give_gradients(parameters)
+            reduce_gradients(parameters, no_mesh)
+        clip_gradients(mine, 3.0, 1.0)
+        for parameter in theirs:
+            assert parameter.local.grad is not None
+            parameter.local.grad.mul_(1.0 / 3.0)
+        for each in (optimizer, torchs):
+            for group in each.param_groups:
+                group["lr"] = rate
+            each.step()
+            each.zero_grad()
+    for a, b in zip(mine, theirs, strict=True):
+        assert torch.equal(a.local, b.local), a.name
+        for name, value in torchs.state[b.local].items():
+            assert torch.equal(optimizer.state[a.local][name], value), (a.name, name)
+
+
+def _is_in(parameter: Parameter, mine: Sequence[Parameter], group: Sequence[torch.Tensor]) -> bool:
+    twin = next(each.local for each in mine if each.name == parameter.name)
+    return any(twin is tensor for tensor in group)
