@@ -148,6 +148,28 @@ def test_one_pass_routes_as_torch_does(
             assert torch.equal(actual, expected)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of numpy
+@pytest.mark.parametrize(
+    ("kind", "num_experts"),
+    [(kind, n) for kind in ("softmax", "sigmoid with a bias") for n in (6, 8)] + [("groups", 8)],
+)
+def test_a_token_whose_scores_are_no_numbers_gets_experts_that_exist(
+    by_kernels: Callable[[bool], None], kind: str, num_experts: int
+) -> None:
+    torch.manual_seed(0)
+    router = TopKRouter(4, num_experts, 3, **ROUTERS[kind], device=DEVICE)
+    logits = torch.randn(1, 6, num_experts, device=DEVICE)
+    logits[0, 1], logits[0, 2, 1], logits[0, 3, 1:] = torch.nan, torch.nan, torch.nan
+    logits[0, 4, 2] = torch.inf
+    grads = (torch.randn(6, 3).to(logits), torch.randn(6, num_experts).to(logits))
+    results = []
+    for fused in (False, True):
+        by_kernels(fused)
+        results.append(routed(router, logits, grads, None))
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
 def test_a_recompute_routes_as_its_forward(by_kernels: Callable[[bool], None]) -> None:
     by_kernels(True)
     router = TopKRouter(4, 8, 2, device=DEVICE)
@@ -232,6 +254,28 @@ def test_activations_and_their_gradients_are_those_of_torch(
         assert through.weights[slot[3]] == 0
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("activation", [SwiGLU(), ClampedSwiGLU(limit=0.5)], ids=type)
+def test_what_is_no_number_stays_none_through_an_activation(activation: Activation) -> None:
+    form = triton_activation.Form()
+    if isinstance(activation, ClampedSwiGLU):
+        form = triton_activation.Form(activation.limit, activation.alpha)
+    gate, up, dh = torch.randn(3, 3, 8, device=DEVICE).unbind()
+    gate[0, 1], up[1, 2] = torch.nan, torch.nan
+    gated = activation.gate(gate)
+    expected = activation.product(gated, up)
+    dpre = torch.empty_like(gate), torch.empty_like(up)
+    activation.backward(dh.clone(), gate, up, gated, *dpre)
+    row = torch.arange(3, device=DEVICE)
+    made = torch.empty_like(gate), torch.empty_like(up)
+    triton_activation.activate_backward(
+        dh, (gate, up), made, form, at=(row, row), weights_S=None, extra_P=None
+    )
+    found = triton_activation.activate(gate, up, row, form), *made
+    for actual, wanted in zip(found, (expected, *dpre), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
 def test_gradients_of_idle_experts_are_zeroed_and_no_others() -> None:
     gradient = torch.full((4, 50, 60), torch.nan, device=DEVICE)
     gradient[1], gradient[3] = 1, 2
@@ -242,13 +286,16 @@ def test_gradients_of_idle_experts_are_zeroed_and_no_others() -> None:
 
 @pytest.mark.parametrize("activation", [SwiGLU(), ClampedSwiGLU()], ids=type)
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_experts", [6, 40])
 def test_a_layer_by_kernels_is_the_layer_by_torch(
-    by_kernels: Callable[[bool], None], activation: Activation, *, bias: bool
+    by_kernels: Callable[[bool], None], activation: Activation, num_experts: int, *, bias: bool
 ) -> None:
     torch.manual_seed(0)
-    experts = GroupedExperts(6, 16, 24, bias=bias, activation=activation, device=DEVICE)
+    experts = GroupedExperts(num_experts, 16, 24, bias=bias, activation=activation, device=DEVICE)
     experts.products = GroupedProducts()
-    layer = MoE(TopKRouter(16, 6, 3, capacity_factor=1.2, device=DEVICE), experts)
+    # Of 40 experts some are idle.
+    router = TopKRouter(16, num_experts, 3, capacity_factor=1.2, device=DEVICE)
+    layer = MoE(router, experts)
     x, grad = (torch.randn(2, 9, 16, device=DEVICE) for _ in range(2))
     results = []
     for fused in (False, True):
