@@ -99,7 +99,8 @@ def route(  # noqa: PLR0917  # Triton's launch passes them by position
     ranked = score
     if bias is not None:
         ranked += tl.load(bias + expert, mask=expert < E, other=0.0)[None, :].to(score.dtype)
-    ranked = tl.where(ranked == ranked, ranked, float("inf"))  # see Note [Not a number]
+    is_number = ranked == ranked  # noqa: PLR0124  # see Note [Not a number]
+    ranked = tl.where(is_number, ranked, float("inf"))
     ranked = tl.where((expert < E)[None, :], ranked, nothing)
     if LIMITED < GROUPS:
         ranked = _limit_to_groups(ranked, BLOCK_T, BLOCK_E, GROUPS, LIMITED, TOP2)
