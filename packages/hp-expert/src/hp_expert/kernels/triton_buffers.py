@@ -15,8 +15,9 @@ from torch import Tensor
 
 from hp_platform.own_kernels import launch
 
-_TILE = 8192  # comparisons of a program at once
+_TILE = 2048  # comparisons of a program at once
 _MOST_PLACES = 256
+_MOST_ROWS = 2**31 - 1
 
 
 class Columns(NamedTuple):
@@ -105,8 +106,13 @@ def sort_received(
         found: Most rows that did not fit, most slots without an expert, and most headers that
             differ, so far, int64 [3]; is updated.
         dtype: Dtype of the poison.
+
+    Raises:
+        ValueError: If there is room for 2 ** 31 rows or more.
     """
     num_ranks, width = received.shape
+    if room > (most := _MOST_ROWS // max(num_ranks, num_local)):
+        raise ValueError(f"rows_per_pair ({room}) must be at most {most}")
     row, position = received.new_empty(2, num_ranks * room)
     made = Received(
         row,
@@ -135,7 +141,7 @@ def sort_received(
 
 def _sizes(num_ranks: int, num_local: int) -> dict[str, Any]:
     blocks = {"BLOCK_W": _power(num_ranks), "BLOCK_L": _power(num_local)}
-    return {"W": num_ranks, "L": num_local, **blocks, "num_warps": 4, "enable_fp_fusion": False}
+    return {"W": num_ranks, "L": num_local, **blocks, "num_warps": 8, "enable_fp_fusion": False}
 
 
 def _power(number: int) -> int:

@@ -75,7 +75,7 @@ def sort_received(  # noqa: PLR0917
     there = (rank < W)[:, None] & (local < L)[None, :]
     place = received + rank[:, None] * B + COUNTS + local[None, :]
     number = tl.load(place, mask=there, other=0)
-    number = tl.minimum(tl.maximum(number, 0), room)
+    number = tl.minimum(tl.maximum(number, 0), room).to(tl.int32)
     upto = tl.cumsum(number, axis=1)
     before, upto = tl.minimum(upto - number, room), tl.minimum(upto, room)
     fits = upto - before
@@ -96,10 +96,10 @@ def sort_received(  # noqa: PLR0917
     row = source.to(tl.int64) * room + offset
     here = offset < room
     tl.store(row_at + position, tl.where(is_row, row, -1), mask=here)
-    tl.store(position_of + row, tl.where(is_row, position, -1), mask=here)
+    tl.store(position_of + row, tl.where(is_row, position, -1).to(tl.int64), mask=here)
     if (source == 0) & (tl.program_id(1) == 0):
-        tl.store(ends + local, end.to(tl.int32), mask=local < L)
-        tl.store(totals + local, total, mask=local < L)
+        tl.store(ends + local, end, mask=local < L)
+        tl.store(totals + local, total.to(tl.int64), mask=local < L)
         first = received + rank * B
         most = tl.max(tl.load(first + MOST, mask=rank < W, other=0), axis=0)
         invalid = tl.max(tl.load(first + INVALID, mask=rank < W, other=0), axis=0)
