@@ -1,8 +1,12 @@
 """Rows for experts in buffers of a fixed size: what does not fit is computed again."""
 
+import time
 from functools import partial
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -30,6 +34,15 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
         "mesh": {"pp": 2, "dp_replicate": 2, "ep": 2},
         "pipeline": {"schedule": "interleaved_1f1b", "stages_per_rank": 2},
         "model": {"num_mtp_modules": 2},
+    },
+    "pp2-ep2-zero-bubble": {
+        "mesh": {"pp": 2, "dp_shard": 2, "ep": 2},
+        "pipeline": {"schedule": "dualpipe_v", "stages_per_rank": 2},
+        "model": {"num_mtp_modules": 1, "tie_embeddings": True},
+    },
+    "hsdp-block": {
+        "mesh": {"dp_replicate": 2, "dp_shard": 2, "ep": 2, "gather": "block"},
+        "model": {"correction_bias": True},
     },
 }
 
@@ -76,6 +89,27 @@ def test_a_step_whose_rows_do_not_fit_is_the_step_with_room(layout: str, tmp_pat
         assert actual[0] == pytest.approx(exact[0], rel=bound, abs=bound)
         for name, expected in exact[1].items():
             torch.testing.assert_close(actual[1][name], expected, rtol=bound, atol=bound)
+
+
+def test_the_seconds_of_a_step_are_those_of_both_runs(tmp_path: Path) -> None:
+    config = config_of(LAYOUTS["fsdp2-ep2"], mesh={"ep_buffer": TIGHT})
+    address = prepare_run(config, tmp_path)
+    run = partial(_count_calls, msgspec.json.encode(config), str(tmp_path), address)
+    assert run_distributed(run, world_size=2, timeout=120) == [[4.0, 4.0]] * 2
+
+
+def _count_calls(encoded: bytes, directory: str, address: str) -> list[float]:
+    """CPU seconds of two steps that are run again, if a second passes from reading to reading."""
+    config = msgspec.json.decode(encoded, type=Config)
+    info = RankInfo.from_env()
+    assert info is not None
+    runtime = initialize(info, device_type="cpu", init_method=address)
+    clock = SimpleNamespace(process_time=count().__next__, perf_counter=time.perf_counter)
+    with patch("hp_train.training.train.time", clock):
+        trainer = Trainer(config, worker_of(info, Path(directory)), runtime, load_tokenizer(""))
+        seconds = [trainer.train_step()[0].cpu_seconds for _ in range(2)]
+    trainer.close()
+    return seconds
 
 
 @pytest.mark.parametrize(

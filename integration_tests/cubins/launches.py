@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
-from hp_expert.kernels import triton_activation, triton_routing, triton_rows, triton_sorting
+from hp_expert.kernels import (
+    triton_activation,
+    triton_buffers,
+    triton_routing,
+    triton_rows,
+    triton_sorting,
+)
 from integration_tests.cubins.limits import Resources
 from integration_tests.cubins.toolchain import collecting_launches, resources
 
@@ -145,5 +151,26 @@ def _sorting(rows: Callable[[int], Tensor]) -> None:
         triton_sorting.decode(received, _ids(TOKENS), per_row=top_k)
 
 
-LAUNCHES = _gather_rows, _sum_rows, _sum_rows_backward, _activations, _routing, _sorting
+def _buffers(rows: Callable[[int], Tensor]) -> None:
+    triton_rows.gather_rows(_weights(TOKENS), _ids(TOKENS), holes=True)
+    columns = triton_buffers.Columns(0, 1, 2, 4, 5)
+    for num_experts, top_k in SIZES:
+        experts, num_local = _ids(TOKENS, top_k), num_experts // 4
+        counted = triton_sorting.count(experts, num_experts)
+        room = TOKENS * top_k // 4 * 3 // 2
+        triton_sorting.fill(experts, counted, num_local=num_local, num_ranks=4, room=room)
+        sent = triton_buffers.tell(counted.counts, columns, code=1 << 40, num_ranks=4, size=512)
+        triton_buffers.sort_received(
+            sent,
+            columns,
+            code=1 << 40,
+            room=room,
+            num_local=num_local,
+            weights=_weights(TOKENS, top_k),
+            found=_ids(3),
+            dtype=rows(1).dtype,
+        )
+
+
+LAUNCHES = _gather_rows, _sum_rows, _sum_rows_backward, _activations, _routing, _sorting, _buffers
 """Each calls launchers with rows of one width and dtype. A new kernel needs one here."""

@@ -121,6 +121,24 @@ def test_a_buffer_that_overflows_on_one_rank_poisons_all_until_they_are_told(cro
     run_in_threads(rank_main, world_size=4)
 
 
+def test_what_an_overflow_makes_nan_does_not_say_how_many_rows_there_are() -> None:
+    """A router sends all tokens that are NaN, as they are in later layers, to the same experts."""
+
+    def rank_main(group: dist.ProcessGroup) -> None:
+        dispatcher = bounded(group, 3)
+        first, later = torch.tensor([[0, 1], [2, 4], [0, 5]]), torch.tensor([[0, 1]] * 3)
+        for experts, weight in ((first, 1.0), (later, math.nan)):
+            x = torch.full((3, CASE.dim), weight, dtype=torch.float64)
+            batch = Batch(x, experts, torch.full((3, 2), weight))
+            y = forward(dispatcher, batch, lambda arrived: arrived.rows)
+            assert y.isnan().all()
+        with pytest.raises(BufferOverflowError) as caught:
+            dispatcher.check()
+        assert caught.value.rows_needed == 4
+
+    run_in_threads(rank_main, world_size=2)
+
+
 def test_a_buffer_that_is_just_large_enough_gives_the_right_answer() -> None:
     def rank_main(group: dist.ProcessGroup) -> None:
         batch = make_batch(CASE, group.rank(), group.size())

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hp_expert import (
+    BoundedAllToAllDispatcher,
+    BufferOverflowError,
     ClampedSwiGLU,
     ExpertParallel,
     GroupedExperts,
@@ -26,10 +28,19 @@ from hp_expert import (
     SwiGLU,
     TopKRouter,
 )
+from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch import bounded, deduplicated
+from hp_expert.dispatch.all_to_all import by_expert
+from hp_expert.dispatch.exchange_plan import CODE, COUNTS, INVALID, MOST, ROWS, Header
 from hp_expert.experts.activation import Activation
-from hp_expert.kernels import torch_rows, triton_activation, triton_rows, triton_sorting
-from hp_expert.permute import count_slots, sort_slots
+from hp_expert.kernels import (
+    torch_rows,
+    triton_activation,
+    triton_buffers,
+    triton_rows,
+    triton_sorting,
+)
+from hp_expert.permute import count_slots, permute_slots, sort_slots
 from hp_expert.routing.recompute import save_routing
 from hp_platform.testing import run_distributed
 
@@ -72,7 +83,7 @@ def choose_kernels(patch: pytest.MonkeyPatch, fused: bool) -> None:
             patch.setattr(
                 module,
                 "kernels_for",
-                lambda x: triton_rows if fused and x.ndim == 2 else torch_rows,
+                lambda _: triton_rows if fused else torch_rows,
             )
         if hasattr(module, "stays_on_device"):
             patch.setattr(module, "stays_on_device", lambda _: True)
@@ -148,6 +159,28 @@ def test_one_pass_routes_as_torch_does(
             assert torch.equal(actual, expected)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of numpy
+@pytest.mark.parametrize(
+    ("kind", "num_experts"),
+    [(kind, n) for kind in ("softmax", "sigmoid with a bias") for n in (6, 8)] + [("groups", 8)],
+)
+def test_a_token_whose_scores_are_no_numbers_gets_experts_that_exist(
+    by_kernels: Callable[[bool], None], kind: str, num_experts: int
+) -> None:
+    torch.manual_seed(0)
+    router = TopKRouter(4, num_experts, 3, **ROUTERS[kind], device=DEVICE)
+    logits = torch.randn(1, 6, num_experts, device=DEVICE)
+    logits[0, 1], logits[0, 2, 1], logits[0, 3, 1:] = torch.nan, torch.nan, torch.nan
+    logits[0, 4, 2] = torch.inf
+    grads = (torch.randn(6, 3).to(logits), torch.randn(6, num_experts).to(logits))
+    results = []
+    for fused in (False, True):
+        by_kernels(fused)
+        results.append(routed(router, logits, grads, None))
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
 def test_a_recompute_routes_as_its_forward(by_kernels: Callable[[bool], None]) -> None:
     by_kernels(True)
     router = TopKRouter(4, 8, 2, device=DEVICE)
@@ -175,9 +208,9 @@ def test_slots_are_sorted_as_torch_does(
     assert torch.equal(starts.ends.long(), counted.counts[:num_experts].cumsum(0))
     assert torch.equal(order[:num_valid], expected.order[:num_valid])
     assert torch.equal(token[:num_valid], expected.token[:num_valid])
+    assert (order[num_valid:] == -1).all()
     assert (token[num_valid:] == -1).all()
     assert torch.equal(inverse, expected.inverse.where(expected.inverse < num_valid, -1))
-    assert torch.equal(order.sort().values, torch.arange(order.numel(), device=DEVICE))
 
 
 @pytest.mark.parametrize("fused_projections", [False, True])
@@ -232,6 +265,28 @@ def test_activations_and_their_gradients_are_those_of_torch(
         assert through.weights[slot[3]] == 0
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("activation", [SwiGLU(), ClampedSwiGLU(limit=0.5)], ids=type)
+def test_what_is_no_number_stays_none_through_an_activation(activation: Activation) -> None:
+    form = triton_activation.Form()
+    if isinstance(activation, ClampedSwiGLU):
+        form = triton_activation.Form(activation.limit, activation.alpha)
+    gate, up, dh = torch.randn(3, 3, 8, device=DEVICE).unbind()
+    gate[0, 1], up[1, 2] = torch.nan, torch.nan
+    gated = activation.gate(gate)
+    expected = activation.product(gated, up)
+    dpre = torch.empty_like(gate), torch.empty_like(up)
+    activation.backward(dh.clone(), gate, up, gated, *dpre)
+    row = torch.arange(3, device=DEVICE)
+    made = torch.empty_like(gate), torch.empty_like(up)
+    triton_activation.activate_backward(
+        dh, (gate, up), made, form, at=(row, row), weights_S=None, extra_P=None
+    )
+    found = triton_activation.activate(gate, up, row, form), *made
+    for actual, wanted in zip(found, (expected, *dpre), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
 def test_gradients_of_idle_experts_are_zeroed_and_no_others() -> None:
     gradient = torch.full((4, 50, 60), torch.nan, device=DEVICE)
     gradient[1], gradient[3] = 1, 2
@@ -242,13 +297,16 @@ def test_gradients_of_idle_experts_are_zeroed_and_no_others() -> None:
 
 @pytest.mark.parametrize("activation", [SwiGLU(), ClampedSwiGLU()], ids=type)
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_experts", [6, 40])
 def test_a_layer_by_kernels_is_the_layer_by_torch(
-    by_kernels: Callable[[bool], None], activation: Activation, *, bias: bool
+    by_kernels: Callable[[bool], None], activation: Activation, num_experts: int, *, bias: bool
 ) -> None:
     torch.manual_seed(0)
-    experts = GroupedExperts(6, 16, 24, bias=bias, activation=activation, device=DEVICE)
+    experts = GroupedExperts(num_experts, 16, 24, bias=bias, activation=activation, device=DEVICE)
     experts.products = GroupedProducts()
-    layer = MoE(TopKRouter(16, 6, 3, capacity_factor=1.2, device=DEVICE), experts)
+    # Of 40 experts some are idle.
+    router = TopKRouter(16, num_experts, 3, capacity_factor=1.2, device=DEVICE)
+    layer = MoE(router, experts)
     x, grad = (torch.randn(2, 9, 16, device=DEVICE) for _ in range(2))
     results = []
     for fused in (False, True):
@@ -310,43 +368,119 @@ def test_rows_and_codes_are_sorted_as_torch_does(
     assert torch.equal(places.ends.long(), counts.cumsum(0))
 
 
-def test_buffers_are_filled_as_torch_does(by_kernels: Callable[[bool], None]) -> None:
+@pytest.mark.parametrize("sizes", [(30, 3, 2, 3, 40), (30, 3, 2, 3, 4), (400, 2, 3, 1, 90)])
+@pytest.mark.parametrize("few", [False, True])
+def test_buffers_are_filled_as_torch_does(
+    by_kernels: Callable[[bool], None], sizes: tuple[int, ...], *, few: bool
+) -> None:
     torch.manual_seed(0)
-    experts = torch.randint(-1, 7, (30, 3), device=DEVICE)  # 6 does not exist
+    T, K, W, L, room = sizes
+    experts = torch.randint(-1, W * L + 1, (T if not few else 0, K), device=DEVICE)  # and none such
+    x = torch.randn(experts.shape[0], 2, device=DEVICE)
     found = []
     for fused in (False, True):
         by_kernels(fused)
-        counted = count_slots(experts, 6)
-        counts_WL = counted.counts[:6].view(2, 3)
-        found.append(bounded._into_buffer(counted, counts_WL, rows_per_pair=40))
-    for expected, actual in zip(found[0][:3], found[1][:3], strict=True):
-        there = found[0].token >= 0 if expected.ndim == 1 else slice(None)
-        assert torch.equal(actual[there], expected[there])
+        counted = count_slots(experts, W * L)
+        counts_WL = counted.counts[: W * L].view(W, L)
+        told = bounded._told(Header.of(x, experts, None, num_experts=W * L), counted, counts_WL)
+        filled = bounded._into_buffer(counted, counts_WL, rows_per_pair=room)
+        weights = torch.rand(experts.shape, device=DEVICE, generator=_seeded()).requires_grad_()
+        sent = permute_slots(weights, filled)
+        sent.backward(torch.arange(len(sent), device=DEVICE, dtype=sent.dtype))
+        found.append((told, *filled[:3], sent.detach(), weights.grad))
+    told = found[0][0]
+    told[:, ROWS] = found[1][0][:, ROWS]  # says nothing here
+    for expected, actual in zip(*found, strict=True):
+        assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("deduplicate", [False, True])
+def _seeded() -> torch.Generator:
+    return torch.Generator(DEVICE).manual_seed(0)
+
+
+@pytest.mark.parametrize("most", [3, 12])
+@pytest.mark.parametrize("sizes", [(1, 1, 5), (2, 3, 20), (4, 5, 300), (3, 40, 70)])
+def test_received_rows_are_sorted_as_torch_does(sizes: tuple[int, int, int], most: int) -> None:
+    torch.manual_seed(0)
+    W, L, room = sizes
+    received = torch.randint(0, most, (W, COUNTS + L + 3), device=DEVICE)
+    received[:, CODE], received[:, INVALID] = 7, 0
+    received[:, MOST] = received[:, COUNTS : COUNTS + L].sum(1).amax()
+    counts_WL = bounded._clipped(received[:, COUNTS : COUNTS + L], rows_per_pair=room)
+    blocks = torch.cat([counts_WL, room - counts_WL.sum(1, keepdim=True)], dim=1)
+    order = by_expert(blocks, num_rows=W * room)
+    batch = ExpertBatch(torch.empty(W * room, 1), None, order, None, counts_WL.sum(0))
+    expected = batch.places()
+    for weights, code, invalid in (
+        (None, 7, 0),
+        (torch.tensor([[torch.nan]], device=DEVICE), 8, 0),
+        (torch.ones(1, 1, device=DEVICE), 7, 2),
+    ):
+        found = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+        received[-1, INVALID] = invalid
+        made = triton_buffers.sort_received(
+            received,
+            bounded._COLUMNS,
+            code=code,
+            room=room,
+            num_local=L,
+            weights=weights,
+            found=found,
+            dtype=torch.bfloat16,
+        )
+        total = int(counts_WL.sum())
+        assert torch.equal(made.row, expected.row)
+        assert torch.equal(made.row[:total], order[:total])
+        assert torch.equal(made.position, expected.position.view(-1))
+        assert torch.equal(made.ends, expected.ends)
+        assert torch.equal(made.num_tokens_per_expert, counts_WL.sum(0))
+        excess = int(received[0, MOST])
+        excess = 0 if excess <= room else excess if code == 7 else room + 1
+        assert found.tolist() == [excess, invalid, W * (code - 7)]
+        assert bool(made.poison.isnan()) == bool(found.any())
+
+
+@pytest.mark.parametrize("way", ["one by one", "deduplicated", "in buffers", "in small buffers"])
 def test_a_layer_over_ranks_by_kernels_is_the_layer_by_torch(
-    by_kernels: Callable[[bool], None], *, deduplicate: bool
+    by_kernels: Callable[[bool], None], way: str
 ) -> None:
     by_kernels(True)
-    run_distributed(layer_of_a_rank, deduplicate, world_size=2)
+    run_distributed(layer_of_a_rank, way, world_size=2)
 
 
-def layer_of_a_rank(deduplicate: bool) -> None:  # ranks are called by position
+def layer_of_a_rank(way: str) -> None:
     patch = pytest.MonkeyPatch()
     group = dist.group.WORLD
     assert group is not None
-    results = []
+    results, needed = [], []
     for fused in (False, True):
         choose_kernels(patch, fused)
         torch.manual_seed(0)
         layer = MoE(TopKRouter(16, 6, 3, capacity_factor=1.2), GroupedExperts(6, 16, 24))
         layer.experts.products = GroupedProducts()
-        ExpertParallel(deduplicate=deduplicate).apply(layer, group)
+        style = ExpertParallel(deduplicate=way == "deduplicated")
+        if "buffers" in way:
+            rows = 30 if way == "in buffers" else 12
+            make = partial(BoundedAllToAllDispatcher, rows_per_pair=rows, device=DEVICE)
+            style = ExpertParallel(dispatcher=make)
+        style.apply(layer, group)
         torch.manual_seed(1 + group.rank())
         x, grad = torch.randn(9, 16, requires_grad=True), torch.randn(9, 16)
         y, _ = layer(x)
         results.append([y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], grad)])
+        needed.append(overflow_of(layer))
     patch.undo()
+    assert needed[0] == needed[1]
+    assert (needed[0] > 0) == (way == "in small buffers")
     for expected, actual in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def overflow_of(layer: MoE) -> int:
+    """Most rows of a pair of ranks, if they did not fit."""
+    try:
+        if isinstance(layer.experts.dispatcher, BoundedAllToAllDispatcher):
+            layer.experts.dispatcher.check()
+    except BufferOverflowError as error:
+        return error.rows_needed
+    return 0

@@ -99,7 +99,7 @@ def with_gaps() -> Permutation:
 def with_padding() -> Permutation:
     """The same slots with a row of padding in the middle and two at the end."""
     whole = with_gaps()
-    order = torch.tensor([7, 2, 0, 6, 0, 3, 0, 0])
+    order = torch.tensor([7, 2, -1, 6, 0, 3, -1, -1])
     token = torch.tensor([3, 1, -1, 3, 0, 1, -1, -1])
     inverse = torch.tensor([[4, -1], [1, 5], [-1, -1], [3, 0]])
     return whole._replace(order=order, token=token, inverse=inverse, padded=True)

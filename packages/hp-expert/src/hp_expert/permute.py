@@ -70,11 +70,11 @@ class Permutation(NamedTuple):
     """Which slot is at which position.
 
     Attributes:
-        order: Slot at each position, int64 [R].
-        token: Token of that slot, int64 [R]; -1 where the position is padding.
+        order: Slot at each position, int64 [R]; -1 where the position is padding.
+        token: Token of that slot, int64 [R]; likewise.
         inverse: Position of each slot, int64 [T, K]; -1 for a slot that has none.
         partial: Whether `inverse` may have -1. If not, R = S.
-        padded: Whether `token` may have -1.
+        padded: Whether `order` and `token` may have -1.
     """
 
     order: Tensor
@@ -128,7 +128,7 @@ def sort_counted(counted: SlotCounts) -> Permutation:
 
 
 def order_of(counted: SlotCounts) -> Tensor:
-    """Slot at each position, int64 [S]; those of no expert come last."""
+    """Slot at each position, int64 [S]; those of no expert, or -1 for each, come last."""
     if counted.starts is None:
         return counted.keys.reshape(-1).argsort(stable=True)
     return sort_counted(counted).order
@@ -191,7 +191,7 @@ def sum_slots(
 def permute_slots(values_TK: Tensor, permutation: Permutation) -> Tensor:
     """Put one value per slot at its position: [T, K] to [R]. Differentiable."""
     one_choice = permutation._replace(
-        token=_slot_at(permutation), inverse=permutation.inverse.view(-1, 1)
+        token=permutation.order, inverse=permutation.inverse.view(-1, 1)
     )
     values_R: Tensor = _GatherSlots.apply(values_TK.reshape(-1), one_choice, [None])
     return values_R
@@ -236,7 +236,7 @@ class _SumWeightedSlots(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, weights = ctx.saved_tensors
-        slot_R, holes = _slot_at(ctx.permutation), ctx.permutation.padded
+        slot_R, holes = ctx.permutation.order, ctx.permutation.padded
         kernels = kernels_for(rows)
         grads = kernels.sum_rows_backward(wait_tensor(grad), rows, slot_R, weights, holes=holes)
         return *grads, None
@@ -261,10 +261,3 @@ def gather_and_sum(
         weights: What each slot's row counts [T, K]; None: one.
     """
     return kernels_for(rows).sum_rows(rows, inverse_TK, weights, holes=partial)
-
-
-def _slot_at(permutation: Permutation) -> Tensor:
-    """Slot at each position, int64 [R]; -1 where there is padding."""
-    if not permutation.padded:
-        return permutation.order
-    return permutation.order.where(permutation.token >= 0, -1)

@@ -5,7 +5,9 @@ expert, then padding. All shapes are known before anything runs, so nothing wait
 CUDA graphs can hold it. Where a rank has more than C slots for another one, those do not fit; it
 says so in the exchange that precedes the rows, and every rank makes its outputs NaN, so that no sum
 in which slots are missing is taken for a result, nor a gradient of one. The host learns of it when
-it asks.
+it asks. What is NaN has no experts to speak of: where the first weight is, which after an overflow
+in an earlier layer all are, the rows are too many at most by one, so that `rows_needed` is of
+routings alone.
 
 Shape symbols: T tokens, K experts per token, S = T * K slots, E experts, W ranks, L = E / W local
 experts, C rows per pair of ranks, N = W * C rows of a buffer, D width.
@@ -14,26 +16,29 @@ experts, C rows per pair of ranks, N = W * C rows of a buffer, D width.
 import math
 import threading
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_expert.batch import ExpertBatch
+from hp_expert.batch import ExpertBatch, Places
 from hp_expert.dispatch.all_to_all import by_expert
 from hp_expert.dispatch.exchange_plan import (
     CODE,
     COUNTS,
     INVALID,
     MOST,
+    TOKENS,
     Header,
+    block_size,
     count_block,
     input_error,
     raise_if_different,
 )
 from hp_expert.dispatch.run_ahead import RunAhead
+from hp_expert.kernels import fuses, triton_buffers, triton_sorting
 from hp_expert.permute import (
     Permutation,
     SlotCounts,
@@ -44,6 +49,8 @@ from hp_expert.permute import (
     sum_slots,
 )
 from hp_platform import agree, all_to_all, all_to_all_lazy, launch_all_to_all, wait_tensor
+
+_COLUMNS: Final = triton_buffers.Columns(CODE, INVALID, TOKENS, MOST, COUNTS)
 
 
 class BufferOverflowError(RuntimeError):
@@ -90,6 +97,7 @@ class BoundedState:
         order: Received row at each position of expert order, padding last, int64 [N].
         num_tokens_per_expert: Positions of each local expert, int64 [L].
         poison: 1, or NaN if what some rank sends is not all or not right.
+        placed: Where rows go, if kernels have found it out.
     """
 
     permutation: Permutation
@@ -97,6 +105,7 @@ class BoundedState:
     order: Tensor
     num_tokens_per_expert: Tensor
     poison: Tensor
+    placed: Places | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,19 +166,13 @@ class BoundedAllToAllDispatcher:
         W, L, C = self.group.size(), self.num_experts // self.group.size(), self.rows_per_pair
         counted = count_slots(experts, self.num_experts)
         counts_WL = counted.counts[: self.num_experts].view(W, L)
-        sent = count_block(header, counted, None, num_ranks=W, num_local=L, device=x.device)
-        sent[:, MOST] = counts_WL.sum(1).amax()
+        sent = _told(header, counted, counts_WL)
         exchange = launch_all_to_all(sent, group=self.group)
         permutation = _into_buffer(counted, counts_WL, rows_per_pair=C)
         rows_ND = gather_slots(x, permutation)
         weights_N = None if weights is None else permute_slots(weights, permutation)
-        received = exchange.wait()
-        poison = self._examine(received, header).to(x.dtype)
-        counts_WL = _clipped(received[:, COUNTS : COUNTS + L], rows_per_pair=C)
-        # Padding is one expert more, the last one.
-        blocks = torch.cat([counts_WL, C - counts_WL.sum(1, keepdim=True)], dim=1)
-        order_N = by_expert(blocks, num_rows=W * C)
-        return rows_ND, BoundedState(permutation, weights_N, order_N, counts_WL.sum(0), poison)
+        found = self._sort(exchange.wait(), header, weights, dtype=x.dtype)
+        return rows_ND, BoundedState(permutation, weights_N, *found)
 
     def launch_dispatch(self, rows: Tensor, state: BoundedState) -> tuple[Tensor, BoundedState]:
         """Launch the exchange of rows, and that of their routing weights."""
@@ -182,7 +185,12 @@ class BoundedAllToAllDispatcher:
         """Wait for the rows."""
         weights = None if state.weights is None else wait_tensor(state.weights).unsqueeze(1)
         return ExpertBatch(
-            wait_tensor(rows), weights, state.order, None, state.num_tokens_per_expert
+            wait_tensor(rows),
+            weights,
+            state.order,
+            None,
+            state.num_tokens_per_expert,
+            placed=state.placed,
         )
 
     def launch_combine(self, y: Tensor, state: BoundedState) -> Tensor:
@@ -242,11 +250,39 @@ class BoundedAllToAllDispatcher:
         if min(rows) != max(rows):
             raise ValueError(f"rows_per_pair ({rows}) must be the same on all ranks")
 
-    def _examine(self, received: Tensor, header: Header) -> Tensor:
+    def _sort(
+        self, received: Tensor, header: Header, weights: Tensor | None, *, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor, Places | None]:
+        """Sort what was received, and note down what is wrong; see `BoundedState`."""
+        W, L, C = len(received), self.num_experts // len(received), self.rows_per_pair
+        if fuses(received):
+            with self._lock:
+                row, position, ends, num_tokens, poison = triton_buffers.sort_received(
+                    received,
+                    _COLUMNS,
+                    code=header.code,
+                    room=C,
+                    num_local=L,
+                    weights=weights,
+                    found=self._found,
+                    dtype=dtype,
+                )
+            places = Places(row, row, position.unsqueeze(1), ends, partial=True, padded=True)
+            return row, num_tokens, poison, places
+        poison = self._examine(received, header, weights).to(dtype)
+        counts_WL = _clipped(received[:, COUNTS : COUNTS + L], rows_per_pair=C)
+        # Padding is one expert more, the last one.
+        blocks = torch.cat([counts_WL, C - counts_WL.sum(1, keepdim=True)], dim=1)
+        return by_expert(blocks, num_rows=W * C), counts_WL.sum(0), poison, None
+
+    def _examine(self, received: Tensor, header: Header, weights: Tensor | None) -> Tensor:
         """Note down what is wrong on any rank; return NaN if anything is, else 1."""
         most = received[:, MOST].amax()
         is_different = (received[:, CODE] != header.code).sum()
         excess = most.where(most > self.rows_per_pair, 0)
+        if weights is not None and weights.numel() > 0:
+            one_more = excess.clamp_max(self.rows_per_pair + 1)
+            excess = one_more.where(weights.detach()[0, 0].isnan(), excess)
         found = torch.stack([excess, received[:, INVALID].amax(), is_different])
         places = torch.arange(3, device=found.device)
         with self._lock:  # of threads, as scatters on a device are atomic, also between streams
@@ -254,15 +290,28 @@ class BoundedAllToAllDispatcher:
         return torch.where(found.any(), math.nan, 1.0)
 
 
+def _told(header: Header, counted: SlotCounts, counts_WL: Tensor) -> Tensor:
+    """What ranks tell each other before rows travel, int64 [W, B]."""
+    (W, L), device = counts_WL.shape, counts_WL.device
+    if counted.starts is not None:
+        size, code = block_size(COUNTS + L), header.code
+        return triton_buffers.tell(counted.counts, _COLUMNS, code=code, num_ranks=W, size=size)
+    sent = count_block(header, counted, None, num_ranks=W, num_local=L, device=device)
+    sent[:, MOST] = counts_WL.sum(1).amax()
+    return sent
+
+
 def _into_buffer(counted: SlotCounts, counts_WL: Tensor, *, rows_per_pair: int) -> Permutation:
     """Place the slots for rank r, sorted by expert, at r * C and after it, as far as they fit."""
     W, L = counts_WL.shape
+    if counted.starts is not None:
+        sizes = {"num_local": L, "num_ranks": W, "room": rows_per_pair}
+        filled = triton_sorting.fill(counted.experts, counted.starts, **sizes)
+        return Permutation(*filled, partial=True, padded=True)
     by_key = sort_counted(counted)
     num_W = counts_WL.sum(1)
     start_W = num_W.cumsum(0) - num_W
     rank_TK = counted.experts.div(L, rounding_mode="floor")
-    if counted.starts is not None:
-        rank_TK = rank_TK.where(by_key.inverse >= 0, W)
     # Slots that were dropped, or are wrong, have a rank after all others.
     offset_TK = by_key.inverse - F.pad(start_W, (0, 2))[rank_TK]
     fits_TK = (rank_TK < W) & (offset_TK < rows_per_pair)
@@ -271,9 +320,9 @@ def _into_buffer(counted: SlotCounts, counts_WL: Tensor, *, rows_per_pair: int) 
     is_slot_N = (offset_C < num_W[:, None]).view(-1)
     position_N = (start_W[:, None] + offset_C).view(-1).where(is_slot_N, 0)
     if by_key.order.numel() == 0:
-        order_N, token_N = position_N, torch.full_like(position_N, -1)
+        order_N = token_N = torch.full_like(position_N, -1)
     else:
-        order_N = by_key.order.index_select(0, position_N)
+        order_N = by_key.order.index_select(0, position_N).where(is_slot_N, -1)
         token_N = by_key.token.index_select(0, position_N).where(is_slot_N, -1)
     return Permutation(order_N, token_N, inverse_TK, partial=True, padded=True)
 

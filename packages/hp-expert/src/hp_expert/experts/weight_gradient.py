@@ -100,6 +100,7 @@ class WeightGradient:
         if total is None:
             return torch.zeros_like(self._weight)
         if self._counts is None and fuses(total):
+            total = total.contiguous()  # of a bias it is a column of a product
             triton_activation.zero_idle(total, self._num_tokens_per_expert)
         elif self._counts is None:
             idle = self._num_tokens_per_expert == 0

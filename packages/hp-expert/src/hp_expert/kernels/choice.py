@@ -25,7 +25,7 @@ class RowKernels(Protocol):
     """
 
     def gather_rows(self, x_TD: Tensor, token_R: Tensor, *, holes: bool) -> Tensor:
-        """Copy the row of each position's token [R, D]; zeros where there is none."""
+        """Copy the row of each position's token [R, D] ([R] of [T]); zeros where there is none."""
 
     def sum_rows(
         self,
@@ -38,6 +38,7 @@ class RowKernels(Protocol):
     ) -> Tensor:
         """Sum weight * row over the positions of each token [T, D], in order, fp32 or wider.
 
+        One value for each row, [R], is taken for K = 1 and no weights.
         With `more_RD`, a row is the sum of those of both.
 
         A slot without a position adds nothing: neither a row nor its weight is multiplied by zero.
@@ -53,10 +54,8 @@ class RowKernels(Protocol):
 
 
 def kernels_for(rows: Tensor) -> RowKernels:
-    """Return the module for such rows: Triton's if they are [R, D] on CUDA and it is installed."""
-    return cast(
-        "RowKernels", triton_rows if rows.is_cuda and rows.ndim == 2 and fuses(rows) else torch_rows
-    )
+    """Return the module for such rows: Triton's if they are on CUDA and it is installed."""
+    return cast("RowKernels", triton_rows if rows.is_cuda and fuses(rows) else torch_rows)
 
 
 def fuses(x: Tensor) -> bool:

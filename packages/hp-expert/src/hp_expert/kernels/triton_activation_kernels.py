@@ -17,7 +17,7 @@ def _gate(gate: tl.tensor, CLAMPED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl
     if CLAMPED:
         limit = tl.full((1,), LIMIT, gate.dtype)
         alpha = tl.full((1,), ALPHA, gate.dtype)
-        inside = tl.minimum(gate, limit)
+        inside = tl.where(gate > limit, limit, gate)  # NaN stays
         s = 1.0 / (1.0 + tl.exp(-(inside * alpha)))
         slope = s + inside * alpha * s * (1.0 - s)
         return inside * s, tl.where(gate > limit, 0.0, slope)
@@ -30,7 +30,7 @@ def _lifted(up: tl.tensor, CLAMPED: tl.constexpr, LIMIT: tl.constexpr) -> tl.ten
     """What the gating factor is multiplied with."""
     if CLAMPED:
         limit = tl.full((1,), LIMIT, up.dtype)
-        return tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+        return tl.where(tl.abs(up) > limit, tl.where(up > 0, limit, -limit), up) + 1.0
     return up
 
 

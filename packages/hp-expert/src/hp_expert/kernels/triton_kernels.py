@@ -40,6 +40,22 @@ def gather_rows(
 
 
 @triton.jit
+def gather_values(
+    out: tl.tensor,
+    x: tl.tensor,
+    index_of: tl.tensor,
+    num_positions: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Copy single values to their positions."""
+    position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = position < num_positions
+    index = tl.load(index_of + position, mask=here, other=-1)
+    value = tl.load(x + index, mask=index >= 0, other=0.0)
+    tl.store(out + position, value, mask=here)
+
+
+@triton.jit
 def sum_rows(  # noqa: PLR0917  # Triton's launch passes them by position
     out: tl.tensor,
     rows: tl.tensor,

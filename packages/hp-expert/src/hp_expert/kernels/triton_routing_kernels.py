@@ -5,6 +5,10 @@ of each, and everything that routing makes of them is made from there: logits ar
 what is written has one writer. Only loads are added by atomics: they are whole numbers, whose sum
 has no order.
 
+Note [Not a number]. As in torch, a score that is none beats all others, of several the first one: a
+token gets experts that exist, each of them once, whatever its scores are, and weights by which the
+step is known to be broken. Triton's maxima pass over NaN, so none is left where they look.
+
 Shape symbols: T tokens, E experts, K experts per token, G groups of experts.
 """
 
@@ -13,12 +17,17 @@ import triton.language as tl
 
 
 @triton.jit
-def _first_of_best(values: tl.tensor, index: tl.tensor, otherwise: tl.constexpr) -> tl.tensor:
-    """Lowest index of the highest value of each row; `otherwise` where that is NaN."""
+def _first_of_best(values: tl.tensor, index: tl.tensor) -> tl.tensor:
+    """Lowest index of the highest value of each row."""
     best = tl.max(values, axis=1)
-    far = 1 << 30
-    first = tl.min(tl.where(values == best[:, None], index[None, :], far), axis=1)
-    return tl.where(first == far, otherwise, first)
+    return tl.min(tl.where(values == best[:, None], index[None, :], 1 << 30), axis=1)
+
+
+@triton.jit
+def _at_least(values: tl.tensor, TINY: tl.constexpr) -> tl.tensor:
+    """The values, or `TINY` where they are less; NaN stays."""
+    tiny = tl.full((1,), TINY, values.dtype)
+    return tl.where(values < tiny, tiny, values)
 
 
 @triton.jit
@@ -42,8 +51,8 @@ def _limit_to_groups(  # noqa: PLR0917
         worth += tl.max(others, axis=2)
     group = tl.arange(0, GROUPS)
     kept = tl.zeros((BLOCK_T, GROUPS), dtype=tl.int1)
-    for choice in tl.static_range(LIMITED):
-        hit = group[None, :] == _first_of_best(worth, group, choice)[:, None]
+    for _choice in tl.static_range(LIMITED):
+        hit = group[None, :] == _first_of_best(worth, group)[:, None]
         kept = kept | hit
         worth = tl.where(hit, nothing, worth)
     limited = tl.where(kept[:, :, None], by_group, nothing)
@@ -90,6 +99,8 @@ def route(  # noqa: PLR0917  # Triton's launch passes them by position
     ranked = score
     if bias is not None:
         ranked += tl.load(bias + expert, mask=expert < E, other=0.0)[None, :].to(score.dtype)
+    is_number = ranked == ranked  # noqa: PLR0124  # see Note [Not a number]
+    ranked = tl.where(is_number, ranked, float("inf"))
     ranked = tl.where((expert < E)[None, :], ranked, nothing)
     if LIMITED < GROUPS:
         ranked = _limit_to_groups(ranked, BLOCK_T, BLOCK_E, GROUPS, LIMITED, TOP2)
@@ -98,7 +109,7 @@ def route(  # noqa: PLR0917  # Triton's launch passes them by position
     for choice in tl.static_range(K):
         slot = token * K + choice
         if experts is None:
-            chosen = _first_of_best(ranked, expert, choice)
+            chosen = _first_of_best(ranked, expert)
             tl.store(experts_out + slot, chosen.to(tl.int64), mask=there)
         else:
             chosen = tl.load(experts + slot, mask=there, other=-1)
@@ -107,7 +118,7 @@ def route(  # noqa: PLR0917  # Triton's launch passes them by position
         weight = tl.sum(tl.where(hit & here, score, 0.0), axis=1)
         weights = tl.where((choices == choice)[None, :], weight[:, None], weights)
     if NORMALIZE:
-        weights /= tl.maximum(tl.sum(weights, axis=1), tl.full((1,), TINY, score.dtype))[:, None]
+        weights /= _at_least(tl.sum(weights, axis=1), TINY)[:, None]
     # A number of the kernel's own would be of 32 bits.
     weights *= tl.full((1, 1), SCALE, score.dtype)
     slots = token[:, None] * K + choices[None, :]
@@ -158,14 +169,13 @@ def route_backward(  # noqa: PLR0917
     if load is not None:
         tl.atomic_add(load + expert, counts, mask=(expert < E) & (counts > 0))
     if grad_weights is not None:
-        tiny = tl.full((1,), TINY, score.dtype)
         scale = tl.full((1,), SCALE, score.dtype)
-        bounded = tl.maximum(total, tiny)
+        bounded = _at_least(total, TINY)
         for choice in tl.static_range(K):
             chosen = tl.load(experts + token * K + choice, mask=there, other=-1)
             dw = tl.load(grad_weights + token * K + choice, mask=there, other=0.0)
             if NORMALIZE:
-                pull = tl.where(total >= tiny, along / bounded, 0.0)
+                pull = tl.where(bounded > total, 0.0, along / bounded)
                 dw = (dw - pull) / bounded
             grad += tl.where(expert[None, :] == chosen[:, None], (dw * scale)[:, None], 0.0)
     if SIGMOID:

@@ -5,6 +5,7 @@ Traffic is all that these kernels cost. With b bytes per element and S = T * K s
 | kernel | reads | writes |
 |---|---|---|
 | `gather_rows` | R * D * b + 8 R | R * D * b |
+| `gather_values` | R * b + 8 R | R * b |
 | `sum_rows` | S * D * b + 8 S, weights 4 S, twice S * D * b of two rows | T * D * b |
 | `sum_rows_backward` | 2 R * D * b + 12 R | R * D * b + 4 R |
 
@@ -21,11 +22,14 @@ from hp_platform.own_kernels import launch
 
 _MAX_BLOCK = 2048  # columns: 16 bytes of bf16 for each of 256 threads
 _COLUMNS_PER_WARP = 256
+_VALUES = 512
 
 
 def gather_rows(x_TD: Tensor, token_R: Tensor, *, holes: bool) -> Tensor:
-    """Copy the row of each position's token [R, D]."""
+    """Copy the row of each position's token [R, D] ([R] if `x_TD` is [T])."""
     del holes  # what does not exist is not read in any case
+    if x_TD.ndim == 1:
+        return _gather_values(x_TD, token_R)
     num_positions, width = token_R.shape[0], x_TD.shape[1]
     rows_RD = x_TD.new_empty(num_positions, width)
     if rows_RD.numel() > 0:
@@ -49,8 +53,12 @@ def sum_rows(
     holes: bool,
     more_RD: Tensor | None = None,
 ) -> Tensor:
-    """Sum weight * row, of both where there are more, over each token's positions [T, D]."""
-    del holes
+    """Sum weight * row, of both where there are more, over each token's positions [T, D].
+
+    [T] for [R], K = 1, and neither weights nor more.
+    """
+    if rows_RD.ndim == 1:
+        return gather_rows(rows_RD, inverse_TK.view(-1), holes=holes)
     (num_tokens, num_choices), width = inverse_TK.shape, rows_RD.shape[1]
     y_TD = rows_RD.new_empty(num_tokens, width)
     if y_TD.numel() > 0:
@@ -93,6 +101,23 @@ def sum_rows_backward(
 
         launch("hp_expert.sum_rows_backward", run, reads=given, writes=made)
     return grad_rows_RD, grad_weights_TK
+
+
+def _gather_values(x_T: Tensor, index_R: Tensor) -> Tensor:
+    num_positions = index_R.numel()
+    values_R = x_T.new_empty(num_positions)
+    if num_positions > 0:
+        x, index = x_T.contiguous(), index_R.contiguous()
+
+        def run() -> None:
+            block = {"BLOCK": _VALUES, "num_warps": 4, "enable_fp_fusion": False}
+            with torch.cuda.device_of(x_T):
+                _kernels().gather_values[(-(-num_positions // _VALUES),)](
+                    values_R, x, index, num_positions, **block
+                )
+
+        launch("hp_expert.gather_values", run, reads=(x, index), writes=(values_R,))
+    return values_R
 
 
 def wide(dtype: torch.dtype) -> Any:

@@ -78,8 +78,8 @@ def place(experts_TK: Tensor, counted: Starts) -> tuple[Tensor, Tensor, Tensor]:
     """Sort what was counted, stably.
 
     Returns:
-        Slot at each position [S], those of no expert last; its token [S]; and position of each slot
-        [T, K]; all int64, the latter two -1 where the slot has no expert.
+        Slot at each position [S], its token [S], and position of each slot [T, K]; all int64. Slots
+        of no expert have -1, and so have the positions after those of all others.
     """
     num_slots, (_, num_choices) = experts_TK.numel(), experts_TK.shape
     made = order, token, inverse = (
@@ -98,6 +98,33 @@ def place(experts_TK: Tensor, counted: Starts) -> tuple[Tensor, Tensor, Tensor]:
 
     if num_slots > 0:
         launch("hp_expert.place", run, reads=(counted.starts, experts_TK), writes=made)
+    return order, token, inverse
+
+
+def fill(
+    experts_TK: Tensor, counted: Starts, *, num_local: int, num_ranks: int, room: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort what was counted into a buffer that has so much room for the slots of each rank.
+
+    Returns:
+        Slot at each place of the buffer [W * room], its token, and place of each slot [T, K]; all
+        int64, -1 where there is none.
+    """
+    num_slots, (_, num_choices) = experts_TK.numel(), experts_TK.shape
+    order, token = experts_TK.new_full((2, num_ranks * room), -1, dtype=torch.int64)
+    inverse = experts_TK.new_empty(experts_TK.shape, dtype=torch.int64)
+    num_blocks = -(-num_slots // _BLOCK)
+
+    def run() -> None:
+        sizes = {**_sizes(counted.ends.numel()), "L": num_local, "K": num_choices}
+        sizes |= {"BLOCK": _BLOCK, "PART": _PART}
+        given = counted.starts, experts_TK, num_slots, num_blocks, room
+        with torch.cuda.device_of(experts_TK):
+            _kernels().fill[(num_blocks,)](order, token, inverse, *given, **sizes)
+
+    if num_slots > 0:
+        made = order, token, inverse
+        launch("hp_expert.fill", run, reads=(counted.starts, experts_TK), writes=made)
     return order, token, inverse
 
 

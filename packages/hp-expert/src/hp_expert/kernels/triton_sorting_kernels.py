@@ -53,6 +53,12 @@ def count(  # noqa: PLR0917  # Triton's launch passes them by position
 
 
 @triton.jit
+def _in_all(starts: tl.tensor, num_blocks: tl.tensor, KEYS: tl.constexpr) -> tl.tensor:
+    """Where the positions of the first slots of all keys are."""
+    return starts + tl.full((1,), KEYS, tl.int64) * num_blocks
+
+
+@triton.jit
 def scan(  # noqa: PLR0917
     starts: tl.tensor,
     totals: tl.tensor,
@@ -71,7 +77,7 @@ def scan(  # noqa: PLR0917
     keys = tl.arange(0, KEYS)
     before = tl.zeros((KEYS,), dtype=tl.int32)
     for start in range(0, num_blocks, ROWS):
-        block = start + tl.arange(0, ROWS)
+        block = start + tl.arange(0, ROWS).to(tl.int64)
         here = (block < num_blocks)[:, None]
         place = block[:, None] * KEYS + keys[None, :]
         number = tl.load(counts + place, mask=here, other=0)
@@ -79,9 +85,38 @@ def scan(  # noqa: PLR0917
         tl.store(starts + place, before[None, :] + upto - number, mask=here)
         before += tl.sum(number, axis=0)
     end = tl.cumsum(before, axis=0)
-    tl.store(starts + num_blocks * KEYS + keys, end - before)
+    tl.store(_in_all(starts, num_blocks, KEYS) + keys, end - before)
     tl.store(totals + keys, before.to(tl.int64), mask=keys < E + 2)
     tl.store(ends + keys, end, mask=keys < E)
+
+
+@triton.jit
+def _slots_of_block(  # noqa: PLR0917
+    starts: tl.tensor,
+    experts: tl.tensor,
+    num_slots: tl.tensor,
+    num_blocks: tl.tensor,
+    E: tl.constexpr,
+    DIV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PART: tl.constexpr,
+    KEYS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The slots of this program's block, their keys, and their positions."""
+    block = tl.program_id(0).to(tl.int64)
+    mine = tl.arange(0, BLOCK)
+    slot = block * BLOCK + mine
+    key = _key_of(experts, slot, num_slots, E, DIV)
+    here = slot < num_slots
+    rank = tl.zeros((BLOCK,), dtype=tl.int32)
+    for start in range(0, BLOCK, PART):
+        theirs = start + tl.arange(0, PART)
+        other = _key_of(experts, block * BLOCK + theirs, num_slots, E, DIV)
+        precedes = (other[None, :] == key[:, None]) & (theirs[None, :] < mine[:, None])
+        rank += tl.sum(precedes.to(tl.int32), axis=1)
+    first = tl.load(_in_all(starts, num_blocks, KEYS) + key, mask=here, other=0)
+    first += tl.load(starts + block * KEYS + key, mask=here, other=0)
+    return slot, key, (first + rank).to(tl.int64)
 
 
 @triton.jit
@@ -102,26 +137,51 @@ def place(  # noqa: PLR0917
 ) -> None:
     """Write the slots of a block to their positions, and the positions to the slots.
 
-    A slot without an expert comes last; neither has it a position, nor its position a token: -1.
+    A slot without an expert comes last; neither has it a position, nor its position a slot: -1.
     """
-    block = tl.program_id(0).to(tl.int64)
-    mine = tl.arange(0, BLOCK)
-    slot = block * BLOCK + mine
-    key = _key_of(experts, slot, num_slots, E, DIV)
-    here = slot < num_slots
-    rank = tl.zeros((BLOCK,), dtype=tl.int32)
-    for start in range(0, BLOCK, PART):
-        theirs = start + tl.arange(0, PART)
-        other = _key_of(experts, block * BLOCK + theirs, num_slots, E, DIV)
-        precedes = (other[None, :] == key[:, None]) & (theirs[None, :] < mine[:, None])
-        rank += tl.sum(precedes.to(tl.int32), axis=1)
-    first = tl.load(starts + num_blocks * KEYS + key, mask=here, other=0)
-    first += tl.load(starts + block * KEYS + key, mask=here, other=0)
-    position = (first + rank).to(tl.int64)
-    exists = key < E
-    tl.store(order + position, slot, mask=here)
+    slot, key, position = _slots_of_block(
+        starts, experts, num_slots, num_blocks, E, DIV, BLOCK, PART, KEYS
+    )
+    here, exists = slot < num_slots, key < E
+    tl.store(order + position, tl.where(exists, slot, -1), mask=here)
     tl.store(token + position, tl.where(exists, slot // K, -1), mask=here)
     tl.store(inverse + slot, tl.where(exists, position, -1), mask=here)
+
+
+@triton.jit
+def fill(  # noqa: PLR0917
+    order: tl.tensor,
+    token: tl.tensor,
+    inverse: tl.tensor,
+    starts: tl.tensor,
+    experts: tl.tensor,
+    num_slots: tl.tensor,
+    num_blocks: tl.tensor,
+    room: tl.tensor,
+    E: tl.constexpr,
+    L: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PART: tl.constexpr,
+    KEYS: tl.constexpr,
+) -> None:
+    """Write the slots of a block into a buffer that has `room` for those of each rank.
+
+    A slot without an expert, or room, gets no place: -1. Places without a slot are left alone.
+    """
+    slot, key, position = _slots_of_block(
+        starts, experts, num_slots, num_blocks, E, 1, BLOCK, PART, KEYS
+    )
+    here = slot < num_slots
+    exists = here & (key < E)
+    rank = (key // L).to(tl.int64)
+    first = tl.load(_in_all(starts, num_blocks, KEYS) + rank * L, mask=exists, other=0)
+    offset = position - first
+    fits = exists & (offset < room)
+    place = rank * room + offset
+    tl.store(order + place, slot, mask=fits)
+    tl.store(token + place, slot // K, mask=fits)
+    tl.store(inverse + slot, tl.where(fits, place, -1), mask=here)
 
 
 @triton.jit
@@ -167,12 +227,14 @@ def encode(  # noqa: PLR0917
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = position < num_slots
     slot = tl.load(order + position, mask=here, other=0)
-    expert = tl.load(experts + slot, mask=here, other=-1).to(tl.int64)
+    # A position without a slot has -1.
+    expert = tl.load(experts + slot, mask=here & (slot >= 0), other=-1).to(tl.int64)
     rank = expert // L
     begins = tl.full((BLOCK,), 1, dtype=tl.int64)
     token, choice = slot // K, slot % K
     for other in tl.static_range(K):
-        theirs = tl.load(experts + token * K + other, mask=here, other=-1).to(tl.int64)
+        place = experts + token * K + other
+        theirs = tl.load(place, mask=here & (slot >= 0), other=-1).to(tl.int64)
         precedes = (other < choice) & (theirs >= 0) & (theirs // L == rank)
         begins = tl.where(precedes, 0, begins)
     exists = (expert >= 0) & (expert < E)

@@ -130,7 +130,7 @@ class Trainer:
         self.problems: list[str] = []
         self.timeline = Timeline()
         self._norms_before: list[Tensor] = []
-        self._cpu_before = time.process_time()
+        self._cpu_before = self._cpu_told = time.process_time()
         self._compiled = None if config.train.compile == "none" else CompileCost.so_far()
         self._beat("build")
         timeout = timedelta(seconds=Timeouts.of(config).step)
@@ -276,6 +276,7 @@ class Trainer:
             )
             shares, busy = self.compute_gradients()
             scalars, squares, memory = self._agree(shares, busy, 0)
+        self._cpu_before = self._cpu_told
         *summed, busy, cpu_seconds, stops, written, gone, _ = scalars
         if gone:
             raise RunDirectoryError(self.worker.folder.gone)
@@ -333,10 +334,10 @@ class Trainer:
         self, losses: Losses, busy: float, overflow: int
     ) -> tuple[list[float], Tensor, MemoryUse]:
         """Sum what ranks know of a step; the last scalar counts those whose rows did not fit."""
-        cpu, self._cpu_before = self._cpu_before, time.process_time()
+        self._cpu_told = time.process_time()
         is_gone = self.is_main and not self.worker.folder.is_here
         flags = [self.worker.stop.requested, self.checkpointer.is_written, is_gone, overflow > 0]
-        return self._sum_over_ranks([*losses, busy, self._cpu_before - cpu, *flags])
+        return self._sum_over_ranks([*losses, busy, self._cpu_told - self._cpu_before, *flags])
 
     def _drop_gradients(self) -> None:
         """Forget what a step computed."""
