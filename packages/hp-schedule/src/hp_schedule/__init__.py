@@ -34,7 +34,7 @@ from hp_schedule.placement import generate_rank_to_stage_mapping, generate_stage
 from hp_schedule.render import chrome_trace, step_grid, timeline_svg, timetable
 from hp_schedule.schedule import Row, Schedule
 from hp_schedule.searching import SearchResult, search
-from hp_schedule.simulation import ChannelModel, Simulation, simulate
+from hp_schedule.simulation import ChannelModel, Path, Precedence, Simulation, length, simulate
 from hp_schedule.timeline import Span, Timeline
 from hp_schedule.transport import Message, MessageKind, Transport
 from hp_schedule.validation import (
@@ -62,6 +62,8 @@ __all__ = [
     "MetaStep",
     "MetaStepType",
     "ModelCosts",
+    "Path",
+    "Precedence",
     "Row",
     "Schedule",
     "ScheduleError",
@@ -90,6 +92,7 @@ __all__ = [
     "grouped_interleaved",
     "interleaved_1f1b",
     "interleaved_zero_bubble",
+    "length",
     "load",
     "looped_bfs",
     "measured_costs",

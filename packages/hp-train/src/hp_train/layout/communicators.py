@@ -206,7 +206,7 @@ def _has_experts(config: _Run, index: int, stages: Sequence[int]) -> bool:
 
 @lru_cache(maxsize=4096)  # pipelines and batches of one mesh ask for the same
 def _group(place: StageLayout, rank: int, *axes: Axis) -> Sequence[int]:
-    return next(ranks for ranks in place.ranks(*axes) if rank in ranks)
+    return place.group(rank, *axes)
 
 
 @lru_cache(maxsize=64)

@@ -122,6 +122,18 @@ class StageLayout:
             stride *= len(steps)
         return [[first + offset for offset in within] for first in firsts]
 
+    def group(self, rank: int, *axes: Axis) -> list[int]:
+        """The one of `ranks` that a rank is in."""
+        within, first, stride = [0], rank, 1
+        coordinates = self._coordinates(rank, _grid_of(axes))
+        for axis in reversed(_grid_of(axes)):
+            steps = range(0, self.size(axis) * stride, stride)
+            if axis in axes:
+                within = [step + offset for step in steps for offset in within]
+                first -= coordinates[axis] * stride
+            stride *= len(steps)
+        return [first + offset for offset in within]
+
     def _coordinates(self, rank: int, grid: tuple[Axis, ...]) -> dict[Axis, int]:
         found: dict[Axis, int] = {}
         place = rank - self.first

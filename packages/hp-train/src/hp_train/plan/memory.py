@@ -59,9 +59,9 @@ class Memory:
         """All of it."""
         return sum(self.kinds.values())
 
-    def with_margin(self, config: Config, place: StageLayout, machine: Machine) -> "Memory":
+    def with_margin(self, config: Config, rank: int, machine: Machine) -> "Memory":
         """What the same tensors take on a rank of a machine, where more than tensors is held."""
-        nccl = held(config, place.first, node_size=machine.node_size)
+        nccl = held(config, rank, node_size=machine.node_size)
         return replace(
             self,
             context=round(machine.context_memory),

@@ -310,6 +310,14 @@ def edge_link(
     slices overlap exchange the overlap.
     """
     ends = layout.stages[source], layout.stages[destination]
+    messages, link = _meeting(*ends, machine)
+    return EdgeLink(max(message_bytes(config, end) for end in ends), messages, link)
+
+
+@lru_cache(maxsize=1 << 14)  # schedules and batches of one mesh ask for the same
+def _meeting(source: StageLayout, destination: StageLayout, machine: Machine) -> tuple[int, Link]:
+    """Messages of the busiest rank of two stages for a microbatch, and the slowest of their links."""
+    ends = source, destination
     pairs = [
         (sender, receiver)
         for senders, receivers in zip(*(end.ranks("tp") for end in ends), strict=True)
@@ -318,11 +326,7 @@ def edge_link(
         if i * len(receivers) < (j + 1) * len(senders)
         and j * len(senders) < (i + 1) * len(receivers)
     ]
-    return EdgeLink(
-        bytes=max(message_bytes(config, end) for end in ends),
-        messages=max(Counter(rank for pair in pairs for rank in pair).values()),
-        link=machine.link(pairs),
-    )
+    return max(Counter(rank for pair in pairs for rank in pair).values()), machine.link(pairs)
 
 
 def pipeline_transfer(
