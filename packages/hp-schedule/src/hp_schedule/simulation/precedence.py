@@ -7,6 +7,7 @@ most layouts of a search apart without a visit to every step.
 
 from collections import Counter
 from collections.abc import Generator, Sequence
+from typing import NamedTuple
 
 from hp_schedule.costs import Costs, PerStage
 from hp_schedule.dataflow import dataflow
@@ -20,7 +21,6 @@ from hp_schedule.packing import (
     FSDP_UNSHARD,
     FWD,
     KIND_MASK,
-    MICROBATCH_SHIFT,
     STAGE_MASK,
     STAGE_SHIFT,
 )
@@ -83,10 +83,8 @@ class Precedence:
         for index, (cost, before, source, latency, gather) in enumerate(self._steps):
             start = ends[before]
             arrival = ends[source] + costs[latency]
-            if arrival > start:
-                start = arrival
-            if ends[gather] > start:
-                start = ends[gather]
+            start = max(start, arrival)
+            start = max(start, ends[gather])
             ends[index] = start + costs[cost]
         return max((ends[last] for last in self._last), default=0.0), self._path(ends, costs)
 
@@ -112,12 +110,10 @@ def length(path: Path, costs: Sequence[float]) -> float:
 
 def _in_order(schedule: Schedule, rows: list[list[int]]) -> tuple[list[_Step], list[int]]:
     """Walk all rows as far as they go, in turns; returns the steps, and the last ones of queues."""
-    steps: list[_Step] = []
-    written: dict[int, int] = {}
+    found = _Found([], {}, [])
     waiting: dict[int, int] = {}
     runnable = list(range(schedule.num_ranks))
-    last: list[int] = []
-    walks = [_walk(schedule, rank, row, steps, written, last) for rank, row in enumerate(rows)]
+    walks = [_walk(schedule, rank, row, found) for rank, row in enumerate(rows)]
     left = len(walks)
     while runnable:
         rank = runnable.pop()
@@ -132,18 +128,22 @@ def _in_order(schedule: Schedule, rows: list[list[int]]) -> tuple[list[_Step], l
             left -= 1
     if left:
         raise DeadlockError(f"no rank can go on: {sorted(waiting.values())} wait for messages")
-    return steps, last
+    return found.steps, found.last
+
+
+class _Found(NamedTuple):
+    """Steps in their order; which of them computed a value; the last one of each queue."""
+
+    steps: list[_Step]
+    written: dict[int, int]
+    last: list[int]
 
 
 def _walk(
-    schedule: Schedule,
-    rank: int,
-    row: list[int],
-    steps: list[_Step],
-    written: dict[int, int],
-    last: list[int],
+    schedule: Schedule, rank: int, row: list[int], found: _Found
 ) -> Generator[tuple[int, bool], None, None]:
     """Add the steps of a row; yields values that it wrote, and those that it waits for (False)."""
+    steps, written, last = found
     num, flow, place = schedule.num_stages, dataflow(schedule), schedule.stage_to_rank
     first_edge = len(_PRICED) * num
     edges = {edge: first_edge + index for index, edge in enumerate(schedule.edges)}

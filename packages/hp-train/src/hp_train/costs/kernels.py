@@ -154,6 +154,11 @@ def learn(
         stage = build(layers=layers, first=True, last=True)
         stage.to_empty(device="cuda")
         stage.share_casts()
+        run = partial(_loss, stage, model, seq_len=seq_len)
+        # What later runs find: casts and gradients; where segments of a mask begin, by sizes.
+        run(2).backward()
+        lose, stage.linear_cross_entropy = stage.linear_cross_entropy, _no_loss
+        run(3)
         parts = _Parts(device.trace)
         names = {id(module): name for name, module in stage.named_modules()}
         for block in stage.blocks:
@@ -162,10 +167,8 @@ def learn(
                 block.attend = parts.cut(f"{name}.attend", block.attend)
                 block.feed = parts.cut(f"{name}.feed", block.feed)
             block.forward = parts.cut(name, block.forward)
-        stage.linear_cross_entropy = parts.cut(LOSS, stage.linear_cross_entropy)
-        run = partial(_loss, stage, model, seq_len=seq_len)
-        # The first two make what others find: casts, gradients, where segments of a mask begin.
-        _, _, fewer, more = (parts.run(partial(run, number)) for number in (2, 3, 2, 3))
+        stage.linear_cross_entropy = parts.cut(LOSS, lose)
+        fewer, more = (parts.run(partial(run, number)) for number in (2, 3))
     found = {}
     for name, two in fewer.items():
         module = stage.get_submodule(name.rpartition(".")[0]) if name.endswith(_PARTS) else None
@@ -184,6 +187,10 @@ def _loss(stage: Stage, model: ModelConfig, num_sequences: int, *, seq_len: int)
     microbatch = Microbatch(num_sequences, key, targets=tokens, ahead=ahead)
     output: Tensor = stage(tokens, microbatch=microbatch)
     return loss_of(output, tokens) if output.ndim else output
+
+
+def _no_loss(x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+    return x.sum()
 
 
 def _kernels(

@@ -9,6 +9,7 @@ from hp_train.config.space import Axis, enumerate_meshes
 from hp_train.costs.machine import Machine
 from hp_train.errors import ConfigError
 from hp_train.plan.estimate import Estimate, Plan
+from hp_train.plan.prices import Prices
 from hp_train.plan.searching import Search
 from hp_train.plan.traffic import Spread
 
@@ -62,7 +63,7 @@ def choose(
     vocab_size: int,
     count: int = 5,
     most: int = 20_000,
-    spread: Spread = Spread(),
+    spread: Spread | None = None,
 ) -> Choice:
     """Find the fastest layouts that fit into memory, of those whose stages have the same sizes.
 
@@ -77,7 +78,7 @@ def choose(
         vocab_size: Tokens of the vocabulary, the rows of the embedding.
         count: How many to find.
         most: How many to lay out at most.
-        spread: Where the experts of a token are.
+        spread: Where the experts of a token are; see `Plan`.
 
     Raises:
         ConfigError: When no layout is allowed, or none fits.
@@ -92,7 +93,7 @@ def choose(
     meshes = [mesh for _, mesh in enumerate_meshes(config, num_processes=processes, axes=axes)]
     if not meshes:
         raise ConfigError(f"no layout of {num_devices} processes is allowed for this config")
-    search = Search(axes, machine, vocab_size, spread=spread, most=most)
+    search = Search(axes, Prices(machine, vocab_size, spread or Spread()), most=most)
 
     def price(layout: Config) -> Estimate:
         return Plan(layout, machine, vocab_size=vocab_size, prices=search.prices).estimate()
@@ -112,9 +113,8 @@ def choose(
     nearest = min(large, key=lambda estimate: estimate.memory.total, default=None)
     if not found:
         assert nearest is not None
-        none = "no layout" if search.is_complete else f"none of the {search.num_laid_out} most promising layouts"
         raise ConfigError(
-            f"{none} of {num_devices} processes fits: {nearest.memory.total / 1e9:.1f} GB "
+            f"no layout of {num_devices} processes fits: {nearest.memory.total / 1e9:.1f} GB "
             f"must be at most the memory of a device ({machine.memory / 1e9:.1f} GB)"
         )
     return Choice(

@@ -143,6 +143,7 @@ def _as_dict(
     result: dict[str, Any] = {
         "best": [as_dict(estimate) for estimate in choice.best],
         "meshes": choice.num_meshes,
+        "priced": choice.num_priced,
         "laid_out": choice.num_laid_out,
         "complete": choice.is_complete,
     }

@@ -1,7 +1,7 @@
 """Lay a pipeline schedule over the costs of its stages: memory and time of a layout. No torch."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean
@@ -17,19 +17,17 @@ from hp_schedule import (
 from hp_train.config import Config
 from hp_train.costs import modules
 from hp_train.costs.machine import Machine
-from hp_train.costs.work import Kernels, Work
-from hp_train.layout.ranks import Layout, StageLayout
+from hp_train.costs.work import Work
+from hp_train.layout.ranks import Layout
 from hp_train.layout.schedules import (
     KINDS,
     count_microbatches,
     count_stages,
     placement,
-    split_layers,
 )
 from hp_train.plan.memory import Memory
-from hp_train.plan.prices import Prices, StagePrice, aligned, ways
+from hp_train.plan.prices import Prices, aligned, cores_of, costs_of, ways
 from hp_train.plan.traffic import (
-    EdgeLink,
     Spread,
     Transfer,
     edge_link,
@@ -112,11 +110,9 @@ class Plan:
         self.places = [
             self.ranks[rank] for rank in placement(config.pipeline, num_ranks=self.layout.pp)
         ]
-        self.cores, slowed = cores_of(machine, self.layout)
-        self._prices = prices or Prices(machine, spread or Spread())
-        self.prices = priced(
-            self._prices, config, vocab_size, self.stages, self.places, slowed=slowed
-        )
+        self.cores, _ = cores_of(machine, self.layout)
+        self._prices = prices or Prices(machine, vocab_size, spread or Spread())
+        self.prices = self._prices.stages(config, self.stages, self.places)
 
     @property
     def tokens(self) -> int:
@@ -176,8 +172,7 @@ class Plan:
             parts=parts,
             exposed=max(simulation.exposed_communication),
             host=max(
-                self.num_microbatches
-                * sum(self.prices[s].host for s in schedule.stages_of(rank))
+                self.num_microbatches * sum(self.prices[s].host for s in schedule.stages_of(rank))
                 for rank in ranks
             ),
             memory=max(memories, key=lambda memory: memory.total),
@@ -247,82 +242,6 @@ def estimate(
         spread: See `Plan`.
     """
     return Plan(config, machine, vocab_size=vocab_size, spread=spread).estimate()
-
-
-def cores_of(machine: Machine, layout: Layout) -> tuple[int | None, float]:
-    """Cores for one pipeline where ranks share them, and how much slower ranks are besides.
-
-    Pipelines share cores evenly; where one has a fraction of a core left, all its steps take
-    longer.
-    """
-    if not machine.cores or machine.cores >= layout.world_size:
-        return None, 1.0
-    share = machine.cores * layout.pp / layout.world_size
-    whole = max(1, int(share))
-    return whole, whole / share
-
-
-def costs_of(
-    config: Config,
-    machine: Machine,
-    prices: Sequence[StagePrice],
-    *,
-    edges: Iterable[tuple[int, int]],
-) -> Costs:
-    """What the steps of a layout cost.
-
-    Args:
-        config: Configuration of the layout.
-        machine: Its links.
-        prices: Of each stage.
-        edges: Pairs of pipeline ranks that send to each other.
-    """
-    layout, latencies = Layout.of(config.mesh), {}
-    for source, destination in edges:
-        # Of all pipelines the slowest, with the time that the bytes take, in both directions.
-        ends = sorted((source, destination))
-        link = edge_link(config, layout, machine, source=ends[0], destination=ends[1])
-        latencies[source, destination] = link.seconds
-    sharded = [price.sharded for price in prices]
-    return Costs(
-        forward=[price.forward for price in prices],
-        input_grad=[price.input_grad for price in prices],
-        weight_grad=[price.weight_grad for price in prices],
-        activation=[price.kept for price in prices],
-        latency=latencies,
-        unshard=sharded,
-        reduce_grad=sharded,
-    )
-
-
-def priced(
-    prices: Prices,
-    config: Config,
-    vocab_size: int,
-    stages: Sequence[Work],
-    places: Sequence[StageLayout],
-    *,
-    slowed: float,
-) -> list[StagePrice]:
-    """Price the stages of a layout.
-
-    Args:
-        prices: Prices of the machine.
-        config: Configuration of the layout.
-        vocab_size: Tokens of the vocabulary.
-        stages: Stages of the whole pipeline.
-        places: The ranks of each.
-        slowed: Factor by which ranks are slower that share cores.
-    """
-    num = len(stages)
-    kernels: Sequence[Kernels | None] = [None] * num
-    if prices.machine.launch_seconds:
-        kernels = modules.kernels(config, vocab_size, num_stages=num)
-    layers = map(len, split_layers(config.model.num_layers, num))
-    return [
-        prices.stage(config, stage, place, kernels=mine, layers=number, slowed=slowed)
-        for stage, place, mine, number in zip(stages, places, kernels, layers, strict=True)
-    ]
 
 
 def _neighbours(num_stages: int) -> list[tuple[int, int]]:

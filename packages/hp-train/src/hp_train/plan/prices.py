@@ -4,20 +4,26 @@ Of a layout only a few things matter to one of its stages: which ranks share it,
 microbatch has, and how its parameters are gathered. Thousands of layouts have these in common.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from operator import mul
+from typing import Any, NamedTuple
 
+from hp_schedule import Costs
 from hp_train.config import Config
+from hp_train.costs import modules
 from hp_train.costs.machine import Machine
-from hp_train.costs.work import Kernels, Work
-from hp_train.layout.ranks import StageLayout
+from hp_train.costs.work import EXCHANGED, Kernels, Work
+from hp_train.layout.ranks import Layout, StageLayout
+from hp_train.layout.schedules import split_layers
 from hp_train.plan.kernels import Compute, rates_of
-from hp_train.plan.memory import Memory, buffer_bytes, static_memory
+from hp_train.plan.memory import Memory, buffer_bytes, kinds_of, static_memory
 from hp_train.plan.traffic import (
     Spread,
     Transfer,
     activation_transfers,
+    edge_link,
     expert_transfer,
     gradient_transfers,
     shard_transfer,
@@ -60,14 +66,38 @@ class Prices:
 
     Args:
         machine: Machine that they are on.
+        vocab_size: Tokens of the vocabulary, the rows of the embedding.
         spread: Where the experts of a token are.
     """
 
-    def __init__(self, machine: Machine, spread: Spread) -> None:
-        self.machine, self.spread = machine, spread
+    def __init__(self, machine: Machine, vocab_size: int, spread: Spread) -> None:
+        self.machine, self.vocab_size, self.spread = machine, vocab_size, spread
         self._stages: dict[object, StagePrice] = {}
         self._ends: dict[object, Mapping[str, float]] = {}
         self._tensors: dict[object, Memory] = {}
+        self._gathers: dict[object, float] = {}
+        self._each: dict[object, list[list[float]]] = {}
+
+    def stages(
+        self, config: Config, stages: Sequence[Work], places: Sequence[StageLayout]
+    ) -> list[StagePrice]:
+        """Price the stages of a layout.
+
+        Args:
+            config: Configuration of the layout.
+            stages: Stages of the whole pipeline.
+            places: The ranks of each.
+        """
+        num = len(stages)
+        kernels: Sequence[Kernels | None] = [None] * num
+        if self.machine.launch_seconds:
+            kernels = modules.kernels(config, self.vocab_size, num_stages=num)
+        layers = map(len, split_layers(config.model.num_layers, num))
+        _, slowed = cores_of(self.machine, Layout.of(config.mesh))
+        return [
+            self.stage(config, stage, place, kernels=mine, layers=number, slowed=slowed)
+            for stage, place, mine, number in zip(stages, places, kernels, layers, strict=True)
+        ]
 
     def stage(
         self,
@@ -102,27 +132,59 @@ class Prices:
     def _stage(
         self, config: Config, stage: Work, place: StageLayout, tokens: int, compute: Compute
     ) -> StagePrice:
-        waits = [
-            sum(transfer.seconds for transfer in way)
-            for way in ways(config, [stage], place, self.machine, spread=self.spread)
-        ]
-        gather = shard_transfer(config, stage, place, self.machine).seconds
+        ahead, back, again = self._waits(config, stage, place)
+        gather = self._gather(config, stage, place)
         by_stage, by_block = (
             gather if config.mesh.gather == what else 0.0 for what in ("stage", "block")
         )
         return StagePrice(
             # Parameters are gathered meanwhile, and in backward gradients reduced.
-            forward=max(compute.forward + waits[0], by_block),
+            forward=max(compute.forward + ahead, by_block),
             input_grad=max(
-                compute.input_grad + compute.again + sum(waits[1:]),
+                compute.input_grad + compute.again + back + again,
                 2 * by_block - compute.weight_grad,
             ),
             weight_grad=compute.weight_grad,
-            exchanges=sum(waits),
+            exchanges=ahead + back + again,
             sharded=by_stage,
             host=compute.host,
             kept=stage.kept_bytes(tokens, tp=place.tp),
         )
+
+    def _waits(self, config: Config, stage: Work, place: StageLayout) -> list[float]:
+        """Seconds of what `ways` has: sums of what takes so long for each thing exchanged."""
+        key = (place, config.train.microbatch_size)
+        each = self._each.get(key)
+        if each is None:
+            each = self._each[key] = self._seconds_of_each(config, place)
+        amounts = stage.exchanged
+        repeated = stage.again.exchanged if stage.again else ()
+        return [
+            sum(map(mul, mine, column))
+            for mine, column in zip((amounts, amounts, repeated), (*each, each[0]), strict=True)
+        ]
+
+    def _seconds_of_each(self, config: Config, place: StageLayout) -> list[list[float]]:
+        """Seconds for one of each that `EXCHANGED` names, in forward and in backward."""
+        found: list[list[float]] = []
+        for name in EXCHANGED:
+            one: dict[str, Any] = {name: 1.0}
+            way = partial(_way, config, [Work(**one)], place, self.machine)
+            ahead, back = (
+                sum(transfer.seconds for transfer in way(spread=self.spread, backward=backward))
+                for backward in (False, True)
+            )
+            found.append([ahead, back])
+        return [list(column) for column in zip(*found, strict=True)]
+
+    def _gather(self, config: Config, stage: Work, place: StageLayout) -> float:
+        """Seconds to gather the parameters of a stage."""
+        key = (kinds_of(stage), place)
+        found = self._gathers.get(key)
+        if found is None:
+            found = shard_transfer(config, stage, place, self.machine).seconds
+            self._gathers[key] = found
+        return found
 
     def _compute(
         self,
@@ -150,7 +212,7 @@ class Prices:
         self, config: Config, stages: tuple[Work, ...], place: StageLayout
     ) -> Mapping[str, float]:
         """Seconds after the pipeline, of the stages of a rank: sums over replicas, the update."""
-        key = (stages, place, config.mesh.pp)
+        key = (tuple(map(kinds_of, stages)), place, config.mesh.pp)
         found = self._ends.get(key)
         if found is None:
             transfers = gradient_transfers(config, stages, place, self.machine)
@@ -214,19 +276,33 @@ def ways(
     Returns:
         In forward, in backward, and in what backward runs again.
     """
-    tokens = config.train.microbatch_size * config.data.seq_len // config.mesh.cp
     again = [stage.again for stage in stages if stage.again is not None]
-    found = []
-    for works, backward in ((stages, False), (stages, True), (again, False)):
-        way = activation_transfers(config, works, place, machine, tokens=tokens)
-        if works and place.ep * place.etp > 1 and config.model.has_experts:
-            dealt = tokens // place.tp
-            way.append(
-                expert_transfer(
-                    config, works, place, machine, tokens=dealt, backward=backward, spread=spread
-                )
+    way = partial(_way, config, place=place, machine=machine, spread=spread)
+    return [
+        way(stages, backward=False),
+        way(stages, backward=True),
+        way(again, backward=False),
+    ]
+
+
+def _way(
+    config: Config,
+    works: Sequence[Work],
+    place: StageLayout,
+    machine: Machine,
+    *,
+    spread: Spread,
+    backward: bool,
+) -> list[Transfer]:
+    tokens = config.train.microbatch_size * config.data.seq_len // config.mesh.cp
+    found = activation_transfers(config, works, place, machine, tokens=tokens)
+    if place.ep * place.etp > 1 and any(work.rows for work in works):
+        dealt = tokens // place.tp
+        found.append(
+            expert_transfer(
+                config, works, place, machine, tokens=dealt, backward=backward, spread=spread
             )
-        found.append(way)
+        )
     return found
 
 
@@ -235,3 +311,49 @@ def aligned(place: StageLayout, node_size: int) -> StageLayout:
     first = place.first % node_size
     is_inside = first + place.num_ranks <= node_size
     return replace(place, first=0 if is_inside else first)
+
+
+def cores_of(machine: Machine, layout: Layout) -> tuple[int | None, float]:
+    """Cores for one pipeline where ranks share them, and how much slower ranks are besides.
+
+    Pipelines share cores evenly; where one has a fraction of a core left, all its steps take
+    longer.
+    """
+    if not machine.cores or machine.cores >= layout.world_size:
+        return None, 1.0
+    share = machine.cores * layout.pp / layout.world_size
+    whole = max(1, int(share))
+    return whole, whole / share
+
+
+def costs_of(
+    config: Config,
+    machine: Machine,
+    prices: Sequence[StagePrice],
+    *,
+    edges: Iterable[tuple[int, int]],
+) -> Costs:
+    """What the steps of a layout cost.
+
+    Args:
+        config: Configuration of the layout.
+        machine: Its links.
+        prices: Of each stage.
+        edges: Pairs of pipeline ranks that send to each other.
+    """
+    layout, latencies = Layout.of(config.mesh), {}
+    for source, destination in edges:
+        # Of all pipelines the slowest, with the time that the bytes take, in both directions.
+        ends = sorted((source, destination))
+        link = edge_link(config, layout, machine, source=ends[0], destination=ends[1])
+        latencies[source, destination] = link.seconds
+    sharded = [price.sharded for price in prices]
+    return Costs(
+        forward=[price.forward for price in prices],
+        input_grad=[price.input_grad for price in prices],
+        weight_grad=[price.weight_grad for price in prices],
+        activation=[price.kept for price in prices],
+        latency=latencies,
+        unshard=sharded,
+        reduce_grad=sharded,
+    )

@@ -316,7 +316,7 @@ def edge_link(
 
 @lru_cache(maxsize=1 << 14)  # schedules and batches of one mesh ask for the same
 def _meeting(source: StageLayout, destination: StageLayout, machine: Machine) -> tuple[int, Link]:
-    """Messages of the busiest rank of two stages for a microbatch, and the slowest of their links."""
+    """Messages of the busiest rank of two stages for a microbatch, and their slowest link."""
     ends = source, destination
     pairs = [
         (sender, receiver)
