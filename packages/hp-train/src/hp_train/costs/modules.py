@@ -193,5 +193,10 @@ def _block_kernels(learned: dict[str, Kernels], recompute: str, name: str) -> Ke
     return Kernels.of(parts.values())._replace(again=again)
 
 
-_PARTS_OF_BLOCKS = {"": "full", ".attend": "attention", ".feed": "feed_forward"}
+_PARTS_OF_BLOCKS = {
+    "": "full",
+    ".attend": "attention",
+    ".feed": "feed_forward",
+    ".dense": "feed_forward",
+}
 """What `train.recompute` calls them."""
