@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -548,9 +549,32 @@ def test_the_command_compares_with_the_configured_layout(
     assert found["configured"]["memory"]["parameters"] > 0
 
 
+def test_skew_of_experts_makes_the_busiest_rank_slower(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The first of two ranks gets three quarters of the rows.
+    shares = tmp_path / "shares.json"
+    shares.write_text(json.dumps([3, 3, 3, 3, 1, 1, 1, 1]))
+    found = {}
+    for skew in ("uniform", "gini=0.3", str(shares)):
+        command = ["plan", "--json", "--skew", skew, "--train.dtype", "bfloat16"]
+        command += ["--flops", "1e9", "--grouped-flops", "1e9"]
+        assert main([*command, "--mesh.ep", "2"]) == 0
+        found[skew] = json.loads(capsys.readouterr().out)["configured"]
+    even, uneven, given = (found[skew]["parts"]["compute"] for skew in found)
+    assert 1.02 * even < uneven
+    config = config_of({"mesh.ep": 2, "train.dtype": "bfloat16"})
+    machine = H100.with_values(flops=1e9, grouped_flops=1e9)
+    spread = Spread(loads=((2, 1.5),))
+    plan = estimate(config, machine, vocab_size=VOCAB, spread=spread)
+    assert given == pytest.approx(plan.parts["compute"])
+    assert found[str(shares)]["sent"]["experts"] == 1.5 * found["uniform"]["sent"]["experts"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ("plan --skew gini=2", "--skew (gini=2)"),
         ("plan --gpus 0", "--gpus (0) must be at least 1"),
         ("plan --gpus 7", "no layout of 7 processes is allowed"),
         ("plan --flops -1", "--flops (-1) must be at least 0"),

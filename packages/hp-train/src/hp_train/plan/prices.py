@@ -169,12 +169,13 @@ class Prices:
         found: list[list[float]] = []
         for name in EXCHANGED:
             one: dict[str, Any] = {name: 1.0}
-            way = partial(_way, config, [Work(**one)], place, self.machine)
-            ahead, back = (
-                sum(transfer.seconds for transfer in way(spread=self.spread, backward=backward))
-                for backward in (False, True)
-            )
-            found.append([ahead, back])
+            way = partial(_way, config, [Work(**one)], place, self.machine, spread=self.spread)
+            # Only experts have other exchanges in backward than in forward.
+            ends = [way(backward=False)]
+            if name == "rows":
+                ends.append(way(backward=True))
+            sums = [sum(transfer.seconds for transfer in end) for end in ends]
+            found.append([sums[0], sums[-1]])
         return [list(column) for column in zip(*found, strict=True)]
 
     def _gather(self, config: Config, stage: Work, place: StageLayout) -> float:
@@ -202,7 +203,7 @@ class Prices:
         if kernels is not None:
             compiled = config.train.compile != "none"
             rates = rates_of(machine, is_compiled=compiled, slowed=slowed)
-            return rates.compute(kernels, number, place, load=self.spread.load)
+            return rates.compute(kernels, number, place, load=self.spread.load(place.ep))
         busy = slowed * (number * stage.flops / machine.flops + layers * machine.layer_seconds)
         repeated = stage.again.flops / stage.flops if stage.again else 0.0
         # What runs again takes as long as it did.
@@ -295,7 +296,9 @@ def _way(
     backward: bool,
 ) -> list[Transfer]:
     tokens = config.train.microbatch_size * config.data.seq_len // config.mesh.cp
-    found = activation_transfers(config, works, place, machine, tokens=tokens)
+    found: list[Transfer] = []
+    if place.tp * place.cp > 1:
+        found += activation_transfers(config, works, place, machine, tokens=tokens)
     if place.ep * place.etp > 1 and any(work.rows for work in works):
         dealt = tokens // place.tp
         found.append(

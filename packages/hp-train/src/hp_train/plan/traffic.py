@@ -50,12 +50,17 @@ class Spread:
         nodes: Nodes that have experts of a token, on average; 0: a row for each of those ranks
             leaves the node, as in hp-expert; else one for each node, which spreads it among its
             own.
-        load: Rows of the busiest rank's experts, by those of the mean.
+        loads: Rows of the busiest rank's experts, by those of the mean, for numbers of ranks that
+            share experts; 1 for those that are not named.
     """
 
     ranks: float = 0.0
     nodes: float = 0.0
-    load: float = 1.0
+    loads: tuple[tuple[int, float], ...] = ()
+
+    def load(self, ep: int) -> float:
+        """Rows of the busiest of some ranks, by those of the mean."""
+        return dict(self.loads).get(ep, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +167,7 @@ def expert_transfer(
     layers = sum(work.rows for work in works) / max(1, config.model.top_k)
     each = expert_exchanges(config, layout, node_size=machine.node_size, spread=spread)
     messages = layers * (each.backward if backward else each.forward)
-    rows = layers * tokens * spread.load
+    rows = layers * tokens * spread.load(layout.ep)
     latency = group_link(layout, machine, "ep", "etp").latency
     busy = max(each.inside / machine.bandwidth, each.between / machine.node_bandwidth)
     seconds = rows * busy + messages * latency
