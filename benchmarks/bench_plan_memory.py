@@ -99,7 +99,7 @@ def dry_run(preset: str, keys: dict[str, object], text: Path) -> int:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         hp(["dry-run", preset, *given, "--data", str(text), "--documents", "1", "--json"])
     ranks = json.loads(printed.getvalue())["ranks"]
-    return max(rank["memory"]["peak_live"] for rank in ranks)
+    return max(int(rank["memory"]["peak_live"]) for rank in ranks)
 
 
 if __name__ == "__main__":
