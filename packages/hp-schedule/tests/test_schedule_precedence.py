@@ -8,6 +8,7 @@ from hp_schedule import (
     SCHEDULES,
     Costs,
     DeadlockError,
+    Path,
     Precedence,
     Schedule,
     add_fsdp_reduce_grad,
@@ -45,7 +46,8 @@ def test_the_longest_path_is_as_long_as_the_simulator_takes(name: str, is_sharde
                 schedule = kind.build(pp, number, per_rank)
                 if is_sharded:
                     schedule = add_fsdp_unshard_reshard(add_fsdp_reduce_grad(schedule))
-                order, paths = Precedence(schedule), []
+                order = Precedence(schedule)
+                paths: list[Path] = []
                 for _ in range(3):
                     costs = random_costs(schedule, random, is_sharded=is_sharded)
                     flat, simulated = order.flat(costs), simulate(schedule, costs)
