@@ -316,7 +316,9 @@ def edge_link(
     """
     ends = layout.stages[source], layout.stages[destination]
     messages, link = _meeting(*ends, machine)
-    return EdgeLink(max(message_bytes(config, end) for end in ends), messages, link)
+    return EdgeLink(
+        bytes=max(message_bytes(config, end) for end in ends), messages=messages, link=link
+    )
 
 
 @lru_cache(maxsize=1 << 14)  # schedules and batches of one mesh ask for the same
