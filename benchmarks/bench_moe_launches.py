@@ -33,8 +33,8 @@ from hp_platform import initialize
 from hp_platform.dry import DryDevice, active_device, run_ranks
 from hp_platform.dry.trace import Allocate, Event, HostWait, Launch, Release, Trace
 from hp_platform.host_reads import answering
+from hp_train.costs.routing import Skew
 from hp_train.dry_run.answers import Answers
-from hp_train.dry_run.routing import Skew
 
 T, K, E, D, H = 4096, 8, 128, 2048, 768
 PD = T * K * D * 2

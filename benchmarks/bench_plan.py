@@ -1,9 +1,13 @@
 """Steps as `hp plan` predicts them at measured rates, beside steps that were trained.
 
-Both are of this machine in this run, on the CPU with one thread per process. Where other programs
-share the machine, the ratio between layouts says more than any of the times.
+Both are of this machine in this run, on the CPU with one thread per process. In each round rates
+are measured anew and every layout is trained: what other programs take of the machine differs from
+round to round. Printed are medians over the rounds, and pairs of layouts in the wrong order of
+those that are more than a tenth apart.
 """
 
+import argparse
+import itertools
 import json
 import statistics
 import tempfile
@@ -23,8 +27,11 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "pp 2, 1f1b": {"mesh.pp": 2, "pipeline.schedule": "1f1b"},
     "pp 2, zbv": {"mesh.pp": 2, "pipeline.schedule": "zbv", "pipeline.stages_per_rank": 2},
     "ep 2": {"mesh.dp_replicate": 2, "mesh.ep": 2},
+    "etp 2": {"mesh.dp_replicate": 2, "mesh.etp": 2},
+    "cp 2": {"mesh.cp": 2},
     "tp 2": {"mesh.tp": 2},
 }
+APART = 1.1
 STEPS = 6
 PLAIN = {
     "mesh.pp": 1,
@@ -39,20 +46,36 @@ PLAIN = {
 
 
 def main() -> None:
-    """Measure rates, train every layout, and print one table."""
+    """Measure rates and train every layout, in rounds, and print one table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="default: 5")
+    rounds = parser.parse_args().rounds
     config = checked_config(resolve("quickstart", PLAIN.items()).config, dtype="float32")
-    machine, flags = measure(config)
-    rows: list[str] = []
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in LAYOUTS}
     with tempfile.TemporaryDirectory(prefix="bench-plan-") as scratch:
-        for name, keys in LAYOUTS.items():
-            layout = with_keys(config, keys)
-            measured = step_seconds(layout, Path(scratch, f"run{len(rows)}"))
-            predicted = estimate(layout, machine, vocab_size=256).seconds
-            times = f"{predicted * 1e3:.0f} ms | {measured * 1e3:.0f} ms"
-            rows.append(f"| {name} | {times} | {predicted / measured:.2f} |")
-    print(f"rates: {flags}\n")
-    print("| layout | predicted | measured | predicted / measured |\n|---|---|---|---|")
-    print("\n".join(rows))
+        for number in range(rounds):
+            machine, flags = measure(config)
+            print(f"rates: {flags}", flush=True)
+            for index, (name, keys) in enumerate(LAYOUTS.items()):
+                layout = with_keys(config, keys)
+                measured = step_seconds(layout, Path(scratch, f"run{number}-{index}"))
+                predicted = estimate(layout, machine, vocab_size=256).seconds
+                times[name].append((predicted, measured))
+    medians = {name: _medians(pairs) for name, pairs in times.items()}
+    print("\n| layout | predicted | measured | predicted / measured |\n|---|---|---|---|")
+    for name, (predicted, measured, ratio) in medians.items():
+        print(f"| {name} | {predicted * 1e3:.0f} ms | {measured * 1e3:.0f} ms | {ratio:.2f} |")
+    for one, other in itertools.permutations(medians, 2):
+        (mine, my_time, _), (theirs, their_time, _) = medians[one], medians[other]
+        if my_time * APART < their_time and mine > theirs:
+            print(f"{one} is faster than {other}, not slower")
+
+
+def _medians(pairs: list[tuple[float, float]]) -> tuple[float, float, float]:
+    """Of what was predicted and measured in each round, and of the ratio of both."""
+    ratios = [predicted / measured for predicted, measured in pairs]
+    predicted, measured = (statistics.median(column) for column in zip(*pairs, strict=True))
+    return predicted, measured, statistics.median(ratios)
 
 
 def step_seconds(layout: Config, run_dir: Path) -> float:

@@ -14,13 +14,13 @@ from msgspec.structs import replace
 from hp_platform.dry import same_program
 from hp_train.cli import main
 from hp_train.config.options import resolve
+from hp_train.costs.routing import parse_skew
 from hp_train.data import load_tokenizer
 from hp_train.dry_run.classes import classes_of
 from hp_train.dry_run.command import dry_config, fit_to
 from hp_train.dry_run.made_up import write_tokens
 from hp_train.dry_run.rank import Job, run_rank
 from hp_train.dry_run.rehearsal import held_by, run_classes, summary_of
-from hp_train.dry_run.routing import parse_skew
 from hp_train.layout.communicators import held
 from hp_train.model import model_shapes
 

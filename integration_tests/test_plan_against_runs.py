@@ -95,7 +95,9 @@ def test_messages_inside_layers_are_those_that_are_sent(name: str, tmp_path: Pat
         latency=1.0, bandwidth=1e30, node_latency=1.0, node_bandwidth=1e30
     )
     plan = Plan(config, machine, vocab_size=VOCAB)
-    assert sum(plan.exchange_seconds) == pytest.approx(sent / plan.num_microbatches)
+    assert sum(price.exchanges for price in plan.prices) == pytest.approx(
+        sent / plan.num_microbatches
+    )
 
 
 def _exchanges(encoded: bytes, directory: str, address: str) -> int:

@@ -28,9 +28,9 @@ from hp_train.cli import main as command
 from hp_train.config import Config, MeshConfig, PipelineConfig, rules, to_dict
 from hp_train.config.options import resolve, shipped
 from hp_train.config.space import Axis, sample_layouts, with_keys
+from hp_train.costs.routing import parse_skew
 from hp_train.data import load_tokenizer
 from hp_train.dry_run.classes import classes_of
-from hp_train.dry_run.routing import parse_skew
 from hp_train.errors import ConfigError
 from hp_train.launch.launcher import PRELOADED_FOR_TRAINING
 from hp_train.layout.ranks import Layout

@@ -36,6 +36,12 @@ def test_a_microbatch_is_one_kernel_each_way_and_its_numbers_are_copied_once(mas
     assert launched(mask, torch.bfloat16, documents) == [2, 2, 1, 0]
 
 
+def test_nothing_that_was_copied_to_a_device_is_found_on_the_next() -> None:
+    documents = (Documents((7, 17)), Documents((3, 21)))
+    first, second = (launched(Causal(), torch.bfloat16, documents) for _ in range(2))
+    assert first == second == [2, 2, 1, 0]
+
+
 def test_what_the_kernel_does_not_take_goes_sequence_by_sequence() -> None:
     assert launched(Causal(), torch.float32)[:2] == [0, 0]
     odd = PositionMask(lambda query, key: (query - key) % 2 == 0)

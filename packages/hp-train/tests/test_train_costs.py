@@ -244,3 +244,17 @@ def test_kernels_of_experts_read_weights_once_however_many_tokens_there_are() ->
     read = sum(times * kernel.fixed_bytes for kernel, times in grouped)
     weights = 3 * model.num_layers * model.num_experts * model.dim * model.expert_hidden
     assert read == pytest.approx(2 * weights, rel=1e-3)  # and where each expert's rows begin
+
+
+def test_only_routed_experts_are_shared_out_as_experts_are() -> None:
+    model = MODELS["experts"]
+    config = with_keys(Config(model=model), {"data.seq_len": 64, "train.dtype": "bfloat16"})
+    (found,) = kernels(config, VOCAB, num_stages=1)
+    dense = [(k, t) for k, t in found.forward.items() if k.kind == "product"]
+    assert not any(kernel.is_expert for kernel, _ in dense)
+    assert not any(kernel.is_expert for kernel in found.forward if kernel.kind == "attention")
+    # Weights of attention, routers, shared experts and the output, each read once.
+    weights = [w for w in whole_model(config, VOCAB).weights if not w.spec.is_expert]
+    read = sum(times * kernel.fixed_bytes for kernel, times in dense)
+    matrices = sum(w.size for w in weights if len(w.shape) == 2 and w.name != "embedding.weight")
+    assert read == pytest.approx(2 * matrices, rel=0.05)  # a router computes in float32

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from hp_train.config.options import resolve
+from hp_train.costs.routing import Skew, parse_skew
 from hp_train.data import load_tokenizer
 from hp_train.data.dataset import Dataset
 from hp_train.dry_run.classes import classes_of
 from hp_train.dry_run.command import dry_config, fit_to, require_possible
 from hp_train.dry_run.made_up import document_lengths, write_tokens
-from hp_train.dry_run.routing import Skew, parse_skew
 from hp_train.errors import ConfigError
 
 UNIFORM = Skew("uniform")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hp_train.config import ModelConfig
-from hp_train.dry_run.routing import gini, parse_skew, rows_per_rank
+from hp_train.costs.routing import Skew, busiest_load, gini, parse_skew, rows_per_rank
 from hp_train.errors import ConfigError
 
 MODEL = ModelConfig(num_experts=64, top_k=4)
@@ -75,3 +75,15 @@ def test_a_file_with_other_numbers_is_refused(row: object, tmp_path: Path) -> No
     path.write_text(json.dumps({"layers": row}))
     with pytest.raises(ConfigError, match="layers"):
         parse_skew(str(path), ModelConfig(num_experts=4, top_k=1))
+
+
+def test_the_busiest_rank_has_a_load_of_all_layers() -> None:
+    model = ModelConfig(num_layers=4, num_dense_layers=1, num_experts=4, top_k=2)
+    even = Skew("uniform")
+    assert [busiest_load(even, model, ranks) for ranks in (1, 2, 4)] == [1.0, 1.0, 1.0]
+    uneven = Skew("given", shares={"layers.2": (3.0, 3.0, 1.0, 1.0)})
+    # One of three layers with experts: a rank of two has 1.5 of the mean there.
+    assert busiest_load(uneven, model, 2) == pytest.approx(1 + 0.5 / 3, rel=1e-3)
+    assert busiest_load(uneven, model, 1) == 1.0
+    halves = (busiest_load(Skew("g", gini=each), model, 2) for each in (0.1, 0.3))
+    assert 1.0 < next(halves) < next(halves)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 
 from torch import Tensor
 
@@ -16,6 +17,8 @@ Note = Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
 """Takes the name of a kernel, what it reads, and what it writes."""
 
 _notes: list[Note] = []
+_numbers: list[int] = []
+_counter = count(1)
 
 
 def launch(
@@ -40,11 +43,23 @@ def are_noted() -> bool:
     return bool(_notes)
 
 
+def device_number() -> int:
+    """A number of what kernels are launched on: 0 for GPUs, another one for each dry device.
+
+    Whoever keeps tensors of a device longer than a call keeps the number with them: what was
+    copied to a dry device is not there on the next.
+    """
+    return _numbers[-1] if _numbers else 0
+
+
 @contextmanager
 def noting(note: Note) -> Iterator[None]:
     """Give `note` what every thread of this process would launch inside the context."""
+    number = next(_counter)
     _notes.append(note)
+    _numbers.append(number)
     try:
         yield
     finally:
         _notes.remove(note)
+        _numbers.remove(number)

@@ -38,7 +38,7 @@ from hp_schedule.placement import generate_rank_to_stage_mapping, generate_stage
 from hp_schedule.render import chrome_trace, step_grid, timeline_svg, timetable
 from hp_schedule.schedule import Row, Schedule
 from hp_schedule.searching import Fit, SearchResult, fit_memory, search
-from hp_schedule.simulation import ChannelModel, Simulation, simulate
+from hp_schedule.simulation import ChannelModel, Path, Precedence, Simulation, length, simulate
 from hp_schedule.timeline import Span, Timeline
 from hp_schedule.transport import Message, MessageKind, Transport
 from hp_schedule.validation import (
@@ -67,6 +67,8 @@ __all__ = [
     "MetaStep",
     "MetaStepType",
     "ModelCosts",
+    "Path",
+    "Precedence",
     "Retention",
     "Row",
     "Schedule",
@@ -100,6 +102,7 @@ __all__ = [
     "grouped_interleaved",
     "interleaved_1f1b",
     "interleaved_zero_bubble",
+    "length",
     "load",
     "looped_bfs",
     "measured_costs",

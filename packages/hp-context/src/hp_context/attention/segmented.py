@@ -32,6 +32,7 @@ from hp_context.kernels.varlen import Lengths, padded
 from hp_context.masks.mask import Mask
 from hp_context.masks.segments import Call, calls, is_known
 from hp_context.masks.sequences import of_sequences
+from hp_platform.own_kernels import device_number
 
 MOST_NUMBERS = 1 << 22  # of calls that are kept on devices: 16 MiB
 
@@ -80,13 +81,13 @@ class _Copies:
     """The calls that are on devices; the oldest go when there are many numbers."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Call, torch.device, int], _OnDevice] = {}
+        self._known: dict[tuple[Call, torch.device, int, int], _OnDevice] = {}
         self._lock = Lock()
         self._total = 0
 
     def get(self, call: Call, device: torch.device, stream: int) -> _OnDevice:
         """Return a call on a device, for work on a stream."""
-        key = (call, device, stream)
+        key = (call, device, device_number(), stream)
         found = self._known.get(key)
         if found is None:
             found = _copied(call, device)

@@ -1,6 +1,7 @@
 """How long a schedule takes, how much of it is bubble, and what it holds in memory."""
 
 from hp_schedule.simulation.channels import ChannelModel
+from hp_schedule.simulation.precedence import Path, Precedence, length
 from hp_schedule.simulation.simulate import Simulation, simulate
 
-__all__ = ["ChannelModel", "Simulation", "simulate"]
+__all__ = ["ChannelModel", "Path", "Precedence", "Simulation", "length", "simulate"]

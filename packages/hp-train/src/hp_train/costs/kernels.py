@@ -146,7 +146,8 @@ def learn(
 
     Returns:
         Kernels of each part by its name: `"before"`, `"layers.3.attend"`, `"layers.3.feed"`,
-        `"layers.3"` for what is in neither, `"loss"`; what is between the last block and the loss
+        `"layers.3.dense"` for what a layer of experts has besides routed experts, `"layers.3"` for
+        what is in none of them, `"loss"`; what is between the last block and the loss
         is counted as in front of the first.
     """
     build = partial(build_stage, model, vocab_size, compute_dtype=getattr(torch, dtype))
@@ -154,6 +155,11 @@ def learn(
         stage = build(layers=layers, first=True, last=True)
         stage.to_empty(device="cuda")
         stage.share_casts()
+        run = partial(_loss, stage, model, seq_len=seq_len)
+        # What later runs find: casts and gradients; where segments of a mask begin, by sizes.
+        run(2).backward()
+        lose, stage.linear_cross_entropy = stage.linear_cross_entropy, _no_loss
+        run(3)
         parts = _Parts(device.trace)
         names = {id(module): name for name, module in stage.named_modules()}
         for block in stage.blocks:
@@ -161,18 +167,26 @@ def learn(
             if isinstance(block, Block):
                 block.attend = parts.cut(f"{name}.attend", block.attend)
                 block.feed = parts.cut(f"{name}.feed", block.feed)
+                for part in _dense_parts(block):
+                    part.forward = parts.cut(f"{name}.dense", part.forward)
             block.forward = parts.cut(name, block.forward)
-        stage.linear_cross_entropy = parts.cut(LOSS, stage.linear_cross_entropy)
-        run = partial(_loss, stage, model, seq_len=seq_len)
-        # The first two make what others find: casts, gradients, where segments of a mask begin.
-        _, _, fewer, more = (parts.run(partial(run, number)) for number in (2, 3, 2, 3))
+        stage.linear_cross_entropy = parts.cut(LOSS, lose)
+        fewer, more = (parts.run(partial(run, number)) for number in (2, 3))
     found = {}
     for name, two in fewer.items():
         module = stage.get_submodule(name.rpartition(".")[0]) if name.endswith(_PARTS) else None
-        read = partial(_kernels, module=module, seq_len=seq_len)
+        is_expert = name.endswith(".feed") and module is not None and bool(_dense_parts(module))
+        read = partial(_kernels, module=module, is_expert=is_expert, seq_len=seq_len)
         forward, backward = map(read, two, more[name])
         found[name] = Kernels(forward, backward, Counter())
     return found
+
+
+def _dense_parts(block: nn.Module) -> list[nn.Module]:
+    """What layers of experts have that every rank has: routers, and experts of all tokens."""
+    layers = [part for part in block.modules() if isinstance(part, MoE)]
+    parts = [part for layer in layers for part in (layer.router, layer.shared)]
+    return [part for part in parts if part is not None]
 
 
 def _loss(stage: Stage, model: ModelConfig, num_sequences: int, *, seq_len: int) -> Tensor:
@@ -186,13 +200,21 @@ def _loss(stage: Stage, model: ModelConfig, num_sequences: int, *, seq_len: int)
     return loss_of(output, tokens) if output.ndim else output
 
 
+def _no_loss(x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+    return x.sum()
+
+
 def _kernels(
-    two: list[Launch], three: list[Launch], *, module: nn.Module | None, seq_len: int
+    two: list[Launch],
+    three: list[Launch],
+    *,
+    module: nn.Module | None,
+    is_expert: bool,
+    seq_len: int,
 ) -> Counter[Kernel]:
     """Compare what two sequences and three of them launch in a part of a block."""
     parts = [] if module is None else list(module.modules())
     seen = [seen_positions(part, seq_len) for part in parts if isinstance(part, Attention)]
-    is_expert = any(isinstance(part, MoE) for part in parts)
     if [each.what for each in two] != [each.what for each in three]:
         two, three = _by_name(two), _by_name(three)
     found: defaultdict[object, Kernel] = defaultdict(Kernel)

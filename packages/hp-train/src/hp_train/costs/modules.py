@@ -215,4 +215,10 @@ _KEPT_KINDS = ("attention", "grouped")
 """Of kernels that "selective" does not run again."""
 
 _PARTS_OF_BLOCKS = {"": "full", ".attend": "attention", ".feed": "feed_forward"}
+_PARTS_OF_BLOCKS = {
+    "": "full",
+    ".attend": "attention",
+    ".feed": "feed_forward",
+    ".dense": "feed_forward",
+}
 """What `train.recompute` calls them."""

@@ -123,6 +123,11 @@ class Work:
     logits: float = 0.0
     again: "Work | None" = None
 
+    @property
+    def exchanged(self) -> tuple[float, ...]:
+        """What `EXCHANGED` names."""
+        return (self.gathered + self.summed, self.heads, self.attentions, self.rows)
+
     def kept_bytes(self, tokens: int, *, tp: int = 1) -> float:
         """Bytes that a microbatch keeps from forward to backward on a rank.
 
@@ -171,3 +176,6 @@ def together(parts: Iterable[Work]) -> Work:
 
 
 _SUMMED = tuple(each.name for each in fields(Work) if each.name not in ("weights", "again"))
+
+EXCHANGED = ("summed", "heads", "attentions", "rows")
+"""What ranks exchange inside layers: as much is what they gather and what they sum."""

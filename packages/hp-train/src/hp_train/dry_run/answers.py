@@ -8,7 +8,7 @@ from torch import Tensor
 from hp_expert import ExchangeRead
 from hp_platform.threads.places import current_place
 from hp_schedule.runtime import HeaderRead
-from hp_train.dry_run.routing import ALL_LAYERS, Skew, rows_per_rank
+from hp_train.costs.routing import ALL_LAYERS, Skew, rows_per_rank
 
 SQUARES = "squared gradient norms"
 """What `hp_train.training.train` calls them, which decide whether gradients are clipped."""

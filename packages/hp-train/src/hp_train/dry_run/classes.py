@@ -9,8 +9,8 @@ from collections.abc import Hashable, Sequence
 
 from hp_train.config import Config
 from hp_train.costs.modules import stage
+from hp_train.costs.routing import Skew, rows_per_rank
 from hp_train.costs.work import Weight
-from hp_train.dry_run.routing import Skew, rows_per_rank
 from hp_train.layout.parameter import local_shape
 from hp_train.layout.ranks import Axis, Layout, StageLayout
 from hp_train.layout.schedules import KINDS, count_stages, placement, split_layers

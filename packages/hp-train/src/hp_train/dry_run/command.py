@@ -12,7 +12,7 @@ from hp_train.base.numbers import whole
 from hp_train.config import Config, rules
 from hp_train.config.options import COMMAND_LINE, resolve
 from hp_train.config.space import with_keys
-from hp_train.dry_run.routing import parse_skew
+from hp_train.costs.routing import parse_skew
 from hp_train.errors import ConfigError
 
 _MOST_DEVICES = 2**20

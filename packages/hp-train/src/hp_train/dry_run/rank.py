@@ -16,10 +16,10 @@ from hp_platform.host_reads import answering
 from hp_platform.store import sources_of
 from hp_train.base.dtypes import BYTES
 from hp_train.config import Config
+from hp_train.costs.routing import Skew
 from hp_train.data import load_tokenizer
 from hp_train.dry_run.answers import Answers
 from hp_train.dry_run.labels import PARAMETERS, add_labels
-from hp_train.dry_run.routing import Skew
 from hp_train.dry_run.summary import RankSummary, Saved, summarize
 from hp_train.launch.heartbeats import Heartbeats
 from hp_train.launch.signals import StopFlag

@@ -13,10 +13,10 @@ from hp_platform.dry import DryRun, DryRunError, Gpu, prove, run_ranks
 from hp_platform.dry.trace import Collective, Trace
 from hp_train.config import Config
 from hp_train.costs.machine import GPU_MARGIN
+from hp_train.costs.routing import Skew
 from hp_train.data import load_tokenizer
 from hp_train.dry_run.classes import classes_of
 from hp_train.dry_run.rank import Job, RankReport, run_rank
-from hp_train.dry_run.routing import Skew
 from hp_train.dry_run.summary import Summary
 from hp_train.errors import RehearsalError
 from hp_train.launch.launcher import PRELOADED_FOR_TRAINING

@@ -16,11 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hp_platform.dry import active_device
 from hp_platform.dry.trace import Trace
 from hp_platform.host_reads import answering
+from hp_train.costs.routing import Skew
 from hp_train.dry_run.answers import Answers
 from hp_train.dry_run.labels import GRADIENTS, PARAMETERS, add_labels
 from hp_train.dry_run.rank import report_of
 from hp_train.dry_run.rehearsal import run_classes, summary_of
-from hp_train.dry_run.routing import Skew
 from hp_train.dry_run.summary import Summary
 from hp_train.errors import ConfigError
 from hp_train.training.gpu_settings import keeps_launch_order

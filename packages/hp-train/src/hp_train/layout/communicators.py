@@ -18,7 +18,7 @@ from hp_vtp import Edge, PipelineLayout, Sharded, StepKind, plan_edge
 from hp_vtp import StageLayout as ReplicaLayout
 
 if TYPE_CHECKING:
-    from hp_train.config import Config, MeshConfig, ModelConfig, PipelineConfig
+    from hp_train.config import Config, MeshConfig, ModelConfig
 
 GROUPS: Mapping[str, tuple[Axis, ...]] = {
     "dp_replicate": ("dp_replicate",),
@@ -109,28 +109,36 @@ def held(config: Config, rank: int, *, node_size: int) -> Held:
     """
     mesh, pipeline, train = config.mesh, config.pipeline, config.train
     size = (train.microbatch_size, config.data.seq_len // mesh.cp, BYTES[train.dtype])
-    if _has_equal_edges(mesh, pipeline):
+    is_equal = Layout.of(mesh).is_even and not KINDS[pipeline.schedule].returns
+    if is_equal:
         size = (1, 1, 1)  # nothing depends on how large messages are
-    return _held(_Run(mesh, pipeline, config.model, size), rank, node_size)
+    stages = placement(pipeline, num_ranks=mesh.pp)
+    return _held(_Run(mesh, stages, is_equal, config.model, size, config.pipeline.overlap), rank, node_size)
 
 
 class _Run(NamedTuple):
-    """What decides which groups there are; `size` is sequences, positions and bytes of a number."""
+    """What decides which groups there are.
+
+    Attributes:
+        mesh: Axes of the mesh.
+        stages: Pipeline rank of each stage.
+        has_equal_edges: Whether each rank sends to one rank of the next stage.
+        model: The model.
+        size: Sequences, positions and bytes of a number of what travels between stages.
+        overlap: Whether a microbatch's forward runs beside another's backward.
+    """
 
     mesh: MeshConfig
-    pipeline: PipelineConfig
+    stages: tuple[int, ...]
+    has_equal_edges: bool
     model: ModelConfig
     size: tuple[int, int, int]
+    overlap: bool
 
 
 @lru_cache(maxsize=1 << 14)  # batches of one layout ask for the same
 def _held(run: _Run, rank: int, node_size: int) -> Held:
     return Held.of(rank, _exchanges(run, rank), node_size=node_size)
-
-
-def _has_equal_edges(mesh: MeshConfig, pipeline: PipelineConfig) -> bool:
-    """Whether each rank sends to one rank of the next stage."""
-    return Layout.of(mesh).is_even and not KINDS[pipeline.schedule].returns
 
 
 def _exchanges(config: _Run, rank: int) -> Iterator[Sequence[int]]:
@@ -141,16 +149,16 @@ def _exchanges(config: _Run, rank: int) -> Iterator[Sequence[int]]:
     yield from ((), ())  # the default one, and WORLD
     index = layout.pp_index(rank)
     place = layout.stages[index]
-    stages = placement(config.pipeline, num_ranks=mesh.pp)
+    stages = config.stages
     talks = {"ep", "etp"} if _has_experts(config, index, stages) else set()
     for name, axes in GROUPS.items():
         if place.size(*axes) > 1 and name != "cp":
             yield _group(place, rank, *axes) if name in talks else ()
-    if config.pipeline.overlap and place.size("ep") > 1:
+    if config.overlap and place.size("ep") > 1:
         yield _group(place, rank, "ep") if "ep" in talks else ()  # beside the rows
     if mesh.cp > 1:
         yield from _of_sequence(config, _group(place, rank, "cp"), rank)
-    if _has_equal_edges(mesh, config.pipeline):
+    if config.has_equal_edges:
         for step in {1, -1} if mesh.pp > 2 else range(1, mesh.pp):
             other = layout.stages[(index + step) % mesh.pp].first + rank - place.first
             yield from ((other,), (other,))  # an edge there and an edge back
@@ -179,7 +187,7 @@ def _of_uneven_edges(config: _Run, layout: Layout, rank: int) -> Iterator[Sequen
     """As `_exchanges`, of the messages that hp-vtp plans between stages."""
     sequences, positions, itemsize = config.size
     shape = (sequences, positions, config.model.stage_width)
-    for edge in _edges(layout, placement(config.pipeline, num_ranks=layout.pp)):
+    for edge in _edges(layout, config.stages):
         if rank not in edge.ranks:
             continue
         sources, destinations = edge.source_ranks, edge.destination_ranks
@@ -208,7 +216,7 @@ def _has_experts(config: _Run, index: int, stages: Sequence[int]) -> bool:
 
 @lru_cache(maxsize=4096)  # pipelines and batches of one mesh ask for the same
 def _group(place: StageLayout, rank: int, *axes: Axis) -> Sequence[int]:
-    return next(ranks for ranks in place.ranks(*axes) if rank in ranks)
+    return place.group(rank, *axes)
 
 
 @lru_cache(maxsize=64)

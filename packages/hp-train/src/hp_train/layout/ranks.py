@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
@@ -122,6 +123,18 @@ class StageLayout:
             stride *= len(steps)
         return [[first + offset for offset in within] for first in firsts]
 
+    def group(self, rank: int, *axes: Axis) -> list[int]:
+        """The one of `ranks` that a rank is in."""
+        within, first, stride = [0], rank, 1
+        coordinates = self._coordinates(rank, _grid_of(axes))
+        for axis in reversed(_grid_of(axes)):
+            steps = range(0, self.size(axis) * stride, stride)
+            if axis in axes:
+                within = [step + offset for step in steps for offset in within]
+                first -= coordinates[axis] * stride
+            stride *= len(steps)
+        return [first + offset for offset in within]
+
     def _coordinates(self, rank: int, grid: tuple[Axis, ...]) -> dict[Axis, int]:
         found: dict[Axis, int] = {}
         place = rank - self.first
@@ -143,12 +156,7 @@ class Layout:
     @classmethod
     def of(cls, config: MeshConfig) -> Layout:
         """The layout a config asks for."""
-        stages: list[StageLayout] = []
-        first = 0
-        for tp, ep in zip(config.tp_sizes, config.ep_sizes, strict=True):
-            stages.append(StageLayout.of(config, tp=tp, ep=ep, first=first))
-            first += stages[-1].num_ranks
-        return cls(tuple(stages))
+        return _layout(config)
 
     @property
     def pp(self) -> int:
@@ -204,6 +212,17 @@ class Layout:
                 yield f"{axis} {sizes[0] if len(set(sizes)) == 1 else sizes}"
 
 
+@lru_cache(maxsize=1024)  # schedules and batches of one mesh ask for the same
+def _layout(config: MeshConfig) -> Layout:
+    stages: list[StageLayout] = []
+    first = 0
+    for tp, ep in zip(config.tp_sizes, config.ep_sizes, strict=True):
+        stages.append(StageLayout.of(config, tp=tp, ep=ep, first=first))
+        first += stages[-1].num_ranks
+    return Layout(tuple(stages))
+
+
+@cache
 def _grid_of(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
     """The grid that has these axes, in its order.
 

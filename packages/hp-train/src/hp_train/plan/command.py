@@ -1,9 +1,12 @@
 """The command ``hp plan``."""
 
 import argparse
+import gc
 import json
 import sys
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,13 @@ from hp_train.base.numbers import real, whole
 from hp_train.config import Config
 from hp_train.config.options import Resolved
 from hp_train.costs.machine import MACHINES, Machine
+from hp_train.costs.routing import busiest_load, parse_skew
 from hp_train.errors import ConfigError
 from hp_train.layout.schedules import KINDS
 from hp_train.plan.choose import Choice, choose
 from hp_train.plan.estimate import Estimate, Plan
 from hp_train.plan.report import as_dict, details, reasons, table
+from hp_train.plan.traffic import Spread
 
 _RATES = {
     "flops": "operations per second of a matrix product",
@@ -81,6 +86,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole("--vocab-size", least=1),
         help="tokens (default: of the tokenizer)",
     )
+    parser.add_argument(
+        "--skew",
+        default="uniform",
+        metavar="HOW",
+        help="what experts get: uniform, gini=0.4, or a JSON file of shares (default: uniform)",
+    )
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
@@ -101,13 +112,18 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
     vocab_size = options.vocab_size or _vocab_size(config)
     machine = _machine(config, options)
     num_devices = config.world_size if options.gpus is None else options.gpus
-    choice = choose(config, num_devices, machine, vocab_size=vocab_size, count=options.top)
+    spread = _spread(config, num_devices, options.skew)
+    with _without_collector():
+        choice = choose(
+            config, num_devices, machine, vocab_size=vocab_size, count=options.top, spread=spread
+        )
     configured = None
     if config.world_size == num_devices:
-        configured = Plan(config, machine, vocab_size=vocab_size).estimate()
+        configured = Plan(config, machine, vocab_size=vocab_size, spread=spread).estimate()
     found = None
     if options.search is not None:
-        found = _search(choice.best[0], machine, vocab_size, seconds=options.search)
+        plan = Plan(choice.best[0].config, machine, vocab_size=vocab_size, spread=spread)
+        found = _search(plan, choice.best[0], seconds=options.search)
     if options.json:
         sys.stdout.write(json.dumps(_as_dict(choice, configured, found)) + "\n")
     else:
@@ -115,6 +131,18 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
         sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()
     return 0
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """A search makes much and drops little: looking for cycles takes a quarter of its time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _lines(
@@ -143,7 +171,8 @@ def _as_dict(
     result: dict[str, Any] = {
         "best": [as_dict(estimate) for estimate in choice.best],
         "meshes": choice.num_meshes,
-        "laid_out": choice.num_simulated,
+        "priced": choice.num_priced,
+        "laid_out": choice.num_laid_out,
         "complete": choice.is_complete,
     }
     if configured is not None:
@@ -198,14 +227,21 @@ def _vocab_size(config: Config) -> int:
     return load_tokenizer(config.data.tokenizer).vocab_size
 
 
-def _search(
-    best: Estimate, machine: Machine, vocab_size: int, *, seconds: float
-) -> SearchResult | None:
+def _spread(config: Config, num_devices: int, skew: str) -> Spread:
+    """How uneven the experts of ranks are busy, for all numbers of ranks that may share them."""
+    given, model = parse_skew(skew, config.model), config.model
+    if skew == "uniform":
+        return Spread()
+    most = min(num_devices, model.num_experts)
+    ranks = [n for n in range(2, most + 1) if num_devices % n == model.num_experts % n == 0]
+    return Spread(loads=tuple((ep, busiest_load(given, model, ep)) for ep in ranks))
+
+
+def _search(plan: Plan, best: Estimate, *, seconds: float) -> SearchResult | None:
     """A schedule for the stages of a layout that need not have a name."""
-    config = best.config
+    config, machine = best.config, plan.machine
     if config.mesh.pp == 1 or KINDS[config.pipeline.schedule].returns:
         return None  # nothing to order, or a chain that the search does not know
-    plan = Plan(config, machine, vocab_size=vocab_size)
     costs = plan.costs(plan.schedule())
     room = (machine.memory - best.memory.total) / (1 + machine.fragmentation)
     spare = room + best.memory.activations

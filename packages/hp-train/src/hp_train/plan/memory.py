@@ -59,9 +59,9 @@ class Memory:
         """All of it."""
         return sum(self.kinds.values())
 
-    def with_margin(self, config: Config, place: StageLayout, machine: Machine) -> "Memory":
+    def with_margin(self, config: Config, rank: int, machine: Machine) -> "Memory":
         """What the same tensors take on a rank of a machine, where more than tensors is held."""
-        nccl = held(config, place.first, node_size=machine.node_size)
+        nccl = held(config, rank, node_size=machine.node_size)
         return replace(
             self,
             context=round(machine.context_memory),
@@ -85,20 +85,40 @@ def local_elements(weight: Weight, layout: StageLayout, *, first: bool = True) -
     return math.prod(local_shape(weight.shape, weight.spec, layout, index))
 
 
-@lru_cache(maxsize=1 << 16)  # pipelines and batches of one mesh ask for the same
 def stage_elements(stage: Work, layout: StageLayout, *, is_expert: bool) -> int:
     """Elements on a rank of those parameters of a stage that are experts, or of the others."""
+    return _elements(kinds_of(stage), layout, is_expert=is_expert)
+
+
+@lru_cache(maxsize=1 << 16)  # pipelines and batches of one mesh ask for the same
+def _elements(kinds: "Kinds", layout: StageLayout, *, is_expert: bool) -> int:
     return sum(
         count * local_elements(weight, layout)
-        for weight, count in _kinds(stage)
+        for weight, count in kinds.weights
         if weight.spec.is_expert is is_expert
     )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Kinds:
+    """Parameters that layers have alike. Those of stages that have the same are one object.
+
+    Attributes:
+        weights: One of each kind, and how many there are.
+    """
+
+    weights: tuple[tuple[Weight, int], ...]
+
+
 @lru_cache(maxsize=4096)
-def _kinds(stage: Work) -> tuple[tuple[Weight, int], ...]:
-    """One of the parameters that layers have alike, and how many there are."""
-    return tuple(Counter(replace(w, name="") for w in stage.weights).items())
+def kinds_of(stage: Work) -> Kinds:
+    """The parameters of a stage by their kinds."""
+    return _same_kinds(tuple(Counter(replace(w, name="") for w in stage.weights).items()))
+
+
+@lru_cache(maxsize=4096)
+def _same_kinds(weights: tuple[tuple[Weight, int], ...]) -> Kinds:
+    return Kinds(weights)
 
 
 @lru_cache(maxsize=4096)

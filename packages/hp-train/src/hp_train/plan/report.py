@@ -70,10 +70,10 @@ def _host(estimate: Estimate) -> str:
 def reasons(choice: Choice, machine: Machine) -> list[str]:
     """Why the first layout is the best of a choice."""
     best = choice.best[0]
-    of = f"all layouts of {choice.num_meshes} meshes, {choice.num_simulated} of them laid out"
+    of = f"all layouts of {choice.num_meshes} meshes"
     if not choice.is_complete:
-        of = f"the {choice.num_simulated} most promising layouts of {choice.num_meshes} meshes"
-    lines = [f"best of {of}:"]
+        of = f"the {choice.num_laid_out} most promising layouts of {choice.num_meshes} meshes"
+    lines = [f"best of {of}, {choice.num_priced:,} priced, {choice.num_laid_out} laid out:"]
     share = best.memory.total / machine.memory
     lines.append(f"  it fits: {_bytes(best.memory.total)} are {share:.0%} of a device")
     for title, other in _rivals(choice):

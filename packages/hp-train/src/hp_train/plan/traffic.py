@@ -50,12 +50,17 @@ class Spread:
         nodes: Nodes that have experts of a token, on average; 0: a row for each of those ranks
             leaves the node, as in hp-expert; else one for each node, which spreads it among its
             own.
-        load: Rows of the busiest rank's experts, by those of the mean.
+        loads: Rows of the busiest rank's experts, by those of the mean, for numbers of ranks that
+            share experts; 1 for those that are not named.
     """
 
     ranks: float = 0.0
     nodes: float = 0.0
-    load: float = 1.0
+    loads: tuple[tuple[int, float], ...] = ()
+
+    def load(self, ep: int) -> float:
+        """Rows of the busiest of some ranks, by those of the mean."""
+        return dict(self.loads).get(ep, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +167,7 @@ def expert_transfer(
     layers = sum(work.rows for work in works) / max(1, config.model.top_k)
     each = expert_exchanges(config, layout, node_size=machine.node_size, spread=spread)
     messages = layers * (each.backward if backward else each.forward)
-    rows = layers * tokens * spread.load
+    rows = layers * tokens * spread.load(layout.ep)
     latency = group_link(layout, machine, "ep", "etp").latency
     busy = max(each.inside / machine.bandwidth, each.between / machine.node_bandwidth)
     seconds = rows * busy + messages * latency
@@ -310,6 +315,16 @@ def edge_link(
     slices overlap exchange the overlap.
     """
     ends = layout.stages[source], layout.stages[destination]
+    messages, link = _meeting(*ends, machine)
+    return EdgeLink(
+        bytes=max(message_bytes(config, end) for end in ends), messages=messages, link=link
+    )
+
+
+@lru_cache(maxsize=1 << 14)  # schedules and batches of one mesh ask for the same
+def _meeting(source: StageLayout, destination: StageLayout, machine: Machine) -> tuple[int, Link]:
+    """Messages of the busiest rank of two stages for a microbatch, and their slowest link."""
+    ends = source, destination
     pairs = [
         (sender, receiver)
         for senders, receivers in zip(*(end.ranks("tp") for end in ends), strict=True)
@@ -318,11 +333,7 @@ def edge_link(
         if i * len(receivers) < (j + 1) * len(senders)
         and j * len(senders) < (i + 1) * len(receivers)
     ]
-    return EdgeLink(
-        bytes=max(message_bytes(config, end) for end in ends),
-        messages=max(Counter(rank for pair in pairs for rank in pair).values()),
-        link=machine.link(pairs),
-    )
+    return max(Counter(rank for pair in pairs for rank in pair).values()), machine.link(pairs)
 
 
 def pipeline_transfer(

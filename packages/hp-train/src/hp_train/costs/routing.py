@@ -6,6 +6,7 @@ Shape symbols: T tokens of a rank, K experts per token, E experts, W ranks that 
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -19,6 +20,8 @@ _MOST_BYTES = 1 << 26
 _HALVINGS = 60
 _LARGEST_POWER = 1e6
 _MOST_LOADS = 8
+_MANY_TOKENS = 1 << 16
+"""So many that whole numbers of slots are in the ratio of shares."""
 ALL_LAYERS = "layers"
 """What a file calls the shares of layers that it does not name."""
 
@@ -92,6 +95,25 @@ def parse_skew(text: str, model: ModelConfig) -> Skew:
     if text.startswith("gini="):
         return Skew(text, gini=_coefficient(text, model))
     return Skew(text, shares=_read(Path(text), model.num_experts))
+
+
+def busiest_load(skew: Skew, model: ModelConfig, num_ranks: int) -> float:
+    """Rows of the busiest of W ranks that share experts, by those of the mean; of all layers."""
+    names = [f"layers.{index}" for index in range(model.num_layers) if not model.is_dense(index)]
+    known = Counter(name if name in skew.shares else ALL_LAYERS for name in names)
+    total = 0.0
+    for layer, times in known.items():
+        slots = skew.slots(
+            layer,
+            num_tokens=_MANY_TOKENS,
+            top_k=model.top_k,
+            num_experts=model.num_experts,
+            num_ranks=num_ranks,
+        )
+        part = model.num_experts // num_ranks
+        rows = [sum(slots[first : first + part]) for first in range(0, len(slots), part)]
+        total += times * max(rows) * num_ranks / sum(rows)
+    return total / len(names)
 
 
 @lru_cache(maxsize=256)

@@ -1,0 +1,106 @@
+"""Memory as `hp plan` adds it up, beside what a dry run of the same layout finds, both in GB.
+
+Nothing runs on a GPU: `hp dry-run` is the real code of every kind of rank on a device that computes
+nothing. Compared are tensors alive at the peak, of the rank that needs most; `--only WORD` takes
+the layouts that have it in their names.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import tempfile
+from pathlib import Path
+
+from hp_train.cli import main as hp
+from hp_train.config.options import resolve
+from hp_train.plan import MACHINES, Estimate, estimate
+
+FSDP_8B: dict[str, object] = {
+    "mesh.dp_shard": 8,
+    "data.seq_len": 8192,
+    "train.microbatch_size": 2,
+    "train.global_batch_size": 16,
+    "train.recompute": "attention",
+}
+LAYOUTS: dict[str, tuple[str, dict[str, object]]] = {
+    "Llama-3.1-8B, FSDP 8 by stage": ("llama-3.1-8b", {**FSDP_8B, "mesh.gather": "stage"}),
+    "Llama-3.1-8B, FSDP 8 by block": ("llama-3.1-8b", {**FSDP_8B, "mesh.gather": "block"}),
+    "Llama-3.1-8B, FSDP 8, tp 2": (
+        "llama-3.1-8b",
+        {**FSDP_8B, "mesh.dp_shard": 4, "mesh.tp": 2, "train.recompute": "none"},
+    ),
+    "Qwen3-30B-A3B, 8 GPUs, ep 8, all again": (
+        "qwen3-30b-a3b",
+        {
+            "mesh.dp_shard": 8,
+            "mesh.ep": 8,
+            "mesh.gather": "block",
+            "train.microbatch_size": 4,
+            "train.global_batch_size": 32,
+            "train.recompute": "full",
+        },
+    ),
+    "gpt-oss-120b, 64 GPUs, pp 4, ep 8": (
+        "gpt-oss-120b",
+        {
+            "mesh.pp": 4,
+            "mesh.dp_shard": 16,
+            "mesh.ep": 8,
+            "pipeline.schedule": "1f1b",
+            "pipeline.stages_per_rank": 1,
+            "data.seq_len": 4096,
+            "train.microbatch_size": 1,
+            "train.global_batch_size": 128,
+        },
+    ),
+}
+H100 = MACHINES["h100"]
+_WORDS = ["alpha", "beta", "gamma", "delta", "of", "the"]
+
+
+def main() -> None:
+    """Compare all layouts, or those that are asked for, and print one table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="part of the names of layouts")
+    only = parser.parse_args().only
+    print("| layout | static | activations | buffers | plan, tensors | dry run | ratio |")
+    print("|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory(prefix="bench-plan-memory-") as scratch:
+        text = Path(scratch, "text.txt")
+        text.write_text("\n".join(" ".join(_WORDS * 10) for _ in range(8000)))
+        for name, (preset, keys) in LAYOUTS.items():
+            if only in name:
+                print(row(name, preset, keys, text), flush=True)
+
+
+def row(name: str, preset: str, keys: dict[str, object], text: Path) -> str:
+    """One layout, both ways."""
+    config = resolve(preset, keys.items(), env={}).config
+    assert config.model.vocab_size
+    planned = estimate(config, H100, vocab_size=config.model.vocab_size)
+    live = dry_run(preset, keys, text)
+    memory = planned.memory
+    static = memory.parameters + memory.gradients + memory.optimizer
+    total = tensors(planned)
+    shown = (static, memory.activations, memory.buffers, total, live)
+    return f"| {name} | {' | '.join(f'{x / 1e9:.1f}' for x in shown)} | {total / live:.2f} |"
+
+
+def tensors(planned: Estimate) -> int:
+    """Bytes of tensors, without what else takes memory."""
+    kinds = planned.memory.kinds
+    return sum(kinds[k] for k in ("parameters", "gradients", "optimizer", "activations", "buffers"))
+
+
+def dry_run(preset: str, keys: dict[str, object], text: Path) -> int:
+    """Bytes of tensors at the peak of the rank that holds most."""
+    given = [f"{key}={value}" for key, value in keys.items()]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        hp(["dry-run", preset, *given, "--data", str(text), "--documents", "1", "--json"])
+    ranks = json.loads(printed.getvalue())["ranks"]
+    return max(int(rank["memory"]["peak_live"]) for rank in ranks)
+
+
+if __name__ == "__main__":
+    main()

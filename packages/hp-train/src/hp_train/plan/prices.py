@@ -1,0 +1,369 @@
+"""What stages cost where they are: each worked out once for all layouts that ask for it. No torch.
+
+Of a layout only a few things matter to one of its stages: which ranks share it, how many tokens a
+microbatch has, and how its parameters are gathered. Thousands of layouts have these in common.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from operator import mul
+from typing import Any, NamedTuple
+
+from hp_schedule import Costs
+from hp_train.config import Config
+from hp_train.costs import modules
+from hp_train.costs.machine import Machine
+from hp_train.costs.work import EXCHANGED, Kernels, Work
+from hp_train.layout.ranks import Layout, StageLayout
+from hp_train.layout.schedules import split_layers
+from hp_train.plan.kernels import Compute, rates_of
+from hp_train.plan.memory import Memory, buffer_bytes, kinds_of, message_bytes, static_memory
+from hp_train.plan.traffic import (
+    Spread,
+    Transfer,
+    activation_transfers,
+    edge_link,
+    expert_transfer,
+    gradient_transfers,
+    shard_transfer,
+)
+
+ACTIVE_STAGES = 3
+"""Stages whose parameters are gathered at once: the default of hp-schedule's pass."""
+
+
+class StagePrice(NamedTuple):
+    """Seconds of a stage for a microbatch, and the bytes that one keeps.
+
+    Attributes:
+        forward: Forward.
+        input_grad: The part of backward that other stages wait for, with what runs again.
+        weight_grad: The rest of it.
+        exchanges: Of these, what the stage waits for others inside its layers.
+        sharded: Gathering its parameters once, or reducing its gradients; 0 where that happens
+            block by block, within forward and backward.
+        host: What the host takes to launch all of it.
+        kept: Bytes that a microbatch keeps from forward to backward.
+        message: Bytes of what a stage is given for one.
+    """
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+    exchanges: float
+    sharded: float
+    host: float
+    kept: float
+    message: float
+
+    @property
+    def full(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.input_grad + self.weight_grad
+
+
+class Prices:
+    """Prices of the stages of layouts that differ in mesh, pipeline, microbatches, recomputation.
+
+    Args:
+        machine: Machine that they are on.
+        vocab_size: Tokens of the vocabulary, the rows of the embedding.
+        spread: Where the experts of a token are.
+    """
+
+    def __init__(self, machine: Machine, vocab_size: int, spread: Spread) -> None:
+        self.machine, self.vocab_size, self.spread = machine, vocab_size, spread
+        self._stages: dict[object, StagePrice] = {}
+        self._ends: dict[object, Mapping[str, float]] = {}
+        self._tensors: dict[object, Memory] = {}
+        self._gathers: dict[object, float] = {}
+        self._each: dict[object, list[list[float]]] = {}
+
+    def stages(
+        self, config: Config, stages: Sequence[Work], places: Sequence[StageLayout]
+    ) -> list[StagePrice]:
+        """Price the stages of a layout.
+
+        Args:
+            config: Configuration of the layout.
+            stages: Stages of the whole pipeline.
+            places: The ranks of each.
+        """
+        num = len(stages)
+        kernels: Sequence[Kernels | None] = [None] * num
+        if self.machine.launch_seconds:
+            kernels = modules.kernels(config, self.vocab_size, num_stages=num)
+        layers = map(len, split_layers(config.model.num_layers, num))
+        _, slowed = cores_of(self.machine, Layout.of(config.mesh))
+        return [
+            self.stage(config, stage, place, kernels=mine, layers=number, slowed=slowed)
+            for stage, place, mine, number in zip(stages, places, kernels, layers, strict=True)
+        ]
+
+    def stage(
+        self,
+        config: Config,
+        stage: Work,
+        place: StageLayout,
+        *,
+        kernels: Kernels | None,
+        layers: int,
+        slowed: float,
+    ) -> StagePrice:
+        """Price a stage.
+
+        Args:
+            config: Configuration of the layout.
+            stage: The stage.
+            place: The ranks that share it.
+            kernels: What it launches; None: it is priced as products and layers.
+            layers: Layers that it has.
+            slowed: Factor by which ranks are slower that share cores.
+        """
+        key = (stage, place, config.train.microbatch_size, config.mesh.gather, slowed)
+        found = self._stages.get(key)
+        if found is None:
+            tokens = config.train.microbatch_size * config.data.seq_len // config.mesh.cp
+            compute = self._compute(
+                config, stage, place, tokens, kernels=kernels, layers=layers, slowed=slowed
+            )
+            found = self._stages[key] = self._stage(config, stage, place, tokens, compute)
+        return found
+
+    def _stage(
+        self, config: Config, stage: Work, place: StageLayout, tokens: int, compute: Compute
+    ) -> StagePrice:
+        ahead, back, again = self._waits(config, stage, place)
+        gather = self._gather(config, stage, place)
+        by_stage, by_block = (
+            gather if config.mesh.gather == what else 0.0 for what in ("stage", "block")
+        )
+        return StagePrice(
+            # Parameters are gathered meanwhile, and in backward gradients reduced.
+            forward=max(compute.forward + ahead, by_block),
+            input_grad=max(
+                compute.input_grad + compute.again + back + again,
+                2 * by_block - compute.weight_grad,
+            ),
+            weight_grad=compute.weight_grad,
+            exchanges=ahead + back + again,
+            sharded=by_stage,
+            host=compute.host,
+            kept=stage.kept_bytes(tokens, tp=place.tp),
+            message=float(message_bytes(config, place)),
+        )
+
+    def _waits(self, config: Config, stage: Work, place: StageLayout) -> list[float]:
+        """Seconds of what `ways` has: sums of what takes so long for each thing exchanged."""
+        key = (place, config.train.microbatch_size)
+        each = self._each.get(key)
+        if each is None:
+            each = self._each[key] = self._seconds_of_each(config, place)
+        amounts = stage.exchanged
+        repeated = stage.again.exchanged if stage.again else ()
+        return [
+            sum(map(mul, mine, column))
+            for mine, column in zip((amounts, amounts, repeated), (*each, each[0]), strict=True)
+        ]
+
+    def _seconds_of_each(self, config: Config, place: StageLayout) -> list[list[float]]:
+        """Seconds for one of each that `EXCHANGED` names, in forward and in backward."""
+        found: list[list[float]] = []
+        for name in EXCHANGED:
+            one: dict[str, Any] = {name: 1.0}
+            way = partial(_way, config, [Work(**one)], place, self.machine, spread=self.spread)
+            # Only experts have other exchanges in backward than in forward.
+            ends = [way(backward=False)]
+            if name == "rows":
+                ends.append(way(backward=True))
+            sums = [sum(transfer.seconds for transfer in end) for end in ends]
+            found.append([sums[0], sums[-1]])
+        return [list(column) for column in zip(*found, strict=True)]
+
+    def _gather(self, config: Config, stage: Work, place: StageLayout) -> float:
+        """Seconds to gather the parameters of a stage."""
+        key = (kinds_of(stage), place)
+        found = self._gathers.get(key)
+        if found is None:
+            found = shard_transfer(config, stage, place, self.machine).seconds
+            self._gathers[key] = found
+        return found
+
+    def _compute(
+        self,
+        config: Config,
+        stage: Work,
+        place: StageLayout,
+        tokens: int,
+        *,
+        kernels: Kernels | None,
+        layers: int,
+        slowed: float,
+    ) -> Compute:
+        """What a stage computes for a microbatch of tokens that attention sees on a rank."""
+        machine, number = self.machine, tokens / place.tp
+        if kernels is not None:
+            compiled = config.train.compile != "none"
+            rates = rates_of(machine, is_compiled=compiled, slowed=slowed)
+            return rates.compute(kernels, number, place, load=self.spread.load(place.ep))
+        busy = slowed * (number * stage.flops / machine.flops + layers * machine.layer_seconds)
+        repeated = stage.again.flops / stage.flops if stage.again else 0.0
+        # What runs again takes as long as it did.
+        return Compute(busy, busy, busy, again=busy * repeated)
+
+    def ends(
+        self, config: Config, stages: tuple[Work, ...], place: StageLayout
+    ) -> Mapping[str, float]:
+        """Seconds after the pipeline, of the stages of a rank: sums over replicas, the update."""
+        key = (tuple(map(kinds_of, stages)), place, config.mesh.pp)
+        found = self._ends.get(key)
+        if found is None:
+            transfers = gradient_transfers(config, stages, place, self.machine)
+            parameters, gradients, optimizer = static_memory(config, stages, place)
+            # Parameters and moments are read and written, gradients read.
+            touched = 2 * parameters + gradients + 2 * optimizer
+            found = self._ends[key] = {
+                "gradients": sum(transfer.seconds for transfer in transfers),
+                "optimizer": touched / self.machine.memory_bandwidth,
+            }
+        return found
+
+    def memory(
+        self,
+        config: Config,
+        stages: tuple[Work, ...],
+        place: StageLayout,
+        *,
+        rank: int,
+        activations: float,
+    ) -> Memory:
+        """What a rank needs.
+
+        Args:
+            config: Configuration of the layout.
+            stages: Stages of the rank.
+            place: The ranks that share them.
+            rank: Global number of the first of them.
+            activations: Bytes of its microbatches under way.
+        """
+        tensors = self.tensors(config, stages, place)
+        tensors = replace(tensors, activations=round(activations))
+        return tensors.with_margin(config, rank, self.machine)
+
+    def tensors(self, config: Config, stages: tuple[Work, ...], place: StageLayout) -> Memory:
+        """What the tensors of a rank take that are not of microbatches under way."""
+        key = (stages, place, config.mesh.pp > 1, config.mesh.gather, config.train.microbatch_size)
+        found = self._tensors.get(key)
+        if found is None:
+            parameters, gradients, optimizer = static_memory(config, stages, place)
+            found = self._tensors[key] = Memory(
+                parameters=parameters,
+                gradients=gradients,
+                optimizer=optimizer,
+                activations=0,
+                buffers=buffer_bytes(config, stages, place, active_stages=ACTIVE_STAGES),
+            )
+        return found
+
+
+def ways(
+    config: Config,
+    stages: Sequence[Work],
+    place: StageLayout,
+    machine: Machine,
+    *,
+    spread: Spread,
+) -> list[list[Transfer]]:
+    """What ranks exchange inside the layers of some stages for a microbatch.
+
+    Returns:
+        In forward, in backward, and in what backward runs again.
+    """
+    again = [stage.again for stage in stages if stage.again is not None]
+    way = partial(_way, config, place=place, machine=machine, spread=spread)
+    return [
+        way(stages, backward=False),
+        way(stages, backward=True),
+        way(again, backward=False),
+    ]
+
+
+def _way(
+    config: Config,
+    works: Sequence[Work],
+    place: StageLayout,
+    machine: Machine,
+    *,
+    spread: Spread,
+    backward: bool,
+) -> list[Transfer]:
+    tokens = config.train.microbatch_size * config.data.seq_len // config.mesh.cp
+    found: list[Transfer] = []
+    if place.tp * place.cp > 1:
+        found += activation_transfers(config, works, place, machine, tokens=tokens)
+    if place.ep * place.etp > 1 and any(work.rows for work in works):
+        dealt = tokens // place.tp
+        found.append(
+            expert_transfer(
+                config, works, place, machine, tokens=dealt, backward=backward, spread=spread
+            )
+        )
+    return found
+
+
+def aligned(place: StageLayout, node_size: int) -> StageLayout:
+    """The same ranks where they are in their nodes, as low as can be: that is all that matters."""
+    first = place.first % node_size
+    is_inside = first + place.num_ranks <= node_size
+    return replace(place, first=0 if is_inside else first)
+
+
+def cores_of(machine: Machine, layout: Layout) -> tuple[int | None, float]:
+    """Cores for one pipeline where ranks share them, and how much slower ranks are besides.
+
+    Pipelines share cores evenly; where one has a fraction of a core left, all its steps take
+    longer.
+    """
+    if not machine.cores or machine.cores >= layout.world_size:
+        return None, 1.0
+    share = machine.cores * layout.pp / layout.world_size
+    whole = max(1, int(share))
+    return whole, whole / share
+
+
+def costs_of(
+    config: Config,
+    machine: Machine,
+    prices: Sequence[StagePrice],
+    *,
+    edges: Iterable[tuple[int, int]],
+) -> Costs:
+    """What the steps of a layout cost.
+
+    Args:
+        config: Configuration of the layout.
+        machine: Its links.
+        prices: Of each stage.
+        edges: Pairs of pipeline ranks that send to each other.
+    """
+    layout, latencies = Layout.of(config.mesh), {}
+    for source, destination in edges:
+        # Of all pipelines the slowest, with the time that the bytes take, in both directions.
+        ends = sorted((source, destination))
+        link = edge_link(config, layout, machine, source=ends[0], destination=ends[1])
+        latencies[source, destination] = link.seconds
+    sharded = [price.sharded for price in prices]
+    return Costs(
+        forward=[price.forward for price in prices],
+        input_grad=[price.input_grad for price in prices],
+        weight_grad=[price.weight_grad for price in prices],
+        activation=[price.kept for price in prices],
+        latency=latencies,
+        unshard=sharded,
+        reduce_grad=sharded,
+        kept_input=[price.message for price in prices],
+        # What a stage has received and what it hands on stays.
+        offloaded=[max(0.0, price.kept - 2 * price.message) for price in prices],
+        host_bandwidth=machine.host_bandwidth,
+    )
