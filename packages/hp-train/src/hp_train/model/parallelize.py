@@ -251,6 +251,7 @@ def build_pipeline(
         if overlap is not None:
             overlap_experts(module, overlap)
         module.to_empty(device=runtime.device)
+        module.gather_narrow()
         module.share_casts(sharded=not by_block)
         module.split_weight_gradients(is_split=is_split)
         module.recompute(config.train.recompute)

@@ -75,6 +75,12 @@ class TransformerStage(Stage):
         """See `Stage.blocks`; those of multi-token prediction are among them."""
         return [part for part in self.modules() if isinstance(part, Block)]
 
+    @property
+    def casting(self) -> Sequence[nn.Module]:
+        """See `Stage.casting`; rows of the embedding are cast when they have been looked up."""
+        tables = [part for part in self.children() if isinstance(part, Embedding)]
+        return [*tables, *super().casting]
+
     def recompute(self, what: Recompute) -> None:
         """See `Stage.recompute`."""
         for part in self.modules():
