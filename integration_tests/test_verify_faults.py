@@ -32,9 +32,9 @@ SMALL = {
 
 
 def config_of(corpus: str, layout: str, *, fault: str = "") -> Config:
-    overrides = [*SMALL.items(), ("data.paths", [corpus]), ("run.name", fault)]
-    overrides += [(key, value) for key, _, value in (o.partition("=") for o in layout.split())]
-    config = resolve(str(ROOT / "verify.toml"), overrides, env={}).config
+    overrides = {**SMALL, "data.paths": [corpus], "run.name": fault}
+    overrides |= {key: value for key, _, value in (o.partition("=") for o in layout.split())}
+    config = resolve(str(ROOT / "verify.toml"), overrides.items(), env={}).config
     return PROGRAM.applied_to(checked_config(config, dtype="float64"))
 
 
@@ -61,6 +61,15 @@ BY_BLOCK = (
     f"{SHARDED} mesh.gather=block",
     f"{SHARDED} {PIPELINE} mesh.gather=block pipeline.schedule=1f1b train.recompute=full",
     f"{TENSOR} {CONTEXT} mesh.gather=block train.recompute=attention",
+    f"{SHARDED} mesh.dp_replicate=2 mesh.gather=block model.tie_embeddings=true "
+    "train.microbatch_size=1",
+    f"{SHARDED} mesh.dp_replicate=2 mesh.ep=2 train.microbatch_size=1",
+    f"{SHARDED} mesh.dp_replicate=2 {PIPELINE} mesh.gather=block train.microbatch_size=1 "
+    "train.recompute=full",
+    f"{SHARDED} mesh.ep=2 mesh.gather=block mesh.reduce_once=true train.microbatch_size=1 "
+    "model.num_mtp_modules=1",
+    f"{SHARDED} {PIPELINE} mesh.gather=block mesh.reduce_once=true pipeline.schedule=u_shape "
+    "model.tie_embeddings=true train.microbatch_size=1",
 )
 
 

@@ -53,7 +53,7 @@ def plan_axes(config: Config, num_devices: int) -> tuple[Axis, ...]:
     sizes = tuple(size for size in (1, 2, 4, 8, 16) if size <= batch)
     return (
         *mesh,
-        Axis("mesh.gather"),
+        Axis("mesh.gather", ("stage", "block")),
         Axis("pipeline.schedule"),
         Axis("pipeline.stages_per_rank", (1, 2, 3, 4)),
         Axis("train.microbatch_size", tuple(sorted({*sizes, config.train.microbatch_size}))),

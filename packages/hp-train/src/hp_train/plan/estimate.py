@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from statistics import fmean
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from hp_schedule import (
     Costs,
@@ -18,7 +18,9 @@ from hp_schedule import (
 )
 from hp_train.config import Config
 from hp_train.costs import modules
+from hp_train.costs.gather import decided
 from hp_train.costs.machine import Machine
+from hp_train.costs.memory import Memory, in_turn, rank_memory, static_memory
 from hp_train.costs.work import Work
 from hp_train.layout.ranks import Layout, StageLayout
 from hp_train.layout.schedules import (
@@ -29,7 +31,6 @@ from hp_train.layout.schedules import (
     split_layers,
 )
 from hp_train.plan.kernels import Compute, rates_of
-from hp_train.plan.memory import Memory, buffer_bytes, static_memory
 from hp_train.plan.traffic import (
     EdgeLink,
     Spread,
@@ -44,9 +45,6 @@ from hp_train.plan.traffic import (
 
 S = TypeVar("S")
 T = TypeVar("T")
-
-ACTIVE_STAGES = 3
-"""Stages whose parameters are gathered at once: the default of hp-schedule's pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +89,20 @@ class Need:
 
     Attributes:
         fixed: Bytes needed whatever is under way.
+        in_turn: Those of them that come as what is under way goes.
         stage: Bytes of a microbatch under way in one of its stages.
         stages: Bytes of a microbatch that has been through all of them.
     """
 
     fixed: int
+    in_turn: int
     stage: float
     stages: float
 
     def least(self, in_flight: float) -> float:
         """With so many microbatches at once, each counted in every stage that it is in."""
-        return self.fixed + max(self.stages, in_flight * self.stage)
+        kept = max(self.stages, in_flight * self.stage)
+        return self.fixed + max(0.0, kept - self.in_turn)
 
 
 class Plan:
@@ -117,6 +118,7 @@ class Plan:
     def __init__(
         self, config: Config, machine: Machine, *, vocab_size: int, spread: Spread | None = None
     ) -> None:
+        config = decided(config, machine, vocab_size=vocab_size)
         self.config, self.machine = config, machine
         self.spread, self._vocab_size = spread or Spread(), vocab_size
         self.layout = Layout.of(config.mesh)
@@ -138,20 +140,24 @@ class Plan:
     @cached_property
     def forward(self) -> list[float]:
         """Seconds of each stage for a microbatch."""
-        each = zip(self._computes, self._waits, self._by_block, strict=True)
+        each = zip(self._computes, self._waits, self._gathers("block"), strict=True)
         # Parameters are gathered meanwhile.
         return [max(compute.forward + wait[0], gather) for compute, wait, gather in each]
 
     @cached_property
     def input_grad(self) -> list[float]:
         """Likewise, with what runs again."""
-        each = zip(self._computes, self._waits, self._by_block, strict=True)
+        reduces = self._reduces("block")
+        if self.config.mesh.reduce_once:  # in the last backward alone
+            reduces = [seconds / self.num_microbatches for seconds in reduces]
+        each = zip(self._computes, self._waits, self._gathers("block"), reduces, strict=True)
         return [
             # Meanwhile parameters are gathered and gradients reduced.
             max(
-                compute.input_grad + compute.again + sum(wait[1:]), 2 * gather - compute.weight_grad
+                compute.input_grad + compute.again + sum(wait[1:]),
+                gather + reduce - compute.weight_grad,
             )
-            for compute, wait, gather in each
+            for compute, wait, gather, reduce in each
         ]
 
     @cached_property
@@ -181,17 +187,21 @@ class Plan:
             found.append(Compute(busy, busy, busy, again=busy * repeated))
         return found
 
-    @cached_property
-    def _by_block(self) -> list[float]:
-        """Seconds to gather the blocks of each stage, where every forward and backward does so."""
-        return self._gathers("block")
-
-    def _gathers(self, what: str) -> list[float]:
+    def _gathers(self, by: str) -> list[float]:
         """Seconds of each stage to gather its parameters; none where `mesh.gather` is another."""
-        if self.config.mesh.gather != what:
+        return self._shares(by, "gathered")
+
+    def _reduces(self, by: str) -> list[float]:
+        """Likewise, to reduce its gradients."""
+        return self._shares(by, "reduced")
+
+    def _shares(self, by: str, what: Literal["gathered", "reduced"]) -> list[float]:
+        if self.config.mesh.gather != by:
             return [0.0] * len(self.stages)
         return self._of_each(
-            lambda stage, place: shard_transfer(self.config, stage, place, self.machine).seconds
+            lambda stage, place: shard_transfer(
+                self.config, stage, place, self.machine, what=what
+            ).seconds
         )
 
     @cached_property
@@ -269,15 +279,16 @@ class Plan:
         Each rank computes its own after its first input and parameters, and reduces gradients
         after it; and its collectives go one by one.
         """
-        full, sharded = self._full(), self._sharded()
+        full, gathering, reducing = self._full(), self._gathers("stage"), self._reduces("stage")
         longest = 0.0
         ends = _once(self._held(schedule), self._ends)
         for rank, end in enumerate(ends):
             mine = schedule.stages_of(rank)
-            gathers = [sharded[stage] for stage in mine]
+            gathers = [gathering[stage] for stage in mine]
+            reduces = [reducing[stage] for stage in mine]
             before = max(sum(self.forward[: min(mine)]), min(gathers))
             busy = self.num_microbatches * sum(full[stage] for stage in mine)
-            pipeline = max(before + busy + min(gathers), 2 * sum(gathers))
+            pipeline = max(before + busy + min(reduces), sum(gathers) + sum(reduces))
             longest = max(longest, pipeline + sum(end.values()))
         return longest
 
@@ -288,7 +299,8 @@ class Plan:
         table.
         """
         ends = self._ends(self.stages, self.ranks[0])
-        busy = max(self.num_microbatches * sum(self._full()), 2 * sum(self._sharded()))
+        exchanges = sum(self._gathers("stage")) + sum(self._reduces("stage"))
+        busy = max(self.num_microbatches * sum(self._full()), exchanges)
         return (busy + sum(ends.values())) / self.layout.pp
 
     def needs(self, schedule: Schedule) -> list[Need]:
@@ -297,16 +309,14 @@ class Plan:
 
     def _need(self, stages: Sequence[Work], place: StageLayout) -> Need:
         kept = [stage.kept_bytes(self.tokens, tp=place.tp) for stage in stages]
-        return Need(self._memory(stages, place, 0.0).total, min(kept), sum(kept))
+        shared = in_turn(self.config, stages, place)
+        fixed = self._memory(stages, place, 0.0).total
+        return Need(fixed, shared, min(kept), sum(kept))
 
     def _full(self) -> list[float]:
         """Seconds of each stage for a microbatch."""
         kinds = (self.forward, self.input_grad, self.weight_grad)
         return [sum(seconds) for seconds in zip(*kinds, strict=True)]
-
-    def _sharded(self) -> list[float]:
-        """Seconds of each stage to gather its parameters, and to reduce its gradients, at once."""
-        return self._gathers("stage")
 
     def estimate(self) -> Estimate:
         """Simulate the schedule."""
@@ -349,7 +359,6 @@ class Plan:
 
     def costs(self, schedule: Schedule) -> Costs:
         """What the steps of a schedule cost."""
-        sharded = self._sharded()
         return Costs(
             forward=self.forward,
             input_grad=self.input_grad,
@@ -358,8 +367,8 @@ class Plan:
                 lambda stage, place: stage.kept_bytes(self.tokens, tp=place.tp)
             ),
             latency=self._latencies(schedule),
-            unshard=sharded,
-            reduce_grad=sharded,
+            unshard=self._gathers("stage"),
+            reduce_grad=self._reduces("stage"),
         )
 
     def _latencies(self, schedule: Schedule) -> dict[tuple[int, int], float]:
@@ -376,15 +385,7 @@ class Plan:
         )
 
     def _memory(self, stages: Sequence[Work], place: StageLayout, activations: float) -> Memory:
-        parameters, gradients, optimizer = static_memory(self.config, stages, place)
-        tensors = Memory(
-            parameters=parameters,
-            gradients=gradients,
-            optimizer=optimizer,
-            activations=round(activations),
-            buffers=buffer_bytes(self.config, stages, place, active_stages=ACTIVE_STAGES),
-        )
-        return tensors.with_margin(self.config, place, self.machine)
+        return rank_memory(self.config, stages, place, self.machine, activations)
 
     def _ends(self, stages: Sequence[Work], place: StageLayout) -> dict[str, float]:
         """Seconds after the pipeline: sums over replicas, and the update of the weights."""
@@ -415,11 +416,16 @@ class Plan:
             if ranks[stage] != rank and ranks[neighbour] == rank
         ]
         rounds = sum(step.type.name == "FSDP_UNSHARD" for step in _steps(schedule, rank))
-        sharded = [shard_transfer(config, stage, place, machine) for stage in stages]
+        gathers, reduces = (
+            [shard_transfer(config, stage, place, machine, what=what) for stage in stages]
+            for what in ("gathered", "reduced")
+        )
         # Gathered as often as the schedule says, reduced once; or both for every microbatch.
-        times = (rounds / max(1, len(stages))) + 1
+        gathered, reduced = rounds / max(1, len(stages)), 1.0
         if config.mesh.gather == "block":
-            times = 3 * self.num_microbatches
+            gathered = 2.0 * self.num_microbatches
+            reduced = 1.0 if config.mesh.reduce_once else float(self.num_microbatches)
+        shards = [_sum("", gathers, gathered), _sum("", reduces, reduced)]
         gradients = gradient_transfers(config, stages, place, machine)
         inside: dict[str, list[Transfer]] = defaultdict(list)
         for transfer in chain.from_iterable(self._ways(stages, place)):
@@ -427,7 +433,7 @@ class Plan:
         return [
             pipeline_transfer(config, place, edges, num_microbatches=self.num_microbatches),
             *(_sum(purpose, found, self.num_microbatches) for purpose, found in inside.items()),
-            _sum("parameters", sharded, times),
+            _sum("parameters", shards, 1.0),
             _sum("gradients", gradients, 1.0),
         ]
 

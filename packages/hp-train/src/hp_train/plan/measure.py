@@ -29,7 +29,7 @@ from hp_train.errors import HpError
 from hp_train.launch.launcher import run_entry
 from hp_train.launch.task import Worker
 from hp_train.layout.ranks import StageLayout
-from hp_train.plan.memory import static_memory
+from hp_train.costs.memory import static_memory
 from hp_train.training.train import start
 from hp_train.verify.pairs import checked_config, one_process
 

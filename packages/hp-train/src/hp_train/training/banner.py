@@ -31,9 +31,12 @@ def banner(config: Config, mesh: Mesh, runtime: Runtime, norm: GradientNorm) -> 
     experts = experts if model.num_experts else "dense"
     size = f"{total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active per token"
     batch = f"{train.global_batch_size} sequences x {config.data.seq_len} tokens"
+    gathered = ""
+    if any(stage.is_sharded for stage in mesh.layout.stages):
+        gathered = f", gathered by {'block' if config.mesh.gather == 'block' else 'stage'}"
     lines = [
         f"hp-train {__version__}, torch {torch.__version__}: {where}",
-        f"mesh   {mesh.layout}, schedule {schedule}",
+        f"mesh   {mesh.layout}{gathered}, schedule {schedule}",
         f"model  {size}: {model.num_layers} layers of {model.dim}, {experts}",
         f"batch  {batch} in microbatches of {train.microbatch_size}, {train.steps} steps",
     ]
