@@ -17,7 +17,14 @@ from hp_train.cli import main
 from hp_train.config import Config, rules
 from hp_train.config.options import resolve
 from hp_train.config.space import Axis, enumerate_layouts, enumerate_meshes, with_keys
+from hp_train.costs.gather import decided, most_memory
 from hp_train.costs.machine import GPU_MARGIN
+from hp_train.costs.memory import (
+    buffer_bytes,
+    local_elements,
+    message_bytes,
+    static_memory,
+)
 from hp_train.costs.modules import stage, whole_model
 from hp_train.costs.work import Kernel, Kernels, Weight
 from hp_train.errors import ConfigError
@@ -29,13 +36,6 @@ from hp_train.plan import MACHINES, Machine, Spread, choose, estimate
 from hp_train.plan.choose import _in_words, _is_repeated, _Search, plan_axes
 from hp_train.plan.estimate import Plan
 from hp_train.plan.kernels import Rates
-from hp_train.costs.gather import decided, most_memory
-from hp_train.costs.memory import (
-    buffer_bytes,
-    local_elements,
-    message_bytes,
-    static_memory,
-)
 from hp_train.plan.report import as_dict, details, name, reasons
 from hp_train.plan.traffic import (
     activation_transfers,
@@ -422,9 +422,9 @@ def test_auto_is_by_stage_where_that_fits_and_where_blocks_cannot_be() -> None:
     assert decided(given, tight, vocab_size=VOCAB) == given
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble", "v_min", "dualpipev"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble", "v_min", "dualpipe_v"])
 def test_what_decides_is_what_the_plan_says(schedule: str) -> None:
-    stages = 2 if schedule in ("v_min", "dualpipev") else 1
+    stages = 2 if schedule in ("v_min", "dualpipe_v") else 1
     config = sharded(
         mesh__pp=2,
         mesh__gather="stage",

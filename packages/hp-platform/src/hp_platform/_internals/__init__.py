@@ -151,6 +151,10 @@ def fsdp_param_groups(module: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+to_copy: Any = torch.ops.aten._to_copy.default
+"""The operator behind `Tensor.to`, as a tensor that has others inside gets it."""
+
+
 def shard_of(x: Any) -> Any:
     """The tensor that a DTensor holds, itself: what FSDP2 looks for hooks on."""
     return x._local_tensor

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -29,42 +29,40 @@ class NarrowParameter(Tensor):
     """A tensor that says one dtype and has its values in a narrower one; not to be written.
 
     It can be sliced, cast to that narrower dtype, be the table of `torch.nn.functional.embedding`,
-    and get a gradient. Whatever else reads it is refused: it would take rounded values for exact ones.
+    and get a gradient. Whatever else reads it is refused: it would take rounded values for exact
+    ones.
 
     Args:
-        inner: The values, contiguous.
+        held: The values, contiguous.
         dtype: What it says.
     """
 
-    inner: Tensor
+    held: Tensor
 
-    @staticmethod
-    def __new__(cls, inner: Tensor, dtype: torch.dtype) -> NarrowParameter:
+    def __new__(cls, held: Tensor, dtype: torch.dtype) -> Self:
         """Make one without memory of its own."""
-        made: NarrowParameter = _internals.make_wrapper(cls, inner, dtype=dtype)
+        made: Self = _internals.make_wrapper(cls, held, dtype=dtype)
+        made.held = held
         return made
 
-    def __init__(self, inner: Tensor, dtype: torch.dtype) -> None:
-        self.inner = inner
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's has an argument of its own
         """Show both dtypes."""
-        return f"NarrowParameter({self.inner}, dtype={self.dtype})"
+        return f"NarrowParameter({self.held}, dtype={self.dtype})"
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
         """See torch's protocol for compilers."""
-        return ["inner"], self.dtype
+        return ["held"], self.dtype
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], dtype: torch.dtype, size: object, stride: object
+        tensors: dict[str, Tensor], dtype: torch.dtype, size: object, stride: object
     ) -> NarrowParameter:
         """See torch's protocol for compilers."""
         del size, stride
-        return NarrowParameter(inner["inner"], dtype)
+        return NarrowParameter(tensors["held"], dtype)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares what stands for none
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one of the few operators that make sense."""
@@ -79,7 +77,7 @@ class NarrowParameter(Tensor):
 
 
 def _again(x: NarrowParameter, *_args: Any) -> Tensor | None:
-    return NarrowParameter(x.inner.detach(), x.dtype)
+    return NarrowParameter(x.held.detach(), x.dtype)
 
 
 def _reshaped(x: NarrowParameter, size: Any, stride: Any, offset: int | None = None) -> Any:
@@ -88,16 +86,16 @@ def _reshaped(x: NarrowParameter, size: Any, stride: Any, offset: int | None = N
 
 
 def _cast(x: NarrowParameter, *, dtype: torch.dtype | None = None, **_others: Any) -> Any:
-    return x.inner.detach() if dtype == x.inner.dtype else None
+    return x.held.detach() if dtype == x.held.dtype else None
 
 
 def _part(x: NarrowParameter, *place: Any) -> Tensor:
-    return NarrowParameter(aten.slice.Tensor(x.inner, *place), x.dtype)
+    return NarrowParameter(aten.slice.Tensor(x.held, *place), x.dtype)
 
 
 def _rows(x: Any, ids: Tensor, *options: Any) -> Any:
     # Of a row the values are narrow, and what is added up in backward is wide.
-    return aten.embedding.default(x.inner, ids, *options).to(x.dtype)
+    return aten.embedding.default(x.held, ids, *options).to(x.dtype)
 
 
 _READS: dict[Any, Callable[..., Any]] = {
@@ -105,7 +103,7 @@ _READS: dict[Any, Callable[..., Any]] = {
     aten.alias.default: _again,
     aten.as_strided.default: _reshaped,
     aten.slice.Tensor: _part,
-    aten._to_copy.default: _cast,
+    _internals.to_copy: _cast,
     aten.embedding.default: _rows,
 }
 
@@ -123,12 +121,12 @@ def set_fsdp_gather_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype
         dtype: What they are gathered in.
 
     Raises:
-        ValueError: If a parameter is not sharded.
+        TypeError: If a parameter is not sharded.
     """
     for parameter in parameters:
         if not isinstance(parameter, DTensor):
             shape = tuple(parameter.shape)
-            raise ValueError(f"parameter of shape {shape} must be sharded by fully_shard")
+            raise TypeError(f"parameter of shape {shape} must be sharded by fully_shard")
         if parameter.dtype == dtype:
             continue
         shard = _internals.shard_of(parameter)

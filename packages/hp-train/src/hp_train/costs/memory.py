@@ -142,9 +142,7 @@ class _Sharded(NamedTuple):
     reduced: int
 
 
-def sharded_bytes(
-    config: Config, stage: Work, layout: StageLayout, *, is_expert: bool
-) -> _Sharded:
+def sharded_bytes(config: Config, stage: Work, layout: StageLayout, *, is_expert: bool) -> _Sharded:
     """Bytes that a rank has of those parameters of a stage that are experts, or of the others."""
     wide, narrow = parameter_bytes(config), BYTES[config.train.dtype]
     gathered = reduced = 0
@@ -235,6 +233,9 @@ def buffer_bytes(
     by_block = config.mesh.gather == "block"
     gathered = _gathered_by_block(config, stages, layout) if by_block else 0
     gathered += whole_gradients(config, stages, layout)
+    if not by_block:
+        reduced = [size.reduced for stage in stages for _, size in _units(config, stage, layout)]
+        gathered += max(reduced, default=0)  # side by side, for their reduction
     flat = 0
     for is_expert, shards, copies in (
         (False, layout.fsdp, layout.dp_replicate),
@@ -280,22 +281,20 @@ def _gathered_by_block(config: Config, stages: Sequence[Work], layout: StageLayo
     return stay + most
 
 
-def _units(
-    config: Config, stage: Work, layout: StageLayout
-) -> tuple[tuple[str, _Sharded], ...]:
+def _units(config: Config, stage: Work, layout: StageLayout) -> tuple[tuple[str, _Sharded], ...]:
     """What each unit is gathered and reduced as, whole; what is in none stands under ""."""
-    is_own = bool(config.model.factory)
-    return _units_of(stage, layout, parameter_bytes(config), BYTES[config.train.dtype], is_own)
+    has_ends = config.mesh.gather == "block" and not config.model.factory
+    return _units_of(stage, layout, parameter_bytes(config), BYTES[config.train.dtype], has_ends)
 
 
 @lru_cache(maxsize=1 << 14)
 def _units_of(
-    stage: Work, layout: StageLayout, wide: int, narrow: int, is_own: bool
+    stage: Work, layout: StageLayout, wide: int, narrow: int, has_ends: bool
 ) -> tuple[tuple[str, _Sharded], ...]:
     names = {weight.name for weight in stage.weights}
     is_first = any(name.startswith("layers.0.") for name in names)
     is_both = is_first and "norm.weight" in names and _ENDS[1] not in names
-    ends = () if is_own or is_both else _ENDS  # a table that is read at both is in none
+    ends = _ENDS if has_ends and not is_both else ()  # a table that is read at both is in none
     found: dict[str, _Sharded] = {}
     for weight in stage.weights:
         shards = _shards(weight, layout)

@@ -2,10 +2,10 @@
 
 Note [Units of FSDP]. By stage, a schedule says when parameters are gathered and gradients reduced;
 what is one unit for that does not matter, and it is each block and the rest. By block, FSDP's own
-hooks gather a unit when it is called, and reduce its gradients when its backward ends. The embedding
-and the output matrix are units of their own then: the embedding is there while rows are looked up in
-it, and not in backward; the output matrix from the loss to its gradient. What is left to the stage
-itself, a few norms, stays from its forward to its backward.
+hooks gather a unit when it is called, and reduce its gradients when its backward ends. The
+embedding and the output matrix are units of their own then: the embedding is there while rows are
+looked up in it, and not in backward; the output matrix from the loss to its gradient. A table that
+is both on one stage, and what else is in no block, stays from the stage's forward to its backward.
 
 Gradients are summed over the ranks that keep copies as well (HSDP), of each unit when it was
 reduced. Over those ranks sums are of all microbatches, in the backward of the last one.
@@ -69,7 +69,7 @@ def _shard_dense(module: Stage, mesh: Mesh, units: Sequence[nn.Module]) -> None:
         set_fsdp_exchanges(part, group=group)
         if isinstance(part, Lender):
             register_fsdp_forward_method(part, "lend")
-        if part is not module and isinstance(part, Lender) and part is units[-1]:
+        if isinstance(part, Lender) and part is units[-1]:
             part.set_reshard_after_forward(False)  # backward begins with it
 
 
@@ -130,7 +130,7 @@ class LastBackward:
 
     def before(self, step: MetaStep) -> None:
         """To be called before each step of a schedule."""
-        if step.type is MetaStepType.BWD:
+        if step.type is MetaStepType.BWD and step.stage_index is not None:
             self._count(step.stage_index)
         if self._on_step is not None:
             self._on_step(step)

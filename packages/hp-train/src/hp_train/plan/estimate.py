@@ -199,9 +199,9 @@ class Plan:
         if self.config.mesh.gather != by:
             return [0.0] * len(self.stages)
         return self._of_each(
-            lambda stage, place: shard_transfer(
-                self.config, stage, place, self.machine, what=what
-            ).seconds
+            lambda stage, place: (
+                shard_transfer(self.config, stage, place, self.machine, what=what).seconds
+            )
         )
 
     @cached_property

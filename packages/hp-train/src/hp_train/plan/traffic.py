@@ -12,8 +12,6 @@ from typing import Literal, NamedTuple
 from hp_train.base.dtypes import BYTES
 from hp_train.config import Config, ModelConfig
 from hp_train.costs.machine import Link, Machine
-from hp_train.costs.work import Work
-from hp_train.layout.ranks import Axis, Layout, StageLayout
 from hp_train.costs.memory import (
     local_elements,
     message_bytes,
@@ -22,6 +20,8 @@ from hp_train.costs.memory import (
     stage_elements,
     table_of,
 )
+from hp_train.costs.work import Work
+from hp_train.layout.ranks import Axis, Layout, StageLayout
 
 
 @dataclass(frozen=True, slots=True)

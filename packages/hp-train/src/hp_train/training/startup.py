@@ -119,12 +119,15 @@ def decide_gather(config: Config, runtime: Runtime, *, vocab_size: int) -> Confi
     if config.mesh.gather != "auto" or runtime.device.type != "cuda":
         return config
     properties = torch.cuda.get_device_properties(runtime.device)
-    told = (str(properties.uuid), properties.total_memory, runtime.info.local_world_size)
-    everyone = all_gather_json(told, of=tuple[str, int, int], group=runtime.control)
-    sharing = Counter(uuid for uuid, *_ in everyone)  # several ranks may share one
+    num_local = runtime.info.local_world_size
+    # Several ranks may share a GPU; each may also see but its own.
+    most = -(-num_local // torch.cuda.device_count())
+    told = (str(properties.uuid), properties.total_memory, num_local, most)
+    everyone = all_gather_json(told, of=tuple[str, int, int, int], group=runtime.control)
+    sharing = Counter(uuid for uuid, *_ in everyone)
     machine = MACHINES["h100"].with_values(
-        memory=min(total / sharing[uuid] for uuid, total, _ in everyone),
-        node_size=max(size for *_, size in everyone),
+        memory=min(total / min(sharing[uuid], most) for uuid, total, _, most in everyone),
+        node_size=max(size for _, _, size, _ in everyone),
     )
     return decided(config, machine, vocab_size=vocab_size)
 
