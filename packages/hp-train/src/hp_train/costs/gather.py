@@ -31,6 +31,13 @@ def decided(config: Config, machine: Machine, *, vocab_size: int) -> Config:
     return by_stage if fits else by_block
 
 
+def in_words(config: Config) -> str:
+    """How parameters are gathered, as a clause behind a layout; nothing where none are."""
+    if not any(stage.is_sharded for stage in Layout.of(config.mesh).stages):
+        return ""
+    return f", gathered by {'block' if config.mesh.gather == 'block' else 'stage'}"
+
+
 def most_memory(config: Config, machine: Machine, *, vocab_size: int) -> Memory:
     """What the rank needs that needs most.
 

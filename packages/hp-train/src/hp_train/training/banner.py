@@ -7,6 +7,7 @@ import torch
 from hp_platform import Runtime
 from hp_train import __version__
 from hp_train.config import Config
+from hp_train.costs.gather import in_words
 from hp_train.layout.mesh import Mesh
 from hp_train.training.gpu_settings import in_force
 from hp_train.training.gradients import GradientNorm
@@ -31,12 +32,9 @@ def banner(config: Config, mesh: Mesh, runtime: Runtime, norm: GradientNorm) -> 
     experts = experts if model.num_experts else "dense"
     size = f"{total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active per token"
     batch = f"{train.global_batch_size} sequences x {config.data.seq_len} tokens"
-    gathered = ""
-    if any(stage.is_sharded for stage in mesh.layout.stages):
-        gathered = f", gathered by {'block' if config.mesh.gather == 'block' else 'stage'}"
     lines = [
         f"hp-train {__version__}, torch {torch.__version__}: {where}",
-        f"mesh   {mesh.layout}{gathered}, schedule {schedule}",
+        f"mesh   {mesh.layout}{in_words(config)}, schedule {schedule}",
         f"model  {size}: {model.num_layers} layers of {model.dim}, {experts}",
         f"batch  {batch} in microbatches of {train.microbatch_size}, {train.steps} steps",
     ]
