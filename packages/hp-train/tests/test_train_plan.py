@@ -17,7 +17,7 @@ from hp_train.cli import main
 from hp_train.config import Config, rules
 from hp_train.config.options import resolve
 from hp_train.config.space import Axis, enumerate_layouts, enumerate_meshes, with_keys
-from hp_train.costs.gather import decided, most_memory
+from hp_train.costs.gather import ROOM, decided, most_memory
 from hp_train.costs.machine import GPU_MARGIN
 from hp_train.costs.memory import (
     buffer_bytes,
@@ -409,8 +409,8 @@ def test_auto_is_by_stage_where_that_fits_and_where_blocks_cannot_be() -> None:
         for how in ("stage", "block")
     )
     assert parts < whole
-    for memory, how in ((whole, "stage"), (whole - 1, "block"), (1.0, "block")):
-        machine = H100.with_values(memory=memory)
+    for memory, how in ((whole + 1, "stage"), (whole - 1, "block"), (1.0, "block")):
+        machine = H100.with_values(memory=memory / (1 - ROOM))
         assert decided(config, machine, vocab_size=VOCAB).mesh.gather == how
         assert estimate(config, machine, vocab_size=VOCAB).config.mesh.gather == how
     tight = H100.with_values(memory=1.0)
