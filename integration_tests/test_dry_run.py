@@ -126,8 +126,10 @@ def test_of_sharded_blocks_two_are_gathered_at_once(
     assert memory["at_peak"]["gathered parameters"] == pytest.approx(4 * expected, rel=0.01)
 
 
-def gathered_bytes(*keys: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, Counter[str]]:
-    """The layout of a dry run of `debug-llama3` on two ranks, and the bytes of what FSDP does."""
+def gathered_bytes(
+    *keys: str, capsys: pytest.CaptureFixture[str], of: str = "fsdp"
+) -> tuple[str, Counter[str]]:
+    """The layout of a dry run of `debug-llama3` on two ranks, and the bytes of what a group does."""
     small = {"mesh.dp_shard": "2", "pipeline.schedule": "1f1b", "train.microbatch_size": "1"}
     small |= {"model.num_layers": "6", "model.dim": "64", "train.global_batch_size": "2"}
     small |= dict(key.split("=") for key in keys)
@@ -135,7 +137,7 @@ def gathered_bytes(*keys: str, capsys: pytest.CaptureFixture[str]) -> tuple[str,
     found = json.loads(capsys.readouterr().out)
     bytes_of: Counter[str] = Counter()
     for communicator in found["ranks"][0]["traffic"]["communicators"]:
-        if communicator["name"].startswith("fsdp"):
+        if communicator["name"].startswith(of):
             for name, done in communicator["operations"].items():
                 bytes_of[name] += done["bytes"]
     return found["layout"], bytes_of
@@ -153,6 +155,19 @@ def test_what_is_cast_is_gathered_in_half_of_the_bytes_and_reduced_in_all(
     times = 2 if gather == "stage" else 4
     least = 2 * 13 * 64 * 2 * times - 2 * 64 * 2 * (times - 2)  # the last one stays
     assert narrow["all_gather"] - wide["all_gather"] / 2 == least
+
+
+@pytest.mark.parametrize("gather", ["stage", "block"])
+def test_sums_over_copies_of_shards_are_of_all_microbatches_and_of_a_unit_each(
+    gather: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = (f"mesh.gather={gather}", "mesh.dp_replicate=2", "train.global_batch_size=12")
+    settings = {"model.num_layers": "6", "model.dim": "64"}
+    model = resolve("debug-llama3", [*settings.items()], env={}).config.model
+    shapes = model_shapes(replace(model, vocab_size=256)).values()
+    _, bytes_of = gathered_bytes(*keys, capsys=capsys, of="dp_replicate")
+    # Of half of the parameters in each of two steps, after one number when ranks meet.
+    assert bytes_of == {"all_reduce": 4 + 2 * 4 * sum(map(math.prod, shapes)) // 2}
 
 
 def test_auto_gathers_by_block_where_a_stage_does_not_fit(
