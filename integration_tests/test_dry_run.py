@@ -129,7 +129,7 @@ def test_of_sharded_blocks_two_are_gathered_at_once(
 def gathered_bytes(
     *keys: str, capsys: pytest.CaptureFixture[str], of: str = "fsdp"
 ) -> tuple[str, Counter[str]]:
-    """The layout of a dry run of `debug-llama3` on two ranks, and the bytes of what a group does."""
+    """The layout of a dry run of `debug-llama3`, and the bytes of what the ranks of a group do."""
     small = {"mesh.dp_shard": "2", "pipeline.schedule": "1f1b", "train.microbatch_size": "1"}
     small |= {"model.num_layers": "6", "model.dim": "64", "train.global_batch_size": "2"}
     small |= dict(key.split("=") for key in keys)
