@@ -72,14 +72,15 @@ class Lender(nn.Module):
 
     weight: Tensor
 
-    def lend(self, reader: Callable[..., Tensor], *args: Any) -> Tensor:
-        """Call a function with the weight, and then other arguments.
+    def lend(self, reader: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:
+        """Call a function with a tensor, the weight, and other arguments.
 
         Args:
             reader: Returns what has a gradient.
-            *args: Those whose gradients come through this call among them.
+            x: Its gradient comes through this call.
+            *others: Further arguments.
         """
-        return reader(self.weight, *args)
+        return reader(x, self.weight, *others)
 
 
 class Linear(Lender):

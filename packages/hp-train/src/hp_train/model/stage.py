@@ -31,7 +31,7 @@ from hp_context import Attention
 from hp_expert import GroupedExperts
 from hp_platform import set_fsdp_gather_dtype
 from hp_train.errors import ConfigError
-from hp_train.model.layers import Embedding, Lender, Linear, WeightCasts, cast_linear
+from hp_train.model.layers import Embedding, Linear, WeightCasts, cast_linear
 from hp_train.model.loss import linear_cross_entropy
 from hp_train.model.recompute import Recompute, recomputed
 
@@ -83,10 +83,6 @@ class Stage(nn.Module):
         self._made: WeightCasts | None = None
         self.is_split = True
         self.linear_cross_entropy: Callable[..., Tensor] = linear_cross_entropy
-
-    def predict_by(self, output: Lender, x: Tensor, targets: Tensor | None) -> Tensor:
-        """Return what :meth:`predict` does, with the weight of a module that may be sharded."""
-        return output.lend(lambda weight, x: self.predict(x, weight, targets), x)
 
     def predict(self, x: Tensor, weight: Tensor, targets: Tensor | None) -> Tensor:
         """Return the loss of hidden states, a scalar, without holding large logits; or the logits.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hp_train.config import ModelConfig
 from hp_train.errors import ConfigError
 from hp_train.model.block import Block, Microbatch, add_loss
-from hp_train.model.layers import Embedding, Lender, Linear, RMSNorm, dropout
+from hp_train.model.layers import Embedding, Linear, RMSNorm, dropout
 from hp_train.model.prediction import PredictionModule, prediction_loss
 from hp_train.model.recompute import Recompute
 from hp_train.model.rotary import Rotation, rotation
@@ -78,10 +78,13 @@ class TransformerStage(Stage):
     @property
     def units(self) -> Sequence[nn.Module]:
         """See `Stage.units`: the blocks, before them the embedding, behind them the output."""
-        first = [self.embedding] if self.is_first and self.embedding is not None else []
-        last = [] if self.norm is None else [self._holder]
-        # A table that is both is read all the time.
-        return self.blocks if first and first == last else [*first, *self.blocks, *last]
+        first: nn.Module | None = self.embedding if self.is_first else None
+        last: nn.Module | None = None
+        if self.norm is not None:
+            last = self.embedding if self.output is None else self.output
+        if first is last:  # a table that is both is read all the time
+            return self.blocks
+        return [part for part in (first, *self.blocks, last) if part is not None]
 
     @property
     def casting(self) -> Sequence[nn.Module]:
@@ -160,14 +163,9 @@ class TransformerStage(Stage):
         """See `Stage.predict`; of this rank's hidden states, [B, s, D]."""
         if self.before_output is not None:
             x = self.before_output(x)
-        return self.predict_by(self._holder, x, targets)
-
-    @property
-    def _holder(self) -> Lender:
-        """What has the output matrix."""
         holder = self.embedding if self.output is None else self.output
         assert holder is not None
-        return holder
+        return holder.lend(self.predict, x, targets)
 
 
 def build_stage(
