@@ -120,8 +120,64 @@ def test_of_sharded_blocks_two_are_gathered_at_once(
         sizes[".".join(name.split(".")[:2]) if in_block else ""] += math.prod(shape)
     whole, block = sum(sizes.values()), sizes["layers.1"]
     assert "backward" in memory["peak"]["place"]
-    expected = whole if gather == "stage" else sizes[""] + 2 * block
+    # The output matrix is gone when the first block runs, and the embedding is not there at all.
+    norm = replace(model, vocab_size=256).dim
+    expected = whole if gather == "stage" else norm + 2 * block
     assert memory["at_peak"]["gathered parameters"] == pytest.approx(4 * expected, rel=0.01)
+
+
+def gathered_bytes(
+    *keys: str, capsys: pytest.CaptureFixture[str], of: str = "fsdp"
+) -> tuple[str, Counter[str]]:
+    """The layout of a dry run of `debug-llama3`, and the bytes of what the ranks of a group do."""
+    small = {"mesh.dp_shard": "2", "pipeline.schedule": "1f1b", "train.microbatch_size": "1"}
+    small |= {"model.num_layers": "6", "model.dim": "64", "train.global_batch_size": "2"}
+    small |= dict(key.split("=") for key in keys)
+    assert main(["dry-run", "debug-llama3", "--json", *map("=".join, small.items())]) == 0
+    found = json.loads(capsys.readouterr().out)
+    bytes_of: Counter[str] = Counter()
+    for communicator in found["ranks"][0]["traffic"]["communicators"]:
+        if communicator["name"].startswith(of):
+            for name, done in communicator["operations"].items():
+                bytes_of[name] += done["bytes"]
+    return found["layout"], bytes_of
+
+
+@pytest.mark.parametrize("gather", ["stage", "block"])
+def test_what_is_cast_is_gathered_in_half_of_the_bytes_and_reduced_in_all(
+    gather: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, wide = gathered_bytes(f"mesh.gather={gather}", "train.dtype=float32", capsys=capsys)
+    _, narrow = gathered_bytes(f"mesh.gather={gather}", "train.dtype=bfloat16", capsys=capsys)
+    assert narrow["reduce_scatter"] == wide["reduce_scatter"]
+    assert narrow["all_gather"] == pytest.approx(wide["all_gather"] / 2, rel=0.01)
+    # But norms of 64 numbers, in two steps: two of each of six blocks, and one in no block.
+    times = 12 * (2 if gather == "stage" else 4) + 2
+    assert narrow["all_gather"] - wide["all_gather"] / 2 == 2 * 64 * times
+
+
+@pytest.mark.parametrize("gather", ["stage", "block"])
+def test_sums_over_copies_of_shards_are_of_all_microbatches_and_of_a_unit_each(
+    gather: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = (f"mesh.gather={gather}", "mesh.dp_replicate=2", "train.global_batch_size=12")
+    settings = {"model.num_layers": "6", "model.dim": "64"}
+    model = resolve("debug-llama3", [*settings.items()], env={}).config.model
+    shapes = model_shapes(replace(model, vocab_size=256)).values()
+    _, bytes_of = gathered_bytes(*keys, capsys=capsys, of="dp_replicate")
+    # Of half of the parameters in each of two steps, after one number when ranks meet.
+    assert bytes_of == {"all_reduce": 4 + 2 * 4 * sum(map(math.prod, shapes)) // 2}
+
+
+def test_auto_gathers_by_block_where_a_stage_does_not_fit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    keys = ("mesh.dp_shard=64", "train.global_batch_size=64", "train.dtype=bfloat16")
+    keys += ("model.dim=4096", "model.num_layers=6", "model.num_heads=32")
+    # Of 6 layers 5 or 20 G parameters: gathered and with gradients 30 or 120 GB.
+    for hidden, how in ((2**16, "stage"), (2**18, "block")):
+        layout, _ = gathered_bytes(*keys, f"model.dense_hidden={hidden}", capsys=capsys)
+        assert layout.endswith(f", gathered by {how}")
 
 
 def test_a_strangers_fsdp_loop_runs(capfd: pytest.CaptureFixture[str]) -> None:

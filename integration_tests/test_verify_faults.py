@@ -32,9 +32,9 @@ SMALL = {
 
 
 def config_of(corpus: str, layout: str, *, fault: str = "") -> Config:
-    overrides = [*SMALL.items(), ("data.paths", [corpus]), ("run.name", fault)]
-    overrides += [(key, value) for key, _, value in (o.partition("=") for o in layout.split())]
-    config = resolve(str(ROOT / "verify.toml"), overrides, env={}).config
+    overrides = {**SMALL, "data.paths": [corpus], "run.name": fault}
+    overrides |= {key: value for key, _, value in (o.partition("=") for o in layout.split())}
+    config = resolve(str(ROOT / "verify.toml"), overrides.items(), env={}).config
     return PROGRAM.applied_to(checked_config(config, dtype="float64"))
 
 
@@ -57,14 +57,38 @@ def runs(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     )
 
 
-BY_BLOCK = (
-    f"{SHARDED} mesh.gather=block",
-    f"{SHARDED} {PIPELINE} mesh.gather=block pipeline.schedule=1f1b train.recompute=full",
-    f"{TENSOR} {CONTEXT} mesh.gather=block train.recompute=attention",
-)
+ONE = "train.microbatch_size=1"
+HYBRID = f"{SHARDED} mesh.dp_replicate=2 {ONE}"
+BY_FSDP = {
+    "block": f"{SHARDED} mesh.gather=block",
+    "block, pipeline": f"{SHARDED} {PIPELINE} mesh.gather=block pipeline.schedule=1f1b "
+    "train.recompute=full",
+    "block, cut": f"{TENSOR} {CONTEXT} mesh.gather=block train.recompute=attention",
+    "auto": f"{SHARDED} mesh.gather=auto",
+    "copies, stage": f"{HYBRID} mesh.gather=stage mesh.ep=2",
+    "copies, split backward": f"{HYBRID} {PIPELINE} pipeline.schedule=zero_bubble",
+    "copies, tied": f"{HYBRID} mesh.gather=block model.tie_embeddings=true",
+    "copies, pipeline": f"{HYBRID} {PIPELINE} mesh.gather=block train.recompute=full",
+    "once": f"{SHARDED} mesh.ep=2 mesh.gather=block mesh.reduce_once=true {ONE} "
+    "model.num_mtp_modules=1",
+    "once, copies": f"{HYBRID} mesh.gather=block mesh.reduce_once=true",
+    "once, tied ends": f"{SHARDED} {PIPELINE} mesh.gather=block mesh.reduce_once=true {ONE} "
+    "pipeline.schedule=u_shape model.tie_embeddings=true",
+}
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, *BY_BLOCK])
+@pytest.mark.sample("block, pipeline", "copies, stage", "copies, pipeline", "once")
+@pytest.mark.parametrize("name", BY_FSDP)
+def test_however_parameters_are_gathered_a_layout_is_equal(
+    name: str, corpus: str, runs: Runs
+) -> None:
+    config = config_of(corpus, BY_FSDP[name])
+    comparison = runs.compare(config, one_process(config))
+    assert comparison.ok, str(comparison)
+    assert comparison.num_steps == PROGRAM.steps
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_without_a_bug_is_equal(layout: str, corpus: str, runs: Runs) -> None:
     config = config_of(corpus, layout)
     comparison = runs.compare(config, one_process(config))

@@ -12,6 +12,7 @@ from hp_train.base.randomness import generator
 from hp_train.config import Config
 from hp_train.launch.task import Worker
 from hp_train.layout import vocabulary
+from hp_train.model import Stage
 from hp_train.verify import Job
 from hp_train.verify.watched import TrainerJob
 
@@ -32,6 +33,15 @@ class TiledLoss(TrainerJob):
         if config.world_size > 1:
             vocabulary.TILE_BYTES = 8 * 11 * config.data.seq_len
             vocabulary._TOKENS = config.data.seq_len
+        super().__init__(config, worker)
+
+
+class GathersWide(TrainerJob):
+    """What runs under the name "wide" gathers parameters as they are, and casts them then."""
+
+    def __init__(self, config: Config, worker: Worker) -> None:
+        if config.run.name == "wide":
+            setattr(Stage, "gather_narrow", lambda _stage: None)  # noqa: B010 - mypy
         super().__init__(config, worker)
 
 

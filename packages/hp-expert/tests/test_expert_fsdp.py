@@ -116,6 +116,25 @@ def test_gradients_under_fsdp_are_the_mean_over_data_parallel_ranks(
         assert not wrong, "\n".join(wrong)
 
 
+def with_copies(copies: int, shards: int) -> str:
+    """Experts of a rank each: sharded over some ranks, of which others keep copies (HSDP)."""
+    mesh = init_device_mesh("cpu", (copies, shards, 1), mesh_dim_names=("copies", "efsdp", "ep"))
+    num_ranks, block = copies * shards, Block()
+    ExpertParallel().apply(block, mesh["ep"])
+    with pytest.raises(ValueError, match="mesh must have one or two axes"):
+        fully_shard_experts(block, mesh, divide_gradients_by=num_ranks)
+    fully_shard_experts(block, mesh["copies", "efsdp"], divide_gradients_by=num_ranks)
+    fully_shard(block, mesh=dp_mesh(num_ranks, 1))
+    block(tokens(dist.get_rank())).square().mean().backward()
+    found = compare(gradients(block), gradients(one_process(num_ranks)), bound=1e-12)
+    return "" if found.ok else str(found)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on gathers of two axes
+def test_experts_may_have_copies_beside_shards() -> None:
+    assert run_distributed(with_copies, 2, 2, world_size=4) == [""] * 4
+
+
 def experts_inside(efsdp: int) -> set[int]:
     """Dims that FSDP2 cuts the weights of four local experts along."""
     mesh = init_device_mesh("cpu", (efsdp, 1), mesh_dim_names=("efsdp", "ep"))

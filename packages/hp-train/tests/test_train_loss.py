@@ -15,6 +15,7 @@ from hp_platform import WeightGradQueue
 from hp_platform.testing import LiveBytes, run_distributed, watch_operators
 from hp_train.config import Config
 from hp_train.config.space import with_keys
+from hp_train.costs.memory import buffer_bytes
 from hp_train.costs.modules import whole_model
 from hp_train.layout import vocabulary
 from hp_train.layout.parameter import chunk
@@ -25,7 +26,6 @@ from hp_train.model.initialization import initialize_parameters
 from hp_train.model.layers import WeightCasts
 from hp_train.model.loss import loss_of, tiled_cross_entropy
 from hp_train.model.parameters import named_parameters
-from hp_train.plan.memory import buffer_bytes
 
 Found = tuple[Tensor, Tensor, Tensor]
 TILES = [LogitTile(40, 70), LogitTile(100, 1000), LogitTile(7, 1), LogitTile(1, 1000)]

@@ -105,7 +105,7 @@ def test_squares_of_gradients_are_written_once_and_in_their_places(worker: Worke
     mesh: Any = SimpleNamespace(index={"dp_replicate": 0, "expert_replicate": 0}.__getitem__)
     stack = ParameterSpec(is_expert=True)
     parameters = [
-        Parameter("z", whole, whole, (3,), (), ("dp_replicate",), ParameterSpec(), ((0, 3),)),
+        Parameter("z", whole, whole, (3,), (), ("dp_replicate",), (), ParameterSpec(), ((0, 3),)),
         Parameter(
             "a",
             experts,
@@ -113,6 +113,7 @@ def test_squares_of_gradients_are_written_once_and_in_their_places(worker: Worke
             (8, 2),
             (),
             ("expert_replicate",),
+            (),
             stack,
             ((4, 6), (0, 2)),
         ),

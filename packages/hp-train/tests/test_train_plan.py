@@ -18,7 +18,14 @@ from hp_train.cli import main
 from hp_train.config import Config, rules
 from hp_train.config.options import resolve
 from hp_train.config.space import Axis, enumerate_layouts, enumerate_meshes, with_keys
+from hp_train.costs.gather import ROOM, decided, most_memory
 from hp_train.costs.machine import GPU_MARGIN
+from hp_train.costs.memory import (
+    buffer_bytes,
+    local_elements,
+    message_bytes,
+    static_memory,
+)
 from hp_train.costs.modules import stage, whole_model
 from hp_train.costs.work import Kernel, Kernels, Weight
 from hp_train.errors import ConfigError
@@ -31,12 +38,6 @@ from hp_train.plan.candidate import Candidate
 from hp_train.plan.choose import _in_words, giving_up, plan_axes
 from hp_train.plan.estimate import Estimate, Plan
 from hp_train.plan.kernels import Rates
-from hp_train.plan.memory import (
-    buffer_bytes,
-    local_elements,
-    message_bytes,
-    static_memory,
-)
 from hp_train.plan.prices import Prices
 from hp_train.plan.report import as_dict, details, name, reasons
 from hp_train.plan.searching import Search, is_repeated
@@ -120,7 +121,9 @@ def test_ranks_of_a_node_share_what_they_gather_from_other_nodes() -> None:
     fast, slow = H100.bandwidth, 1e-3 * H100.bandwidth
     machine = H100.with_values(node_bandwidth=slow, latency=0.0, node_latency=0.0)
     for node_size, per_rank, rate in ((16, 1.0, fast), (8, 1 / 8, slow), (1, 15.0, slow)):
-        found = shard_transfer(config, work, layout, machine.with_values(node_size=node_size))
+        found = shard_transfer(
+            config, work, layout, machine.with_values(node_size=node_size), what="reduced"
+        )
         assert found.between_nodes is (node_size < 16)
         # Of 16 parts each rank gets 15; those of 8 other ranks come in once for all 8 of a node.
         size = found.bytes / 15 * (8 * per_rank if node_size == 8 else 15.0)
@@ -465,7 +468,7 @@ def test_a_model_that_fits_only_in_few_layouts_is_found_one() -> None:
     assert choice.best[0].memory.total <= H100.memory
 
 
-def test_casts_of_sharded_stages_are_held_while_their_parameters_are_gathered() -> None:
+def test_what_is_cast_is_held_narrow_alone_where_it_is_gathered() -> None:
     keys = {"train.dtype": "bfloat16", "model.num_experts": 0, "model.num_layers": 8}
     config = with_keys(Config(), keys)
     layers = [
@@ -480,7 +483,82 @@ def test_casts_of_sharded_stages_are_held_while_their_parameters_are_gathered() 
         )
         for layout in (whole, sharded)
     ]
-    assert casts == [8 * each, 3 * each]
+    # Of whole stages casts are held besides; of sharded ones half of what fp32 holds.
+    assert casts == [8 * each, -3 * each]
+
+
+def test_bytes_of_a_gather_are_half_of_those_of_a_reduction() -> None:
+    config = config_of({"model.num_experts": 0, "train.dtype": "bfloat16"})
+    work, layout = whole_model(config, VOCAB), StageLayout(dp_shard=2)
+    gathered, reduced = (
+        shard_transfer(config, work, layout, H100, what=what).bytes
+        for what in ("gathered", "reduced")
+    )
+    sizes = {weight.size: weight.is_cast for weight in work.weights}
+    assert {is_cast for size, is_cast in sizes.items() if size <= config.model.dim} == {False}
+    norms = sum(weight.size for weight in work.weights if not weight.is_cast)
+    # Each of two ranks gets half of all; norms travel as they are.
+    assert gathered == reduced / 2 + norms / 2 * 2
+    assert norms < 0.01 * reduced
+
+
+def sharded(**keys: object) -> Config:
+    mesh = {"mesh.pp": 1, "mesh.dp_replicate": 1, "mesh.dp_shard": 2, "mesh.ep": 1}
+    pipeline = {"pipeline.schedule": "1f1b", "pipeline.stages_per_rank": 1}
+    batch = {"train.global_batch_size": 8, "train.microbatch_size": 1, "mesh.gather": "auto"}
+    given = {key.replace("__", "."): value for key, value in keys.items()}
+    return config_of({**mesh, **pipeline, **batch, "model.num_layers": 12, **given})
+
+
+def test_auto_is_by_stage_where_that_fits_and_where_blocks_cannot_be() -> None:
+    config = sharded()
+    whole, parts = (
+        most_memory(with_keys(config, {"mesh.gather": how}), H100, vocab_size=VOCAB).total
+        for how in ("stage", "block")
+    )
+    assert parts < whole
+    for memory, how in ((whole + 1, "stage"), (whole - 1, "block"), (1.0, "block")):
+        machine = H100.with_values(memory=memory / (1 - ROOM))
+        assert decided(config, machine, vocab_size=VOCAB).mesh.gather == how
+        assert estimate(config, machine, vocab_size=VOCAB).config.mesh.gather == how
+    tight = H100.with_values(memory=1.0)
+    split = sharded(mesh__pp=2, pipeline__schedule="zero_bubble")
+    alone = sharded(mesh__dp_shard=1)
+    for kept in (split, alone):
+        assert decided(kept, tight, vocab_size=VOCAB).mesh.gather == "stage"
+    given = with_keys(config, {"mesh.gather": "stage"})
+    assert decided(given, tight, vocab_size=VOCAB) == given
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble", "v_min", "dualpipe_v"])
+def test_what_decides_is_what_the_plan_says(schedule: str) -> None:
+    stages = 2 if schedule in ("v_min", "dualpipe_v") else 1
+    config = sharded(
+        mesh__pp=2,
+        mesh__gather="stage",
+        pipeline__schedule=schedule,
+        pipeline__stages_per_rank=stages,
+    )
+    memory = most_memory(config, H100, vocab_size=VOCAB)
+    assert memory == estimate(config, H100, vocab_size=VOCAB).memory
+
+
+def test_gradients_that_are_reduced_once_are_whole_until_then() -> None:
+    each, once = (
+        estimate(sharded(mesh__gather="block", mesh__reduce_once=how), H100, vocab_size=VOCAB)
+        for how in (False, True)
+    )
+    elements = sum(w.size for w in whole_model(sharded(), VOCAB).weights)
+    assert once.memory.buffers - each.memory.buffers == 4 * elements
+    sent = [{t.purpose: t.bytes for t in e.transfers}["parameters"] for e in (each, once)]
+    # Four microbatches: eight gathers, and four reductions or one.
+    assert sent[0] / sent[1] == pytest.approx(12 / 9)
+    # Of one microbatch they come as its activations go.
+    one = {"train__global_batch_size": 2, "mesh__gather": "stage"}
+    alone = estimate(sharded(**one), H100, vocab_size=VOCAB).memory
+    kept = min(alone.activations, 4 * elements)
+    several = estimate(sharded(mesh__gather="stage"), H100, vocab_size=VOCAB).memory
+    assert several.buffers - alone.buffers == kept
 
 
 def test_reasons_name_what_the_next_layout_spends_more_on() -> None:

@@ -41,7 +41,8 @@ def fully_shard_experts(
     Args:
         module: `GroupedExperts`, or what contains some, or a model that `apply_to_transformers`
             has spread.
-        mesh: The replicas: one axis, as of `init_device_mesh(..., ("efsdp", "ep"))["efsdp"]`.
+        mesh: The replicas: one axis, as of `init_device_mesh(..., ("efsdp", "ep"))["efsdp"]`, over
+            which they are sharded; or two, the ranks that keep copies first (HSDP).
         divide_gradients_by: 1 if the loss is divided by the tokens of all ranks; the number of
             data-parallel ranks, `efsdp * ep`, if it is a mean over those of this rank. See Note
             [Scale of gradients].
@@ -51,9 +52,12 @@ def fully_shard_experts(
         `module`.
 
     Raises:
-        ValueError: If the mesh has more than one axis.
+        ValueError: If the mesh has more than two axes.
     """
-    group, place = resolve_group(mesh), partial(_fsdp_placement, num_shards=mesh.size())
+    if mesh.ndim > 2:
+        raise ValueError(f"mesh must have one or two axes, not {mesh.mesh_dim_names}")
+    group, num_shards = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+    place = partial(_fsdp_placement, num_shards=num_shards)
     for experts in _experts_of(module):
         factor, dtype = divide_gradients_by, next(experts.parameters(recurse=False)).dtype
         if mesh.size() == 1 and _divides_twice(mesh, dtype, options):

@@ -22,6 +22,7 @@ from hp_platform.collectives.collectives import (
     wait_tensor,
 )
 from hp_platform.collectives.fsdp import set_fsdp_exchanges, set_fsdp_frees_parameters
+from hp_platform.collectives.narrow import set_fsdp_gather_dtype
 from hp_platform.collectives.p2p import irecv, isend, isend_irecv
 from hp_platform.collectives.pending import Pending
 from hp_platform.device.device import backend_for, local_device
@@ -107,6 +108,7 @@ __all__ = [
     "resolve_group",
     "set_fsdp_exchanges",
     "set_fsdp_frees_parameters",
+    "set_fsdp_gather_dtype",
     "shutdown",
     "side_stream",
     "start_all_to_all",

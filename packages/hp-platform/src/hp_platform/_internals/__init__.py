@@ -151,6 +151,22 @@ def fsdp_param_groups(module: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+to_copy: Any = torch.ops.aten._to_copy.default
+"""The operator behind `Tensor.to`, as a tensor that has others inside gets it."""
+
+
+def shard_of(x: Any) -> Any:
+    """The tensor that a DTensor holds, itself: what FSDP2 looks for hooks on."""
+    return x._local_tensor
+
+
+def make_wrapper(kind: type[Tensor], inner: Tensor, *, dtype: torch.dtype) -> Any:
+    """A tensor of a class that has its values elsewhere: as large as `inner`, of another dtype."""
+    return Tensor._make_wrapper_subclass(
+        kind, inner.shape, strides=inner.stride(), dtype=dtype, device=inner.device
+    )
+
+
 def backend_of(group: ProcessGroup | None, device: torch.device) -> Any:
     """The backend that serves `device` in `group`; None if there is none."""
     try:

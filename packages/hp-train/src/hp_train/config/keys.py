@@ -144,13 +144,20 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
     ] = False
 
     gather: Annotated[
-        Literal["stage", "block"],
+        Literal["auto", "stage", "block"],
         _help(
             "How FSDP gathers parameters and reduces gradients: of a whole stage, for all "
             "microbatches, or block by block in every forward and backward, which keeps less and "
-            "sends more."
+            "sends more. auto: by stage where that fits into the memory of a GPU."
         ),
-    ] = "stage"
+    ] = "auto"
+    reduce_once: Annotated[
+        bool,
+        _help(
+            "Where FSDP gathers by block: keep gradients whole, in float32, and reduce them in the "
+            "backward of the last microbatch alone."
+        ),
+    ] = False
 
     @property
     def tp_sizes(self) -> tuple[int, ...]:

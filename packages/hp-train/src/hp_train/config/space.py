@@ -56,6 +56,7 @@ AXES = (
     Axis("mesh.ep", _SIZES),
     Axis("mesh.etp", (1, 2, 4)),
     Axis("mesh.gather"),
+    Axis("mesh.reduce_once", (False, True)),
     Axis("pipeline.schedule"),
     Axis("pipeline.stages_per_rank", (1, 2, 3)),
     Axis("pipeline.overlap", (False, True)),

@@ -11,7 +11,7 @@ token, F hidden width of an expert, V vocabulary.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any
@@ -94,7 +94,11 @@ def run(model: ModelConfig, vocab_size: int, *, seq_len: int, dtype: str) -> Mod
     stage = build(layers=sorted({*same.values()}), first=True, last=True)
     names = {id(block): name for name, block in stage.named_modules()}
     blocks = {names[id(block)]: block for block in stage.blocks}
-    weights = {name: _weights(_parameters(block)) for name, block in blocks.items()}
+    weights = {
+        name: _weights(_parameters(block), _names_of_cast(block, stage.casting))
+        for name, block in blocks.items()
+    }
+    cast = _names_of_cast(stage, stage.casting)
     outside = _outside(stage, blocks)
     first = _outside(build(layers=range(1), first=True, last=False), blocks)
     last = _outside(build(layers=range(model.num_layers)[-1:], first=False, last=True), blocks)
@@ -108,10 +112,10 @@ def run(model: ModelConfig, vocab_size: int, *, seq_len: int, dtype: str) -> Mod
             _forward(stage, model, seq_len, recorder)
             recorder.enter(AFTER)
     work = partial(recorder.work, tokens=_SEQUENCES * seq_len)
-    before = work(BEFORE, _weights({n: d for n, d in outside.items() if n in first}))
+    before = work(BEFORE, _weights({n: d for n, d in outside.items() if n in first}, cast))
     # Ranks that share out a table add up what each has found in its rows.
     summed = model.dim if any(w.spec.tp_dim is not None for w in before.weights) else 0
-    after = work(AFTER, _weights({n: d for n, d in outside.items() if n not in first}))
+    after = work(AFTER, _weights({n: d for n, d in outside.items() if n not in first}, cast))
     works = {
         name: BlockWork(work(f"{name}.attend"), work(f"{name}.feed"), work(name, weights[name]))
         for name in blocks
@@ -125,7 +129,7 @@ def run(model: ModelConfig, vocab_size: int, *, seq_len: int, dtype: str) -> Mod
         after=after,
         loss=loss,
         tiled_loss=replace(tiled, again=Work(flops=tiled.flops)) if tiled.flops else loss,
-        tied=_weights({name: d for name, d in last.items() if name in first}),
+        tied=_weights({name: d for name, d in last.items() if name in first}, cast),
     )
 
 
@@ -156,8 +160,14 @@ def _parameters(module: nn.Module) -> dict[str, Declared]:
     return {name: found[name] for name, _ in module.named_parameters()}
 
 
-def _weights(found: Mapping[str, Declared]) -> tuple[Weight, ...]:
-    return tuple(Weight(name, tensor.shape, tensor.spec) for name, tensor in found.items())
+def _weights(found: Mapping[str, Declared], cast: Collection[str]) -> tuple[Weight, ...]:
+    return tuple(Weight(n, tensor.shape, tensor.spec, n in cast) for n, tensor in found.items())
+
+
+def _names_of_cast(whole: nn.Module, casting: Sequence[nn.Module]) -> set[str]:
+    """Parameters that some modules of a whole cast, by their names in it."""
+    cast = {id(weight) for part in casting for weight in part.parameters(recurse=False)}
+    return {name for name, weight in whole.named_parameters() if id(weight) in cast}
 
 
 def _outside(stage: Stage, blocks: Mapping[str, nn.Module]) -> dict[str, Declared]:

@@ -80,11 +80,13 @@ class Weight:
         name: Name within its module.
         shape: Shape of the whole parameter.
         spec: What it is.
+        is_cast: Whether it is computed with in the dtype of activations, and gathered in it.
     """
 
     name: str
     shape: tuple[int, ...]
     spec: ParameterSpec = field(default_factory=ParameterSpec)
+    is_cast: bool = False
 
     @property
     def size(self) -> int:
@@ -138,7 +140,7 @@ class Work:
         return (self.kept / tp + (self.whole if tp > 1 else 0.0)) * tokens
 
     def cast_bytes(self, *, size: int, tp: int = 1, expert_ranks: int = 1) -> float:
-        """Bytes of the matrices in the dtype of activations, which all microbatches share.
+        """Bytes of what is cast to the dtype of activations, which all microbatches share.
 
         Args:
             size: Bytes of an element of activations.
@@ -161,9 +163,10 @@ class Work:
 
 @lru_cache(maxsize=4096)
 def _cast_elements(work: Work) -> tuple[int, int]:
-    """Elements of dense matrices, and of experts."""
-    dense = sum(w.size for w in work.weights if not w.spec.is_expert and len(w.shape) == 2)
-    return dense, sum(w.size for w in work.weights if w.spec.is_expert)
+    """Elements of dense matrices that are cast, and of experts."""
+    cast = [weight for weight in work.weights if weight.is_cast]
+    dense = sum(w.size for w in cast if not w.spec.is_expert)
+    return dense, sum(w.size for w in cast if w.spec.is_expert)
 
 
 def together(parts: Iterable[Work]) -> Work:

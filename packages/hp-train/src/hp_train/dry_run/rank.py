@@ -16,6 +16,7 @@ from hp_platform.host_reads import answering
 from hp_platform.store import sources_of
 from hp_train.base.dtypes import BYTES
 from hp_train.config import Config
+from hp_train.costs.gather import in_words
 from hp_train.costs.routing import Skew
 from hp_train.data import load_tokenizer
 from hp_train.dry_run.answers import Answers
@@ -56,10 +57,12 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
         problems: Faults and hazards of the device, a line each.
         stopped: Where a script ended before its end; empty: it did not.
         keeps_launch_order: Whether NCCL keeps its operations in the order of the host.
+        gathered: How parameters are gathered, as a clause behind a layout.
     """
 
     summary: RankSummary
     problems: tuple[str, ...]
+    gathered: str = ""
     stopped: str = ""
     keeps_launch_order: bool = False
 
@@ -107,6 +110,7 @@ def _train(job: Job, worker: Worker) -> Any:
         num_parameters=sum(p.local.numel() for p in trainer.parameters),
         saved=saved,
         keeps_launch_order=keeps_launch_order(os.environ, config),
+        gathered=in_words(trainer.config),
     )
 
 
@@ -118,6 +122,7 @@ def report_of(
     saved: Saved | None = None,
     stopped: str = "",
     keeps_launch_order: bool = False,
+    gathered: str = "",
 ) -> Any:
     """Look at what a rank did; returns a `RankReport` as plain values.
 
@@ -128,6 +133,7 @@ def report_of(
         saved: What a checkpoint of this rank would hold; None: not asked.
         stopped: Where a script ended before its end; empty: it did not.
         keeps_launch_order: Whether NCCL keeps its operations in the order of the host.
+        gathered: See `RankReport`.
     """
     summary = summarize(
         trace, skew=skew, usage=replay(trace), num_parameters=num_parameters, saved=saved
@@ -144,6 +150,7 @@ def report_of(
         problems=problems,
         stopped=stopped,
         keeps_launch_order=keeps_launch_order,
+        gathered=gathered,
     )
     return msgspec.to_builtins(report)
 

@@ -138,7 +138,7 @@ def summary_of(
     between = [str(problem) for problem in proof]
     return Summary(
         name=name,
-        layout=layout,
+        layout=layout + reports[0].gathered,
         world_size=sum(map(len, classes.values())),
         gpu=gpu.name,
         gpu_bytes=gpu.memory_bytes,

@@ -113,7 +113,9 @@ def held(config: Config, rank: int, *, node_size: int) -> Held:
     if is_equal:
         size = (1, 1, 1)  # nothing depends on how large messages are
     stages = placement(pipeline, num_ranks=mesh.pp)
-    return _held(_Run(mesh, stages, is_equal, config.model, size, config.pipeline.overlap), rank, node_size)
+    return _held(
+        _Run(mesh, stages, is_equal, config.model, size, config.pipeline.overlap), rank, node_size
+    )
 
 
 class _Run(NamedTuple):

@@ -5,7 +5,7 @@ from hp_train.model.ahead import Ahead, look_ahead
 from hp_train.model.attention import attend
 from hp_train.model.block import Microbatch, add_loss
 from hp_train.model.declared import declare
-from hp_train.model.layers import DropoutKey, Embedding, Linear, RMSNorm
+from hp_train.model.layers import DropoutKey, Embedding, Lender, Linear, RMSNorm
 from hp_train.model.loss import linear_cross_entropy
 from hp_train.model.shapes import count_parameters, model_shapes
 from hp_train.model.stage import Exchanges, Stage
@@ -16,6 +16,7 @@ __all__ = [
     "DropoutKey",
     "Embedding",
     "Exchanges",
+    "Lender",
     "Linear",
     "Microbatch",
     "ParameterSpec",

@@ -64,7 +64,26 @@ def cast_linear(
     return linear(x, weight, bias, cast=casts.of(weight, x.dtype))
 
 
-class Linear(nn.Module):
+class Lender(nn.Module):
+    """A module whose weight is also read by others, all through `lend`.
+
+    So FSDP, whose hooks are around calls, can gather it for as long as it is read.
+    """
+
+    weight: Tensor
+
+    def lend(self, reader: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:
+        """Call a function with a tensor, the weight, and other arguments.
+
+        Args:
+            reader: Returns what has a gradient.
+            x: Its gradient comes through this call.
+            *others: Further arguments.
+        """
+        return reader(x, self.weight, *others)
+
+
+class Linear(Lender):
     """A matrix whose weight gradient can be computed later than its input gradient.
 
     Parameters may be kept wider than the activations (fp32 masters under bf16 compute); they are
@@ -125,7 +144,7 @@ class Linear(nn.Module):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-class Embedding(nn.Embedding):
+class Embedding(nn.Embedding, Lender):
     """A table whose gradient can be computed later, as that of a `Linear`.
 
     Where it is the output matrix too, both gradients have to come in the order of one backward, in

@@ -285,7 +285,7 @@ class _Gradients:
 
     def of_weight(self, dtype: torch.dtype) -> Tensor:
         """[v, D]; that of the input as well, if it is still to be computed."""
-        grad = torch.zeros_like(self.used, dtype=dtype)
+        grad = self.x.new_zeros(self.used.shape, dtype=dtype)
         self._run(grad)
         return grad
 

@@ -5,27 +5,17 @@ them with the weights that the seed and the global names decide, and hands them 
 runtime of hp-schedule.
 """
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeGuard
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch import Tensor
 
 from hp_context import ContextParallel
-from hp_expert import (
-    ExpertParallel,
-    ExpertTensorParallel,
-    GroupedExperts,
-    fully_shard_experts,
-    save_routing,
-)
+from hp_expert import ExpertParallel, ExpertTensorParallel, GroupedExperts, save_routing
 from hp_overlap import CommComputeOverlap, HookCoordinator
-from hp_platform import Runtime, set_fsdp_exchanges
+from hp_platform import Runtime
 from hp_schedule import MetaStep
 from hp_schedule.runtime import (
     FullySharded,
@@ -52,6 +42,7 @@ from hp_train.model.compiled import compile_blocks
 from hp_train.model.declared import declared
 from hp_train.model.initialization import initialize_parameters
 from hp_train.model.parameters import Parameter, named_parameters
+from hp_train.model.sharding import LastBackward, is_sharded, shard
 from hp_train.model.stage import Stage
 from hp_train.model.tensor_parallel import cut_tensors
 from hp_train.model.tied import merge_copies, share_table, tied_group
@@ -102,7 +93,7 @@ class Pipeline:
         """To be called when a run has ended: weights may change now."""
         for module in self.modules.values():
             module.forget_casts()
-            for part in filter(_shards, module.modules() if self._by_block else ()):
+            for part in filter(is_sharded, module.modules() if self._by_block else ()):
                 part.reshard()  # what is in no block stays gathered after a forward alone
 
     @property
@@ -154,6 +145,12 @@ class Pipeline:
             )
             for index, module in self.modules.items()
         ]
+        on_step = self.on_step
+        if self._by_block and num_microbatches > 1 and loss_fn is not None:
+            once = self.config.mesh.reduce_once
+            on_step = LastBackward(
+                self.modules, num_microbatches, reduce_once=once, on_step=on_step
+            ).before
         runtime = PipelineScheduleRuntime(
             stages,
             schedule,
@@ -161,7 +158,7 @@ class Pipeline:
             transport=self.edges.transport(schedule, whole, dtype),
             loss_fn=loss_fn,
             sharding=_Sharded(stages) if sharded else None,
-            on_step=self.on_step,
+            on_step=on_step,
         )
         if self.overlap is not None:
             overlap_pairs(runtime, self.overlap)
@@ -251,12 +248,11 @@ def build_pipeline(
         # Parameters stay fp32 under bf16 compute: they are the masters that the optimizer updates.
         module.to(torch.promote_types(module.compute_dtype, torch.float32))
         whole = declared(module)
-        _parallelize(module, mesh, context, vocab_size)
-        if by_block:
-            prefetch_blocks(module)
+        _parallelize(module, mesh, context, vocab_size, by_block=by_block)
         if overlap is not None:
             overlap_experts(module, overlap, small_group=beside_rows)
         module.to_empty(device=runtime.device)
+        module.gather_narrow()
         module.share_casts(sharded=not by_block)
         module.split_weight_gradients(is_split=is_split)
         module.recompute(config.train.recompute)
@@ -307,7 +303,9 @@ def _overlap(timeout: timedelta) -> CommComputeOverlap:
     )
 
 
-def _parallelize(module: Stage, mesh: Mesh, context: ContextParallel, vocab_size: int) -> None:
+def _parallelize(
+    module: Stage, mesh: Mesh, context: ContextParallel, vocab_size: int, *, by_block: bool
+) -> None:
     """Cut a stage, on the meta device, over the ranks that share it; the order matters."""
     if mesh.size("tp") > 1:
         cut_tensors(module, vocabulary_of(mesh, vocab_size), mesh.groups["tp"])
@@ -325,61 +323,9 @@ def _parallelize(module: Stage, mesh: Mesh, context: ContextParallel, vocab_size
             style.apply(part, (mesh.groups["ep"], mesh.groups["etp"]))
         elif isinstance(part, GroupedExperts):
             ExpertParallel().apply(part, mesh.groups["ep"])
-    _shard(module, mesh)
+    shard(module, mesh, by_block=by_block)
 
 
 def _is_sharded(module: Stage) -> bool:
     """Whether FSDP shards some of its parameters."""
-    return any(map(_shards, module.modules()))
-
-
-def _shard(module: Stage, mesh: Mesh) -> None:
-    """Apply FSDP2, block by block; gradients are sums, as everywhere here."""
-    if mesh.size("expert_shard") > 1:
-        fully_shard_experts(module, mesh.submesh("expert_shard"), divide_gradients_by=1.0)
-        for part in module.modules():
-            if isinstance(part, GroupedExperts):
-                set_fsdp_exchanges(part, group=mesh.groups["expert_shard"])
-    if mesh.size("fsdp") == 1:
-        return
-    device_mesh, group = mesh.submesh("fsdp"), mesh.groups["fsdp"]
-    experts = {
-        parameter
-        for part in module.modules()
-        if isinstance(part, GroupedExperts)
-        for parameter in part.parameters(recurse=False)
-    }
-    for part in (*module.blocks, module):
-        fully_shard(part, mesh=device_mesh, ignored_params=experts)
-        assert isinstance(part, FSDPModule)
-        part.set_gradient_divide_factor(1.0)
-        # Gloo cannot scale while it sums.
-        part.set_force_sum_reduction_for_comms("nccl" not in str(dist.get_backend(group)))
-        set_fsdp_exchanges(part, group=group)
-
-
-def prefetch_blocks(module: Stage) -> None:
-    """Let FSDP gather the next block while one computes, in forward and in backward.
-
-    Its own order for backward is that of the last forward, which in a pipeline may be that of
-    another microbatch.
-
-    Args:
-        module: Stage whose blocks are sharded, or not.
-    """
-    units = [[part for part in block.modules() if _shards(part)] for block in module.blocks]
-    root = [part for part in [module] if isinstance(part, FSDPModule)]
-    if not root:  # experts alone are sharded, each layer's by itself
-        return
-    forward = [*root, *itertools.chain(*units)]
-    backward = [*root, *itertools.chain(*reversed(units))]
-    for one, other in itertools.pairwise(forward):
-        one.set_modules_to_forward_prefetch([other])
-    # The last one would choose by itself if it had nothing.
-    for one, other in zip(backward, [*backward[1:], *backward[-1:]], strict=True):
-        one.set_modules_to_backward_prefetch([other])
-
-
-def _shards(module: nn.Module) -> TypeGuard[FSDPModule]:
-    """Whether FSDP shards parameters of its own."""
-    return isinstance(module, FSDPModule)
+    return any(map(is_sharded, module.modules()))

@@ -37,8 +37,9 @@ class Parameter:
             optimizer.
         shape: Shape of the whole parameter.
         cuts: How the whole becomes the local part, one cut after the other.
-        replicas: Groups whose ranks hold the same values, and whose gradients are to be summed
-            after backward.
+        replicas: Groups whose ranks hold the same values.
+        unsummed: Those of them over which gradients are to be summed after backward: all, but for
+            copies of what FSDP shards, over which it sums.
         spec: What it is.
         span: First and last + 1 index of the local part in the whole, for each dim.
         tied_copies: The same parameter in other stages of this rank, with gradients of their own:
@@ -53,6 +54,7 @@ class Parameter:
     shape: tuple[int, ...]
     cuts: tuple[Cut, ...]
     replicas: tuple[str, ...]
+    unsummed: tuple[str, ...]
     spec: ParameterSpec
     span: tuple[tuple[int, int], ...]
     tied_copies: tuple[nn.Parameter, ...] = ()
@@ -61,7 +63,7 @@ class Parameter:
     @property
     def has_copies(self) -> bool:
         """Whether the gradient is summed over other ranks after backward."""
-        return bool(self.replicas) or self.tied_ranks is not None
+        return bool(self.unsummed) or self.tied_ranks is not None
 
     @property
     def experts(self) -> range | None:
@@ -143,6 +145,7 @@ def named_parameters(
         replicas: tuple[str, ...] = ()
         if mesh is not None:
             cuts, replicas = _placement(tensor, spec, mesh)
+        copies = _copies(spec) if isinstance(tensor, DTensor) else ""
         found.append(
             Parameter(
                 name=name,
@@ -151,6 +154,7 @@ def named_parameters(
                 shape=shape,
                 cuts=cuts,
                 replicas=replicas,
+                unsummed=tuple(group for group in replicas if group != copies),
                 spec=spec,
                 span=_span(shape, cuts, mesh),
             )
@@ -169,7 +173,7 @@ def _placement(
 ) -> tuple[tuple[Cut, ...], tuple[str, ...]]:
     """Over which groups a parameter is cut, and which have copies of what is left."""
     cuts: list[Cut] = []
-    replicas: list[str] = ["expert_replicate" if spec.is_expert else "dp_replicate"]
+    replicas: list[str] = [_copies(spec)]
     for group, dim in spec.cuts.items():
         if dim is None:
             replicas.append(group)
@@ -177,10 +181,15 @@ def _placement(
             cuts.append(Cut(group, dim))
     cuts = [cut for cut in cuts if mesh.size(cut.group) > 1]
     if isinstance(tensor, DTensor):
-        (placement,) = tensor.placements
+        placement = tensor.placements[-1]  # those before are of copies
         assert isinstance(placement, Shard)
         cuts.append(Cut("expert_shard" if spec.is_expert else "fsdp", placement.dim))
     return tuple(cuts), tuple(group for group in replicas if mesh.size(group) > 1)
+
+
+def _copies(spec: ParameterSpec) -> str:
+    """The group of data-parallel ranks with the same part of a parameter."""
+    return "expert_replicate" if spec.is_expert else "dp_replicate"
 
 
 def _span(

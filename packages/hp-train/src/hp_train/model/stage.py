@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from hp_context import Attention
 from hp_expert import GroupedExperts
+from hp_platform import set_fsdp_gather_dtype
 from hp_train.errors import ConfigError
 from hp_train.model.layers import Embedding, Linear, WeightCasts, cast_linear
 from hp_train.model.loss import linear_cross_entropy
@@ -107,6 +108,22 @@ class Stage(nn.Module):
         return [*self.layers.values()]
 
     @property
+    def units(self) -> Sequence[nn.Module]:
+        """What FSDP shards as one unit each where it gathers by block, in the order of forward.
+
+        Of each unit parameters are read in its `forward` alone, or in `Lender.lend`.
+        """
+        return self.blocks
+
+    @property
+    def casting(self) -> Sequence[nn.Module]:
+        """Modules that cast what they read of their own parameters to `compute_dtype`.
+
+        FSDP gathers these parameters in it, and others as they are.
+        """
+        return [part for part in self.modules() if isinstance(part, Linear | GroupedExperts)]
+
+    @property
     def attentions(self) -> Sequence[Attention]:
         """What context-parallel ranks share out."""
         return [part for part in self.modules() if isinstance(part, Attention)]
@@ -123,6 +140,19 @@ class Stage(nn.Module):
         """
         for block in self.blocks if what == "full" else ():
             block.forward = partial(recomputed, block.forward)
+
+    def gather_narrow(self) -> None:
+        """Let FSDP gather in `compute_dtype` what is cast to it; on its device and sharded, or not.
+
+        The same bits are computed with; half of the bytes of a float32 parameter travel.
+        """
+        sharded = [
+            weight
+            for part in self.casting
+            for weight in part.parameters(recurse=False)
+            if isinstance(weight, DTensor)
+        ]
+        set_fsdp_gather_dtype(sharded, self.compute_dtype)
 
     def split_weight_gradients(self, *, is_split: bool) -> None:
         """Say whether some schedule may compute weight gradients later than input gradients."""

@@ -75,6 +75,23 @@ class TransformerStage(Stage):
         """See `Stage.blocks`; those of multi-token prediction are among them."""
         return [part for part in self.modules() if isinstance(part, Block)]
 
+    @property
+    def units(self) -> Sequence[nn.Module]:
+        """See `Stage.units`: the blocks, before them the embedding, behind them the output."""
+        first: nn.Module | None = self.embedding if self.is_first else None
+        last: nn.Module | None = None
+        if self.norm is not None:
+            last = self.embedding if self.output is None else self.output
+        if first is last:  # a table that is both is read all the time
+            return self.blocks
+        return [part for part in (first, *self.blocks, last) if part is not None]
+
+    @property
+    def casting(self) -> Sequence[nn.Module]:
+        """See `Stage.casting`; rows of the embedding are cast when they have been looked up."""
+        tables = [part for part in self.children() if isinstance(part, Embedding)]
+        return [*tables, *super().casting]
+
     def recompute(self, what: Recompute) -> None:
         """See `Stage.recompute`."""
         for part in self.modules():
@@ -148,7 +165,7 @@ class TransformerStage(Stage):
             x = self.before_output(x)
         holder = self.embedding if self.output is None else self.output
         assert holder is not None
-        return self.predict(x, holder.weight, targets)
+        return holder.lend(self.predict, x, targets)
 
 
 def build_stage(

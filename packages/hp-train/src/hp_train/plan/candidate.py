@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from hp_schedule import Precedence
 from hp_train.config import Config
 from hp_train.costs import modules
+from hp_train.costs.memory import in_turn
 from hp_train.layout.communicators import held
 from hp_train.layout.ranks import Layout
 from hp_train.layout.schedules import count_microbatches
@@ -69,15 +70,16 @@ class Candidate:
             around.append(around[-1] + price.forward + price.input_grad)
         for stages in self._mine:
             mine = [self._prices[stage] for stage in stages]
-            sharded = [price.sharded if gathers else 0.0 for price in mine]
-            least, first = min(sharded), min(stages)
+            ahead = [price.gathered if gathers else 0.0 for price in mine]
+            after = [price.reduced if gathers else 0.0 for price in mine]
+            first = min(stages)
             busy = number * sum(price.full for price in mine)
             waited_for = busy - number * sum(price.weight_grad for price in mine)
             longest = max(
                 longest,
-                max(before[first], least) + busy + least,
+                max(before[first], min(ahead)) + busy + min(after),
                 around[first] + waited_for,
-                2 * sum(sharded),
+                sum(ahead) + sum(after),
             )
         return longest + self.last
 
@@ -98,20 +100,22 @@ class Candidate:
 
     def _most(self, activations: Sequence[float]) -> float:
         share = 1 + self._all.machine.fragmentation
-        return max(map(sum, zip(self._fixed, (share * held for held in activations), strict=True)))
+        pairs = zip(self._fixed, activations, strict=True)
+        return max(fixed + share * max(0.0, held - turn) for (fixed, turn), held in pairs)
 
     @cached_property
-    def _fixed(self) -> list[int]:
-        """What each rank needs whatever is under way."""
+    def _fixed(self) -> list[tuple[int, int]]:
+        """What each rank needs whatever is under way, and how much of it comes as that goes."""
         config, prices = self.layout, self._all
         firsts = [stage.first for stage in Layout.of(config.mesh).stages]
-        known: dict[object, int] = {}
+        known: dict[object, tuple[int, int]] = {}
         found = []
         for stages, place, rank in zip(self._held, self._ranks, firsts, strict=True):
             nccl = held(config, rank, node_size=self._all.machine.node_size)
             key = (stages, place, nccl)
             if key not in known:
-                known[key] = prices.memory(config, stages, place, rank=rank, activations=0.0).total
+                total = prices.memory(config, stages, place, rank=rank, activations=0.0).total
+                known[key] = total, in_turn(config, stages, place)
             found.append(known[key])
         return found
 

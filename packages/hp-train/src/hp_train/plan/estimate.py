@@ -16,7 +16,9 @@ from hp_schedule import (
 )
 from hp_train.config import Config, PipelineConfig
 from hp_train.costs import modules
+from hp_train.costs.gather import decided
 from hp_train.costs.machine import Machine
+from hp_train.costs.memory import Memory
 from hp_train.costs.work import Work
 from hp_train.layout.ranks import Layout
 from hp_train.layout.schedules import (
@@ -25,7 +27,6 @@ from hp_train.layout.schedules import (
     count_stages,
     placement,
 )
-from hp_train.plan.memory import Memory
 from hp_train.plan.prices import Prices, aligned, cores_of, costs_of, ways
 from hp_train.plan.traffic import (
     Spread,
@@ -102,6 +103,7 @@ class Plan:
         spread: Spread | None = None,
         prices: Prices | None = None,
     ) -> None:
+        config = decided(config, machine, vocab_size=vocab_size)
         self.config, self.machine = config, machine
         self.layout = Layout.of(config.mesh)
         self.num_microbatches = count_microbatches(config)
@@ -197,11 +199,16 @@ class Plan:
             if ranks[stage] != rank and ranks[neighbour] == rank
         ]
         rounds = sum(step.type.name == "FSDP_UNSHARD" for step in _steps(schedule, rank))
-        sharded = [shard_transfer(config, stage, place, machine) for stage in stages]
+        gathers, reduces = (
+            [shard_transfer(config, stage, place, machine, what=what) for stage in stages]
+            for what in ("gathered", "reduced")
+        )
         # Gathered as often as the schedule says, reduced once; or both for every microbatch.
-        times = (rounds / max(1, len(stages))) + 1
+        gathered, reduced = rounds / max(1, len(stages)), 1.0
         if config.mesh.gather == "block":
-            times = 3 * self.num_microbatches
+            gathered = 2.0 * self.num_microbatches
+            reduced = 1.0 if config.mesh.reduce_once else float(self.num_microbatches)
+        shards = [_sum("", gathers, gathered), _sum("", reduces, reduced)]
         gradients = gradient_transfers(config, stages, place, machine)
         inside: dict[str, list[Transfer]] = defaultdict(list)
         for transfer in chain.from_iterable(
@@ -211,7 +218,7 @@ class Plan:
         return [
             pipeline_transfer(config, place, edges, num_microbatches=self.num_microbatches),
             *(_sum(purpose, found, self.num_microbatches) for purpose, found in inside.items()),
-            _sum("parameters", sharded, times),
+            _sum("parameters", shards, 1.0),
             _sum("gradients", gradients, 1.0),
         ]
 

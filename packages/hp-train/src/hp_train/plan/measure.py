@@ -24,12 +24,12 @@ from hp_train.config import Config
 from hp_train.config.space import with_keys
 from hp_train.config.timeouts import Timeouts
 from hp_train.costs.machine import GPU_MARGIN, Machine
+from hp_train.costs.memory import static_memory
 from hp_train.costs.modules import whole_model
 from hp_train.errors import HpError
 from hp_train.launch.launcher import run_entry
 from hp_train.launch.task import Worker
 from hp_train.layout.ranks import StageLayout
-from hp_train.plan.memory import static_memory
 from hp_train.training.train import start
 from hp_train.verify.pairs import checked_config, one_process
 

@@ -14,11 +14,18 @@ from hp_schedule import Costs
 from hp_train.config import Config
 from hp_train.costs import modules
 from hp_train.costs.machine import Machine
+from hp_train.costs.memory import (
+    Memory,
+    in_turn,
+    kinds_of,
+    message_bytes,
+    static_memory,
+    tensor_memory,
+)
 from hp_train.costs.work import EXCHANGED, Kernels, Work
 from hp_train.layout.ranks import Layout, StageLayout
-from hp_train.layout.schedules import split_layers
+from hp_train.layout.schedules import count_microbatches, split_layers
 from hp_train.plan.kernels import Compute, rates_of
-from hp_train.plan.memory import Memory, buffer_bytes, kinds_of, message_bytes, static_memory
 from hp_train.plan.traffic import (
     Spread,
     Transfer,
@@ -29,9 +36,6 @@ from hp_train.plan.traffic import (
     shard_transfer,
 )
 
-ACTIVE_STAGES = 3
-"""Stages whose parameters are gathered at once: the default of hp-schedule's pass."""
-
 
 class StagePrice(NamedTuple):
     """Seconds of a stage for a microbatch, and the bytes that one keeps.
@@ -41,8 +45,9 @@ class StagePrice(NamedTuple):
         input_grad: The part of backward that other stages wait for, with what runs again.
         weight_grad: The rest of it.
         exchanges: Of these, what the stage waits for others inside its layers.
-        sharded: Gathering its parameters once, or reducing its gradients; 0 where that happens
-            block by block, within forward and backward.
+        gathered: Gathering its parameters once; 0 where that happens block by block, within forward
+            and backward.
+        reduced: Likewise, reducing its gradients once.
         host: What the host takes to launch all of it.
         kept: Bytes that a microbatch keeps from forward to backward.
         message: Bytes of what a stage is given for one.
@@ -52,7 +57,8 @@ class StagePrice(NamedTuple):
     input_grad: float
     weight_grad: float
     exchanges: float
-    sharded: float
+    gathered: float
+    reduced: float
     host: float
     kept: float
     message: float
@@ -77,7 +83,7 @@ class Prices:
         self._stages: dict[object, StagePrice] = {}
         self._ends: dict[object, Mapping[str, float]] = {}
         self._tensors: dict[object, Memory] = {}
-        self._gathers: dict[object, float] = {}
+        self._gathers: dict[object, tuple[float, float]] = {}
         self._each: dict[object, list[list[float]]] = {}
 
     def stages(
@@ -121,7 +127,9 @@ class Prices:
             layers: Layers that it has.
             slowed: Factor by which ranks are slower that share cores.
         """
-        key = (stage, place, config.train.microbatch_size, config.mesh.gather, slowed)
+        mesh = config.mesh
+        once = count_microbatches(config) if mesh.reduce_once else 0
+        key = (stage, place, config.train.microbatch_size, mesh.gather, once, slowed)
         found = self._stages.get(key)
         if found is None:
             tokens = config.train.microbatch_size * config.data.seq_len // config.mesh.cp
@@ -135,20 +143,20 @@ class Prices:
         self, config: Config, stage: Work, place: StageLayout, tokens: int, compute: Compute
     ) -> StagePrice:
         ahead, back, again = self._waits(config, stage, place)
-        gather = self._gather(config, stage, place)
-        by_stage, by_block = (
-            gather if config.mesh.gather == what else 0.0 for what in ("stage", "block")
-        )
+        gather, reduce = self._gather(config, stage, place)
+        by_block = config.mesh.gather == "block"
+        times = 1 / count_microbatches(config) if config.mesh.reduce_once else 1.0
         return StagePrice(
             # Parameters are gathered meanwhile, and in backward gradients reduced.
-            forward=max(compute.forward + ahead, by_block),
+            forward=max(compute.forward + ahead, by_block * gather),
             input_grad=max(
                 compute.input_grad + compute.again + back + again,
-                2 * by_block - compute.weight_grad,
+                by_block * (gather + times * reduce) - compute.weight_grad,
             ),
             weight_grad=compute.weight_grad,
             exchanges=ahead + back + again,
-            sharded=by_stage,
+            gathered=0.0 if by_block else gather,
+            reduced=0.0 if by_block else reduce,
             host=compute.host,
             kept=stage.kept_bytes(tokens, tp=place.tp),
             message=float(message_bytes(config, place)),
@@ -181,13 +189,14 @@ class Prices:
             found.append([sums[0], sums[-1]])
         return [list(column) for column in zip(*found, strict=True)]
 
-    def _gather(self, config: Config, stage: Work, place: StageLayout) -> float:
-        """Seconds to gather the parameters of a stage."""
+    def _gather(self, config: Config, stage: Work, place: StageLayout) -> tuple[float, float]:
+        """Seconds to gather the parameters of a stage, and to reduce their gradients."""
         key = (kinds_of(stage), place)
         found = self._gathers.get(key)
         if found is None:
-            found = shard_transfer(config, stage, place, self.machine).seconds
-            self._gathers[key] = found
+            gather = shard_transfer(config, stage, place, self.machine, what="gathered")
+            reduce = shard_transfer(config, stage, place, self.machine, what="reduced")
+            found = self._gathers[key] = gather.seconds, reduce.seconds
         return found
 
     def _compute(
@@ -248,22 +257,16 @@ class Prices:
             activations: Bytes of its microbatches under way.
         """
         tensors = self.tensors(config, stages, place)
-        tensors = replace(tensors, activations=round(activations))
+        tensors = tensors.with_activations(activations, in_turn(config, stages, place))
         return tensors.with_margin(config, rank, self.machine)
 
     def tensors(self, config: Config, stages: tuple[Work, ...], place: StageLayout) -> Memory:
         """What the tensors of a rank take that are not of microbatches under way."""
-        key = (stages, place, config.mesh.pp > 1, config.mesh.gather, config.train.microbatch_size)
+        mesh, size = config.mesh, config.train.microbatch_size
+        key = (stages, place, mesh.pp > 1, mesh.gather, mesh.reduce_once, size)
         found = self._tensors.get(key)
         if found is None:
-            parameters, gradients, optimizer = static_memory(config, stages, place)
-            found = self._tensors[key] = Memory(
-                parameters=parameters,
-                gradients=gradients,
-                optimizer=optimizer,
-                activations=0,
-                buffers=buffer_bytes(config, stages, place, active_stages=ACTIVE_STAGES),
-            )
+            found = self._tensors[key] = tensor_memory(config, stages, place)
         return found
 
 
@@ -353,15 +356,14 @@ def costs_of(
         ends = sorted((source, destination))
         link = edge_link(config, layout, machine, source=ends[0], destination=ends[1])
         latencies[source, destination] = link.seconds
-    sharded = [price.sharded for price in prices]
     return Costs(
         forward=[price.forward for price in prices],
         input_grad=[price.input_grad for price in prices],
         weight_grad=[price.weight_grad for price in prices],
         activation=[price.kept for price in prices],
         latency=latencies,
-        unshard=sharded,
-        reduce_grad=sharded,
+        unshard=[price.gathered for price in prices],
+        reduce_grad=[price.reduced for price in prices],
         kept_input=[price.message for price in prices],
         # What a stage has received and what it hands on stays.
         offloaded=[max(0.0, price.kept - 2 * price.message) for price in prices],

@@ -130,7 +130,9 @@ class Search:
         stages = modules.stages(config, self.prices.vocab_size, num_stages=1)
         place = StageLayout.of(mesh, tp=mesh.tp, ep=mesh.ep)
         price = self.prices.stages(config, stages, (place,))[0]
-        busy = max(count_microbatches(config) * price.full, 2 * price.sharded) / mesh.pp
+        busy = (
+            max(count_microbatches(config) * price.full, price.gathered + price.reduced) / mesh.pp
+        )
         last = sum(self.prices.ends(config, stages, place).values()) / mesh.pp
         return max(busy, price.forward + price.input_grad) + last
 

@@ -7,20 +7,21 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from hp_train.base.dtypes import BYTES
 from hp_train.config import Config, ModelConfig
 from hp_train.costs.machine import Link, Machine
-from hp_train.costs.work import Work
-from hp_train.layout.ranks import Axis, Layout, StageLayout
-from hp_train.plan.memory import (
+from hp_train.costs.memory import (
     local_elements,
     message_bytes,
     parameter_bytes,
+    sharded_bytes,
     stage_elements,
     table_of,
 )
+from hp_train.costs.work import Work
+from hp_train.layout.ranks import Axis, Layout, StageLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +238,15 @@ def gradient_transfers(
     return transfers
 
 
-def shard_transfer(config: Config, stage: Work, layout: StageLayout, machine: Machine) -> Transfer:
-    """Gathering a stage's parameters once; reducing its gradients once costs the same."""
+def shard_transfer(
+    config: Config,
+    stage: Work,
+    layout: StageLayout,
+    machine: Machine,
+    *,
+    what: Literal["gathered", "reduced"],
+) -> Transfer:
+    """Gathering a stage's parameters once, or reducing its gradients once."""
     size, seconds, far = 0.0, 0.0, False
     kinds: tuple[tuple[bool, tuple[Axis, ...], int], ...] = (
         (False, ("dp_shard", "cp"), layout.fsdp),
@@ -247,8 +255,8 @@ def shard_transfer(config: Config, stage: Work, layout: StageLayout, machine: Ma
     for is_expert, axes, shards in kinds:
         if shards == 1:
             continue
-        local = stage_elements(stage, layout, is_expert=is_expert)
-        part = (shards - 1) * local * parameter_bytes(config)
+        local = sharded_bytes(config, stage, layout, is_expert=is_expert)
+        part = (shards - 1) * getattr(local, what)
         ring = _ring(layout, machine, *axes)
         size, far = size + part, far or ring.is_far
         seconds += part * ring.per_byte + ring.wait

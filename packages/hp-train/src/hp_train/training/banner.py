@@ -7,6 +7,7 @@ import torch
 from hp_platform import Runtime
 from hp_train import __version__
 from hp_train.config import Config
+from hp_train.costs.gather import in_words
 from hp_train.layout.mesh import Mesh
 from hp_train.training.gpu_settings import in_force
 from hp_train.training.gradients import GradientNorm
@@ -34,7 +35,7 @@ def banner(config: Config, mesh: Mesh, runtime: Runtime, norm: GradientNorm) -> 
     batch = f"{train.global_batch_size} sequences x {config.data.seq_len} tokens"
     lines = [
         f"hp-train {__version__}, torch {torch.__version__}: {where}",
-        f"mesh   {mesh.layout}, schedule {schedule}",
+        f"mesh   {mesh.layout}{in_words(config)}, schedule {schedule}",
         f"model  {size}: {model.num_layers} layers of {model.dim}, {experts}",
         f"batch  {batch} in microbatches of {train.microbatch_size}, {train.steps} steps",
     ]

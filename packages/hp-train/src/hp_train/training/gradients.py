@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_platform import all_gather_json
+from hp_train.costs.memory import SIDE_BY_SIDE
 from hp_train.layout.mesh import Mesh
 from hp_train.model.parameters import Parameter, collect_gradients
 
@@ -22,8 +23,8 @@ from hp_train.model.parameters import Parameter, collect_gradients
 def reduce_gradients(parameters: Sequence[Parameter], mesh: Mesh) -> list[Tensor]:
     """Sum every gradient over the ranks that hold the same values, into ``local.grad``.
 
-    Losses are already divided by global counts, so sums are all there is. One flat collective per
-    groups and dtype.
+    Losses are already divided by global counts, so sums are all there is. Gradients of one dtype
+    over the same groups are summed laid side by side, `SIDE_BY_SIDE` bytes at once.
 
     Returns:
         Norm of each of these on this rank before it was summed: scalars in fp64, on the device.
@@ -34,21 +35,36 @@ def reduce_gradients(parameters: Sequence[Parameter], mesh: Mesh) -> list[Tensor
     for parameter in parameters:
         gradient = parameter.local.grad
         assert gradient is not None
-        over = tuple(map(mesh.groups.__getitem__, parameter.replicas))
+        over = tuple(map(mesh.groups.__getitem__, parameter.unsummed))
         if parameter.tied_ranks is not None:
             over = (*over, parameter.tied_ranks)
         if over:
             buckets.setdefault((over, gradient.dtype), []).append(gradient)
     # All ranks of a group hold the same parameters in the same order, so buckets come in one order.
     for (groups, _), gradients in buckets.items():
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        norms.append(torch.linalg.vector_norm(flat, dtype=torch.float64))
-        for group in groups:
-            dist.all_reduce(flat, group=group)
-        parts = flat.split([gradient.numel() for gradient in gradients])
-        summed = [part.view_as(to) for part, to in zip(parts, gradients, strict=True)]
-        torch._foreach_copy_(gradients, summed)
+        for part in _side_by_side(gradients):
+            flat = torch.cat([gradient.reshape(-1) for gradient in part])
+            norms.append(torch.linalg.vector_norm(flat, dtype=torch.float64))
+            for group in groups:
+                dist.all_reduce(flat, group=group)
+            parts = flat.split([gradient.numel() for gradient in part])
+            summed = [piece.view_as(to) for piece, to in zip(parts, part, strict=True)]
+            torch._foreach_copy_(part, summed)
+            del flat, parts, summed  # before the next one is made
     return norms
+
+
+def _side_by_side(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Gradients in order, as many at once as need no more than `SIDE_BY_SIDE` bytes, or one."""
+    found: list[list[Tensor]] = []
+    room = 0
+    for gradient in gradients:
+        room -= gradient.nbytes
+        if room < 0:
+            found.append([])
+            room = SIDE_BY_SIDE - gradient.nbytes
+        found[-1].append(gradient)
+    return found
 
 
 class GradientNorm:

@@ -1,14 +1,18 @@
 """What ranks do together before a run is built: meet, and let one of each node prepare the data."""
 
 import os
+from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from hp_platform import Runtime, agree, all_gather_json, initialize, new_group
 from hp_train.config import Config
 from hp_train.config.timeouts import Timeouts
+from hp_train.costs.gather import decided
+from hp_train.costs.machine import MACHINES
 from hp_train.data import Tokenizer, load_tokenizer
 from hp_train.data.cache import Cache
 from hp_train.data.prepare import prepare
@@ -100,6 +104,32 @@ def vocab_size_of(config: Config, tokenizer: Tokenizer) -> int:
             f"({tokenizer.vocab_size})"
         )
     return rows
+
+
+def decide_gather(config: Config, runtime: Runtime, *, vocab_size: int) -> Config:
+    """The config with `mesh.gather` decided, the same on every rank. All ranks call this together.
+
+    On a CPU, whose memory is not its own, it is by stage.
+
+    Args:
+        config: Validated; the same on every rank.
+        runtime: The initialised world.
+        vocab_size: Rows of the embedding.
+    """
+    if config.mesh.gather != "auto" or runtime.device.type != "cuda":
+        return config
+    properties = torch.cuda.get_device_properties(runtime.device)
+    num_local = runtime.info.local_world_size
+    # Several ranks may share a GPU; each may also see but its own.
+    most = -(-num_local // torch.cuda.device_count())
+    told = (str(properties.uuid), properties.total_memory, num_local, most)
+    everyone = all_gather_json(told, of=tuple[str, int, int, int], group=runtime.control)
+    sharing = Counter(uuid for uuid, *_ in everyone)
+    machine = MACHINES["h100"].with_values(
+        memory=min(total / min(sharing[uuid], most) for uuid, total, _, most in everyone),
+        node_size=max(size for _, _, size, _ in everyone),
+    )
+    return decided(config, machine, vocab_size=vocab_size)
 
 
 def require_same_data(digests: tuple[str, ...], *, control: dist.ProcessGroup) -> None:

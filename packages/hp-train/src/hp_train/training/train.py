@@ -49,7 +49,13 @@ from hp_train.training.position import Position
 from hp_train.training.profiler import Profiler
 from hp_train.training.report import planned_and_actual, write_report
 from hp_train.training.resuming import require_same_position
-from hp_train.training.startup import connect, prepare_data, require_same_data, vocab_size_of
+from hp_train.training.startup import (
+    connect,
+    decide_gather,
+    prepare_data,
+    require_same_data,
+    vocab_size_of,
+)
 from hp_train.training.state import (
     checkpoint_buffers,
     checkpoint_tensors,
@@ -136,6 +142,7 @@ class Trainer:
         timeout = timedelta(seconds=Timeouts.of(config).step)
         self.mesh = build_mesh(Layout.of(config.mesh), runtime, timeout=timeout)
         vocab_size = vocab_size_of(config, tokenizer)
+        self.config = config = decide_gather(config, runtime, vocab_size=vocab_size)
         self.utilization = Utilization.of(config, runtime, vocab_size=vocab_size)
         self.profiler = Profiler(config.train, worker, self.device, tell=self._warn)
         self.pipeline = build_pipeline(

@@ -1,7 +1,9 @@
 """Bytes of one rank: parameters, gradients, optimizer and buffers. No torch.
 
-Activations depend on the schedule: :mod:`hp_train.plan.estimate` counts them.
+Activations depend on the schedule, which is laid out for them.
 """
+
+from __future__ import annotations
 
 import math
 import re
@@ -9,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from hp_train.base.dtypes import BYTES
 from hp_train.config import Config
@@ -18,8 +21,16 @@ from hp_train.costs.work import Weight, Work
 from hp_train.layout.communicators import held
 from hp_train.layout.parameter import local_shape
 from hp_train.layout.ranks import StageLayout
+from hp_train.layout.schedules import count_microbatches
 from hp_train.layout.vocabulary import WIDE_BYTES, logit_tile
 
+ACTIVE_STAGES = 3
+"""Stages whose parameters are gathered at once: the default of hp-schedule's pass."""
+SIDE_BY_SIDE = 256 * 2**20
+"""Most bytes of a copy of gradients that is summed over ranks, but for one larger than that."""
+_ENDS = ("embedding.weight", "output.weight")
+"""What FSDP shards as units of their own; see `hp_train.model.sharding`."""
+_BLOCK = re.compile(r"layers\.\d+\.|mtp\.\d+\.block\.")
 _STEP_BYTES = 4
 """AdamW counts its steps in one fp32 number per parameter."""
 
@@ -59,7 +70,12 @@ class Memory:
         """All of it."""
         return sum(self.kinds.values())
 
-    def with_margin(self, config: Config, rank: int, machine: Machine) -> "Memory":
+    def with_activations(self, activations: float, in_turn: int) -> Memory:
+        """What it is with activations, some of which go before buffers of that size come."""
+        kept = round(activations)
+        return replace(self, activations=kept, buffers=self.buffers - min(kept, in_turn))
+
+    def with_margin(self, config: Config, rank: int, machine: Machine) -> Memory:
         """What the same tensors take on a rank of a machine, where more than tensors is held."""
         nccl = held(config, rank, node_size=machine.node_size)
         return replace(
@@ -70,6 +86,41 @@ class Memory:
             ),
             fragmentation=round(machine.fragmentation * self.total),
         )
+
+
+def rank_memory(
+    config: Config, stages: Sequence[Work], place: StageLayout, machine: Machine, activations: float
+) -> Memory:
+    """What the first rank of some stages needs on a machine.
+
+    Args:
+        config: Configuration of the run.
+        stages: Stages of the rank.
+        place: Its place.
+        machine: Its device.
+        activations: Bytes of them at their peak.
+    """
+    tensors = tensor_memory(config, stages, place)
+    tensors = tensors.with_activations(activations, in_turn(config, stages, place))
+    return tensors.with_margin(config, place.first, machine)
+
+
+def tensor_memory(config: Config, stages: Sequence[Work], place: StageLayout) -> Memory:
+    """What the tensors of a rank take while no microbatch is under way.
+
+    Args:
+        config: Configuration of the run.
+        stages: Stages of the rank.
+        place: Its place.
+    """
+    parameters, gradients, optimizer = static_memory(config, stages, place)
+    return Memory(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=0,
+        buffers=buffer_bytes(config, stages, place, active_stages=ACTIVE_STAGES),
+    )
 
 
 def local_elements(weight: Weight, layout: StageLayout, *, first: bool = True) -> int:
@@ -91,7 +142,7 @@ def stage_elements(stage: Work, layout: StageLayout, *, is_expert: bool) -> int:
 
 
 @lru_cache(maxsize=1 << 16)  # pipelines and batches of one mesh ask for the same
-def _elements(kinds: "Kinds", layout: StageLayout, *, is_expert: bool) -> int:
+def _elements(kinds: Kinds, layout: StageLayout, *, is_expert: bool) -> int:
     return sum(
         count * local_elements(weight, layout)
         for weight, count in kinds.weights
@@ -108,6 +159,30 @@ class Kinds:
     """
 
     weights: tuple[tuple[Weight, int], ...]
+
+
+class _Sharded(NamedTuple):
+    """Bytes of parameters.
+
+    Attributes:
+        gathered: In the dtypes in which they are gathered.
+        reduced: Of their gradients.
+    """
+
+    gathered: int
+    reduced: int
+
+
+def sharded_bytes(config: Config, stage: Work, layout: StageLayout, *, is_expert: bool) -> _Sharded:
+    """Bytes that a rank has of those parameters of a stage that are experts, or of the others."""
+    wide, narrow = parameter_bytes(config), BYTES[config.train.dtype]
+    gathered = reduced = 0
+    for weight, count in kinds_of(stage).weights:
+        if weight.spec.is_expert is is_expert:
+            elements = count * local_elements(weight, layout)
+            gathered += elements * (narrow if weight.is_cast else wide)
+            reduced += elements * wide
+    return _Sharded(gathered, reduced)
 
 
 @lru_cache(maxsize=4096)
@@ -157,6 +232,29 @@ def static_memory(
     return held, each, 2 * updated + _STEP_BYTES * num_updated
 
 
+def in_turn(config: Config, stages: Sequence[Work], layout: StageLayout) -> int:
+    """Bytes of gradients that come as activations go: whole ones, where nothing is under way then.
+
+    With several microbatches those of the others are there when the first has left its gradients.
+    """
+    return whole_gradients(config, stages, layout) if count_microbatches(config) == 1 else 0
+
+
+def whole_gradients(config: Config, stages: Sequence[Work], layout: StageLayout) -> int:
+    """Bytes of gradients that are reduced at the end of a stage, or of a step, and whole before."""
+    by_block, found = config.mesh.gather == "block", 0
+    if by_block and not config.mesh.reduce_once:
+        return 0
+    for is_expert, shards in ((False, layout.fsdp), (True, layout.expert_shard)):
+        if shards > 1:
+            sizes = [
+                sharded_bytes(config, stage, layout, is_expert=is_expert).reduced
+                for stage in stages
+            ]
+            found += shards * (sum(sizes) if by_block else max(sizes))
+    return found
+
+
 def buffer_bytes(
     config: Config, stages: Sequence[Work], layout: StageLayout, *, active_stages: int
 ) -> int:
@@ -168,58 +266,85 @@ def buffer_bytes(
         layout: Cuts them.
         active_stages: Stages whose parameters are gathered at once.
     """
-    per_element = parameter_bytes(config)
     by_block = config.mesh.gather == "block"
-    dense, routed = (
-        [stage_elements(stage, layout, is_expert=is_expert) for stage in stages]
-        for is_expert in (False, True)
-    )
-    gathered = _gathered_by_block(stages, layout) if by_block else 0
-    for local, shards in ((dense, layout.fsdp), (routed, layout.expert_shard)):
+    gathered = _gathered_by_block(config, stages, layout) if by_block else 0
+    gathered += whole_gradients(config, stages, layout)
+    if not by_block:
+        reduced = [size.reduced for stage in stages for _, size in _units(config, stage, layout)]
+        gathered += max(reduced, default=0)  # side by side, for their reduction
+    flat = 0
+    for is_expert, shards, copies in (
+        (False, layout.fsdp, layout.dp_replicate),
+        (True, layout.expert_shard, layout.expert_replicate),
+    ):
+        sizes = [sharded_bytes(config, stage, layout, is_expert=is_expert) for stage in stages]
         if shards > 1 and not by_block:
-            sizes = sorted((shards * elements for elements in local), reverse=True)
-            # Parameters while they are used, and the gradients of the stage that is reduced.
-            gathered += sum(sizes[:active_stages]) + sizes[0]
-    copied = ((dense, layout.dp_replicate), (routed, layout.expert_replicate))
-    flat = max((sum(local) for local, copies in copied if copies > 1), default=0)
+            largest = sorted((shards * size.gathered for size in sizes), reverse=True)
+            gathered += sum(largest[:active_stages])
+        if shards == 1 and copies > 1:
+            flat = max(flat, sum(size.reduced for size in sizes))
+    flat = min(flat, SIDE_BY_SIDE)
     messages = 4 * message_bytes(config, layout) if config.mesh.pp > 1 else 0
     size, shared = BYTES[config.train.dtype], layout.ep * layout.etp
-    kept = [_unsharded(stage, layout) if by_block else stage for stage in stages]
+    kept = [_unsharded(stage, layout) for stage in stages]
     casts = sorted(
         (s.cast_bytes(size=size, tp=layout.tp, expert_ranks=shared) for s in kept), reverse=True
     )
     if not by_block and layout.is_sharded:
         casts = casts[:active_stages]  # held while parameters are gathered
     again = max(_recomputed(config, layout), _losing(config, stages, layout))
-    return (gathered + flat) * per_element + round(sum(casts)) + messages + again
+    return gathered + flat + round(sum(casts)) + messages + again
 
 
-def _gathered_by_block(stages: Sequence[Work], layout: StageLayout) -> int:
-    """Elements that are gathered at once where FSDP does so block by block.
+def _gathered_by_block(config: Config, stages: Sequence[Work], layout: StageLayout) -> int:
+    """Bytes that are gathered at once where FSDP does so unit by unit.
 
-    What is in no block stays between a forward and its backward. Of blocks there are one that
-    computes and the next one, and in backward the gradients of one, once more side by side.
+    What is in no unit stays between a forward and its backward. Of units there are one that
+    computes and the next one; in backward the gradients of one, and those of the one before side by
+    side. The embedding, the output matrix and the largest block count as each other's neighbours.
     """
-    outside, behind, block = 0, 0, 0
+    stay, most = 0, 0
     for stage in stages:
-        sizes = _sizes_by_block(stage, layout)
-        outside += sizes[0]
-        behind, block = max(behind, sizes[1]), max(block, sizes[2])
-    return outside + behind + 4 * block
+        sizes = dict(_units(config, stage, layout))
+        rest = sizes.pop("", _Sharded(0, 0))
+        stay += rest.gathered + 2 * rest.reduced
+        blocks = [size for name, size in sizes.items() if name not in _ENDS]
+        block = max(blocks, key=lambda size: size.reduced, default=_Sharded(0, 0))
+        for end in [size for name, size in sizes.items() if name in _ENDS] or [block]:
+            first = end.gathered + 2 * end.reduced + block.gathered
+            then = 2 * block.gathered + block.reduced + max(end.reduced, block.reduced)
+            most = max(most, first, then)
+    return stay + most
 
 
-@lru_cache(maxsize=1 << 16)
-def _sizes_by_block(stage: Work, layout: StageLayout) -> tuple[int, int, int]:
-    """Gathered elements in no block, those of them that the last stage has, and of a block."""
-    sizes: Counter[str] = Counter()
+def _units(config: Config, stage: Work, layout: StageLayout) -> tuple[tuple[str, _Sharded], ...]:
+    """What each unit is gathered and reduced as, whole; what is in none stands under ""."""
+    has_ends = config.mesh.gather == "block" and not config.model.factory
+    return _units_of(stage, layout, parameter_bytes(config), BYTES[config.train.dtype], has_ends)
+
+
+@lru_cache(maxsize=1 << 14)
+def _units_of(
+    stage: Work, layout: StageLayout, wide: int, narrow: int, has_ends: bool
+) -> tuple[tuple[str, _Sharded], ...]:
+    names = {weight.name for weight in stage.weights}
+    is_first = any(name.startswith("layers.0.") for name in names)
+    is_both = is_first and "norm.weight" in names and _ENDS[1] not in names
+    ends = _ENDS if has_ends and not is_both else ()  # a table that is read at both is in none
+    found: dict[str, _Sharded] = {}
     for weight in stage.weights:
         shards = _shards(weight, layout)
-        if shards > 1:
-            block = re.match(r"layers\.\d+\.|mtp\.\d+\.block\.", weight.name)
-            sizes[block[0] if block else ""] += shards * local_elements(weight, layout)
-    outside, table = sizes.pop("", 0), table_of(stage)
-    first = layout.fsdp * local_elements(table, layout) if table is not None and outside else 0
-    return outside, outside - first, max(sizes.values(), default=0)
+        if shards == 1:
+            continue
+        match = _BLOCK.match(weight.name)
+        unit = match[0] if match else weight.name if weight.name in ends else ""
+        elements = shards * local_elements(weight, layout)
+        known = found.get(unit, _Sharded(0, 0))
+        found[unit] = _Sharded(
+            known.gathered + elements * (narrow if weight.is_cast else wide),
+            known.reduced + elements * wide,
+        )
+    return tuple(found.items())
 
 
 def _shards(weight: Weight, layout: StageLayout) -> int:

@@ -1,0 +1,175 @@
+"""Parameters that FSDP2 gathers in a narrower dtype than that of their gradients.
+
+Note [Narrow parameters]. `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` makes the gathered
+parameter a bf16 one, so that autograd rounds and adds up its gradients in bf16, for all parameters
+of a module at once. Here each parameter says for itself what it is gathered in, through the hooks
+that FSDP2 has for it (`fsdp_pre_all_gather`): the shard is cast, half of the bytes travel and are
+held, and what the module sees is a tensor that says the dtype of the shard, gets gradients of that
+dtype, and has its values in the narrow one. Cast and gathered is the same bits as gathered and
+cast. What reads such a parameter casts it, which then costs nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from hp_platform import _internals
+
+aten = torch.ops.aten
+
+
+class NarrowParameter(Tensor):
+    """A tensor that says one dtype and has its values in a narrower one; not to be written.
+
+    It can be sliced, cast to that narrower dtype, be the table of `torch.nn.functional.embedding`,
+    and get a gradient. Whatever else reads it is refused: it would take rounded values for exact
+    ones.
+
+    Args:
+        held: The values, contiguous.
+        dtype: What it says.
+    """
+
+    held: Tensor
+
+    def __new__(cls, held: Tensor, dtype: torch.dtype) -> Self:
+        """Make one without memory of its own."""
+        made: Self = _internals.make_wrapper(cls, held, dtype=dtype)
+        made.held = held
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's has an argument of its own
+        """Show both dtypes."""
+        return f"NarrowParameter({self.held}, dtype={self.dtype})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        """See torch's protocol for compilers."""
+        return ["held"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(
+        tensors: dict[str, Tensor], dtype: torch.dtype, size: object, stride: object
+    ) -> NarrowParameter:
+        """See torch's protocol for compilers."""
+        del size, stride
+        return NarrowParameter(tensors["held"], dtype)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares what stands for none
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one of the few operators that make sense."""
+        run = _READS.get(func)
+        found = None if run is None else run(*args, **kwargs or {})
+        if found is None:
+            raise ValueError(
+                f"a parameter that FSDP gathers in another dtype (set_fsdp_gather_dtype) must be "
+                f"cast to that before anything else reads it: {func}"
+            )
+        return found
+
+
+def _again(x: NarrowParameter, *_args: Any) -> Tensor | None:
+    return NarrowParameter(x.held.detach(), x.dtype)
+
+
+def _reshaped(x: NarrowParameter, size: Any, stride: Any, offset: int | None = None) -> Any:
+    is_same = (tuple(size), tuple(stride), offset or 0) == (tuple(x.shape), x.stride(), 0)
+    return _again(x) if is_same else None
+
+
+def _cast(x: NarrowParameter, *, dtype: torch.dtype | None = None, **_others: Any) -> Any:
+    return x.held.detach() if dtype == x.held.dtype else None
+
+
+def _part(x: NarrowParameter, *place: Any) -> Tensor:
+    return NarrowParameter(aten.slice.Tensor(x.held, *place), x.dtype)
+
+
+def _rows(x: Any, ids: Tensor, *options: Any) -> Any:
+    # Of a row the values are narrow, and what is added up in backward is wide.
+    return aten.embedding.default(x.held, ids, *options).to(x.dtype)
+
+
+_READS: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _again,
+    aten.alias.default: _again,
+    aten.as_strided.default: _reshaped,
+    aten.slice.Tensor: _part,
+    _internals.to_copy: _cast,
+    aten.embedding.default: _rows,
+}
+
+
+def set_fsdp_gather_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    """Let FSDP2 gather parameters in a narrower dtype; see Note [Narrow parameters].
+
+    Gradients stay in the dtype of the parameter. What uses the gathered parameter must cast it to
+    `dtype` first, or look rows up in it (`torch.nn.functional.embedding`); anything else is refused
+    when it comes.
+
+    Args:
+        parameters: Sharded by `fully_shard`, on their device already; those of a module may be
+            gathered in several dtypes. Ones that have the dtype are left as they are.
+        dtype: What they are gathered in.
+
+    Raises:
+        TypeError: If a parameter is not sharded.
+    """
+    for parameter in parameters:
+        if not isinstance(parameter, DTensor):
+            shape = tuple(parameter.shape)
+            raise TypeError(f"parameter of shape {shape} must be sharded by fully_shard")
+        if parameter.dtype == dtype:
+            continue
+        shard = _internals.shard_of(parameter)
+        hooks = _Hooks(weakref.ref(shard), dtype)
+        shard.fsdp_pre_all_gather = hooks.before
+        shard.fsdp_post_all_gather = hooks.after
+
+
+class _Hooks:
+    """What FSDP2 asks of a shard, before and after it gathers."""
+
+    def __init__(self, shard: Callable[[], Tensor | None], dtype: torch.dtype) -> None:
+        self._shard, self._dtype = shard, dtype
+
+    def before(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: Any,
+    ) -> tuple[tuple[Tensor], torch.Size]:
+        """Return the shard to gather, with what FSDP2 pads it to, and the whole size."""
+        del outer_stride, module, mp_policy
+        shard = self._shard()
+        assert shard is not None
+        size = list(shard.shape)
+        if size[1:] == list(outer_size[1:]):
+            size[0] = -(-outer_size[0] // mesh.size())
+        padded = shard.as_strided(size, shard.stride())  # its memory is as large on every rank
+        return (padded.to(self._dtype),), outer_size
+
+    def after(
+        self,
+        outputs: Sequence[Tensor],
+        outer_size: torch.Size,
+        dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Return what the module is to see; later gathers fill the same memory."""
+        if out is not None:
+            return None
+        (whole,) = outputs
+        values = whole.reshape(-1)[: outer_size.numel()].view(outer_size)
+        return NarrowParameter(values, dtype), ()
