@@ -172,7 +172,11 @@ def test_sums_over_copies_of_shards_are_of_all_microbatches_and_of_a_unit_each(
 def test_auto_gathers_by_block_where_a_stage_does_not_fit(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    keys = ("mesh.dp_shard=64", "train.global_batch_size=64", "train.dtype=bfloat16")
+    keys: tuple[str, ...] = (
+        "mesh.dp_shard=64",
+        "train.global_batch_size=64",
+        "train.dtype=bfloat16",
+    )
     keys += ("model.dim=4096", "model.num_layers=6", "model.num_heads=32")
     # Of 6 layers 5 or 20 G parameters: gathered and with gradients 30 or 120 GB.
     for hidden, how in ((2**16, "stage"), (2**18, "block")):

@@ -32,8 +32,9 @@ def parameters_of(preset: str, num_layers: int, *, copies: bool) -> tuple[list[P
     stage = TransformerStage(model, 32, layers=range(num_layers), first=True, last=True)
     found = named_parameters(stage)
     initialize_parameters(found, model, seed=0)
+    copied = ("dp_replicate",)
     if copies:
-        found = [replace(parameter, replicas=("dp_replicate",)) for parameter in found]
+        found = [replace(parameter, replicas=copied, unsummed=copied) for parameter in found]
     return found, config.train
 
 

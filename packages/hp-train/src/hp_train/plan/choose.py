@@ -1,13 +1,11 @@
 """Compare all layouts of a number of devices and say why the best is best. No torch."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 
 from msgspec.structs import replace
 
-from hp_train.config import Config, rules
-from hp_train.config.space import Axis, enumerate_meshes, with_keys
+from hp_train.config import Config
+from hp_train.config.space import Axis, enumerate_meshes
 from hp_train.costs.machine import Machine
 from hp_train.errors import ConfigError
 from hp_train.plan.estimate import Estimate, Plan
@@ -15,8 +13,6 @@ from hp_train.plan.prices import Prices
 from hp_train.plan.searching import Search
 from hp_train.plan.traffic import Spread
 
-_MOST_GIVING_UP = 16
-"""Layouts that may give up what microbatches keep, where none fits otherwise."""
 _MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")
 
 
@@ -122,9 +118,6 @@ def choose(
             large.append(estimate)
     if not large and search.smallest is not None:
         large.append(price(search.smallest))
-    rest = [] if found else search.too_large()[:_MOST_GIVING_UP]
-    for estimate in chain.from_iterable(giving_up(layout, price, machine) for layout in rest):
-        _put(found, estimate)
     nearest = min(large, key=lambda estimate: estimate.memory.total, default=None)
     if not found:
         assert nearest is not None
@@ -140,28 +133,6 @@ def choose(
         num_laid_out=search.num_laid_out,
         is_complete=search.is_complete,
     )
-
-
-def giving_up(
-    layout: Config, price: Callable[[Config], Estimate], machine: Machine
-) -> Iterator[Estimate]:
-    """Yield a layout that does not fit with as few microbatches given up as it takes to fit.
-
-    Args:
-        layout: The layout.
-        price: Prices layouts.
-        machine: Has the memory.
-    """
-    for retention in ("recompute", "offload"):
-        for keep in range(layout.mesh.pp, 0, -1):
-            found = with_keys(
-                layout, {"pipeline.retention": retention, "pipeline.keep_microbatches": keep}
-            )
-            if rules.allows_pipeline(found):
-                estimate = price(found)
-                if estimate.memory.total <= machine.memory:
-                    yield estimate
-                    break
 
 
 def _put(found: list[Estimate], estimate: Estimate) -> None:

@@ -12,7 +12,6 @@ from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import count as counter
 from itertools import product
-from operator import itemgetter
 
 from msgspec.structs import replace
 
@@ -68,7 +67,6 @@ class Search:
         self._least_bytes = float("inf")
         self.prices, self._most = prices, most
         self._steps: dict[object, _Steps] = {}
-        self._too_large: list[tuple[float, Config]] = []
         self._pipelines: dict[int, list[tuple[PipelineConfig, tuple[int, ...]]]] = {}
 
     def by_time(self, meshes: Sequence[Config]) -> Iterator[tuple[float, Config]]:
@@ -93,10 +91,6 @@ class Search:
             else:
                 for bound, narrower in found():
                     heappush(waiting, (max(least, bound), next(order), narrower))
-
-    def too_large(self) -> list[Config]:
-        """Layouts that do not fit with all that microbatches keep, the most promising first."""
-        return [layout for _, layout in sorted(self._too_large, key=itemgetter(0))]
 
     def _batches(self, mesh: Config) -> Iterator[_Found]:
         """What a mesh is made into: microbatches of all sizes, first with all that they keep."""
@@ -167,9 +161,6 @@ class Search:
                 candidate = candidate.by_block
                 if self._fits(candidate, layout):
                     yield candidate.bound(), partial(self._timed, candidate, layout)
-                    return
-        if may_give_up(given := replace(layout, mesh=replace(layout.mesh, gather="stage"))):
-            self._too_large.append((candidate.bound(), given))
 
     def _fits(self, candidate: Candidate, layout: Config) -> bool:
         """Whether a layout's ranks hold what is under way."""
@@ -236,12 +227,6 @@ class Search:
 
 def _with_train(config: Config, **keys: object) -> Config:
     return replace(config, train=replace(config.train, **keys))
-
-
-def may_give_up(layout: Config) -> bool:
-    """Whether microbatches that wait for their backward can make room for others."""
-    splits = KINDS[layout.pipeline.schedule].splits_backward
-    return layout.mesh.pp > 1 and layout.mesh.gather == "stage" and not splits
 
 
 def is_repeated(config: Config) -> bool:
