@@ -73,7 +73,11 @@ nitpick_ignore_regex = [
     # Pieces of signatures that Sphinx cuts at every comma: `<factory>` is no default it knows.
     ("py:class", r"[^\]]*\[[^\]]*"),
     # Classes that only constructors of results take, and one that torch exports without a home.
-    ("py:class", r"hp_\w+(\.\w+)*\.(_\w+|Store|Belonging|Header|Manifest|WeightCasts|Places)"),
+    (
+        "py:class",
+        r"hp_\w+(\.\w+)*\.(_\w+|Store|Belonging|Header|Manifest|WeightCasts|Places"
+        r"|CountedSlice|TurnHolder|Held|Repeat|Kept)",
+    ),
 ]
 
 
