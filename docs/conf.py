@@ -67,17 +67,15 @@ nitpicky = True
 # What is documented elsewhere: torch and the libraries beside it, the standard library, and the
 # type variables of our own signatures.
 _ELSEWHERE = ["torch", "numpy", "tokenizers", "safetensors", *sorted(sys.stdlib_module_names)]
+_OF_RESULTS = ["Store", "Belonging", "Header", "Manifest", "WeightCasts", "Places", "CountedSlice"]
+_OF_RESULTS += ["TurnHolder", "Held", "Repeat", "Kept"]
 nitpick_ignore_regex = [
     ("py:.*", rf"({'|'.join(_ELSEWHERE)})(\..*)?"),
     ("py:.*", r"(.*\.)?([A-Z]|\w+T)(_co)?"),
     # Pieces of signatures that Sphinx cuts at every comma: `<factory>` is no default it knows.
     ("py:class", r"[^\]]*\[[^\]]*"),
     # Classes that only constructors of results take, and one that torch exports without a home.
-    (
-        "py:class",
-        r"hp_\w+(\.\w+)*\.(_\w+|Store|Belonging|Header|Manifest|WeightCasts|Places"
-        r"|CountedSlice|TurnHolder|Held|Repeat|Kept)",
-    ),
+    ("py:class", rf"hp_\w+(\.\w+)*\.(_\w+|{'|'.join(_OF_RESULTS)})"),
 ]
 
 
