@@ -375,6 +375,7 @@ def test_all_tables_are_there_when_there_is_something_to_say() -> None:
     titles = [table.title for table in tables(summary_of(rank_of(1), rank_of(2, skew="gini=0.2")))]
     assert titles == [
         "Classes of ranks",
+        "Host and device in a step",
         "Routing",
         "Memory of rank 0",
         "Largest tensors at the peak",
