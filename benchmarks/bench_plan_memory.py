@@ -26,7 +26,7 @@ FSDP_8B: dict[str, object] = {
 LAYOUTS: dict[str, tuple[str, dict[str, object]]] = {
     "Llama-3.1-8B, FSDP 8 by stage": ("llama-3.1-8b", {**FSDP_8B, "mesh.gather": "stage"}),
     "Llama-3.1-8B, FSDP 8 by block": ("llama-3.1-8b", {**FSDP_8B, "mesh.gather": "block"}),
-    "Llama-3.1-8B, FSDP 8, tp 2": (
+    "Llama-3.1-8B, FSDP 4, tp 2": (
         "llama-3.1-8b",
         {**FSDP_8B, "mesh.dp_shard": 4, "mesh.tp": 2, "train.recompute": "none"},
     ),
