@@ -80,7 +80,7 @@ class _Stored:
     """One storage that tensors are saved in.
 
     Attributes:
-        storage: On the device; None while it is away.
+        storage: The bytes on the device; None while they are on the host.
         num_bytes: Its size.
         device: Where that is.
         host: The bytes while they are away, uint8.

@@ -209,7 +209,7 @@ class _RowWalk:
     Args:
         codes: The steps.
         ends: Their ends.
-        num_microbatches: Of the schedule.
+        num_microbatches: Number of microbatches of the schedule.
         costs: The bandwidth to the host.
         held: What microbatches hold.
     """
@@ -245,7 +245,7 @@ class _RowWalk:
         """Choose so that the row never holds more than the limit.
 
         Args:
-            limit: In the unit of the costs.
+            limit: Largest memory of a rank, in the unit of the costs.
             ways: What may be chosen.
             ahead: Compute steps that a copy back is given.
 

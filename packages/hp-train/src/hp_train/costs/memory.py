@@ -165,8 +165,8 @@ class _Sharded(NamedTuple):
     """Bytes of parameters.
 
     Attributes:
-        gathered: In the dtypes in which they are gathered.
-        reduced: Of their gradients.
+        gathered: Bytes of the parameters in the dtypes in which they are gathered.
+        reduced: Bytes of their gradients.
     """
 
     gathered: int

@@ -57,8 +57,8 @@ class Pace(NamedTuple):
     """Seconds of a step, by what a machine reaches and no exchange counted.
 
     Attributes:
-        host: For which the host launches kernels.
-        device: For which the device computes at least.
+        host: Seconds for which the host launches kernels.
+        device: Seconds for which the device computes at least.
     """
 
     host: float

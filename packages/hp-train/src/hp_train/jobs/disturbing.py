@@ -19,7 +19,7 @@ class Disturbing(TorchDispatchMode):
     """Takes the sums of matrix products in two halves of a random order.
 
     Args:
-        seed: Of the orders.
+        seed: Seed of the random orders.
     """
 
     def __init__(self, seed: int) -> None:
@@ -65,6 +65,6 @@ def disturb(seed: int) -> None:
     """Take sums in another order from now on, in this thread.
 
     Args:
-        seed: Of the orders.
+        seed: Seed of the random orders.
     """
     Disturbing(seed).__enter__()  # for as long as the program runs

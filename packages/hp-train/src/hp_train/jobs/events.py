@@ -22,7 +22,7 @@ GRADIENT, NORM, CLIPPED, RATE, WEIGHT, MOMENT = (
     "weight",
     "optimizer state",
 )
-START, EVALUATION, RANDOM = "first weight", "evaluation", "random state"
+START, EVALUATION = "first weight", "evaluation"
 PHASES = (
     START,
     EVALUATION,
@@ -105,14 +105,12 @@ class Number(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Rows(msgspec.Struct, frozen=True, array_like=True):
-    """What a root module was given and what it gave, sample by sample, as hashes.
+    """What a root module was given, sample by sample.
 
     Attributes:
         step: Update of the weights that it is before, counted from 1.
         call: Which call of a root module in this step and process.
         rows: A name for each sample; that of its content where it is made of tokens.
-        inputs: Hash of each sample's input.
-        outputs: Hash of each sample's output.
         tokens: The samples' tokens; empty: the input has none.
         phase: `FORWARD` or `EVALUATION`.
     """
@@ -120,8 +118,6 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
     step: int
     call: int
     rows: tuple[str, ...]
-    inputs: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()
     tokens: tuple[tuple[int, ...], ...] = ()
     phase: str = FORWARD
 

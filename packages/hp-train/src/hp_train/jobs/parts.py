@@ -7,7 +7,7 @@ no declaration, as long as both jobs start from the same weights.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -250,14 +250,3 @@ def _cut(values: Tensor, box: Box) -> Tensor:
 
 def _is_constant(values: Tensor) -> bool:
     return bool((values == values.reshape(-1)[0]).all())
-
-
-def volume(boxes: Iterable[Box]) -> int:
-    """How many values boxes hold together."""
-    total = 0
-    for box in boxes:
-        size = 1
-        for begin, end in box:
-            size *= end - begin
-        total += size
-    return total

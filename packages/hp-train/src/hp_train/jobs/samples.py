@@ -79,12 +79,11 @@ class Samples:
     def __init__(self, batch: Tensor, call: int, known: Mapping[str, Sequence[int]]) -> None:
         local = batch.to_local() if isinstance(batch, DTensor) else batch
         self._call, self._local = call, local.detach()
-        self._hashes = hashes(local)
         self.has_tokens = local.ndim == 2 and local.dtype in (torch.int64, torch.int32)
         self._length = local.shape[1]
         names = tuple(f"{call}.{i}" for i in range(len(local)))
         if self.has_tokens:
-            names = self._hashes
+            names = hashes(local)
         self.runs = [Run((0, self._length), 0, names, self._length)]
         if self.has_tokens and known and not all(name in known for name in names):
             self.runs = _runs(local.tolist(), known) or self.runs
@@ -94,7 +93,7 @@ class Samples:
         """What the root module was given."""
         small = self.has_tokens and self._local.numel() <= _SMALL
         tokens = tuple(map(tuple, self._local.tolist())) if small else ()
-        return Rows(step, self._call, self.names, self._hashes, tokens=tokens, phase=phase)
+        return Rows(step, self._call, self.names, tokens=tokens, phase=phase)
 
     def digest(self, tensor: Tensor) -> tuple[tuple[int, ...], list[Digest]] | None:
         """Digest a tensor of some module, sample by sample.
