@@ -1,10 +1,19 @@
 """What several tests of hp-train rely on."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+
+from hp_platform import RankInfo, Runtime, shutdown
+from hp_train.config import Config
+from hp_train.data import Tokenizer
+from hp_train.launch.heartbeats import Heartbeats
+from hp_train.launch.signals import StopFlag
+from hp_train.launch.task import Worker
+from hp_train.training.startup import connect, prepare_data
 
 
 @pytest.fixture
@@ -16,3 +25,20 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessGroup]:
     assert world is not None
     yield world
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Worker:
+    """One rank of a run, alone; a module may have one of its own."""
+    (tmp_path / "run").mkdir()
+    heartbeats = Heartbeats.create(tmp_path / "heartbeats", num_ranks=1)
+    info = RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1)
+    return Worker(info=info, run_dir=tmp_path / "run", heartbeats=heartbeats, stop=StopFlag())
+
+
+@pytest.fixture
+def started(config: Config, worker: Worker) -> Iterator[tuple[Runtime, Tokenizer]]:
+    """What a trainer of the module's `config` begins with."""
+    runtime = connect(config, worker)
+    yield runtime, prepare_data(config, worker, runtime)
+    shutdown()

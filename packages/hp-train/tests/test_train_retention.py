@@ -1,7 +1,6 @@
 """`pipeline.retention`: the same bits, with fewer microbatches kept."""
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +9,18 @@ import torch
 from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hp_platform import RankInfo, Runtime, shutdown
+from hp_platform import Runtime
 from hp_platform.testing import LiveBytes
 from hp_schedule import validate
 from hp_train.config import Config, PipelineConfig, rules
 from hp_train.config.options import resolve
 from hp_train.data import Tokenizer
 from hp_train.errors import ConfigError
-from hp_train.launch.heartbeats import Heartbeats
-from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
 from hp_train.layout.schedules import KINDS, compute_schedule, training_schedule
 from hp_train.model import Microbatch, stage
 from hp_train.model.block import Block
 from hp_train.model.rotary import rotation
-from hp_train.training.startup import connect, prepare_data
 from hp_train.training.train import Trainer
 from hp_train.verify.pairs import one_process
 
@@ -47,21 +43,6 @@ def config(tmp_path: Path) -> Config:
         ("model.dropout", 0.1),
     ]
     return one_process(resolve("quickstart", overrides, env={}).config)
-
-
-@pytest.fixture
-def worker(tmp_path: Path) -> Worker:
-    (tmp_path / "run").mkdir()
-    heartbeats = Heartbeats.create(tmp_path / "heartbeats", num_ranks=1)
-    info = RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1)
-    return Worker(info=info, run_dir=tmp_path / "run", heartbeats=heartbeats, stop=StopFlag())
-
-
-@pytest.fixture
-def started(config: Config, worker: Worker) -> Iterator[tuple[Runtime, Tokenizer]]:
-    runtime = connect(config, worker)
-    yield runtime, prepare_data(config, worker, runtime)
-    shutdown()
 
 
 def test_a_step_has_the_same_bits_whatever_stages_do_with_microbatches(

@@ -1,6 +1,5 @@
 """A trainer of one rank, in this process: what it resumes, how it stops and continues a text."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,19 +7,17 @@ import msgspec
 import pytest
 import torch
 
-from hp_platform import RankInfo, Runtime, shutdown
+from hp_platform import Runtime
 from hp_train.config import Config
 from hp_train.config.options import resolve
 from hp_train.data import Tokenizer, load_tokenizer
 from hp_train.data.prepare import prepare
 from hp_train.errors import PREEMPTED, DataError
-from hp_train.launch.heartbeats import Heartbeats
 from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
 from hp_train.model import Microbatch
 from hp_train.training.banner import banner
 from hp_train.training.generate import continue_text
-from hp_train.training.startup import connect, prepare_data
 from hp_train.training.train import Trainer
 from hp_train.verify.pairs import one_process
 
@@ -47,21 +44,6 @@ def text(tmp_path: Path) -> Path:
 def config(text: Path) -> Config:
     overrides = [*OVERRIDES, ("data.paths", [str(text)])]
     return one_process(resolve("quickstart", overrides, env={}).config)
-
-
-@pytest.fixture
-def worker(tmp_path: Path) -> Worker:
-    (tmp_path / "run").mkdir()
-    heartbeats = Heartbeats.create(tmp_path / "heartbeats", num_ranks=1)
-    info = RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1)
-    return Worker(info=info, run_dir=tmp_path / "run", heartbeats=heartbeats, stop=StopFlag())
-
-
-@pytest.fixture
-def started(config: Config, worker: Worker) -> Iterator[tuple[Runtime, Tokenizer]]:
-    runtime = connect(config, worker)
-    yield runtime, prepare_data(config, worker, runtime)
-    shutdown()
 
 
 def test_a_checkpoint_is_not_resumed_with_other_data(
