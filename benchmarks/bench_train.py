@@ -9,6 +9,7 @@ adds up at the end, without the start. They hardly depend on other programs; wal
 
     python benchmarks/bench_train.py
     python benchmarks/bench_train.py --rounds 1 --only deepseek
+    python benchmarks/bench_train.py --rounds 5 --against ../before  # another checkout takes turns
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,12 +126,19 @@ def cpu_seconds(root: int) -> float:
     return sum(ticks.get(pid, 0) for pid in family) / TICKS
 
 
-def run(case: Case, command: list[str], metrics: Path) -> Run:
+def sources(checkout: Path) -> dict[str, str]:
+    """Return the environment in which a checkout's packages are imported, and no others."""
+    return {"PYTHONPATH": os.pathsep.join(map(str, checkout.resolve().glob("packages/*/src")))}
+
+
+def run(
+    case: Case, command: list[str], metrics: Path, variables: Mapping[str, str] | None = None
+) -> Run:
     """Run a command that prints a line per step, and tells its peak memory there or in a file."""
     began, marks = time.monotonic(), {}
     start_seconds, peak = 0.0, 0.0
     # Where it is set, every process would compile torch's sources again.
-    env = os.environ | {"PYTHONDONTWRITEBYTECODE": "", "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"PYTHONDONTWRITEBYTECODE": "", "OMP_NUM_THREADS": "1"} | (variables or {})
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(  # noqa: S603  # our own
@@ -159,14 +167,18 @@ def run(case: Case, command: list[str], metrics: Path) -> Run:
     return Run(case.tokens * case.steps / seconds, start_seconds, peak)
 
 
-def one_round(case: Case) -> dict[str, Run]:
-    """Run all three, one after the other."""
+def one_round(case: Case, against: Path | None) -> dict[str, Run]:
+    """Run all three, or four with another checkout, one after the other."""
+    runs = [("hp", case.settings, HERE.parent), ("one", (), HERE.parent)]
+    if against is not None:
+        runs.insert(1, ("before", case.settings, against))
     found = {}
     with tempfile.TemporaryDirectory() as directory:
-        for name, settings in (("hp", case.settings), ("one", ())):
+        for name, settings, checkout in runs:
             place = str(Path(directory, name))
             command = hp_train(case, place, settings=settings)
-            found[name] = run(case, command, Path(place, "bench", "metrics.jsonl"))
+            metrics = Path(place, "bench", "metrics.jsonl")
+            found[name] = run(case, command, metrics, sources(checkout))
         found["torch"] = run(case, plain_torch(case), Path(directory, "none"))
     return found
 
@@ -187,7 +199,7 @@ def row(case: Case, rounds: Sequence[dict[str, Run]]) -> str:
         return [a / b for a, b in zip(rates("hp"), rates(other), strict=True)]
 
     cells = [f"{case.model} {case.layout}", *(spread(rates(name)) for name in rounds[0])]
-    cells += [spread(ratios(other), 2) for other in ("one", "torch")]
+    cells += [spread(ratios(other), 2) for other in rounds[0] if other != "hp"]
     for name in ("hp", "torch"):
         cells.append(f"{max(runs[name].peak_mib for runs in rounds):.0f}")
         cells.append(spread([runs[name].start_seconds for runs in rounds], 1))
@@ -199,17 +211,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="part of the name of a case")
+    parser.add_argument("--against", type=Path, help="checkout whose hp-train takes turns")
     options = parser.parse_args()
     cases = [case for case in CASES if options.only in f"{case.model} {case.layout}"]
     found: dict[Case, list[dict[str, Run]]] = {case: [] for case in cases}
     for _ in range(options.rounds):
         for case in cases:
-            found[case].append(one_round(case))
+            found[case].append(one_round(case, options.against))
             print(row(case, found[case]), file=sys.stderr, flush=True)
-    print(
-        "| case | hp | one process | torch | hp / one | hp / torch | MiB hp | s | MiB torch | s |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    names = list(next(iter(found.values()))[0])
+    ratios = [f"hp / {name}" for name in names[1:]]
+    heads = ["case", *names, *ratios, "MiB hp", "s", "MiB torch", "s"]
+    print(f"| {' | '.join(heads)} |")
+    print("|" + "---|" * len(heads))
     for case, rounds in found.items():
         print(row(case, rounds))
 
