@@ -14,7 +14,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -72,11 +72,12 @@ def opened_parent(directory: Path) -> Iterator[int]:
     Raises:
         CheckpointError: If it is missing, a symbolic link or no directory.
     """
-    try:
-        with opened_directory(directory) as descriptor:
-            yield descriptor
-    except DamageError as damage:
-        raise CheckpointError(f"{directory}: {damage}") from None
+    with ExitStack() as stack:
+        try:
+            descriptor = stack.enter_context(opened_directory(directory))
+        except DamageError as damage:
+            raise CheckpointError(f"{directory}: {damage}") from None
+        yield descriptor
 
 
 @contextmanager
