@@ -247,8 +247,10 @@ def test_what_layouts_need_is_known_before_they_are_laid_out() -> None:
     for _, layout in itertools.islice(layouts, 0, None, 61):
         plan = Plan(layout, H100, vocab_size=VOCAB)
         candidate = Candidate(search.prices, layout, plan.schedule().stage_to_rank)
-        needed = candidate.needed(Precedence(plan.schedule()).peaks)
+        peaks = Precedence(plan.schedule()).peaks
+        needed = candidate.needed(peaks)
         assert needed == pytest.approx(plan.estimate().memory.total, abs=4)
+        assert candidate.least_needed(peaks) <= needed
 
 
 def test_the_best_layout_is_the_best_of_all() -> None:
