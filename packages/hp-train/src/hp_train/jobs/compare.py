@@ -8,6 +8,7 @@ from fractions import Fraction
 
 from hp_train.jobs import events as ev
 from hp_train.jobs.joined import Digests, Recording, Step, distance, numbers_of
+from hp_train.jobs.reproduction import Exact, Reproduction
 
 _TIMES = 10.0
 """An error is a difference from this many times what rounding explains."""
@@ -63,6 +64,10 @@ class Comparison:
         num_compared: Tensors and numbers that were.
         num_steps: Steps that both have.
         largest: Phase -> largest error.
+        exact: The first difference, element by element; None: no second run was made, or it did
+            not come again.
+        reproduction: A program that shows it; None: none was made.
+        again: Why there is no `exact` or no `reproduction` although a second run was made.
     """
 
     differences: list[Place] = field(default_factory=list)
@@ -70,6 +75,9 @@ class Comparison:
     num_compared: int = 0
     num_steps: int = 0
     largest: dict[str, float] = field(default_factory=dict)
+    exact: Exact | None = None
+    reproduction: Reproduction | None = None
+    again: str = ""
 
     @property
     def first(self) -> Place | None:
