@@ -23,6 +23,9 @@ GRADIENT, NORM, CLIPPED, RATE, WEIGHT, MOMENT = (
     "optimizer state",
 )
 START, EVALUATION = "first weight", "evaluation"
+OWN = "own gradient"
+"""A rank's gradient before it is reduced. It is not compared: a loss may be scaled, and ranks may
+have terms. It tells a wrong backward from a wrong reduction."""
 PHASES = (
     START,
     EVALUATION,
@@ -127,12 +130,27 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
         return not any("." in row for row in self.rows)
 
 
+class Randomness(msgspec.Struct, frozen=True, array_like=True):
+    """Random numbers of a process.
+
+    Attributes:
+        step: Update of the weights that it is before, counted from 1.
+        states: Generator -> name of its state when the step began.
+        drawn: Generators that calls of root modules with gradients drew from.
+    """
+
+    step: int
+    states: dict[str, str]
+    drawn: tuple[str, ...] = ()
+
+
 class Line(msgspec.Struct, frozen=True, omit_defaults=True):
     """A line of a recording: one of its fields is there."""
 
     event: Event | None = None
     number: Number | None = None
     rows: Rows | None = None
+    random: Randomness | None = None
     facts: dict[str, str] | None = None
 
 
@@ -155,7 +173,7 @@ class Log:
         self._folder, self._process = folder, process
         self._lines: list[Line] = []
 
-    def add(self, line: Event | Number | Rows | dict[str, str]) -> None:
+    def add(self, line: Event | Number | Rows | Randomness | dict[str, str]) -> None:
         """Note a line down; it is written with the others at `flush`."""
         match line:
             case Event():
@@ -164,6 +182,8 @@ class Log:
                 self._lines.append(Line(number=line))
             case Rows():
                 self._lines.append(Line(rows=line))
+            case Randomness():
+                self._lines.append(Line(random=line))
             case _:
                 self._lines.append(Line(facts=line))
 

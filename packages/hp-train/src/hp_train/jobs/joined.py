@@ -59,11 +59,15 @@ class Step:
         tensors: Phase -> name -> tensor, in the order of recording.
         numbers: Phase -> name -> process -> numbers.
         rows: Names of the samples of the step's forward.
+        states: Process -> generator of random numbers -> name of its state when the step began.
+        drawn: Generators that the model drew from.
     """
 
     tensors: dict[str, dict[str, Digests]] = field(default_factory=dict)
     numbers: dict[str, dict[str, dict[str, list[float]]]] = field(default_factory=dict)
     rows: set[str] = field(default_factory=set)
+    states: dict[str, Mapping[str, str]] = field(default_factory=dict)
+    drawn: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -123,6 +127,10 @@ def join(folder: Path) -> Recording:
     for who, number in numbers:
         by_name = steps[number.step].numbers.setdefault(number.phase, {})
         by_name.setdefault(number.name, {}).setdefault(who, []).append(number.value)
+    for who, some in lines.items():
+        for random in (line.random for line in some if line.random):
+            steps[random.step].states[who] = random.states
+            steps[random.step].drawn.update(random.drawn)
     facts = [line.facts for some in lines.values() for line in some if line.facts]
     return Recording(dict(sorted(steps.items())), facts)
 

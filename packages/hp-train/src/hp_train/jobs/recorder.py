@@ -6,8 +6,8 @@ backward is recomputation, and was recorded before.
 """
 
 import atexit
+import functools
 import os
-import random
 import sys
 import threading
 from collections import Counter
@@ -25,28 +25,31 @@ from torch.optim import optimizer as optimizers
 
 from hp_train.base._internals import in_backward
 from hp_train.jobs import events as ev
+from hp_train.jobs import randomness
 from hp_train.jobs.calls import around, kwargs_of_call
 from hp_train.jobs.disturbing import disturb
-from hp_train.jobs.events import Event, Log, Number, Rows
+from hp_train.jobs.events import Box, Event, Log, Number, Randomness, Rows
 from hp_train.jobs.lifting import lift
 from hp_train.jobs.names import Renaming, plain
 from hp_train.jobs.parts import Reference, Slice, placed
 from hp_train.jobs.request import Request, requested
 from hp_train.jobs.samples import Samples, batch_of, tensors_in
-from hp_train.jobs.sketch import Digest
+from hp_train.jobs.sketch import Digest, sum_of_digests
 from hp_train.jobs.weights import keep_weights, read_weights, take_weights
 
 
 def begin() -> "Recorder":
     """Record this process, as the command has asked; what it has recorded is written at its end."""
     request = requested()
-    torch.manual_seed(request.seed)
-    random.seed(request.seed)
+    randomness.seed(request.seed)
     if request.float64:
         lift()
     if request.disturb:
         disturb(request.disturb)
-    recorder = Recorder(request)
+    kind: type[Recorder] = Recorder
+    if request.focus is not None:
+        from hp_train.jobs.keeping import Keeper as kind  # noqa: N813, PLC0415 - it is a recorder
+    recorder = kind(request)
     recorder.listen()
     return recorder
 
@@ -60,6 +63,16 @@ class _Call:
     phase: str = ev.FORWARD
     index: int = 0
     samples: Samples | None = None
+    states: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Own:
+    """A rank's gradient of a part of a parameter, before it is reduced: one term a backward."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    terms: list[Digest] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -101,6 +114,10 @@ class Recorder:
         self._numbers: Counter[str] = Counter()
         self._times: Counter[tuple[str, str]] = Counter()
         self._root_calls = 0
+        self._heard: dict[int, Tensor] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._own: dict[tuple[str, Box], _Own] = {}
+        self._random, self._drawn = randomness.states(), set[str]()
 
     def listen(self) -> None:
         """Register all hooks."""
@@ -145,6 +162,9 @@ class Recorder:
                 self._numbers.clear()
                 self._times.clear()
                 self._root_calls = 0
+            call.states = randomness.states()
+            if not self._root_calls:
+                self._random = call.states
             if id(root) not in self._roots:
                 self._roots[id(root)] = root
                 self._learn(root)
@@ -165,7 +185,14 @@ class Recorder:
         call = self._call()
         while call.stack and call.stack.pop() is not module:
             pass
-        if call.root is None or not self._is_wanted(call.phase) or not self._request.outputs:
+        if call.root is None or not self._is_wanted(call.phase):
+            return
+        if call.phase == ev.FORWARD:
+            self._hear(module)
+            if module is call.root:
+                now = randomness.states()
+                self._drawn |= {kind for kind in now if now[kind] != call.states.get(kind)}
+        if not self._request.outputs:
             return
         name = self._modules.get(id(module))
         if name is None:
@@ -223,6 +250,7 @@ class Recorder:
         for name, parameter in named.items():
             self._names[id(parameter)] = renaming(name)
             self._slices[id(parameter)] = slices.get(name, [])
+        self._shapes |= {part.name: part.shape for some in slices.values() for part in some}
         for some in slices.values():
             self._terms.update(
                 part.name.rpartition(".")[0] for part in some if _is_of_columns(part)
@@ -252,10 +280,57 @@ class Recorder:
                 assert isinstance(parameter, DTensor)
                 local = value.redistribute(placements=parameter.placements).to_local()
             for part in slices:
-                digest = part.digest(local.detach())
-                self._tensors.append(
-                    _Tensor(self._step, phase, part.name, part.shape, value.dtype, [digest])
-                )
+                self._part(phase, part, local.detach())
+
+    def _part(self, phase: str, part: Slice, local: Tensor) -> None:
+        """Note down what a parameter has of the reference's."""
+        digest = part.digest(local)
+        entry = _Tensor(self._step, phase, part.name, part.shape, local.dtype, [digest])
+        self._tensors.append(entry)
+
+    # Gradients before they are reduced.
+
+    def _hear(self, module: nn.Module) -> None:
+        """Have a module's parameters tell what autograd gives them.
+
+        DDP, and whatever else reduces gradients once they are there, comes after. FSDP2 computes
+        with gathered parameters, which are in the module now: autograd gives theirs to those.
+        """
+        for own, parameter in module._parameters.items():  # noqa: SLF001 - for each call: quick
+            if parameter is None or id(parameter) in self._heard:
+                continue
+            self._heard[id(parameter)] = parameter
+            if not (parameter.requires_grad and parameter.is_leaf):
+                continue
+            slices = self._slices.get(id(parameter))
+            if slices is None:
+                name = ".".join(filter(None, (self._modules.get(id(module)), own)))
+                is_whole = self._shapes.get(name) == tuple(parameter.shape)
+                slices = _own(name, parameter) if is_whole else []
+            if slices:
+                hook = functools.partial(self._own_gradient, parameter, slices)
+                hook.__torch_unserializable__ = True  # type: ignore[attr-defined] # quiet pickles
+                parameter.register_hook(hook)
+
+    def _own_gradient(self, parameter: Tensor, slices: list[Slice], grad: Tensor) -> None:
+        if not self._is_wanted():
+            return
+        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if local.shape != held.shape:  # placed otherwise until it is accumulated
+            return
+        with self._lock:
+            for part in slices:
+                self._own_term(part, local.detach())
+
+    def _own_term(self, part: Slice, local: Tensor) -> None:
+        own = self._own.setdefault((part.name, part.box), _Own(part.shape, local.dtype))
+        own.terms.append(part.digest(local))
+
+    def _own_tensors(self) -> Iterable[_Tensor]:
+        for (name, _), own in self._own.items():
+            digest = sum_of_digests(own.terms)
+            yield _Tensor(self._step, ev.OWN, name, own.shape, own.dtype, [digest], may_add=True)
 
     # Losses, norms, updates.
 
@@ -322,7 +397,7 @@ class Recorder:
             self._write(Number(self._step, phase, "", value, self._numbers[phase]))
             self._numbers[phase] += 1
 
-    def _write(self, line: Event | Number | Rows) -> None:
+    def _write(self, line: Event | Number | Rows | Randomness) -> None:
         if self._log is None:
             self._log = Log(Path(self._request.folder), f"{_rank():05d}-{os.getpid()}")
             world = os.environ.get("WORLD_SIZE", "1")
@@ -333,7 +408,9 @@ class Recorder:
     def flush(self) -> None:
         """Write the step that has ended."""
         with self._lock:
-            for entry in self._tensors:
+            if self._root_calls and self._step <= self._request.steps:
+                self._write(Randomness(self._step, self._random, tuple(sorted(self._drawn))))
+            for entry in [*self._tensors, *self._own_tensors()]:
                 dtype = str(entry.dtype).removeprefix("torch.")
                 pieces = tuple(piece for digest in entry.digests for piece in digest.pieces())
                 self._write(
@@ -350,6 +427,8 @@ class Recorder:
                     )
                 )
             self._tensors.clear()
+            self._own.clear()
+            self._drawn.clear()
             if self._log is not None:
                 self._log.flush()
 

@@ -1,4 +1,4 @@
-"""What a second run adds to a first difference: where exactly it lies, and a program that shows it."""
+"""What a second run adds to a first difference: where exactly it lies, and a program for it."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hp_train.jobs.events import Rows
+from hp_train.jobs.events import Box, Rows
 from hp_train.jobs.parts import placed, whole
 from hp_train.jobs.sketch import Digest, digest_rows
 
@@ -66,6 +66,21 @@ class Run:
     length: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Laid:
+    """The same part of several samples.
+
+    Attributes:
+        values: `[samples, ...]`.
+        box: Where each is in its whole sample.
+        rows: Names of the samples.
+    """
+
+    values: Tensor
+    box: Box
+    rows: tuple[str, ...]
+
+
 class Samples:
     """The samples of one call of a root module.
 
@@ -102,6 +117,18 @@ class Samples:
             Shape of one sample, and digests; None where the tensor is not made of samples, or is a
             sum of which ranks have terms.
         """
+        laid = self.laid(tensor)
+        if laid is None:
+            return None
+        shape, parts = laid
+        return shape, [digest_rows(part.values, part.box, part.rows) for part in parts]
+
+    def laid(self, tensor: Tensor) -> tuple[tuple[int, ...], list[Laid]] | None:
+        """Lay a tensor of some module out, sample by sample.
+
+        Returns:
+            Shape of one sample, and parts of samples; None as `digest`.
+        """
         values, box, shape = tensor.detach(), None, tuple(tensor.shape)
         if isinstance(tensor, DTensor):
             if any(placement.is_partial() for placement in tensor.placements):
@@ -116,25 +143,25 @@ class Samples:
         values, dims = laid
         if box is not None and dims:
             spans = tuple(box[dim] for dim in dims)
-            return tuple(shape[dim] for dim in dims), [digest_rows(values, spans, self.names)]
+            return tuple(shape[dim] for dim in dims), [Laid(values, spans, self.names)]
         return self._in_runs(values)
 
-    def _in_runs(self, values: Tensor) -> tuple[tuple[int, ...], list[Digest]] | None:
-        """Digest `[samples, ...]` with a dim of tokens, or without one where samples are whole."""
+    def _in_runs(self, values: Tensor) -> tuple[tuple[int, ...], list[Laid]] | None:
+        """Lay `[samples, ...]` with a dim of tokens, or without one where samples are whole."""
         sizes = values.shape[1:]
         if len(self.runs) == 1 and self.runs[0].length == self._length:
-            return tuple(sizes), [digest_rows(values, whole(sizes), self.names)]
+            return tuple(sizes), [Laid(values, whole(sizes), self.names)]
         if self._length not in sizes:
             return None
         dim = list(sizes).index(self._length)
-        digests = []
+        parts = []
         for run in self.runs:
             first, last = run.here
             spans = list(whole(sizes))
             spans[dim] = run.start, run.start + last - first
             part = values.narrow(dim + 1, first, last - first)
-            digests.append(digest_rows(part, tuple(spans), run.names))
-        return (*sizes[:dim], self.runs[0].length, *sizes[dim + 1 :]), digests
+            parts.append(Laid(part, tuple(spans), run.names))
+        return (*sizes[:dim], self.runs[0].length, *sizes[dim + 1 :]), parts
 
     def _by_sample(
         self, values: Tensor, shape: tuple[int, ...]
