@@ -13,7 +13,8 @@ from hp_platform.testing import run_distributed
 from hp_train.jobs.compare import Comparison, Floor, compare
 from hp_train.jobs.explain import explain
 from hp_train.jobs.joined import Recording, join
-from hp_train.jobs.request import VARIABLE, Request
+from hp_train.jobs.request import VARIABLE, Focus, Request
+from hp_train.jobs.second import look_again
 from integration_tests.zoo.job import train
 
 # (layout, bug): phase of the first difference, its name, a word of what is said to be likely
@@ -89,18 +90,47 @@ class Referee:
         others = [self._recorded(f"other-{seed}", "one", disturb=seed) for seed in (1, 2)]
         self._floor = Floor(self._expected, others)
 
-    def _recorded(self, name: str, layout: str, bug: str = "", disturb: int = 0) -> Recording:
+    def _recorded(
+        self,
+        name: str,
+        layout: str,
+        bug: str = "",
+        disturb: int = 0,
+        focus: Focus | None = None,
+    ) -> Recording:
         request = Request(
             str(self._folder / name),
-            reference="" if name == "reference" else self._reference,
+            reference="" if layout == "one" and not disturb else self._reference,
             disturb=disturb,
             float64=self._float64,
+            focus=focus,
         )
         return recorded(request, layout, bug, tied=self._tied)
 
-    def judge(self, layout: str, bug: str = "") -> Comparison:
+    def judge(self, layout: str, bug: str = "", *, again: bool = False) -> Comparison:
         actual = self._recorded(f"{layout}-{bug}", layout, bug)
-        return compare(actual, self._expected, self._floor)
+        comparison = compare(actual, self._expected, self._floor)
+        if again and comparison.first is not None:
+            title = f"{layout}-{bug}-again"
+
+            def run(side: str, focus: Focus) -> Path:
+                name = f"{title}-{side}"
+                self._recorded(
+                    name,
+                    layout if side == "job" else "one",
+                    bug if side == "job" else "",
+                    focus=focus,
+                )
+                return self._folder / name
+
+            look_again(
+                comparison,
+                (actual, self._expected),
+                run,
+                self._folder / title,
+                float64=self._float64,
+            )
+        return comparison
 
 
 Referees = Callable[..., Referee]

@@ -266,6 +266,12 @@ def _origin(mine: Step, theirs: Step, phase: str, name: str, bound: float) -> st
     return "" if rest <= _TIMES * bound else ev.BACKWARD
 
 
+def scales(mine: Step, theirs: Step) -> dict[str, float]:
+    """Factor of each sample's gradients that makes up for how its loss was scaled."""
+    ours, expected = mine.tensors.get(ev.BACKWARD, {}), theirs.tensors.get(ev.BACKWARD, {})
+    return _scales(ours, expected, [name for name in expected if name in ours])
+
+
 def _scales(
     ours: Mapping[str, Digests], expected: Mapping[str, Digests], names: Sequence[str]
 ) -> dict[str, float]:

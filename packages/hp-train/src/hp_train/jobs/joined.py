@@ -9,7 +9,7 @@ from pathlib import Path
 from hp_train.errors import HpError
 from hp_train.jobs.events import BATCHES, FORWARD, NUM_SIGNS, TENSORS, Box, Event, Piece, Rows, read
 
-_TERMS = 1e-3
+TERMS = 1e-3
 """Ranks that differ by more may have terms of a sum, where that can be."""
 
 
@@ -110,14 +110,9 @@ def join(folder: Path) -> Recording:
     lines = {path.stem: list(read(path)) for path in files}
     events = [(who, line.event) for who, some in lines.items() for line in some if line.event]
     numbers = [(who, line.number) for who, some in lines.items() for line in some if line.number]
-    rows = [
-        (path.stem.replace(BATCHES, TENSORS), line.rows)
-        for path in sorted(folder.glob(f"{BATCHES}-*.jsonl"))
-        for line in read(path)
-        if line.rows
-    ]
+    rows = rows_in(folder)
     steps: dict[int, Step] = defaultdict(Step)
-    names = _samples(rows)
+    names = sample_names(rows)
     for who, row in rows:
         if row.phase == FORWARD:
             steps[row.step].rows.update(
@@ -135,17 +130,27 @@ def join(folder: Path) -> Recording:
     return Recording(dict(sorted(steps.items())), facts)
 
 
-_Sample = tuple[str, int, int, str]
+def rows_in(folder: Path) -> list[tuple[str, Rows]]:
+    """What root modules of a job were given: process, samples."""
+    return [
+        (path.stem.replace(BATCHES, TENSORS), line.rows)
+        for path in sorted(folder.glob(f"{BATCHES}-*.jsonl"))
+        for line in read(path)
+        if line.rows
+    ]
+
+
+Sample = tuple[str, int, int, str]
 """Process, step, call, name of a sample there."""
 
 
-def _samples(rows: Sequence[tuple[str, Rows]]) -> dict[_Sample, str]:
+def sample_names(rows: Sequence[tuple[str, Rows]]) -> dict[Sample, str]:
     """Names of samples of later pipeline stages, which are given no tokens.
 
     Calls of a stage come in the order of those of the first one: the processes that saw tokens, and
     the others of a stage, follow each other in the same order.
     """
-    names: dict[_Sample, str] = {}
+    names: dict[Sample, str] = {}
     for step in {row.step for _, row in rows}:
         first: dict[str, dict[int, Rows]] = {}
         later: dict[str, list[Rows]] = {}
@@ -167,7 +172,7 @@ def _samples(rows: Sequence[tuple[str, Rows]]) -> dict[_Sample, str]:
 def _add_tensors(
     steps: Mapping[int, Step],
     events: Iterable[tuple[str, Event]],
-    names: Mapping[_Sample, str],
+    names: Mapping[Sample, str],
 ) -> None:
     parts: dict[tuple[int, str, str], _Parts] = {}
     for who, event in events:
@@ -205,7 +210,7 @@ class _Parts:
                 continue
             other, held = boxes[piece.box]
             apart = distance(piece.sums, held.sums) / max(piece.norm, held.norm, 1e-300)
-            if event.may_add and apart > _TERMS:
+            if event.may_add and apart > TERMS:
                 boxes[piece.box] = who, _sum(piece, held)
                 result.is_sum = True
                 continue

@@ -55,7 +55,7 @@ def begin() -> "Recorder":
 
 
 @dataclass(slots=True)
-class _Call:
+class Call:
     """A call of a root module that is under way in a thread."""
 
     root: nn.Module | None = None
@@ -133,10 +133,10 @@ class Recorder:
 
     # Modules.
 
-    def _call(self) -> _Call:
+    def _call(self) -> Call:
         if not hasattr(self._calls, "call"):
-            self._calls.call = _Call()
-        call: _Call = self._calls.call
+            self._calls.call = Call()
+        call: Call = self._calls.call
         return call
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -151,7 +151,7 @@ class Recorder:
         call.stack.append(module)
 
     def _begin(
-        self, call: _Call, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, call: Call, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Begin a call of a root module, and perhaps a step."""
         call.phase = ev.FORWARD if torch.is_grad_enabled() else ev.EVALUATION
@@ -201,7 +201,7 @@ class Recorder:
             if tensor.is_floating_point() and tensor.ndim > 0:
                 self._output(call, f"{name}{':' if path else ''}{path}", tensor)
 
-    def _output(self, call: _Call, name: str, tensor: Tensor) -> None:
+    def _output(self, call: Call, name: str, tensor: Tensor) -> None:
         """Note down what a module gives, and later the gradient of it."""
         with self._lock:
             count = self._times[call.phase, f"{call.index} {name}"]
@@ -246,7 +246,7 @@ class Recorder:
                 take_weights(named, slices, self._reference.weights)
         else:
             slices = {name: _own(name, parameter) for name, parameter in named.items()}
-            keep_weights(Path(self._request.folder), _rank(), named)
+            keep_weights(Path(self._request.folder), rank_here(), named)
         for name, parameter in named.items():
             self._names[id(parameter)] = renaming(name)
             self._slices[id(parameter)] = slices.get(name, [])
@@ -399,9 +399,9 @@ class Recorder:
 
     def _write(self, line: Event | Number | Rows | Randomness) -> None:
         if self._log is None:
-            self._log = Log(Path(self._request.folder), f"{_rank():05d}-{os.getpid()}")
+            self._log = Log(Path(self._request.folder), f"{rank_here():05d}-{os.getpid()}")
             world = os.environ.get("WORLD_SIZE", "1")
-            facts = {"rank": str(_rank()), "ranks": world, "program": " ".join(sys.argv)}
+            facts = {"rank": str(rank_here()), "ranks": world, "program": " ".join(sys.argv)}
             self._log.add({**facts, "torch": str(torch.__version__)})
         self._log.add(line)
 
@@ -448,7 +448,8 @@ def _updated(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _rank() -> int:
+def rank_here() -> int:
+    """Rank of this process; 0 where there is one."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
     return int(os.environ.get("RANK", "0"))

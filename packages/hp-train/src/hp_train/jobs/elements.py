@@ -1,0 +1,260 @@
+"""A tensor that differs, element by element: where, on which ranks, and what is there instead."""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from hp_train.jobs.kept import Part
+from hp_train.jobs.reproduction import Exact
+
+_MOST_RATIO = 64
+_MOST_SLICES = 1024
+"""Slices of a dim that are looked for in another order."""
+_SHOWN = 6
+_SHORTER = (torch.bfloat16, torch.float16)
+
+
+def exact(
+    expected: Tensor,
+    actual: Tensor,
+    *,
+    parts: Sequence[Part],
+    bound: float,
+    others: Mapping[str, Tensor],
+    offsets: Mapping[str, Tensor],
+    dims: Sequence[str] = (),
+) -> Exact | None:
+    """Say what of a tensor differs.
+
+    Args:
+        expected: The reference's.
+        actual: The job's, of the same shape.
+        parts: What of it ranks have; empty: they have terms of it.
+        bound: Difference that rounding explains, relative to the root mean square.
+        others: What the job may have in its place: a name for each.
+        offsets: Rows that it may be off by: a name for each.
+        dims: What dims are called.
+
+    Returns:
+        None where nothing differs.
+    """
+    theirs, mine = expected.detach().double(), actual.detach().double()
+    tolerance = bound * float(theirs.square().mean().sqrt())
+    differs = _differs(mine, theirs, tolerance)
+    wrong = _wrong_ranks(parts, theirs, tolerance)
+    own = [part for part in parts if part.rank in wrong]
+    if not differs.any() and own:  # the first rank that holds it is right, another is not
+        mine = mine.clone()
+        for part in own:
+            mine[_index(part)] = part.values.double()
+        differs = _differs(mine, theirs, tolerance)
+    if not differs.any():
+        return None
+    errors = torch.where(differs, (mine - theirs).abs().nan_to_num(math.inf), -1.0)
+    at = tuple(int(i) for i in torch.unravel_index(errors.argmax(), errors.shape))
+    kind = _kind(mine, theirs, differs, tolerance, others, offsets) or _by_rank(
+        own, theirs, tolerance
+    )
+    count, total = int(differs.sum()), differs.numel()
+    names = dims or _names_of(theirs)
+    where = _where(differs, names)
+    amount = f"all {total:,}" if count == total else f"{count:,} of {total:,}"
+    holds = _holders(wrong, parts)
+    value, other = float(mine[at]), float(theirs[at])
+    sentence = (
+        f"{amount} elements differ{where}{holds}"
+        f"{': they are ' + kind if kind else ''}; the largest error, {abs(value - other):.3e}, "
+        f"is at {list(at)}: {value:.6g} in place of {other:.6g}"
+    )
+    return Exact(sentence, at, other, value, wrong, count, total, kind)
+
+
+def _differs(mine: Tensor, theirs: Tensor, tolerance: float) -> Tensor:
+    return ~((mine - theirs).abs() <= tolerance)
+
+
+def _index(part: Part) -> tuple[slice, ...]:
+    return tuple(slice(*span) for span in part.box)
+
+
+def _wrong_ranks(parts: Sequence[Part], theirs: Tensor, tolerance: float) -> tuple[int, ...]:
+    wrong = {
+        part.rank
+        for part in parts
+        if bool(_differs(part.values.double(), theirs[_index(part)], tolerance).any())
+    }
+    return tuple(sorted(wrong))
+
+
+def _holders(wrong: Sequence[int], parts: Sequence[Part]) -> str:
+    ranks = sorted({part.rank for part in parts})
+    if not wrong or len(ranks) < 2:
+        return ""
+    right = [rank for rank in ranks if rank not in wrong]
+    said = f", which {_ranks(wrong)} hold{'s' * (len(wrong) == 1)}"
+    return said + (f" ({_ranks(right)}: right)" if right else "")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]}..{ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _names_of(values: Tensor) -> Sequence[str]:
+    if values.ndim == 2:
+        return "rows", "columns"
+    return ["elements"] if values.ndim == 1 else [f"indices of dim {d}" for d in range(values.ndim)]
+
+
+def _where(differs: Tensor, names: Sequence[str]) -> str:
+    """The indices of each dim in which something differs, where these are not all."""
+    found = []
+    for dim, name in enumerate(names[: differs.ndim]):
+        rest = [d for d in range(differs.ndim) if d != dim]
+        index = torch.nonzero(differs.amax(rest) if rest else differs)[:, 0].tolist()
+        if len(index) < differs.shape[dim]:
+            found.append(f"{name} {_indices(index)} of {differs.shape[dim]}")
+    return f", in {' and '.join(found)}" if found else ""
+
+
+def _indices(index: Sequence[int]) -> str:
+    if len(index) == 1:
+        return str(index[0])
+    steps = {b - a for a, b in itertools.pairwise(index)}
+    if steps == {1}:
+        return f"{index[0]}..{index[-1]}"
+    if len(index) <= _SHOWN:
+        return ", ".join(map(str, index))
+    return f"every {min(steps)}th from {index[0]}" if len(steps) == 1 else f"{len(index)}"
+
+
+def _kind(  # noqa: PLR0917
+    mine: Tensor,
+    theirs: Tensor,
+    differs: Tensor,
+    tolerance: float,
+    others: Mapping[str, Tensor],
+    offsets: Mapping[str, Tensor],
+) -> str:
+    """What the differing elements are; empty: nothing that is known."""
+    a, b = mine[differs], theirs[differs]
+    if not bool(a.isfinite().all()):
+        return "not finite"
+    if not bool(a.any()):
+        return "zero"
+    if not bool(b.any()):
+        return "zero in the reference"
+    if scale := _scale(a, b, tolerance):
+        return f"{scale} times the reference's"
+    for name, other in others.items():
+        values = other.double()
+        if values.shape == mine.shape and not bool(
+            _differs(mine, values, tolerance)[differs].any()
+        ):
+            return name
+    return (
+        _moved(mine, theirs, tolerance)
+        or _offset(mine - theirs, tolerance, offsets)
+        or _rounded(a, b, tolerance)
+    )
+
+
+def _scale(a: Tensor, b: Tensor, tolerance: float) -> str:
+    """The one factor that all elements have, a ratio of small numbers where it is one."""
+    factor = float((a @ b) / (b @ b))
+    if a.numel() < 2 or bool(_differs(a, factor * b, tolerance * max(1.0, abs(factor))).any()):
+        return ""
+    near = Fraction(factor).limit_denominator(_MOST_RATIO)
+    is_near = abs(float(near) - factor) <= max(1e-4, tolerance) * abs(factor)
+    return str(near) if is_near else f"{factor:.5g}"
+
+
+def _by_rank(parts: Sequence[Part], theirs: Tensor, tolerance: float) -> str:
+    """A factor for each rank."""
+    found: dict[int, str] = {}
+    for part in parts:
+        a, b = part.values.double().flatten(), theirs[_index(part)].flatten()
+        scale = _scale(a, b, tolerance) if bool(a.any()) and bool(b.any()) else ""
+        if not scale or found.setdefault(part.rank, scale) != scale:
+            return ""
+    return ", ".join(f"{scale} times the reference's on rank {r}" for r, scale in found.items())
+
+
+def _moved(mine: Tensor, theirs: Tensor, tolerance: float) -> str:
+    """Whether slices are the reference's in another order."""
+    is_square = mine.ndim == 2 and mine.shape[0] == mine.shape[1]
+    if is_square and not bool(_differs(mine, theirs.T, tolerance).any()):
+        return "the reference's, transposed"
+    for dim in range(mine.ndim):
+        order = _order(mine.movedim(dim, 0), theirs.movedim(dim, 0), tolerance)
+        if order is None:
+            continue
+        size = len(order)
+        shifts = {(j - i) % size for i, j in enumerate(order)}
+        name = _names_of(mine)[dim]
+        if len(shifts) == 1:
+            shift = shifts.pop()
+            by = shift if shift <= size // 2 else shift - size
+            return f"the reference's {name} moved by {-by}"
+        shown = ", ".join(map(str, order[:_SHOWN])) + ", ..." * (size > _SHOWN)
+        return f"the reference's {name} in another order: {shown}"
+    return ""
+
+
+def _order(mine: Tensor, theirs: Tensor, tolerance: float) -> list[int] | None:
+    """Which slice of the reference each slice is; None: some are none of them."""
+    if not 2 <= len(mine) <= _MOST_SLICES:
+        return None
+    a, b = mine.reshape(len(mine), -1), theirs.reshape(len(mine), -1)
+    if a.shape[1] < 2:
+        return None
+    nearest = torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist").argmin(1)
+    if bool(_differs(a, b[nearest], tolerance).any()):
+        return None
+    return [int(i) for i in nearest]
+
+
+def _offset(difference: Tensor, tolerance: float, offsets: Mapping[str, Tensor]) -> str:
+    """Whether it is off by the same row everywhere."""
+    if difference.ndim < 2:
+        return ""
+    rows = difference.flatten(0, -2)
+    row = rows.mean(0)
+    if len(rows) < 2 or bool(_differs(rows, row.expand_as(rows), tolerance).any()):
+        return ""
+    for name, other in offsets.items():
+        values = other.double()
+        is_like = values.shape == row.shape and bool(values.any())
+        if is_like and (times := _scale(row, values, tolerance)):
+            return f"off by {times} times {name}"
+    return "off by the same row everywhere"
+
+
+def _rounded(a: Tensor, b: Tensor, tolerance: float) -> str:
+    for dtype in _SHORTER:
+        step = torch.finfo(dtype).eps
+        is_short = bool((a.to(dtype).double() - a).abs().max() <= 0)
+        if is_short and not bool(((a - b).abs() > 4 * step * b.abs() + tolerance).any()):
+            return f"rounded to {str(dtype).removeprefix('torch.')}"
+    return ""
+
+
+def combinations(own: Mapping[int, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """What ranks' own tensors may have become: each of them, their sum, their mean.
+
+    Args:
+        own: Rank -> tensor of one shape.
+    """
+    total = torch.stack(list(own.values())).sum(0)
+    if len(own) > 1:
+        yield f"the sum of what {_ranks(sorted(own))} have", total
+        yield f"the mean of what {_ranks(sorted(own))} have", total / len(own)
+    for rank, values in own.items():
+        yield f"what rank {rank} has alone", values

@@ -1,0 +1,161 @@
+"""Around the first difference both jobs run again: where exactly it lies, and a program for it."""
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hp_train.jobs import events as ev
+from hp_train.jobs.compare import Comparison, Place, scales
+from hp_train.jobs.elements import combinations, exact
+from hp_train.jobs.joined import Recording, Step
+from hp_train.jobs.keeping import BEFORE, HELD, module_of
+from hp_train.jobs.kept import Kept, Part
+from hp_train.jobs.modules import CannotError, Pair
+from hp_train.jobs.reproduce import parameter, parents_of, reproduce
+from hp_train.jobs.reproduction import Exact
+from hp_train.jobs.request import Focus
+
+_OF_MODULES = (ev.FORWARD, ev.EVALUATION, ev.BACKWARD)
+_OF_NUMBERS = (ev.LOSS, ev.NORM, ev.RATE)
+
+
+def focus_of(first: Place, expected: Recording) -> Focus:
+    """Say around what the second run keeps tensors.
+
+    Args:
+        first: The first difference.
+        expected: The reference's first run.
+    """
+    step, phase, name = first.step, first.phase, first.name
+    seen = expected.steps.get(step, Step()).tensors
+    called = {module_of(n) for n in [*seen.get(ev.FORWARD, {}), *seen.get(ev.EVALUATION, {})]}
+    if phase in (ev.FORWARD, ev.EVALUATION):
+        return Focus(step, phase, name, modules=(module_of(name),))
+    if phase == ev.BACKWARD:
+        inside = [parent for parent in parents_of(module_of(name)) if parent in called]
+        return Focus(step, phase, name, modules=tuple(inside[:1]))
+    if phase in _OF_NUMBERS or phase == ev.INPUT:
+        return Focus(step, phase, name)
+    inside = [m for m in parents_of(name) if m in called] if phase == ev.GRADIENT else []
+    return Focus(step, phase, name, modules=tuple(inside[:2]), parameters=(name,))
+
+
+def look_again(
+    comparison: Comparison,
+    recordings: tuple[Recording, Recording],
+    run: Callable[[str, Focus], Path],
+    folder: Path,
+    *,
+    float64: bool = False,
+) -> None:
+    """Run both jobs again and say what their first difference is.
+
+    Args:
+        comparison: Gets what is found.
+        recordings: First runs of the job and of the reference.
+        run: Runs the "job" or the "reference" with a focus; returns the folder it wrote into.
+        folder: Where the program is written.
+        float64: Whether both are lifted to it.
+    """
+    first = comparison.first
+    assert first is not None
+    actual, expected = recordings
+    focus = focus_of(first, expected)
+    theirs, mine = (Kept(run(side, focus)) for side in ("reference", "job"))
+    steps = actual.steps.get(first.step, Step()), expected.steps.get(first.step, Step())
+    factors = scales(*steps) if first.phase in (ev.BACKWARD, ev.GRADIENT) else {}
+    pair = Pair(theirs, mine, first.step, first.phase, first.bound or 1e-5, factors, float64)
+    try:
+        comparison.exact = _exact(first, pair)
+    except CannotError as error:
+        comparison.again = str(error)
+    made, why = reproduce(first, pair, steps, folder)
+    comparison.reproduction = made
+    if made is None:
+        comparison.again = "; ".join(filter(None, [comparison.again, *why]))
+
+
+def _exact(first: Place, pair: Pair) -> Exact | None:
+    if first.phase in _OF_NUMBERS or first.phase == ev.INPUT:
+        return None
+    if first.phase in _OF_MODULES:
+        _, expected, actual, parts = pair.samples(first.name, first.phase)
+        dims = ["samples", *(f"indices of dim {d}" for d in range(expected.ndim - 1))]
+        others: Mapping[str, Tensor] = {}
+        offsets = _offsets(pair.expected, first)
+    else:
+        expected, actual, parts = parameter(pair, first.phase, first.name)
+        dims, offsets = [], {}
+        others = _others(first, pair, actual, parts)
+    return exact(
+        expected,
+        actual,
+        parts=parts,
+        bound=pair.bound,
+        others=others,
+        offsets=offsets,
+        dims=dims,
+    )
+
+
+def _offsets(kept: Kept, first: Place) -> dict[str, Tensor]:
+    """Vectors among the weights of a module."""
+    found = {}
+    for name in kept.names(first.step, HELD):
+        whole = kept.whole(first.step, HELD, name)
+        if whole is not None and whole.values.ndim == 1:
+            found[name] = whole.values
+    return found
+
+
+def _others(first: Place, pair: Pair, actual: Tensor, parts: list[Part]) -> dict[str, Tensor]:
+    """What a parameter's value may be in place of the reference's."""
+    name, step, phase = first.name, first.step, first.phase
+    found: dict[str, Tensor] = {}
+    if phase == ev.GRADIENT:
+        found |= _of_own(pair, first, actual, parts)
+        terms = pair.expected.parts(step, ev.OWN, name).get("", ())
+        for part in terms if len(terms) > 1 else ():
+            found[f"the reference's of backward {part.call + 1} of {len(terms)} alone"] = (
+                part.values
+            )
+    moment = re.fullmatch(f"{ev.MOMENT} (.*)", phase)
+    before = {
+        ev.GRADIENT: (step - 1, ev.GRADIENT, "stale: the gradient of the step before"),
+        ev.CLIPPED: (step, ev.GRADIENT, "the gradient as it was before clipping"),
+        ev.WEIGHT: (step, f"{BEFORE} weight", "stale: the weight before the update"),
+    }.get(phase)
+    if moment:
+        before = step, f"{BEFORE} {moment[1]}", "stale: the state before the update"
+    if before is not None:
+        whole = pair.actual.whole(before[0], before[1], name)
+        if whole is not None and whole.is_complete:
+            found[before[2]] = whole.values
+    return found
+
+
+def _of_own(pair: Pair, first: Place, actual: Tensor, parts: list[Part]) -> dict[str, Tensor]:
+    """What ranks' own gradients may have become, put together over the parts of a parameter."""
+    found: dict[str, Tensor] = {}
+    own = pair.actual.own(first.step, first.name)
+    alone = {(part.rank, part.box): part.values for part in own}
+    scale = pair.bound * float(actual.double().square().mean().sqrt())
+    is_alone = [
+        bool(((alone[part.rank, part.box] - part.values).abs() <= scale).all())
+        for part in parts
+        if (part.rank, part.box) in alone
+    ]
+    ranks = {part.rank for part in parts}
+    if len(is_alone) == len(parts) and len(ranks) > 1 and all(is_alone):
+        found["what each rank has alone, as before the reduction"] = actual
+    for box in {part.box for part in own}:
+        index = tuple(slice(*span) for span in box)
+        values = {part.rank: part.values for part in own if part.box == box}
+        for name, value in combinations(values):
+            title = f"{name} before the reduction"
+            whole = found.setdefault(title, torch.full_like(actual, torch.nan))
+            whole[index] = value
+    return found
