@@ -15,7 +15,7 @@ from hp_train.jobs.explain import explain
 from hp_train.jobs.joined import Recording, join
 from hp_train.jobs.request import VARIABLE, Focus, Request
 from hp_train.jobs.second import look_again
-from integration_tests.zoo.job import train
+from integration_tests.zoo.job import PRECISIONS, train
 
 # (layout, bug): phase of the first difference, its name, a word of what is said to be likely
 BUGS = {
@@ -59,19 +59,21 @@ BUGS = {
 }
 
 
-def work(request: bytes, layout: str, bug: str, *, tied: bool) -> None:
+def work(request: bytes, layout: str, bug: str, *, tied: bool, precision: str) -> None:
     os.environ[VARIABLE] = request.decode()
     from hp_train.jobs.recorder import begin  # noqa: PLC0415 - in the rank alone
 
     recorder = begin()
-    train(layout, bug, tied=tied)
+    train(layout, bug, tied=tied, precision=precision)
     recorder.flush()
 
 
-def recorded(request: Request, layout: str = "one", bug: str = "", *, tied: bool) -> Recording:
+def recorded(
+    request: Request, layout: str = "one", bug: str = "", *, tied: bool, precision: str
+) -> Recording:
     Path(request.folder).mkdir()
     run_distributed(
-        functools.partial(work, tied=tied),
+        functools.partial(work, tied=tied, precision=precision),
         msgspec.json.encode(request),
         layout,
         bug,
@@ -83,8 +85,9 @@ def recorded(request: Request, layout: str = "one", bug: str = "", *, tied: bool
 class Referee:
     """A reference and what rounding does to it, and jobs that are compared with it."""
 
-    def __init__(self, folder: Path, *, tied: bool, float64: bool = False) -> None:
-        self._folder, self._tied, self._float64 = folder, tied, float64
+    def __init__(self, folder: Path, *, tied: bool, precision: str = "float32") -> None:
+        self._folder, self._tied, self._precision = folder, tied, precision
+        self._float64 = precision == "float64"
         self._reference = str(folder / "reference")
         self._expected = self._recorded("reference", "one")
         others = [self._recorded(f"other-{seed}", "one", disturb=seed) for seed in (1, 2)]
@@ -105,7 +108,7 @@ class Referee:
             float64=self._float64,
             focus=focus,
         )
-        return recorded(request, layout, bug, tied=self._tied)
+        return recorded(request, layout, bug, tied=self._tied, precision=self._precision)
 
     def judge(self, layout: str, bug: str = "", *, again: bool = False) -> Comparison:
         actual = self._recorded(f"{layout}-{bug}", layout, bug)
@@ -139,8 +142,8 @@ Referees = Callable[..., Referee]
 @pytest.fixture(scope="module")
 def referees(tmp_path_factory: pytest.TempPathFactory) -> Referees:
     @functools.cache
-    def made(*, tied: bool, float64: bool) -> Referee:
-        return Referee(tmp_path_factory.mktemp("zoo"), tied=tied, float64=float64)
+    def made(*, tied: bool, precision: str) -> Referee:
+        return Referee(tmp_path_factory.mktemp("zoo"), tied=tied, precision=precision)
 
     return made
 
@@ -148,13 +151,14 @@ def referees(tmp_path_factory: pytest.TempPathFactory) -> Referees:
 @pytest.mark.sample(
     *(f"{case}-float64" for case in ("dp", "fsdp", "tp", "ep", "cp", "pp tied")),
     *(f"{case}-float32" for case in ("tp", "pp")),
+    *("dp-bfloat16", "tp-bfloat16", "tp-autocast"),
 )
-@pytest.mark.parametrize("float64", [False, True], ids=["float32", "float64"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("case", ["one", "dp", "fsdp", "tp", "ep", "cp", "pp", "pp tied"])
-def test_a_sound_job_is_equal(case: str, float64: bool, referees: Referees) -> None:
+def test_a_sound_job_is_equal(case: str, precision: str, referees: Referees) -> None:
     layout, _, tied = case.partition(" ")
 
-    comparison = referees(tied=bool(tied), float64=float64).judge(layout)
+    comparison = referees(tied=bool(tied), precision=precision).judge(layout)
 
     assert comparison.first is None, explain(comparison)
     assert comparison.num_steps == 3
@@ -181,7 +185,7 @@ def test_a_sound_job_is_equal(case: str, float64: bool, referees: Referees) -> N
 def test_a_public_bug_is_found_and_named(layout: str, bug: str, referees: Referees) -> None:
     phase, name, likely = BUGS[layout, bug]
 
-    comparison = referees(tied=bug == "tied-end", float64=False).judge(layout, bug)
+    comparison = referees(tied=bug == "tied-end", precision="float32").judge(layout, bug)
 
     first = comparison.first
     assert first is not None

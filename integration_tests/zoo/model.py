@@ -216,7 +216,7 @@ def part(values: Tensor, shape: torch.Size, place: Place) -> Tensor:
 
 def loss_of(logits: Tensor, targets: Tensor, place: Place) -> Tensor:
     """Sum of the smoothed cross-entropy of targets that are not -1; logits may be cut by words."""
-    flat, kept = logits.flatten(0, 1), targets.flatten() >= 0
+    flat, kept = logits.float().flatten(0, 1), targets.flatten() >= 0
     words = targets.flatten().clamp(min=0)
     if place.layout != "tp":
         losses = F.cross_entropy(flat, words, reduction="none", label_smoothing=SMOOTHING)

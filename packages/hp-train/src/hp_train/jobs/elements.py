@@ -27,6 +27,7 @@ def exact(
     others: Mapping[str, Tensor],
     offsets: Mapping[str, Tensor],
     dims: Sequence[str] = (),
+    terms: Mapping[str, Tensor] | None = None,
 ) -> Exact | None:
     """Say what of a tensor differs.
 
@@ -38,6 +39,7 @@ def exact(
         others: What the job may have in its place: a name for each.
         offsets: Rows that it may be off by: a name for each.
         dims: What dims are called.
+        terms: What it may be a sum of multiples of: a name for each.
 
     Returns:
         None where nothing differs.
@@ -59,6 +61,8 @@ def exact(
     kind = _kind(mine, theirs, differs, tolerance, others, offsets) or _by_rank(
         own, theirs, tolerance
     )
+    if not kind and terms:
+        kind = mixture(mine, terms, 10 * bound)
     count, total = int(differs.sum()), differs.numel()
     names = dims or _names_of(theirs)
     where = _where(differs, names)
@@ -95,11 +99,12 @@ def _holders(wrong: Sequence[int], parts: Sequence[Part]) -> str:
     if not wrong or len(ranks) < 2:
         return ""
     right = [rank for rank in ranks if rank not in wrong]
-    said = f", which {_ranks(wrong)} hold{'s' * (len(wrong) == 1)}"
-    return said + (f" ({_ranks(right)}: right)" if right else "")
+    said = f", which {ranks_in_words(wrong)} hold{'s' * (len(wrong) == 1)}"
+    return said + (f" ({ranks_in_words(right)}: right)" if right else "")
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Rank 1; ranks 0 and 1; ranks 0..3."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
@@ -241,9 +246,36 @@ def _rounded(a: Tensor, b: Tensor, tolerance: float) -> str:
     for dtype in _SHORTER:
         step = torch.finfo(dtype).eps
         is_short = bool((a.to(dtype).double() - a).abs().max() <= 0)
-        if is_short and not bool(((a - b).abs() > 4 * step * b.abs() + tolerance).any()):
+        if is_short and not bool(((a - b).abs() > 4 * step * b.abs().max() + tolerance).any()):
             return f"rounded to {str(dtype).removeprefix('torch.')}"
     return ""
+
+
+def mixture(value: Tensor, terms: Mapping[str, Tensor], bound: float) -> str:
+    """Which multiples of terms a tensor is the sum of; empty: none that are simple ratios.
+
+    Args:
+        value: What is made of them.
+        terms: A name for each; fewer than `value` has elements.
+        bound: Error that rounding explains, relative to the norm of `value`.
+    """
+    if not terms or value.numel() < 2 * len(terms):
+        return ""
+    matrix = torch.stack([term.double().flatten() for term in terms.values()], 1)
+    wanted = value.double().flatten()
+    if not bool(matrix.isfinite().all() & wanted.isfinite().all()):
+        return ""
+    found = torch.linalg.lstsq(matrix, wanted, driver="gelsd").solution
+    near = [Fraction(float(f)).limit_denominator(_MOST_RATIO) for f in found]
+    made = matrix @ torch.tensor([float(f) for f in near], dtype=torch.float64)
+    if float((made - wanted).norm()) > bound * float(wanted.norm()):
+        return ""
+    by_factor: dict[Fraction, list[str]] = {}
+    for factor, name in zip(near, terms, strict=True):
+        by_factor.setdefault(factor, []).append(name)
+    said = [f"{f} times {', '.join(names)}" for f, names in by_factor.items() if f != 0]
+    lost = f"; nothing of {', '.join(by_factor[Fraction(0)])}" if Fraction(0) in by_factor else ""
+    return "a sum of " + " and ".join(said) + lost if said else ""
 
 
 def combinations(own: Mapping[int, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -254,7 +286,7 @@ def combinations(own: Mapping[int, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """
     total = torch.stack(list(own.values())).sum(0)
     if len(own) > 1:
-        yield f"the sum of what {_ranks(sorted(own))} have", total
-        yield f"the mean of what {_ranks(sorted(own))} have", total / len(own)
+        yield f"the sum of what {ranks_in_words(sorted(own))} have", total
+        yield f"the mean of what {ranks_in_words(sorted(own))} have", total / len(own)
     for rank, values in own.items():
         yield f"what rank {rank} has alone", values

@@ -27,6 +27,8 @@ from hp_train.jobs.request import Request
 from hp_train.jobs.samples import Laid, Samples, tensors_in
 from hp_train.jobs.trees import expressions, replaced
 
+_MOST_BYTES = 2 << 30
+"""Of a module that is pickled with its weights."""
 HELD, BEFORE = "held weight", "before the update"
 """Phases of a second run alone: weights that a module computes with, those and state before."""
 
@@ -131,6 +133,10 @@ class Keeper(Recorder):
 
     def _pickle(self, name: str, value: Any) -> str:
         """Write a value of any kind; its path, or "" and the reason among the facts."""
+        size = _bytes(value) if isinstance(value, nn.Module) else 0
+        if size > _MOST_BYTES:
+            self._facts["not pickled"] = f"{size:,} bytes are more than {_MOST_BYTES:,}"
+            return ""
         path = Path(self._request.folder) / f"{name}-{rank_here():05d}-{os.getpid()}.pt"
         try:
             torch.save(value, path)
@@ -274,6 +280,10 @@ class Keeper(Recorder):
             name = f"kept-{self._step:06d}-{rank_here():05d}-{os.getpid()}.pt"
             torch.save(kept, Path(self._request.folder) / name)
             self._parts, self._inputs, self._outputs = [], [], []
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in [*module.parameters(), *module.buffers()])
 
 
 def _laid(laid: tuple[tuple[int, ...], list[Laid]] | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hp_train.jobs.events import OWN, Box
+from hp_train.jobs.events import FORWARD, OWN, Box
 from hp_train.jobs.joined import TERMS, rows_in, sample_names
 
 
@@ -92,7 +92,9 @@ class Kept:
     """
 
     def __init__(self, folder: Path) -> None:
-        names = sample_names(rows_in(folder))
+        rows = rows_in(folder)
+        names = sample_names(rows)
+        self._rows = [(int(who.split("-")[1]), row) for who, row in rows if row.phase == FORWARD]
         self._parts: dict[tuple[int, str, str], dict[str, list[Part]]] = {}
         self.inputs: list[dict[str, Any]] = []
         self.outputs: list[dict[str, Any]] = []
@@ -125,6 +127,14 @@ class Kept:
             for row, value in zip(samples, values, strict=True):
                 name = names.get((who, step, call, row), row)
                 rows.setdefault(name, []).append(Part(rank, kept["shape"], box, value, adds, call))
+
+    def batches(self, step: int) -> dict[int, list[str]]:
+        """Rank -> names of the samples that it is given in a step."""
+        found: dict[int, list[str]] = defaultdict(list)
+        for rank, row in self._rows:
+            if row.step == step:
+                found[rank] += row.rows
+        return found
 
     def names(self, step: int, phase: str) -> list[str]:
         """Names of what was kept of a phase."""

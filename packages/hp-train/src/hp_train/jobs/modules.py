@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hp_train.jobs import events as ev
 from hp_train.jobs.keeping import HELD
-from hp_train.jobs.kept import Kept, Part, whole_of
+from hp_train.jobs.kept import Kept, Part, Whole, whole_of
 from hp_train.jobs.trees import expressions, replaced
 
 
@@ -105,6 +105,10 @@ class ModuleSides:
 
     Raises:
         CannotError: When the module was not called, or could not be pickled.
+
+    Attributes:
+        has_terms: Whether gradients of ranks did not add up to the reference's, as far as calls
+            were put together.
     """
 
     def __init__(self, pair: Pair, module: str) -> None:
@@ -123,6 +127,7 @@ class ModuleSides:
         self.file: str = facts.get(f"module {module}", "")
         if not self.file or not all(entry["file"] for entry in self.entries):
             raise CannotError(f"{title} cannot be pickled: {facts.get('not pickled', '')}")
+        self.has_terms = False
         self.kind: str = self.entries[0]["kind"]
         self.is_main: bool = self.entries[0]["is_main"]
         self.autocast: str = self.entries[0]["autocast"]
@@ -154,7 +159,9 @@ class ModuleSides:
                 for held in (kept, self._pair.expected):
                     whole = held.whole(self._pair.step, HELD, name)
                     if whole is not None and whole.is_complete:
-                        found[name.removeprefix(prefix)] = whole.values
+                        theirs = self._pair.expected.whole(self._pair.step, HELD, name)
+                        assert theirs is not None
+                        found[name.removeprefix(prefix)] = farthest(whole, theirs.values)
                         break
         return found
 
@@ -184,13 +191,13 @@ class ModuleSides:
         for row in entry["rows"]:
             if row not in parts:
                 raise CannotError(f"the gradient of {name} is not whole")
-            is_job = of_job
-            values = (
-                self._pair.scaled(ev.BACKWARD, row, parts[row], name)
-                if is_job
-                else _complete(parts[row], name)
-            )
-            rows.append(values)
+            if not of_job:
+                rows.append(_complete(parts[row], name))
+                continue
+            rows.append(self._pair.scaled(ev.BACKWARD, row, parts[row], name))
+            theirs = self._pair.expected.whole(self._pair.step, ev.BACKWARD, name, row)
+            if theirs is not None and whole_of(parts[row]).is_sum:
+                self.has_terms |= distance(rows[-1], theirs.values) > self._pair.bound
         return laid_like(torch.stack(rows), shape)
 
     def _of_job(self, given: Any, entry: Mapping[str, Any]) -> dict[int, Tensor]:
@@ -227,6 +234,28 @@ class ModuleSides:
                 if leaf["place"] == text and raw is not None and raw.shape == tensor.shape:
                     return raw
         return None
+
+
+def distance(value: Tensor, other: Tensor) -> float:
+    """Norm of the difference, relative to the other's."""
+    value, other = value.double(), other.double()
+    return float((value - other).norm() / other.norm().clamp(min=1e-300))
+
+
+def farthest(whole: Whole, expected: Tensor) -> Tensor:
+    """Values of a job; where ranks hold other copies, those that are farthest from the reference's.
+
+    Args:
+        whole: What the ranks have.
+        expected: The reference's, of the same shape.
+    """
+    actual, scale = whole.values.clone(), float(expected.double().norm())
+    for part in whole.parts:
+        index = tuple(slice(*span) for span in part.box)
+        far = float((part.values - expected[index]).double().norm())
+        if far > float((actual[index] - expected[index]).double().norm()) + 1e-9 * scale:
+            actual[index] = part.values
+    return actual
 
 
 def index_of_largest(expected: Tensor, actual: Tensor) -> tuple[int, ...]:

@@ -43,6 +43,7 @@ class ModuleCall:
         result: Python for the value.
         hook: Submodule whose output is watched, and Python for it there; empty: none.
         settings: Whether the job's modules have other numbers and flags.
+        terms: Whether ranks were given gradients that do not add up to the reference's.
         is_main: Whether the class is of the program itself.
         prepare: Lines that make the process compute as the job's.
     """
@@ -55,6 +56,7 @@ class ModuleCall:
     result: str = "output"
     hook: tuple[str, str] = ("", "")
     settings: bool = False
+    terms: bool = False
     is_main: bool = False
     prepare: Sequence[str] = ()
 
@@ -64,13 +66,12 @@ def module_program(call: ModuleCall) -> str:
     lines = _HEAD.format(title=call.title, bound=call.bound).splitlines()[:-1]
     lines += ['sys.path += record["path"]']
     if call.is_main:
-        lines += [f"import __main__, {OWN_CLASSES}  # classes of the job's own program"]
-        lines += [f"vars(__main__).update(vars({OWN_CLASSES}))"]
+        lines += [f"import __main__, {OWN_CLASSES}; vars(__main__).update(vars({OWN_CLASSES}))"]
     lines += call.prepare
     lines += [f'module = torch.load(HERE / "module.pt", weights_only=False)  # {call.kind}']
     lines += ["", "", *_compute(call), "", ""]
     lines += [
-        'theirs, mine = compute("reference"), compute("job")',
+        'theirs, mine = compute("reference", "reference"), compute("job", "job")',
         'print(f"at {at}: the reference has {expected[at]:.8g}, the job {actual[at]:.8g};"',
         '      f" one process gives {theirs[at]:.8g} from the reference\'s inputs,"',
         '      f" {mine[at]:.8g} from the job\'s")',
@@ -81,16 +82,36 @@ def module_program(call: ModuleCall) -> str:
         lines += [
             'for path, key, value in record["settings"]:',
             "    setattr(module.get_submodule(path), key, value)",
-            'if error(compute("job"), actual) <= BOUND:',
+            'if error(compute("job", "job"), actual) <= BOUND:',
             f'    sys.exit(print("other settings of {call.name}:", record["settings"]))',
         ]
     lines += [
-        f'print("{call.name} is given other inputs or weights" if error(mine, actual) <= BOUND',
-        f'      else "the job\'s layout of {call.name} is wrong: its inputs and weights are right"',
-        "      if error(mine, expected) <= BOUND",
-        f'      else "{call.name} is given something else, and its layout is wrong as well")',
+        "if error(mine, expected) <= BOUND:",
+        f'    print("the job\'s layout of {call.name} is wrong: its inputs and weights are right")',
+        "elif error(mine, actual) > BOUND:",
+        f'    print("{_both_wrong(call)}")',
+        "else:",
+        '    others = error(compute("job", "reference"), expected) <= BOUND',
+        f'    print("the job\'s {call.name} has other", "weights" if others else "inputs")',
     ]
     return "\n".join(_fitting(lines)) + "\n"
+
+
+_INPUTS = "inputs"
+
+
+def blames_inputs(verdict: str) -> bool:
+    """Whether a program says that its module is right: what comes before it is wrong."""
+    return verdict.endswith(f"has other {_INPUTS}")
+
+
+def _both_wrong(call: ModuleCall) -> str:
+    if call.terms:
+        return (
+            f"ranks give {call.name} gradients that are not the reference's, and do not add up to "
+            "it: what uses its output is wrong"
+        )
+    return f"{call.name} is given something else, and its layout is wrong as well"
 
 
 OWN_CLASSES = "classes_of_the_job"
@@ -99,14 +120,15 @@ OWN_CLASSES = "classes_of_the_job"
 
 def _compute(call: ModuleCall) -> list[str]:
     lines = [
-        "def compute(side):",
-        '    module.load_state_dict(record[side]["weights"], strict=False)',
+        "def compute(side, weights):",
+        '    module.load_state_dict(record[weights]["weights"], strict=False)',
     ]
     if call.hook[0]:
+        then = " or seen[-1].retain_grad()" if call.outputs else ""
+        hook = f"lambda m, a, output: seen.append({call.hook[1]}){then}"
         lines += [
             f"    seen, inner = [], module.get_submodule({call.hook[0]!r})",
-            "    inner.register_forward_hook(",
-            f"        lambda m, a, output: seen.append({call.hook[1]}) or seen[-1].retain_grad())",
+            f"    inner.register_forward_hook({hook})",
         ]
     lines += [
         '    for call in record[side]["calls"]:',
@@ -154,18 +176,22 @@ print(f"the reference has {expected[at]:.8g} at {at}")
 for rank, value in own.items():
     print(f"rank {rank} has {value[at]:.8g} before its reduction", end="")
     print(f", {after[rank][at]:.8g} after it" if rank in after else "")
-total = sum(own.values())
-ways = {"their sum": total, "their mean": total / len(own)}
-ways |= {f"rank {rank}'s alone": value for rank, value in own.items()}
+ways = {f"rank {rank}'s": value for rank, value in own.items()}
+if len(own) > 1:
+    ways |= {"their sum": sum(own.values()), "their mean": sum(own.values()) / len(own)}
 
 
 def nearest(value):
-    way = min(ways, key=lambda name: error(ways[name], value))
-    return way if error(ways[way], value) <= BOUND else "none of their sum, mean or own"
+    found = {name: error(way, value) for name, way in ways.items()}
+    for name, way in ways.items():
+        times = float((way * value).sum() / (way * way).sum().clamp(min=1e-300))
+        found[f"{times:.4g} times {name}"] = error(times * way, value) + 1e-9
+    name = min(found, key=found.get)
+    return name if found[name] <= 2 * BOUND else "none of them, nor their sum"
 
 
-print("of ranks' own gradients the reference has", nearest(expected), "; the job:",
-      "; ".join(f"{nearest(value)} on rank {rank}" for rank, value in after.items()))
+print("of these the reference has", nearest(expected) + "; the job",
+      ", ".join(f"{nearest(value)} on rank {rank}" for rank, value in after.items()))
 """
     )
 
@@ -227,24 +253,20 @@ def update_program(title: str, bound: float, kind: tuple[str, str], result: str)
 from {kind[0]} import {kind[1]} as Optimizer
 
 
-def updated(gradient_of, options_of, state_of="job"):
-    sides = record[gradient_of], record[options_of], record[state_of]
-    p = torch.nn.Parameter(sides[2]["weight"].clone())
-    p.grad, optimizer = sides[0]["gradient"].clone(), Optimizer([p], **sides[1]["options"])
-    optimizer.state[p].update({{k: v.clone() for k, v in sides[2]["state"].items()}})
+def updated(side):
+    p = torch.nn.Parameter(record[side]["weight"].clone())
+    p.grad, optimizer = record[side]["gradient"], Optimizer([p], **record[side]["options"])
+    optimizer.state[p].update({{k: v.clone() for k, v in record[side]["state"].items()}})
     optimizer.step()
     return {result}.detach()
 
 
-if error(updated("reference", "reference", "reference"), expected) > BOUND:
+if error(updated("reference"), expected) > BOUND:
     sys.exit("this is not the reference's value: the program proves nothing")
-print("other options:", record["options"] or "none")
-if error(updated("job", "job"), actual) > BOUND:
-    sys.exit(print("the job's update is not what its gradient, state and options give"))
-print("the job's update is right for other",
-      "options" if error(updated("job", "reference"), expected) <= BOUND else
-      "state or weights" if error(updated("job", "job", "reference"), expected) <= BOUND else
-      "gradients, state and options")
+print("other before the update:", record["others"])
+is_right = error(updated("job"), actual) <= BOUND
+print("the job's update is right for what was other before" if is_right else
+      "the job's update is not what its gradient, state and options give")
 """
     return head + _VALUES + body
 

@@ -21,6 +21,8 @@ from hp_train.jobs.modules import (
     CannotError,
     ModuleSides,
     Pair,
+    distance,
+    farthest,
     index_of_largest,
     laid_like,
     times_of,
@@ -48,24 +50,40 @@ def reproduce(
     """
     title = f"Step {place.step}, {place.phase} {place.name}".rstrip()
     folder.mkdir(parents=True, exist_ok=True)
-    why = []
-    for make in _makers(place, pair, steps, title):
-        try:
-            text, record = make(folder)
-        except (CannotError, OSError, ImportError, AttributeError, RuntimeError) as error:
-            why.append(f"{error}"[:200])
+    why: list[str] = []
+    makers = list(_makers(place, pair, steps, title))
+    best: Reproduction | None = None
+    index = -1
+    for number, make in enumerate(makers):
+        made = _made(make, folder, why)
+        if made is None or (best is not None and not made.output):
             continue
-        if (count := text.count("\n")) > MOST_LINES:
-            why.append(f"its program would have {count} lines")
-            continue
-        torch.save(record, folder / _RECORD)
-        path = folder / _PROGRAM
-        path.write_text(text, encoding="utf-8")
-        output, failure = _run(path)
-        if failure is None:
-            return Reproduction(path, text, output), why
+        if not programs.blames_inputs(made.verdict):
+            is_better = best is None or number < len(makers) - 1  # the last only shows values
+            return (made if is_better else _made(makers[index], folder, [])), why
+        if best is None:
+            best, index = made, number
+    return best and _made(makers[index], folder, []), why
+
+
+def _made(make: "_Maker", folder: Path, why: list[str]) -> Reproduction | None:
+    """Write a program and run it; None, and one more reason, where it does not run."""
+    try:
+        text, record = make(folder)
+    except (CannotError, OSError, ImportError, AttributeError, RuntimeError) as error:
+        why.append(f"{error}"[:200])
+        return None
+    if (count := text.count("\n")) > MOST_LINES:
+        why.append(f"its program would have {count} lines")
+        return None
+    torch.save(record, folder / _RECORD)
+    path = folder / _PROGRAM
+    path.write_text(text, encoding="utf-8")
+    output, failure = _run(path)
+    if failure is not None:
         why.append(failure)
-    return None, why
+        return None
+    return Reproduction(path, text, output)
 
 
 _Made = tuple[str, dict[str, Any]]
@@ -89,26 +107,33 @@ def _run(path: Path) -> tuple[str, str | None]:
 
 
 def _makers(place: Place, pair: Pair, steps: tuple[Step, Step], title: str) -> Iterator[_Maker]:
-    name, phase = place.name, place.phase
+    """Programs that may show a difference, the one that says most first."""
+    phase = place.phase
     if phase in (ev.FORWARD, ev.EVALUATION):
-        yield lambda folder: _forward(place, pair, title, folder)
+        yield from _forwards(place, pair, title)
     elif phase == ev.BACKWARD:
         yield from _backwards(place, pair, title)
-    elif phase == ev.GRADIENT:
-        if place.origin == ev.BACKWARD:
-            yield from _parameters(place, pair, title)
-        yield lambda _: _reduction(place, pair, title)
-    elif phase == ev.NORM:
-        yield lambda _: _norm(place, pair, steps, title)
-    elif phase == ev.CLIPPED:
-        yield lambda _: _clipping(place, pair, steps, title)
-    elif phase == ev.WEIGHT or phase.startswith(ev.MOMENT):
-        yield lambda _: _update(place, pair, title)
-    if phase in (ev.LOSS, ev.RATE, ev.NORM):
-        said = "outputs of the model are equal: it is how losses are made of them"
-        yield lambda _: _numbers(place, steps, title, said if phase == ev.LOSS else "")
-    elif phase != ev.INPUT:
-        yield lambda _: _values(place, pair, title, name)
+    elif phase == ev.GRADIENT and place.origin == ev.BACKWARD:
+        yield from _parameters(place, pair, title)
+    yield lambda _: _of_phase(place, pair, steps, title)
+    if phase not in (ev.LOSS, ev.RATE, ev.NORM, ev.INPUT):
+        yield lambda _: _values(place, pair, title, place.name)
+
+
+def _of_phase(place: Place, pair: Pair, steps: tuple[Step, Step], title: str) -> _Made:
+    """What is no module's: reductions, norms, updates, losses, rates."""
+    phase = place.phase
+    if phase == ev.GRADIENT:
+        return _reduction(place, pair, title)
+    if phase == ev.NORM:
+        return _norm(place, pair, steps, title)
+    if phase == ev.CLIPPED:
+        return _clipping(place, pair, steps, title)
+    if phase == ev.WEIGHT or phase.startswith(ev.MOMENT):
+        return _update(place, pair, title)
+    if phase in (ev.LOSS, ev.RATE):
+        return _numbers(place, steps, title)
+    raise CannotError("batches are not computed" if phase == ev.INPUT else "no module gives it")
 
 
 # Modules.
@@ -200,27 +225,44 @@ def _with(call: ModuleCall, **changes: Any) -> ModuleCall:
     return dataclasses.replace(call, **changes)
 
 
-def _forward(place: Place, pair: Pair, title: str, folder: Path) -> _Made:
-    module, times = module_of(place.name), times_of(place.name)
+def _forwards(place: Place, pair: Pair, title: str) -> Iterator[_Maker]:
+    """Programs of the module that gave an output, and of modules that it is in."""
+    for module in (module_of(place.name), *parents_of(module_of(place.name))):
+        if any(entry["module"] == module for entry in pair.expected.inputs):
+            yield lambda folder, m=module: _forward(place, pair, title, m, folder)  # type: ignore[misc]
+
+
+def _forward(place: Place, pair: Pair, title: str, module: str, folder: Path) -> _Made:
+    """A module's output computed again by the module, or by one that it is in."""
+    own, times = module_of(place.name), times_of(place.name)
     sides = ModuleSides(pair, module)
-    entries = [e for e in sides.entries if e["times"] == times]
-    entry, expected, actual = _worst(
-        place, pair, entries, lambda e: sides.outputs(e["call"], e["times"])[place.name][1]
-    )
+    entries = [e for e in sides.entries if e["times"] == (times if module == own else 0)]
+    picks = {e["call"]: e["names"][place.name] for e in _giving(pair, place.name)}
+    entries = [entry for entry in entries if entry["call"] in picks]
+    entry, expected, actual = _worst(place, pair, entries, lambda e: picks[e["call"]][1])
     call, record = _call(sides, pair, title, module, [entry])
-    text = sides.outputs(entry["call"], times)[place.name][0]
+    text = picks[entry["call"]][0]
+    if module == own:
+        changes: dict[str, Any] = {"result": text}
+    else:
+        inner = own.removeprefix(f"{module}.") if module else own
+        changes = {"result": f"seen[{times}]", "hook": (inner, text)}
     _save_module(sides, pair, folder)
     record |= _values_of(expected, actual) | _sides(sides, pair, [entry], with_grads=False)
-    return programs.module_program(_with(call, outputs=(), result=text)), record
+    return programs.module_program(_with(call, outputs=(), **changes)), record
+
+
+def _giving(pair: Pair, name: str) -> list[dict[str, Any]]:
+    """Calls of the reference that gave an output."""
+    return [entry for entry in pair.expected.outputs if name in entry["names"]]
 
 
 def _backwards(place: Place, pair: Pair, title: str) -> Iterator[_Maker]:
     """Programs of modules that may have made the gradient of an output, the smallest first."""
     own, times = module_of(place.name), times_of(place.name)
-    makers = [e for e in pair.expected.outputs if place.name in e["names"]]
-    if not makers:
+    shapes = {e["call"]: e["names"][place.name] for e in _giving(pair, place.name)}
+    if not shapes:
         return
-    shapes = {e["call"]: e["names"][place.name] for e in makers}
 
     def shape_of(entry: Any) -> Sequence[int]:
         shape: Sequence[int] = shapes[entry["call"]][1]
@@ -278,7 +320,7 @@ def _backward(  # noqa: PLR0917
         raise CannotError(f"no gradient of what {module or 'the model'} gives was seen")
     _save_module(sides, pair, folder)
     record |= _values_of(expected, actual) | _sides(sides, pair, [entry], with_grads=True)
-    return programs.module_program(_with(call, **changes)), record
+    return programs.module_program(_with(call, terms=sides.has_terms, **changes)), record
 
 
 def _parameters(place: Place, pair: Pair, title: str) -> Iterator[_Maker]:
@@ -316,13 +358,7 @@ def parameter(pair: Pair, phase: str, name: str) -> tuple[Tensor, Tensor, list[P
         raise CannotError(f"{phase} {name} was not seen again")
     if not (theirs.is_complete and mine.is_complete):
         raise CannotError(f"parts of {phase} {name} are on no rank")
-    actual, scale = mine.values.clone(), float(theirs.values.double().norm())
-    for part in mine.parts:
-        index = tuple(slice(*span) for span in part.box)
-        far = float((part.values - theirs.values[index]).double().norm())
-        if far > float((actual[index] - theirs.values[index]).double().norm()) + 1e-9 * scale:
-            actual[index] = part.values
-    return theirs.values, actual, mine.parts
+    return theirs.values, farthest(mine, theirs.values), mine.parts
 
 
 def _reduction(place: Place, pair: Pair, title: str) -> _Made:
@@ -418,11 +454,25 @@ def _update(place: Place, pair: Pair, title: str) -> _Made:
         }
     if kinds["job"] != kinds["reference"]:
         raise CannotError(f"the optimizers are {kinds['job']} and {kinds['reference']}")
-    mine, theirs = (record[side]["options"] for side in ("job", "reference"))
-    record["options"] = {k: v for k, v in mine.items() if theirs.get(k) != v}
+    record["others"] = _other(record["job"], record["reference"], pair.bound)
     key = place.phase.removeprefix(f"{ev.MOMENT} ")
     result = "p" if place.phase == ev.WEIGHT else f"optimizer.state[p][{key!r}]"
     return programs.update_program(title, pair.bound, kinds["job"], result), record
+
+
+def _other(mine: Any, theirs: Any, bound: float) -> dict[str, Any]:
+    """What was not the reference's before an update: options, and errors of tensors."""
+    options = theirs["options"]
+    found = {k: (v, options.get(k)) for k, v in mine["options"].items() if options.get(k) != v}
+    ours, others = (
+        side["state"] | {k: side[k] for k in ("weight", "gradient")} for side in (mine, theirs)
+    )
+    for key in ours.keys() | others.keys():
+        if key not in ours or key not in others:
+            found[key] = "missing on one side"
+        elif (error := distance(ours[key], others[key])) > bound:
+            found[key] = f"error {error:.1e}"
+    return found
 
 
 def _options(kept: Kept, name: str) -> dict[str, Any]:
@@ -444,7 +494,10 @@ def _accepted(kind: tuple[str, str]) -> set[str]:
 # Where nothing is computed again.
 
 
-def _numbers(place: Place, steps: tuple[Step, Step], title: str, said: str) -> _Made:
+def _numbers(place: Place, steps: tuple[Step, Step], title: str) -> _Made:
+    said = "the jobs are at other places of their schedules, or have other options"
+    if place.phase == ev.LOSS:
+        said = "outputs of the model are equal: it is how losses are made of them"
     mine, theirs = (step.numbers.get(place.phase, {}).get(place.name, {}) for step in steps)
     expected = next(iter(theirs.values()))
     record = {"expected": expected, "actual": {w.rpartition("-")[0]: v for w, v in mine.items()}}

@@ -1,7 +1,8 @@
 """Around the first difference both jobs run again: where exactly it lies, and a program for it."""
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from hp_train.jobs import events as ev
 from hp_train.jobs.compare import Comparison, Place, scales
-from hp_train.jobs.elements import combinations, exact
+from hp_train.jobs.elements import combinations, exact, ranks_in_words
 from hp_train.jobs.joined import Recording, Step
 from hp_train.jobs.keeping import BEFORE, HELD, module_of
 from hp_train.jobs.kept import Kept, Part
@@ -23,7 +24,7 @@ _OF_NUMBERS = (ev.LOSS, ev.NORM, ev.RATE)
 
 
 def focus_of(first: Place, expected: Recording) -> Focus:
-    """Say around what the second run keeps tensors.
+    """Say around what the second run keeps tensors: modules in which it can be computed again.
 
     Args:
         first: The first difference.
@@ -32,11 +33,11 @@ def focus_of(first: Place, expected: Recording) -> Focus:
     step, phase, name = first.step, first.phase, first.name
     seen = expected.steps.get(step, Step()).tensors
     called = {module_of(n) for n in [*seen.get(ev.FORWARD, {}), *seen.get(ev.EVALUATION, {})]}
-    if phase in (ev.FORWARD, ev.EVALUATION):
-        return Focus(step, phase, name, modules=(module_of(name),))
-    if phase == ev.BACKWARD:
-        inside = [parent for parent in parents_of(module_of(name)) if parent in called]
-        return Focus(step, phase, name, modules=tuple(inside[:1]))
+    if phase in _OF_MODULES:
+        own = module_of(name)
+        inside = [parent for parent in parents_of(own) if parent in called]
+        around = dict.fromkeys([*inside[:1], *inside[-1:]])  # its parent, and the model
+        return Focus(step, phase, name, modules=(own, *around))
     if phase in _OF_NUMBERS or phase == ev.INPUT:
         return Focus(step, phase, name)
     inside = [m for m in parents_of(name) if m in called] if phase == ev.GRADIENT else []
@@ -69,7 +70,7 @@ def look_again(
     factors = scales(*steps) if first.phase in (ev.BACKWARD, ev.GRADIENT) else {}
     pair = Pair(theirs, mine, first.step, first.phase, first.bound or 1e-5, factors, float64)
     try:
-        comparison.exact = _exact(first, pair)
+        comparison.exact = _exact(first, pair, steps)
     except CannotError as error:
         comparison.again = str(error)
     made, why = reproduce(first, pair, steps, folder)
@@ -78,27 +79,97 @@ def look_again(
         comparison.again = "; ".join(filter(None, [comparison.again, *why]))
 
 
-def _exact(first: Place, pair: Pair) -> Exact | None:
-    if first.phase in _OF_NUMBERS or first.phase == ev.INPUT:
-        return None
+def _exact(first: Place, pair: Pair, steps: tuple[Step, Step]) -> Exact | None:
+    if first.phase == ev.INPUT:
+        return of_batches(pair.actual.batches(first.step), pair.expected.batches(first.step))
+    if first.phase in _OF_NUMBERS:
+        return of_numbers(first, *steps)
     if first.phase in _OF_MODULES:
         _, expected, actual, parts = pair.samples(first.name, first.phase)
-        dims = ["samples", *(f"indices of dim {d}" for d in range(expected.ndim - 1))]
-        others: Mapping[str, Tensor] = {}
-        offsets = _offsets(pair.expected, first)
-    else:
-        expected, actual, parts = parameter(pair, first.phase, first.name)
-        dims, offsets = [], {}
-        others = _others(first, pair, actual, parts)
+        return exact(
+            expected,
+            actual,
+            parts=parts,
+            bound=pair.bound,
+            others={},
+            offsets=_offsets(pair.expected, first),
+            dims=["samples", *(f"indices of dim {d}" for d in range(expected.ndim - 1))],
+        )
+    expected, actual, parts = parameter(pair, first.phase, first.name)
     return exact(
         expected,
         actual,
         parts=parts,
         bound=pair.bound,
-        others=others,
-        offsets=offsets,
-        dims=dims,
+        others=_others(first, pair, actual, parts),
+        offsets={},
+        terms=_terms(first, pair, parts),
     )
+
+
+def of_batches(mine: dict[int, list[str]], theirs: dict[int, list[str]]) -> Exact:
+    """Say which samples of the reference ranks are given.
+
+    Args:
+        mine: Rank of the job -> names of its samples.
+        theirs: The same of the reference.
+    """
+    expected = list(dict.fromkeys(row for rows in theirs.values() for row in rows))
+    number = {row: str(i) for i, row in enumerate(expected)}
+    given = [
+        f"rank {rank} is given {', '.join(number.get(row, 'another') for row in rows)}"
+        for rank, rows in sorted(mine.items())
+    ]
+    missing = set(expected).difference(*mine.values())
+    lost = ", ".join(number[row] for row in expected if row in missing)
+    wrong = tuple(
+        rank
+        for rank, rows in sorted(mine.items())
+        if any(row not in number for row in rows)
+        or any(set(rows) & set(mine[other]) for other in mine if other < rank)
+    )
+    sentence = f"of the reference's {len(expected)} samples {'; '.join(given)}"
+    sentence += f"; no rank is given {lost}" if lost else ""
+    return Exact(
+        sentence,
+        (),
+        len(expected),
+        len(expected) - len(missing),
+        wrong,
+        len(missing),
+        len(expected),
+    )
+
+
+def of_numbers(first: Place, mine: Step, theirs: Step) -> Exact:
+    """Say which ranks have another number, such as a norm, than the reference.
+
+    Args:
+        first: Where the numbers differ.
+        mine: The job's step.
+        theirs: The reference's.
+    """
+    ours, others = (s.numbers.get(first.phase, {}).get(first.name, {}) for s in (mine, theirs))
+    by_rank = {int(who.split("-")[1]): values for who, values in ours.items()}
+    expected = next(iter(others.values()))
+    if first.phase == ev.LOSS:
+        sums = [math.fsum(values) for values in by_rank.values()]
+        is_copy = max(sums) - min(sums) <= first.bound * abs(sums[0])  # or ranks have terms
+        values = {-1: sums[0] if is_copy else math.fsum(sums)}
+        wanted, wrong = math.fsum(expected), tuple(sorted(by_rank))
+        said = f"the losses of {ranks_in_words(wrong)} add up to {values[-1]:.8g}"
+        said += " on each" * (is_copy and len(sums) > 1)
+    else:
+        values = {rank: numbers[-1] for rank, numbers in by_rank.items()}
+        wanted = expected[-1]
+        apart = {r: abs(v - wanted) / (abs(wanted) or 1.0) for r, v in values.items()}
+        wrong = tuple(sorted(r for r, far in apart.items() if not far <= first.bound))
+        right = [rank for rank in by_rank if rank not in wrong]
+        has = ", ".join(f"rank {rank} has {values[rank]:.8g}" for rank in wrong)
+        said = has + (f" ({ranks_in_words(right)}: right)" if right else "")
+    worst = max(values.values(), key=lambda v: abs(v - wanted))
+    sentence = f"{said} in place of {wanted:.8g}"
+    return Exact(sentence, (), wanted, worst, wrong, len(wrong), len(by_rank))
 
 
 def _offsets(kept: Kept, first: Place) -> dict[str, Tensor]:
@@ -135,6 +206,17 @@ def _others(first: Place, pair: Pair, actual: Tensor, parts: list[Part]) -> dict
         if whole is not None and whole.is_complete:
             found[before[2]] = whole.values
     return found
+
+
+def _terms(first: Place, pair: Pair, parts: list[Part]) -> dict[str, Tensor]:
+    """Ranks' own gradients of each backward, where all have all of the parameter."""
+    if first.phase != ev.GRADIENT or not parts:
+        return {}
+    box = parts[0].box
+    own = pair.actual.parts(first.step, ev.OWN, first.name).get("", ())
+    if any(part.box != box or part.values.shape != part.shape for part in [*own, *parts]):
+        return {}
+    return {f"backward {part.call + 1} of rank {part.rank}": part.values for part in own}
 
 
 def _of_own(pair: Pair, first: Place, actual: Tensor, parts: list[Part]) -> dict[str, Tensor]:
