@@ -3,6 +3,8 @@
 import functools
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from hp_platform.testing import run_distributed
 from hp_train.jobs.compare import Comparison, Floor, compare
 from hp_train.jobs.explain import explain
 from hp_train.jobs.joined import Recording, join
+from hp_train.jobs.reproduction import MOST_LINES
 from hp_train.jobs.request import VARIABLE, Focus, Request
 from hp_train.jobs.second import look_again
 from integration_tests.zoo.job import PRECISIONS, train
@@ -192,3 +195,80 @@ def test_a_public_bug_is_found_and_named(layout: str, bug: str, referees: Refere
     assert first.phase == phase, first
     assert re.search(name, first.name), first
     assert likely in " ".join(explain(comparison)), explain(comparison)
+
+
+# (layout, bug): ranks that are wrong; a word of the sentence; of what the program says at its end
+EXACT = {
+    ("dp", "no-reduce"): ((0, 1), "what each rank has alone", "the reference has their sum"),
+    ("dp", "microbatch-sum"): ((0, 1), "2 times the", "their mean; the job their sum on rank 0"),
+    ("dp", "reduce-each-microbatch"): ((0, 1), "2 times backward 1 of rank 0", "none of them"),
+    ("dp", "same-data"): ((1,), "rank 1 is given 0, 1; no rank is given 2, 3", ""),
+    ("dp", "start"): ((1,), r"\(rank 0: right\)", ""),
+    ("dp", "stale-copy"): ((1,), r"samples 2\.\.3 of 4", "norm has other weights"),
+    ("dp", "bf16-reduce"): ((0, 1), "rounded to bfloat16", "the reference has their sum"),
+    ("dp", "norm-local"): ((1,), "rank 1 has 0 in place of", "rank 1 has 0: none of these"),
+    ("dp", "norm-twice"): ((0, 1), "rank 0 has 3.34", "with copies"),
+    ("dp", "clip-per-rank"): ((1,), r"\(rank 0: right\)", "none of these"),
+    ("dp", "decay"): ((0, 1), "374 of 384 elements", "right for what was other before"),
+    ("dp", "rate-per-rank"): ((0, 1), "in place of 0.005", "schedules"),
+    ("dp", "resume-moments"): ((0, 1), "191 of 192", "right for what was other before"),
+    ("dp", "eval-other"): ((0, 1), "11/10 times", "norm has other weights"),
+    ("dp", "eval-mode"): ((0, 1), "all 768", r"other settings of layers\.0\.norm1.*eps"),
+    ("tp", "tp-bias-twice"): (
+        (0, 1),
+        r"off by 1 times .*out\.bias",
+        "layout of layers.0.attention",
+    ),
+    ("tp", "tp-kv"): ((0, 1), "what each rank has alone", "the reference has their sum"),
+    ("tp", "tp-norm"): ((0, 1), "what each rank has alone", "the reference has their sum"),
+    ("tp", "tp-log-size"): ((0, 1), "on each in place of 4.66", "how losses are made"),
+    ("tp", "lora-no-sum"): ((0, 1), "all 768", "layout of layers.0.attention is wrong"),
+    ("ep", "router-gradient"): ((0, 1), "1/2 times the", "layout of layers.1.feed is wrong"),
+    ("ep", "router-detached"): ((0, 1), "672 of 768", "layout of layers.1.feed is wrong"),
+    ("ep", "router-not-normalised"): ((0, 1), "all 768", "layout of layers.1.feed is wrong"),
+    ("ep", "ep-scaled"): ((0, 1), "2 times the", r"the job 2 times rank 1's"),
+    ("ep", "ep-averaged"): ((0, 1), "1/2 times the", "the job 0.5 times rank 1's"),
+    ("ep", "expert-lost"): ((0, 1), "all 768", "layout of layers.1.feed is wrong"),
+    ("ep", "shared-twice"): ((0, 1), "all 768", "layout of layers.1.feed is wrong"),
+    ("cp", "cp-documents"): ((0, 1), "sample 3 of 4", "layout of layers.0.attention is wrong"),
+    ("cp", "cp-positions"): (
+        (1,),
+        r"indices 6\.\.11 of 12 of dim 1",
+        "layout of the model is wrong",
+    ),
+    ("cp", "cp-off"): ((1,), r"indices 6\.\.11 of 12 of dim 1", "layers.0.attention"),
+    ("cp", "cp-averaged"): ((0, 1), "1/2 times the", "their sum; the job their mean"),
+    ("pp", "last-microbatch"): ((0,), "of backward 1 of 2 alone", ""),
+    ("pp", "tied-end"): ((0, 1), "what each rank has alone", "the reference has their sum"),
+}
+
+
+@pytest.mark.sample(
+    "dp-no-reduce", "dp-stale-copy", "dp-decay", "tp-tp-bias-twice", "ep-router-gradient"
+)
+@pytest.mark.usefixtures("forked_programs")
+@pytest.mark.parametrize(("layout", "bug"), EXACT, ids=lambda value: value)
+def test_a_second_run_says_where_a_public_bug_is(layout: str, bug: str, referees: Referees) -> None:
+    ranks, word, verdict = EXACT[layout, bug]
+
+    comparison = referees(tied=bug == "tied-end", precision="float32").judge(
+        layout, bug, again=True
+    )
+
+    found, first = comparison.exact, comparison.first
+    assert found is not None
+    assert first is not None
+    assert found.ranks == ranks
+    assert re.search(word, str(found)), found
+    if first.phase == "input":
+        assert comparison.reproduction is None
+        return
+    made = comparison.reproduction
+    assert made is not None, comparison.again
+    assert made.text.count("\n") <= MOST_LINES
+    ran = subprocess.run(
+        [sys.executable, made.path], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert ran.stdout == made.output
+    assert re.search(verdict, made.verdict), made.output
+    assert "hp_" not in made.text

@@ -38,17 +38,13 @@ def train(
     precision: str = "float32",
 ) -> None:
     """Train; `layout` is one, dp, fsdp, tp, ep, cp or pp, `precision` one of `PRECISIONS`."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
-        _train(layout, bug, tied=tied, steps=steps, in_bfloat16=precision == "bfloat16")
-
-
-def _train(layout: str, bug: str, *, tied: bool, steps: int, in_bfloat16: bool) -> None:
     rank, size = world()
     place = Place(layout, rank, size, bug)
     stage = rank if layout == "pp" else None
     model = Model(place, stage, tied=tied)
     fill(model, place, stage)
-    if in_bfloat16:
+    model.is_cast = precision == "autocast"
+    if precision == "bfloat16":
         model.bfloat16()
     if layout == "fsdp":
         _shard(model)

@@ -159,7 +159,7 @@ class Model(nn.Module):
 
     def __init__(self, place: Place, stage: int | None = None, *, tied: bool = False) -> None:
         super().__init__()
-        self.place, self.stage, self.tied = place, stage, tied
+        self.place, self.stage, self.tied, self.is_cast = place, stage, tied, False
         if stage in (None, 0):
             self.embed = nn.Embedding(VOCAB, DIM)
             self.positions = nn.Parameter(torch.empty(LENGTH, DIM))
@@ -172,6 +172,10 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor, documents: Tensor) -> Tensor:
         """Tokens `[batch, length]`, or what another stage gave, to logits, or to the next stage."""
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.is_cast):
+            return self._forward(x, documents)
+
+    def _forward(self, x: Tensor, documents: Tensor) -> Tensor:
         place = self.place
         if self.stage in (None, 0):
             first = place.rank * x.shape[1] if place.layout == "cp" else 0

@@ -73,6 +73,21 @@ def test_the_rows_of_one_rank_that_are_scaled_are_named() -> None:
     assert values()[found.index].item() == found.expected
 
 
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([1, 5, 9, 13], "rows 1, 5, 9, 13 of 16"),
+        (list(range(1, 16, 2)), "every second of 16 rows from 1"),
+        ([0, 1, 2, 4, 8, 9, 11, 15], "8 of 16 rows"),
+    ],
+)
+def test_rows_that_differ_are_named(rows: list[int], said: str) -> None:
+    actual = values()
+    actual[rows] += 1
+
+    assert f"in {said}" in str(told(actual))
+
+
 def test_what_differs_by_rounding_alone_is_equal() -> None:
     actual = values() * (1 + 1e-7)
 
@@ -119,7 +134,7 @@ def test_what_is_zero_in_the_reference_is_named() -> None:
 
     found = told(actual, expected)
 
-    assert "in rows 3 of 16" in str(found)
+    assert "in row 3 of 16" in str(found)
     assert found.kind == "zero in the reference"
 
 
@@ -298,7 +313,7 @@ def test_the_second_run_looks_at_the_module_around_a_difference() -> None:
     first = comparison.first
     assert first is not None
 
-    assert focus_of(first, expected).modules == ("layer",)
+    assert focus_of(first, expected).modules == ("layer", "")
     gradient = Place(1, GRADIENT, "layers.0.mlp.up.weight", 1.0, 1e-5)
     assert focus_of(gradient, expected).modules == ("layers.0.mlp.up", "layers.0.mlp")
     assert focus_of(gradient, expected).parameters == ("layers.0.mlp.up.weight",)

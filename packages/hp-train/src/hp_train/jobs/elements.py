@@ -15,6 +15,7 @@ _MOST_RATIO = 64
 _MOST_SLICES = 1024
 """Slices of a dim that are looked for in another order."""
 _SHOWN = 6
+_ORDINALS = {2: "second", 3: "third"}
 _SHORTER = (torch.bfloat16, torch.float16)
 
 
@@ -115,7 +116,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 def _names_of(values: Tensor) -> Sequence[str]:
     if values.ndim == 2:
         return "rows", "columns"
-    return ["elements"] if values.ndim == 1 else [f"indices of dim {d}" for d in range(values.ndim)]
+    return ["elements"] if values.ndim == 1 else [f"dim {d}" for d in range(values.ndim)]
 
 
 def _where(differs: Tensor, names: Sequence[str]) -> str:
@@ -125,19 +126,27 @@ def _where(differs: Tensor, names: Sequence[str]) -> str:
         rest = [d for d in range(differs.ndim) if d != dim]
         index = torch.nonzero(differs.amax(rest) if rest else differs)[:, 0].tolist()
         if len(index) < differs.shape[dim]:
-            found.append(f"{name} {_indices(index)} of {differs.shape[dim]}")
+            found.append(_indices(name, index, differs.shape[dim]))
     return f", in {' and '.join(found)}" if found else ""
 
 
-def _indices(index: Sequence[int]) -> str:
-    if len(index) == 1:
-        return str(index[0])
+def _indices(name: str, index: Sequence[int], size: int) -> str:
+    """Rows 8..15 of 16; row 3 of 16; every 4th of 16 rows from 1; 7 of 16 rows."""
+    where = name if name.startswith("dim") else ""
+    names, one = ("indices", "index") if where else (name, name.removesuffix("s"))
     steps = {b - a for a, b in itertools.pairwise(index)}
-    if steps == {1}:
-        return f"{index[0]}..{index[-1]}"
-    if len(index) <= _SHOWN:
-        return ", ".join(map(str, index))
-    return f"every {min(steps)}th from {index[0]}" if len(steps) == 1 else f"{len(index)}"
+    if not steps:
+        said = f"{one} {index[0]} of {size}"
+    elif steps == {1}:
+        said = f"{names} {index[0]}..{index[-1]} of {size}"
+    elif len(index) <= _SHOWN:
+        said = f"{names} {', '.join(map(str, index))} of {size}"
+    elif len(steps) == 1:
+        step = steps.pop()
+        said = f"every {_ORDINALS.get(step, f'{step}th')} of {size} {names} from {index[0]}"
+    else:
+        said = f"{len(index)} of {size} {names}"
+    return f"{said} of {where}" if where else said
 
 
 def _kind(  # noqa: PLR0917

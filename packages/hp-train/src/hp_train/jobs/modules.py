@@ -226,14 +226,19 @@ class ModuleSides:
         return laid_like(samples, tensor.shape)
 
     def _raw(self, text: str, tensor: Tensor, entry: Mapping[str, Any]) -> Tensor | None:
-        for other in self._pair.actual.inputs:
-            if (other["module"], other["times"]) != (self._module, entry["times"]):
-                continue
-            for leaf in other["leaves"]:
-                raw = leaf["raw"]
-                if leaf["place"] == text and raw is not None and raw.shape == tensor.shape:
-                    return raw
-        return None
+        """What is not made of samples: of the same call, or the same in all calls."""
+        found = [
+            (other["rows"] == entry["rows"], leaf["raw"])
+            for other in self._pair.actual.inputs
+            if (other["module"], other["times"]) == (self._module, entry["times"])
+            for leaf in other["leaves"]
+            if leaf["place"] == text
+            and leaf["raw"] is not None
+            and leaf["raw"].shape == tensor.shape
+        ]
+        same = [raw for is_same, raw in found if is_same] or [raw for _, raw in found]
+        is_one = same and all(torch.equal(raw, same[0]) for raw in same)
+        return same[0] if is_one else None
 
 
 def distance(value: Tensor, other: Tensor) -> float:

@@ -93,7 +93,7 @@ def _exact(first: Place, pair: Pair, steps: tuple[Step, Step]) -> Exact | None:
             bound=pair.bound,
             others={},
             offsets=_offsets(pair.expected, first),
-            dims=["samples", *(f"indices of dim {d}" for d in range(expected.ndim - 1))],
+            dims=["samples", *(f"dim {d}" for d in range(1, expected.ndim))],
         )
     expected, actual, parts = parameter(pair, first.phase, first.name)
     return exact(
@@ -209,10 +209,16 @@ def _others(first: Place, pair: Pair, actual: Tensor, parts: list[Part]) -> dict
 
 
 def _terms(first: Place, pair: Pair, parts: list[Part]) -> dict[str, Tensor]:
-    """Ranks' own gradients of each backward, where all have all of the parameter."""
+    """Ranks' own gradients of each backward, where all have all of the parameter.
+
+    Where these are wrong themselves, the reference's.
+    """
     if first.phase != ev.GRADIENT or not parts:
         return {}
     box = parts[0].box
+    if first.origin == ev.BACKWARD:
+        theirs = pair.expected.parts(first.step, ev.OWN, first.name).get("", ())
+        return {f"backward {part.call + 1} of the reference": part.values for part in theirs}
     own = pair.actual.parts(first.step, ev.OWN, first.name).get("", ())
     if any(part.box != box or part.values.shape != part.shape for part in [*own, *parts]):
         return {}
@@ -233,7 +239,7 @@ def _of_own(pair: Pair, first: Place, actual: Tensor, parts: list[Part]) -> dict
     ranks = {part.rank for part in parts}
     if len(is_alone) == len(parts) and len(ranks) > 1 and all(is_alone):
         found["what each rank has alone, as before the reduction"] = actual
-    for box in {part.box for part in own}:
+    for box in {part.box for part in own} if len({part.rank for part in own}) > 1 else ():
         index = tuple(slice(*span) for span in box)
         values = {part.rank: part.values for part in own if part.box == box}
         for name, value in combinations(values):

@@ -55,6 +55,9 @@ def digest_rows(parts: Tensor, box: Box, rows: tuple[str, ...]) -> Digest:
         rows: Name of each sample.
     """
     values = parts.detach()
+    if torch.is_autocast_enabled(values.device.type):  # a job's, not ours
+        with torch.autocast(values.device.type, enabled=False):
+            return digest_rows(values, box, rows)
     values = values.to(torch.promote_types(values.dtype, torch.float32))
     if values.ndim == 1:
         return Digest(box, rows, values[:, None].expand(-1, NUM_SIGNS), values.abs())
