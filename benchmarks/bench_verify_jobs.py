@@ -47,7 +47,8 @@ class Block(nn.Module):
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         y = self.norm2(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        result: Tensor = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return result
 
 
 def job(tokens: int, dim: int, layers: int) -> None:

@@ -18,8 +18,8 @@ from hp_train.jobs.events import BACKWARD, FORWARD, GRADIENT, OWN
 from hp_train.jobs.explain import explain
 from hp_train.jobs.joined import Digests, Recording, Step
 from hp_train.jobs.kept import Part, whole_of
+from hp_train.jobs.module_programs import ModuleCall, classes_of, module_program
 from hp_train.jobs.modules import laid_like
-from hp_train.jobs.programs import ModuleCall, classes_of, module_program
 from hp_train.jobs.reproduction import MOST_LINES, Exact
 from hp_train.jobs.second import focus_of
 from hp_train.jobs.trees import expressions, replaced
@@ -264,7 +264,8 @@ def randomly(drawn: set[str], *states: str) -> Comparison:
     """A job of as many ranks as states, whose forward differs from a reference with state "a"."""
 
     def recording(scale: float, *names: str) -> Recording:
-        rows = {"sample": ((scale, -scale, scale, scale), 2.0 * scale)}
+        sums: tuple[float, ...] = (scale, -scale, scale, scale)
+        rows = {"sample": (sums, 2.0 * scale)}
         step = Step(drawn=drawn, states={f"rank-{i}": {"torch": s} for i, s in enumerate(names)})
         step.tensors[FORWARD] = {"layer": Digests((4,), "float32", rows)}
         return Recording({1: step}, [{}])
@@ -308,7 +309,8 @@ def test_the_second_run_looks_at_the_module_around_a_difference() -> None:
     comparison = randomly(set(), "a")
     expected = Recording({1: Step()}, [{}])
     for name in ("layers.0.mlp.up", "layers.0.mlp", "layers.0", ""):
-        rows = {"sample": ((1.0,) * 4, 2.0)}
+        sums: tuple[float, ...] = (1.0,) * 4
+        rows = {"sample": (sums, 2.0)}
         expected.steps[1].tensors.setdefault(FORWARD, {})[name] = Digests((4,), "float32", rows)
     first = comparison.first
     assert first is not None

@@ -229,12 +229,6 @@ class Keeper(Recorder):
             self._facts["max norm"] = None if most is None else float(most)
         super()._before_clipping(parameters, *args, **kwargs)
 
-    def _before_scaling(
-        self, parameters: Any, max_norm: Any, total_norm: Any, *_args: Any, **_kwargs: Any
-    ) -> None:
-        self._before_clipping(parameters, max_norm)
-        self._clipped(total_norm)
-
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         super()._before_update(optimizer, args, kwargs)
         if self._step != self._focus.step:

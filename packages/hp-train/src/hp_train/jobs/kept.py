@@ -112,8 +112,8 @@ class Kept:
                 self._add(who, rank, part, names)
             for entry in kept["inputs"]:
                 key = who, step, entry["call"]
-                rows = tuple(names.get((*key, row), row) for row in entry["rows"])
-                self.inputs.append(entry | {"rows": rows, "rank": rank, "key": key})
+                given = tuple(names.get((*key, row), row) for row in entry["rows"])
+                self.inputs.append(entry | {"rows": given, "rank": rank, "key": key})
         self._names = names
 
     def _add(self, who: str, rank: int, kept: Mapping[str, Any], names: Mapping[Any, str]) -> None:

@@ -4,13 +4,7 @@ Each reads ``record.pt`` beside it, prints the reference's value, the job's and 
 itself, and ends with a verdict.
 """
 
-import ast
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-from hp_train.jobs.reproduction import MOST_LINES
-
-_HEAD = '''"""{title}.
+HEAD = '''"""{title}.
 
 Written by `hp verify`. It unpickles what lies beside it: run it where you trust both jobs."""
 import pathlib, sys, torch
@@ -30,144 +24,9 @@ _VALUES = """print(f"at {at}: the reference has {expected[at]:.8g}, the job {act
 """
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleCall:
-    """How a module's value is computed again.
-
-    Attributes:
-        title: What differs.
-        bound: What rounding explains.
-        kind: Class of the module.
-        name: What it is called.
-        outputs: Python for each tensor of ``output`` whose gradient goes in; empty: forward alone.
-        result: Python for the value.
-        hook: Submodule whose output is watched, and Python for it there; empty: none.
-        settings: Whether the job's modules have other numbers and flags.
-        terms: Whether ranks were given gradients that do not add up to the reference's.
-        is_main: Whether the class is of the program itself.
-        prepare: Lines that make the process compute as the job's.
-    """
-
-    title: str
-    bound: float
-    kind: str
-    name: str
-    outputs: Sequence[str] = ()
-    result: str = "output"
-    hook: tuple[str, str] = ("", "")
-    settings: bool = False
-    terms: bool = False
-    is_main: bool = False
-    prepare: Sequence[str] = ()
-
-
-def module_program(call: ModuleCall) -> str:
-    """A program that computes a module's value again from both jobs' inputs and weights."""
-    lines = _HEAD.format(title=call.title, bound=call.bound).splitlines()[:-1]
-    lines += ['sys.path += record["path"]']
-    if call.is_main:
-        lines += [f"import __main__, {OWN_CLASSES}; vars(__main__).update(vars({OWN_CLASSES}))"]
-    lines += call.prepare
-    lines += [f'module = torch.load(HERE / "module.pt", weights_only=False)  # {call.kind}']
-    lines += ["", "", *_compute(call), "", ""]
-    lines += [
-        'theirs, mine = compute("reference", "reference"), compute("job", "job")',
-        'print(f"at {at}: the reference has {expected[at]:.8g}, the job {actual[at]:.8g};"',
-        '      f" one process gives {theirs[at]:.8g} from the reference\'s inputs,"',
-        '      f" {mine[at]:.8g} from the job\'s")',
-        "if error(theirs, expected) > BOUND:",
-        '    sys.exit("it is not the reference\'s value that is computed: this proves nothing")',
-    ]
-    if call.settings:
-        lines += [
-            'for path, key, value in record["settings"]:',
-            "    setattr(module.get_submodule(path), key, value)",
-            'if error(compute("job", "job"), actual) <= BOUND:',
-            f'    sys.exit(print("other settings of {call.name}:", record["settings"]))',
-        ]
-    lines += [
-        "if error(mine, expected) <= BOUND:",
-        f'    print("the job\'s layout of {call.name} is wrong: its inputs and weights are right")',
-        "elif error(mine, actual) > BOUND:",
-        f'    print("{_both_wrong(call)}")',
-        "else:",
-        '    others = error(compute("job", "reference"), expected) <= BOUND',
-        f'    print("the job\'s {call.name} has other", "weights" if others else "inputs")',
-    ]
-    return "\n".join(_fitting(lines)) + "\n"
-
-
-_INPUTS = "inputs"
-
-
-def blames_inputs(verdict: str) -> bool:
-    """Whether a program says that its module is right: what comes before it is wrong."""
-    return verdict.endswith(f"has other {_INPUTS}")
-
-
-def _both_wrong(call: ModuleCall) -> str:
-    if call.terms:
-        return (
-            f"ranks give {call.name} gradients that are not the reference's, and do not add up to "
-            "it: what uses its output is wrong"
-        )
-    return f"{call.name} is given something else, and its layout is wrong as well"
-
-
-OWN_CLASSES = "classes_of_the_job"
-"""Module beside a program that has the classes of the job's own program."""
-
-
-def _compute(call: ModuleCall) -> list[str]:
-    lines = [
-        "def compute(side, weights):",
-        '    module.load_state_dict(record[weights]["weights"], strict=False)',
-    ]
-    if call.hook[0]:
-        then = " or seen[-1].retain_grad()" if call.outputs else ""
-        hook = f"lambda m, a, output: seen.append({call.hook[1]}){then}"
-        lines += [
-            f"    seen, inner = [], module.get_submodule({call.hook[0]!r})",
-            f"    inner.register_forward_hook({hook})",
-        ]
-    lines += [
-        '    for call in record[side]["calls"]:',
-        '        args, kwargs = given = call["given"]',
-        '        torch.set_rng_state(call["random"])',
-        "        output = module(*args, **kwargs)",
-    ]
-    if call.outputs:
-        lines += [f"        torch.autograd.backward([{', '.join(call.outputs)}], call['grads'])"]
-    return [*lines, f"    return {call.result}.detach()"]
-
-
-def _fitting(lines: Sequence[str]) -> list[str]:
-    """Without empty lines of code where there are too many."""
-    if len(lines) <= MOST_LINES:
-        return list(lines)
-    return [line for index, line in enumerate(lines) if line or index == 1]
-
-
-def classes_of(source: str) -> str:
-    """What of a program only defines something: its imports, classes, functions, constants.
-
-    Args:
-        source: The program.
-    """
-    tree = ast.parse(source)
-    tree.body = [node for node in tree.body if _defines(node)]
-    return ast.unparse(tree) + "\n"
-
-
-def _defines(node: ast.stmt) -> bool:
-    if isinstance(node, ast.Assign | ast.AnnAssign):
-        return not any(isinstance(inside, ast.Call) for inside in ast.walk(node))
-    return isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef | ast.FunctionDef)
-
-
 def reduction_program(title: str, bound: float) -> str:
     """A program that lays ranks' own gradients beside what became of them."""
-    head = _HEAD.format(title=title, bound=bound)
+    head = HEAD.format(title=title, bound=bound)
     return (
         head
         + """
@@ -198,7 +57,7 @@ print("of these the reference has", nearest(expected) + "; the job",
 
 def norm_program(title: str, bound: float) -> str:
     """A program that takes a norm of gradients from those of parts."""
-    head = _HEAD.format(title=title, bound=bound)
+    head = HEAD.format(title=title, bound=bound)
     return (
         head
         + """
@@ -223,7 +82,7 @@ for rank, value in actual.items():
 
 def clipping_program(title: str, bound: float) -> str:
     """A program that clips gradients again."""
-    head = _HEAD.format(title=title, bound=bound)
+    head = HEAD.format(title=title, bound=bound)
     return (
         head
         + _VALUES
@@ -248,7 +107,7 @@ print("the job clips as it should, with another gradient, norm or limit" if righ
 
 def update_program(title: str, bound: float, kind: tuple[str, str], result: str) -> str:
     """A program that makes a parameter's update again."""
-    head = _HEAD.format(title=title, bound=bound)
+    head = HEAD.format(title=title, bound=bound)
     body = f"""
 from {kind[0]} import {kind[1]} as Optimizer
 
@@ -279,7 +138,7 @@ def values_program(title: str, bound: float, said: str) -> str:
         bound: What rounding explains.
         said: What it ends with.
     """
-    return _HEAD.format(title=title, bound=bound) + "\n" + _VALUES + f"print({said!r})\n"
+    return HEAD.format(title=title, bound=bound) + "\n" + _VALUES + f"print({said!r})\n"
 
 
 def numbers_program(title: str, bound: float, said: str) -> str:
@@ -297,4 +156,4 @@ for who, values in actual.items():
 total = sum(map(sum, actual.values()))
 print(f"all together {total:.8g}, {total / sum(expected):.6g} times the reference's")
 """
-    return _HEAD.format(title=title, bound=bound) + body + f"print({said!r})\n"
+    return HEAD.format(title=title, bound=bound) + body + f"print({said!r})\n"

@@ -350,9 +350,9 @@ class Recorder:
             self._is_clipped = True
 
     def _before_scaling(
-        self, parameters: Any, _max_norm: Any, total_norm: Any, *_args: Any, **_kwargs: Any
+        self, parameters: Any, max_norm: Any, total_norm: Any, *_args: Any, **_kwargs: Any
     ) -> None:
-        self._before_clipping(parameters)
+        self._before_clipping(parameters, max_norm)
         self._clipped(total_norm)
 
     def _clipped(self, norm: Any) -> None:

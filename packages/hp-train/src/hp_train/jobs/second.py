@@ -15,7 +15,9 @@ from hp_train.jobs.joined import Recording, Step
 from hp_train.jobs.keeping import BEFORE, HELD, module_of
 from hp_train.jobs.kept import Kept, Part
 from hp_train.jobs.modules import CannotError, Pair
-from hp_train.jobs.reproduce import parameter, parents_of, reproduce
+from hp_train.jobs.of_modules import parents_of
+from hp_train.jobs.of_parameters import parameter
+from hp_train.jobs.reproduce import reproduce
 from hp_train.jobs.reproduction import Exact
 from hp_train.jobs.request import Focus
 
