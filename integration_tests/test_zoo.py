@@ -13,8 +13,9 @@ import pytest
 
 from hp_platform.testing import run_distributed
 from hp_train.jobs.compare import Comparison, Floor, compare
+from hp_train.jobs.events import GRADIENT, OWN
 from hp_train.jobs.explain import explain
-from hp_train.jobs.joined import Recording, join
+from hp_train.jobs.joined import Recording, distance, join
 from hp_train.jobs.reproduction import MOST_LINES
 from hp_train.jobs.request import VARIABLE, Focus, Request
 from hp_train.jobs.second import look_again
@@ -115,6 +116,7 @@ class Referee:
 
     def judge(self, layout: str, bug: str = "", *, again: bool = False) -> Comparison:
         actual = self._recorded(f"{layout}-{bug}", layout, bug)
+        self.compared = actual, self._expected
         comparison = compare(actual, self._expected, self._floor)
         if again and comparison.first is not None:
             title = f"{layout}-{bug}-again"
@@ -272,3 +274,22 @@ def test_a_second_run_says_where_a_public_bug_is(layout: str, bug: str, referees
     assert ran.stdout == made.output
     assert re.search(verdict, made.verdict), made.output
     assert "hp_" not in made.text
+
+
+@pytest.mark.sample("dp", "fsdp")
+@pytest.mark.parametrize("layout", ["one", "dp", "fsdp", "tp", "ep", "cp", "pp"])
+def test_own_gradients_of_ranks_add_up_to_a_multiple_of_the_references(
+    layout: str, referees: Referees
+) -> None:
+    referee = referees(tied=False, precision="float64")
+
+    assert referee.judge(layout).first is None
+
+    actual, expected = (recording.steps[1].tensors for recording in referee.compared)
+    assert actual[OWN].keys() == expected[GRADIENT].keys()
+    for name, theirs in expected[GRADIENT].items():
+        mine = actual[OWN][name]
+        assert not mine.problem
+        (sums, _), (wanted, norm) = mine.rows[""], theirs.rows[""]
+        times = 2 if layout == "fsdp" else 1  # its ranks scale losses for the mean that follows
+        assert distance(sums, [times * x for x in wanted]) <= 1e-12 * norm, name

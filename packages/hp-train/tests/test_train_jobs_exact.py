@@ -330,10 +330,11 @@ def program_of(folder: Path, change: Callable[[Tensor], Tensor], given: float = 
     sides = {
         side: {
             "weights": module.state_dict(),
-            "calls": [{"given": ((x * scale,), {}), "random": torch.get_rng_state()}],
+            "calls": [{"file": "call.pt", "tensors": tensors, "random": torch.get_rng_state()}],
         }
-        for side, scale in (("reference", 1.0), ("job", given))
+        for side, tensors in (("reference", {}), ("job", {"given[0][0]": x * given}))
     }
+    torch.save(((x,), {}), folder / "call.pt")
     record = sides | {"path": [], "settings": [], "expected": expected, "at": (0, 1)}
     torch.save(record | {"actual": change(module(x * given)).detach()}, folder / "record.pt")
     torch.save(module, folder / "module.pt")
@@ -353,3 +354,38 @@ def test_a_program_says_whether_inputs_or_the_layout_are_wrong(tmp_path: Path) -
         "the job's layout of head is wrong: its inputs and weights are right",
         "the job's head has other inputs",
     ]
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0], ids=["layout", "inputs"])
+def test_a_parameters_gradient_is_added_up_over_calls(tmp_path: Path, scale: float) -> None:
+    module, xs, grads = nn.Linear(3, 2), values(1, 2, 4, 3), values(2, 2, 4, 2)
+    expected = sum(g.T @ x for x, g in zip(xs, grads, strict=True))
+    random = torch.get_rng_state()
+    sides = {}
+    for side, factor in (("reference", 1.0), ("job", scale)):
+        calls = []
+        for i, (x, grad) in enumerate(zip(xs, grads, strict=True)):
+            torch.save(((x,), {}), tmp_path / f"call-{i}.pt")
+            tensors = {"given[0][0]": x * factor}
+            call = {"file": f"call-{i}.pt", "tensors": tensors, "random": random, "grads": [grad]}
+            calls.append(call)
+        sides[side] = {"weights": module.state_dict(), "calls": calls}
+    actual = expected * (2 if scale == 1 else scale)
+    record = {"path": [], "expected": expected, "actual": actual, "at": (1, 2)} | sides
+    torch.save(record, tmp_path / "record.pt")
+    torch.save(module, tmp_path / "module.pt")
+    call = ModuleCall(
+        "t", 1e-5, "Linear", "head", ["output"], "module.get_parameter('weight').grad"
+    )
+    (tmp_path / "it.py").write_text(module_program(call))
+
+    done = subprocess.run(
+        [sys.executable, tmp_path / "it.py"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+
+    said = "the job's layout of head is wrong" if scale == 1 else "the job's head has other inputs"
+    assert said in done.stdout.splitlines()[-1]

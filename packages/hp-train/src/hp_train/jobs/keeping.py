@@ -104,6 +104,8 @@ class Keeper(Recorder):
             raw = None if isinstance(tensor, DTensor) else _copied(tensor)
             kept = {
                 "place": text,
+                "size": tuple(tensor.shape),
+                "dtype": str(tensor.dtype),
                 "watched": any(tensor is w for w in self._watched),
                 "raw": None if laid else raw,
             }
@@ -121,12 +123,9 @@ class Keeper(Recorder):
         self._facts.setdefault("settings", {})[name] = _settings(module)
         if not self._request.reference:
             entry["file"] = self._pickle(
-                f"call-{len(self._inputs)}",
-                {
-                    "given": replaced((args, dict(kwargs)), _copied),
-                    "random": torch.get_rng_state(),
-                },
+                f"call-{len(self._inputs)}", replaced((args, dict(kwargs)), _copied)
             )
+            entry["random"] = torch.get_rng_state()
             if f"module {name}" not in self._facts:
                 self._facts[f"module {name}"] = self._pickle(f"module-{len(self._facts)}", module)
         self._inputs.append(entry)

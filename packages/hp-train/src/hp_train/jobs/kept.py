@@ -102,7 +102,7 @@ class Kept:
         self.path: list[str] = []
         self.main = ""
         for path in sorted(folder.glob("kept-*.pt")):
-            kept = torch.load(path, weights_only=False)
+            kept = torch.load(path, weights_only=True)
             who = "rank-" + path.stem.split("-", 2)[2]
             rank, step = kept["rank"], int(path.stem.split("-")[1])
             self.facts[rank].update(kept["facts"])

@@ -1,5 +1,6 @@
 """A module's value computed again: what a program needs of both jobs' second runs."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,6 @@ from torch import Tensor
 from hp_train.jobs import events as ev
 from hp_train.jobs.keeping import HELD
 from hp_train.jobs.kept import Kept, Part, Whole, whole_of
-from hp_train.jobs.trees import expressions, replaced
 
 
 class CannotError(Exception):
@@ -165,14 +165,19 @@ class ModuleSides:
                         break
         return found
 
-    def call(self, entry: Mapping[str, Any], *, of_job: bool, with_grads: bool) -> dict[str, Any]:
-        """What one call of the module was given, and the gradients of what it gave."""
-        kept = torch.load(entry["file"], weights_only=False)
-        given = kept["given"]
-        if of_job:
-            mine = self._of_job(given, entry)
-            given = replaced(given, lambda tensor: mine.get(id(tensor), tensor))
-        made = {"given": given, "random": kept["random"]}
+    def call(
+        self, entry: Mapping[str, Any], file: str, *, of_job: bool, with_grads: bool
+    ) -> dict[str, Any]:
+        """What one call of the module was given, and the gradients of what it gave.
+
+        Args:
+            entry: The reference's call.
+            file: Where a program finds what it was given.
+            of_job: Whether the job's tensors take the places of the reference's.
+            with_grads: Whether gradients are wanted.
+        """
+        tensors = self._of_job(entry) if of_job else {}
+        made = {"file": file, "tensors": tensors, "random": entry["random"]}
         if with_grads:
             made["grads"] = [self._grad(name, entry, of_job=of_job) for name in self.graded(entry)]
         return made
@@ -200,20 +205,19 @@ class ModuleSides:
                 self.has_terms |= distance(rows[-1], theirs.values) > self._pair.bound
         return laid_like(torch.stack(rows), shape)
 
-    def _of_job(self, given: Any, entry: Mapping[str, Any]) -> dict[int, Tensor]:
+    def _of_job(self, entry: Mapping[str, Any]) -> dict[str, Tensor]:
         """What the job has in the place of each tensor that the reference's module was given."""
         found = {}
-        for text, tensor in expressions(given, "given"):
-            values = self._laid(text, tensor, entry)
+        for leaf in entry["leaves"]:
+            values = self._laid(leaf, entry)
             if values is None:
-                values = self._raw(text, tensor, entry)
-            if values is not None:
-                changed = values.to(tensor.dtype).detach().clone()
-                found[id(tensor)] = changed.requires_grad_(tensor.requires_grad)
+                values = self._raw(leaf, entry)
+            if values is not None and str(values.dtype) == leaf["dtype"]:
+                found[leaf["place"]] = values.detach().clone()
         return found
 
-    def _laid(self, text: str, tensor: Tensor, entry: Mapping[str, Any]) -> Tensor | None:
-        parts = self._pair.actual.given(self._module, text, entry["times"])
+    def _laid(self, leaf: Mapping[str, Any], entry: Mapping[str, Any]) -> Tensor | None:
+        parts = self._pair.actual.given(self._module, leaf["place"], entry["times"])
         if not entry["rows"] or not all(row in parts for row in entry["rows"]):
             return None
         wholes = [whole_of(parts[row]) for row in entry["rows"]]
@@ -221,20 +225,20 @@ class ModuleSides:
         if not is_same or not all(whole.is_complete for whole in wholes):
             return None
         samples = torch.stack([whole.values for whole in wholes])
-        if samples.numel() != tensor.numel():
+        if samples.numel() != math.prod(leaf["size"]):
             return None
-        return laid_like(samples, tensor.shape)
+        return laid_like(samples, leaf["size"])
 
-    def _raw(self, text: str, tensor: Tensor, entry: Mapping[str, Any]) -> Tensor | None:
+    def _raw(self, wanted: Mapping[str, Any], entry: Mapping[str, Any]) -> Tensor | None:
         """What is not made of samples: of the same call, or the same in all calls."""
         found = [
             (other["rows"] == entry["rows"], leaf["raw"])
             for other in self._pair.actual.inputs
             if (other["module"], other["times"]) == (self._module, entry["times"])
             for leaf in other["leaves"]
-            if leaf["place"] == text
+            if leaf["place"] == wanted["place"]
             and leaf["raw"] is not None
-            and leaf["raw"].shape == tensor.shape
+            and leaf["size"] == wanted["size"]
         ]
         same = [raw for is_same, raw in found if is_same] or [raw for _, raw in found]
         is_one = same and all(torch.equal(raw, same[0]) for raw in same)

@@ -57,7 +57,8 @@ def _sides(
         side: {
             "weights": sides.weights(kept),
             "calls": [
-                sides.call(entry, of_job=side == "job", with_grads=with_grads) for entry in entries
+                sides.call(entry, f"call-{index}.pt", of_job=side == "job", with_grads=with_grads)
+                for index, entry in enumerate(entries)
             ],
         }
         for side, kept in (("reference", pair.expected), ("job", pair.actual))
@@ -69,7 +70,10 @@ def _last(name: str) -> tuple[str, str]:
     return path, key
 
 
-def _save_module(sides: ModuleSides, pair: Pair, folder: Path) -> None:
+def _save(sides: ModuleSides, pair: Pair, entries: Sequence[Any], folder: Path) -> None:
+    """Copy what a program unpickles: this process does not."""
+    for index, entry in enumerate(entries):
+        (folder / f"call-{index}.pt").write_bytes(Path(entry["file"]).read_bytes())
     (folder / _MODULE).write_bytes(Path(sides.file).read_bytes())
     if sides.is_main:
         source = classes_of(Path(pair.expected.main).read_text(encoding="utf-8"))
@@ -123,7 +127,7 @@ def _forward(place: Place, pair: Pair, title: str, module: str, folder: Path) ->
     else:
         inner = own.removeprefix(f"{module}.") if module else own
         changes = {"result": f"seen[{times}]", "hook": (inner, text)}
-    _save_module(sides, pair, folder)
+    _save(sides, pair, [entry], folder)
     record |= values_of(expected, actual) | _sides(sides, pair, [entry], with_grads=False)
     return module_program(_with(call, outputs=(), **changes)), record
 
@@ -194,7 +198,7 @@ def _backward(  # noqa: PLR0917
     call, record = _call(sides, pair, title, module, [entry])
     if not call.outputs:
         raise CannotError(f"no gradient of what {module or 'the model'} gives was seen")
-    _save_module(sides, pair, folder)
+    _save(sides, pair, [entry], folder)
     record |= values_of(expected, actual) | _sides(sides, pair, [entry], with_grads=True)
     return module_program(_with(call, terms=sides.has_terms, **changes)), record
 
@@ -211,7 +215,7 @@ def _parameter(place: Place, pair: Pair, title: str, module: str, folder: Path) 
     call, record = _call(sides, pair, title, module, sides.entries)
     if not call.outputs:
         raise CannotError(f"no gradient of what {module or 'the model'} gives was seen")
-    _save_module(sides, pair, folder)
+    _save(sides, pair, sides.entries, folder)
     expected, actual, _ = parameter(pair, place.phase, place.name)
     record |= values_of(expected, actual) | _sides(sides, pair, sides.entries, with_grads=True)
     inner = place.name.removeprefix(f"{module}.") if module else place.name

@@ -6,11 +6,11 @@ itself, and ends with a verdict.
 
 HEAD = '''"""{title}.
 
-Written by `hp verify`. It unpickles what lies beside it: run it where you trust both jobs."""
+Written by `hp verify`."""
 import pathlib, sys, torch
 
 HERE, BOUND = pathlib.Path(__file__).parent, {bound:.1e}
-record = torch.load(HERE / "record.pt", weights_only=False)
+record = torch.load(HERE / "record.pt", weights_only=True)
 expected, actual, at = record["expected"], record["actual"], record.get("at")
 
 
