@@ -3,8 +3,10 @@
 import random
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -198,10 +200,36 @@ def test_tensors_inside_of_arguments_are_found_and_replaced() -> None:
     assert doubled[1]["name"] == "x"
 
 
-def test_of_a_program_only_what_defines_something_is_taken() -> None:
-    source = "import torch\nDIM = 4\nx = torch.ones(DIM)\nclass A: pass\nprint(x)\n"
+def test_of_a_program_only_what_its_classes_need_is_taken() -> None:
+    source = textwrap.dedent(
+        """
+        import torch
+        RANK = int("0")
+        SIZE: int = RANK + 1
+        model = torch.ones(SIZE)
 
-    assert classes_of(source) == "import torch\nDIM = 4\n\nclass A:\n    pass\n"
+        def scale():
+            return SIZE
+
+        def train():
+            return model
+
+        class Net(torch.nn.Module):
+            def forward(self, x):
+                return x * scale()
+
+        print(train())
+        """
+    )
+
+    text = classes_of(source)
+
+    assert "model" not in text
+    assert "train" not in text
+    assert "print" not in text
+    found: dict[str, Any] = {}
+    exec(text, found)
+    assert found["Net"]()(3) == 3
 
 
 def test_the_longest_program_has_forty_lines() -> None:

@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from hp_train.jobs.programs import HEAD
 from hp_train.jobs.reproduction import MOST_LINES
@@ -46,7 +47,8 @@ def module_program(call: ModuleCall) -> str:
     if call.is_main:
         lines += [f"import __main__, {OWN_CLASSES}; vars(__main__).update(vars({OWN_CLASSES}))"]
     lines += call.prepare
-    lines += [f'module = torch.load(HERE / "module.pt", weights_only=False)  # {call.kind}']
+    load = 'torch.load(HERE / "module.pt", map_location="cpu", weights_only=False)'
+    lines += [f"module = {load}  # {call.kind}"]
     lines += ["", "", *_compute(call), "", ""]
     lines += [
         'theirs, mine = compute("reference", "reference"), compute("job", "job")',
@@ -127,17 +129,32 @@ def _fitting(lines: Sequence[str]) -> list[str]:
 
 
 def classes_of(source: str) -> str:
-    """What of a program only defines something: its imports, classes, functions, constants.
+    """What of a program its classes need: imports, and what they name, and what that names.
 
     Args:
         source: The program.
     """
     tree = ast.parse(source)
-    tree.body = [node for node in tree.body if _defines(node)]
+    needed: set[ast.stmt] = set()
+    later = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    while later:
+        needed.update(later)
+        names = {inside.id for node in later for inside in ast.walk(node) if _is_name(inside)}
+        later = [node for node in tree.body if node not in needed and names & _defined(node)]
+    imports = (ast.Import, ast.ImportFrom)
+    tree.body = [node for node in tree.body if node in needed or isinstance(node, imports)]
     return ast.unparse(tree) + "\n"
 
 
-def _defines(node: ast.stmt) -> bool:
-    if isinstance(node, ast.Assign | ast.AnnAssign):
-        return not any(isinstance(inside, ast.Call) for inside in ast.walk(node))
-    return isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef | ast.FunctionDef)
+def _is_name(node: ast.AST) -> TypeGuard[ast.Name]:
+    return isinstance(node, ast.Name)
+
+
+def _defined(node: ast.stmt) -> set[str]:
+    """Names that a statement gives something."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name}
+    if not isinstance(node, ast.Assign | ast.AnnAssign):
+        return set()
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return {inside.id for target in targets for inside in ast.walk(target) if _is_name(inside)}

@@ -16,6 +16,7 @@ from hp_train.jobs.keeping import BEFORE
 from hp_train.jobs.kept import Kept, Part
 from hp_train.jobs.modules import CannotError, Pair, distance, farthest, index_of_largest
 
+_OF_NUMBERS = (ev.LOSS, ev.NORM, ev.RATE)
 Made = tuple[str, dict[str, Any]]
 """A program, and what it reads."""
 
@@ -211,6 +212,8 @@ def _numbers(place: Place, steps: tuple[Step, Step], title: str) -> Made:
 def values(place: Place, pair: Pair, title: str) -> Made:
     """Show both values, where nothing can be computed again."""
     name = place.name
+    if place.phase in (*_OF_NUMBERS, ev.INPUT):
+        raise CannotError("it is no tensor")
     if place.phase in (ev.FORWARD, ev.EVALUATION, ev.BACKWARD):
         _, expected, actual, _ = pair.samples(name, place.phase)
     else:

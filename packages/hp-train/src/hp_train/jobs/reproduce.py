@@ -37,27 +37,34 @@ def reproduce(
     title = f"Step {place.step}, {place.phase} {place.name}".rstrip()
     folder.mkdir(parents=True, exist_ok=True)
     why: list[str] = []
-    makers = list(_makers(place, pair, steps, title))
-    best: Reproduction | None = None
-    index = -1
-    for number, make in enumerate(makers):
+    first: Maker | None = None
+    for make in _of_modules(place, pair, title):
         made = _made(make, folder, why)
-        if made is None or (best is not None and not made.output):
-            continue
-        if not blames_inputs(made.verdict):
-            is_better = best is None or number < len(makers) - 1  # the last only shows values
-            return (made if is_better else _made(makers[index], folder, [])), why
-        if best is None:
-            best, index = made, number
-    return best and _made(makers[index], folder, []), why
+        if made is not None and not blames_inputs(made.verdict):
+            return made, why
+        if made is not None:
+            first = first or make
+    rest = (
+        [first]
+        if first
+        else [
+            lambda _: of_phase(place, pair, steps, title),
+            lambda _: values(place, pair, title),
+        ]
+    )
+    found = (_made(make, folder, why) for make in rest)
+    return next((made for made in found if made is not None), None), why
 
 
 def _made(make: Maker, folder: Path, why: list[str]) -> Reproduction | None:
     """Write a program and run it; None, and one more reason, where it does not run."""
     try:
         text, record = make(folder)
-    except (CannotError, OSError, ImportError, AttributeError, RuntimeError) as error:
-        why.append(f"{error}"[:200])
+    except CannotError as error:
+        why.append(str(error))
+        return None
+    except Exception as error:  # noqa: BLE001 - a stranger's job; the difference is told without it
+        why.append(f"{type(error).__name__}: {error}"[:200])
         return None
     if (count := text.count("\n")) > MOST_LINES:
         why.append(f"its program would have {count} lines")
@@ -88,15 +95,11 @@ def _run(path: Path) -> tuple[str, str | None]:
     return done.stdout, None if done.returncode == 0 else last[0]
 
 
-def _makers(place: Place, pair: Pair, steps: tuple[Step, Step], title: str) -> Iterator[Maker]:
-    """Programs that may show a difference, the one that says most first."""
-    phase = place.phase
-    if phase in (ev.FORWARD, ev.EVALUATION):
+def _of_modules(place: Place, pair: Pair, title: str) -> Iterator[Maker]:
+    """Programs that compute modules again, the smallest first."""
+    if place.phase in (ev.FORWARD, ev.EVALUATION):
         yield from forwards(place, pair, title)
-    elif phase == ev.BACKWARD:
+    elif place.phase == ev.BACKWARD:
         yield from backwards(place, pair, title)
-    elif phase == ev.GRADIENT and place.origin == ev.BACKWARD:
+    elif place.phase == ev.GRADIENT and place.origin == ev.BACKWARD:
         yield from gradients(place, pair, title)
-    yield lambda _: of_phase(place, pair, steps, title)
-    if phase not in (ev.LOSS, ev.RATE, ev.NORM, ev.INPUT):
-        yield lambda _: values(place, pair, title)

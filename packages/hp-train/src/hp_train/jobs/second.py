@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hp_train.errors import HpError
 from hp_train.jobs import events as ev
 from hp_train.jobs.compare import Comparison, Place, scales
 from hp_train.jobs.elements import combinations, exact, ranks_in_words
@@ -67,18 +68,23 @@ def look_again(
     assert first is not None
     actual, expected = recordings
     focus = focus_of(first, expected)
-    theirs, mine = (Kept(run(side, focus)) for side in ("reference", "job"))
+    try:
+        theirs, mine = (Kept(run(side, focus)) for side in ("reference", "job"))
+    except HpError as error:
+        comparison.again = f"the second run failed: {error}"
+        return
     steps = actual.steps.get(first.step, Step()), expected.steps.get(first.step, Step())
     factors = scales(*steps) if first.phase in (ev.BACKWARD, ev.GRADIENT) else {}
     pair = Pair(theirs, mine, first.step, first.phase, first.bound or 1e-5, factors, float64)
     try:
         comparison.exact = _exact(first, pair, steps)
+        comparison.again = "" if comparison.exact else "the difference did not come again"
     except CannotError as error:
         comparison.again = str(error)
     made, why = reproduce(first, pair, steps, folder)
     comparison.reproduction = made
     if made is None:
-        comparison.again = "; ".join(filter(None, [comparison.again, *why]))
+        comparison.again = "; ".join(dict.fromkeys(filter(None, [comparison.again, *why])))
 
 
 def _exact(first: Place, pair: Pair, steps: tuple[Step, Step]) -> Exact | None:
