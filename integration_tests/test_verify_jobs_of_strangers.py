@@ -70,6 +70,7 @@ def verify(
     )
 
 
+@pytest.mark.sample
 def test_data_parallel_training_equals_one_process(tmp_path: Path) -> None:
     done = verify(tmp_path)
 

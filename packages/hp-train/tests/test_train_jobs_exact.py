@@ -402,10 +402,9 @@ def test_a_parameters_gradient_is_added_up_over_calls(tmp_path: Path, scale: flo
     record = {"path": [], "expected": expected, "actual": actual, "at": (1, 2)} | sides
     torch.save(record, tmp_path / "record.pt")
     torch.save(module, tmp_path / "module.pt")
-    call = ModuleCall(
-        "t", 1e-5, "Linear", "head", ["output"], "module.get_parameter('weight').grad"
-    )
-    (tmp_path / "it.py").write_text(module_program(call))
+    result = "module.get_parameter('weight').grad"
+    text = module_program(ModuleCall("t", 1e-5, "Linear", "head", ["output"], result))
+    (tmp_path / "it.py").write_text(text)
 
     done = subprocess.run(
         [sys.executable, tmp_path / "it.py"],

@@ -136,7 +136,7 @@ def classes_of(source: str) -> str:
     """
     tree = ast.parse(source)
     needed: set[ast.stmt] = set()
-    later = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    later: list[ast.stmt] = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     while later:
         needed.update(later)
         names = {inside.id for node in later for inside in ast.walk(node) if _is_name(inside)}
