@@ -182,6 +182,7 @@ class Model(nn.Module):
             if place.bug == "cp-positions":
                 first = 0
             x = self.embed(x) + self.positions[first : first + x.shape[1]]
+            x = F.dropout(x, 0.1) if place.bug == "dropout-on" else x
         for layer in self.layers:
             x = layer(x, documents)
         if self.stage == 0:

@@ -106,6 +106,14 @@ def test_what_differs_by_rounding_alone_is_equal() -> None:
         (lambda x: x + values(4, COLUMNS), "off by the same row everywhere"),
         (lambda x: x.roll(2, 0), "the reference's rows moved by 2"),
         (lambda x: x.roll(-1, 1), "the reference's columns moved by -1"),
+        (
+            lambda x: torch.cat([values(5, 3, COLUMNS), x[:-3]]),
+            "the reference's rows moved by 3, w",
+        ),
+        (
+            lambda x: torch.cat([x[:, 1:], x[:, :1] + 1], 1),
+            "the reference's columns moved by -1, w",
+        ),
         (lambda x: x.flip(0), "the reference's rows in another order: 15, 14, 13"),
         (lambda x: x.bfloat16().float(), "rounded to bfloat16"),
         (lambda x: x * torch.nan, "not finite"),
@@ -160,6 +168,18 @@ def test_copies_of_which_one_is_wrong_are_told_apart() -> None:
     assert found is not None
     assert found.ranks == (1,)
     assert "rank 1 holds (rank 0: right)" in str(found)
+
+
+@pytest.mark.parametrize(("how", "scale"), [("sum", 1), ("mean", 2)])
+def test_terms_that_were_not_added_up_are_named(how: str, scale: int) -> None:
+    box = ((0, ROWS), (0, COLUMNS))
+    terms = values(5) * scale, (values() - values(5)) * scale
+    parts = [Part(rank, (ROWS, COLUMNS), box, term) for rank, term in enumerate(terms)]
+
+    found = exact(values(), terms[0], parts=parts, bound=1e-5, others={}, offsets={})
+
+    assert found is not None
+    assert found.kind == f"terms of a {how} over ranks 0 and 1 that was not taken"
 
 
 def test_a_sum_of_multiples_of_terms_is_taken_apart() -> None:

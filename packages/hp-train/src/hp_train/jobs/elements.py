@@ -2,18 +2,21 @@
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
 import torch
 from torch import Tensor
 
+from hp_train.jobs.events import Box
 from hp_train.jobs.kept import Part
 from hp_train.jobs.reproduction import Exact
 
 _MOST_RATIO = 64
 _MOST_SLICES = 1024
 """Slices of a dim that are looked for in another order."""
+_MOST_SHIFT = 8
 _SHOWN = 6
 _ORDINALS = {2: "second", 3: "third"}
 _SHORTER = (torch.bfloat16, torch.float16)
@@ -59,8 +62,10 @@ def exact(
         return None
     errors = torch.where(differs, (mine - theirs).abs().nan_to_num(math.inf), -1.0)
     at = tuple(int(i) for i in torch.unravel_index(errors.argmax(), errors.shape))
-    kind = _kind(mine, theirs, differs, tolerance, others, offsets) or _by_rank(
-        own, theirs, tolerance
+    kind = (
+        _kind(mine, theirs, differs, tolerance, others, offsets)
+        or _by_rank(own, theirs, tolerance)
+        or _untaken(parts, theirs, tolerance)
     )
     if not kind and terms:
         kind = mixture(mine, terms, 10 * bound)
@@ -83,7 +88,11 @@ def _differs(mine: Tensor, theirs: Tensor, tolerance: float) -> Tensor:
 
 
 def _index(part: Part) -> tuple[slice, ...]:
-    return tuple(slice(*span) for span in part.box)
+    return _spans(part.box)
+
+
+def _spans(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(*span) for span in box)
 
 
 def _wrong_ranks(parts: Sequence[Part], theirs: Tensor, tolerance: float) -> tuple[int, ...]:
@@ -201,6 +210,23 @@ def _by_rank(parts: Sequence[Part], theirs: Tensor, tolerance: float) -> str:
     return ", ".join(f"{scale} times the reference's on rank {r}" for r, scale in found.items())
 
 
+def _untaken(parts: Sequence[Part], theirs: Tensor, tolerance: float) -> str:
+    """Whether ranks have terms of a sum or of a mean that was not taken."""
+    by_box: dict[Box, dict[int, Tensor]] = defaultdict(dict)
+    for part in parts:
+        by_box[part.box].setdefault(part.rank, part.values.double())
+    if not by_box or any(len(held) < 2 for held in by_box.values()):
+        return ""
+    ranks = ranks_in_words(sorted({part.rank for part in parts}))
+    for how in ("sum", "mean"):
+        made = {box: torch.stack(list(held.values())) for box, held in by_box.items()}
+        taken = {box: x.sum(0) if how == "sum" else x.mean(0) for box, x in made.items()}
+        apart = [_differs(x, theirs[_spans(box)], tolerance).any() for box, x in taken.items()]
+        if not any(map(bool, apart)):
+            return f"terms of a {how} over {ranks} that was not taken"
+    return ""
+
+
 def _moved(mine: Tensor, theirs: Tensor, tolerance: float) -> str:
     """Whether slices are the reference's in another order."""
     is_square = mine.ndim == 2 and mine.shape[0] == mine.shape[1]
@@ -219,6 +245,19 @@ def _moved(mine: Tensor, theirs: Tensor, tolerance: float) -> str:
             return f"the reference's {name} moved by {-by}"
         shown = ", ".join(map(str, order[:_SHOWN])) + ", ..." * (size > _SHOWN)
         return f"the reference's {name} in another order: {shown}"
+    return _shifted(mine, theirs, tolerance)
+
+
+def _shifted(mine: Tensor, theirs: Tensor, tolerance: float) -> str:
+    """Whether slices are the reference's at other places, others having come in at the end."""
+    for dim, size in enumerate(mine.shape):
+        for by in range(1, min(_MOST_SHIFT, size // 2) + 1):
+            for a, b, sign in ((mine, theirs, 1), (theirs, mine, -1)):
+                here, there = a.narrow(dim, by, size - by), b.narrow(dim, 0, size - by)
+                is_told = bool(_differs(here, here.mean(), tolerance).any())
+                if is_told and not bool(_differs(here, there, tolerance).any()):
+                    name = _names_of(mine)[dim]
+                    return f"the reference's {name} moved by {sign * by}, with others at the end"
     return ""
 
 

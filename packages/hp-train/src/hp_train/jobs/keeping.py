@@ -49,7 +49,7 @@ class Keeper(Recorder):
         super().__init__(request)
         assert request.focus is not None
         self._focus = request.focus
-        self._modules_kept = {*self._focus.modules, module_of(self._focus.name)}
+        self._modules_kept = set(self._focus.modules)
         self._held: set[int] = set()
         self._parts: list[dict[str, Any]] = []
         self._inputs: list[dict[str, Any]] = []
@@ -90,7 +90,7 @@ class Keeper(Recorder):
 
     def _using(self) -> set[str]:
         """Modules that were given the output in focus."""
-        return self._modules_kept - {*self._focus.modules, module_of(self._focus.name)}
+        return self._modules_kept.difference(self._focus.modules)
 
     def _keep_call(
         self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -185,7 +185,9 @@ class Keeper(Recorder):
 
     def _hold_weights(self, root: nn.Module) -> None:
         """Keep the weights that modules in focus compute with in this step."""
-        prefixes = tuple(f"{name}." if name else "" for name in self._modules_kept)
+        is_small = _bytes(root) <= _MOST_BYTES
+        held = [name for name in self._modules_kept if name or is_small]
+        prefixes = tuple(f"{name}." if name else "" for name in held)
         for parameter in root.parameters():
             local, _, _ = placed(parameter)
             for part in self._slices.get(id(parameter), []):
