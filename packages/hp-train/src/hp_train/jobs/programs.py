@@ -41,12 +41,14 @@ if len(own) > 1:
 
 
 def nearest(value):
-    found = {name: error(way, value) for name, way in ways.items()}
+    for name, way in ways.items():
+        if error(way, value) <= BOUND:
+            return name
     for name, way in ways.items():
         times = float((way * value).sum() / (way * way).sum().clamp(min=1e-300))
-        found[f"{times:.4g} times {name}"] = error(times * way, value) + 1e-9
-    name = min(found, key=found.get)
-    return name if found[name] <= 2 * BOUND else "none of them, nor their sum"
+        if error(times * way, value) <= BOUND:
+            return f"{times:.4g} times {name}"
+    return "none of them, nor their sum"
 
 
 print("of these the reference has", nearest(expected) + "; the job",

@@ -250,6 +250,7 @@ class Recorder:
         for name, parameter in named.items():
             self._names[id(parameter)] = renaming(name)
             self._slices[id(parameter)] = slices.get(name, [])
+            self._listen_to(parameter, slices.get(name, []))
         self._shapes |= {part.name: part.shape for some in slices.values() for part in some}
         for some in slices.values():
             self._terms.update(
@@ -291,26 +292,23 @@ class Recorder:
     # Gradients before they are reduced.
 
     def _hear(self, module: nn.Module) -> None:
-        """Have a module's parameters tell what autograd gives them.
+        """Have parameters that are in a module while it runs tell what autograd gives them.
 
-        DDP, and whatever else reduces gradients once they are there, comes after. FSDP2 computes
-        with gathered parameters, which are in the module now: autograd gives theirs to those.
+        FSDP2 computes with gathered parameters, which are there now: autograd gives theirs to those.
         """
         for own, parameter in module._parameters.items():  # noqa: SLF001 - for each call: quick
-            if parameter is None or id(parameter) in self._heard:
-                continue
-            self._heard[id(parameter)] = parameter
-            if not (parameter.requires_grad and parameter.is_leaf):
-                continue
-            slices = self._slices.get(id(parameter))
-            if slices is None:
+            if parameter is not None and id(parameter) not in self._heard:
                 name = ".".join(filter(None, (self._modules.get(id(module)), own)))
                 is_whole = self._shapes.get(name) == tuple(parameter.shape)
-                slices = _own(name, parameter) if is_whole else []
-            if slices:
-                hook = functools.partial(self._own_gradient, parameter, slices)
-                hook.__torch_unserializable__ = True  # type: ignore[attr-defined] # quiet pickles
-                parameter.register_hook(hook)
+                self._listen_to(parameter, _own(name, parameter) if is_whole else [])
+
+    def _listen_to(self, parameter: Tensor, slices: list[Slice]) -> None:
+        """Have a parameter tell what autograd gives it; DDP and others reduce that afterwards."""
+        self._heard[id(parameter)] = parameter
+        if slices and parameter.requires_grad and parameter.is_leaf:
+            hook = functools.partial(self._own_gradient, parameter, slices)
+            hook.__torch_unserializable__ = True  # type: ignore[attr-defined] # quiet pickles
+            parameter.register_hook(hook)
 
     def _own_gradient(self, parameter: Tensor, slices: list[Slice], grad: Tensor) -> None:
         if not self._is_wanted():

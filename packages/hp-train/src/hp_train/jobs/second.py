@@ -167,16 +167,17 @@ def of_numbers(first: Place, mine: Step, theirs: Step) -> Exact:
         wanted, wrong = math.fsum(expected), tuple(sorted(by_rank))
         said = f"the losses of {ranks_in_words(wrong)} add up to {values[-1]:.8g}"
         said += " on each" * (is_copy and len(sums) > 1)
+        alright = ""
     else:
         values = {rank: numbers[-1] for rank, numbers in by_rank.items()}
         wanted = expected[-1]
         apart = {r: abs(v - wanted) / (abs(wanted) or 1.0) for r, v in values.items()}
         wrong = tuple(sorted(r for r, far in apart.items() if not far <= first.bound))
         right = [rank for rank in by_rank if rank not in wrong]
-        has = ", ".join(f"rank {rank} has {values[rank]:.8g}" for rank in wrong)
-        said = has + (f" ({ranks_in_words(right)}: right)" if right else "")
+        said = ", ".join(f"rank {rank} has {values[rank]:.8g}" for rank in wrong)
+        alright = f" ({ranks_in_words(right)}: right)" if right else ""
     worst = max(values.values(), key=lambda v: abs(v - wanted))
-    sentence = f"{said} in place of {wanted:.8g}"
+    sentence = f"{said} in place of {wanted:.8g}{alright}"
     return Exact(sentence, (), wanted, worst, wrong, len(wrong), len(by_rank))
 
 
