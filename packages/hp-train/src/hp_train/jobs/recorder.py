@@ -294,7 +294,7 @@ class Recorder:
     def _hear(self, module: nn.Module) -> None:
         """Have parameters that are in a module while it runs tell what autograd gives them.
 
-        FSDP2 computes with gathered parameters, which are there now: autograd gives theirs to those.
+        FSDP2 computes with gathered parameters, which are there now: those get the gradients.
         """
         for own, parameter in module._parameters.items():  # noqa: SLF001 - for each call: quick
             if parameter is not None and id(parameter) not in self._heard:
