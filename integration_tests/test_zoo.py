@@ -94,6 +94,7 @@ class Referee:
         self._folder, self._tied, self._precision = folder, tied, precision
         self._float64 = precision == "float64"
         self._reference = str(folder / "reference")
+        self._judged: dict[tuple[str, str], Recording] = {}
         self._expected = self._recorded("reference", "one")
         others = [self._recorded(f"other-{seed}", "one", disturb=seed) for seed in (1, 2)]
         self._floor = Floor(self._expected, others)
@@ -116,7 +117,10 @@ class Referee:
         return recorded(request, layout, bug, tied=self._tied, precision=self._precision)
 
     def judge(self, layout: str, bug: str = "", *, again: bool = False) -> Comparison:
-        actual = self._recorded(f"{layout}-{bug}", layout, bug)
+        actual = self._judged.get((layout, bug))
+        if actual is None:
+            actual = self._recorded(f"{layout}-{bug}", layout, bug)
+            self._judged[layout, bug] = actual
         self.compared = actual, self._expected
         comparison = compare(actual, self._expected, self._floor)
         if again and comparison.first is not None:
