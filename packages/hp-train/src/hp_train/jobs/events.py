@@ -113,9 +113,11 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         step: Update of the weights that it is before, counted from 1.
         call: Which call of a root module in this step and process.
-        rows: A name for each sample; that of its content where it is made of tokens.
-        tokens: The samples' tokens; empty: the input has none.
+        rows: A name for each sample; that of its content where it is made of tokens, or is the
+            reference's.
+        tokens: The samples' tokens; empty: the input has none, or too many to be written down.
         phase: `FORWARD` or `EVALUATION`.
+        has_tokens: Whether the input is made of tokens, and so no other stage's output.
     """
 
     step: int
@@ -123,6 +125,7 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
     rows: tuple[str, ...]
     tokens: tuple[tuple[int, ...], ...] = ()
     phase: str = FORWARD
+    has_tokens: bool = False
 
     @property
     def has_names(self) -> bool:
@@ -197,12 +200,13 @@ class Log:
 
 
 def batches(folder: Path) -> dict[int, dict[str, tuple[int, ...]]]:
-    """Tokens of a recording's samples: step -> sample -> tokens."""
+    """Samples of a recording: step -> sample -> its tokens, if they were written down."""
     known: dict[int, dict[str, tuple[int, ...]]] = {}
     for path in folder.glob(f"{BATCHES}-*.jsonl"):
         for line in read(path):
-            if line.rows is not None and line.rows.tokens:
-                pairs = zip(line.rows.rows, line.rows.tokens, strict=True)
+            if line.rows is not None:
+                tokens = line.rows.tokens or ((),) * len(line.rows.rows)
+                pairs = zip(line.rows.rows, tokens, strict=True)
                 known.setdefault(line.rows.step, {}).update(pairs)
     return known
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from msgspec import structs
+
 from hp_train.errors import HpError
 from hp_train.jobs.events import BATCHES, FORWARD, NUM_SIGNS, TENSORS, Box, Event, Piece, Rows, read
 
@@ -147,15 +149,17 @@ Sample = tuple[str, int, int, str]
 def sample_names(rows: Sequence[tuple[str, Rows]]) -> dict[Sample, str]:
     """Names of samples of later pipeline stages, which are given no tokens.
 
-    Calls of a stage come in the order of those of the first one: the processes that saw tokens, and
-    the others of a stage, follow each other in the same order.
+    Calls of a stage come in the order of those of the first one: the processes that saw tokens, or
+    where nobody does what the reference saw, and the others of a stage, follow each other in the
+    same order.
     """
     names: dict[Sample, str] = {}
     for step in {row.step for _, row in rows}:
         first: dict[str, dict[int, Rows]] = {}
         later: dict[str, list[Rows]] = {}
+        has_tokens = any(row.has_tokens for _, row in rows if row.step == step)
         for who, row in rows:
-            if row.step == step and row.has_names:
+            if row.step == step and row.has_names and row.has_tokens == has_tokens:
                 first.setdefault(who, {})[row.call] = row
             elif row.step == step:
                 later.setdefault(who, []).append(row)
@@ -183,7 +187,9 @@ def _add_tensors(
             (names.get((who, event.step, event.call, p.row), p.row) if p.row else "", p)
             for p in event.pieces
         ]
-        parts[key].add(who, event, renamed)
+        is_lost = any("." in row for row, _ in renamed)
+        told = structs.replace(event, note="its samples could not be told apart")
+        parts[key].add(who, told if is_lost else event, renamed)
     for (step, phase, name), some in parts.items():
         steps[step].tensors.setdefault(phase, {})[name] = some.joined()
 

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from hp_train.jobs.lifting import lift
 from hp_train.jobs.names import Renaming, plain
 from hp_train.jobs.parts import Reference, Slice, placed
 from hp_train.jobs.request import Request, requested
-from hp_train.jobs.samples import Samples, batch_of, tensors_in
+from hp_train.jobs.samples import Made, Samples, batch_of, tensors_in
 from hp_train.jobs.sketch import Digest, sum_of_digests
 from hp_train.jobs.weights import keep_weights, read_weights, take_weights
 
@@ -106,6 +106,7 @@ class Recorder:
         self._modules: dict[int, str] = {}
         self._slices: dict[int, list[Slice]] = {}
         self._names: dict[int, str] = {}
+        self._own_names: dict[int, str] = {}
         self._terms: set[str] = set()
         self._reference: Reference | None = None
         self._log: Log | None = None
@@ -114,6 +115,9 @@ class Recorder:
         self._numbers: Counter[str] = Counter()
         self._times: Counter[tuple[str, str]] = Counter()
         self._root_calls = 0
+        self._made = Made()
+        self._seen: dict[int, Counter[str]] | None = None
+        self._optimizers: dict[int, int] = {}
         self._heard: dict[int, Tensor] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._own: dict[tuple[str, Box], _Own] = {}
@@ -167,15 +171,18 @@ class Recorder:
                 self._random = call.states
             if id(root) not in self._roots:
                 self._roots[id(root)] = root
-                self._learn(root)
+                self._learn(root, len(self._roots))
             call.index = self._root_calls
             self._root_calls += 1
         batch = batch_of(args, kwargs)
         call.samples = None
         if batch is not None:
-            known = {} if self._known is None else self._known.get(self._place(call.phase), {})
-            call.samples = Samples(batch, call.index, known)
-
+            known = self._known
+            if known is not None:
+                known = known.get(self._place(call.phase), {})
+            given = self._made.samples_of(batch)
+            seen = None if self._seen is None else self._seen.setdefault(id(root), Counter())
+            call.samples = Samples(batch, call.index, known, given=given, seen=seen)
         if call.samples is not None and self._is_wanted(call.phase):
             self._write(call.samples.rows(self._place(call.phase), call.phase))
 
@@ -189,9 +196,8 @@ class Recorder:
             return
         if call.phase == ev.FORWARD:
             self._hear(module)
-            if module is call.root:
-                now = randomness.states()
-                self._drawn |= {kind for kind in now if now[kind] != call.states.get(kind)}
+        if module is call.root:
+            self._end(call, output)
         if not self._request.outputs:
             return
         name = self._modules.get(id(module))
@@ -200,6 +206,14 @@ class Recorder:
         for path, tensor in tensors_in(output):
             if tensor.is_floating_point() and tensor.ndim > 0:
                 self._output(call, f"{name}{':' if path else ''}{path}", tensor)
+
+    def _end(self, call: Call, output: Any) -> None:
+        """End a call of a root module."""
+        if call.samples is not None:
+            self._made.add(output, call.samples.names)
+        if call.phase == ev.FORWARD:
+            now = randomness.states()
+            self._drawn |= {kind for kind in now if now[kind] != call.states.get(kind)}
 
     def _output(self, call: Call, name: str, tensor: Tensor) -> None:
         """Note down what a module gives, and later the gradient of it."""
@@ -233,9 +247,21 @@ class Recorder:
 
     # Parameters.
 
-    def _learn(self, root: nn.Module) -> None:
-        """Learn what a root module's parameters are, and what its modules are called."""
+    def _learn(self, root: nn.Module, number: int) -> None:
+        """Learn what a root module's parameters are, and what its modules are called.
+
+        Args:
+            root: A module.
+            number: Which it is, in the order in which they were called: where names are those of an
+                earlier one, it comes into them.
+        """
         named = {plain(name): p for name, p in root.named_parameters(remove_duplicate=True)}
+        taken = {name: parameter for parameter, name in self._own_names.items()}
+        inside = ""
+        if any(taken.get(name, id(p)) != id(p) for name, p in named.items()):
+            inside = f"model{number}"
+            named = {f"{inside}.{name}": p for name, p in named.items()}
+        self._own_names |= {id(p): name for name, p in named.items()}
         folder = Path(self._request.reference)
         renaming = Renaming(())
         if self._request.reference:
@@ -246,7 +272,7 @@ class Recorder:
                 take_weights(named, slices, self._reference.weights)
         else:
             slices = {name: _own(name, parameter) for name, parameter in named.items()}
-            keep_weights(Path(self._request.folder), rank_here(), named)
+            keep_weights(Path(self._request.folder), rank_here(), number, named)
         for name, parameter in named.items():
             self._names[id(parameter)] = renaming(name)
             self._slices[id(parameter)] = slices.get(name, [])
@@ -256,7 +282,10 @@ class Recorder:
             self._terms.update(
                 part.name.rpartition(".")[0] for part in some if _is_of_columns(part)
             )
-        innermost = {plain(name): id(module) for name, module in root.named_modules()}
+        innermost = {
+            ".".join(filter(None, (inside, plain(name)))): id(module)
+            for name, module in root.named_modules()
+        }
         for name, module in innermost.items():  # of wrappers and what they wrap, the latter
             self._modules.setdefault(module, renaming(name))
         self._parameters(ev.START, ((p, p) for p in named.values()))
@@ -358,18 +387,31 @@ class Recorder:
             full = norm.full_tensor() if isinstance(norm, DTensor) else norm
             self._number(ev.NORM, float(full))
 
-    def _before_update(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if not self._is_wanted():
-            return
-        with self._lock:
-            phase = ev.CLIPPED if self._is_clipped else ev.GRADIENT
-            self._parameters(phase, ((p, p.grad) for p in _updated(optimizer)))
-            for index, group in enumerate(optimizer.param_groups):
-                self._write(Number(self._step, ev.RATE, f"group {index}", float(group["lr"])))
+    def _before_update(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._seen = {}
+        if self._is_wanted() and not _has_closure(args, kwargs):
+            with self._lock:
+                self._to_be_used(optimizer)
 
-    def _after_update(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _to_be_used(self, optimizer: Optimizer) -> None:
+        """Note down what an update is made of."""
+        phase = ev.CLIPPED if self._is_clipped else ev.GRADIENT
+        self._parameters(phase, ((p, p.grad) for p in _updated(optimizer)))
+        number = self._optimizers.setdefault(id(optimizer), len(self._optimizers))
+        of = f"optimizer {number} " if number else ""
+        for index, group in enumerate(optimizer.param_groups):
+            self._write(Number(self._step, ev.RATE, f"{of}group {index}", float(group["lr"])))
+
+    def _after_update(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._seen = None
         if self._is_wanted():
             with self._lock:
+                if _has_closure(args, kwargs):  # which has computed the gradients
+                    self._to_be_used(optimizer)
                 self._parameters(ev.WEIGHT, ((p, p) for p in _updated(optimizer)))
                 self._states(optimizer)
         self._has_updated = True
@@ -440,6 +482,11 @@ def _own(name: str, parameter: Tensor) -> list[Slice]:
 def _is_of_columns(part: Slice) -> bool:
     """Whether a part of a matrix has some of its columns: a product with it is a term of a sum."""
     return len(part.shape) == 2 and part.box[-1] != (0, part.shape[-1])
+
+
+def _has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an optimizer was given what computes the loss, and was called before that."""
+    return any(map(callable, (*args[1:], *kwargs.values())))
 
 
 def _updated(optimizer: Optimizer) -> list[Tensor]:
