@@ -177,9 +177,8 @@ class Recorder:
         batch = batch_of(args, kwargs)
         call.samples = None
         if batch is not None:
-            known = self._known
-            if known is not None:
-                known = known.get(self._place(call.phase), {})
+            place = self._place(call.phase)
+            known = None if self._known is None else self._known.get(place, {})
             given = self._made.samples_of(batch)
             seen = None if self._seen is None else self._seen.setdefault(id(root), Counter())
             call.samples = Samples(batch, call.index, known, given=given, seen=seen)
