@@ -1,8 +1,11 @@
 """`hp verify -- JOB --against -- REFERENCE` of programs that know nothing of hp-*."""
 
+import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,17 @@ JOB = textwrap.dedent(
     from torch import nn
 
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    model = nn.Sequential(nn.Embedding(30, 8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 30))
+
+    class Mix(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(8, 16)
+
+        def forward(self, x):
+            mixed = self.up(x).relu()
+            return mixed * 1.5 if rank == 1 and "mixed" in sys.argv else mixed
+
+    model = nn.Sequential(nn.Embedding(30, 8), Mix(), nn.Linear(16, 30))
     net = model
     if size > 1:
         dist.init_process_group("gloo")
@@ -40,12 +53,14 @@ JOB = textwrap.dedent(
 )
 
 
-def verify(tmp_path: Path, *job: str) -> "subprocess.CompletedProcess[str]":
+def verify(
+    tmp_path: Path, *job: str, flags: Sequence[str] = ()
+) -> "subprocess.CompletedProcess[str]":
     (tmp_path / "job.py").write_text(JOB)
     script = str(tmp_path / "job.py")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     hp = [sys.executable, "-c", "import sys; from hp_train.cli import main; sys.exit(main())"]
-    command = [*hp, "verify", "--steps", "2", "--", *launch, script, *job]
+    command = [*hp, "verify", "--steps", "2", *flags, "--", *launch, script, *job]
     return subprocess.run(
         [*command, "--against", "--", sys.executable, script],
         capture_output=True,
@@ -55,6 +70,7 @@ def verify(tmp_path: Path, *job: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
+@pytest.mark.sample
 def test_data_parallel_training_equals_one_process(tmp_path: Path) -> None:
     done = verify(tmp_path)
 
@@ -69,8 +85,33 @@ def test_a_loss_that_is_scaled_twice_is_named(tmp_path: Path) -> None:
     done = verify(tmp_path, "scaled")
 
     assert done.returncode == 8
-    assert "first difference: step 1, gradient 3.bias" in done.stdout
+    assert "first difference: step 1, gradient 2.bias" in done.stdout
     assert "likely: all 5 are 2 times the reference's" in done.stdout
+    assert "exactly: all 30 elements differ, which ranks 0 and 1 hold: they are 2" in done.stdout
+    assert "the job their mean on rank 0, their mean on rank 1" in done.stdout
+
+
+def test_a_module_of_the_program_itself_is_computed_again(tmp_path: Path) -> None:
+    done = verify(tmp_path, "mixed")
+
+    assert done.returncode == 8
+    assert "first difference: step 1, forward 1:" in done.stdout
+    assert "samples 1, 3 of 4, which rank 1 holds (rank 0: right): they are 3/2" in done.stdout
+    assert "the job's layout of 1 is wrong: its inputs and weights are right" in done.stdout
+    (line,) = (x for x in done.stdout.splitlines() if x.startswith("reproduction: "))
+    program = shlex.split(line.removeprefix("reproduction: "))
+    ran = subprocess.run(program, capture_output=True, text=True, check=True, timeout=120)
+    assert "the job's layout of 1 is wrong" in ran.stdout
+    shutil.rmtree(Path(program[-1]).parent)
+
+
+@pytest.mark.sample
+def test_the_second_run_can_be_left_out(tmp_path: Path) -> None:
+    done = verify(tmp_path, "mixed", flags=["--once"])
+
+    assert done.returncode == 8
+    assert "once more" not in done.stdout
+    assert "exactly:" not in done.stdout
 
 
 def test_a_job_that_fails_is_told_with_what_it_printed(tmp_path: Path) -> None:

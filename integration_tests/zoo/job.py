@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from integration_tests.zoo.collectives import gathered, summed
 from integration_tests.zoo.model import (
+    DIM,
     LENGTH,
     VOCAB,
     Model,
@@ -24,13 +25,27 @@ BATCH, MICROBATCHES = 4, 2
 CLIP = 0.5
 
 
-def train(layout: str, bug: str = "", *, tied: bool = False, steps: int = 3) -> None:
-    """Train; `layout` is one, dp, fsdp, tp, ep, cp or pp."""
+PRECISIONS = ("float32", "float64", "bfloat16", "autocast")
+"""float32 is lifted to float64 from outside; autocast computes products in bfloat16."""
+
+
+def train(
+    layout: str,
+    bug: str = "",
+    *,
+    tied: bool = False,
+    steps: int = 3,
+    precision: str = "float32",
+) -> None:
+    """Train; `layout` is one, dp, fsdp, tp, ep, cp or pp, `precision` one of `PRECISIONS`."""
     rank, size = world()
     place = Place(layout, rank, size, bug)
     stage = rank if layout == "pp" else None
     model = Model(place, stage, tied=tied)
     fill(model, place, stage)
+    model.is_cast = precision == "autocast"
+    if precision == "bfloat16":
+        model.bfloat16()
     if layout == "fsdp":
         _shard(model)
     optimizer = _optimizer(model, bug)
@@ -146,7 +161,7 @@ def _pipeline(model: Model, place: Place, inputs: Tensor, targets: Tensor, count
             dist.send(out.detach().contiguous(), 1)
             held.append((x, out))
         else:
-            given = torch.empty(*x.shape, model.norm.weight.shape[0])
+            given = torch.empty(*x.shape, DIM, dtype=model.norm.weight.dtype)
             dist.recv(given, 0)
             given.requires_grad_()
             held.append((given, loss_of(model(given, documents_of(x)), y, place) / count))

@@ -159,7 +159,7 @@ class Model(nn.Module):
 
     def __init__(self, place: Place, stage: int | None = None, *, tied: bool = False) -> None:
         super().__init__()
-        self.place, self.stage, self.tied = place, stage, tied
+        self.place, self.stage, self.tied, self.is_cast = place, stage, tied, False
         if stage in (None, 0):
             self.embed = nn.Embedding(VOCAB, DIM)
             self.positions = nn.Parameter(torch.empty(LENGTH, DIM))
@@ -172,12 +172,17 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor, documents: Tensor) -> Tensor:
         """Tokens `[batch, length]`, or what another stage gave, to logits, or to the next stage."""
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.is_cast):
+            return self._forward(x, documents)
+
+    def _forward(self, x: Tensor, documents: Tensor) -> Tensor:
         place = self.place
         if self.stage in (None, 0):
             first = place.rank * x.shape[1] if place.layout == "cp" else 0
             if place.bug == "cp-positions":
                 first = 0
             x = self.embed(x) + self.positions[first : first + x.shape[1]]
+            x = F.dropout(x, 0.1) if place.bug == "dropout-on" else x
         for layer in self.layers:
             x = layer(x, documents)
         if self.stage == 0:
@@ -216,7 +221,7 @@ def part(values: Tensor, shape: torch.Size, place: Place) -> Tensor:
 
 def loss_of(logits: Tensor, targets: Tensor, place: Place) -> Tensor:
     """Sum of the smoothed cross-entropy of targets that are not -1; logits may be cut by words."""
-    flat, kept = logits.flatten(0, 1), targets.flatten() >= 0
+    flat, kept = logits.float().flatten(0, 1), targets.flatten() >= 0
     words = targets.flatten().clamp(min=0)
     if place.layout != "tp":
         losses = F.cross_entropy(flat, words, reduction="none", label_smoothing=SMOOTHING)

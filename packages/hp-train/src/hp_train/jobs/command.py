@@ -15,7 +15,7 @@ from hp_train.errors import ConfigError, DifferenceError, HpError
 from hp_train.jobs.compare import Comparison, Floor, Place, compare
 from hp_train.jobs.explain import explain
 from hp_train.jobs.joined import Recording, join
-from hp_train.jobs.request import Request, environment
+from hp_train.jobs.request import Focus, Request, environment
 from hp_train.launch.session import last_lines, status_of
 from hp_train.launch.signals import name_of
 
@@ -50,6 +50,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--no-outputs", action="store_true", help="parameters alone, no outputs of modules"
     )
+    made.add_argument(
+        "--once",
+        action="store_true",
+        help="do not run both jobs once more around a first difference, to say where exactly it "
+        "lies and to write a program that shows it",
+    )
     made.add_argument("--seed", type=whole("--seed", least=0), default=0, help="of both (0)")
     made.add_argument(
         "--seconds",
@@ -57,7 +63,9 @@ def parser() -> argparse.ArgumentParser:
         default=_SECONDS,
         help=f"most that a job may take (default: {_SECONDS:g})",
     )
-    made.add_argument("--keep", metavar="DIR", help="keep the recordings, in a new folder")
+    made.add_argument(
+        "--keep", metavar="DIR", help="keep the recordings and the reproduction, in a new folder"
+    )
     return made
 
 
@@ -110,7 +118,9 @@ def run(arguments: Sequence[str]) -> int:
 def verify(
     job: Sequence[str], reference: Sequence[str], options: argparse.Namespace, folder: Path
 ) -> Comparison:
-    """Run a reference three times, the job once, and compare.
+    """Run a reference three times, the job once, and compare; both again where they differ.
+
+    The program that shows a difference is in a folder of its own where none is kept.
 
     Args:
         job: Command of the job to judge.
@@ -133,7 +143,33 @@ def verify(
         others.append(_recorded(reference, asked, "reference, other sums", options.seconds))
     asked = Request(str(folder / "job"), reference=str(theirs), start=options.same_start, **common)
     actual = _recorded(job, asked, "job", options.seconds)
-    return compare(actual, expected, Floor(expected, others))
+    comparison = compare(actual, expected, Floor(expected, others))
+    if comparison.first is None or options.once:
+        return comparison
+
+    def again(side: str, focus: Focus) -> Path:
+        place, of_job = folder / f"{side}-again", side == "job"
+        asked = Request(
+            str(place),
+            reference=str(theirs) if of_job else "",
+            start=of_job and options.same_start,
+            focus=focus,
+            **common,
+        )
+        _recorded(job if of_job else reference, asked, f"{side}, once more", options.seconds)
+        return place
+
+    from hp_train.jobs.second import look_again  # noqa: PLC0415 - imports torch
+
+    kept = folder if options.keep else Path(tempfile.mkdtemp(prefix="hp-verify-reproduction-"))
+    look_again(
+        comparison,
+        (actual, expected),
+        again,
+        kept / "reproduction" if options.keep else kept,
+        float64=options.float64,
+    )
+    return comparison
 
 
 def _recorded(command: Sequence[str], request: Request, who: str, seconds: float) -> Recording:
@@ -178,6 +214,7 @@ def report(comparison: Comparison) -> str:
     if first is not None:
         lines.append(f"first difference: {first}")
         lines += [f"likely: {reason}" for reason in explain(comparison)]
+        lines += _exactly(comparison)
     largest = ", ".join(f"{phase} {error:.1e}" for phase, error in comparison.largest.items())
     state = "equal" if first is None else "NOT EQUAL"
     lines.append(
@@ -185,6 +222,17 @@ def report(comparison: Comparison) -> str:
         f"numbers: {largest}"
     )
     return "\n".join(lines) + "\n"
+
+
+def _exactly(comparison: Comparison) -> list[str]:
+    """What the second run found."""
+    lines = [f"exactly: {comparison.exact}"] if comparison.exact else []
+    if (made := comparison.reproduction) is not None:
+        lines.append(f"reproduction: {shlex.join([sys.executable, str(made.path)])}")
+        lines += [f"      {line}" for line in made.output.splitlines()]
+    elif comparison.again:
+        lines.append(f"no reproduction: {comparison.again}")
+    return lines
 
 
 def _where(place: Place) -> tuple[int, str]:

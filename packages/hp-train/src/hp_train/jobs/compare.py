@@ -8,6 +8,7 @@ from fractions import Fraction
 
 from hp_train.jobs import events as ev
 from hp_train.jobs.joined import Digests, Recording, Step, distance, numbers_of
+from hp_train.jobs.reproduction import Exact, Reproduction
 
 _TIMES = 10.0
 """An error is a difference from this many times what rounding explains."""
@@ -18,6 +19,13 @@ _MOST_TERMS = 64
 _ULPS = 32
 """A tensor may be off by this many units of the largest of its phase: one that is zero but for
 rounding has no digits to compare."""
+
+
+REDUCTION = "reduction"
+_ORIGINS = {
+    ev.BACKWARD: "in the backward: ranks' own gradients are wrong",
+    REDUCTION: "in the reduction: ranks' own gradients add up to the reference's",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +42,7 @@ class Place:
         rest: Error that is left then.
         who: Ranks that disagree with each other; empty: the job differs from the reference.
         note: What there is to say beside numbers.
+        origin: Of a gradient, `BACKWARD` or `REDUCTION`, where it became wrong; empty: not known.
     """
 
     step: int
@@ -45,11 +54,13 @@ class Place:
     rest: float = math.nan
     who: str = ""
     note: str = ""
+    origin: str = ""
 
     def __str__(self) -> str:
         name = f" {self.name}" if self.name else ""
         bound = f", rounding explains {self.bound:.1e}" if self.bound else ""
-        note = f" ({self.note})" if self.note else ""
+        notes = filter(None, (self.note, _ORIGINS.get(self.origin, "")))
+        note = "".join(f" ({note})" for note in notes)
         return f"step {self.step}, {self.phase}{name}: {self.error:.3e}{bound}{note}"
 
 
@@ -63,6 +74,11 @@ class Comparison:
         num_compared: Tensors and numbers that were.
         num_steps: Steps that both have.
         largest: Phase -> largest error.
+        random: Step -> how dropout could explain what differs there.
+        exact: The first difference, element by element; None: no second run was made, or it did
+            not come again.
+        reproduction: A program that shows it; None: none was made.
+        again: Why there is no `exact` or no `reproduction` although a second run was made.
     """
 
     differences: list[Place] = field(default_factory=list)
@@ -70,6 +86,10 @@ class Comparison:
     num_compared: int = 0
     num_steps: int = 0
     largest: dict[str, float] = field(default_factory=dict)
+    random: dict[int, str] = field(default_factory=dict)
+    exact: Exact | None = None
+    reproduction: Reproduction | None = None
+    again: str = ""
 
     @property
     def first(self) -> Place | None:
@@ -136,6 +156,8 @@ def compare(actual: Recording, expected: Recording, floor: Floor) -> Comparison:
         if index == 1:
             _phase(result, 1, ev.START, mine, theirs, floor)
         _batches(result, index, mine, theirs)
+        if reason := _dropout(index, mine, theirs):
+            result.random[index] = reason
         for phase in _phases(mine, theirs):
             if phase in (ev.LOSS, ev.NORM, ev.RATE):
                 _numbers(result, index, phase, mine, theirs, floor)
@@ -155,6 +177,25 @@ def _phases(mine: Step, theirs: Step) -> Iterator[str]:
             yield from sorted(p for p in there if p.startswith(ev.MOMENT))
         elif phase in there:
             yield phase
+
+
+def _dropout(index: int, mine: Step, theirs: Step) -> str:
+    """How random numbers could explain a difference; empty: they cannot."""
+    drawn = sorted(mine.drawn | theirs.drawn)
+    if not drawn:
+        return ""
+    expected = next(iter(theirs.states.values()), {})
+    apart = [
+        kind
+        for kind in drawn
+        if any(s.get(kind) != expected.get(kind) for s in mine.states.values())
+    ]
+    drew = f"the model draws random numbers of {' and '.join(drawn)}"
+    if apart:
+        return f"dropout could explain it: {drew}, and random state differs at step {index}"
+    if len(mine.states) > 1:
+        return f"dropout could explain it: {drew}, and ranks draw other shapes than one process"
+    return ""
 
 
 def _batches(result: Comparison, index: int, mine: Step, theirs: Step) -> None:
@@ -192,16 +233,43 @@ def _phase(  # noqa: PLR0917
         result.largest[phase] = max(error, result.largest.get(phase, 0.0))
         tiny = _ULPS * _EPSILON.get(_shortest(tensor, reference), 1e-7) * scale
         if tensor.disagree > bound and tensor.disagree * tensor.norm > tiny:
+            origin = _origin(mine, theirs, phase, name, bound)
             result.differences.append(
-                Place(index, phase, name, tensor.disagree, bound, who=tensor.who)
+                Place(index, phase, name, tensor.disagree, bound, who=tensor.who, origin=origin)
             )
         elif not error <= bound and not error * reference.norm <= tiny:
             factor, rest = _nearest(tensor, reference)
-            result.differences.append(Place(index, phase, name, error, bound, factor, rest))
+            origin = _origin(mine, theirs, phase, name, bound)
+            result.differences.append(
+                Place(index, phase, name, error, bound, factor, rest, origin=origin)
+            )
     for name in expected.keys() - ours.keys():
         result.unaligned.setdefault(f"{phase} {name}", "the job has not computed it by this name")
     for name in ours.keys() - expected.keys():
         result.unaligned.setdefault(f"{phase} {name}", "the reference has not computed it")
+
+
+def _origin(mine: Step, theirs: Step, phase: str, name: str, bound: float) -> str:
+    """Say whether a gradient was wrong before it was reduced.
+
+    Where ranks' own gradients add up to another multiple of the reference's, their loss may have
+    been scaled for a mean, or wrongly: that cannot be told.
+    """
+    if phase != ev.GRADIENT:
+        return ""
+    own, reference = (step.tensors.get(ev.OWN, {}).get(name) for step in (mine, theirs))
+    if own is None or reference is None or _why_not(own, reference):
+        return ""
+    if _error(own, reference) <= bound:
+        return REDUCTION
+    _, rest = _nearest(own, reference)
+    return "" if rest <= _TIMES * bound else ev.BACKWARD
+
+
+def scales(mine: Step, theirs: Step) -> dict[str, float]:
+    """Factor of each sample's gradients that makes up for how its loss was scaled."""
+    ours, expected = mine.tensors.get(ev.BACKWARD, {}), theirs.tensors.get(ev.BACKWARD, {})
+    return _scales(ours, expected, [name for name in expected if name in ours])
 
 
 def _scales(

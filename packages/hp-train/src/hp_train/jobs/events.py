@@ -23,6 +23,9 @@ GRADIENT, NORM, CLIPPED, RATE, WEIGHT, MOMENT = (
     "optimizer state",
 )
 START, EVALUATION = "first weight", "evaluation"
+OWN = "own gradient"
+"""A rank's gradient before it is reduced. It is not compared: a loss may be scaled, and ranks may
+have terms. It tells a wrong backward from a wrong reduction."""
 PHASES = (
     START,
     EVALUATION,
@@ -110,9 +113,11 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         step: Update of the weights that it is before, counted from 1.
         call: Which call of a root module in this step and process.
-        rows: A name for each sample; that of its content where it is made of tokens.
-        tokens: The samples' tokens; empty: the input has none.
+        rows: A name for each sample; that of its content where it is made of tokens, or is the
+            reference's.
+        tokens: The samples' tokens; empty: the input has none, or too many to be written down.
         phase: `FORWARD` or `EVALUATION`.
+        has_tokens: Whether the input is made of tokens, and so no other stage's output.
     """
 
     step: int
@@ -120,11 +125,26 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
     rows: tuple[str, ...]
     tokens: tuple[tuple[int, ...], ...] = ()
     phase: str = FORWARD
+    has_tokens: bool = False
 
     @property
     def has_names(self) -> bool:
         """Whether samples are named by their content, and not by their place in a call."""
         return not any("." in row for row in self.rows)
+
+
+class Randomness(msgspec.Struct, frozen=True, array_like=True):
+    """Random numbers of a process.
+
+    Attributes:
+        step: Update of the weights that it is before, counted from 1.
+        states: Generator -> name of its state when the step began.
+        drawn: Generators that calls of root modules with gradients drew from.
+    """
+
+    step: int
+    states: dict[str, str]
+    drawn: tuple[str, ...] = ()
 
 
 class Line(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -133,6 +153,7 @@ class Line(msgspec.Struct, frozen=True, omit_defaults=True):
     event: Event | None = None
     number: Number | None = None
     rows: Rows | None = None
+    random: Randomness | None = None
     facts: dict[str, str] | None = None
 
 
@@ -155,7 +176,7 @@ class Log:
         self._folder, self._process = folder, process
         self._lines: list[Line] = []
 
-    def add(self, line: Event | Number | Rows | dict[str, str]) -> None:
+    def add(self, line: Event | Number | Rows | Randomness | dict[str, str]) -> None:
         """Note a line down; it is written with the others at `flush`."""
         match line:
             case Event():
@@ -164,6 +185,8 @@ class Log:
                 self._lines.append(Line(number=line))
             case Rows():
                 self._lines.append(Line(rows=line))
+            case Randomness():
+                self._lines.append(Line(random=line))
             case _:
                 self._lines.append(Line(facts=line))
 
@@ -177,12 +200,13 @@ class Log:
 
 
 def batches(folder: Path) -> dict[int, dict[str, tuple[int, ...]]]:
-    """Tokens of a recording's samples: step -> sample -> tokens."""
+    """Samples of a recording: step -> sample -> its tokens, if they were written down."""
     known: dict[int, dict[str, tuple[int, ...]]] = {}
     for path in folder.glob(f"{BATCHES}-*.jsonl"):
         for line in read(path):
-            if line.rows is not None and line.rows.tokens:
-                pairs = zip(line.rows.rows, line.rows.tokens, strict=True)
+            if line.rows is not None:
+                tokens = line.rows.tokens or ((),) * len(line.rows.rows)
+                pairs = zip(line.rows.rows, tokens, strict=True)
                 known.setdefault(line.rows.step, {}).update(pairs)
     return known
 

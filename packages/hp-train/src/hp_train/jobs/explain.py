@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from hp_train.jobs import events as ev
-from hp_train.jobs.compare import Comparison, Place
+from hp_train.jobs.compare import REDUCTION, Comparison, Place
 
 _ALONE = {
     ev.START: "the jobs begin with other weights: use --same-start, or seed both in the same way",
@@ -18,6 +18,12 @@ _AFTER = {
     ev.CLIPPED: "gradients and norm are equal and what is clipped is not",
     ev.WEIGHT: "gradients are equal, the update is not: the optimizer's options, groups or state",
 }
+_ORIGINS = {
+    ev.BACKWARD: "the backward of this parameter: it is wrong before ranks reduce it",
+    REDUCTION: "the reduction over ranks: what they reduce is right",
+}
+_RANDOM = (ev.FORWARD, ev.LOSS, ev.BACKWARD, ev.EVALUATION)
+"""Phases that dropout changes."""
 _NEAR = 1e-3
 _MOST = 1024
 
@@ -36,7 +42,8 @@ def explain(comparison: Comparison) -> list[str]:
         for place in comparison.differences
         if place.step == first.step and place.phase == first.phase
     ]
-    return list(_reasons(first, together))
+    dropout = [comparison.random[first.step]] if first.step in comparison.random else []
+    return [*(dropout if first.phase in _RANDOM else []), *_reasons(first, together)]
 
 
 def _reasons(first: Place, together: Sequence[Place]) -> Iterator[str]:
@@ -54,6 +61,8 @@ def _reasons(first: Place, together: Sequence[Place]) -> Iterator[str]:
     if first.phase in (ev.FORWARD, ev.EVALUATION):
         what = first.name or "the model"
         yield f"what {what} was given is equal and what it gives is not: {_of_module(first.name)}"
+    elif first.origin:
+        yield _ORIGINS[first.origin]
     elif first.phase in _AFTER and not (first.phase == ev.GRADIENT and first.who):
         yield _AFTER[first.phase]
 

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from msgspec import structs
+
 from hp_train.errors import HpError
 from hp_train.jobs.events import BATCHES, FORWARD, NUM_SIGNS, TENSORS, Box, Event, Piece, Rows, read
 
-_TERMS = 1e-3
+TERMS = 1e-3
 """Ranks that differ by more may have terms of a sum, where that can be."""
 
 
@@ -59,11 +61,15 @@ class Step:
         tensors: Phase -> name -> tensor, in the order of recording.
         numbers: Phase -> name -> process -> numbers.
         rows: Names of the samples of the step's forward.
+        states: Process -> generator of random numbers -> name of its state when the step began.
+        drawn: Generators that the model drew from.
     """
 
     tensors: dict[str, dict[str, Digests]] = field(default_factory=dict)
     numbers: dict[str, dict[str, dict[str, list[float]]]] = field(default_factory=dict)
     rows: set[str] = field(default_factory=set)
+    states: dict[str, Mapping[str, str]] = field(default_factory=dict)
+    drawn: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -106,14 +112,9 @@ def join(folder: Path) -> Recording:
     lines = {path.stem: list(read(path)) for path in files}
     events = [(who, line.event) for who, some in lines.items() for line in some if line.event]
     numbers = [(who, line.number) for who, some in lines.items() for line in some if line.number]
-    rows = [
-        (path.stem.replace(BATCHES, TENSORS), line.rows)
-        for path in sorted(folder.glob(f"{BATCHES}-*.jsonl"))
-        for line in read(path)
-        if line.rows
-    ]
+    rows = rows_in(folder)
     steps: dict[int, Step] = defaultdict(Step)
-    names = _samples(rows)
+    names = sample_names(rows)
     for who, row in rows:
         if row.phase == FORWARD:
             steps[row.step].rows.update(
@@ -123,26 +124,42 @@ def join(folder: Path) -> Recording:
     for who, number in numbers:
         by_name = steps[number.step].numbers.setdefault(number.phase, {})
         by_name.setdefault(number.name, {}).setdefault(who, []).append(number.value)
+    for who, some in lines.items():
+        for random in (line.random for line in some if line.random):
+            steps[random.step].states[who] = random.states
+            steps[random.step].drawn.update(random.drawn)
     facts = [line.facts for some in lines.values() for line in some if line.facts]
     return Recording(dict(sorted(steps.items())), facts)
 
 
-_Sample = tuple[str, int, int, str]
+def rows_in(folder: Path) -> list[tuple[str, Rows]]:
+    """What root modules of a job were given: process, samples."""
+    return [
+        (path.stem.replace(BATCHES, TENSORS), line.rows)
+        for path in sorted(folder.glob(f"{BATCHES}-*.jsonl"))
+        for line in read(path)
+        if line.rows
+    ]
+
+
+Sample = tuple[str, int, int, str]
 """Process, step, call, name of a sample there."""
 
 
-def _samples(rows: Sequence[tuple[str, Rows]]) -> dict[_Sample, str]:
+def sample_names(rows: Sequence[tuple[str, Rows]]) -> dict[Sample, str]:
     """Names of samples of later pipeline stages, which are given no tokens.
 
-    Calls of a stage come in the order of those of the first one: the processes that saw tokens, and
-    the others of a stage, follow each other in the same order.
+    Calls of a stage come in the order of those of the first one: the processes that saw tokens, or
+    where nobody does what the reference saw, and the others of a stage, follow each other in the
+    same order.
     """
-    names: dict[_Sample, str] = {}
+    names: dict[Sample, str] = {}
     for step in {row.step for _, row in rows}:
         first: dict[str, dict[int, Rows]] = {}
         later: dict[str, list[Rows]] = {}
+        has_tokens = any(row.has_tokens for _, row in rows if row.step == step)
         for who, row in rows:
-            if row.step == step and row.has_names:
+            if row.step == step and row.has_names and row.has_tokens == has_tokens:
                 first.setdefault(who, {})[row.call] = row
             elif row.step == step:
                 later.setdefault(who, []).append(row)
@@ -159,7 +176,7 @@ def _samples(rows: Sequence[tuple[str, Rows]]) -> dict[_Sample, str]:
 def _add_tensors(
     steps: Mapping[int, Step],
     events: Iterable[tuple[str, Event]],
-    names: Mapping[_Sample, str],
+    names: Mapping[Sample, str],
 ) -> None:
     parts: dict[tuple[int, str, str], _Parts] = {}
     for who, event in events:
@@ -170,7 +187,9 @@ def _add_tensors(
             (names.get((who, event.step, event.call, p.row), p.row) if p.row else "", p)
             for p in event.pieces
         ]
-        parts[key].add(who, event, renamed)
+        is_lost = any("." in row for row, _ in renamed)
+        told = structs.replace(event, note="its samples could not be told apart")
+        parts[key].add(who, told if is_lost else event, renamed)
     for (step, phase, name), some in parts.items():
         steps[step].tensors.setdefault(phase, {})[name] = some.joined()
 
@@ -197,7 +216,7 @@ class _Parts:
                 continue
             other, held = boxes[piece.box]
             apart = distance(piece.sums, held.sums) / max(piece.norm, held.norm, 1e-300)
-            if event.may_add and apart > _TERMS:
+            if event.may_add and apart > TERMS:
                 boxes[piece.box] = who, _sum(piece, held)
                 result.is_sum = True
                 continue

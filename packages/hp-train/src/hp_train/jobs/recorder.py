@@ -6,12 +6,12 @@ backward is recomputation, and was recorded before.
 """
 
 import atexit
+import functools
 import os
-import random
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,34 +25,37 @@ from torch.optim import optimizer as optimizers
 
 from hp_train.base._internals import in_backward
 from hp_train.jobs import events as ev
+from hp_train.jobs import randomness
 from hp_train.jobs.calls import around, kwargs_of_call
 from hp_train.jobs.disturbing import disturb
-from hp_train.jobs.events import Event, Log, Number, Rows
+from hp_train.jobs.events import Box, Event, Log, Number, Randomness, Rows
 from hp_train.jobs.lifting import lift
 from hp_train.jobs.names import Renaming, plain
 from hp_train.jobs.parts import Reference, Slice, placed
 from hp_train.jobs.request import Request, requested
-from hp_train.jobs.samples import Samples, batch_of, tensors_in
-from hp_train.jobs.sketch import Digest
+from hp_train.jobs.samples import Made, Samples, batch_of, tensors_in
+from hp_train.jobs.sketch import Digest, sum_of_digests
 from hp_train.jobs.weights import keep_weights, read_weights, take_weights
 
 
 def begin() -> "Recorder":
     """Record this process, as the command has asked; what it has recorded is written at its end."""
     request = requested()
-    torch.manual_seed(request.seed)
-    random.seed(request.seed)
+    randomness.seed(request.seed)
     if request.float64:
         lift()
     if request.disturb:
         disturb(request.disturb)
-    recorder = Recorder(request)
+    kind: type[Recorder] = Recorder
+    if request.focus is not None:
+        from hp_train.jobs.keeping import Keeper as kind  # noqa: N813, PLC0415 - it is a recorder
+    recorder = kind(request)
     recorder.listen()
     return recorder
 
 
 @dataclass(slots=True)
-class _Call:
+class Call:
     """A call of a root module that is under way in a thread."""
 
     root: nn.Module | None = None
@@ -60,6 +63,16 @@ class _Call:
     phase: str = ev.FORWARD
     index: int = 0
     samples: Samples | None = None
+    states: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Own:
+    """A rank's gradient of a part of a parameter, before it is reduced: one term a backward."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    terms: list[Digest] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -93,6 +106,7 @@ class Recorder:
         self._modules: dict[int, str] = {}
         self._slices: dict[int, list[Slice]] = {}
         self._names: dict[int, str] = {}
+        self._own_names: dict[int, str] = {}
         self._terms: set[str] = set()
         self._reference: Reference | None = None
         self._log: Log | None = None
@@ -101,6 +115,13 @@ class Recorder:
         self._numbers: Counter[str] = Counter()
         self._times: Counter[tuple[str, str]] = Counter()
         self._root_calls = 0
+        self._made = Made()
+        self._seen: dict[int, Counter[str]] | None = None
+        self._optimizers: dict[int, int] = {}
+        self._heard: dict[int, Tensor] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._own: dict[tuple[str, Box], _Own] = {}
+        self._random, self._drawn = randomness.states(), set[str]()
 
     def listen(self) -> None:
         """Register all hooks."""
@@ -116,10 +137,10 @@ class Recorder:
 
     # Modules.
 
-    def _call(self) -> _Call:
+    def _call(self) -> Call:
         if not hasattr(self._calls, "call"):
-            self._calls.call = _Call()
-        call: _Call = self._calls.call
+            self._calls.call = Call()
+        call: Call = self._calls.call
         return call
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -134,7 +155,7 @@ class Recorder:
         call.stack.append(module)
 
     def _begin(
-        self, call: _Call, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, call: Call, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Begin a call of a root module, and perhaps a step."""
         call.phase = ev.FORWARD if torch.is_grad_enabled() else ev.EVALUATION
@@ -145,17 +166,22 @@ class Recorder:
                 self._numbers.clear()
                 self._times.clear()
                 self._root_calls = 0
+            call.states = randomness.states()
+            if not self._root_calls:
+                self._random = call.states
             if id(root) not in self._roots:
                 self._roots[id(root)] = root
-                self._learn(root)
+                self._learn(root, len(self._roots))
             call.index = self._root_calls
             self._root_calls += 1
         batch = batch_of(args, kwargs)
         call.samples = None
         if batch is not None:
-            known = {} if self._known is None else self._known.get(self._place(call.phase), {})
-            call.samples = Samples(batch, call.index, known)
-
+            place = self._place(call.phase)
+            known = None if self._known is None else self._known.get(place, {})
+            given = self._made.samples_of(batch)
+            seen = None if self._seen is None else self._seen.setdefault(id(root), Counter())
+            call.samples = Samples(batch, call.index, known, given=given, seen=seen)
         if call.samples is not None and self._is_wanted(call.phase):
             self._write(call.samples.rows(self._place(call.phase), call.phase))
 
@@ -165,7 +191,13 @@ class Recorder:
         call = self._call()
         while call.stack and call.stack.pop() is not module:
             pass
-        if call.root is None or not self._is_wanted(call.phase) or not self._request.outputs:
+        if call.root is None or not self._is_wanted(call.phase):
+            return
+        if call.phase == ev.FORWARD:
+            self._hear(module)
+        if module is call.root:
+            self._end(call, output)
+        if not self._request.outputs:
             return
         name = self._modules.get(id(module))
         if name is None:
@@ -174,7 +206,15 @@ class Recorder:
             if tensor.is_floating_point() and tensor.ndim > 0:
                 self._output(call, f"{name}{':' if path else ''}{path}", tensor)
 
-    def _output(self, call: _Call, name: str, tensor: Tensor) -> None:
+    def _end(self, call: Call, output: Any) -> None:
+        """End a call of a root module."""
+        if call.samples is not None:
+            self._made.add(output, call.samples.names)
+        if call.phase == ev.FORWARD:
+            now = randomness.states()
+            self._drawn |= {kind for kind in now if now[kind] != call.states.get(kind)}
+
+    def _output(self, call: Call, name: str, tensor: Tensor) -> None:
         """Note down what a module gives, and later the gradient of it."""
         with self._lock:
             count = self._times[call.phase, f"{call.index} {name}"]
@@ -206,9 +246,21 @@ class Recorder:
 
     # Parameters.
 
-    def _learn(self, root: nn.Module) -> None:
-        """Learn what a root module's parameters are, and what its modules are called."""
+    def _learn(self, root: nn.Module, number: int) -> None:
+        """Learn what a root module's parameters are, and what its modules are called.
+
+        Args:
+            root: A module.
+            number: Which it is, in the order in which they were called: where names are those of an
+                earlier one, it comes into them.
+        """
         named = {plain(name): p for name, p in root.named_parameters(remove_duplicate=True)}
+        taken = {name: parameter for parameter, name in self._own_names.items()}
+        inside = ""
+        if any(taken.get(name, id(p)) != id(p) for name, p in named.items()):
+            inside = f"model{number}"
+            named = {f"{inside}.{name}": p for name, p in named.items()}
+        self._own_names |= {id(p): name for name, p in named.items()}
         folder = Path(self._request.reference)
         renaming = Renaming(())
         if self._request.reference:
@@ -219,15 +271,20 @@ class Recorder:
                 take_weights(named, slices, self._reference.weights)
         else:
             slices = {name: _own(name, parameter) for name, parameter in named.items()}
-            keep_weights(Path(self._request.folder), _rank(), named)
+            keep_weights(Path(self._request.folder), rank_here(), number, named)
         for name, parameter in named.items():
             self._names[id(parameter)] = renaming(name)
             self._slices[id(parameter)] = slices.get(name, [])
+            self._listen_to(parameter, slices.get(name, []))
+        self._shapes |= {part.name: part.shape for some in slices.values() for part in some}
         for some in slices.values():
             self._terms.update(
                 part.name.rpartition(".")[0] for part in some if _is_of_columns(part)
             )
-        innermost = {plain(name): id(module) for name, module in root.named_modules()}
+        innermost = {
+            ".".join(filter(None, (inside, plain(name)))): id(module)
+            for name, module in root.named_modules()
+        }
         for name, module in innermost.items():  # of wrappers and what they wrap, the latter
             self._modules.setdefault(module, renaming(name))
         self._parameters(ev.START, ((p, p) for p in named.values()))
@@ -252,10 +309,54 @@ class Recorder:
                 assert isinstance(parameter, DTensor)
                 local = value.redistribute(placements=parameter.placements).to_local()
             for part in slices:
-                digest = part.digest(local.detach())
-                self._tensors.append(
-                    _Tensor(self._step, phase, part.name, part.shape, value.dtype, [digest])
-                )
+                self._part(phase, part, local.detach())
+
+    def _part(self, phase: str, part: Slice, local: Tensor) -> None:
+        """Note down what a parameter has of the reference's."""
+        digest = part.digest(local)
+        entry = _Tensor(self._step, phase, part.name, part.shape, local.dtype, [digest])
+        self._tensors.append(entry)
+
+    # Gradients before they are reduced.
+
+    def _hear(self, module: nn.Module) -> None:
+        """Have parameters that are in a module while it runs tell what autograd gives them.
+
+        FSDP2 computes with gathered parameters, which are there now: those get the gradients.
+        """
+        for own, parameter in module._parameters.items():  # noqa: SLF001 - for each call: quick
+            if parameter is not None and id(parameter) not in self._heard:
+                name = ".".join(filter(None, (self._modules.get(id(module)), own)))
+                is_whole = self._shapes.get(name) == tuple(parameter.shape)
+                self._listen_to(parameter, _own(name, parameter) if is_whole else [])
+
+    def _listen_to(self, parameter: Tensor, slices: list[Slice]) -> None:
+        """Have a parameter tell what autograd gives it; DDP and others reduce that afterwards."""
+        self._heard[id(parameter)] = parameter
+        if slices and parameter.requires_grad and parameter.is_leaf:
+            hook = functools.partial(self._own_gradient, parameter, slices)
+            hook.__torch_unserializable__ = True  # type: ignore[attr-defined] # quiet pickles
+            parameter.register_hook(hook)
+
+    def _own_gradient(self, parameter: Tensor, slices: list[Slice], grad: Tensor) -> None:
+        if not self._is_wanted():
+            return
+        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if local.shape != held.shape:  # placed otherwise until it is accumulated
+            return
+        with self._lock:
+            for part in slices:
+                self._own_term(part, local.detach())
+
+    def _own_term(self, part: Slice, local: Tensor) -> None:
+        own = self._own.setdefault((part.name, part.box), _Own(part.shape, local.dtype))
+        own.terms.append(part.digest(local))
+
+    def _own_tensors(self) -> Iterable[_Tensor]:
+        for (name, _), own in self._own.items():
+            digest = sum_of_digests(own.terms)
+            yield _Tensor(self._step, ev.OWN, name, own.shape, own.dtype, [digest], may_add=True)
 
     # Losses, norms, updates.
 
@@ -275,9 +376,9 @@ class Recorder:
             self._is_clipped = True
 
     def _before_scaling(
-        self, parameters: Any, _max_norm: Any, total_norm: Any, *_args: Any, **_kwargs: Any
+        self, parameters: Any, max_norm: Any, total_norm: Any, *_args: Any, **_kwargs: Any
     ) -> None:
-        self._before_clipping(parameters)
+        self._before_clipping(parameters, max_norm)
         self._clipped(total_norm)
 
     def _clipped(self, norm: Any) -> None:
@@ -285,18 +386,31 @@ class Recorder:
             full = norm.full_tensor() if isinstance(norm, DTensor) else norm
             self._number(ev.NORM, float(full))
 
-    def _before_update(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if not self._is_wanted():
-            return
-        with self._lock:
-            phase = ev.CLIPPED if self._is_clipped else ev.GRADIENT
-            self._parameters(phase, ((p, p.grad) for p in _updated(optimizer)))
-            for index, group in enumerate(optimizer.param_groups):
-                self._write(Number(self._step, ev.RATE, f"group {index}", float(group["lr"])))
+    def _before_update(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._seen = {}
+        if self._is_wanted() and not _has_closure(args, kwargs):
+            with self._lock:
+                self._to_be_used(optimizer)
 
-    def _after_update(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _to_be_used(self, optimizer: Optimizer) -> None:
+        """Note down what an update is made of."""
+        phase = ev.CLIPPED if self._is_clipped else ev.GRADIENT
+        self._parameters(phase, ((p, p.grad) for p in _updated(optimizer)))
+        number = self._optimizers.setdefault(id(optimizer), len(self._optimizers))
+        of = f"optimizer {number} " if number else ""
+        for index, group in enumerate(optimizer.param_groups):
+            self._write(Number(self._step, ev.RATE, f"{of}group {index}", float(group["lr"])))
+
+    def _after_update(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._seen = None
         if self._is_wanted():
             with self._lock:
+                if _has_closure(args, kwargs):  # which has computed the gradients
+                    self._to_be_used(optimizer)
                 self._parameters(ev.WEIGHT, ((p, p) for p in _updated(optimizer)))
                 self._states(optimizer)
         self._has_updated = True
@@ -322,18 +436,20 @@ class Recorder:
             self._write(Number(self._step, phase, "", value, self._numbers[phase]))
             self._numbers[phase] += 1
 
-    def _write(self, line: Event | Number | Rows) -> None:
+    def _write(self, line: Event | Number | Rows | Randomness) -> None:
         if self._log is None:
-            self._log = Log(Path(self._request.folder), f"{_rank():05d}-{os.getpid()}")
+            self._log = Log(Path(self._request.folder), f"{rank_here():05d}-{os.getpid()}")
             world = os.environ.get("WORLD_SIZE", "1")
-            facts = {"rank": str(_rank()), "ranks": world, "program": " ".join(sys.argv)}
+            facts = {"rank": str(rank_here()), "ranks": world, "program": " ".join(sys.argv)}
             self._log.add({**facts, "torch": str(torch.__version__)})
         self._log.add(line)
 
     def flush(self) -> None:
         """Write the step that has ended."""
         with self._lock:
-            for entry in self._tensors:
+            if self._root_calls and self._step <= self._request.steps:
+                self._write(Randomness(self._step, self._random, tuple(sorted(self._drawn))))
+            for entry in [*self._tensors, *self._own_tensors()]:
                 dtype = str(entry.dtype).removeprefix("torch.")
                 pieces = tuple(piece for digest in entry.digests for piece in digest.pieces())
                 self._write(
@@ -350,6 +466,8 @@ class Recorder:
                     )
                 )
             self._tensors.clear()
+            self._own.clear()
+            self._drawn.clear()
             if self._log is not None:
                 self._log.flush()
 
@@ -365,11 +483,17 @@ def _is_of_columns(part: Slice) -> bool:
     return len(part.shape) == 2 and part.box[-1] != (0, part.shape[-1])
 
 
+def _has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an optimizer was given what computes the loss, and was called before that."""
+    return any(map(callable, (*args[1:], *kwargs.values())))
+
+
 def _updated(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _rank() -> int:
+def rank_here() -> int:
+    """Rank of this process; 0 where there is one."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
     return int(os.environ.get("RANK", "0"))

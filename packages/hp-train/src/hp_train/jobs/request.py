@@ -9,6 +9,24 @@ VARIABLE = "HP_VERIFY_JOB"
 SITE = Path(__file__).parent / "site"
 
 
+class Focus(msgspec.Struct, frozen=True):
+    """Around what a second run keeps tensors themselves.
+
+    Attributes:
+        step: Counted from 1.
+        phase: One of `hp_train.jobs.events.PHASES`.
+        name: The module's output or the parameter that differs, as the reference calls it.
+        modules: Modules of which all that goes in and comes out is kept.
+        parameters: Parameters whose gradients, values and state are kept.
+    """
+
+    step: int
+    phase: str
+    name: str
+    modules: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+
+
 class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """What is asked of a job.
 
@@ -21,6 +39,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
         disturb: Whether sums of products are taken in another order, to learn what rounding does.
         start: Whether the reference's first weights take the place of this job's.
         outputs: Whether outputs of modules, and their gradients, are recorded.
+        focus: Around what tensors themselves are kept, in place of digests of all.
     """
 
     folder: str
@@ -31,6 +50,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     disturb: int = 0
     start: bool = False
     outputs: bool = True
+    focus: Focus | None = None
 
 
 def environment(request: Request) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Which samples of a batch a rank has, and how a module's tensor is made of them."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -8,14 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from hp_train.jobs.events import Rows
+from hp_train.jobs.events import Box, Rows
 from hp_train.jobs.parts import placed, whole
 from hp_train.jobs.sketch import Digest, digest_rows
 
 _TOKENS = ("input_ids", "tokens")
 _SMALL = 1 << 16
 """Most tokens of a batch that are written down themselves."""
+_READ = 1 << 14
+"""Most elements of a sample that are not tokens of which its name is made."""
 
 
 def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -44,9 +48,40 @@ def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
 
 def hashes(values: Tensor) -> tuple[str, ...]:
     """A name for each sample, `[N, ...]`, that is the same where all bits are."""
-    rows = values.detach().reshape(values.shape[0], -1).contiguous().cpu()
+    rows = values.detach().reshape(values.shape[0], -1)
+    if values.is_floating_point():
+        rows = rows[:, :: 1 + rows.shape[1] // _READ]
+    rows = rows.contiguous().cpu()
     raw = rows.view(torch.uint8).numpy()
     return tuple(hashlib.blake2b(row.tobytes(), digest_size=8).hexdigest() for row in raw)
+
+
+class Made:
+    """What root modules gave: another one that is given it has the same samples."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[StorageWeakRef, tuple[str, ...]]] = {}
+
+    def add(self, output: Any, names: tuple[str, ...]) -> None:
+        """Remember whose samples an output is made of; it is not kept alive.
+
+        Args:
+            output: What a root module has returned.
+            names: Its samples.
+        """
+        self._known = {k: v for k, v in self._known.items() if not v[0].expired()}
+        for _, tensor in tensors_in(output):
+            if tensor.ndim >= 2 and len(tensor) == len(names) and not isinstance(tensor, DTensor):
+                storage = StorageWeakRef(tensor.untyped_storage())
+                self._known[storage.cdata] = storage, names
+
+    def samples_of(self, batch: Tensor) -> tuple[str, ...]:
+        """Return the names of the samples of what a root module is given; empty: unknown."""
+        if isinstance(batch, DTensor):
+            return ()
+        key = StorageWeakRef(batch.untyped_storage()).cdata
+        storage, names = self._known.get(key, (None, ()))
+        return () if storage is None or storage.expired() else names
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +101,21 @@ class Run:
     length: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Laid:
+    """The same part of several samples.
+
+    Attributes:
+        values: `[samples, ...]`.
+        box: Where each is in its whole sample.
+        rows: Names of the samples.
+    """
+
+    values: Tensor
+    box: Box
+    rows: tuple[str, ...]
+
+
 class Samples:
     """The samples of one call of a root module.
 
@@ -73,27 +123,51 @@ class Samples:
         batch: Its tokens, `[samples, length]`, or whatever first tensor it was given.
         call: Which call in this step and process.
         known: Name -> tokens of the reference's samples in this step; ranks that share a sequence
-            have parts of these.
+            have parts of these. None: this is the reference.
+        given: Names of the samples that another root module has made this of; empty: none has.
+        seen: How often samples were evaluated in the update that is under way, for this batch to be
+            added to: their names tell evaluations apart. None: no update is under way.
     """
 
-    def __init__(self, batch: Tensor, call: int, known: Mapping[str, Sequence[int]]) -> None:
+    def __init__(
+        self,
+        batch: Tensor,
+        call: int,
+        known: Mapping[str, Sequence[int]] | None,
+        *,
+        given: tuple[str, ...] = (),
+        seen: Counter[str] | None = None,
+    ) -> None:
         local = batch.to_local() if isinstance(batch, DTensor) else batch
         self._call, self._local = call, local.detach()
         self.has_tokens = local.ndim == 2 and local.dtype in (torch.int64, torch.int32)
         self._length = local.shape[1]
-        names = tuple(f"{call}.{i}" for i in range(len(local)))
-        if self.has_tokens:
-            names = hashes(local)
+        names, time = hashes(local), ""
+        if seen is not None:
+            times = {name: f"~{seen[name]}" if seen[name] else "" for name in names}
+            seen.update(times.keys())
+            time = times[names[0]] if names else ""
+            names = tuple(name + times[name] for name in names)
+        if not self.has_tokens and len(given) == len(local):
+            names = given
+        is_known = known is None or all(name in known for name in names)
+        if not self.has_tokens and not is_known:
+            names = tuple(f"{call}.{i}" for i in range(len(local)))
         self.runs = [Run((0, self._length), 0, names, self._length)]
-        if self.has_tokens and known and not all(name in known for name in names):
-            self.runs = _runs(local.tolist(), known) or self.runs
+        if self.has_tokens and known and not is_known:
+            then = {
+                name: theirs
+                for name, theirs in known.items()
+                if name.endswith(time) and ("~" in name) == bool(time)
+            }
+            self.runs = _runs(local.tolist(), then) or self.runs
         self.names = self.runs[0].names
 
     def rows(self, step: int, phase: str) -> Rows:
         """What the root module was given."""
         small = self.has_tokens and self._local.numel() <= _SMALL
         tokens = tuple(map(tuple, self._local.tolist())) if small else ()
-        return Rows(step, self._call, self.names, tokens=tokens, phase=phase)
+        return Rows(step, self._call, self.names, tokens, phase, self.has_tokens)
 
     def digest(self, tensor: Tensor) -> tuple[tuple[int, ...], list[Digest]] | None:
         """Digest a tensor of some module, sample by sample.
@@ -101,6 +175,18 @@ class Samples:
         Returns:
             Shape of one sample, and digests; None where the tensor is not made of samples, or is a
             sum of which ranks have terms.
+        """
+        laid = self.laid(tensor)
+        if laid is None:
+            return None
+        shape, parts = laid
+        return shape, [digest_rows(part.values, part.box, part.rows) for part in parts]
+
+    def laid(self, tensor: Tensor) -> tuple[tuple[int, ...], list[Laid]] | None:
+        """Lay a tensor of some module out, sample by sample.
+
+        Returns:
+            Shape of one sample, and parts of samples; None as `digest`.
         """
         values, box, shape = tensor.detach(), None, tuple(tensor.shape)
         if isinstance(tensor, DTensor):
@@ -116,25 +202,25 @@ class Samples:
         values, dims = laid
         if box is not None and dims:
             spans = tuple(box[dim] for dim in dims)
-            return tuple(shape[dim] for dim in dims), [digest_rows(values, spans, self.names)]
+            return tuple(shape[dim] for dim in dims), [Laid(values, spans, self.names)]
         return self._in_runs(values)
 
-    def _in_runs(self, values: Tensor) -> tuple[tuple[int, ...], list[Digest]] | None:
-        """Digest `[samples, ...]` with a dim of tokens, or without one where samples are whole."""
+    def _in_runs(self, values: Tensor) -> tuple[tuple[int, ...], list[Laid]] | None:
+        """Lay `[samples, ...]` with a dim of tokens, or without one where samples are whole."""
         sizes = values.shape[1:]
         if len(self.runs) == 1 and self.runs[0].length == self._length:
-            return tuple(sizes), [digest_rows(values, whole(sizes), self.names)]
+            return tuple(sizes), [Laid(values, whole(sizes), self.names)]
         if self._length not in sizes:
             return None
         dim = list(sizes).index(self._length)
-        digests = []
+        parts = []
         for run in self.runs:
             first, last = run.here
             spans = list(whole(sizes))
             spans[dim] = run.start, run.start + last - first
             part = values.narrow(dim + 1, first, last - first)
-            digests.append(digest_rows(part, tuple(spans), run.names))
-        return (*sizes[:dim], self.runs[0].length, *sizes[dim + 1 :]), digests
+            parts.append(Laid(part, tuple(spans), run.names))
+        return (*sizes[:dim], self.runs[0].length, *sizes[dim + 1 :]), parts
 
     def _by_sample(
         self, values: Tensor, shape: tuple[int, ...]

@@ -1,5 +1,6 @@
 """Digests of tensors that add up over the parts of ranks, see Note [Digests]."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -54,6 +55,9 @@ def digest_rows(parts: Tensor, box: Box, rows: tuple[str, ...]) -> Digest:
         rows: Name of each sample.
     """
     values = parts.detach()
+    if torch.is_autocast_enabled(values.device.type):  # a job's, not ours
+        with torch.autocast(values.device.type, enabled=False):
+            return digest_rows(values, box, rows)
     values = values.to(torch.promote_types(values.dtype, torch.float32))
     if values.ndim == 1:
         return Digest(box, rows, values[:, None].expand(-1, NUM_SIGNS), values.abs())
@@ -62,6 +66,18 @@ def digest_rows(parts: Tensor, box: Box, rows: tuple[str, ...]) -> Digest:
     for dim in range(last - 1, -1, -1):
         sums = torch.einsum("...ik,ik->...k", sums, _signs(dim, box[dim], values))
     return Digest(box, rows, sums, torch.linalg.vector_norm(values.flatten(1), dim=1))
+
+
+def sum_of_digests(terms: Sequence[Digest]) -> Digest:
+    """Digest the sum of tensors that are the same part; its norm is what its sums tell.
+
+    Args:
+        terms: Digests of them, at least one.
+    """
+    if len(terms) == 1:
+        return terms[0]
+    sums = torch.stack([term.sums for term in terms]).sum(0)
+    return Digest(terms[0].box, terms[0].rows, sums, sums.square().mean(-1).sqrt())
 
 
 def _signs(dim: int, span: tuple[int, int], like: Tensor) -> Tensor:

@@ -13,23 +13,27 @@ from hp_train.jobs.parts import Slice, placed
 FIRST = "first weights"
 
 
-def keep_weights(folder: Path, rank: int, weights: Mapping[str, Tensor]) -> None:
+def keep_weights(folder: Path, rank: int, root: int, weights: Mapping[str, Tensor]) -> None:
     """Write a rank's parts of weights.
 
     Args:
         folder: The same for all ranks, and for all root modules of a rank.
         rank: Rank of this process.
+        root: Which of its root modules, in the order in which they were called.
         weights: Name -> weight.
     """
-    recorder = Recorder(folder / FIRST, rank=rank)
+    recorder = Recorder(folder / FIRST / f"root-{root:04d}", rank=rank)
     recorder.add("weight", weights)
     recorder.end_step()
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """Put together what `keep_weights` of all ranks has written; name -> whole weight."""
-    steps = list(read_steps(folder / FIRST))
-    return dict(steps[0].tensors["weight"]) if steps else {}
+    found: dict[str, Tensor] = {}
+    for root in sorted((folder / FIRST).glob("root-*")):
+        for step in read_steps(root):
+            found |= step.tensors["weight"]
+    return found
 
 
 @torch.no_grad()

@@ -1,0 +1,49 @@
+"""Tensors inside of what modules are given and give: tuples, lists, mappings, dataclasses."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def expressions(value: Any, text: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a nested value, with the Python that takes each from it.
+
+    Args:
+        value: What has them.
+        text: Python for `value` itself.
+    """
+    if isinstance(value, Tensor):
+        yield text, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from expressions(item, f"{text}[{key!r}]")
+    elif isinstance(value, tuple | list):
+        for index, item in enumerate(value):
+            yield from expressions(item, f"{text}[{index}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for item in dataclasses.fields(value):
+            yield from expressions(getattr(value, item.name), f"{text}.{item.name}")
+
+
+def replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Copy a nested value with other tensors in place of its own; what else it has is shared.
+
+    Args:
+        value: What has tensors.
+        change: Gives the tensor that takes another's place.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(replaced(item, change) for item in value))
+    if isinstance(value, tuple | list):
+        return type(value)(replaced(item, change) for item in value)
+    if type(value) is dict:
+        return {key: replaced(item, change) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [item.name for item in dataclasses.fields(value) if item.init]
+        changes = {name: replaced(getattr(value, name), change) for name in names}
+        return dataclasses.replace(value, **changes)
+    return value
