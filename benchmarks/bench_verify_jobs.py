@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hp_train.jobs.events import SUFFIX
 from hp_train.jobs.request import Focus, Request, environment
 
 STEPS, SKIPPED = 6, 2
@@ -85,7 +86,7 @@ def measured(how: str, shape: list[str]) -> tuple[float, float]:
             check=True,
             timeout=1800,
         )
-        if how != "alone" and not list(Path(folder).glob("*.jsonl")):
+        if how != "alone" and not list(Path(folder).glob(f"*{SUFFIX}")):
             raise RuntimeError("nothing was recorded")
     seconds, mib = done.stdout.split()
     return float(seconds), float(mib)

@@ -1,4 +1,4 @@
-"""What a program of a job has computed, as lines of text: one file for each process.
+"""What a program of a job has computed, line by line: one file for each process.
 
 Note [Digests]. Of a tensor a recording holds its norm and `NUM_SIGNS` sums of its values with signs
 ``+1`` and ``-1``. A sign is a product of one sign per dim, drawn from the index in the *whole*
@@ -6,6 +6,7 @@ tensor: so sums of the parts that ranks hold add up to those of the whole; no ra
 The difference of two such sums has the mean square of the difference of the tensors.
 """
 
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -157,11 +158,14 @@ class Line(msgspec.Struct, frozen=True, omit_defaults=True):
     facts: dict[str, str] | None = None
 
 
-_ENCODER, _DECODER = msgspec.json.Encoder(), msgspec.json.Decoder(Line)
+_ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Line)
+_LENGTH = struct.Struct("<Q")
 
 
 BATCHES, TENSORS = "batches", "rank"
 """How files begin that hold `Rows`, and all other lines."""
+SUFFIX = ".msgpack"
+"""How they end: unlike JSON it has numbers that are not finite."""
 
 
 class Log:
@@ -194,15 +198,16 @@ class Log:
         """Write what was noted down."""
         for kind in (BATCHES, TENSORS):
             lines = [line for line in self._lines if (line.rows is not None) == (kind == BATCHES)]
-            with (self._folder / f"{kind}-{self._process}.jsonl").open("ab") as file:
-                file.write(b"".join(_ENCODER.encode(line) + b"\n" for line in lines))
+            texts = [_ENCODER.encode(line) for line in lines]
+            with (self._folder / f"{kind}-{self._process}{SUFFIX}").open("ab") as file:
+                file.write(b"".join(_LENGTH.pack(len(text)) + text for text in texts))
         self._lines.clear()
 
 
 def batches(folder: Path) -> dict[int, dict[str, tuple[int, ...]]]:
     """Samples of a recording: step -> sample -> its tokens, if they were written down."""
     known: dict[int, dict[str, tuple[int, ...]]] = {}
-    for path in folder.glob(f"{BATCHES}-*.jsonl"):
+    for path in folder.glob(f"{BATCHES}-*{SUFFIX}"):
         for line in read(path):
             if line.rows is not None:
                 tokens = line.rows.tokens or ((),) * len(line.rows.rows)
@@ -217,7 +222,9 @@ def read(path: Path) -> Iterator[Line]:
     A line that is not whole ends them: the process was killed while it wrote.
     """
     with path.open("rb") as file:
-        for text in file:
-            if not text.endswith(b"\n"):
+        while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
+            (length,) = _LENGTH.unpack(head)
+            text = file.read(length)
+            if len(text) < length:
                 return
             yield _DECODER.decode(text)

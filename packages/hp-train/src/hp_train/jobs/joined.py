@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec import structs
 
 from hp_train.errors import HpError
-from hp_train.jobs.events import BATCHES, FORWARD, NUM_SIGNS, TENSORS, Box, Event, Piece, Rows, read
+from hp_train.jobs.events import BATCHES, FORWARD, NUM_SIGNS, SUFFIX, TENSORS, Box, Event, Piece, Rows, read
 
 TERMS = 1e-3
 """Ranks that differ by more may have terms of a sum, where that can be."""
@@ -103,7 +103,7 @@ def join(folder: Path) -> Recording:
     Raises:
         NothingRecordedError: When none has.
     """
-    files = sorted(folder.glob(f"{TENSORS}-*.jsonl"))
+    files = sorted(folder.glob(f"{TENSORS}-*{SUFFIX}"))
     if not files:
         raise NothingRecordedError(
             f"no process of {folder} imported torch and called a module with parameters; "
@@ -136,7 +136,7 @@ def rows_in(folder: Path) -> list[tuple[str, Rows]]:
     """What root modules of a job were given: process, samples."""
     return [
         (path.stem.replace(BATCHES, TENSORS), line.rows)
-        for path in sorted(folder.glob(f"{BATCHES}-*.jsonl"))
+        for path in sorted(folder.glob(f"{BATCHES}-*{SUFFIX}"))
         for line in read(path)
         if line.rows
     ]
