@@ -119,6 +119,7 @@ class Recorder:
         self._seen: dict[int, Counter[str]] | None = None
         self._optimizers: dict[int, int] = {}
         self._heard: dict[int, Tensor] = {}
+        self._asked: set[int] = set()
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._own: dict[tuple[str, Box], _Own] = {}
         self._random, self._drawn = randomness.states(), set[str]()
@@ -324,8 +325,11 @@ class Recorder:
 
         FSDP2 computes with gathered parameters, which are there now: those get the gradients.
         """
-        for own, parameter in module._parameters.items():  # noqa: SLF001 - for each call: quick
-            if parameter is not None and id(parameter) not in self._heard:
+        if id(module) in self._asked:
+            return
+        self._asked.add(id(module))
+        for own, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in self._heard:
                 name = ".".join(filter(None, (self._modules.get(id(module)), own)))
                 is_whole = self._shapes.get(name) == tuple(parameter.shape)
                 self._listen_to(parameter, _own(name, parameter) if is_whole else [])
