@@ -20,7 +20,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,23 +62,27 @@ def _torch_requirement() -> str:
     return f"torch @ {named}" if "://" in named and "@" not in named else named
 
 
-def _constraints(torch: str) -> str:
-    """Return the path of the pins, in which `torch`, if given, takes the place of torch's."""
+def _constraints(torch: str, pins: Path | None = None) -> str:
+    """Return the path of the pins, in which `torch` and other pins, if given, take their places."""
     pinned = ROOT / "constraints.txt"
-    if not torch:
+    if not torch and pins is None:
         return str(pinned)
     # Each torch has a range of setuptools of its own.
-    dropped = ("torch=", "setuptools=")
-    others = [line for line in pinned.read_text().splitlines() if not line.startswith(dropped)]
-    replaced = SCRATCH / f"constraints-{re.sub(r'[^0-9A-Za-z.]+', '-', torch)}.txt"
+    dropped = ["torch=", "setuptools="] if torch else []
+    own = [] if pins is None else [pin for pin in pins.read_text().splitlines() if "==" in pin]
+    dropped += [f"{pin.partition('==')[0]}=" for pin in own]
+    lines = pinned.read_text().splitlines()
+    others = [line for line in lines if not line.startswith(tuple(dropped))]
+    named = f"{torch}{pins.parent.name if pins is not None else ''}"
+    replaced = SCRATCH / f"constraints-{re.sub(r'[^0-9A-Za-z.]+', '-', named)}.txt"
     replaced.parent.mkdir(exist_ok=True)
-    replaced.write_text("\n".join([*others, torch, ""]))
+    replaced.write_text("\n".join([*others, *own, torch, ""]))
     return str(replaced)
 
 
-def _environment(torch: str = "") -> dict[str, str]:
+def _environment(torch: str = "", pins: Path | None = None) -> dict[str, str]:
     """Return what makes pip and uv resolve alike: the pins and the places to look in."""
-    constraints = _constraints(torch or _torch_requirement())
+    constraints = _constraints(torch or _torch_requirement(), pins)
     env = {"PIP_CONSTRAINT": constraints, "UV_CONSTRAINT": constraints}
     env |= {"PIP_BUILD_CONSTRAINT": constraints, "UV_BUILD_CONSTRAINT": constraints}
     # Where it is set, every process would compile torch's sources again: twice the time of import.
@@ -115,18 +119,25 @@ def _local_closure(*names: str) -> dict[str, set[str]]:
     return closure
 
 
-def _install(session: nox.Session, *names: str, group: str, torch: str = "") -> None:
-    """Install packages of this repository as editable, and one dependency group.
+def _install(
+    session: nox.Session,
+    *names: str,
+    group: str,
+    torch: str = "",
+    others: Sequence[str] = (),
+    pins: Path | None = None,
+) -> None:
+    """Install packages of this repository as editable, one dependency group, and others.
 
     Siblings go into the same command: resolved on their own they would be looked up in a registry.
     """
-    session.env.update(_environment(torch))
+    session.env.update(_environment(torch, pins))
     editable: list[str] = []
     for name, extras in sorted(_local_closure(*names).items()):
         suffix = f"[{','.join(sorted(extras))}]" if extras else ""
         editable += ["-e", f"packages/{name}{suffix}"]
     tools = nox.project.dependency_groups(PYPROJECT, group) if group else ()
-    session.install("--no-compile", *editable, *tools)
+    session.install("--no-compile", *editable, *tools, *others)
     _share_bytecode(session)
 
 
@@ -207,7 +218,7 @@ def integration(session: nox.Session) -> None:
     """Run the packages together, and examples and tools."""
     _install(session, "hp-train", group="test-torch")
     session.run("python", "tools/private_torch_symbols.py", "--installed")
-    ignored = (f"--ignore={file}" for file in TEXT_TESTS)
+    ignored = (f"--ignore={file}" for file in (*TEXT_TESTS, LIBRARIES_TEST))
     _pytest(session, "integration_tests", *ignored, *session.posargs)
 
 
@@ -410,6 +421,21 @@ def transformers(session: nox.Session) -> None:
     """Test packages on real models of Hugging Face's transformers, and in accelerate's loop."""
     _install(session, *map(_with_extras, TRANSFORMERS_TESTS), group="test-transformers")
     _pytest(session, *_transformers_tests(), *session.posargs)
+
+
+@nox.session(default=False)
+def libraries(session: nox.Session) -> None:
+    """Verify jobs of accelerate, DeepSpeed, Megatron, torchtitan and transformers, as they are."""
+    pins = ROOT / "integration_tests" / "libraries" / "constraints.txt"
+    _install(session, "hp-train", group="test-transformers", others=LIBRARIES, pins=pins)
+    # Where DeepSpeed builds its operator for sums in shared memory, with a C++ compiler.
+    env = {"TORCH_EXTENSIONS_DIR": str(SCRATCH / "torch-extensions")}
+    _pytest(session, LIBRARIES_TEST, *session.posargs, env=env)
+
+
+# Their versions are pinned in integration_tests/libraries, Triton's is that of test-triton.
+LIBRARIES = ("deepspeed", "megatron-core", "torchtitan", "triton")
+LIBRARIES_TEST = "integration_tests/test_verify_libraries.py"
 
 
 # Of each package, the tests that need transformers; elsewhere they are skipped.

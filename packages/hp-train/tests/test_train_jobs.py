@@ -18,9 +18,10 @@ from hp_train.jobs.explain import explain
 from hp_train.jobs.joined import Digests, Recording, Step, distance
 from hp_train.jobs.lifting import Lifting
 from hp_train.jobs.names import Renaming, plain
-from hp_train.jobs.parts import Reference, Slice
+from hp_train.jobs.parts import Reference
 from hp_train.jobs.samples import Samples, batch_of
 from hp_train.jobs.sketch import digest_of
+from hp_train.jobs.slices import Slice
 
 
 def test_names_lose_what_wraps_a_module() -> None:
@@ -148,7 +149,28 @@ def test_constants_follow_what_their_module_is_called() -> None:
 
 
 def test_what_is_not_the_references_is_not_found() -> None:
-    assert found("new.weight", torch.randn(6, 4)) == []
+    assert found("new.weight", torch.randn(7, 4)) == []
+
+
+def test_what_neither_values_nor_names_tell_is_paired_by_shape_in_order() -> None:
+    whole = {"a.weight": torch.randn(3, 2), "b.weight": torch.randn(3, 2), "c": torch.randn(4)}
+    mine = {"x.weight": torch.randn(3, 2), "y.weight": torch.randn(3, 2), "z": torch.randn(5)}
+
+    slices, renaming = Reference(whole).find(mine)
+
+    assert {name: parts[0].name for name, parts in slices.items()} == {
+        "x.weight": "a.weight",
+        "y.weight": "b.weight",
+    }
+    assert renaming("y") == "b"
+
+
+def test_shapes_that_are_not_as_many_here_and_there_are_not_paired() -> None:
+    whole = {"a.weight": torch.randn(3, 2), "b.weight": torch.randn(3, 2)}
+
+    slices, _ = Reference(whole).find({"x.weight": torch.randn(3, 2)})
+
+    assert slices == {}
 
 
 def test_the_tokens_are_what_tells_samples_apart() -> None:

@@ -16,6 +16,7 @@ from hp_train.jobs.compare import Comparison, Floor, Place, compare
 from hp_train.jobs.explain import explain
 from hp_train.jobs.joined import Recording, join
 from hp_train.jobs.request import Focus, Request, environment
+from hp_train.jobs.rules import read_rules
 from hp_train.launch.session import last_lines, status_of
 from hp_train.launch.signals import name_of
 
@@ -64,6 +65,9 @@ def parser() -> argparse.ArgumentParser:
         help=f"most that a job may take (default: {_SECONDS:g})",
     )
     made.add_argument(
+        "--rules", metavar="FILE", help="where the job's parameters lie, if nothing else tells"
+    )
+    made.add_argument(
         "--keep", metavar="DIR", help="keep the recordings and the reproduction, in a new folder"
     )
     return made
@@ -104,6 +108,8 @@ def run(arguments: Sequence[str]) -> int:
     """
     flags, job, reference = split(arguments)
     options = parser().parse_args(flags)
+    if options.rules:
+        read_rules(Path(options.rules))  # before anything runs
     with _folder(options.keep) as folder:
         comparison = verify(job, reference, options, folder)
         sys.stdout.write(report(comparison))
@@ -141,22 +147,22 @@ def verify(
         place = folder / f"reference-{seed}"
         asked = Request(str(place), reference=str(theirs), disturb=seed, **common)
         others.append(_recorded(reference, asked, "reference, other sums", options.seconds))
-    asked = Request(str(folder / "job"), reference=str(theirs), start=options.same_start, **common)
+    of_job = {
+        "reference": str(theirs),
+        "start": options.same_start,
+        "rules": str(Path(options.rules).resolve()) if options.rules else "",
+        **common,
+    }
+    asked = Request(str(folder / "job"), **of_job)
     actual = _recorded(job, asked, "job", options.seconds)
     comparison = compare(actual, expected, Floor(expected, others))
     if comparison.first is None or options.once:
         return comparison
 
     def again(side: str, focus: Focus) -> Path:
-        place, of_job = folder / f"{side}-again", side == "job"
-        asked = Request(
-            str(place),
-            reference=str(theirs) if of_job else "",
-            start=of_job and options.same_start,
-            focus=focus,
-            **common,
-        )
-        _recorded(job if of_job else reference, asked, f"{side}, once more", options.seconds)
+        place = folder / f"{side}-again"
+        asked = Request(str(place), focus=focus, **(of_job if side == "job" else common))
+        _recorded(job if side == "job" else reference, asked, f"{side}, once more", options.seconds)
         return place
 
     from hp_train.jobs.second import look_again  # noqa: PLC0415 - imports torch

@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 from hp_train.base._internals import in_backward
 from hp_train.jobs import events as ev
 from hp_train.jobs.calls import kwargs_of_call
-from hp_train.jobs.parts import Slice, placed
 from hp_train.jobs.recorder import Call, Recorder, rank_here
 from hp_train.jobs.request import Request
 from hp_train.jobs.samples import Laid, Samples, tensors_in
+from hp_train.jobs.slices import Slice, placed
 from hp_train.jobs.trees import expressions, replaced
 
 _MOST_BYTES = 2 << 30
@@ -190,7 +190,7 @@ class Keeper(Recorder):
         prefixes = tuple(f"{name}." if name else "" for name in held)
         for parameter in root.parameters():
             local, _, _ = placed(parameter)
-            for part in self._slices.get(id(parameter), []):
+            for part in self._all_owners().parts(parameter):
                 if part.name.startswith(prefixes):
                     self._keep_part(HELD, part, local)
 
@@ -236,7 +236,7 @@ class Keeper(Recorder):
             return
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                for part in self._slices.get(id(parameter), []):
+                for part in self._all_owners().parts(parameter):
                     if part.name in self._focus.parameters:
                         self._keep_update(optimizer, group, parameter, part)
 

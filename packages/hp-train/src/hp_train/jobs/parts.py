@@ -8,64 +8,16 @@ no declaration, as long as both jobs start from the same weights.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hp_platform.testing.recording import parts_of
 from hp_train.jobs.events import Box
 from hp_train.jobs.names import Renaming
-from hp_train.jobs.sketch import Digest, digest_of
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """A part of a local tensor, and what it is of the reference.
-
-    Attributes:
-        name: The reference's parameter.
-        shape: Its shape.
-        local: The part of the local tensor.
-        box: The part of the reference's parameter.
-        transposed: Whether rows here are columns there.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    local: Box
-    box: Box
-    transposed: bool = False
-
-    def of(self, values: Tensor) -> Tensor:
-        """Take the part of a local tensor, laid as the reference has it."""
-        part = values[tuple(slice(*span) for span in self.local)]
-        return part.mT if self.transposed else part
-
-    def digest(self, values: Tensor) -> Digest:
-        """Digest the part of a local tensor."""
-        return digest_of(self.of(values), self.box)
-
-
-def whole(shape: Sequence[int]) -> Box:
-    """The box that is all of a tensor."""
-    return tuple((0, size) for size in shape)
-
-
-def placed(tensor: Tensor) -> tuple[Tensor, list[tuple[Box, Box]], tuple[int, ...]]:
-    """Say what of a tensor is here, as far as the tensor itself knows.
-
-    Returns:
-        The local values; boxes of them beside boxes of the whole; shape of the whole.
-    """
-    parts = parts_of(tensor.detach())
-    local = tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
-    boxes = []
-    for part in parts:
-        spans = zip(part.offset, part.local.shape, strict=True)
-        boxes.append((whole(part.local.shape), tuple((o, o + n) for o, n in spans)))
-    return local, boxes, tuple(tensor.shape)
+from hp_train.jobs.runs import Runs
+from hp_train.jobs.slices import Flat, Slice, placed
 
 
 class Reference:
@@ -78,19 +30,26 @@ class Reference:
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self.weights = weights
         self._rows: dict[bytes, list[tuple[str, int]]] | None = None
+        self._runs: Runs | None = None
 
-    def find(self, parameters: Mapping[str, Tensor]) -> tuple[dict[str, list[Slice]], Renaming]:
+    def find(
+        self,
+        parameters: Mapping[str, Tensor | Flat],
+        declared: Mapping[str, list[Slice]] | None = None,
+    ) -> tuple[dict[str, list[Slice]], Renaming]:
         """Say what every parameter of a rank is.
 
         Args:
             parameters: Local name -> parameter, at its first values.
+            declared: What is known of others.
 
         Returns:
             Local name -> slices; a name that is not there could not be found. And how modules
-            are called there.
+            are called there. Where neither values nor names tell, shapes do, in the order in which
+            the models list their parameters.
         """
-        found: dict[str, list[Slice]] = {}
-        later: dict[str, Tensor] = {}
+        found: dict[str, list[Slice]] = dict(declared or {})
+        later: dict[str, Tensor | Flat] = {}
         for name, parameter in parameters.items():
             slices = self._by_content(name, parameter)
             if slices:
@@ -101,31 +60,68 @@ class Reference:
         for name, parameter in later.items():
             if slices := self._by_name(name, renaming, parameter, found):
                 found[name] = slices
+        missing = {n: p for n, p in later.items() if n not in found}
+        pairs = self._by_order(missing, {part.name for some in found.values() for part in some})
+        for name, other in pairs:
+            _, parts, _ = placed(missing[name])
+            found[name] = [replace(part, name=other) for part in parts]
+        if pairs:
+            renaming = Renaming((name, slices[0].name) for name, slices in found.items())
         return found, renaming
 
-    def _by_content(self, name: str, parameter: Tensor) -> list[Slice]:
+    def _by_order(
+        self, missing: Mapping[str, Tensor | Flat], taken: set[str]
+    ) -> list[tuple[str, str]]:
+        """Pair what is left here with what is left there, where as many have the same shape."""
+        mine: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        theirs: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        for name, parameter in missing.items():
+            if name not in self.weights:
+                mine[tuple(parameter.shape)].append(name)
+        for name, weight in self.weights.items():
+            if name not in taken:
+                theirs[tuple(weight.shape)].append(name)
+        return [
+            pair
+            for shape, names in mine.items()
+            if len(names) == len(theirs[shape])
+            for pair in zip(names, theirs[shape], strict=True)
+        ]
+
+    def _by_content(self, name: str, parameter: Tensor | Flat) -> list[Slice]:
         """Find a parameter whose values are like no other's."""
-        local, boxes, shape = placed(parameter)
+        local, parts, shape = placed(parameter)
         if local.numel() == 0 or _is_constant(local):
             return []
-        if name in self.weights and self._is_there(name, local, boxes, shape):
-            return [Slice(name, shape, here, there) for here, there in boxes]
-        if isinstance(parameter, DTensor):
+        if name in self.weights and self._is_there(name, local, parts, shape):
+            return [replace(part, name=name) for part in parts]
+        if isinstance(parameter, DTensor | Flat):
             for other, theirs in self.weights.items():
-                if tuple(theirs.shape) == shape and self._is_there(other, local, boxes, shape):
-                    return [Slice(other, shape, here, there) for here, there in boxes]
-            return []
+                if tuple(theirs.shape) == shape and self._is_there(other, local, parts, shape):
+                    return [replace(part, name=other) for part in parts]
+            if isinstance(parameter, DTensor):
+                return []
+        if local.ndim == 1:
+            return self.runs(local)
         return self._by_rows(local) or self._by_columns(name, local)
 
+    def runs(self, values: Tensor) -> list[Slice]:
+        """Say what parts of a flat tensor are; what is not found is left out.
+
+        Args:
+            values: First values of some parameters, end to end, `[N]`.
+        """
+        if self._runs is None:
+            self._runs = Runs(self.weights)
+        return self._runs.find(values)
+
     def _is_there(
-        self, name: str, local: Tensor, boxes: list[tuple[Box, Box]], shape: tuple[int, ...]
+        self, name: str, local: Tensor, parts: Sequence[Slice], shape: tuple[int, ...]
     ) -> bool:
         theirs = self.weights[name]
         if tuple(theirs.shape) != shape:
             return False
-        return all(
-            torch.equal(_cut(local, here), _cut(theirs, there).to(local)) for here, there in boxes
-        )
+        return all(torch.equal(p.of(local), _cut(theirs, p.box).to(local)) for p in parts)
 
     def _by_rows(self, local: Tensor) -> list[Slice]:
         if local.ndim < 2:
@@ -164,19 +160,21 @@ class Reference:
         self,
         name: str,
         renaming: Renaming,
-        parameter: Tensor,
+        parameter: Tensor | Flat,
         found: Mapping[str, list[Slice]],
     ) -> list[Slice]:
         """Find a parameter by what its module is called there, and where its weight lies."""
         other = renaming(name)
         if other not in self.weights:
             return []
-        local, boxes, shape = placed(parameter)
+        local, parts, shape = placed(parameter)
         theirs = self.weights[other]
         if tuple(theirs.shape) == shape:
-            return [Slice(other, shape, here, there) for here, there in boxes]
+            return [replace(part, name=other) for part in parts]
         weight = found.get(f"{name.rpartition('.')[0]}.weight", [])
-        if local.ndim == theirs.ndim == 1 and weight:  # a bias lies as the rows of its matrix
+        if (
+            not isinstance(parameter, Flat) and local.ndim == theirs.ndim == 1 and weight
+        ):  # a bias lies as the rows of its matrix
             of = [s for s in weight if s.name.rpartition(".")[0] == other.rpartition(".")[0]]
             return [Slice(other, tuple(theirs.shape), (s.local[0],), (s.box[0],)) for s in of]
         return []

@@ -6,6 +6,7 @@ backward is recomputation, and was recorded before.
 """
 
 import atexit
+import contextlib
 import functools
 import os
 import sys
@@ -26,15 +27,19 @@ from torch.optim import optimizer as optimizers
 from hp_train.base._internals import in_backward
 from hp_train.jobs import events as ev
 from hp_train.jobs import randomness
+from hp_train.jobs.adapters import adapters
 from hp_train.jobs.calls import around, kwargs_of_call
 from hp_train.jobs.disturbing import disturb
 from hp_train.jobs.events import Box, Event, Log, Number, Randomness, Rows
 from hp_train.jobs.lifting import lift
-from hp_train.jobs.names import Renaming, plain
-from hp_train.jobs.parts import Reference, Slice, placed
+from hp_train.jobs.names import plain
+from hp_train.jobs.owners import Owners
+from hp_train.jobs.parts import Reference
 from hp_train.jobs.request import Request, requested
+from hp_train.jobs.rules import read_rules
 from hp_train.jobs.samples import Made, Samples, batch_of, tensors_in
-from hp_train.jobs.sketch import Digest, sum_of_digests
+from hp_train.jobs.sketch import Digest, digest_of, sum_of_digests
+from hp_train.jobs.slices import Run, Slice, all_of
 from hp_train.jobs.weights import keep_weights, read_weights, take_weights
 
 
@@ -104,11 +109,10 @@ class Recorder:
         self._lock = threading.RLock()
         self._roots: dict[int, nn.Module] = {}
         self._modules: dict[int, str] = {}
-        self._slices: dict[int, list[Slice]] = {}
-        self._names: dict[int, str] = {}
+        self._owners: Owners | None = None
+        self._libraries: set[str] = set()
         self._own_names: dict[int, str] = {}
         self._terms: set[str] = set()
-        self._reference: Reference | None = None
         self._log: Log | None = None
         self._known = ev.batches(Path(request.reference)) if request.reference else None
         self._tensors: list[_Tensor] = []
@@ -132,7 +136,7 @@ class Recorder:
         optimizers.register_optimizer_step_post_hook(self._after_update)
         around(torch.autograd, "backward", before=lambda loss, *_, **__: self._losses(loss))
         for place in (nn.utils, nn.utils.clip_grad):
-            around(place, "clip_grad_norm_", before=self._before_clipping, after=self._clipped)
+            around(place, "clip_grad_norm_", before=self._before_clipping, after=self.clipped)
         around(nn.utils, "clip_grads_with_norm_", before=self._before_scaling)
         atexit.register(self.flush)
 
@@ -255,47 +259,61 @@ class Recorder:
             number: Which it is, in the order in which they were called: where names are those of an
                 earlier one, it comes into them.
         """
+        for library, adapter in adapters().items():
+            if library not in self._libraries:
+                self._libraries.add(library)
+                with contextlib.suppress(AttributeError):  # of another version of the library
+                    adapter.listen(self)
         named = {plain(name): p for name, p in root.named_parameters(remove_duplicate=True)}
         taken = {name: parameter for parameter, name in self._own_names.items()}
         inside = ""
         if any(taken.get(name, id(p)) != id(p) for name, p in named.items()):
-            inside = f"model{number}"
-            named = {f"{inside}.{name}": p for name, p in named.items()}
-        self._own_names |= {id(p): name for name, p in named.items()}
-        folder = Path(self._request.reference)
-        renaming = Renaming(())
-        if self._request.reference:
-            if self._reference is None:
-                self._reference = Reference(read_weights(folder))
-            slices, renaming = self._reference.find(named)
-            if self._request.start:
-                take_weights(named, slices, self._reference.weights)
-        else:
-            slices = {name: _own(name, parameter) for name, parameter in named.items()}
-            keep_weights(Path(self._request.folder), rank_here(), number, named)
-        for name, parameter in named.items():
-            self._names[id(parameter)] = renaming(name)
-            self._slices[id(parameter)] = slices.get(name, [])
-            self._listen_to(parameter, slices.get(name, []))
-        self._shapes |= {part.name: part.shape for some in slices.values() for part in some}
-        for some in slices.values():
-            self._terms.update(
-                part.name.rpartition(".")[0] for part in some if _is_of_columns(part)
-            )
+            inside = f"model{number}."
+        self._own_names |= {id(p): f"{inside}{name}" for name, p in named.items()}
+        owners = self._all_owners()
+        learned = owners.learn(root, named, inside)
+        if not self._request.reference:
+            keep_weights(Path(self._request.folder), rank_here(), number, learned.values)
+        elif self._request.start:
+            take_weights(owners.slices(), read_weights(Path(self._request.reference)))
+        for parameter in learned.whole:
+            parts = owners.parts(parameter)
+            self._listen_to(parameter, parts)
+            self._terms.update(p.name.rpartition(".")[0] for p in parts if _is_of_columns(p))
+        self._shapes |= {p.name: p.shape for _, parts in owners.slices() for p in parts}
         innermost = {
-            ".".join(filter(None, (inside, plain(name)))): id(module)
+            f"{inside}{plain(name)}".rstrip("."): id(module)
             for name, module in root.named_modules()
         }
         for name, module in innermost.items():  # of wrappers and what they wrap, the latter
-            self._modules.setdefault(module, renaming(name))
-        self._parameters(ev.START, ((p, p) for p in named.values()))
+            self._modules.setdefault(module, learned.renaming(name))
+        self._parameters(ev.START, ((p, p) for p in learned.tensors))
+
+    def _all_owners(self) -> Owners:
+        if self._owners is None:
+            folder, rules = self._request.reference, self._request.rules
+            self._owners = Owners(
+                Reference(read_weights(Path(folder))) if folder else None,
+                read_rules(Path(rules)) if rules else None,
+                rank_here(),
+                int(os.environ.get("WORLD_SIZE", "1")),
+            )
+        return self._owners
+
+    def hold(self, tensor: Tensor, runs: list[Run]) -> None:
+        """A flat tensor, and what its values are."""
+        self._all_owners().hold(tensor, runs)
+
+    def name_of(self, parameter: Tensor) -> str | None:
+        """What the model calls a parameter; None: it is of no model that was called."""
+        return self._own_names.get(id(parameter))
 
     def _parameters(self, phase: str, values: Iterable[tuple[Tensor, Tensor | None]]) -> None:
         """Note down what parameters have: parameter, value of its shape and placement."""
-        for parameter, value in values:
-            slices, name = self._slices.get(id(parameter)), self._names.get(id(parameter))
-            if value is None or name is None:
+        for index, (parameter, value) in enumerate(values):
+            if value is None:
                 continue
+            name, slices = self._all_owners().of(parameter, f"of an optimizer, number {index}")
             local = value.to_local() if isinstance(value, DTensor) else value
             if not slices:
                 note = "" if local.numel() == 0 else "not found among the reference's"
@@ -314,7 +332,7 @@ class Recorder:
 
     def _part(self, phase: str, part: Slice, local: Tensor) -> None:
         """Note down what a parameter has of the reference's."""
-        digest = part.digest(local)
+        digest = digest_of(part.of(local), part.box)
         entry = _Tensor(self._step, phase, part.name, part.shape, local.dtype, [digest])
         self._tensors.append(entry)
 
@@ -332,7 +350,7 @@ class Recorder:
             if id(parameter) not in self._heard:
                 name = ".".join(filter(None, (self._modules.get(id(module)), own)))
                 is_whole = self._shapes.get(name) == tuple(parameter.shape)
-                self._listen_to(parameter, _own(name, parameter) if is_whole else [])
+                self._listen_to(parameter, all_of(name, parameter) if is_whole else [])
 
     def _listen_to(self, parameter: Tensor, slices: list[Slice]) -> None:
         """Have a parameter tell what autograd gives it; DDP and others reduce that afterwards."""
@@ -355,7 +373,7 @@ class Recorder:
 
     def _own_term(self, part: Slice, local: Tensor) -> None:
         own = self._own.setdefault((part.name, part.box), _Own(part.shape, local.dtype))
-        own.terms.append(part.digest(local))
+        own.terms.append(digest_of(part.of(local), part.box))
 
     def _own_tensors(self) -> Iterable[_Tensor]:
         for (name, _), own in self._own.items():
@@ -372,20 +390,24 @@ class Recorder:
                 self._number(ev.LOSS, float(loss.detach()))
 
     def _before_clipping(self, parameters: Any, *_args: Any, **_kwargs: Any) -> None:
-        if not self._is_wanted():
-            return
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        with self._lock:
-            self._parameters(ev.GRADIENT, ((p, p.grad) for p in listed))
-            self._is_clipped = True
+        self.before_clipping((p, p.grad) for p in listed)
+
+    def before_clipping(self, gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+        """Parameters or flat tensors with their gradients, which are to be clipped."""
+        if self._is_wanted():
+            with self._lock:
+                self._parameters(ev.GRADIENT, gradients)
+                self._is_clipped = True
 
     def _before_scaling(
         self, parameters: Any, max_norm: Any, total_norm: Any, *_args: Any, **_kwargs: Any
     ) -> None:
         self._before_clipping(parameters, max_norm)
-        self._clipped(total_norm)
+        self.clipped(total_norm)
 
-    def _clipped(self, norm: Any) -> None:
+    def clipped(self, norm: Tensor | float) -> None:
+        """The norm by which gradients were clipped."""
         if self._is_wanted():
             full = norm.full_tensor() if isinstance(norm, DTensor) else norm
             self._number(ev.NORM, float(full))
@@ -402,6 +424,8 @@ class Recorder:
         """Note down what an update is made of."""
         phase = ev.CLIPPED if self._is_clipped else ev.GRADIENT
         self._parameters(phase, ((p, p.grad) for p in _updated(optimizer)))
+        if not any("lr" in group for group in optimizer.param_groups):
+            return  # a container of optimizers, which come next
         number = self._optimizers.setdefault(id(optimizer), len(self._optimizers))
         of = f"optimizer {number} " if number else ""
         for index, group in enumerate(optimizer.param_groups):
@@ -476,15 +500,10 @@ class Recorder:
                 self._log.flush()
 
 
-def _own(name: str, parameter: Tensor) -> list[Slice]:
-    """What a parameter of the reference itself is."""
-    _, boxes, shape = placed(parameter)
-    return [Slice(name, shape, here, there) for here, there in boxes]
-
-
 def _is_of_columns(part: Slice) -> bool:
     """Whether a part of a matrix has some of its columns: a product with it is a term of a sum."""
-    return len(part.shape) == 2 and part.box[-1] != (0, part.shape[-1])
+    is_cut = len(part.shape) == 2 and part.box[-1] != (0, part.shape[-1])
+    return is_cut and part.laid is None
 
 
 def _has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -39,6 +39,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
         disturb: Whether sums of products are taken in another order, to learn what rounding does.
         start: Whether the reference's first weights take the place of this job's.
         outputs: Whether outputs of modules, and their gradients, are recorded.
+        rules: File of rules that say where parameters lie; empty: none.
         focus: Around what tensors themselves are kept, in place of digests of all.
     """
 
@@ -50,6 +51,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     disturb: int = 0
     start: bool = False
     outputs: bool = True
+    rules: str = ""
     focus: Focus | None = None
 
 

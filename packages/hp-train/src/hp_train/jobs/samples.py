@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hp_train.jobs.events import Box, Rows
-from hp_train.jobs.parts import placed, whole
 from hp_train.jobs.sketch import Digest, digest_rows
+from hp_train.jobs.slices import placed, whole
 
 _TOKENS = ("input_ids", "tokens")
 _SMALL = 1 << 16
@@ -192,10 +192,10 @@ class Samples:
         if isinstance(tensor, DTensor):
             if any(placement.is_partial() for placement in tensor.placements):
                 return None
-            values, boxes, shape = placed(tensor)
-            if len(boxes) != 1 or boxes[0][1][0] != (0, shape[0]):
+            values, parts, shape = placed(tensor)
+            if len(parts) != 1 or parts[0].box[0] != (0, shape[0]):
                 return None
-            box = boxes[0][1]
+            box = parts[0].box
         laid = self._by_sample(values, shape)
         if laid is None:
             return None

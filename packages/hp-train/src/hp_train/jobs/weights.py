@@ -1,19 +1,19 @@
 """The first weights of a job: written by the reference, found and perhaps taken by the other."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from hp_platform.testing import Recorder
+from hp_platform.testing import Part, Recorder
 from hp_platform.testing.recording import read_steps
-from hp_train.jobs.parts import Slice, placed
+from hp_train.jobs.slices import Flat, Slice, placed
 
 FIRST = "first weights"
 
 
-def keep_weights(folder: Path, rank: int, root: int, weights: Mapping[str, Tensor]) -> None:
+def keep_weights(folder: Path, rank: int, root: int, weights: Mapping[str, Tensor | Flat]) -> None:
     """Write a rank's parts of weights.
 
     Args:
@@ -23,7 +23,11 @@ def keep_weights(folder: Path, rank: int, root: int, weights: Mapping[str, Tenso
         weights: Name -> weight.
     """
     recorder = Recorder(folder / FIRST / f"root-{root:04d}", rank=rank)
-    recorder.add("weight", weights)
+    for name, weight in weights.items():
+        local, parts, shape = placed(weight)
+        for part in parts:
+            offset = tuple(begin for begin, _ in part.box)
+            recorder.add("weight", {name: Part(part.of(local), shape, offset)})
     recorder.end_step()
 
 
@@ -38,19 +42,16 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def take_weights(
-    parameters: Mapping[str, Tensor],
-    slices: Mapping[str, list[Slice]],
-    weights: Mapping[str, Tensor],
+    tensors: Iterable[tuple[Tensor, Sequence[Slice]]], weights: Mapping[str, Tensor]
 ) -> None:
-    """Give parameters the reference's values.
+    """Give tensors the reference's values.
 
     Args:
-        parameters: Local name -> parameter, changed in place.
-        slices: Local name -> what it is of the reference.
+        tensors: Each, changed in place, with what it is of the reference.
         weights: Name -> whole weight of the reference.
     """
-    for name, parameter in parameters.items():
-        local, _, _ = placed(parameter)
-        for part in slices.get(name, []):
+    for tensor, slices in tensors:
+        local, _, _ = placed(tensor)
+        for part in slices:
             theirs = weights[part.name][tuple(slice(*span) for span in part.box)]
             part.of(local).copy_(theirs)

@@ -1,0 +1,34 @@
+"""megatron-core asks for CUDA by name in places where it would do without: here it gets the CPU."""
+
+import torch
+from megatron.core.tensor_parallel import random
+from torch.overrides import TorchFunctionMode
+
+
+class _OnCpu(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.cuda:
+            return args[0]
+        return func(*args, **kwargs)
+
+
+def pretend() -> None:
+    """Take the CPU for a CUDA device from now on."""
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.manual_seed = torch.manual_seed
+    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda *_args, **_kwargs: (
+        torch.get_rng_state()
+    )
+    random._set_cuda_rng_state = lambda state, *_args, **_kwargs: torch.set_rng_state(state)
+    kind = torch.Tensor.type
+
+    def type_of(tensor, *args, **kwargs):
+        named = kind(tensor, *args, **kwargs)
+        is_name = isinstance(named, str) and not named.startswith("torch.cuda.")
+        return named.replace("torch.", "torch.cuda.") if is_name else named
+
+    torch.Tensor.type = type_of
+    _OnCpu().__enter__()

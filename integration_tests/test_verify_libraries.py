@@ -1,0 +1,143 @@
+"""`hp verify` of jobs of accelerate, DeepSpeed, torchtitan, Megatron and transformers.
+
+Each as a user of that library writes it, and not one line for us. `nox -s libraries` installs them.
+"""
+
+import functools
+import importlib.util
+import re
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from hp_train.jobs.compare import Comparison, Floor, compare
+from hp_train.jobs.explain import explain
+from hp_train.jobs.joined import Recording, join
+from hp_train.jobs.request import Request, environment
+from hp_train.launch.session import last_lines, status_of
+
+FOLDER = Path(__file__).parent / "libraries"
+LIBRARIES = {
+    "accelerate": "accelerate",
+    "trainer": "transformers",
+    "deepspeed": "deepspeed",
+    "titan": "torchtitan",
+    "megatron": "megatron",
+}
+"""Job -> module that it imports."""
+
+SOUND = {
+    "accelerate ddp": ("accelerate", "--batch 2"),
+    "accelerate fsdp2": ("accelerate", "--batch 2 --fsdp 2"),
+    "accelerate fsdp1": ("accelerate", "--batch 2 --fsdp 1"),
+    "accelerate fsdp1 original": ("accelerate", "--batch 2 --fsdp 1 --original"),
+    "trainer ddp": ("trainer", "--batch 2"),
+    "trainer fsdp2": ("trainer", "--batch 2 --fsdp 2"),
+    "trainer fsdp1": ("trainer", "--batch 2 --fsdp 1"),
+    "deepspeed zero-1": ("deepspeed", "--stage 1"),
+    "deepspeed zero-2": ("deepspeed", "--stage 2"),
+    "deepspeed zero-3": ("deepspeed", "--stage 3"),
+    "titan fsdp": ("titan", ""),
+    "titan tp": ("titan", "--tp 2"),
+    "megatron dp": ("megatron", ""),
+    "megatron distributed optimizer": ("megatron", "--distributed-optimizer"),
+    "megatron tp": ("megatron", "--tp 2"),
+    "megatron sp": ("megatron", "--tp 2 --sequence-parallel"),
+}
+
+# Job: what is wrong, phase of the first difference, its name, a word of what is likely.
+WRONG = {
+    "accelerate ddp": ("scaled", "gradient", "", "2 times"),
+    "accelerate fsdp2": ("scaled", "gradient", "", "2 times"),
+    "accelerate fsdp1": ("scaled", "gradient", "", "2 times"),
+    "trainer fsdp2": ("scaled", "gradient", "", "2 times"),
+    "deepspeed zero-2": ("decay", "weight", "norm", "update"),
+    "deepspeed zero-3": ("decay", "weight", "norm", "update"),
+    "titan fsdp": ("local-count", "gradient", "", "2 times"),
+    "megatron distributed optimizer": ("no-finalize", "gradient", "", ""),
+    "megatron sp": ("no-finalize", "gradient", "norm", ""),
+}
+
+
+def recorded(folder: Path, job: str, arguments: str, ranks: int, **request: object) -> Recording:
+    folder.mkdir(exist_ok=True)  # of a reference that another test has tried
+    script = [str(FOLDER / f"{job}_job.py"), *arguments.split()]
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    asked = Request(str(folder), steps=3, **request)  # type: ignore[arg-type]
+    command = [sys.executable, *(launch if ranks > 1 or job == "deepspeed" else []), *script]
+    env = {**environment(asked), "OMP_NUM_THREADS": "1"}
+    status = status_of(command, folder / "log.txt", seconds=300, env=env)
+    assert status == 0, last_lines(folder / "log.txt")
+    return join(folder)
+
+
+Judge = Callable[..., Comparison]
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
+    folder = tmp_path_factory.mktemp("libraries")
+
+    @functools.cache
+    def reference(job: str) -> tuple[Recording, Floor]:
+        expected = recorded(folder / job, job, "", 1)
+        place = str(folder / job)
+        other = recorded(folder / f"{job}-other", job, "", 1, reference=place, disturb=1)
+        return expected, Floor(expected, [other])
+
+    def judged(case: str, wrong: str, against: str = "") -> Comparison:
+        job, arguments = SOUND[case]
+        for name in filter(None, [job, against]):
+            if importlib.util.find_spec(LIBRARIES[name]) is None:
+                pytest.skip(f"{LIBRARIES[name]} is not installed")
+        if job == "deepspeed" and shutil.which("c++") is None:
+            pytest.skip("DeepSpeed builds an operator at its start, and there is no C++ compiler")
+        expected, floor = reference(against or job)
+        given = f"{arguments} --wrong {wrong}" if wrong else arguments
+        place = folder / f"{case}-{wrong}"
+        start = job == "titan"  # a DTensor's random values on a CPU are those of its layout
+        there = str(folder / (against or job))
+        actual = recorded(place, job, given, 2, reference=there, start=start)
+        return compare(actual, expected, floor)
+
+    return judged
+
+
+def compared(comparison: Comparison, phases: Sequence[str]) -> dict[str, str]:
+    """What could not be compared of some phases."""
+    return {n: why for n, why in comparison.unaligned.items() if n.startswith(tuple(phases))}
+
+
+@pytest.mark.parametrize("case", SOUND)
+def test_a_sound_job_is_equal(case: str, judge: Judge) -> None:
+    comparison = judge(case, "")
+
+    assert comparison.first is None, (comparison.differences[:5], explain(comparison))
+    assert comparison.num_steps == 3
+    parameters = ("first weight", "gradient", "clipped", "weight", "optimizer state")
+    assert not compared(comparison, parameters)
+    assert {*parameters[1:2], "weight", "optimizer state exp_avg"} <= comparison.largest.keys()
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_mistake_is_found_and_named(case: str, judge: Judge) -> None:
+    wrong, phase, name, likely = WRONG[case]
+
+    comparison = judge(case, wrong)
+
+    first = comparison.first
+    assert first is not None
+    assert first.phase == phase, first
+    assert re.search(name, first.name), first
+    assert likely in " ".join(explain(comparison)), explain(comparison)
+
+
+def test_one_library_equals_another(judge: Judge) -> None:
+    # What is wrong for DeepSpeed's own reference is what the job of accelerate does.
+    comparison = judge("deepspeed zero-3", "decay", "accelerate")
+
+    assert comparison.first is None, (comparison.differences[:5], explain(comparison))
+    assert not compared(comparison, ("first weight", "gradient", "clipped", "weight", "optimizer"))
