@@ -18,7 +18,6 @@ from hp_train.cli import main
 from hp_train.config import Config, rules
 from hp_train.config.options import resolve
 from hp_train.config.space import Axis, enumerate_layouts, enumerate_meshes, with_keys
-from hp_train.costs.gather import ROOM, decided, most_memory
 from hp_train.costs.machine import GPU_MARGIN
 from hp_train.costs.memory import (
     buffer_bytes,
@@ -36,12 +35,12 @@ from hp_train.layout.schedules import KINDS, placement
 from hp_train.plan import MACHINES, Machine, Spread, choose, estimate
 from hp_train.plan.candidate import Candidate
 from hp_train.plan.choose import _in_words, plan_axes
-from hp_train.plan.estimate import Plan
-from hp_train.plan.kernels import Rates
-from hp_train.plan.prices import Prices
 from hp_train.plan.report import as_dict, details, name, reasons
 from hp_train.plan.searching import Search, is_repeated
-from hp_train.plan.traffic import (
+from hp_train.price.gather import fits, planned
+from hp_train.price.prices import Prices
+from hp_train.price.rates import Rates
+from hp_train.price.traffic import (
     activation_transfers,
     edge_link,
     expert_exchanges,
@@ -133,8 +132,9 @@ def test_ranks_of_a_node_share_what_they_gather_from_other_nodes() -> None:
 def test_stages_that_are_alike_are_priced_where_they_are() -> None:
     # Of the nodes of six devices, the second stage of four is on two.
     mesh = {"mesh.pp": 4, "mesh.dp_replicate": 1, "mesh.dp_shard": 4, "mesh.ep": 1}
-    config = config_of(mesh | {"pipeline.stages_per_rank": 1, "pipeline.schedule": "1f1b"})
-    plan = Plan(config, H100.with_values(node_size=6), vocab_size=VOCAB)
+    pipeline = {"pipeline.stages_per_rank": 1, "pipeline.schedule": "1f1b"}
+    config = config_of({**mesh, **pipeline, "mesh.gather": "stage"})
+    plan = planned(config, H100.with_values(node_size=6), vocab_size=VOCAB)
     gathers = plan.costs(plan.schedule()).unshard
     assert isinstance(gathers, list)
     assert plan.stages[1] is plan.stages[2]
@@ -160,7 +160,7 @@ def test_the_parts_of_a_step_add_up_to_it(keys: dict[str, object]) -> None:
 def test_a_pipeline_without_messages_is_priced_as_the_simulator_does() -> None:
     config = config_of({"mesh.dp_replicate": 1, "mesh.ep": 1})
     free = H100.with_values(bandwidth=1e30, latency=0.0, memory_bandwidth=1e30)
-    plan = Plan(config, free, vocab_size=VOCAB)
+    plan = planned(config, free, vocab_size=VOCAB)
     found = plan.estimate()
     simulated = simulate(plan.schedule(), plan.costs(plan.schedule()))
     assert found.seconds == pytest.approx(simulated.makespan)
@@ -173,7 +173,7 @@ def test_stages_of_different_sizes_are_priced_by_their_own_ranks(schedule: str) 
     keys |= {"mesh.ep": 1, "mesh.dp_replicate": 1, "model.num_layers": 6}
     quick = TENSORS_ALONE.with_values(launch_seconds=1e-12)  # hosts do not get in the way
     even, uneven = (
-        Plan(config_of(keys | mesh), quick, vocab_size=VOCAB)
+        planned(config_of(keys | mesh), quick, vocab_size=VOCAB)
         for mesh in ({"mesh.tp": 2}, {"mesh.stage_tp": (1, 2)})
     )
     for one, other, place in zip(uneven.prices, even.prices, uneven.places, strict=True):
@@ -210,11 +210,11 @@ def test_no_layout_is_faster_than_its_bounds() -> None:
         for _, layout in itertools.islice(layouts, 0, None, 37):
             of_stages = placement(layout.pipeline, num_ranks=layout.mesh.pp)
             candidate = Candidate(search.prices, layout, of_stages)
-            bounds = (
-                search.bound_of_batch(layout),
-                candidate.bound(gathers=False),
-                candidate.bound(),
-            )
+            bounds = [search.bound_of_batch(layout), candidate.bound]
+            if layout.mesh.gather == "block":
+                by_stage = with_keys(layout, {"mesh.gather": "stage"})
+                other = Candidate(search.prices, by_stage, of_stages)
+                assert other.bound_by_block == pytest.approx(candidate.bound)
             seconds = estimate(layout, H100, vocab_size=VOCAB).seconds
             assert all(0 < bound <= seconds * (1 + 1e-9) for bound in bounds)
 
@@ -231,9 +231,8 @@ def test_layouts_come_in_the_order_of_their_times_and_none_is_left_out(machine: 
     search = Search(axes, Prices(machine, VOCAB, Spread()))
     times, layouts = zip(*search.by_time(meshes), strict=True)
     assert list(times) == sorted(times)
-    everything = enumerate_layouts(config, num_processes=range(4, 5), axes=axes)
-    by_stage = {layout for _, layout in everything}
-    assert set(layouts) == {layout for layout in by_stage if not is_repeated(layout)}
+    everything = enumerate_layouts(config, num_processes=range(4, 5), axes=(GATHER, *axes))
+    assert set(layouts) == {layout for _, layout in everything if not is_repeated(layout)}
     for seconds, layout in [*zip(times, layouts, strict=True)][::29]:
         found = estimate(layout, machine, vocab_size=VOCAB)
         assert seconds == pytest.approx(found.seconds, rel=1e-9)
@@ -245,7 +244,7 @@ def test_what_layouts_need_is_known_before_they_are_laid_out() -> None:
     search = Search(axes, Prices(H100, VOCAB, Spread()))
     layouts = enumerate_layouts(config, num_processes=range(4, 5), axes=axes)
     for _, layout in itertools.islice(layouts, 0, None, 61):
-        plan = Plan(layout, H100, vocab_size=VOCAB)
+        plan = planned(layout, H100, vocab_size=VOCAB)
         candidate = Candidate(search.prices, layout, plan.schedule().stage_to_rank)
         peaks = Precedence(plan.schedule()).peaks
         needed = candidate.needed(peaks)
@@ -263,16 +262,13 @@ def test_the_best_layout_is_the_best_of_all() -> None:
         )
     }
     sizes = sorted(one.memory.total for one in found.values())
-    # All fit; a third does, and blocks are gathered where stages do not fit.
+    # All fit; about a third does.
     for memory in (H100.memory, sizes[len(sizes) // 3]):
         machine = H100.with_values(memory=memory)
         choice = choose(config, 4, machine, vocab_size=VOCAB, count=8)
         best: dict[object, float] = {}
         for layout, one in found.items():
-            if one.memory.total > memory:
-                continue
-            by_stage = with_keys(layout, {"mesh.gather": "stage"})
-            if layout.mesh.gather == "block" and found[by_stage].memory.total <= memory:
+            if not fits(layout, one.memory.total, machine):
                 continue
             words = _in_words(layout)
             best[words] = min(one.seconds, best.get(words, one.seconds))
@@ -298,12 +294,12 @@ def test_blocks_are_gathered_where_a_stage_does_not_fit() -> None:
     sent = {t.purpose: t.bytes for t in whole.transfers}["parameters"]
     assert {t.purpose: t.bytes for t in parts.transfers}["parameters"] == 1.5 * sent
     tight = H100.with_values(memory=(parts.memory.total + whole.memory.total) / 2)
-    fits = {
+    found = {
         machine: list(Search((), Prices(machine, VOCAB, Spread())).by_time([by_stage]))
         for machine in (H100, tight)
     }
-    assert [layout for _, layout in fits[H100]] == [by_stage]
-    assert [layout for _, layout in fits[tight]] == [by_block]
+    assert {layout for _, layout in found[H100]} == {by_stage, by_block}
+    assert [layout for _, layout in found[tight]] == [by_block]
     assert "gathered by block" in name(parts)
 
 
@@ -333,7 +329,7 @@ def test_giving_up_microbatches_saves_memory_at_a_price(schedule: str) -> None:
     found = {}
     for retention in ("keep", "recompute", "offload"):
         chosen = config_of({**keys, "pipeline.retention": retention})
-        plan = Plan(chosen, H100, vocab_size=VOCAB)
+        plan = planned(chosen, H100, vocab_size=VOCAB)
         found[retention] = plan.estimate()
         steps = {step.type.name for row in plan.schedule().steps for step in row if step}
         assert ("RECOMPUTE" in steps) is (retention == "recompute")
@@ -342,10 +338,10 @@ def test_giving_up_microbatches_saves_memory_at_a_price(schedule: str) -> None:
     assert again.memory.activations < keep.memory.activations
     assert again.seconds > keep.seconds
     slow = H100.with_values(host_bandwidth=1e6)
-    late = Plan(away.config, slow, vocab_size=VOCAB).estimate()
+    late = planned(away.config, slow, vocab_size=VOCAB).estimate()
     assert late.seconds > away.seconds
     fast = H100.with_values(host_bandwidth=1e15)
-    free = Plan(away.config, fast, vocab_size=VOCAB).estimate()
+    free = planned(away.config, fast, vocab_size=VOCAB).estimate()
     # Two forwards in a row leave the first copy no time at all.
     least = 0.9 if schedule == "gpipe" else 1.0
     assert free.memory.activations <= least * keep.memory.activations
@@ -478,39 +474,6 @@ def sharded(**keys: object) -> Config:
     return config_of({**mesh, **pipeline, **batch, "model.num_layers": 12, **given})
 
 
-def test_auto_is_by_stage_where_that_fits_and_where_blocks_cannot_be() -> None:
-    config = sharded()
-    whole, parts = (
-        most_memory(with_keys(config, {"mesh.gather": how}), H100, vocab_size=VOCAB).total
-        for how in ("stage", "block")
-    )
-    assert parts < whole
-    for memory, how in ((whole + 1, "stage"), (whole - 1, "block"), (1.0, "block")):
-        machine = H100.with_values(memory=memory / (1 - ROOM))
-        assert decided(config, machine, vocab_size=VOCAB).mesh.gather == how
-        assert estimate(config, machine, vocab_size=VOCAB).config.mesh.gather == how
-    tight = H100.with_values(memory=1.0)
-    split = sharded(mesh__pp=2, pipeline__schedule="zero_bubble")
-    alone = sharded(mesh__dp_shard=1)
-    for kept in (split, alone):
-        assert decided(kept, tight, vocab_size=VOCAB).mesh.gather == "stage"
-    given = with_keys(config, {"mesh.gather": "stage"})
-    assert decided(given, tight, vocab_size=VOCAB) == given
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble", "v_min", "dualpipe_v"])
-def test_what_decides_is_what_the_plan_says(schedule: str) -> None:
-    stages = 2 if schedule in ("v_min", "dualpipe_v") else 1
-    config = sharded(
-        mesh__pp=2,
-        mesh__gather="stage",
-        pipeline__schedule=schedule,
-        pipeline__stages_per_rank=stages,
-    )
-    memory = most_memory(config, H100, vocab_size=VOCAB)
-    assert memory == estimate(config, H100, vocab_size=VOCAB).memory
-
-
 def test_gradients_that_are_reduced_once_are_whole_until_then() -> None:
     each, once = (
         estimate(sharded(mesh__gather="block", mesh__reduce_once=how), H100, vocab_size=VOCAB)
@@ -550,7 +513,7 @@ def test_experts_cut_by_width_send_each_row_to_the_other_parts() -> None:
 
 def test_a_layer_that_runs_again_keeps_a_slice_of_its_input_and_exchanges_once_more() -> None:
     plans = {
-        recompute: Plan(
+        recompute: planned(
             config_of({"mesh.tp": 2, "train.recompute": recompute}),
             H100,
             vocab_size=VOCAB,
@@ -572,7 +535,7 @@ def test_what_a_stage_waits_for_is_part_of_its_forward_or_its_backward() -> None
     only_links = H100.with_values(flops=1e30, launch_seconds=0.0)
     for recompute in ("none", "feed_forward", "full"):
         config = config_of({"mesh.tp": 2, "mesh.cp": 2, "train.recompute": recompute})
-        plan = Plan(config, only_links, vocab_size=VOCAB)
+        plan = planned(config, only_links, vocab_size=VOCAB)
         price = plan.prices[0]
         assert price.exchanges > 0
         assert price.forward + price.input_grad == pytest.approx(price.exchanges)

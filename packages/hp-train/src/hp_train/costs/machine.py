@@ -274,3 +274,15 @@ def machine_named(device_name: str) -> Machine | None:
     """
     words = device_name.lower().replace("-", " ").split()
     return next((MACHINES[name] for name in SHEETS if name in words), None)
+
+
+def machine_found(device_name: str, *, memory: float, node_size: int) -> Machine:
+    """The machine that a run finds itself on; a GPU without a sheet is taken for an H100.
+
+    Args:
+        device_name: What the GPU's driver calls it.
+        memory: Bytes of the smallest device.
+        node_size: Devices of a node.
+    """
+    machine = machine_named(device_name) or MACHINES["h100"]
+    return machine.with_values(memory=memory, node_size=node_size)

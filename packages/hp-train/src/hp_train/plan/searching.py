@@ -22,8 +22,9 @@ from hp_train.costs import modules
 from hp_train.layout.ranks import Layout, StageLayout
 from hp_train.layout.schedules import KINDS, count_microbatches, placement
 from hp_train.plan.candidate import Candidate
-from hp_train.plan.estimate import plain_schedule
-from hp_train.plan.prices import Prices
+from hp_train.price.estimate import plain_schedule
+from hp_train.price.gather import fits
+from hp_train.price.prices import Prices
 
 _PLAINEST = PipelineConfig(schedule="1f1b", stages_per_rank=1)
 _MOST_PATHS = 12
@@ -132,35 +133,30 @@ class Search:
 
     def _of_pipelines(self, found: Config) -> Iterator[_Found]:
         """The pipelines of a mesh with microbatches of one size."""
-        known: dict[tuple[int, ...], tuple[Candidate, float]] = {}
+        known: dict[tuple[int, ...], Candidate] = {}
         for pipeline, stage_to_rank in self._possible(found):
             layout = replace(found, pipeline=pipeline)
             if is_repeated(layout):
                 continue
             self.num_priced += 1
             if stage_to_rank not in known:
-                candidate = Candidate(self.prices, layout, stage_to_rank)
-                known[stage_to_rank] = candidate, candidate.bound()
-            candidate, bound = known[stage_to_rank]
+                known[stage_to_rank] = Candidate(self.prices, layout, stage_to_rank)
+            candidate = known[stage_to_rank]
+            yield candidate.bound, partial(self._fitting, candidate, pipeline)
             if candidate.is_sharded and not KINDS[pipeline.schedule].splits_backward:
-                # By block it may take less, of what is gathered before the first step.
-                yield candidate.bound(gathers=False), partial(self._fitting, candidate, pipeline)
-            else:
-                yield bound, partial(self._fitting, candidate, pipeline)
+                yield candidate.bound_by_block, partial(self._by_block, candidate, pipeline)
+
+    def _by_block(self, candidate: Candidate, pipeline: PipelineConfig) -> Iterator[_Found]:
+        """A layout that gathers block by block."""
+        mesh = replace(candidate.layout.mesh, gather="block")
+        if not is_repeated(replace(candidate.layout, mesh=mesh, pipeline=pipeline)):
+            yield from self._fitting(candidate.by_block, pipeline)
 
     def _fitting(self, candidate: Candidate, pipeline: PipelineConfig) -> Iterator[_Found]:
-        """A layout, if it fits; if not, the one that gathers block by block, if that does."""
+        """A layout, if it fits."""
         layout = replace(candidate.layout, pipeline=pipeline)
-        if not rules.allows_pipeline(layout):
-            return
-        if self._fits(candidate, layout):
-            yield candidate.bound(), partial(self._timed, candidate, layout)
-        elif candidate.is_sharded:
-            layout = replace(layout, mesh=replace(layout.mesh, gather="block"))
-            if rules.allows_pipeline(layout) and not is_repeated(layout):
-                candidate = candidate.by_block
-                if self._fits(candidate, layout):
-                    yield candidate.bound(), partial(self._timed, candidate, layout)
+        if rules.allows_pipeline(layout) and self._fits(candidate, layout):
+            yield candidate.bound, partial(self._timed, candidate, layout)
 
     def _fits(self, candidate: Candidate, layout: Config) -> bool:
         """Whether a layout's ranks hold what is under way."""
@@ -168,11 +164,12 @@ class Search:
         walk = partial(self._walk, layout.pipeline, pp, is_sharded=candidate.is_sharded)
         # With few microbatches there are no more at once, and far fewer steps.
         needed = candidate.least_needed(walk(min(number, 2 * pp)).order.peaks)
-        if needed <= self.prices.machine.memory:
+        if fits(layout, needed, self.prices.machine):
             needed = candidate.needed(walk(number).order.peaks)
-        if needed > self.prices.machine.memory and needed < self._least_bytes:
+        is_there = fits(layout, needed, self.prices.machine)
+        if not is_there and needed < self._least_bytes:
             self._least_bytes, self.smallest = needed, layout
-        return needed <= self.prices.machine.memory
+        return is_there
 
     def _timed(self, candidate: Candidate, layout: Config, known: float = 0.0) -> Iterator[_Found]:
         """The time of a layout; or a better bound, of paths that were longest for others."""

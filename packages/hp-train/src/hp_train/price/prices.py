@@ -25,8 +25,8 @@ from hp_train.costs.memory import (
 from hp_train.costs.work import EXCHANGED, Kernels, Work
 from hp_train.layout.ranks import Layout, StageLayout
 from hp_train.layout.schedules import count_microbatches, split_layers
-from hp_train.plan.kernels import Compute, rates_of
-from hp_train.plan.traffic import (
+from hp_train.price.rates import Compute, rates_of
+from hp_train.price.traffic import (
     Spread,
     Transfer,
     activation_transfers,
@@ -67,6 +67,20 @@ class StagePrice(NamedTuple):
     def full(self) -> float:
         """Forward and backward."""
         return self.forward + self.input_grad + self.weight_grad
+
+    def by_block(self, reductions: float) -> "StagePrice":
+        """The same where blocks are gathered while others compute, and in backward reduced.
+
+        Args:
+            reductions: Reductions of a gradient for each microbatch, at most 1.
+        """
+        back = self.gathered + reductions * self.reduced
+        return self._replace(
+            forward=max(self.forward, self.gathered),
+            input_grad=max(self.input_grad, back - self.weight_grad),
+            gathered=0.0,
+            reduced=0.0,
+        )
 
 
 class Prices:
@@ -144,23 +158,18 @@ class Prices:
     ) -> StagePrice:
         ahead, back, again = self._waits(config, stage, place)
         gather, reduce = self._gather(config, stage, place)
-        by_block = config.mesh.gather == "block"
-        times = 1 / count_microbatches(config) if config.mesh.reduce_once else 1.0
-        return StagePrice(
-            # Parameters are gathered meanwhile, and in backward gradients reduced.
-            forward=max(compute.forward + ahead, by_block * gather),
-            input_grad=max(
-                compute.input_grad + compute.again + back + again,
-                by_block * (gather + times * reduce) - compute.weight_grad,
-            ),
+        price = StagePrice(
+            forward=compute.forward + ahead,
+            input_grad=compute.input_grad + compute.again + back + again,
             weight_grad=compute.weight_grad,
             exchanges=ahead + back + again,
-            gathered=0.0 if by_block else gather,
-            reduced=0.0 if by_block else reduce,
+            gathered=gather,
+            reduced=reduce,
             host=compute.host,
             kept=stage.kept_bytes(tokens, tp=place.tp),
             message=float(message_bytes(config, place)),
         )
+        return price.by_block(reductions(config)) if config.mesh.gather == "block" else price
 
     def _waits(self, config: Config, stage: Work, place: StageLayout) -> list[float]:
         """Seconds of what `ways` has: sums of what takes so long for each thing exchanged."""
@@ -313,6 +322,11 @@ def _way(
             )
         )
     return found
+
+
+def reductions(config: Config) -> float:
+    """How often a gradient is reduced for each microbatch, where that happens block by block."""
+    return 1 / count_microbatches(config) if config.mesh.reduce_once else 1.0
 
 
 def aligned(place: StageLayout, node_size: int) -> StageLayout:
