@@ -23,6 +23,7 @@ from hp_train.costs.memory import (
     buffer_bytes,
     local_elements,
     message_bytes,
+    padding,
     static_memory,
 )
 from hp_train.costs.modules import stage, whole_model
@@ -39,11 +40,12 @@ from hp_train.plan.report import as_dict, details, name, reasons
 from hp_train.plan.searching import Search, is_repeated
 from hp_train.price.gather import fits, planned
 from hp_train.price.prices import Prices
-from hp_train.price.rates import Rates
+from hp_train.price.rates import Rates, Routed
 from hp_train.price.traffic import (
     activation_transfers,
     edge_link,
     expert_exchanges,
+    expert_transfer,
     gradient_transfers,
     shard_transfer,
 )
@@ -574,16 +576,22 @@ def test_a_kernel_takes_as_long_as_its_products_or_its_bytes_and_all_as_long_as_
     moving = Kernel(launches=400, bytes=2)
     place = StageLayout(dp_shard=4, ep=4)
 
-    def seconds(*kernels: Kernel, tokens: int, is_compiled: bool = False, load: float = 1) -> float:
+    def seconds(
+        *kernels: Kernel, tokens: int, is_compiled: bool = False, load: float = 1, padded: float = 1
+    ) -> float:
         way = Kernels(Counter(kernels), Counter(), Counter())
         rates = Rates(machine, is_compiled=is_compiled, slowed=1)
-        return rates.compute(way, tokens, place, load=load).forward
+        return rates.compute(way, tokens, place, routed=Routed(load, padded)).forward
 
     assert seconds(product, tokens=100) == pytest.approx(1.0)
     assert seconds(product, tokens=1) == pytest.approx(0.205)  # the weight is read all the same
     assert seconds(grouped, tokens=100) == pytest.approx(2.0)
     assert seconds(grouped, tokens=1) == pytest.approx(0.055)  # a quarter of the experts is here
     assert seconds(grouped, tokens=100, load=1.5) == pytest.approx(3.0)
+    # What is padding is moved, and not multiplied.
+    assert seconds(grouped, tokens=100, padded=2) == pytest.approx(2.0)
+    shown = replace(moving, is_expert=True)
+    assert seconds(shown, tokens=100, load=1.5, padded=2) == pytest.approx(4.0)
     assert seconds(moving, tokens=100) == pytest.approx(2.0)
     assert seconds(moving, tokens=10) == pytest.approx(0.4)  # until the host has launched them
     assert seconds(moving, tokens=100, is_compiled=True) == pytest.approx(0.5)
@@ -606,6 +614,39 @@ def test_rows_leave_a_node_once_for_each_rank_or_once_for_each_node() -> None:
     near = expert_exchanges(config, layout, node_size=32)
     assert near.between == 0
     assert near.bytes == pytest.approx(exchanges().bytes)
+
+
+def test_buffers_of_a_fixed_size_are_sent_and_kept_whole() -> None:
+    # 4 tokens of 4 choose 2 of 8 experts on 4 ranks: 2 rows a pair, 3 in a buffer of 1.5 times.
+    keys = {"model.num_experts": 8, "model.top_k": 2, "model.num_shared_experts": 0}
+    keys |= {"train.microbatch_size": 1, "mesh.dp_replicate": 4, "mesh.ep": 4, "mesh.pp": 1}
+    config = config_of({**keys, "pipeline.stages_per_rank": 1, "data.seq_len": 4})
+    bounded, roomy, most = (with_keys(config, {"mesh.ep_buffer": n}) for n in (1.0, 1.5, 64.0))
+    place = Layout.of(config.mesh).stages[0]
+    assert [padding(each, place) for each in (config, bounded, roomy, most)] == [1, 1, 1.5, 4]
+    assert padding(roomy, StageLayout(dp_shard=4)) == 1
+    model, size = config.model, BYTES[config.train.dtype]
+    exchanges = partial(expert_exchanges, layout=place, node_size=2)
+    row, weight = model.dim * size, 4  # rows go there and back, weights there, three of four away
+    sent = 3 / 4 * (2 * row + weight) * model.top_k
+    for each, times in ((bounded, 1), (roomy, 1.5), (most, 4)):
+        for spread in (Spread(), Spread(ranks=1, nodes=1, loads=((4, 3.0),))):
+            assert exchanges(each, spread=spread).bytes == pytest.approx(times * sent)
+    works = [stage(config, VOCAB, layers=range(1), first=False, last=False)]
+    transfer = partial(expert_transfer, layout=place, machine=H100, tokens=4, backward=False)
+    skewed = Spread(loads=((4, 3.0),))
+    assert transfer(roomy, works, spread=skewed).bytes == pytest.approx(4 * 1.5 * sent)
+    # Of a token two halves of the hidden rows are kept, of each of its experts.
+    hidden = 2 * model.top_k * model.expert_hidden * size
+    assert works[0].routed == hidden
+    kept = [planned(each, H100, vocab_size=VOCAB).prices[0].kept for each in (bounded, roomy)]
+    layers = model.num_layers - model.num_dense_layers
+    assert kept[1] - kept[0] == pytest.approx(0.5 * 4 * hidden * layers)
+    again = [
+        buffer_bytes(with_keys(each, {"train.recompute": "full"}), works, place, active_stages=3)
+        for each in (bounded, roomy)
+    ]
+    assert again[1] - again[0] == pytest.approx(0.5 * 4 * hidden)
 
 
 def test_machines_refuse_what_cannot_be() -> None:

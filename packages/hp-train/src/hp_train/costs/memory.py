@@ -386,7 +386,23 @@ def _recomputed(config: Config, layout: StageLayout) -> int:
     if config.train.recompute == "none":
         return 0
     tokens = config.train.microbatch_size * config.data.seq_len // layout.cp
-    return round(kept_once(config, tp=layout.tp) * tokens)
+    padded = padding(config, layout)
+    return round(kept_once(config, tp=layout.tp, padded=padded) * tokens)
+
+
+def padding(config: Config, layout: StageLayout) -> float:
+    """Rows of a buffer for experts by those that are routed: 1 where as many travel as there are.
+
+    See `mesh.ep_buffer`; it is the same however many tokens there are, but for a part of a row.
+    """
+    factor, model = config.mesh.ep_buffer, config.model
+    if not factor or layout.ep == 1:
+        return 1.0
+    from hp_expert import rows_per_pair  # noqa: PLC0415 - imports torch
+
+    tokens = config.train.microbatch_size * config.data.seq_len // (layout.cp * layout.tp)
+    rows = rows_per_pair(tokens, model.top_k, model.num_experts, layout.ep, factor=factor)
+    return rows * layout.ep / (tokens * model.top_k)
 
 
 def message_bytes(config: Config, layout: StageLayout) -> int:

@@ -10,7 +10,7 @@ from hp_train.config import Config, rules
 from hp_train.config.space import with_keys
 from hp_train.costs import modules
 from hp_train.costs.machine import Machine
-from hp_train.costs.memory import Memory, rank_memory
+from hp_train.costs.memory import Memory, padding, rank_memory
 from hp_train.layout.ranks import Layout
 from hp_train.layout.schedules import KINDS, count_microbatches, count_stages
 from hp_train.price.estimate import Estimate, Plan
@@ -112,9 +112,10 @@ def most_memory(config: Config, machine: Machine, *, vocab_size: int) -> Memory:
     few = min(count_microbatches(config), 2 * mesh.pp)
     schedule = KINDS[pipeline.schedule].build(mesh.pp, few, pipeline.stages_per_rank)
     tokens = config.train.microbatch_size * config.data.seq_len // config.mesh.cp
+    places = [mesh.stages[rank] for rank in schedule.stage_to_rank]
     kept = [
-        work.kept_bytes(tokens, tp=mesh.stages[rank].tp)
-        for work, rank in zip(works, schedule.stage_to_rank, strict=True)
+        work.kept_bytes(tokens, tp=place.tp, padded=padding(config, place))
+        for work, place in zip(works, places, strict=True)
     ]
     peaks = simulate(schedule, Costs(activation=kept)).peak_activations
     return max(

@@ -19,13 +19,14 @@ from hp_train.costs.memory import (
     in_turn,
     kinds_of,
     message_bytes,
+    padding,
     static_memory,
     tensor_memory,
 )
 from hp_train.costs.work import EXCHANGED, Kernels, Work
 from hp_train.layout.ranks import Layout, StageLayout
 from hp_train.layout.schedules import count_microbatches, split_layers
-from hp_train.price.rates import Compute, rates_of
+from hp_train.price.rates import Compute, Routed, rates_of
 from hp_train.price.traffic import (
     Spread,
     Transfer,
@@ -166,7 +167,7 @@ class Prices:
             gathered=gather,
             reduced=reduce,
             host=compute.host,
-            kept=stage.kept_bytes(tokens, tp=place.tp),
+            kept=stage.kept_bytes(tokens, tp=place.tp, padded=padding(config, place)),
             message=float(message_bytes(config, place)),
         )
         return price.by_block(reductions(config)) if config.mesh.gather == "block" else price
@@ -224,7 +225,8 @@ class Prices:
         if kernels is not None:
             compiled = config.train.compile != "none"
             rates = rates_of(machine, is_compiled=compiled, slowed=slowed)
-            return rates.compute(kernels, number, place, load=self.spread.load(place.ep))
+            routed = Routed(self.spread.load(place.ep), padding(config, place))
+            return rates.compute(kernels, number, place, routed=routed)
         busy = slowed * (number * stage.flops / machine.flops + layers * machine.layer_seconds)
         repeated = stage.again.flops / stage.flops if stage.again else 0.0
         # What runs again takes as long as it did.
