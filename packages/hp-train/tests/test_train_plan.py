@@ -254,33 +254,31 @@ def test_what_layouts_need_is_known_before_they_are_laid_out() -> None:
         assert candidate.least_needed(peaks) <= needed
 
 
-def test_the_best_layout_is_the_best_of_all() -> None:
-    config = config_of()
-    config = with_keys(config, {"train.global_batch_size": 8})
+@pytest.mark.sample("2 devices")
+@pytest.mark.parametrize("num", [2, 4], ids="{} devices".format)
+def test_the_best_layout_is_the_best_of_all(num: int) -> None:
+    config = with_keys(config_of(), {"train.global_batch_size": 8})
+    axes = (GATHER, *plan_axes(config, num))
     found = {
         layout: estimate(layout, H100, vocab_size=VOCAB)
-        for _, layout in enumerate_layouts(
-            config, num_processes=range(4, 5), axes=(GATHER, *plan_axes(config, 4))
-        )
+        for _, layout in enumerate_layouts(config, num_processes=range(num, num + 1), axes=axes)
     }
     sizes = sorted(one.memory.total for one in found.values())
-    # All fit; about a third does.
-    for memory in (H100.memory, sizes[len(sizes) // 3]):
+    for memory in (H100.memory, sizes[len(sizes) // 3]):  # all fit; about a third does
         machine = H100.with_values(memory=memory)
-        choice = choose(config, 4, machine, vocab_size=VOCAB, count=8)
+        choice = choose(config, num, machine, vocab_size=VOCAB, count=8)
         best: dict[object, float] = {}
         for layout, one in found.items():
-            if not fits(layout, one.memory.total, machine):
-                continue
-            words = _in_words(layout)
-            best[words] = min(one.seconds, best.get(words, one.seconds))
+            if fits(layout, one.memory.total, machine):
+                words = _in_words(layout)
+                best[words] = min(one.seconds, best.get(words, one.seconds))
         least = sorted(best.values())[:8]
         assert choice.is_complete
         assert [one.seconds for one in choice.best] == pytest.approx(least)
         assert choice.num_laid_out < len(found) / 4
         for one in choice.best:
             rules.check(one.config)
-            assert one.config.world_size == 4
+            assert one.config.world_size == num
 
 
 def test_blocks_are_gathered_where_a_stage_does_not_fit() -> None:

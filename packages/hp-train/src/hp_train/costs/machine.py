@@ -98,6 +98,10 @@ class Machine:
         between = any(
             min(ranks) // self.node_size != max(ranks) // self.node_size for ranks in groups
         )
+        return self.link_of(between=between)
+
+    def link_of(self, *, between: bool) -> Link:
+        """The link to other nodes, or within one."""
         if between:
             return Link(self.node_bandwidth, self.node_latency, between)
         return Link(self.bandwidth, self.latency, between)

@@ -117,8 +117,8 @@ def choose(
             _put(found, estimate)
         else:
             large.append(estimate)
-    if not large and search.smallest is not None:
-        large.append(price(search.smallest))
+    if not large and (smallest := search.nearest()) is not None:
+        large.append(price(smallest))
     nearest = min(large, key=lambda estimate: estimate.memory.total, default=None)
     if not found:
         assert nearest is not None

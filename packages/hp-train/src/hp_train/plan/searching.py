@@ -19,6 +19,8 @@ from hp_schedule import Path, Precedence, length
 from hp_train.config import Config, PipelineConfig, rules
 from hp_train.config.space import Axis
 from hp_train.costs import modules
+from hp_train.costs.memory import padding, static_memory
+from hp_train.costs.work import Work
 from hp_train.layout.ranks import Layout, StageLayout
 from hp_train.layout.schedules import KINDS, count_microbatches, placement
 from hp_train.plan.candidate import Candidate
@@ -66,6 +68,7 @@ class Search:
         self.is_complete = True
         self._axes = {axis.key: axis for axis in axes}
         self._least_bytes = float("inf")
+        self._hopeless: tuple[float, Config | None] = float("inf"), None
         self.prices, self._most = prices, most
         self._steps: dict[object, _Steps] = {}
         self._pipelines: dict[int, list[tuple[PipelineConfig, tuple[int, ...]]]] = {}
@@ -93,6 +96,14 @@ class Search:
                 for bound, narrower in found():
                     heappush(waiting, (max(least, bound), next(order), narrower))
 
+    def nearest(self) -> Config | None:
+        """The layout that lacks least of those that do not fit, of those looked at."""
+        if self.smallest is None and self._hopeless[1] is not None:
+            for _, narrower in self._of_pipelines(self._hopeless[1]):
+                assert callable(narrower)
+                list(narrower())  # finds that it does not fit
+        return self.smallest
+
     def _batches(self, mesh: Config) -> Iterator[_Found]:
         """What a mesh is made into: microbatches of all sizes, first with all that they keep."""
         sizes, again = (
@@ -108,11 +119,37 @@ class Search:
                 yield self.bound_of_batch(found), partial(self._repeating, found, rest)
 
     def _repeating(self, found: Config, rest: Sequence[object]) -> Iterator[_Found]:
-        """The same microbatches, and those with something computed again."""
+        """The same microbatches, and those with something computed again; those that may fit."""
+        yield from self._if_it_may_fit(found, 0.0)
         for recompute in rest:
             more = _with_train(found, recompute=recompute)
-            yield self.bound_of_batch(more), partial(self._of_pipelines, more)
-        yield from self._of_pipelines(found)
+            yield from self._if_it_may_fit(more, self.bound_of_batch(more))
+
+    def _if_it_may_fit(self, found: Config, bound: float) -> Iterator[_Found]:
+        needed = self.least_bytes(found)
+        if needed <= self.prices.machine.memory:
+            yield bound, partial(self._of_pipelines, found)
+        elif needed < self._hopeless[0]:
+            self._hopeless = needed, found
+
+    def least_bytes(self, config: Config) -> float:
+        """What the rank that needs most needs at least, with all pipelines of a mesh.
+
+        That is the mean of what all need of weights, and to keep one microbatch, which all of its
+        stages do when its backward begins.
+        """
+        stages, place = self._as_one(config)
+        tokens = config.train.microbatch_size * config.data.seq_len // config.mesh.cp
+        padded = padding(config, place)
+        kept = sum(stage.kept_bytes(tokens, tp=place.tp, padded=padded) for stage in stages)
+        tensors = (sum(static_memory(config, stages, place)) + kept) / config.mesh.pp
+        machine = self.prices.machine
+        return machine.context_memory + (1 + machine.fragmentation) * tensors
+
+    def _as_one(self, config: Config) -> tuple[tuple[Work, ...], StageLayout]:
+        """All layers as one stage, and the ranks that would share it in a pipeline."""
+        stages = modules.stages(config, self.prices.vocab_size, num_stages=1)
+        return stages, StageLayout.of(config.mesh, tp=config.mesh.tp, ep=config.mesh.ep)
 
     def bound_of_batch(self, config: Config) -> float:
         """Of all pipelines of a mesh with microbatches of a size.
@@ -122,8 +159,7 @@ class Search:
         """
         config = replace(config, pipeline=_PLAINEST)
         mesh = config.mesh
-        stages = modules.stages(config, self.prices.vocab_size, num_stages=1)
-        place = StageLayout.of(mesh, tp=mesh.tp, ep=mesh.ep)
+        stages, place = self._as_one(config)
         price = self.prices.stages(config, stages, (place,))[0]
         busy = (
             max(count_microbatches(config) * price.full, price.gathered + price.reduced) / mesh.pp

@@ -6,7 +6,7 @@ microbatch has, and how its parameters are gathered. Thousands of layouts have t
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from operator import mul
 from typing import Any, NamedTuple
 
@@ -117,10 +117,16 @@ class Prices:
             kernels = modules.kernels(config, self.vocab_size, num_stages=num)
         layers = map(len, split_layers(config.model.num_layers, num))
         _, slowed = cores_of(self.machine, Layout.of(config.mesh))
-        return [
-            self.stage(config, stage, place, kernels=mine, layers=number, slowed=slowed)
-            for stage, place, mine, number in zip(stages, places, kernels, layers, strict=True)
-        ]
+        found: list[StagePrice] = []
+        known: dict[tuple[int, int], StagePrice] = {}  # most stages are like others before them
+        for stage, place, mine, number in zip(stages, places, kernels, layers, strict=True):
+            key = id(stage), id(place)
+            if key not in known:
+                known[key] = self.stage(
+                    config, stage, place, kernels=mine, layers=number, slowed=slowed
+                )
+            found.append(known[key])
+        return found
 
     def stage(
         self,
@@ -188,7 +194,11 @@ class Prices:
     def _seconds_of_each(self, config: Config, place: StageLayout) -> list[list[float]]:
         """Seconds for one of each that `EXCHANGED` names, in forward and in backward."""
         found: list[list[float]] = []
+        ranks = {"summed": place.tp, "heads": place.cp, "attentions": place.cp}
         for name in EXCHANGED:
+            if ranks.get(name, place.ep * place.etp) == 1:
+                found.append([0.0, 0.0])
+                continue
             one: dict[str, Any] = {name: 1.0}
             way = partial(_way, config, [Work(**one)], place, self.machine, spread=self.spread)
             # Only experts have other exchanges in backward than in forward.
@@ -331,6 +341,7 @@ def reductions(config: Config) -> float:
     return 1 / count_microbatches(config) if config.mesh.reduce_once else 1.0
 
 
+@lru_cache(maxsize=1 << 16)  # schedules and batches of one mesh ask for the same
 def aligned(place: StageLayout, node_size: int) -> StageLayout:
     """The same ranks where they are in their nodes, as low as can be: that is all that matters."""
     first = place.first % node_size

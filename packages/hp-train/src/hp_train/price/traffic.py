@@ -133,8 +133,8 @@ def _expert_exchanges(
     elif spread.ranks:
         rows, sent = spread.ranks, spread.ranks / rows * sent
     # Ranks of the node that has fewest of a group, and whether parts of an expert lie in several.
-    near = min(_near(group, node_size) for group in layout.ranks("ep"))
-    apart = any(_near(group, node_size) < layout.etp for group in layout.ranks("etp"))
+    near = min(map(_near, _nodes(layout, node_size, "ep")))
+    apart = any(_near(nodes) < layout.etp for nodes in _nodes(layout, node_size, "etp"))
     # What stays on a rank is not sent.
     inside, between = sent * (near - 1) / ep, sent * (ep - near) / ep
     if spread.nodes and not padded:
@@ -151,9 +151,14 @@ def _expert_exchanges(
     )
 
 
-def _near(ranks: Sequence[int], node_size: int) -> int:
+def _nodes(layout: StageLayout, node_size: int, *axes: Axis) -> set[tuple[int, ...]]:
+    """Nodes of the ranks of the groups along some axes; each combination once."""
+    return {tuple([rank // node_size for rank in ranks]) for ranks in layout.ranks(*axes)}
+
+
+def _near(nodes: Sequence[int]) -> int:
     """How many ranks of a group are on the node that has fewest of them."""
-    return min(Counter(rank // node_size for rank in ranks).values())
+    return min(Counter(nodes).values())
 
 
 @lru_cache(maxsize=4096)  # schedules, stages and batches of one mesh ask for the same
@@ -292,15 +297,16 @@ class _Ring(NamedTuple):
 def _ring(layout: StageLayout, machine: Machine, *axes: Axis) -> _Ring:
     """The slowest group along some axes. Ranks of a node share what comes in from others."""
     slowest = _Ring(0.0, 0.0, is_far=False)
-    for ranks in layout.ranks(*axes):
-        per_node = Counter(rank // machine.node_size for rank in ranks)
-        bandwidth, latency, far = machine.link([ranks])
+    for nodes in _nodes(layout, machine.node_size, *axes):
+        per_node = Counter(nodes)
+        far = len(per_node) > 1
+        bandwidth, latency, _ = machine.link_of(between=far)
         if far:
-            nodes, near = len(per_node), min(per_node.values())
-            others = (nodes - 1) / nodes * len(ranks) / (len(ranks) - 1)
+            number, near = len(per_node), min(per_node.values())
+            others = (number - 1) / number * len(nodes) / (len(nodes) - 1)
             between = others / near / machine.node_bandwidth
             bandwidth = 1 / max(between, 1 / machine.bandwidth)
-        found = _Ring(1 / bandwidth, (len(ranks) - 1) * latency, far)
+        found = _Ring(1 / bandwidth, (len(nodes) - 1) * latency, far)
         slowest = max(slowest, found)
     return slowest
 
