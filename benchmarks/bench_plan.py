@@ -34,6 +34,7 @@ LAYOUTS: dict[str, dict[str, object]] = {
 APART = 1.1
 STEPS = 6
 PLAIN = {
+    "mesh.gather": "stage",  # as on a CPU
     "mesh.pp": 1,
     "mesh.dp_replicate": 1,
     "mesh.ep": 1,
