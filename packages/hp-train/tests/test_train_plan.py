@@ -204,12 +204,14 @@ def test_slices_of_stages_that_do_not_divide_each_other_meet_where_they_overlap(
 
 def test_no_layout_is_faster_than_its_bounds() -> None:
     config = config_of()
-    axes = plan_axes(config, 4)
+    few = Axis("train.microbatch_size", (1, 4)), Axis("pipeline.stages_per_rank", (1, 2))
+    keys = [axis.key for axis in few]
+    axes = (*(axis for axis in plan_axes(config, 4) if axis.key not in keys), *few)
     for tied in (False, True):
         config = with_keys(config, {"model.tie_embeddings": tied})
         search = Search(axes, Prices(H100, VOCAB, Spread()))
         layouts = enumerate_layouts(config, num_processes=range(4, 5), axes=(GATHER, *axes))
-        for _, layout in itertools.islice(layouts, 0, None, 103):
+        for _, layout in itertools.islice(layouts, 0, None, 149):
             of_stages = placement(layout.pipeline, num_ranks=layout.mesh.pp)
             candidate = Candidate(search.prices, layout, of_stages)
             bounds = [search.bound_of_batch(layout), candidate.bound]
