@@ -23,6 +23,16 @@ FSDP_8B: dict[str, object] = {
     "train.global_batch_size": 16,
     "train.recompute": "attention",
 }
+PP_120B: dict[str, object] = {
+    "mesh.pp": 4,
+    "mesh.dp_shard": 16,
+    "mesh.ep": 8,
+    "pipeline.schedule": "1f1b",
+    "pipeline.stages_per_rank": 1,
+    "data.seq_len": 4096,
+    "train.microbatch_size": 1,
+    "train.global_batch_size": 128,
+}
 LAYOUTS: dict[str, tuple[str, dict[str, object]]] = {
     "Llama-3.1-8B, FSDP 8 by stage": ("llama-3.1-8b", {**FSDP_8B, "mesh.gather": "stage"}),
     "Llama-3.1-8B, FSDP 8 by block": ("llama-3.1-8b", {**FSDP_8B, "mesh.gather": "block"}),
@@ -41,18 +51,13 @@ LAYOUTS: dict[str, tuple[str, dict[str, object]]] = {
             "train.recompute": "full",
         },
     ),
-    "gpt-oss-120b, 64 GPUs, pp 4, ep 8": (
+    "gpt-oss-120b, 64 GPUs, pp 4, ep 8, by stage": (
         "gpt-oss-120b",
-        {
-            "mesh.pp": 4,
-            "mesh.dp_shard": 16,
-            "mesh.ep": 8,
-            "pipeline.schedule": "1f1b",
-            "pipeline.stages_per_rank": 1,
-            "data.seq_len": 4096,
-            "train.microbatch_size": 1,
-            "train.global_batch_size": 128,
-        },
+        {**PP_120B, "mesh.gather": "stage"},
+    ),
+    "gpt-oss-120b, 64 GPUs, pp 4, ep 8, by block": (
+        "gpt-oss-120b",
+        {**PP_120B, "mesh.gather": "block"},
     ),
 }
 H100 = MACHINES["h100"]

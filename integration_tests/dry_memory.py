@@ -79,8 +79,9 @@ def layout_config(name: str) -> Config:
     """One of `LAYOUTS`."""
     layout = LAYOUTS[name]
     train = {"global_batch_size": 16, "microbatch_size": 4} | layout.get("train", {})
+    mesh = {"gather": "stage"} | layout.get("mesh", {})  # as on a CPU; a dry run would choose
     return config_of(
-        {"mesh": layout.get("mesh", {}), "pipeline": layout.get("pipeline", _GPIPE)},
+        {"mesh": mesh, "pipeline": layout.get("pipeline", _GPIPE)},
         model=layout.get("model", _DENSE),
         train=train,
         data={"seq_len": 128, "documents": "joined"},

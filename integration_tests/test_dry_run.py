@@ -169,18 +169,16 @@ def test_sums_over_copies_of_shards_are_of_all_microbatches_and_of_a_unit_each(
     assert bytes_of == {"all_reduce": 4 + 2 * 4 * sum(map(math.prod, shapes)) // 2}
 
 
-def test_auto_gathers_by_block_where_a_stage_does_not_fit(
+def test_auto_gathers_by_what_fits_and_takes_less_time(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    keys: tuple[str, ...] = (
-        "mesh.dp_shard=64",
-        "train.global_batch_size=64",
-        "train.dtype=bfloat16",
-    )
+    keys: tuple[str, ...] = ("mesh.dp_shard=64", "train.dtype=bfloat16")
     keys += ("model.dim=4096", "model.num_layers=6", "model.num_heads=32")
-    # Of 6 layers 5 or 20 G parameters: gathered and with gradients 30 or 120 GB.
-    for hidden, how in ((2**16, "stage"), (2**18, "block")):
-        layout, _ = gathered_bytes(*keys, f"model.dense_hidden={hidden}", capsys=capsys)
+    # Of 6 layers 5 or 20 G parameters: gathered and with gradients 30 or 120 GB. By block they are
+    # gathered while others compute, but for each microbatch anew.
+    for hidden, batch, how in ((2**16, 128, "stage"), (2**16, 64, "block"), (2**18, 128, "block")):
+        size = f"model.dense_hidden={hidden}", f"train.global_batch_size={batch}"
+        layout, _ = gathered_bytes(*keys, *size, capsys=capsys)
         assert layout.endswith(f", gathered by {how}")
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from hp_platform import shutdown
 from hp_platform.testing import record_exchanges, run_distributed
 from hp_train.plan import MACHINES, estimate
-from hp_train.plan.estimate import Plan
 from hp_train.plan.measure import measure
+from hp_train.price.gather import planned
 from hp_train.training.train import Trainer
 from integration_tests.layouts import config_of, prepare_run, trained_a_step, write_corpus
 
@@ -38,12 +38,12 @@ def test_bytes_are_exact_and_times_are_near(name: str, tmp_path: Path) -> None:
     run = partial(_train, msgspec.json.encode(config), str(tmp_path), address)
     ranks = run_distributed(run, world_size=config.world_size, timeout=120)
     # The rate of this machine, from the very steps that are predicted.
-    found = Plan(config, MACHINES["cpu"].with_values(cores=0), vocab_size=VOCAB)
+    found = planned(config, MACHINES["cpu"].with_values(cores=0), vocab_size=VOCAB)
     tokens = found.tokens / config.mesh.tp * found.num_microbatches
     operations = 3 * tokens * sum(stage.flops for stage in found.stages) / config.mesh.pp
     busy = sum(rank["busy"] for rank in ranks) / len(ranks)
     machine = MACHINES["cpu"].with_values(flops=operations / busy, layer_seconds=0.0, cores=0)
-    predicted = Plan(config, machine, vocab_size=VOCAB).estimate()
+    predicted = planned(config, machine, vocab_size=VOCAB).estimate()
     most = max(ranks, key=lambda rank: rank["parameters"])
     memory = predicted.memory
     assert memory.parameters == most["parameters"]
@@ -94,7 +94,7 @@ def test_messages_inside_layers_are_those_that_are_sent(name: str, tmp_path: Pat
     machine = MACHINES["cpu"].with_values(
         latency=1.0, bandwidth=1e30, node_latency=1.0, node_bandwidth=1e30
     )
-    plan = Plan(config, machine, vocab_size=VOCAB)
+    plan = planned(config, machine, vocab_size=VOCAB)
     assert sum(price.exchanges for price in plan.prices) == pytest.approx(
         sent / plan.num_microbatches
     )

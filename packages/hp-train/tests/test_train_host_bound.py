@@ -10,8 +10,8 @@ from hp_train.costs.machine import MACHINES, Machine, machine_named
 from hp_train.dry_run.summary import RankSummary, Summary, summarize
 from hp_train.dry_run.tables import paces
 from hp_train.dry_run.work import Cell, Cost, Work
-from hp_train.plan.estimate import Plan
 from hp_train.plan.report import details, table
+from hp_train.price.gather import planned
 
 H100 = MACHINES["h100"]
 
@@ -21,7 +21,7 @@ def config() -> Config:
 
 
 def lines(machine: Machine, found: Config) -> tuple[list[str], list[str]]:
-    estimate = Plan(found, machine, vocab_size=256).estimate()
+    estimate = planned(found, machine, vocab_size=256).estimate()
     return table([estimate]), details(estimate)
 
 

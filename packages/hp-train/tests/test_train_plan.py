@@ -18,12 +18,12 @@ from hp_train.cli import main
 from hp_train.config import Config, rules
 from hp_train.config.options import resolve
 from hp_train.config.space import Axis, enumerate_layouts, enumerate_meshes, with_keys
-from hp_train.costs.gather import ROOM, decided, most_memory
 from hp_train.costs.machine import GPU_MARGIN
 from hp_train.costs.memory import (
     buffer_bytes,
     local_elements,
     message_bytes,
+    padding,
     static_memory,
 )
 from hp_train.costs.modules import stage, whole_model
@@ -36,15 +36,16 @@ from hp_train.layout.schedules import KINDS, placement
 from hp_train.plan import MACHINES, Machine, Spread, choose, estimate
 from hp_train.plan.candidate import Candidate
 from hp_train.plan.choose import _in_words, plan_axes
-from hp_train.plan.estimate import Plan
-from hp_train.plan.kernels import Rates
-from hp_train.plan.prices import Prices
 from hp_train.plan.report import as_dict, details, name, reasons
 from hp_train.plan.searching import Search, is_repeated
-from hp_train.plan.traffic import (
+from hp_train.price.gather import fits, planned
+from hp_train.price.prices import Prices
+from hp_train.price.rates import Rates, Routed
+from hp_train.price.traffic import (
     activation_transfers,
     edge_link,
     expert_exchanges,
+    expert_transfer,
     gradient_transfers,
     shard_transfer,
 )
@@ -133,8 +134,9 @@ def test_ranks_of_a_node_share_what_they_gather_from_other_nodes() -> None:
 def test_stages_that_are_alike_are_priced_where_they_are() -> None:
     # Of the nodes of six devices, the second stage of four is on two.
     mesh = {"mesh.pp": 4, "mesh.dp_replicate": 1, "mesh.dp_shard": 4, "mesh.ep": 1}
-    config = config_of(mesh | {"pipeline.stages_per_rank": 1, "pipeline.schedule": "1f1b"})
-    plan = Plan(config, H100.with_values(node_size=6), vocab_size=VOCAB)
+    pipeline = {"pipeline.stages_per_rank": 1, "pipeline.schedule": "1f1b"}
+    config = config_of({**mesh, **pipeline, "mesh.gather": "stage"})
+    plan = planned(config, H100.with_values(node_size=6), vocab_size=VOCAB)
     gathers = plan.costs(plan.schedule()).unshard
     assert isinstance(gathers, list)
     assert plan.stages[1] is plan.stages[2]
@@ -160,7 +162,7 @@ def test_the_parts_of_a_step_add_up_to_it(keys: dict[str, object]) -> None:
 def test_a_pipeline_without_messages_is_priced_as_the_simulator_does() -> None:
     config = config_of({"mesh.dp_replicate": 1, "mesh.ep": 1})
     free = H100.with_values(bandwidth=1e30, latency=0.0, memory_bandwidth=1e30)
-    plan = Plan(config, free, vocab_size=VOCAB)
+    plan = planned(config, free, vocab_size=VOCAB)
     found = plan.estimate()
     simulated = simulate(plan.schedule(), plan.costs(plan.schedule()))
     assert found.seconds == pytest.approx(simulated.makespan)
@@ -173,7 +175,7 @@ def test_stages_of_different_sizes_are_priced_by_their_own_ranks(schedule: str) 
     keys |= {"mesh.ep": 1, "mesh.dp_replicate": 1, "model.num_layers": 6}
     quick = TENSORS_ALONE.with_values(launch_seconds=1e-12)  # hosts do not get in the way
     even, uneven = (
-        Plan(config_of(keys | mesh), quick, vocab_size=VOCAB)
+        planned(config_of(keys | mesh), quick, vocab_size=VOCAB)
         for mesh in ({"mesh.tp": 2}, {"mesh.stage_tp": (1, 2)})
     )
     for one, other, place in zip(uneven.prices, even.prices, uneven.places, strict=True):
@@ -202,19 +204,21 @@ def test_slices_of_stages_that_do_not_divide_each_other_meet_where_they_overlap(
 
 def test_no_layout_is_faster_than_its_bounds() -> None:
     config = config_of()
-    axes = plan_axes(config, 4)
+    few = Axis("train.microbatch_size", (1, 4)), Axis("pipeline.stages_per_rank", (1, 2))
+    keys = [axis.key for axis in few]
+    axes = (*(axis for axis in plan_axes(config, 4) if axis.key not in keys), *few)
     for tied in (False, True):
         config = with_keys(config, {"model.tie_embeddings": tied})
         search = Search(axes, Prices(H100, VOCAB, Spread()))
         layouts = enumerate_layouts(config, num_processes=range(4, 5), axes=(GATHER, *axes))
-        for _, layout in itertools.islice(layouts, 0, None, 37):
+        for _, layout in itertools.islice(layouts, 0, None, 149):
             of_stages = placement(layout.pipeline, num_ranks=layout.mesh.pp)
             candidate = Candidate(search.prices, layout, of_stages)
-            bounds = (
-                search.bound_of_batch(layout),
-                candidate.bound(gathers=False),
-                candidate.bound(),
-            )
+            bounds = [search.bound_of_batch(layout), candidate.bound]
+            if layout.mesh.gather == "block":
+                by_stage = with_keys(layout, {"mesh.gather": "stage"})
+                other = Candidate(search.prices, by_stage, of_stages)
+                assert other.bound_by_block == pytest.approx(candidate.bound)
             seconds = estimate(layout, H100, vocab_size=VOCAB).seconds
             assert all(0 < bound <= seconds * (1 + 1e-9) for bound in bounds)
 
@@ -222,7 +226,10 @@ def test_no_layout_is_faster_than_its_bounds() -> None:
 GATHER = Axis("mesh.gather", ("stage", "block"))
 
 
-@pytest.mark.parametrize("machine", [H100, H100.with_values(node_size=3)])
+@pytest.mark.sample("nodes of 3")
+@pytest.mark.parametrize(
+    "machine", [H100, H100.with_values(node_size=3)], ids=["h100", "nodes of 3"]
+)
 def test_layouts_come_in_the_order_of_their_times_and_none_is_left_out(machine: Machine) -> None:
     config = config_of({"train.global_batch_size": 8})
     axes = plan_axes(config, 4)
@@ -231,9 +238,8 @@ def test_layouts_come_in_the_order_of_their_times_and_none_is_left_out(machine: 
     search = Search(axes, Prices(machine, VOCAB, Spread()))
     times, layouts = zip(*search.by_time(meshes), strict=True)
     assert list(times) == sorted(times)
-    everything = enumerate_layouts(config, num_processes=range(4, 5), axes=axes)
-    by_stage = {layout for _, layout in everything}
-    assert set(layouts) == {layout for layout in by_stage if not is_repeated(layout)}
+    everything = enumerate_layouts(config, num_processes=range(4, 5), axes=(GATHER, *axes))
+    assert set(layouts) == {layout for _, layout in everything if not is_repeated(layout)}
     for seconds, layout in [*zip(times, layouts, strict=True)][::29]:
         found = estimate(layout, machine, vocab_size=VOCAB)
         assert seconds == pytest.approx(found.seconds, rel=1e-9)
@@ -245,44 +251,40 @@ def test_what_layouts_need_is_known_before_they_are_laid_out() -> None:
     search = Search(axes, Prices(H100, VOCAB, Spread()))
     layouts = enumerate_layouts(config, num_processes=range(4, 5), axes=axes)
     for _, layout in itertools.islice(layouts, 0, None, 61):
-        plan = Plan(layout, H100, vocab_size=VOCAB)
+        plan = planned(layout, H100, vocab_size=VOCAB)
         candidate = Candidate(search.prices, layout, plan.schedule().stage_to_rank)
         peaks = Precedence(plan.schedule()).peaks
         needed = candidate.needed(peaks)
         assert needed == pytest.approx(plan.estimate().memory.total, abs=4)
         assert candidate.least_needed(peaks) <= needed
+        assert 0 < search.least_bytes(layout) <= needed
 
 
-def test_the_best_layout_is_the_best_of_all() -> None:
-    config = config_of()
-    config = with_keys(config, {"train.global_batch_size": 8})
+@pytest.mark.sample("2 devices")
+@pytest.mark.parametrize("num", [2, 4], ids="{} devices".format)
+def test_the_best_layout_is_the_best_of_all(num: int) -> None:
+    config = with_keys(config_of(), {"train.global_batch_size": 8})
+    axes = (GATHER, *plan_axes(config, num))
     found = {
         layout: estimate(layout, H100, vocab_size=VOCAB)
-        for _, layout in enumerate_layouts(
-            config, num_processes=range(4, 5), axes=(GATHER, *plan_axes(config, 4))
-        )
+        for _, layout in enumerate_layouts(config, num_processes=range(num, num + 1), axes=axes)
     }
     sizes = sorted(one.memory.total for one in found.values())
-    # All fit; a third does, and blocks are gathered where stages do not fit.
-    for memory in (H100.memory, sizes[len(sizes) // 3]):
+    for memory in (H100.memory, sizes[len(sizes) // 3]):  # all fit; about a third does
         machine = H100.with_values(memory=memory)
-        choice = choose(config, 4, machine, vocab_size=VOCAB, count=8)
+        choice = choose(config, num, machine, vocab_size=VOCAB, count=8)
         best: dict[object, float] = {}
         for layout, one in found.items():
-            if one.memory.total > memory:
-                continue
-            by_stage = with_keys(layout, {"mesh.gather": "stage"})
-            if layout.mesh.gather == "block" and found[by_stage].memory.total <= memory:
-                continue
-            words = _in_words(layout)
-            best[words] = min(one.seconds, best.get(words, one.seconds))
+            if fits(layout, one.memory.total, machine):
+                words = _in_words(layout)
+                best[words] = min(one.seconds, best.get(words, one.seconds))
         least = sorted(best.values())[:8]
         assert choice.is_complete
         assert [one.seconds for one in choice.best] == pytest.approx(least)
         assert choice.num_laid_out < len(found) / 4
         for one in choice.best:
             rules.check(one.config)
-            assert one.config.world_size == 4
+            assert one.config.world_size == num
 
 
 def test_blocks_are_gathered_where_a_stage_does_not_fit() -> None:
@@ -298,12 +300,12 @@ def test_blocks_are_gathered_where_a_stage_does_not_fit() -> None:
     sent = {t.purpose: t.bytes for t in whole.transfers}["parameters"]
     assert {t.purpose: t.bytes for t in parts.transfers}["parameters"] == 1.5 * sent
     tight = H100.with_values(memory=(parts.memory.total + whole.memory.total) / 2)
-    fits = {
+    found = {
         machine: list(Search((), Prices(machine, VOCAB, Spread())).by_time([by_stage]))
         for machine in (H100, tight)
     }
-    assert [layout for _, layout in fits[H100]] == [by_stage]
-    assert [layout for _, layout in fits[tight]] == [by_block]
+    assert {layout for _, layout in found[H100]} == {by_stage, by_block}
+    assert [layout for _, layout in found[tight]] == [by_block]
     assert "gathered by block" in name(parts)
 
 
@@ -333,7 +335,7 @@ def test_giving_up_microbatches_saves_memory_at_a_price(schedule: str) -> None:
     found = {}
     for retention in ("keep", "recompute", "offload"):
         chosen = config_of({**keys, "pipeline.retention": retention})
-        plan = Plan(chosen, H100, vocab_size=VOCAB)
+        plan = planned(chosen, H100, vocab_size=VOCAB)
         found[retention] = plan.estimate()
         steps = {step.type.name for row in plan.schedule().steps for step in row if step}
         assert ("RECOMPUTE" in steps) is (retention == "recompute")
@@ -342,10 +344,10 @@ def test_giving_up_microbatches_saves_memory_at_a_price(schedule: str) -> None:
     assert again.memory.activations < keep.memory.activations
     assert again.seconds > keep.seconds
     slow = H100.with_values(host_bandwidth=1e6)
-    late = Plan(away.config, slow, vocab_size=VOCAB).estimate()
+    late = planned(away.config, slow, vocab_size=VOCAB).estimate()
     assert late.seconds > away.seconds
     fast = H100.with_values(host_bandwidth=1e15)
-    free = Plan(away.config, fast, vocab_size=VOCAB).estimate()
+    free = planned(away.config, fast, vocab_size=VOCAB).estimate()
     # Two forwards in a row leave the first copy no time at all.
     least = 0.9 if schedule == "gpipe" else 1.0
     assert free.memory.activations <= least * keep.memory.activations
@@ -478,39 +480,6 @@ def sharded(**keys: object) -> Config:
     return config_of({**mesh, **pipeline, **batch, "model.num_layers": 12, **given})
 
 
-def test_auto_is_by_stage_where_that_fits_and_where_blocks_cannot_be() -> None:
-    config = sharded()
-    whole, parts = (
-        most_memory(with_keys(config, {"mesh.gather": how}), H100, vocab_size=VOCAB).total
-        for how in ("stage", "block")
-    )
-    assert parts < whole
-    for memory, how in ((whole + 1, "stage"), (whole - 1, "block"), (1.0, "block")):
-        machine = H100.with_values(memory=memory / (1 - ROOM))
-        assert decided(config, machine, vocab_size=VOCAB).mesh.gather == how
-        assert estimate(config, machine, vocab_size=VOCAB).config.mesh.gather == how
-    tight = H100.with_values(memory=1.0)
-    split = sharded(mesh__pp=2, pipeline__schedule="zero_bubble")
-    alone = sharded(mesh__dp_shard=1)
-    for kept in (split, alone):
-        assert decided(kept, tight, vocab_size=VOCAB).mesh.gather == "stage"
-    given = with_keys(config, {"mesh.gather": "stage"})
-    assert decided(given, tight, vocab_size=VOCAB) == given
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble", "v_min", "dualpipe_v"])
-def test_what_decides_is_what_the_plan_says(schedule: str) -> None:
-    stages = 2 if schedule in ("v_min", "dualpipe_v") else 1
-    config = sharded(
-        mesh__pp=2,
-        mesh__gather="stage",
-        pipeline__schedule=schedule,
-        pipeline__stages_per_rank=stages,
-    )
-    memory = most_memory(config, H100, vocab_size=VOCAB)
-    assert memory == estimate(config, H100, vocab_size=VOCAB).memory
-
-
 def test_gradients_that_are_reduced_once_are_whole_until_then() -> None:
     each, once = (
         estimate(sharded(mesh__gather="block", mesh__reduce_once=how), H100, vocab_size=VOCAB)
@@ -550,7 +519,7 @@ def test_experts_cut_by_width_send_each_row_to_the_other_parts() -> None:
 
 def test_a_layer_that_runs_again_keeps_a_slice_of_its_input_and_exchanges_once_more() -> None:
     plans = {
-        recompute: Plan(
+        recompute: planned(
             config_of({"mesh.tp": 2, "train.recompute": recompute}),
             H100,
             vocab_size=VOCAB,
@@ -572,7 +541,7 @@ def test_what_a_stage_waits_for_is_part_of_its_forward_or_its_backward() -> None
     only_links = H100.with_values(flops=1e30, launch_seconds=0.0)
     for recompute in ("none", "feed_forward", "full"):
         config = config_of({"mesh.tp": 2, "mesh.cp": 2, "train.recompute": recompute})
-        plan = Plan(config, only_links, vocab_size=VOCAB)
+        plan = planned(config, only_links, vocab_size=VOCAB)
         price = plan.prices[0]
         assert price.exchanges > 0
         assert price.forward + price.input_grad == pytest.approx(price.exchanges)
@@ -611,16 +580,22 @@ def test_a_kernel_takes_as_long_as_its_products_or_its_bytes_and_all_as_long_as_
     moving = Kernel(launches=400, bytes=2)
     place = StageLayout(dp_shard=4, ep=4)
 
-    def seconds(*kernels: Kernel, tokens: int, is_compiled: bool = False, load: float = 1) -> float:
+    def seconds(
+        *kernels: Kernel, tokens: int, is_compiled: bool = False, load: float = 1, padded: float = 1
+    ) -> float:
         way = Kernels(Counter(kernels), Counter(), Counter())
         rates = Rates(machine, is_compiled=is_compiled, slowed=1)
-        return rates.compute(way, tokens, place, load=load).forward
+        return rates.compute(way, tokens, place, routed=Routed(load, padded)).forward
 
     assert seconds(product, tokens=100) == pytest.approx(1.0)
     assert seconds(product, tokens=1) == pytest.approx(0.205)  # the weight is read all the same
     assert seconds(grouped, tokens=100) == pytest.approx(2.0)
     assert seconds(grouped, tokens=1) == pytest.approx(0.055)  # a quarter of the experts is here
     assert seconds(grouped, tokens=100, load=1.5) == pytest.approx(3.0)
+    # What is padding is moved, and not multiplied.
+    assert seconds(grouped, tokens=100, padded=2) == pytest.approx(2.0)
+    shown = replace(moving, is_expert=True)
+    assert seconds(shown, tokens=100, load=1.5, padded=2) == pytest.approx(4.0)
     assert seconds(moving, tokens=100) == pytest.approx(2.0)
     assert seconds(moving, tokens=10) == pytest.approx(0.4)  # until the host has launched them
     assert seconds(moving, tokens=100, is_compiled=True) == pytest.approx(0.5)
@@ -643,6 +618,39 @@ def test_rows_leave_a_node_once_for_each_rank_or_once_for_each_node() -> None:
     near = expert_exchanges(config, layout, node_size=32)
     assert near.between == 0
     assert near.bytes == pytest.approx(exchanges().bytes)
+
+
+def test_buffers_of_a_fixed_size_are_sent_and_kept_whole() -> None:
+    # 4 tokens of 4 choose 2 of 8 experts on 4 ranks: 2 rows a pair, 3 in a buffer of 1.5 times.
+    keys = {"model.num_experts": 8, "model.top_k": 2, "model.num_shared_experts": 0}
+    keys |= {"train.microbatch_size": 1, "mesh.dp_replicate": 4, "mesh.ep": 4, "mesh.pp": 1}
+    config = config_of({**keys, "pipeline.stages_per_rank": 1, "data.seq_len": 4})
+    bounded, roomy, most = (with_keys(config, {"mesh.ep_buffer": n}) for n in (1.0, 1.5, 64.0))
+    place = Layout.of(config.mesh).stages[0]
+    assert [padding(each, place) for each in (config, bounded, roomy, most)] == [1, 1, 1.5, 4]
+    assert padding(roomy, StageLayout(dp_shard=4)) == 1
+    model, size = config.model, BYTES[config.train.dtype]
+    exchanges = partial(expert_exchanges, layout=place, node_size=2)
+    row, weight = model.dim * size, 4  # rows go there and back, weights there, three of four away
+    sent = 3 / 4 * (2 * row + weight) * model.top_k
+    for each, times in ((bounded, 1), (roomy, 1.5), (most, 4)):
+        for spread in (Spread(), Spread(ranks=1, nodes=1, loads=((4, 3.0),))):
+            assert exchanges(each, spread=spread).bytes == pytest.approx(times * sent)
+    works = [stage(config, VOCAB, layers=range(1), first=False, last=False)]
+    transfer = partial(expert_transfer, layout=place, machine=H100, tokens=4, backward=False)
+    skewed = Spread(loads=((4, 3.0),))
+    assert transfer(roomy, works, spread=skewed).bytes == pytest.approx(4 * 1.5 * sent)
+    # Of a token two halves of the hidden rows are kept, of each of its experts.
+    hidden = 2 * model.top_k * model.expert_hidden * size
+    assert works[0].routed == hidden
+    kept = [planned(each, H100, vocab_size=VOCAB).prices[0].kept for each in (bounded, roomy)]
+    layers = model.num_layers - model.num_dense_layers
+    assert kept[1] - kept[0] == pytest.approx(0.5 * 4 * hidden * layers)
+    again = [
+        buffer_bytes(with_keys(each, {"train.recompute": "full"}), works, place, active_stages=3)
+        for each in (bounded, roomy)
+    ]
+    assert again[1] - again[0] == pytest.approx(0.5 * 4 * hidden)
 
 
 def test_machines_refuse_what_cannot_be() -> None:

@@ -148,7 +148,8 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
         _help(
             "How FSDP gathers parameters and reduces gradients: of a whole stage, for all "
             "microbatches, or block by block in every forward and backward, which keeps less and "
-            "sends more. auto: by stage where that fits into the memory of a GPU."
+            "sends more. auto: what fits into the memory of a GPU, and of both the faster one by "
+            "what hp plan counts; on a CPU by stage."
         ),
     ] = "auto"
     reduce_once: Annotated[

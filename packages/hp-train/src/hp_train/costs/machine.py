@@ -98,6 +98,10 @@ class Machine:
         between = any(
             min(ranks) // self.node_size != max(ranks) // self.node_size for ranks in groups
         )
+        return self.link_of(between=between)
+
+    def link_of(self, *, between: bool) -> Link:
+        """The link to other nodes, or within one."""
         if between:
             return Link(self.node_bandwidth, self.node_latency, between)
         return Link(self.bandwidth, self.latency, between)
@@ -274,3 +278,15 @@ def machine_named(device_name: str) -> Machine | None:
     """
     words = device_name.lower().replace("-", " ").split()
     return next((MACHINES[name] for name in SHEETS if name in words), None)
+
+
+def machine_found(device_name: str, *, memory: float, node_size: int) -> Machine:
+    """The machine that a run finds itself on; a GPU without a sheet is taken for an H100.
+
+    Args:
+        device_name: What the GPU's driver calls it.
+        memory: Bytes of the smallest device.
+        node_size: Devices of a node.
+    """
+    machine = machine_named(device_name) or MACHINES["h100"]
+    return machine.with_values(memory=memory, node_size=node_size)

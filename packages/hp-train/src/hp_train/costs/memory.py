@@ -175,9 +175,16 @@ class _Sharded(NamedTuple):
 
 def sharded_bytes(config: Config, stage: Work, layout: StageLayout, *, is_expert: bool) -> _Sharded:
     """Bytes that a rank has of those parameters of a stage that are experts, or of the others."""
-    wide, narrow = parameter_bytes(config), BYTES[config.train.dtype]
+    sizes = parameter_bytes(config), BYTES[config.train.dtype]
+    return _sharded_bytes(kinds_of(stage), layout, *sizes, is_expert=is_expert)
+
+
+@lru_cache(maxsize=1 << 16)  # pipelines and batches of one mesh ask for the same
+def _sharded_bytes(
+    kinds: Kinds, layout: StageLayout, wide: int, narrow: int, *, is_expert: bool
+) -> _Sharded:
     gathered = reduced = 0
-    for weight, count in kinds_of(stage).weights:
+    for weight, count in kinds.weights:
         if weight.spec.is_expert is is_expert:
             elements = count * local_elements(weight, layout)
             gathered += elements * (narrow if weight.is_cast else wide)
@@ -318,33 +325,50 @@ def _gathered_by_block(config: Config, stages: Sequence[Work], layout: StageLayo
 
 
 def _units(config: Config, stage: Work, layout: StageLayout) -> tuple[tuple[str, _Sharded], ...]:
-    """What each unit is gathered and reduced as, whole; what is in none stands under ""."""
+    """What each unit is gathered and reduced as, whole; what is in none stands under "".
+
+    Of blocks that are alike it has one.
+    """
     has_ends = config.mesh.gather == "block" and not config.model.factory
-    return _units_of(stage, layout, parameter_bytes(config), BYTES[config.train.dtype], has_ends)
+    units = _kinds_of_units(stage, has_ends=has_ends)
+    return _units_of(units, layout, parameter_bytes(config), BYTES[config.train.dtype])
 
 
 @lru_cache(maxsize=1 << 14)
 def _units_of(
-    stage: Work, layout: StageLayout, wide: int, narrow: int, has_ends: bool
+    units: tuple[tuple[str, Kinds], ...], layout: StageLayout, wide: int, narrow: int
 ) -> tuple[tuple[str, _Sharded], ...]:
+    found: list[tuple[str, _Sharded]] = []
+    for name, kinds in units:
+        gathered = reduced = 0
+        for weight, count in kinds.weights:
+            shards = _shards(weight, layout)
+            if shards > 1:
+                elements = count * shards * local_elements(weight, layout)
+                gathered += elements * (narrow if weight.is_cast else wide)
+                reduced += elements * wide
+        if reduced:
+            found.append((name, _Sharded(gathered, reduced)))
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _kinds_of_units(stage: Work, *, has_ends: bool) -> tuple[tuple[str, Kinds], ...]:
+    """The parameters of units by their kinds."""
     names = {weight.name for weight in stage.weights}
     is_first = any(name.startswith("layers.0.") for name in names)
     is_both = is_first and "norm.weight" in names and _ENDS[1] not in names
     ends = _ENDS if has_ends and not is_both else ()  # a table that is read at both is in none
-    found: dict[str, _Sharded] = {}
+    units: dict[str, list[Weight]] = {}
     for weight in stage.weights:
-        shards = _shards(weight, layout)
-        if shards == 1:
-            continue
         match = _BLOCK.match(weight.name)
         unit = match[0] if match else weight.name if weight.name in ends else ""
-        elements = shards * local_elements(weight, layout)
-        known = found.get(unit, _Sharded(0, 0))
-        found[unit] = _Sharded(
-            known.gathered + elements * (narrow if weight.is_cast else wide),
-            known.reduced + elements * wide,
-        )
-    return tuple(found.items())
+        units.setdefault(unit, []).append(replace(weight, name=""))
+    found: dict[object, tuple[str, Kinds]] = {}
+    for name, weights in units.items():
+        kinds = _same_kinds(tuple(Counter(weights).items()))
+        found.setdefault(kinds if _BLOCK.match(name) else name, (name, kinds))
+    return tuple(found.values())
 
 
 def _shards(weight: Weight, layout: StageLayout) -> int:
@@ -386,7 +410,23 @@ def _recomputed(config: Config, layout: StageLayout) -> int:
     if config.train.recompute == "none":
         return 0
     tokens = config.train.microbatch_size * config.data.seq_len // layout.cp
-    return round(kept_once(config, tp=layout.tp) * tokens)
+    padded = padding(config, layout)
+    return round(kept_once(config, tp=layout.tp, padded=padded) * tokens)
+
+
+def padding(config: Config, layout: StageLayout) -> float:
+    """Rows of a buffer for experts by those that are routed: 1 where as many travel as there are.
+
+    See `mesh.ep_buffer`; it is the same however many tokens there are, but for a part of a row.
+    """
+    factor, model = config.mesh.ep_buffer, config.model
+    if not factor or layout.ep == 1:
+        return 1.0
+    from hp_expert import rows_per_pair  # noqa: PLC0415 - imports torch
+
+    tokens = config.train.microbatch_size * config.data.seq_len // (layout.cp * layout.tp)
+    rows = rows_per_pair(tokens, model.top_k, model.num_experts, layout.ep, factor=factor)
+    return rows * layout.ep / (tokens * model.top_k)
 
 
 def message_bytes(config: Config, layout: StageLayout) -> int:

@@ -319,7 +319,9 @@ class _Recorder:
         counts = self._counts[self._now]
         counts["flops"] += 6.0 * T * K * D * F
         counts["rows"] += T * K
-        y = _keep(x.shape, x_TD, x_TD.new_empty(2, T, K, F), routing.weights, routing.experts)
+        hidden = x_TD.new_empty(2, T, K, F)
+        counts["routed"] += hidden.nbytes
+        y = _keep(x.shape, x_TD, hidden, routing.weights, routing.experts)
         return (y if moe.shared is None else y + moe.shared(x)), routing
 
 

@@ -55,21 +55,22 @@ def is_tiled(config: Config, vocab_size: int) -> bool:
     return logit_tile(tokens, rows, size=BYTES[config.train.dtype]) is not None
 
 
-def kept_once(config: Config, *, tp: int) -> float:
+def kept_once(config: Config, *, tp: int, padded: float) -> float:
     """Bytes per token that the largest block keeps while backward computes it again.
 
     Args:
         config: Configuration of the run.
         tp: Ranks that share them.
+        padded: Rows of a buffer for experts, by those that are routed.
     """
-    return _kept_once(_key(config, config.model.vocab_size or 1), tp)
+    return _kept_once(_key(config, config.model.vocab_size or 1), tp, padded)
 
 
 @lru_cache(maxsize=256)  # thousands of layouts ask for the same
-def _kept_once(key: Key, tp: int) -> float:
+def _kept_once(key: Key, tp: int, padded: float) -> float:
     blocks = set(_model(key).blocks.values())
     parts = [together((block.attend, block.feed, block.rest)) for block in blocks]
-    return max(part.kept_bytes(1, tp=tp) for part in parts)
+    return max(part.kept_bytes(1, tp=tp, padded=padded) for part in parts)
 
 
 def _key(config: Config, vocab_size: int) -> Key:
@@ -99,7 +100,9 @@ def _block(key: Key, recompute: str, name: str) -> Work:
         return whole.under(f"{name}.")
     if recompute == "selective":
         whole = _repeated(together((attend, feed, rest)), model.dim, size, but_last_sum=False)
-        return replace(whole, kept=whole.kept + _products(model, name) * size).under(f"{name}.")
+        scores, rows = (elements * size for elements in _products(model, name))
+        kept = whole.kept + scores + rows
+        return replace(whole, kept=kept, routed=rows).under(f"{name}.")
     if recompute == "attention":
         attend = _repeated(attend, model.dim, size, but_last_sum=True)
     elif recompute == "feed_forward":
@@ -107,8 +110,8 @@ def _block(key: Key, recompute: str, name: str) -> Work:
     return together((attend, feed, rest)).under(f"{name}.")
 
 
-def _products(model: ModelConfig, name: str) -> float:
-    """Elements per token that attention proper and the products of experts return."""
+def _products(model: ModelConfig, name: str) -> tuple[float, float]:
+    """Elements per token that attention proper returns, and the products of experts."""
     width = model.num_heads * (
         model.v_head_dim
         if model.attention == "mla"
@@ -116,14 +119,14 @@ def _products(model: ModelConfig, name: str) -> float:
     )
     layer = int(name.rpartition(".")[2]) if name.startswith("layers.") else model.num_layers
     if model.is_dense(layer):
-        return float(width)
-    return float(width + model.top_k * (2 * model.expert_hidden + model.dim))
+        return float(width), 0.0
+    return float(width), float(model.top_k * (2 * model.expert_hidden + model.dim))
 
 
 def _repeated(work: Work, dim: int, size: int, *, but_last_sum: bool) -> Work:
     """A part that runs again in backward: it keeps its input of width `dim` and nothing else."""
     again = replace(work, summed=work.summed - dim) if but_last_sum and work.summed else work
-    return replace(work, kept=float(dim * size), whole=0.0, again=again)
+    return replace(work, kept=float(dim * size), whole=0.0, routed=0.0, again=again)
 
 
 @lru_cache(maxsize=1024)
@@ -214,7 +217,6 @@ def _block_kernels(learned: dict[str, Kernels], recompute: str, name: str) -> Ke
 _KEPT_KINDS = ("attention", "grouped")
 """Of kernels that "selective" does not run again."""
 
-_PARTS_OF_BLOCKS = {"": "full", ".attend": "attention", ".feed": "feed_forward"}
 _PARTS_OF_BLOCKS = {
     "": "full",
     ".attend": "attention",

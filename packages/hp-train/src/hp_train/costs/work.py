@@ -109,6 +109,7 @@ class Work:
         heads: Elements per token that context-parallel ranks exchange for attention.
         attentions: Number of layers whose attention has that exchange.
         rows: Rows of width D per token that travel to experts and back, in one direction.
+        routed: Bytes per token of `kept` that are of such rows.
         logits: Logits of a token, where this has the loss.
         again: What backward runs again of the forward, operations and exchanges; None: nothing.
     """
@@ -122,6 +123,7 @@ class Work:
     heads: float = 0.0
     attentions: float = 0.0
     rows: float = 0.0
+    routed: float = 0.0
     logits: float = 0.0
     again: "Work | None" = None
 
@@ -130,14 +132,16 @@ class Work:
         """What `EXCHANGED` names."""
         return (self.gathered + self.summed, self.heads, self.attentions, self.rows)
 
-    def kept_bytes(self, tokens: int, *, tp: int = 1) -> float:
+    def kept_bytes(self, tokens: int, *, tp: int = 1, padded: float = 1.0) -> float:
         """Bytes that a microbatch keeps from forward to backward on a rank.
 
         Args:
             tokens: Number of tokens of the microbatch that attention sees on the rank.
             tp: Ranks that share them.
+            padded: Rows of a buffer for experts, by those that are routed.
         """
-        return (self.kept / tp + (self.whole if tp > 1 else 0.0)) * tokens
+        kept = self.kept + (padded - 1) * self.routed
+        return (kept / tp + (self.whole if tp > 1 else 0.0)) * tokens
 
     def cast_bytes(self, *, size: int, tp: int = 1, expert_ranks: int = 1) -> float:
         """Bytes of what is cast to the dtype of activations, which all microbatches share.

@@ -12,8 +12,10 @@ from hp_train.base.numbers import whole
 from hp_train.config import Config, rules
 from hp_train.config.options import COMMAND_LINE, resolve
 from hp_train.config.space import with_keys
+from hp_train.costs.machine import machine_found
 from hp_train.costs.routing import parse_skew
 from hp_train.errors import ConfigError
+from hp_train.price.gather import decided
 
 _MOST_DEVICES = 2**20
 _STEPS = 2
@@ -88,7 +90,7 @@ def run(options: argparse.Namespace, given: Sequence[tuple[str, object]]) -> int
     from hp_train.dry_run.outcome import show  # noqa: PLC0415
     from hp_train.dry_run.rehearsal import rehearse  # noqa: PLC0415 - imports torch
 
-    config = dry_config(resolved.config)
+    config = dry_config(resolved.config, gpus_per_node=options.gpus_per_node)
     with tempfile.TemporaryDirectory(prefix="hp-dry-run-") as folder:
         found = rehearse(
             config,
@@ -198,8 +200,19 @@ def require_possible(config: Config, ranks: Sequence[int]) -> None:
             )
 
 
-def dry_config(config: Config) -> Config:
-    """The config as ranks are given it: they share few cores, so that nothing is late."""
+def dry_config(config: Config, *, gpus_per_node: int = 8) -> Config:
+    """The config as ranks are given it: they share few cores, so that nothing is late.
+
+    `mesh.gather` is decided as a run on such devices decides it: what tells how long their kernels
+    take is a dry device as well, and a process is in one at a time.
+
+    Args:
+        config: Config of the run.
+        gpus_per_node: Devices of a machine.
+    """
+    from hp_platform.dry import Gpu  # noqa: PLC0415 - imports torch
+    from hp_train.data import load_tokenizer  # noqa: PLC0415 - imports numpy
+
     launch = replace(
         config.launch,
         num_processes=0,
@@ -209,7 +222,11 @@ def dry_config(config: Config) -> Config:
         step_timeout_seconds=_PATIENCE,
         hang_seconds=_PATIENCE,
     )
-    return replace(config, launch=launch, run=replace(config.run, resume="", init_from=""))
+    config = replace(config, launch=launch, run=replace(config.run, resume="", init_from=""))
+    gpu, local = Gpu(), min(gpus_per_node, config.world_size)
+    machine = machine_found(gpu.name, memory=gpu.memory_bytes, node_size=local)
+    vocab_size = config.model.vocab_size or load_tokenizer(config.data.tokenizer).vocab_size
+    return decided(config, machine, vocab_size=vocab_size)
 
 
 def write_data(config: Config, folder: Path, *, documents: int | None) -> Path:

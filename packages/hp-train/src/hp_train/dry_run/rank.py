@@ -16,7 +16,6 @@ from hp_platform.host_reads import answering
 from hp_platform.store import sources_of
 from hp_train.base.dtypes import BYTES
 from hp_train.config import Config
-from hp_train.costs.gather import in_words
 from hp_train.costs.routing import Skew
 from hp_train.data import load_tokenizer
 from hp_train.dry_run.answers import Answers
@@ -27,6 +26,7 @@ from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
 from hp_train.layout.vocabulary import logit_tile
 from hp_train.model.parallelize import vocabulary_of
+from hp_train.price.gather import in_words
 from hp_train.training.gpu_settings import keeps_launch_order
 from hp_train.training.startup import connect, vocab_size_of
 from hp_train.training.train import Trainer

@@ -8,7 +8,8 @@ torch, and hp-expert where experts are shared out.
 
 from hp_train.costs.machine import MACHINES, Machine
 from hp_train.plan.choose import Choice, choose
-from hp_train.plan.estimate import Estimate, estimate
-from hp_train.plan.traffic import Spread
+from hp_train.price.estimate import Estimate
+from hp_train.price.gather import estimate
+from hp_train.price.traffic import Spread
 
 __all__ = ["MACHINES", "Choice", "Estimate", "Machine", "Spread", "choose", "estimate"]

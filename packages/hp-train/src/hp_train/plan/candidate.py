@@ -13,7 +13,7 @@ from hp_train.costs.memory import in_turn
 from hp_train.layout.communicators import held
 from hp_train.layout.ranks import Layout
 from hp_train.layout.schedules import count_microbatches
-from hp_train.plan.prices import Prices, aligned, costs_of
+from hp_train.price.prices import Prices, StagePrice, aligned, costs_of, reductions
 
 Peaks = Sequence[Sequence[Sequence[int]]]
 
@@ -56,22 +56,32 @@ class Candidate:
         mesh = replace(self.layout.mesh, gather="block")
         return Candidate(self._all, replace(self.layout, mesh=mesh), self._stage_to_rank)
 
-    def bound(self, *, gathers: bool = True) -> float:
+    @cached_property
+    def bound_by_block(self) -> float:
+        """What `bound` is of `by_block`."""
+        times = reductions(self.layout)
+        return self._bound([price.by_block(times) for price in self._prices])
+
+    @cached_property
+    def bound(self) -> float:
         """No order of the steps takes less.
 
         Each rank computes its own after its first input and parameters, and reduces gradients after
         it; but for weight gradients, what it computes is followed by the backward of the stages in
         front of its own; and its collectives go one by one.
         """
+        return self._bound(self._prices)
+
+    def _bound(self, prices: Sequence[StagePrice]) -> float:
         number, longest = count_microbatches(self.layout), 0.0
         before, around = [0.0], [0.0]
-        for price in self._prices:
+        for price in prices:
             before.append(before[-1] + price.forward)
             around.append(around[-1] + price.forward + price.input_grad)
         for stages in self._mine:
-            mine = [self._prices[stage] for stage in stages]
-            ahead = [price.gathered if gathers else 0.0 for price in mine]
-            after = [price.reduced if gathers else 0.0 for price in mine]
+            mine = [prices[stage] for stage in stages]
+            ahead = [price.gathered for price in mine]
+            after = [price.reduced for price in mine]
             first = min(stages)
             busy = number * sum(price.full for price in mine)
             waited_for = busy - number * sum(price.weight_grad for price in mine)

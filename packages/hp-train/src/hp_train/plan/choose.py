@@ -8,10 +8,11 @@ from hp_train.config import Config
 from hp_train.config.space import Axis, enumerate_meshes
 from hp_train.costs.machine import Machine
 from hp_train.errors import ConfigError
-from hp_train.plan.estimate import Estimate, Plan
-from hp_train.plan.prices import Prices
 from hp_train.plan.searching import Search
-from hp_train.plan.traffic import Spread
+from hp_train.price.estimate import Estimate, Plan
+from hp_train.price.gather import fits, room
+from hp_train.price.prices import Prices
+from hp_train.price.traffic import Spread
 
 _MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")
 
@@ -112,18 +113,18 @@ def choose(
         if len(found) >= count and found[count - 1].seconds <= least:
             break
         estimate = price(layout)
-        if estimate.memory.total <= machine.memory:
+        if fits(layout, estimate.memory.total, machine):
             _put(found, estimate)
         else:
             large.append(estimate)
-    if not large and search.smallest is not None:
-        large.append(price(search.smallest))
+    if not large and (smallest := search.nearest()) is not None:
+        large.append(price(smallest))
     nearest = min(large, key=lambda estimate: estimate.memory.total, default=None)
     if not found:
         assert nearest is not None
         raise ConfigError(
             f"no layout of {num_devices} processes fits: {nearest.memory.total / 1e9:.1f} GB "
-            f"must be at most the memory of a device ({machine.memory / 1e9:.1f} GB)"
+            f"must be at most the memory of a device ({room(nearest.config, machine) / 1e9:.1f} GB)"
         )
     return Choice(
         best=tuple(found[:count]),
@@ -146,6 +147,14 @@ def _put(found: list[Estimate], estimate: Estimate) -> None:
 
 
 def _in_words(config: Config) -> tuple[object, ...]:
-    """What tells a layout from others: with one pipeline rank, not the name of its schedule."""
+    """What tells a layout from others: with one pipeline rank, not the name of its schedule.
+
+    Of gathers by stage and by block the faster one is the layout's, as `mesh.gather = "auto"` is.
+    """
     pipeline = config.pipeline if config.mesh.pp > 1 else None
-    return config.mesh, pipeline, config.train.microbatch_size, config.train.recompute
+    return (
+        replace(config.mesh, gather="auto"),
+        pipeline,
+        config.train.microbatch_size,
+        config.train.recompute,
+    )

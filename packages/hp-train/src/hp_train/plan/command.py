@@ -20,9 +20,10 @@ from hp_train.costs.routing import busiest_load, parse_skew
 from hp_train.errors import ConfigError
 from hp_train.layout.schedules import KINDS
 from hp_train.plan.choose import Choice, choose
-from hp_train.plan.estimate import Estimate, Plan
 from hp_train.plan.report import as_dict, details, reasons, table
-from hp_train.plan.traffic import Spread
+from hp_train.price.estimate import Estimate, Plan
+from hp_train.price.gather import estimate
+from hp_train.price.traffic import Spread
 
 _RATES = {
     "flops": "operations per second of a matrix product",
@@ -119,7 +120,7 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
         )
     configured = None
     if config.world_size == num_devices:
-        configured = Plan(config, machine, vocab_size=vocab_size, spread=spread).estimate()
+        configured = estimate(config, machine, vocab_size=vocab_size, spread=spread)
     found = None
     if options.search is not None:
         plan = Plan(choice.best[0].config, machine, vocab_size=vocab_size, spread=spread)

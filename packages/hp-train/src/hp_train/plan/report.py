@@ -6,7 +6,8 @@ from typing import Any
 from hp_train.costs.machine import Machine
 from hp_train.layout.ranks import Layout
 from hp_train.plan.choose import Choice
-from hp_train.plan.estimate import Estimate
+from hp_train.price.estimate import Estimate
+from hp_train.price.gather import room
 
 _NEGLIGIBLE = 0.005
 """Share of a step below which a difference is not worth a word."""
@@ -83,7 +84,7 @@ def reasons(choice: Choice, machine: Machine) -> list[str]:
         large = choice.too_large
         kinds = large.memory.kinds
         most = max(kinds, key=lambda kind: kinds[kind])
-        excess = _bytes(large.memory.total - machine.memory)
+        excess = _bytes(large.memory.total - room(large.config, machine))
         size = _bytes(kinds[most])
         lines.append(f"  does not fit, by {excess}: {name(large)}, most of it {most} ({size})")
     return lines

@@ -19,11 +19,14 @@ from hp_schedule import Path, Precedence, length
 from hp_train.config import Config, PipelineConfig, rules
 from hp_train.config.space import Axis
 from hp_train.costs import modules
+from hp_train.costs.memory import padding, static_memory
+from hp_train.costs.work import Work
 from hp_train.layout.ranks import Layout, StageLayout
 from hp_train.layout.schedules import KINDS, count_microbatches, placement
 from hp_train.plan.candidate import Candidate
-from hp_train.plan.estimate import plain_schedule
-from hp_train.plan.prices import Prices
+from hp_train.price.estimate import plain_schedule
+from hp_train.price.gather import fits
+from hp_train.price.prices import Prices
 
 _PLAINEST = PipelineConfig(schedule="1f1b", stages_per_rank=1)
 _MOST_PATHS = 12
@@ -65,6 +68,7 @@ class Search:
         self.is_complete = True
         self._axes = {axis.key: axis for axis in axes}
         self._least_bytes = float("inf")
+        self._hopeless: tuple[float, Config | None] = float("inf"), None
         self.prices, self._most = prices, most
         self._steps: dict[object, _Steps] = {}
         self._pipelines: dict[int, list[tuple[PipelineConfig, tuple[int, ...]]]] = {}
@@ -92,6 +96,14 @@ class Search:
                 for bound, narrower in found():
                     heappush(waiting, (max(least, bound), next(order), narrower))
 
+    def nearest(self) -> Config | None:
+        """The layout that lacks least of those that do not fit, of those looked at."""
+        if self.smallest is None and self._hopeless[1] is not None:
+            for _, narrower in self._of_pipelines(self._hopeless[1]):
+                assert callable(narrower)
+                list(narrower())  # finds that it does not fit
+        return self.smallest
+
     def _batches(self, mesh: Config) -> Iterator[_Found]:
         """What a mesh is made into: microbatches of all sizes, first with all that they keep."""
         sizes, again = (
@@ -107,11 +119,37 @@ class Search:
                 yield self.bound_of_batch(found), partial(self._repeating, found, rest)
 
     def _repeating(self, found: Config, rest: Sequence[object]) -> Iterator[_Found]:
-        """The same microbatches, and those with something computed again."""
+        """The same microbatches, and those with something computed again; those that may fit."""
+        yield from self._if_it_may_fit(found, 0.0)
         for recompute in rest:
             more = _with_train(found, recompute=recompute)
-            yield self.bound_of_batch(more), partial(self._of_pipelines, more)
-        yield from self._of_pipelines(found)
+            yield from self._if_it_may_fit(more, self.bound_of_batch(more))
+
+    def _if_it_may_fit(self, found: Config, bound: float) -> Iterator[_Found]:
+        needed = self.least_bytes(found)
+        if needed <= self.prices.machine.memory:
+            yield bound, partial(self._of_pipelines, found)
+        elif needed < self._hopeless[0]:
+            self._hopeless = needed, found
+
+    def least_bytes(self, config: Config) -> float:
+        """What the rank that needs most needs at least, with all pipelines of a mesh.
+
+        That is the mean of what all need of weights, and to keep one microbatch, which all of its
+        stages do when its backward begins.
+        """
+        stages, place = self._as_one(config)
+        tokens = config.train.microbatch_size * config.data.seq_len // config.mesh.cp
+        padded = padding(config, place)
+        kept = sum(stage.kept_bytes(tokens, tp=place.tp, padded=padded) for stage in stages)
+        tensors = (sum(static_memory(config, stages, place)) + kept) / config.mesh.pp
+        machine = self.prices.machine
+        return machine.context_memory + (1 + machine.fragmentation) * tensors
+
+    def _as_one(self, config: Config) -> tuple[tuple[Work, ...], StageLayout]:
+        """All layers as one stage, and the ranks that would share it in a pipeline."""
+        stages = modules.stages(config, self.prices.vocab_size, num_stages=1)
+        return stages, StageLayout.of(config.mesh, tp=config.mesh.tp, ep=config.mesh.ep)
 
     def bound_of_batch(self, config: Config) -> float:
         """Of all pipelines of a mesh with microbatches of a size.
@@ -121,8 +159,7 @@ class Search:
         """
         config = replace(config, pipeline=_PLAINEST)
         mesh = config.mesh
-        stages = modules.stages(config, self.prices.vocab_size, num_stages=1)
-        place = StageLayout.of(mesh, tp=mesh.tp, ep=mesh.ep)
+        stages, place = self._as_one(config)
         price = self.prices.stages(config, stages, (place,))[0]
         busy = (
             max(count_microbatches(config) * price.full, price.gathered + price.reduced) / mesh.pp
@@ -132,35 +169,30 @@ class Search:
 
     def _of_pipelines(self, found: Config) -> Iterator[_Found]:
         """The pipelines of a mesh with microbatches of one size."""
-        known: dict[tuple[int, ...], tuple[Candidate, float]] = {}
+        known: dict[tuple[int, ...], Candidate] = {}
         for pipeline, stage_to_rank in self._possible(found):
             layout = replace(found, pipeline=pipeline)
             if is_repeated(layout):
                 continue
             self.num_priced += 1
             if stage_to_rank not in known:
-                candidate = Candidate(self.prices, layout, stage_to_rank)
-                known[stage_to_rank] = candidate, candidate.bound()
-            candidate, bound = known[stage_to_rank]
+                known[stage_to_rank] = Candidate(self.prices, layout, stage_to_rank)
+            candidate = known[stage_to_rank]
+            yield candidate.bound, partial(self._fitting, candidate, pipeline)
             if candidate.is_sharded and not KINDS[pipeline.schedule].splits_backward:
-                # By block it may take less, of what is gathered before the first step.
-                yield candidate.bound(gathers=False), partial(self._fitting, candidate, pipeline)
-            else:
-                yield bound, partial(self._fitting, candidate, pipeline)
+                yield candidate.bound_by_block, partial(self._by_block, candidate, pipeline)
+
+    def _by_block(self, candidate: Candidate, pipeline: PipelineConfig) -> Iterator[_Found]:
+        """A layout that gathers block by block."""
+        mesh = replace(candidate.layout.mesh, gather="block")
+        if not is_repeated(replace(candidate.layout, mesh=mesh, pipeline=pipeline)):
+            yield from self._fitting(candidate.by_block, pipeline)
 
     def _fitting(self, candidate: Candidate, pipeline: PipelineConfig) -> Iterator[_Found]:
-        """A layout, if it fits; if not, the one that gathers block by block, if that does."""
+        """A layout, if it fits."""
         layout = replace(candidate.layout, pipeline=pipeline)
-        if not rules.allows_pipeline(layout):
-            return
-        if self._fits(candidate, layout):
-            yield candidate.bound(), partial(self._timed, candidate, layout)
-        elif candidate.is_sharded:
-            layout = replace(layout, mesh=replace(layout.mesh, gather="block"))
-            if rules.allows_pipeline(layout) and not is_repeated(layout):
-                candidate = candidate.by_block
-                if self._fits(candidate, layout):
-                    yield candidate.bound(), partial(self._timed, candidate, layout)
+        if rules.allows_pipeline(layout) and self._fits(candidate, layout):
+            yield candidate.bound, partial(self._timed, candidate, layout)
 
     def _fits(self, candidate: Candidate, layout: Config) -> bool:
         """Whether a layout's ranks hold what is under way."""
@@ -168,11 +200,12 @@ class Search:
         walk = partial(self._walk, layout.pipeline, pp, is_sharded=candidate.is_sharded)
         # With few microbatches there are no more at once, and far fewer steps.
         needed = candidate.least_needed(walk(min(number, 2 * pp)).order.peaks)
-        if needed <= self.prices.machine.memory:
+        if fits(layout, needed, self.prices.machine):
             needed = candidate.needed(walk(number).order.peaks)
-        if needed > self.prices.machine.memory and needed < self._least_bytes:
+        is_there = fits(layout, needed, self.prices.machine)
+        if not is_there and needed < self._least_bytes:
             self._least_bytes, self.smallest = needed, layout
-        return needed <= self.prices.machine.memory
+        return is_there
 
     def _timed(self, candidate: Candidate, layout: Config, known: float = 0.0) -> Iterator[_Found]:
         """The time of a layout; or a better bound, of paths that were longest for others."""

@@ -7,8 +7,8 @@ import torch
 from hp_platform import Runtime
 from hp_train import __version__
 from hp_train.config import Config
-from hp_train.costs.gather import in_words
 from hp_train.layout.mesh import Mesh
+from hp_train.price.gather import in_words
 from hp_train.training.gpu_settings import in_force
 from hp_train.training.gradients import GradientNorm
 from hp_train.training.metrics import METRICS

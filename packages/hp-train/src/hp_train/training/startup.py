@@ -11,13 +11,13 @@ import torch.distributed as dist
 from hp_platform import Runtime, agree, all_gather_json, initialize, new_group
 from hp_train.config import Config
 from hp_train.config.timeouts import Timeouts
-from hp_train.costs.gather import decided
-from hp_train.costs.machine import MACHINES
+from hp_train.costs.machine import machine_found
 from hp_train.data import Tokenizer, load_tokenizer
 from hp_train.data.cache import Cache
 from hp_train.data.prepare import prepare
 from hp_train.errors import DataError
 from hp_train.launch.task import Worker
+from hp_train.price.gather import decided
 from hp_train.training import gpu_settings
 
 
@@ -109,7 +109,7 @@ def vocab_size_of(config: Config, tokenizer: Tokenizer) -> int:
 def decide_gather(config: Config, runtime: Runtime, *, vocab_size: int) -> Config:
     """The config with `mesh.gather` decided, the same on every rank. All ranks call this together.
 
-    On a CPU, whose memory is not its own, it is by stage.
+    On a CPU, whose memory is not its own and whose rates nobody has measured, it is by stage.
 
     Args:
         config: Validated; the same on every rank.
@@ -125,7 +125,8 @@ def decide_gather(config: Config, runtime: Runtime, *, vocab_size: int) -> Confi
     told = (str(properties.uuid), properties.total_memory, num_local, most)
     everyone = all_gather_json(told, of=tuple[str, int, int, int], group=runtime.control)
     sharing = Counter(uuid for uuid, *_ in everyone)
-    machine = MACHINES["h100"].with_values(
+    machine = machine_found(
+        properties.name,
         memory=min(total / min(sharing[uuid], most) for uuid, total, _, most in everyone),
         node_size=max(size for _, _, size, _ in everyone),
     )

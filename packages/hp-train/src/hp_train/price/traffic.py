@@ -15,6 +15,7 @@ from hp_train.costs.machine import Link, Machine
 from hp_train.costs.memory import (
     local_elements,
     message_bytes,
+    padding,
     parameter_bytes,
     sharded_bytes,
     stage_elements,
@@ -91,17 +92,25 @@ def expert_exchanges(
 ) -> ExpertExchanges:
     """What a layer of experts sends to other ranks.
 
-    The dispatcher chooses between a row per expert and a row per rank as hp-expert does. Where the
-    width of experts is cut, what arrives is gathered by the ranks that have the other parts, and
-    their outputs are summed on the way back.
+    The dispatcher chooses between a row per expert and a row per rank as hp-expert does; in buffers
+    of a fixed size every rank sends every other as many, whatever the routing. Where the width of
+    experts is cut, what arrives is gathered by the ranks that have the other parts, and their
+    outputs are summed on the way back.
     """
     size = BYTES[config.train.dtype]
-    return _expert_exchanges(config.model, size, layout, node_size, spread)
+    padded = padding(config, layout) if config.mesh.ep_buffer else 0.0
+    return _expert_exchanges(config.model, size, layout, node_size, spread=spread, padded=padded)
 
 
 @lru_cache(maxsize=4096)
 def _expert_exchanges(
-    model: ModelConfig, size: int, layout: StageLayout, node_size: int, spread: Spread
+    model: ModelConfig,
+    size: int,
+    layout: StageLayout,
+    node_size: int,
+    *,
+    spread: Spread,
+    padded: float,
 ) -> ExpertExchanges:
     ep = layout.ep
     if ep * layout.etp == 1:
@@ -115,18 +124,20 @@ def _expert_exchanges(
     row_bytes, weight_bytes = model.dim * size, max(4, size)
     shape = (model.num_experts, model.top_k, ep)
     cost = dispatch_bytes(*shape, row_bytes=row_bytes, weight_bytes=weight_bytes)
-    pays = deduplication_pays(*shape, row_bytes=row_bytes, weight_bytes=weight_bytes)
+    pays = not padded and deduplication_pays(*shape, row_bytes=row_bytes, weight_bytes=weight_bytes)
     # Of a token, there and back.
     rows = expected_rows_per_token(*shape) if pays else model.top_k
     sent = (cost.deduplicated if pays else cost.plain) / 2
-    if spread.ranks:
+    if padded:
+        sent *= padded
+    elif spread.ranks:
         rows, sent = spread.ranks, spread.ranks / rows * sent
     # Ranks of the node that has fewest of a group, and whether parts of an expert lie in several.
-    near = min(_near(group, node_size) for group in layout.ranks("ep"))
-    apart = any(_near(group, node_size) < layout.etp for group in layout.ranks("etp"))
+    near = min(map(_near, _nodes(layout, node_size, "ep")))
+    apart = any(_near(nodes) < layout.etp for nodes in _nodes(layout, node_size, "etp"))
     # What stays on a rank is not sent.
     inside, between = sent * (near - 1) / ep, sent * (ep - near) / ep
-    if spread.nodes:
+    if spread.nodes and not padded:
         inside, between = sent * (near - 1) / near, sent / rows * spread.nodes * (ep - near) / ep
     gathered = 2 * rows * row_bytes * (layout.etp - 1)
     # Forward announces counts, sends rows and routing weights (and for which experts a row is,
@@ -140,9 +151,14 @@ def _expert_exchanges(
     )
 
 
-def _near(ranks: Sequence[int], node_size: int) -> int:
+def _nodes(layout: StageLayout, node_size: int, *axes: Axis) -> set[tuple[int, ...]]:
+    """Nodes of the ranks of the groups along some axes; each combination once."""
+    return {tuple([rank // node_size for rank in ranks]) for ranks in layout.ranks(*axes)}
+
+
+def _near(nodes: Sequence[int]) -> int:
     """How many ranks of a group are on the node that has fewest of them."""
-    return min(Counter(rank // node_size for rank in ranks).values())
+    return min(Counter(nodes).values())
 
 
 @lru_cache(maxsize=4096)  # schedules, stages and batches of one mesh ask for the same
@@ -168,7 +184,7 @@ def expert_transfer(
     layers = sum(work.rows for work in works) / max(1, config.model.top_k)
     each = expert_exchanges(config, layout, node_size=machine.node_size, spread=spread)
     messages = layers * (each.backward if backward else each.forward)
-    rows = layers * tokens * spread.load(layout.ep)
+    rows = layers * tokens * (1.0 if config.mesh.ep_buffer else spread.load(layout.ep))
     latency = group_link(layout, machine, "ep", "etp").latency
     busy = max(each.inside / machine.bandwidth, each.between / machine.node_bandwidth)
     seconds = rows * busy + messages * latency
@@ -281,15 +297,16 @@ class _Ring(NamedTuple):
 def _ring(layout: StageLayout, machine: Machine, *axes: Axis) -> _Ring:
     """The slowest group along some axes. Ranks of a node share what comes in from others."""
     slowest = _Ring(0.0, 0.0, is_far=False)
-    for ranks in layout.ranks(*axes):
-        per_node = Counter(rank // machine.node_size for rank in ranks)
-        bandwidth, latency, far = machine.link([ranks])
+    for nodes in _nodes(layout, machine.node_size, *axes):
+        per_node = Counter(nodes)
+        far = len(per_node) > 1
+        bandwidth, latency, _ = machine.link_of(between=far)
         if far:
-            nodes, near = len(per_node), min(per_node.values())
-            others = (nodes - 1) / nodes * len(ranks) / (len(ranks) - 1)
+            number, near = len(per_node), min(per_node.values())
+            others = (number - 1) / number * len(nodes) / (len(nodes) - 1)
             between = others / near / machine.node_bandwidth
             bandwidth = 1 / max(between, 1 / machine.bandwidth)
-        found = _Ring(1 / bandwidth, (len(ranks) - 1) * latency, far)
+        found = _Ring(1 / bandwidth, (len(nodes) - 1) * latency, far)
         slowest = max(slowest, found)
     return slowest
 

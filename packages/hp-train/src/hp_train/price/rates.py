@@ -2,7 +2,7 @@
 
 from collections import Counter
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from hp_train.costs.machine import Machine
 from hp_train.costs.work import Kernel, Kernels
@@ -25,6 +25,21 @@ class Compute(NamedTuple):
     weight_grad: float
     again: float
     host: float = 0.0
+
+
+class Routed(NamedTuple):
+    """Rows of experts, by those of an even routing.
+
+    Attributes:
+        load: Those that the busiest rank's experts compute.
+        padded: Those that its buffers hold, see `mesh.ep_buffer`.
+    """
+
+    load: float = 1.0
+    padded: float = 1.0
+
+
+EVEN: Final = Routed()
 
 
 class _Busy(NamedTuple):
@@ -59,7 +74,7 @@ class Rates:
         }
 
     def compute(
-        self, kernels: Kernels, tokens: float, place: StageLayout, *, load: float = 1.0
+        self, kernels: Kernels, tokens: float, place: StageLayout, *, routed: Routed = EVEN
     ) -> Compute:
         """Price a stage.
 
@@ -67,28 +82,34 @@ class Rates:
             kernels: What the stage launches.
             tokens: Tokens of a microbatch on a rank.
             place: Ranks that share its weights.
-            load: Rows of the busiest rank's experts, by those of the mean.
+            routed: Rows of the busiest rank's experts.
         """
-        dense, routed = place.tp, place.ep * place.etp
-        parts = [self._seconds(way, tokens, dense, routed, load=load) for way in kernels]
+        shared = place.tp, place.ep * place.etp
+        parts = [self._seconds(way, tokens, *shared, routed=routed) for way in kernels]
         forward, backward, again = (self._slowed * max(part) for part in parts)
         # Of each product in forward there is one for the input and one for the weight.
         host = self._slowed * sum(part.host for part in parts)
         return Compute(forward, backward / 2, backward / 2, again, host)
 
     def _seconds(
-        self, kernels: Counter[Kernel], tokens: float, dense: int, routed: int, *, load: float
+        self, kernels: Counter[Kernel], tokens: float, dense: int, experts: int, *, routed: Routed
     ) -> "_Busy":
-        """Price kernels; `dense` and `routed` ranks share weights of both kinds."""
-        key = (id(kernels), tokens, dense, routed, load)
+        """Price kernels; `dense` and `experts` ranks share weights of both kinds.
+
+        Kernels of experts move whole buffers, and multiply rows.
+        """
+        key = (id(kernels), tokens, dense, experts, routed)
         known = self._known.get(key)
         if known is not None:
             return known[1]
         device = launches = 0.0
         for kernel, times in kernels.items():
             left = self._left if kernel.kind == "memory" else 1.0
-            ranks, rows = (routed, tokens * load) if kernel.is_expert else (dense, tokens)
-            moved = left * (kernel.bytes * rows + kernel.fixed_bytes / ranks)
+            ranks, rows, held = dense, tokens, tokens
+            if kernel.is_expert:
+                ranks, rows = experts, tokens * routed.load
+                held = tokens * max(routed)
+            moved = left * (kernel.bytes * held + kernel.fixed_bytes / ranks)
             busy = max(
                 kernel.flops * rows / self._flops[kernel.kind],
                 moved / self._machine.memory_bandwidth,

@@ -6,7 +6,7 @@ microbatch has, and how its parameters are gathered. Thousands of layouts have t
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from operator import mul
 from typing import Any, NamedTuple
 
@@ -19,14 +19,15 @@ from hp_train.costs.memory import (
     in_turn,
     kinds_of,
     message_bytes,
+    padding,
     static_memory,
     tensor_memory,
 )
 from hp_train.costs.work import EXCHANGED, Kernels, Work
 from hp_train.layout.ranks import Layout, StageLayout
 from hp_train.layout.schedules import count_microbatches, split_layers
-from hp_train.plan.kernels import Compute, rates_of
-from hp_train.plan.traffic import (
+from hp_train.price.rates import Compute, Routed, rates_of
+from hp_train.price.traffic import (
     Spread,
     Transfer,
     activation_transfers,
@@ -68,6 +69,20 @@ class StagePrice(NamedTuple):
         """Forward and backward."""
         return self.forward + self.input_grad + self.weight_grad
 
+    def by_block(self, reductions: float) -> "StagePrice":
+        """The same where blocks are gathered while others compute, and in backward reduced.
+
+        Args:
+            reductions: Reductions of a gradient for each microbatch, at most 1.
+        """
+        back = self.gathered + reductions * self.reduced
+        return self._replace(
+            forward=max(self.forward, self.gathered),
+            input_grad=max(self.input_grad, back - self.weight_grad),
+            gathered=0.0,
+            reduced=0.0,
+        )
+
 
 class Prices:
     """Prices of the stages of layouts that differ in mesh, pipeline, microbatches, recomputation.
@@ -102,10 +117,16 @@ class Prices:
             kernels = modules.kernels(config, self.vocab_size, num_stages=num)
         layers = map(len, split_layers(config.model.num_layers, num))
         _, slowed = cores_of(self.machine, Layout.of(config.mesh))
-        return [
-            self.stage(config, stage, place, kernels=mine, layers=number, slowed=slowed)
-            for stage, place, mine, number in zip(stages, places, kernels, layers, strict=True)
-        ]
+        found: list[StagePrice] = []
+        known: dict[tuple[int, int], StagePrice] = {}  # most stages are like others before them
+        for stage, place, mine, number in zip(stages, places, kernels, layers, strict=True):
+            key = id(stage), id(place)
+            if key not in known:
+                known[key] = self.stage(
+                    config, stage, place, kernels=mine, layers=number, slowed=slowed
+                )
+            found.append(known[key])
+        return found
 
     def stage(
         self,
@@ -144,23 +165,18 @@ class Prices:
     ) -> StagePrice:
         ahead, back, again = self._waits(config, stage, place)
         gather, reduce = self._gather(config, stage, place)
-        by_block = config.mesh.gather == "block"
-        times = 1 / count_microbatches(config) if config.mesh.reduce_once else 1.0
-        return StagePrice(
-            # Parameters are gathered meanwhile, and in backward gradients reduced.
-            forward=max(compute.forward + ahead, by_block * gather),
-            input_grad=max(
-                compute.input_grad + compute.again + back + again,
-                by_block * (gather + times * reduce) - compute.weight_grad,
-            ),
+        price = StagePrice(
+            forward=compute.forward + ahead,
+            input_grad=compute.input_grad + compute.again + back + again,
             weight_grad=compute.weight_grad,
             exchanges=ahead + back + again,
-            gathered=0.0 if by_block else gather,
-            reduced=0.0 if by_block else reduce,
+            gathered=gather,
+            reduced=reduce,
             host=compute.host,
-            kept=stage.kept_bytes(tokens, tp=place.tp),
+            kept=stage.kept_bytes(tokens, tp=place.tp, padded=padding(config, place)),
             message=float(message_bytes(config, place)),
         )
+        return price.by_block(reductions(config)) if config.mesh.gather == "block" else price
 
     def _waits(self, config: Config, stage: Work, place: StageLayout) -> list[float]:
         """Seconds of what `ways` has: sums of what takes so long for each thing exchanged."""
@@ -178,7 +194,11 @@ class Prices:
     def _seconds_of_each(self, config: Config, place: StageLayout) -> list[list[float]]:
         """Seconds for one of each that `EXCHANGED` names, in forward and in backward."""
         found: list[list[float]] = []
+        ranks = {"summed": place.tp, "heads": place.cp, "attentions": place.cp}
         for name in EXCHANGED:
+            if ranks.get(name, place.ep * place.etp) == 1:
+                found.append([0.0, 0.0])
+                continue
             one: dict[str, Any] = {name: 1.0}
             way = partial(_way, config, [Work(**one)], place, self.machine, spread=self.spread)
             # Only experts have other exchanges in backward than in forward.
@@ -215,7 +235,8 @@ class Prices:
         if kernels is not None:
             compiled = config.train.compile != "none"
             rates = rates_of(machine, is_compiled=compiled, slowed=slowed)
-            return rates.compute(kernels, number, place, load=self.spread.load(place.ep))
+            routed = Routed(self.spread.load(place.ep), padding(config, place))
+            return rates.compute(kernels, number, place, routed=routed)
         busy = slowed * (number * stage.flops / machine.flops + layers * machine.layer_seconds)
         repeated = stage.again.flops / stage.flops if stage.again else 0.0
         # What runs again takes as long as it did.
@@ -315,6 +336,12 @@ def _way(
     return found
 
 
+def reductions(config: Config) -> float:
+    """How often a gradient is reduced for each microbatch, where that happens block by block."""
+    return 1 / count_microbatches(config) if config.mesh.reduce_once else 1.0
+
+
+@lru_cache(maxsize=1 << 16)  # schedules and batches of one mesh ask for the same
 def aligned(place: StageLayout, node_size: int) -> StageLayout:
     """The same ranks where they are in their nodes, as low as can be: that is all that matters."""
     first = place.first % node_size

@@ -16,7 +16,6 @@ from hp_schedule import (
 )
 from hp_train.config import Config, PipelineConfig
 from hp_train.costs import modules
-from hp_train.costs.gather import decided
 from hp_train.costs.machine import Machine
 from hp_train.costs.memory import Memory
 from hp_train.costs.work import Work
@@ -27,8 +26,8 @@ from hp_train.layout.schedules import (
     count_stages,
     placement,
 )
-from hp_train.plan.prices import Prices, aligned, cores_of, costs_of, ways
-from hp_train.plan.traffic import (
+from hp_train.price.prices import Prices, aligned, cores_of, costs_of, ways
+from hp_train.price.traffic import (
     Spread,
     Transfer,
     edge_link,
@@ -87,7 +86,7 @@ class Plan:
         cores: Cores of one pipeline; None: as many as it has ranks.
 
     Args:
-        config: Configuration of the layout; checked.
+        config: Configuration of the layout; checked, with `mesh.gather` decided.
         machine: Machine with as many devices as the layout has ranks.
         vocab_size: Tokens of the vocabulary, the rows of the embedding.
         spread: Where the experts of a token are; None: by even chances, by hp-expert's dispatcher.
@@ -103,7 +102,8 @@ class Plan:
         spread: Spread | None = None,
         prices: Prices | None = None,
     ) -> None:
-        config = decided(config, machine, vocab_size=vocab_size)
+        if config.mesh.gather == "auto":
+            raise ValueError("mesh.gather (auto) must be decided before a layout is priced")
         self.config, self.machine = config, machine
         self.layout = Layout.of(config.mesh)
         self.num_microbatches = count_microbatches(config)
@@ -234,20 +234,6 @@ def plain_schedule(
     if is_sharded:
         schedule = add_fsdp_unshard_reshard(add_fsdp_reduce_grad(schedule))
     return schedule
-
-
-def estimate(
-    config: Config, machine: Machine, *, vocab_size: int, spread: Spread | None = None
-) -> Estimate:
-    """What a layout costs on a machine.
-
-    Args:
-        config: Configuration of the layout; checked.
-        machine: What its devices do.
-        vocab_size: Tokens of the vocabulary, the rows of the embedding.
-        spread: See `Plan`.
-    """
-    return Plan(config, machine, vocab_size=vocab_size, spread=spread).estimate()
 
 
 def _neighbours(num_stages: int) -> list[tuple[int, int]]:
