@@ -9,7 +9,18 @@ from pathlib import Path
 from msgspec import structs
 
 from hp_train.errors import HpError
-from hp_train.jobs.events import BATCHES, FORWARD, NUM_SIGNS, SUFFIX, TENSORS, Box, Event, Piece, Rows, read
+from hp_train.jobs.events import (
+    BATCHES,
+    FORWARD,
+    NUM_SIGNS,
+    SUFFIX,
+    TENSORS,
+    Box,
+    Event,
+    Piece,
+    Rows,
+    read,
+)
 
 TERMS = 1e-3
 """Ranks that differ by more may have terms of a sum, where that can be."""
