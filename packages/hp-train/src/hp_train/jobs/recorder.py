@@ -2,7 +2,8 @@
 
 Note [Steps of a job]. A step ends with an update: the next call of a root module with gradients
 begins another. A root module is one with parameters that no other module calls. What runs inside a
-backward is recomputation, and was recorded before.
+backward is recomputation, and was recorded before. Steps are counted over all launches of a job,
+see Note [Launches of a job].
 """
 
 import atexit
@@ -17,17 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as modules
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
+from torch.utils.hooks import RemovableHandle
 
 from hp_train.base._internals import in_backward
 from hp_train.jobs import events as ev
 from hp_train.jobs.calls import around, kwargs_of_call
 from hp_train.jobs.disturbing import disturb
 from hp_train.jobs.events import Event, Log, Number, Rows
+from hp_train.jobs.launches import Launches
 from hp_train.jobs.lifting import lift
 from hp_train.jobs.names import Renaming, plain
 from hp_train.jobs.parts import Reference, Slice, placed
@@ -101,18 +105,29 @@ class Recorder:
         self._numbers: Counter[str] = Counter()
         self._times: Counter[tuple[str, str]] = Counter()
         self._root_calls = 0
+        self._launches: Launches | None = None
+        self._hooks: list[RemovableHandle] = []
 
     def listen(self) -> None:
         """Register all hooks."""
-        modules.register_module_forward_pre_hook(self._enter)
-        modules.register_module_forward_hook(self._leave, always_call=True)
-        optimizers.register_optimizer_step_pre_hook(self._before_update)
-        optimizers.register_optimizer_step_post_hook(self._after_update)
+        self._hooks = [
+            modules.register_module_forward_pre_hook(self._enter),
+            modules.register_module_forward_hook(self._leave, always_call=True),
+            optimizers.register_optimizer_step_pre_hook(self._before_update),
+            optimizers.register_optimizer_step_post_hook(self._after_update),
+        ]
         around(torch.autograd, "backward", before=lambda loss, *_, **__: self._losses(loss))
         for place in (nn.utils, nn.utils.clip_grad):
             around(place, "clip_grad_norm_", before=self._before_clipping, after=self._clipped)
         around(nn.utils, "clip_grads_with_norm_", before=self._before_scaling)
         atexit.register(self.flush)
+
+    def leave(self) -> Request:
+        """Listen no more: something else records this process. Returns what is asked of it."""
+        asked, self._request = self._request, replace(self._request, steps=0)
+        for hook in self._hooks:
+            hook.remove()
+        return asked
 
     # Modules.
 
@@ -139,6 +154,9 @@ class Recorder:
         """Begin a call of a root module, and perhaps a step."""
         call.phase = ev.FORWARD if torch.is_grad_enabled() else ev.EVALUATION
         with self._lock:
+            if self._launches is None:
+                self._launches = Launches(Path(self._request.folder), _rank())
+                self._step += self._launches.steps
             if self._has_updated and torch.is_grad_enabled():
                 self.flush()
                 self._step, self._has_updated, self._is_clipped = self._step + 1, False, False
@@ -211,7 +229,12 @@ class Recorder:
         named = {plain(name): p for name, p in root.named_parameters(remove_duplicate=True)}
         folder = Path(self._request.reference)
         renaming = Renaming(())
-        if self._request.reference:
+        assert self._launches is not None
+        known = self._launches.recall(named)
+        if known is not None:
+            slices = known
+            renaming = Renaming((name, some[0].name) for name, some in slices.items() if some)
+        elif self._request.reference:
             if self._reference is None:
                 self._reference = Reference(read_weights(folder))
             slices, renaming = self._reference.find(named)
@@ -220,6 +243,7 @@ class Recorder:
         else:
             slices = {name: _own(name, parameter) for name, parameter in named.items()}
             keep_weights(Path(self._request.folder), _rank(), named)
+        self._launches.remember({name: slices.get(name, []) for name in named})
         for name, parameter in named.items():
             self._names[id(parameter)] = renaming(name)
             self._slices[id(parameter)] = slices.get(name, [])
@@ -230,7 +254,8 @@ class Recorder:
         innermost = {plain(name): id(module) for name, module in root.named_modules()}
         for name, module in innermost.items():  # of wrappers and what they wrap, the latter
             self._modules.setdefault(module, renaming(name))
-        self._parameters(ev.START, ((p, p) for p in named.values()))
+        if not self._launches.steps:
+            self._parameters(ev.START, ((p, p) for p in named.values()))
 
     def _parameters(self, phase: str, values: Iterable[tuple[Tensor, Tensor | None]]) -> None:
         """Note down what parameters have: parameter, value of its shape and placement."""
@@ -299,7 +324,10 @@ class Recorder:
             with self._lock:
                 self._parameters(ev.WEIGHT, ((p, p) for p in _updated(optimizer)))
                 self._states(optimizer)
+                self.flush()  # the process may be killed before another step begins
         self._has_updated = True
+        if self._launches is not None:
+            self._launches.count(self._step)
 
     def _states(self, optimizer: Optimizer) -> None:
         for parameter in _updated(optimizer):
