@@ -3,7 +3,7 @@
 import argparse
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -67,10 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    if argv[:1] == ["verify"] and "--" in argv:
-        return jobs.run(argv[1:])
-    if argv[:1] == ["verify"] and any(argument in compared.FLAGS for argument in argv):
-        return compared.run(argv[1:])
+    if argv[:1] == ["verify"] and (door := _other_door(argv)) is not None:
+        return door(argv[1:])
     argv, script = _without_script(argv)
     overrides, rest = split_overrides(_joined(argv))
     parser, commands = _parser()
@@ -94,6 +92,13 @@ def _main(argv: Sequence[str]) -> int:
     if options.resume is not None:
         given.append(("run.resume", options.resume))
     return _with_config(options, given)
+
+
+def _other_door(argv: Sequence[str]) -> Callable[[Sequence[str]], int] | None:
+    """What `hp verify` compares that is no config: jobs of anybody, checkpoints, curves."""
+    if "--" in argv:
+        return jobs.run
+    return compared.run if any(argument in compared.FLAGS for argument in argv) else None
 
 
 def _with_config(options: argparse.Namespace, given: list[tuple[str, object]]) -> int:

@@ -1,6 +1,5 @@
 """Checkpoints of several formats, read tensor by tensor; nothing is unpickled that could run."""
 
-import math
 import pickle
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -82,20 +81,27 @@ def opened_source(path: Path) -> Iterator[Source]:
 
 
 def _opened(path: Path, stack: ExitStack) -> Source:
-    if not path.exists():
-        raise CheckpointError(f"{path} must be a checkpoint: there is nothing")
     if path.is_file():
-        if path.suffix == ".json":
-            return _of_listing(path, read_listing(path))
-        if path.suffix == ".safetensors":
-            return _of_files(path, stack.enter_context(opened_tensors([path])))
-        return _of_torch([path], path)
+        return _of_file(path, stack)
     if (path / MANIFEST).is_file():
         return _native(path)
     if complete_checkpoints(path / "checkpoints"):
         return _native(newest_checkpoint(path / "checkpoints"))
     if (path / METADATA).is_file():
         return _distributed(path)
+    return _of_folder(path, stack)
+
+
+def _of_file(path: Path, stack: ExitStack) -> Source:
+    if path.suffix == ".json":
+        return _of_listing(path, read_listing(path))
+    if path.suffix == ".safetensors":
+        return _of_files(path, stack.enter_context(opened_tensors([path])))
+    return _of_torch([path], path)
+
+
+def _of_folder(path: Path, stack: ExitStack) -> Source:
+    """Open a folder of files that say nothing of each other, or by an index."""
     if (path / INDEX).is_file():
         return _of_files(path, stack.enter_context(opened_files(path)))
     if found := sorted(path.glob("*.safetensors")):
@@ -205,8 +211,3 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _of_listing(path: Path, listing: Mapping[str, Listed]) -> Source:
     tensors = {n: Entry(t.dtype, t.shape, None, t.sha256) for n, t in listing.items()}
     return Source(path, "manifest", tensors)
-
-
-def num_bytes(entry: Entry) -> int:
-    """Size of a tensor's values."""
-    return math.prod(entry.shape) * DTYPES[entry.dtype].itemsize

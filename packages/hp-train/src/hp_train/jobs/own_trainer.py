@@ -24,7 +24,7 @@ from hp_train.jobs.parts import whole
 from hp_train.jobs.request import Request
 from hp_train.jobs.sketch import digest_of
 from hp_train.model.parameters import Parameter
-from hp_train.training.batches import Batches, Share
+from hp_train.training.batches import Share
 from hp_train.training.state import checkpoint_buffers
 from hp_train.training.train import Losses, Trainer
 
@@ -72,7 +72,7 @@ class TrainerRecorder:
 
         def recorded_cut(data: Any, first: int, *, step: int | None = None) -> Share:
             share = cut(data, first, step=step)
-            self._batch(trainer.batches, share, "" if step is not None else f" {first}")
+            self._batch(share, "" if step is not None else f" {first}")
             return share
 
         trainer.batches.cut = recorded_cut  # type: ignore[method-assign]
@@ -124,7 +124,7 @@ class TrainerRecorder:
         self._log.flush()
         return loss
 
-    def _batch(self, batches: Batches, share: Share, which: str) -> None:
+    def _batch(self, share: Share, which: str) -> None:
         """Note down the tokens and targets that this rank has of a global batch."""
         config, mesh = self._trainer.config, self._trainer.mesh
         shape = config.train.global_batch_size, config.data.seq_len
