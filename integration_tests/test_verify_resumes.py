@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -68,7 +69,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
 @pytest.mark.parametrize("cuts", [(2,), (1, 3)], ids=["once", "twice"])
 def test_a_sound_resume_is_equal(cuts: tuple[int, ...], judge: Judge) -> None:
     ends = (0, *cuts, STEPS)
-    spans = [(1, a, b) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    spans = [(1, a, b) for a, b in pairwise(ends)]
 
     comparison = judge(f"sound-{len(cuts)}", *spans)
 

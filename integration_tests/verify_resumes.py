@@ -76,7 +76,7 @@ def train(path: Path, *, first: int, last: int, lost: str = "") -> None:
         torch.save(state, path)
 
 
-def _load(
+def _load(  # noqa: PLR0917
     state: dict[str, Any],
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

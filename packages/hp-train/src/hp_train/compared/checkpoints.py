@@ -123,21 +123,15 @@ class _Comparing:
         return states[0] | states[1]
 
     def _compare(self, names: list[str]) -> None:
-        later = []
-        for name in names:
-            made = self._by_name(name)
-            if made is None:
-                later.append(name)
-            else:
-                self._judge(name, made)
+        later = [name for name in names if not self._judge(name, self._by_name(name))]
         for name in sorted(later, key=lambda n: len(self._theirs.tensors[n].shape) < 2):
             self._by_content(name)
 
-    def _by_name(self, name: str) -> Made | None:
-        """What a tensor should be, as far as names tell."""
+    def _by_name(self, name: str) -> list[Made]:
+        """What a tensor should be, as far as names tell; several, where it is laid in two ways."""
         shape = self._theirs.tensors[name].shape
         if (declared := self._declared.get(name)) is not None:
-            return self._known.get(declared)
+            return [self._known[declared]] if declared in self._known else []
         own = short(name)
         candidates = [
             self._known.get(name),
@@ -147,29 +141,34 @@ class _Comparing:
             fused(name, self._short),
         ]
         there = [made for made in candidates if made is not None]
-        for made in there:
-            if made.shape == shape:
-                return made
-        for made in there:
-            if len(shape) >= 2 and made.shape == (*shape[:-2], shape[-1], shape[-2]):
-                how = ", ".join(filter(None, (made.how, "transposed")))
-                return Made(shape, made.parts, lambda made=made: made.read().mT, how)
-        return None
+        if fitting := [made for made in there if made.shape == shape]:
+            return fitting
+        turned = (*shape[:-2], *reversed(shape[-2:]))
+        return [made.transposed() for made in there if made.shape == turned and len(shape) >= 2]
 
-    def _judge(self, name: str, made: Made) -> None:
+    def _judge(self, name: str, candidates: list[Made]) -> bool:
+        """Compare a tensor with the first candidate that it equals, else with the first of all."""
+        if not candidates:
+            return False
         entry = self._theirs.tensors[name]
+        made = candidates[0]
+        verdict = self._verdict(name, entry, made)
+        for other in candidates[1:]:
+            if not verdict.is_equal and (second := self._verdict(name, entry, other)).is_equal:
+                made, verdict = other, second
         self._used.update(made.parts)
         if made.how:
             self.result.made[made.how] += 1
         elif len(made.parts) == 1:
             self._pairs.append((name, made.parts[0]))
+        self._note(name, verdict)
+        return True
+
+    def _verdict(self, name: str, entry: Entry, made: Made) -> Verdict:
         if entry.shape != made.shape:
             said = f"shape {list(entry.shape)} is not {list(made.shape)}"
-            self.result.differences.append(Difference(name, said, float("inf")))
-            return
-        self._note(name, self._verdict(name, entry, made.read()))
-
-    def _verdict(self, name: str, entry: Entry, ours: Tensor) -> Verdict:
+            return Verdict(said, False, float("inf"))
+        ours = made.read()
         if entry.read is None:
             return _by_digest(entry, ours)
         scale = self._theirs.tensors.get(self._scales.get(name, ""))
@@ -192,7 +191,7 @@ class _Comparing:
         entry = self._theirs.tensors[name]
         renamed = self._known.get(Renaming(self._pairs)(name))
         if renamed is not None and renamed.shape == entry.shape:
-            self._judge(name, renamed)
+            self._judge(name, [renamed])
             return
         shape = list(entry.shape)
         if entry.read is None:
@@ -219,7 +218,7 @@ class _Comparing:
         for other, made in self._known.items():
             if made.shape == entry.shape and _by_digest(entry, made.read()).is_equal:
                 self._pairs.append((name, other))
-                self._judge(name, made)
+                self._judge(name, [made])
                 return
         said = f"{list(entry.shape)}: no tensor of the first has its name or its digest"
         self.result.extra[name] = said

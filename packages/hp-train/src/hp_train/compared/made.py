@@ -19,6 +19,7 @@ from hp_train.compared.sources import Source
 from hp_train.config import Config
 from hp_train.errors import ConfigError
 from hp_train.hugging_face.config import FAMILIES, hf_config
+from hp_train.hugging_face.family import Stacking
 from hp_train.hugging_face.plan import Stored, stored_tensors, to_theirs
 from hp_train.jobs.names import plain
 from hp_train.model.shapes import model_tensors
@@ -28,8 +29,7 @@ STATE = re.compile(
 )
 """Names of what an optimizer keeps."""
 OTHER = "#transposed"
-"""End of the name of what has the same name and is laid otherwise, as gpt-oss's experts are."""
-_USUAL = ("same", "concatenated")
+"""End of the name of what has the same name and is laid otherwise than its family publishes it."""
 _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "qkv": ("q_proj", "k_proj", "v_proj"),
@@ -62,6 +62,12 @@ class Made:
     parts: tuple[str, ...]
     read: Callable[[], Tensor]
     how: str = ""
+
+    def transposed(self) -> "Made":
+        """The same with its last two dims exchanged."""
+        how = ", ".join(filter(None, (self.how, "transposed")))
+        shape = (*self.shape[:-2], *reversed(self.shape[-2:]))
+        return Made(shape, self.parts, lambda: self.read().mT, how)
 
 
 def known(source: Source) -> dict[str, Made]:
@@ -146,13 +152,15 @@ def _published(source: Source, found: Mapping[str, Made]) -> dict[str, Made]:
         return {}
     tensors = model_tensors(model)
     made: dict[str, Made] = {}
-    for stacking in ("none", "concatenated", "interleaved"):
+    stackings: list[Stacking] = [family.stacking, "none", "concatenated", "interleaved"]
+    for stacking in stackings:
         for stored in stored_tensors(tensors, model, family, stacking=stacking):
             parts = [found.get(f"model.{part}") for part in stored.parts]
             here = [part for part in parts if part is not None]
             if len(here) == len(parts):
-                other = "" if stored.arrangement in _USUAL else OTHER
-                made.setdefault(f"{stored.name}{other}", _stored(stored, here))
+                one = _stored(stored, here)
+                if made.setdefault(stored.name, one).how != one.how:
+                    made.setdefault(f"{stored.name}{OTHER}", one)
     return made
 
 
