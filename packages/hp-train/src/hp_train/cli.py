@@ -3,13 +3,14 @@
 import argparse
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from hp_train import __version__
 from hp_train.base.environment import speaks_for_node
 from hp_train.base.numbers import whole
+from hp_train.compared import command as compared
 from hp_train.config import rules
 from hp_train.config.options import Resolved, resolve, shipped, split_overrides
 from hp_train.config.render import to_json, to_lines, to_toml
@@ -27,7 +28,8 @@ _WITHOUT_CONFIG = ("doctor", "import-hf", "export-hf", "export-dcp")
 _FLAG = re.compile(r"--[\w-]+")
 _JOBS = (
     " Or any training program beside another: hp verify [FLAGS] -- JOB --against -- REFERENCE; "
-    "hp verify --help -- tells its flags."
+    "hp verify --help -- tells its flags. Or checkpoints, weights in an engine, curves of losses: "
+    "hp verify --checkpoint A B, --manifest FOLDER, --curves A B; their flags with --help behind."
 )
 _OVERRIDES = "--section.key value, --section.key=value or section.key=value sets any key."
 
@@ -65,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    if argv[:1] == ["verify"] and "--" in argv:
-        return jobs.run(argv[1:])
+    if argv[:1] == ["verify"] and (door := _other_door(argv)) is not None:
+        return door(argv[1:])
     argv, script = _without_script(argv)
     overrides, rest = split_overrides(_joined(argv))
     parser, commands = _parser()
@@ -90,6 +92,13 @@ def _main(argv: Sequence[str]) -> int:
     if options.resume is not None:
         given.append(("run.resume", options.resume))
     return _with_config(options, given)
+
+
+def _other_door(argv: Sequence[str]) -> Callable[[Sequence[str]], int] | None:
+    """What `hp verify` compares that is no config: jobs of anybody, checkpoints, curves."""
+    if "--" in argv:
+        return jobs.run
+    return compared.run if any(argument in compared.FLAGS for argument in argv) else None
 
 
 def _with_config(options: argparse.Namespace, given: list[tuple[str, object]]) -> int:

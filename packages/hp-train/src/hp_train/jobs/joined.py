@@ -97,8 +97,8 @@ class Recording:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that have recorded something."""
-        return len(self.facts)
+        """Ranks that have recorded something, in whichever launch of the job."""
+        return len({facts["rank"] for facts in self.facts})
 
 
 class NothingRecordedError(HpError):

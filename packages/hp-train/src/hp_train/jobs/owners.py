@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from hp_train.errors import ConfigError
 from hp_train.jobs.adapters import Held, adapters
+from hp_train.jobs.launches import Launches
 from hp_train.jobs.names import Renaming
 from hp_train.jobs.parts import Reference
 from hp_train.jobs.rules import Rule, Rules
@@ -50,6 +51,7 @@ class Owners:
         rules: What is declared of parameters, and is believed.
         rank: Rank of this process.
         ranks: How many there are.
+        launches: What earlier launches of the job have found; None: it has one.
     """
 
     def __init__(
@@ -58,9 +60,10 @@ class Owners:
         rules: Rules | None = None,
         rank: int = 0,
         ranks: int = 1,
+        launches: Launches | None = None,
     ) -> None:
         self._reference, self._rules = reference, rules or Rules()
-        self._rank, self._ranks = rank, ranks
+        self._rank, self._ranks, self._launches = rank, ranks, launches
         self._slices: dict[int, list[Slice]] = {}
         self._names: dict[int, str] = {}
         self._runs: dict[int, Held] = {}
@@ -89,7 +92,7 @@ class Owners:
                     values = tensor.detach().reshape(-1)[run.at : run.at + run.size]
                     flats.setdefault(run.name, (Flat(values, run.shape, run.first), run, tensor))
         there: dict[str, Tensor | Flat] = {**real, **{n: flat for n, (flat, *_) in flats.items()}}
-        found, renaming = self._find(there)
+        found, renaming = self._recalled(there)
         for name, parameter in real.items():
             parts = self._slices[id(parameter)] = found.get(name, [])
             self._names[id(parameter)] = parts[0].name if len(parts) == 1 else renaming(name)
@@ -139,6 +142,20 @@ class Owners:
         tensors += [tensor for _, tensor in self._real.values() if isinstance(tensor, DTensor)]
         for tensor in tensors:
             yield tensor, self._slices[id(tensor)]
+
+    def _recalled(
+        self, parameters: Mapping[str, Tensor | Flat]
+    ) -> tuple[dict[str, list[Slice]], Renaming]:
+        """What an earlier launch has found of parameters, or what is found now."""
+        if self._launches is None:
+            return self._find(parameters)
+        known = self._launches.recall(parameters)
+        if known is not None:
+            pairs = ((name, parts[0].name) for name, parts in known.items() if parts)
+            return known, Renaming(pairs)
+        found, renaming = self._find(parameters)
+        self._launches.remember({name: found.get(name, []) for name in parameters})
+        return found, renaming
 
     def _find(
         self, parameters: Mapping[str, Tensor | Flat]

@@ -2,7 +2,8 @@
 
 Note [Steps of a job]. A step ends with an update: the next call of a root module with gradients
 begins another. A root module is one with parameters that no other module calls. What runs inside a
-backward is recomputation, and was recorded before.
+backward is recomputation, and was recorded before. Steps are counted over all launches of a job,
+see Note [Launches of a job].
 """
 
 import atexit
@@ -18,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as modules
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
+from torch.utils.hooks import RemovableHandle
 
 from hp_train.base._internals import in_backward
 from hp_train.jobs import events as ev
@@ -31,6 +34,7 @@ from hp_train.jobs.adapters import adapters
 from hp_train.jobs.calls import around, kwargs_of_call
 from hp_train.jobs.disturbing import disturb
 from hp_train.jobs.events import Box, Event, Log, Number, Randomness, Rows
+from hp_train.jobs.launches import Launches
 from hp_train.jobs.lifting import lift
 from hp_train.jobs.names import plain
 from hp_train.jobs.owners import Owners
@@ -127,18 +131,29 @@ class Recorder:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._own: dict[tuple[str, Box], _Own] = {}
         self._random, self._drawn = randomness.states(), set[str]()
+        self._launches: Launches | None = None
+        self._hooks: list[RemovableHandle] = []
 
     def listen(self) -> None:
         """Register all hooks."""
-        modules.register_module_forward_pre_hook(self._enter)
-        modules.register_module_forward_hook(self._leave, always_call=True)
-        optimizers.register_optimizer_step_pre_hook(self._before_update)
-        optimizers.register_optimizer_step_post_hook(self._after_update)
+        self._hooks = [
+            modules.register_module_forward_pre_hook(self._enter),
+            modules.register_module_forward_hook(self._leave, always_call=True),
+            optimizers.register_optimizer_step_pre_hook(self._before_update),
+            optimizers.register_optimizer_step_post_hook(self._after_update),
+        ]
         around(torch.autograd, "backward", before=lambda loss, *_, **__: self._losses(loss))
         for place in (nn.utils, nn.utils.clip_grad):
             around(place, "clip_grad_norm_", before=self._before_clipping, after=self.clipped)
         around(nn.utils, "clip_grads_with_norm_", before=self._before_scaling)
         atexit.register(self.flush)
+
+    def leave(self) -> Request:
+        """Listen no more: something else records this process. Returns what is asked of it."""
+        asked, self._request = self._request, replace(self._request, steps=0)
+        for hook in self._hooks:
+            hook.remove()
+        return asked
 
     # Modules.
 
@@ -165,6 +180,7 @@ class Recorder:
         """Begin a call of a root module, and perhaps a step."""
         call.phase = ev.FORWARD if torch.is_grad_enabled() else ev.EVALUATION
         with self._lock:
+            self._launch()
             if self._has_updated and torch.is_grad_enabled():
                 self.flush()
                 self._step, self._has_updated, self._is_clipped = self._step + 1, False, False
@@ -272,7 +288,9 @@ class Recorder:
         self._own_names |= {id(p): f"{inside}{name}" for name, p in named.items()}
         owners = self._all_owners()
         learned = owners.learn(root, named, inside)
-        if not self._request.reference:
+        if self._launch().steps:
+            pass  # these are no first weights
+        elif not self._request.reference:
             keep_weights(Path(self._request.folder), rank_here(), number, learned.values)
         elif self._request.start:
             take_weights(owners.slices(), read_weights(Path(self._request.reference)))
@@ -287,7 +305,15 @@ class Recorder:
         }
         for name, module in innermost.items():  # of wrappers and what they wrap, the latter
             self._modules.setdefault(module, learned.renaming(name))
-        self._parameters(ev.START, ((p, p) for p in learned.tensors))
+        if not self._launch().steps:
+            self._parameters(ev.START, ((p, p) for p in learned.tensors))
+
+    def _launch(self) -> Launches:
+        """Which launch of its job this process is of; steps go on from those before it."""
+        if self._launches is None:
+            self._launches = Launches(Path(self._request.folder), rank_here())
+            self._step += self._launches.steps
+        return self._launches
 
     def _all_owners(self) -> Owners:
         if self._owners is None:
@@ -297,6 +323,7 @@ class Recorder:
                 read_rules(Path(rules)) if rules else None,
                 rank_here(),
                 int(os.environ.get("WORLD_SIZE", "1")),
+                self._launch(),
             )
         return self._owners
 
@@ -441,7 +468,10 @@ class Recorder:
                     self._to_be_used(optimizer)
                 self._parameters(ev.WEIGHT, ((p, p) for p in _updated(optimizer)))
                 self._states(optimizer)
+                self.flush()  # the process may be killed before another step begins
         self._has_updated = True
+        if self._launches is not None:
+            self._launches.count(self._step)
 
     def _states(self, optimizer: Optimizer) -> None:
         for parameter in _updated(optimizer):

@@ -4,11 +4,12 @@ Python imports a module of this name at its start when its folder is on ``PYTHON
 `hp verify` reaches a program without changing it. The ``sitecustomize`` that it hides is run too.
 """
 
+import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 _HERE = os.path.dirname(os.path.realpath(__file__))  # noqa: PTH120 - nothing is imported in vain
@@ -23,34 +24,47 @@ def _run_hidden() -> None:
         spec.loader.exec_module(module)
 
 
-class _AfterTorch(importlib.machinery.PathFinder):
-    """Finds torch like anybody, and has the recorder begin once it is imported."""
+def _after_torch(_module: ModuleType) -> None:
+    from hp_train.jobs import recorder  # noqa: PLC0415 - needs torch
 
-    @classmethod
+    begun = recorder.begin()
+
+    def after_trainer(module: ModuleType) -> None:
+        from hp_train.jobs import own_trainer  # noqa: PLC0415 - needs the trainer
+
+        own_trainer.listen(module, begun.leave())
+
+    sys.meta_path.insert(0, _After("hp_train.training.train", after_trainer))
+
+
+class _After(importlib.abc.MetaPathFinder):
+    """Finds one module like anybody, and has something done once it is imported."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self._name, self._then = name, then
+
     def find_spec(
-        cls,
+        self,
         fullname: str,
-        path: Sequence[str] | None = None,
+        path: Sequence[str] | None,
         target: ModuleType | None = None,
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != "torch":
+        if fullname != self._name:
             return None
-        spec = super().find_spec(fullname, path, target)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
 
-        def then_begin(module: ModuleType) -> None:
+        def execute_and_then(module: ModuleType) -> None:
             execute(module)
-            sys.meta_path.remove(cls)
-            from hp_train.jobs.recorder import begin  # noqa: PLC0415 - needs torch
+            sys.meta_path.remove(self)
+            self._then(module)
 
-            begin()
-
-        spec.loader.exec_module = then_begin  # type: ignore[method-assign]
+        spec.loader.exec_module = execute_and_then  # type: ignore[method-assign]
         return spec
 
 
 if "HP_VERIFY_JOB" in os.environ:
-    sys.meta_path.insert(0, _AfterTorch)
+    sys.meta_path.insert(0, _After("torch", _after_torch))
 _run_hidden()

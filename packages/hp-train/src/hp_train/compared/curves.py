@@ -1,0 +1,99 @@
+"""Curves of losses as runs write them: by step, from files of several formats. No torch."""
+
+import csv
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from hp_train.errors import DataError
+
+_METRICS = "metrics.jsonl"
+_STEPS = ("step", "global_step", "iteration", "iter", "_step")
+_LOSSES = ("loss", "train_loss", "train/loss", "lm loss", "lm_loss", "loss_metrics/global_avg_loss")
+_NUMBER = r"([-+]?(?:\d[\d_,]*\.?\d*(?:[eE][-+]?\d+)?|nan|inf))"
+_LINE = re.compile(rf"(?:step|iteration|iter)\W*{_NUMBER}.*?\bloss\W*{_NUMBER}", re.IGNORECASE)
+
+
+def read_curve(path: Path, pattern: str | None = None) -> dict[int, float]:
+    """Read the loss after each step; of a step that was run again the last.
+
+    Args:
+        path: A run directory of hp-train, or a file: `.jsonl`, `.csv`, or a log.
+        pattern: Regular expression with groups ``step`` and ``loss`` (or the first two), searched
+            in each line; None: as the file's name says, a log by ``step N ... loss X``.
+
+    Raises:
+        DataError: When it cannot be read, or has no step with a loss.
+    """
+    file = path / _METRICS if path.is_dir() else path
+    try:
+        with file.open(encoding="utf-8", errors="replace", newline="") as lines:
+            if pattern is not None:
+                found = _matched(lines, _compiled(pattern))
+            elif file.suffix in (".jsonl", ".json"):
+                found = _of_objects(lines, file)
+            elif file.suffix in (".csv", ".tsv"):
+                found = _of_rows(csv.DictReader(lines, delimiter="\t,"[file.suffix == ".csv"]))
+            else:
+                found = _matched(lines, _LINE)
+            curve = dict(found)
+    except OSError as error:
+        raise DataError(f"{file} must be a curve of losses: {error.strerror}") from None
+    if not curve:
+        raise DataError(f"{file} must have steps with losses, and has none that can be told")
+    return dict(sorted(curve.items()))
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        found = re.compile(pattern)
+    except re.error as error:
+        raise DataError(f"--pattern must be a regular expression: {error}") from None
+    if found.groups < 2:
+        raise DataError("--pattern must have two groups: step and loss")
+    return found
+
+
+def _matched(lines: Iterable[str], pattern: re.Pattern[str]) -> Iterator[tuple[int, float]]:
+    names = pattern.groupindex
+    for line in lines:
+        match = pattern.search(line)
+        if match is not None:
+            pair = _pair(match[names.get("step", 1)], match[names.get("loss", 2)])
+            if pair is not None:
+                yield pair
+
+
+def _of_objects(lines: Iterable[str], file: Path) -> Iterator[tuple[int, float]]:
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith("\n") or not line.strip():
+            continue  # the writer was killed
+        try:
+            values = json.loads(line)
+        except ValueError:
+            raise DataError(f"{file}: line {number} must be JSON") from None
+        if isinstance(values, dict) and (pair := _named(values)) is not None:
+            yield pair
+
+
+def _of_rows(rows: Iterable[dict[str, str]]) -> Iterator[tuple[int, float]]:
+    for row in rows:
+        if (pair := _named(row)) is not None:
+            yield pair
+
+
+def _named(values: Mapping[str, object]) -> tuple[int, float] | None:
+    step = next((values[name] for name in _STEPS if values.get(name) is not None), None)
+    loss = next((values[name] for name in _LOSSES if values.get(name) is not None), None)
+    return None if step is None or loss is None else _pair(step, loss)
+
+
+def _pair(step: object, loss: object) -> tuple[int, float] | None:
+    try:
+        place = float(str(step).replace(",", "").replace("_", ""))
+        value = float(str(loss).replace(",", "").replace("_", ""))
+    except ValueError:
+        return None
+    return (int(place), value) if math.isfinite(place) else None

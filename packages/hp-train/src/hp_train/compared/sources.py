@@ -1,0 +1,213 @@
+"""Checkpoints of several formats, read tensor by tensor; nothing is unpickled that could run."""
+
+import pickle
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hp_platform import store
+from hp_platform.store import Part
+from hp_platform.store.files import DamageError
+from hp_platform.store.manifest import DTYPES, MANIFEST, NAME_OF
+from hp_platform.store.safetensors import INDEX, FileTensor, opened_tensors
+from hp_train.checkpoint.directory import complete_checkpoints, newest_checkpoint, with_exit_code
+from hp_train.checkpoint.verify import open_checkpoint
+from hp_train.compared.manifest import Listed, read_listing
+from hp_train.dcp.metadata import METADATA, StoredTensor, read_metadata
+from hp_train.dcp.tensors import read_box
+from hp_train.errors import CheckpointError
+from hp_train.hugging_face.load import opened_files
+
+_TORCH = ("*.pt", "*.pth", "*.bin")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor of a checkpoint.
+
+    Attributes:
+        dtype: Its dtype, as safetensors calls it.
+        shape: Its shape.
+        read: Gives its values, in new memory; None: the checkpoint has a digest alone.
+        sha256: SHA-256 of its bytes in this dtype, hexadecimal; empty: unknown.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor] | None
+    sha256: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An open checkpoint.
+
+    Attributes:
+        path: Where it is.
+        format: What it is, in a word or two.
+        tensors: By name.
+        left_out: Names of what is no tensor, or of a dtype that cannot be read.
+        config: Configuration of the run that saved it, of hp-train's own; else empty.
+    """
+
+    path: Path
+    format: str
+    tensors: Mapping[str, Entry]
+    left_out: tuple[str, ...] = ()
+    config: Mapping[str, Any] | None = None
+
+
+@contextmanager
+def opened_source(path: Path) -> Iterator[Source]:
+    """Open a checkpoint of any known format.
+
+    Args:
+        path: A run directory or a checkpoint of hp-train, a folder or file of safetensors, a
+            folder of `torch.distributed.checkpoint`, a file of `torch.save` or a folder of such,
+            or a manifest of `hp verify --manifest`.
+
+    Raises:
+        CheckpointError: When it is none of these, or damaged, with the file's name.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(with_exit_code())
+        yield _opened(path, stack)
+
+
+def _opened(path: Path, stack: ExitStack) -> Source:
+    if path.is_file():
+        return _of_file(path, stack)
+    if (path / MANIFEST).is_file():
+        return _native(path)
+    if complete_checkpoints(path / "checkpoints"):
+        return _native(newest_checkpoint(path / "checkpoints"))
+    if (path / METADATA).is_file():
+        return _distributed(path)
+    return _of_folder(path, stack)
+
+
+def _of_file(path: Path, stack: ExitStack) -> Source:
+    if path.suffix == ".json":
+        return _of_listing(path, read_listing(path))
+    if path.suffix == ".safetensors":
+        return _of_files(path, stack.enter_context(opened_tensors([path])))
+    return _of_torch([path], path)
+
+
+def _of_folder(path: Path, stack: ExitStack) -> Source:
+    """Open a folder of files that say nothing of each other, or by an index."""
+    if (path / INDEX).is_file():
+        return _of_files(path, stack.enter_context(opened_files(path)))
+    if found := sorted(path.glob("*.safetensors")):
+        return _of_files(path, stack.enter_context(opened_tensors(found)))
+    if found := sorted(file for pattern in _TORCH for file in path.glob(pattern)):
+        return _of_torch(found, path)
+    raise CheckpointError(
+        f"{path} must be a checkpoint: a run directory, safetensors, "
+        "torch.distributed.checkpoint, torch.save, or a manifest"
+    )
+
+
+def _native(path: Path) -> Source:
+    checkpoint = open_checkpoint(path)
+
+    def reader(name: str, dtype: str, shape: tuple[int, ...]) -> Callable[[], Tensor]:
+        def read() -> Tensor:
+            values = torch.empty(shape, dtype=DTYPES[dtype])
+            checkpoint.fill({name: Part(values, shape, (0,) * len(shape))})
+            return values
+
+        return read
+
+    tensors = {
+        name: Entry(saved.dtype, saved.shape, reader(name, saved.dtype, saved.shape))
+        for name, saved in checkpoint.manifest.tensors.items()
+    }
+    extra = store.decode_extra(checkpoint.manifest.extra)
+    return Source(path, "hp-train", tensors, config=extra.get("config"))
+
+
+def _of_files(path: Path, files: Mapping[str, FileTensor]) -> Source:
+    def reader(file: FileTensor) -> Callable[[], Tensor]:
+        return lambda: file.read(store.Box((0,) * len(file.shape), file.shape))
+
+    known = {name: file for name, file in files.items() if file.dtype in DTYPES}
+    tensors = {name: Entry(f.dtype, f.shape, reader(f)) for name, f in known.items()}
+    return Source(path, "safetensors", tensors, tuple(sorted(files.keys() - known.keys())))
+
+
+def _distributed(path: Path) -> Source:
+    def reader(stored: StoredTensor) -> Callable[[], Tensor]:
+        def read() -> Tensor:
+            values = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+            with _damage(path):
+                for box, place in stored.boxes.items():
+                    part = read_box(path, place, dtype=stored.dtype, sizes=box.sizes)
+                    values[box.within(store.Box((0,) * len(stored.shape), stored.shape))] = part
+            return values
+
+        return read
+
+    with _damage(path):
+        found = read_metadata(path)
+    tensors = {name: Entry(t.dtype, t.shape, reader(t)) for name, t in found.tensors.items()}
+    return Source(path, "torch.distributed.checkpoint", tensors, found.left_out)
+
+
+@contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (DamageError, OSError) as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def _of_torch(paths: list[Path], shown: Path) -> Source:
+    tensors: dict[str, Entry] = {}
+    left_out: list[str] = []
+    for path in paths:
+        for name, value in _flat("", _loaded(path)):
+            if not isinstance(value, Tensor) or value.dtype not in NAME_OF:
+                left_out.append(name)
+                continue
+            if name in tensors:
+                raise CheckpointError(f"{path}: tensor {name} must be in one file")
+            shape = tuple(value.shape)
+            tensors[name] = Entry(NAME_OF[value.dtype], shape, value.detach().clone)
+    return Source(shown, "torch.save", tensors, tuple(left_out))
+
+
+def _loaded(path: Path) -> Any:
+    """Tensors of a file, mapped into memory, after the checksums that torch does not look at."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if (bad := archive.testzip()) is not None:
+                raise CheckpointError(f"{path}: {bad} is damaged (its checksum differs)")
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (zipfile.BadZipFile, RuntimeError, pickle.UnpicklingError, EOFError, OSError) as error:
+        reason = str(error).splitlines()[0][:200]
+        raise CheckpointError(f"{path} must be a whole file of torch.save: {reason}") from None
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what nested mappings and lists hold, with names joined by dots."""
+    if isinstance(value, Mapping):
+        items = [(str(key), item) for key, item in value.items()]
+    elif isinstance(value, list | tuple):
+        items = [(str(index), item) for index, item in enumerate(value)]
+    else:
+        yield prefix, value
+        return
+    for key, item in items:
+        yield from _flat(f"{prefix}.{key}" if prefix else key, item)
+
+
+def _of_listing(path: Path, listing: Mapping[str, Listed]) -> Source:
+    tensors = {n: Entry(t.dtype, t.shape, None, t.sha256) for n, t in listing.items()}
+    return Source(path, "manifest", tensors)

@@ -1,0 +1,195 @@
+"""hp-train's own trainer, recorded: it says itself where its parameters lie and what a step is.
+
+Outputs of its modules are not recorded: a pipeline calls parts of the model, in the order of its
+schedule. `hp verify CONFIG` compares more of it, among that what is saved and loaded.
+"""
+
+import functools
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hp_train.jobs import events as ev
+from hp_train.jobs.events import Box, Event, Log, Number
+from hp_train.jobs.request import Request
+from hp_train.jobs.sketch import digest_of
+from hp_train.jobs.slices import whole
+from hp_train.model.parameters import Parameter
+from hp_train.training.batches import Share
+from hp_train.training.state import checkpoint_buffers
+from hp_train.training.train import Losses, Trainer
+
+_LOSSES = {"tokens": "loss", "balance": "balance loss", "prediction": "prediction loss"}
+
+
+def listen(module: ModuleType, request: Request) -> None:
+    """Record every trainer of this process from now on.
+
+    Args:
+        module: `hp_train.training.train`, which has just been imported.
+        request: What is asked of the job.
+    """
+    of_trainer = functools.cache(lambda trainer: TrainerRecorder(trainer, request))
+    trainer_class: type[Trainer] = module.Trainer
+    train_step, evaluate = trainer_class._train_step, trainer_class._evaluate  # noqa: SLF001
+
+    def recorded_step(self: Trainer, before_update: Callable[[Losses, float], None] | None) -> Any:
+        return of_trainer(self).train_step(functools.partial(train_step, self), before_update)
+
+    def recorded_evaluation(self: Trainer) -> float | None:
+        return of_trainer(self).evaluate(functools.partial(evaluate, self))
+
+    trainer_class._train_step = recorded_step  # type: ignore[method-assign] # noqa: SLF001
+    trainer_class._evaluate = recorded_evaluation  # type: ignore[method-assign] # noqa: SLF001
+
+
+class TrainerRecorder:
+    """What one rank of a run computes.
+
+    Args:
+        trainer: Its trainer, before its first step of this process.
+        request: What is asked of it.
+    """
+
+    def __init__(self, trainer: Trainer, request: Request) -> None:
+        self._trainer, self._request = trainer, request
+        rank = trainer.mesh.rank
+        self._log = Log(Path(request.folder), f"{rank:05d}-{os.getpid()}")
+        facts = {"rank": str(rank), "ranks": str(trainer.runtime.info.world_size)}
+        self._log.add({**facts, "program": " ".join(sys.argv), "torch": str(torch.__version__)})
+        self._step = trainer.step + 1
+        trainer.optimizer.register_step_pre_hook(self._before_update)
+        cut = trainer.batches.cut
+
+        def recorded_cut(data: Any, first: int, *, step: int | None = None) -> Share:
+            share = cut(data, first, step=step)
+            self._batch(share, "" if step is not None else f" {first}")
+            return share
+
+        trainer.batches.cut = recorded_cut  # type: ignore[method-assign]
+        if trainer.step == 0:
+            self._weights(ev.START)
+        self._log.flush()
+
+    def train_step(
+        self,
+        train: Callable[[Callable[[Losses, float], None]], tuple[Any, bool]],
+        before_update: Callable[[Losses, float], None] | None,
+    ) -> tuple[Any, bool]:
+        """Train for one step.
+
+        Args:
+            train: Does so.
+            before_update: What the caller has to do before the update.
+        """
+        trainer = self._trainer
+        self._step = trainer.step + 1
+
+        def gradients(losses: Losses, norm: float) -> None:
+            self._gradients(ev.GRADIENT)
+            self._add(Number(self._step, ev.NORM, "", norm))
+            if before_update is not None:
+                before_update(losses, norm)
+
+        metrics, stops = train(gradients)
+        losses = metrics.loss, metrics.balance_loss, metrics.prediction_loss or 0.0
+        for name, loss in zip(_LOSSES.values(), losses, strict=True):
+            self._scalar(ev.FORWARD, name, loss)
+        self._scalar(ev.FORWARD, "skipped", float(metrics.skipped is not None))
+        self._weights(ev.WEIGHT)
+        for key in ("exp_avg", "exp_avg_sq"):
+            for parameter in trainer.parameters:
+                moment = trainer.optimizer.state[parameter.local][key]
+                self._part(f"{ev.MOMENT} {key}", parameter, moment)
+        updates = next(iter(trainer.optimizer.state.values()))["step"]
+        self._scalar(f"{ev.MOMENT} step", "", float(updates))
+        self._log.flush()
+        return metrics, stops
+
+    def evaluate(self, run: Callable[[], float | None]) -> float | None:
+        """Evaluate, which is part of the step that comes next."""
+        self._step = self._trainer.step + 1
+        loss = run()
+        if loss is not None:
+            self._scalar(ev.EVALUATION, "loss", loss)
+        self._log.flush()
+        return loss
+
+    def _batch(self, share: Share, which: str) -> None:
+        """Note down the tokens and targets that this rank has of a global batch."""
+        config, mesh = self._trainer.config, self._trainer.mesh
+        shape = config.train.global_batch_size, config.data.seq_len
+        phase = ev.EVALUATION if which else ev.INPUT
+        positions = self._trainer.pipeline.sequence.attended.tolist()
+        row = mesh.dp_index * (shape[0] // mesh.layout.dp)
+        for (tokens,), targets in zip(share.args, share.targets, strict=True):
+            for begin, end in _runs(positions):
+                span = positions[begin], positions[begin] + end - begin
+                box = (row, row + len(tokens)), span
+                for name, ids in (("tokens", tokens), ("targets", targets)):
+                    self._tensor(phase, f"{name}{which}", ids[:, begin:end].double(), box, shape)
+            row += len(tokens)
+
+    def _before_update(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._gradients(ev.CLIPPED)
+        for index, group in enumerate(optimizer.param_groups):
+            self._add(Number(self._step, ev.RATE, f"group {index}", float(group["lr"])))
+
+    def _gradients(self, phase: str) -> None:
+        for parameter in self._trainer.parameters:
+            if parameter.local.grad is not None:
+                self._part(phase, parameter, parameter.local.grad)
+
+    def _weights(self, phase: str) -> None:
+        """Note down parameters, and buffers that a checkpoint has."""
+        for parameter in self._trainer.parameters:
+            self._part(phase, parameter, parameter.local)
+        for name, buffer in checkpoint_buffers(self._trainer.pipeline.modules.values()).items():
+            shape = tuple(buffer.shape)
+            self._tensor(phase, name.removeprefix("model."), buffer, whole(shape), shape)
+
+    def _part(self, phase: str, parameter: Parameter, values: Tensor) -> None:
+        """Note down what is here of a tensor that is cut as a parameter is."""
+        starts = [start for start, _ in parameter.span]
+        box = tuple((s, s + n) for s, n in zip(starts, values.shape, strict=True))
+        self._tensor(phase, parameter.name, values, box, parameter.shape)
+
+    def _scalar(self, phase: str, name: str, value: float) -> None:
+        if math.isfinite(value):
+            dtype = getattr(torch, self._trainer.config.train.dtype)
+            self._tensor(phase, name, torch.tensor(value, dtype=torch.float64), (), (), dtype)
+
+    def _tensor(  # noqa: PLR0917
+        self,
+        phase: str,
+        name: str,
+        values: Tensor,
+        box: Box,
+        shape: Sequence[int],
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if values.numel():
+            kind = str(dtype or values.dtype).removeprefix("torch.")
+            pieces = digest_of(values, box).pieces()
+            self._add(Event(self._step, phase, name, tuple(shape), kind, pieces))
+
+    def _add(self, line: Event | Number) -> None:
+        last = self._request.steps
+        is_late = isinstance(line, Event) and line.phase == ev.EVALUATION
+        if line.step <= last + is_late:
+            self._log.add(line)
+
+
+def _runs(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Positions that follow each other: first and last + 1 index."""
+    ends = [i + 1 for i, (a, b) in enumerate(pairwise(positions)) if b != a + 1]
+    yield from pairwise([0, *ends, len(positions)])
