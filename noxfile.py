@@ -433,6 +433,14 @@ def libraries(session: nox.Session) -> None:
     _pytest(session, LIBRARIES_TEST, *session.posargs, env=env)
 
 
+@nox.session(default=False)
+def demo(session: nox.Session) -> None:
+    """`hp verify --demo` of all causal models of transformers; it goes on where it was stopped."""
+    _install(session, "hp-train", group="test-transformers")
+    kept = ("--results", str(SCRATCH / "demo"), "--output", str(SCRATCH / "demo.html"))
+    session.run("hp", "verify", "--demo", "--all", *kept, *session.posargs)
+
+
 # Their versions are pinned in integration_tests/libraries, Triton's is that of test-triton.
 LIBRARIES = ("deepspeed", "megatron-core", "torchtitan", "triton")
 LIBRARIES_TEST = "integration_tests/test_verify_libraries.py"

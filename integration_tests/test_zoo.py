@@ -12,6 +12,8 @@ import msgspec
 import pytest
 
 from hp_platform.testing import run_distributed
+from hp_train.demo.zoo.bugs import BUGS
+from hp_train.demo.zoo.job import PRECISIONS, train
 from hp_train.jobs.compare import Comparison, Floor, compare
 from hp_train.jobs.events import GRADIENT, OWN
 from hp_train.jobs.explain import explain
@@ -19,49 +21,8 @@ from hp_train.jobs.joined import Recording, distance, join
 from hp_train.jobs.reproduction import MOST_LINES
 from hp_train.jobs.request import VARIABLE, Focus, Request
 from hp_train.jobs.second import look_again
-from integration_tests.zoo.job import PRECISIONS, train
 
-# (layout, bug): phase of the first difference, its name, a word of what is said to be likely
-BUGS = {
-    ("dp", "no-reduce"): ("gradient", r"layers\.1\.norm1\.weight", "sum over them is missing"),
-    ("dp", "microbatch-sum"): ("gradient", "", "2 times"),
-    ("dp", "reduce-each-microbatch"): ("gradient", "", ""),
-    ("dp", "local-mean"): ("loss", "", "its mean"),
-    ("dp", "last-microbatch"): ("input", "", "batches"),
-    ("dp", "same-data"): ("input", "", "batches"),
-    ("dp", "start"): ("first weight", r"norm\.weight", ""),
-    ("dp", "stale-copy"): ("forward", "norm", ""),
-    ("dp", "bf16-reduce"): ("gradient", "", ""),
-    ("dp", "norm-local"): ("gradient norm", "", ""),
-    ("dp", "norm-twice"): ("gradient norm", "", "twice"),
-    ("dp", "clip-per-rank"): ("gradient norm", "", ""),
-    ("dp", "decay"): ("weight", "feed", "update"),
-    ("dp", "rate-per-rank"): ("learning rate", "group 0", ""),
-    ("dp", "resume-moments"): ("weight", "", "update"),
-    ("dp", "eval-other"): ("evaluation", "norm", ""),
-    ("dp", "eval-mode"): ("forward", r"layers\.0\.norm1", ""),
-    ("dp", "dropout-on"): ("forward", r"layers\.0\.norm1", "dropout could explain it"),
-    ("tp", "tp-input-gradient"): ("backward", r"layers\.0\.norm2|layers\.1\.norm1", ""),
-    ("tp", "tp-bias-twice"): ("forward", r"layers\.0\.attention", "mask"),
-    ("tp", "tp-kv"): ("gradient", r"attention\.kv\.weight", ""),
-    ("tp", "tp-norm"): ("gradient", r"^norm\.weight", ""),
-    ("tp", "tp-smoothing"): ("backward", "", ""),
-    ("tp", "tp-log-size"): ("loss", "", ""),
-    ("tp", "lora-no-sum"): ("forward", r"layers\.0\.attention", ""),
-    ("ep", "router-gradient"): ("backward", r"layers\.1\.feed\.router", ""),
-    ("ep", "router-detached"): ("backward", r"layers\.1\.(feed\.router|norm2)", ""),
-    ("ep", "router-not-normalised"): ("forward", r"layers\.1\.feed", ""),
-    ("ep", "ep-scaled"): ("gradient", r"feed\.(up|down)", "2 times"),
-    ("ep", "ep-averaged"): ("gradient", r"feed\.(up|down)", "1/2"),
-    ("ep", "expert-lost"): ("forward", r"layers\.1\.feed", "sum over ranks"),
-    ("ep", "shared-twice"): ("forward", r"layers\.1\.feed", "sum over ranks"),
-    ("cp", "cp-documents"): ("forward", r"layers\.0\.attention", "mask"),
-    ("cp", "cp-positions"): ("forward", "embed|norm1|layers", ""),
-    ("cp", "cp-off"): ("forward", r"layers\.0\.attention", "keys of other ranks"),
-    ("cp", "cp-averaged"): ("gradient", "", "1/2"),
-    ("pp", "last-microbatch"): ("gradient", "", ""),
-    ("pp", "tied-end"): ("gradient", r"embed\.weight", "sum over them is missing"),
-}
+WANTED = {(bug.layout, bug.name): bug for bug in BUGS}
 
 
 def work(request: bytes, layout: str, bug: str, *, tied: bool, precision: str) -> None:
@@ -191,17 +152,17 @@ def test_a_sound_job_is_equal(case: str, precision: str, referees: Referees) -> 
     "cp-cp-documents",
     "pp-tied-end",
 )
-@pytest.mark.parametrize(("layout", "bug"), BUGS, ids=lambda value: value)
+@pytest.mark.parametrize(("layout", "bug"), WANTED, ids=lambda value: value)
 def test_a_public_bug_is_found_and_named(layout: str, bug: str, referees: Referees) -> None:
-    phase, name, likely = BUGS[layout, bug]
+    wanted = WANTED[layout, bug]
 
-    comparison = referees(tied=bug == "tied-end", precision="float32").judge(layout, bug)
+    comparison = referees(tied=wanted.is_tied, precision="float32").judge(layout, bug)
 
     first = comparison.first
     assert first is not None
-    assert first.phase == phase, first
-    assert re.search(name, first.name), first
-    assert likely in " ".join(explain(comparison)), explain(comparison)
+    assert first.phase == wanted.phase, first
+    assert re.search(wanted.where, first.name), first
+    assert wanted.likely in " ".join(explain(comparison)), explain(comparison)
 
 
 # (layout, bug): ranks that are wrong; a word of the sentence; of what the program says at its end

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
@@ -96,7 +96,7 @@ def in_pieces(path: Path, tensors: Tensors) -> Path:
 def in_dcp(path: Path, tensors: Tensors) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there are no ranks
-        dcp.save(dict(tensors), checkpoint_id=path, no_dist=True)
+        save(dict(tensors), checkpoint_id=path, no_dist=True)
     return path
 
 

@@ -15,6 +15,7 @@ from hp_train.config import rules
 from hp_train.config.options import Resolved, resolve, shipped, split_overrides
 from hp_train.config.render import to_json, to_lines, to_toml
 from hp_train.config.schema import did_you_mean, keys_called
+from hp_train.demo import command as demo
 from hp_train.dry_run import command as dry_run
 from hp_train.errors import ConfigError, HpError
 from hp_train.jobs import command as jobs
@@ -98,6 +99,8 @@ def _other_door(argv: Sequence[str]) -> Callable[[Sequence[str]], int] | None:
     """What `hp verify` compares that is no config: jobs of anybody, checkpoints, curves."""
     if "--" in argv:
         return jobs.run
+    if demo.FLAG in argv:
+        return demo.run
     return compared.run if any(argument in compared.FLAGS for argument in argv) else None
 
 

@@ -351,8 +351,8 @@ class Recorder:
                         )
                     )
                 continue
-            if isinstance(value, DTensor) and any(p.is_partial() for p in value.placements):
-                assert isinstance(parameter, DTensor)
+            if isinstance(value, DTensor) and isinstance(parameter, DTensor):
+                # A gradient may be whole, or a term of a sum, where a rank has a part of its own.
                 local = value.redistribute(placements=parameter.placements).to_local()
             for part in slices:
                 self._part(phase, part, local.detach())

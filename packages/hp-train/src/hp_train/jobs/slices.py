@@ -8,7 +8,9 @@ rest of a row, whole rows, the beginning of the next, in each dim.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -113,12 +115,39 @@ def placed(tensor: Tensor | Flat) -> tuple[Tensor, list[Slice], tuple[int, ...]]
     if any(placement.is_partial() for placement in tensor.placements):
         return placed(tensor.full_tensor().detach())
     local = tensor.to_local().detach()
-    chunks = tensor.__create_chunk_list__() if local.numel() else []
-    boxes = [
-        tuple((o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
-        for chunk in chunks
-    ]
-    return local, [Slice("", shape, whole(local.shape), box) for box in boxes], shape
+    if not local.numel():
+        return local, [], shape
+    spans = [list(_runs_of(places.tolist())) for places in _indices(tensor)]
+    pairs = [tuple(zip(*some, strict=True)) or ((), ()) for some in product(*spans)]
+    return local, [Slice("", shape, here, there) for here, there in pairs], shape
+
+
+def _indices(tensor: DTensor) -> list[Tensor]:
+    """Indices of the whole that are here, for each dim, in their order here.
+
+    A placement cuts what those before it have left. One that is strided, as of fused matrices, has
+    a `split_factor`: so many parts, of each of which a rank has its own.
+    """
+    indices = [torch.arange(size) for size in tensor.shape]
+    where = tensor.device_mesh.get_coordinate() or ()
+    for axis, (placement, rank) in enumerate(zip(tensor.placements, where, strict=True)):
+        dim = getattr(placement, "dim", None)
+        if dim is None:  # all of it is here
+            continue
+        size = tensor.device_mesh.size(axis)
+        parts = indices[dim].chunk(getattr(placement, "split_factor", 1))
+        mine = [part.chunk(size)[rank] for part in parts if rank < len(part.chunk(size))]
+        indices[dim] = torch.cat(mine) if mine else indices[dim][:0]
+    return indices
+
+
+def _runs_of(places: Sequence[int]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Indices that follow each other: span here, span there."""
+    begin = 0
+    for i in range(1, len(places) + 1):
+        if i == len(places) or places[i] != places[i - 1] + 1:
+            yield (begin, i), (places[begin], places[begin] + i - begin)
+            begin = i
 
 
 def all_of(name: str, tensor: Tensor | Flat) -> list[Slice]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from integration_tests.zoo.collectives import Copy, Gather, Reduce, ReduceSplit, Split, gathered
+from hp_train.demo.zoo.collectives import Copy, Gather, Reduce, ReduceSplit, Split, gathered
 
 VOCAB, DIM, HEADS, HIDDEN, EXPERTS, LENGTH, LORA = 48, 16, 4, 24, 4, 12, 2
 SMOOTHING = 0.1

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from integration_tests.zoo.collectives import gathered, summed
-from integration_tests.zoo.model import (
+from hp_train.demo.zoo.collectives import gathered, summed
+from hp_train.demo.zoo.model import (
     DIM,
     LENGTH,
     VOCAB,

@@ -1,0 +1,259 @@
+"""An architecture of transformers in its layouts, each beside one process, under the recorder."""
+
+import gc
+import importlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import transformers
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hp_train import __version__
+from hp_train.demo import by_hand, job
+from hp_train.demo.cells import (
+    DIFFERENT,
+    EQUAL,
+    FAILED,
+    LAYOUTS,
+    REFUSED,
+    WITHOUT,
+    Architecture,
+    Cell,
+    Layout,
+)
+from hp_train.demo.forks import run_ranks
+from hp_train.demo.overrides import OVERRIDES
+from hp_train.demo.shrinking import shrunk
+from hp_train.jobs import events as ev
+from hp_train.jobs.compare import Comparison, Floor, compare
+from hp_train.jobs.explain import explain
+from hp_train.jobs.joined import Recording, join
+from hp_train.jobs.request import VARIABLE, Request
+
+SECONDS = 60.0
+"""Most that one run may take."""
+_KEPT = 6
+_JUDGED = (ev.GRADIENT, ev.WEIGHT)
+
+
+def names() -> list[str]:
+    """Types of all causal language models that the installed transformers has."""
+    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def versions() -> dict[str, str]:
+    """What a result depends on."""
+    return {
+        "transformers": transformers.__version__,
+        "torch": str(torch.__version__),
+        "hp-train": __version__,
+    }
+
+
+def prepare() -> None:
+    """Import once what all runs need, before any of them is forked."""
+    for module in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"):
+        importlib.import_module(module)
+    importlib.import_module("hp_train.jobs.recorder")
+    get_checkpoint_conversion_mapping("llama")  # it keeps those of all models
+    transformers.logging.set_verbosity_error()
+    gc.freeze()
+
+
+def examine(name: str) -> Architecture:
+    """Compare an architecture in all layouts with one process.
+
+    Args:
+        name: Type of a model.
+    """
+    began = time.monotonic()
+    made = partial(Architecture, name=name, versions=versions())
+    with tempfile.TemporaryDirectory(prefix="hp-demo-") as text:
+        folder = Path(text)
+        try:
+            fields = fields_of(name)
+            config = transformers.AutoConfig.for_model(name, **fields)
+            _ = transformers.AutoModelForCausalLM._model_mapping[type(config)]  # noqa: SLF001
+        except Exception as error:  # noqa: BLE001 - whatever a config refuses is told
+            return made(reason=f"{type(error).__name__}: {error}".replace("\n", " ")[:300])
+        reason = _forked(partial(_make, name, fields, folder), folder / "make")
+        if reason:
+            return made(reason=reason, seconds=time.monotonic() - began)
+        plans = json.loads((folder / "plans.json").read_text())
+        runs = _Runs(folder, name, fields)
+        try:
+            cells = tuple(_cell(runs, layout, plans) for layout in LAYOUTS)
+        except _FailedError as error:
+            return made(reason=str(error), seconds=time.monotonic() - began)
+        return made(
+            cells=cells,
+            num_parameters=runs.num_parameters,
+            fields=fields,
+            seconds=round(time.monotonic() - began, 1),
+        )
+
+
+def fields_of(name: str) -> dict[str, Any]:
+    """Fields of a tiny config of a model's type."""
+    default = transformers.AutoConfig.for_model(name).to_dict()
+    return _merged(shrunk(default), OVERRIDES.get(name, {}))
+
+
+def _merged(fields: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(fields)
+    for key, value in more.items():
+        known = result.get(key)
+        if isinstance(known, dict) and isinstance(value, dict):
+            value = _merged(known, value)  # noqa: PLW2901
+        result[key] = value
+    return result
+
+
+def _make(name: str, fields: Mapping[str, Any], folder: Path) -> None:
+    plans = job.make(name, fields, folder / "model")
+    (folder / "plans.json").write_text(json.dumps(plans))
+
+
+def _forked(work: Callable[[], object], folder: Path, size: int = 1, env: str = "") -> str:
+    variables = {VARIABLE: env} if env else {}
+    return run_ranks(work, size=size, folder=folder, seconds=SECONDS, env=variables)
+
+
+class _FailedError(Exception):
+    """A run failed."""
+
+
+class _Runs:
+    """Recorded runs of a model.
+
+    Args:
+        folder: Where it is, and where they write.
+        name: Its type.
+        fields: Fields of its config.
+    """
+
+    def __init__(self, folder: Path, name: str, fields: Mapping[str, Any]) -> None:
+        self._folder, self._name, self._fields = folder, name, fields
+        self._expected: dict[bool, tuple[Recording, Floor]] = {}
+
+    @property
+    def num_parameters(self) -> int:
+        """Tensors of weights."""
+        recording, _ = next(iter(self._expected.values()))
+        return len(recording.steps[1].tensors.get(ev.START, {}))
+
+    def expected(self, *, float64: bool) -> tuple[Recording, Floor]:
+        """One process, and what rounding does to it."""
+        if float64 not in self._expected:
+            one = Layout({}, float64)
+            reference = self.recorded("reference", one)
+            others = [self.recorded(f"other-{seed}", one, disturb=seed) for seed in (1, 2)]
+            self._expected[float64] = reference, Floor(reference, others)
+        return self._expected[float64]
+
+    def recorded(self, who: str, layout: Layout, disturb: int = 0) -> Recording:
+        """Train under the recorder."""
+        folder = self._folder / str(layout.float64)
+        reference = "" if who == "reference" else str(folder / "reference")
+        folder /= who.replace(" ", "-")
+        request = Request(
+            str(folder), reference=reference, steps=2, float64=layout.float64, disturb=disturb
+        )
+        work = partial(_record, self._folder / "model", layout)
+        asked = msgspec.json.encode(request).decode()
+        reason = _forked(work, folder, 2 if layout.sizes else 1, asked)
+        if reason:
+            raise _FailedError(reason)
+        return join(folder)
+
+    def program(self, who: str) -> str:
+        """The program that compares by hand."""
+        return by_hand.program(self._name, self._fields, LAYOUTS[who])
+
+    def by_hand(self, who: str) -> dict[str, float]:
+        """Run the program that compares by hand; the largest errors first."""
+        folder = self._folder / "by-hand" / who.replace(" ", "-")
+        text = self.program(who)
+        out = folder / "errors.json"
+        if reason := _forked(partial(_by_hand, text, folder, out), folder, 2):
+            raise _FailedError(reason)
+        errors: dict[str, float] = json.loads(out.read_text())
+        return dict(sorted(errors.items(), key=lambda item: -item[1]))
+
+
+def _record(model: Path, layout: Layout) -> None:
+    from hp_train.jobs.recorder import begin  # noqa: PLC0415 - it listens from now on
+
+    recorder = begin()
+    job.train(model, layout.sizes, float64=layout.float64)
+    recorder.flush()
+
+
+def _by_hand(text: str, folder: Path, out: Path) -> None:
+    os.chdir(folder)
+    space: dict[str, Any] = {}
+    exec(compile(text, "by hand", "exec"), space)  # noqa: S102 - our own
+    if os.environ["RANK"] == "0":
+        sized = {n: e for n, e in space["errors"].items() if space["one"][n].norm() > 1e-12}
+        out.write_text(json.dumps(sized))
+
+
+def _cell(runs: _Runs, layout: str, plans: Mapping[str, bool]) -> Cell:
+    asked, began = LAYOUTS[layout], time.monotonic()
+    if "ep" in layout and not plans["experts"]:
+        return Cell(layout=layout, state=WITHOUT)
+    expected = runs.expected(float64=asked.float64)
+    try:
+        actual = runs.recorded(layout, asked)
+    except _FailedError as error:
+        no_plan = "was requested, but" in str(error) and "has no" in str(error)
+        return Cell(
+            layout=layout,
+            state=REFUSED if no_plan else FAILED,
+            reason=str(error),
+            seconds=round(time.monotonic() - began, 1),
+        )
+    comparison = compare(actual, *expected)
+    judged = partial(_judged, layout, comparison)
+    if comparison.first is None:
+        return judged({}, "", "", time.monotonic() - began)
+    largest, failed, program = {}, "", runs.program(layout)
+    try:
+        largest = runs.by_hand(layout)
+    except _FailedError as error:
+        failed = str(error)
+    return judged(largest, failed, program, time.monotonic() - began)
+
+
+def _judged(  # noqa: PLR0917
+    layout: str,
+    comparison: Comparison,
+    largest: Mapping[str, float],
+    failed: str,
+    program: str,
+    seconds: float,
+) -> Cell:
+    first, missing = comparison.first, comparison.unaligned
+    return Cell(
+        layout=layout,
+        state=EQUAL if first is None else DIFFERENT,
+        error=max(comparison.largest.get(phase, 0.0) for phase in _JUDGED),
+        first="" if first is None else str(first),
+        likely=tuple(explain(comparison)),
+        compared=comparison.num_compared,
+        unaligned=dict(list(missing.items())[:_KEPT]),
+        num_unaligned=len(missing),
+        by_hand=dict(list(largest.items())[:_KEPT]),
+        by_hand_failed=failed,
+        program=program,
+        seconds=round(seconds, 1),
+    )

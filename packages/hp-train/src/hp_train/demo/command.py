@@ -1,0 +1,175 @@
+"""The command ``hp verify --demo``. Nothing here imports torch before it runs."""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NoReturn
+
+from hp_train.base.atomic_write import replace_file
+from hp_train.base.numbers import whole
+from hp_train.demo.cells import DIFFERENT, FAILED, Architecture, Bred, read, write
+from hp_train.demo.page import page
+from hp_train.demo.zoo.bugs import BUGS, SOUND
+from hp_train.errors import ConfigError, DifferenceError
+
+FLAG = "--demo"
+SHOWN = (
+    *(
+        "llama",
+        "qwen2",
+        "qwen3",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "mistral",
+        "phi",
+        "phi3",
+        "gpt2",
+    ),
+    *("gpt_neox", "olmo", "olmo2", "cohere", "cohere2", "granite", "glm", "glm4", "starcoder2"),
+    *("stablelm", "smollm3", "helium", "opt", "bloom", "falcon", "mixtral", "qwen2_moe"),
+    *("qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "olmoe", "granitemoe", "phimoe"),
+)
+"""Architectures that the demo takes by itself; some of many families."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see hp verify --demo --help)")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags of the command."""
+    made = _Parser(
+        prog="hp verify --demo",
+        description="Look for the bugs of the zoo, and compare architectures of transformers in "
+        "its own layouts (fsdp, tp, ep) on two ranks with one process.",
+        allow_abbrev=False,
+    )
+    made.add_argument(FLAG, action="store_true", help=argparse.SUPPRESS)
+    made.add_argument(
+        "--architectures", nargs="*", metavar="TYPE", help="these (default: some of many families)"
+    )
+    made.add_argument("--all", action="store_true", help="all causal models that are installed")
+    made.add_argument("--no-zoo", action="store_true", help="architectures alone")
+    made.add_argument(
+        "--minutes", type=whole("--minutes", least=1), help="begin nothing new after so many"
+    )
+    made.add_argument(
+        "--results", metavar="DIR", help="keep what is found of each architecture, and go on there"
+    )
+    made.add_argument("--output", default="hp-verify-demo.html", metavar="FILE", help="the page")
+    return made
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Find out and write a page.
+
+    Args:
+        arguments: What follows ``hp verify``.
+
+    Returns:
+        0: whatever transformers' layouts compute, the tool has found and missed what it must.
+
+    Raises:
+        DifferenceError: When a bug of the zoo was not found, or a sound job was called different.
+    """
+    options = parser().parse_args(arguments)
+    began = time.monotonic()
+    until = began + 60.0 * options.minutes if options.minutes else float("inf")
+    zoo = [] if options.no_zoo else list(_told(_zoo(), until))
+    found = _architectures(options, until)
+    seconds = time.monotonic() - began
+    replace_file(Path(options.output), page(zoo, list(found.values()), seconds).encode())
+    sys.stdout.write(f"{summary(zoo, list(found.values()))}\nwritten to {options.output}\n")
+    wrong = [one for one in zoo if not one.is_right]
+    if wrong:
+        raise DifferenceError(f"{len(wrong)} of {len(zoo)} jobs of the zoo are not told rightly")
+    return 0
+
+
+def summary(zoo: Sequence[Bred], found: Sequence[Architecture]) -> str:
+    """What was found, in a few lines."""
+    bugs, sound = ([one.is_right for one in zoo if bool(one.bug) is bug] for bug in (True, False))
+    told = f"zoo: {sum(bugs)} of {len(bugs)} bugs found and named, "
+    lines = [f"{told}{sum(sound)} of {len(sound)} sound jobs equal"] if zoo else []
+    for layout in dict.fromkeys(cell.layout for one in found for cell in one.cells):
+        states: dict[str, int] = {}
+        for one in found:
+            for cell in one.cells:
+                if cell.layout == layout:
+                    states[cell.state] = states.get(cell.state, 0) + 1
+        lines.append(f"{layout}: " + ", ".join(f"{n} {s}" for s, n in sorted(states.items())))
+    unmade = sum(not one.cells for one in found)
+    if unmade:
+        lines.append(f"{unmade} architectures do not train in one process")
+    return "\n".join(lines)
+
+
+def _zoo() -> Iterator[Bred]:
+    from hp_train.demo.found import look_for  # noqa: PLC0415 - needs torch
+
+    return look_for(BUGS, SOUND)
+
+
+def _told(found: Iterator[Bred], until: float) -> Iterator[Bred]:
+    for one in found:
+        what = f"{one.layout} {one.bug}" if one.bug else f"{one.layout}, sound"
+        sys.stdout.write(
+            f"{'ok  ' if one.is_right else 'FAIL'} zoo: {what}: {one.first or 'equal'}\n"
+        )
+        sys.stdout.flush()
+        yield one
+        if time.monotonic() > until:
+            return
+
+
+def _architectures(options: argparse.Namespace, until: float) -> dict[str, Architecture]:
+    if find_spec("transformers") is None:
+        sys.stdout.write("architectures: pip install transformers compares them as well\n")
+        return {}
+    from hp_train.demo import architectures  # noqa: PLC0415 - needs transformers
+
+    installed = architectures.names()
+    asked = options.architectures or [name for name in SHOWN if name in installed]
+    names = installed if options.all else asked
+    unknown = [name for name in names if name not in installed]
+    if unknown:
+        raise ConfigError(f"--architectures ({unknown[0]}) must be a causal model of transformers")
+    architectures.prepare()
+    versions = architectures.versions()
+    with _folder(options.results) as folder:
+        found = {n: one for n, one in read(folder).items() if one.versions == versions}
+        for name in names:
+            if name in found or time.monotonic() > until:
+                continue
+            found[name] = one = architectures.examine(name)
+            write(folder, one)
+            sys.stdout.write(f"{name}: {_line(one)} ({one.seconds:.1f} s)\n")
+            sys.stdout.flush()
+    return dict(sorted(found.items()))
+
+
+@contextmanager
+def _folder(kept: str | None) -> Iterator[Path]:
+    if kept:
+        Path(kept).mkdir(parents=True, exist_ok=True)
+        yield Path(kept)
+        return
+    with TemporaryDirectory(prefix="hp-demo-") as folder:
+        yield Path(folder)
+
+
+def _line(one: Architecture) -> str:
+    if not one.cells:
+        return one.reason
+    told = []
+    for cell in one.cells:
+        more = {DIFFERENT: f": {cell.first}", FAILED: f": {cell.reason}"}.get(cell.state, "")
+        told.append(f"{cell.layout} {cell.state}{more}")
+    return "; ".join(told)

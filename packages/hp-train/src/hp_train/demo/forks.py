@@ -1,0 +1,118 @@
+"""Runs that are forked from a process that has imported all: each costs what it computes.
+
+The process must not have computed anything in threads, which no fork has.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+_GRACE_SECONDS = 2.0
+_POLL_SECONDS = 0.005
+_REASON = "reason"
+
+
+def run_ranks(
+    work: Callable[[], object], *, size: int, folder: Path, seconds: float, env: Mapping[str, str]
+) -> str:
+    """Fork the ranks of a run, and end what is left of them.
+
+    Args:
+        work: What a rank does, with its process group made where there are several.
+        size: Number of ranks.
+        folder: An empty folder; what ranks print is in it.
+        seconds: Most that they may take.
+        env: What is added to their environment.
+
+    Returns:
+        Why it failed: the last line of the first rank that did. Empty: it did not.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    alive = {}
+    for rank in range(size):
+        pid = os.fork()
+        if pid == 0:
+            _be_rank(work, rank, size, folder, env)
+        alive[pid] = rank
+    reason, until = "", time.monotonic() + seconds
+    try:
+        while alive and time.monotonic() < until:
+            pid, status = _ended(alive)
+            if pid == 0:
+                time.sleep(_POLL_SECONDS)
+            elif status and not reason:
+                reason = _reason(folder, alive.pop(pid), status)
+                until = min(until, time.monotonic() + _GRACE_SECONDS)
+            else:
+                del alive[pid]
+    finally:
+        for pid in alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    return reason or (f"hangs: not done after {seconds:.0f} s" if alive else "")
+
+
+def _ended(alive: Mapping[int, int]) -> tuple[int, int]:
+    for pid in alive:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return ended, status
+    return 0, 0
+
+
+def _reason(folder: Path, rank: int, status: int) -> str:
+    if os.WIFSIGNALED(status):
+        return f"rank {rank} was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+    try:
+        return (folder / f"{_REASON}-{rank}").read_text() or f"rank {rank} ended"
+    except OSError:
+        return f"rank {rank} ended with status {os.WEXITSTATUS(status)}"
+
+
+def _be_rank(
+    work: Callable[[], object], rank: int, size: int, folder: Path, env: Mapping[str, str]
+) -> NoReturn:
+    """Be a rank until its end; nothing of the parent's goes on here."""
+    status = 1
+    try:
+        log = os.open(folder / f"log-{rank}.txt", os.O_WRONLY | os.O_CREAT, 0o600)
+        for number in (1, 2):
+            os.dup2(log, number)
+        os.environ.update(env)
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
+        os.environ.update({name: str(value) for name, value in places.items()})
+        if size > 1:
+            _meet(rank, size, folder)
+        work()
+        status = 0
+    except BaseException as error:  # noqa: BLE001 - told by its last line
+        traceback.print_exc()
+        (folder / f"{_REASON}-{rank}").write_text(_last_line(error))
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _meet(rank: int, size: int, folder: Path) -> None:
+    import torch.distributed as dist  # noqa: PLC0415 - of those who have it
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    place = (folder / "store").as_uri()
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=size)
+
+
+def _last_line(error: BaseException) -> str:
+    lines: Sequence[str] = str(error).strip().splitlines() or [""]
+    name = type(error).__name__
+    frame = traceback.extract_tb(error.__traceback__)[-1:]
+    where = f" ({Path(frame[0].filename).name}, in {frame[0].name})" if frame else ""
+    return f"{name}: {lines[0]}{where}"

@@ -1,0 +1,59 @@
+"""What the rule of `shrinking` does not know: fields of tiny configs, by type of model."""
+
+from typing import Any
+
+from hp_train.demo.shrinking import HIDDEN
+
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8}
+_GEMMA3N = {
+    "intermediate_size": HIDDEN,
+    "activation_sparsity_pattern": [0.5, 0.0],
+    "num_kv_shared_layers": 0,
+    "laurel_rank": 8,
+    "hidden_size_per_layer_input": 8,
+}
+_KINDS = ("full_attention", "sliding_attention")
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "bamba": _MAMBA,
+    "granitemoehybrid": _MAMBA,
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
+    "codegen": {"rotary_dim": 4},
+    "gptj": {"rotary_dim": 4},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "ministral": {"head_dim": 8},
+    "nemotron": {"num_key_value_heads": 2},
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+    "reformer": {
+        "is_decoder": True,
+        "attn_layers": ["local", "local"],
+        "local_attn_chunk_length": 8,
+        "axial_pos_embds_dim": [16, 16],
+        "axial_pos_shape": [4, 4],
+    },
+    "gemma3n": {"text_config": _GEMMA3N},
+    "gemma3n_text": _GEMMA3N,
+    "bailing_hybrid": {"num_expert_group": 1, "topk_group": 1},
+    "cohere_compass_text": {"rope_parameters": dict.fromkeys(_KINDS, _ROPE)},
+    "dbrx": {
+        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "ffn_config": {"moe_top_k": 2},
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "qwen4_exp": {"text_config": {"token_budget": 16, "compress_ratio": 4}},
+    "qwen4_exp_text": {"token_budget": 16, "compress_ratio": 4},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2},
+    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2},
+    "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
+    "dots1": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"qk_head_dim": 16, "head_dim": 8},
+}

@@ -1,0 +1,100 @@
+"""`hp verify --demo`: what it runs, and its page."""
+
+from pathlib import Path
+
+import pytest
+
+from hp_train.cli import main
+from hp_train.demo import command
+from hp_train.demo.cells import DIFFERENT, EQUAL, FAILED, WITHOUT, Architecture, Bred, Cell
+from hp_train.demo.forks import run_ranks
+from hp_train.demo.page import page
+from hp_train.demo.shrinking import shrunk
+from hp_train.demo.zoo.bugs import BUGS
+
+
+def test_the_zoo_is_run_and_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "BUGS", [bug for bug in BUGS if bug.name == "microbatch-sum"])
+    monkeypatch.setattr(command, "SOUND", ["dp"])
+    monkeypatch.setattr(command, "find_spec", lambda _name: None)  # without transformers
+    out = tmp_path / "page.html"
+
+    assert main(["verify", "--demo", "--output", str(out)]) == 0
+
+    text = capsys.readouterr().out
+    assert "zoo: 1 of 1 bugs found and named, 1 of 1 sound jobs equal" in text
+    assert "pip install transformers" in text
+    assert "are 2 times the reference" in out.read_text()
+    assert "http" not in out.read_text()
+
+
+def test_a_bug_that_is_not_found_fails_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missed = Bred(layout="dp", bug="no-reduce", is_right=False)
+    monkeypatch.setattr(command, "_zoo", lambda: iter([missed]))
+    monkeypatch.setattr(command, "find_spec", lambda _name: None)
+
+    assert main(["verify", "--demo", "--output", str(tmp_path / "page.html")]) == 8
+    assert "1 of 1 jobs of the zoo are not told rightly" in capsys.readouterr().err
+
+
+def test_the_page_tells_every_cell_and_escapes_what_others_wrote() -> None:
+    cells = (
+        Cell(layout="fsdp 2", state=EQUAL, error=1e-15, compared=9),
+        Cell(layout="tp 2", state=DIFFERENT, first="step 1 <b>", by_hand={"w": 0.5}, program="x<y"),
+        Cell(layout="ep 2", state=WITHOUT),
+        Cell(layout="tp 2 ep 2", state=FAILED, reason="ValueError: <script>"),
+    )
+    made = Architecture(name="llama", versions={"torch": "2"}, cells=cells)
+    broken = Architecture(name="other", versions={}, reason="no <model>")
+
+    text = page([], [made, broken], 3.0)
+
+    assert "equal 1.0e-15" in text
+    assert 'href="#llama-tp-2"' in text
+    assert 'id="llama-tp-2"' in text
+    for escaped in (
+        "step 1 &lt;b&gt;",
+        "x&lt;y",
+        "&lt;script&gt;",
+        "no &lt;model&gt;",
+        "5.0e-01 w",
+    ):
+        assert escaped in text
+
+
+def test_a_rank_that_fails_or_hangs_is_told_and_the_others_end(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise ValueError("no\nmore")
+
+    def hang() -> None:
+        while True:
+            pass
+
+    assert run_ranks(int, size=1, folder=tmp_path / "a", seconds=20.0, env={}) == ""
+    reason = run_ranks(fail, size=1, folder=tmp_path / "b", seconds=20.0, env={})
+    assert reason.startswith("ValueError: no (")
+    reason = run_ranks(hang, size=1, folder=tmp_path / "c", seconds=0.2, env={})
+    assert reason == "hangs: not done after 0 s"
+
+
+def test_a_config_is_shrunk_by_the_names_of_its_fields() -> None:
+    fields = {
+        "vocab_size": 151_936,
+        "hidden_size": 4096,
+        "num_hidden_layers": 48,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "attention_dropout": 0.1,
+        "rms_norm_eps": 1e-6,
+        "text_config": {"num_experts": 128},
+    }
+    small = shrunk(fields)
+    assert small["vocab_size"] == 64
+    assert small["layer_types"] == ["full_attention", "sliding_attention"]
+    assert small["num_hidden_layers"] == 2
+    assert small["attention_dropout"] == 0.0
+    assert small["text_config"]["num_experts"] == 4
+    assert "rms_norm_eps" not in small
