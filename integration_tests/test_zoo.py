@@ -243,7 +243,9 @@ def test_a_second_run_says_where_a_public_bug_is(layout: str, bug: str, referees
     )
     assert ran.stdout == made.output
     assert re.search(verdict, made.verdict), made.output
-    assert "hp_" not in made.text
+    assert "hp_" not in made.text.replace(
+        "hp_train.demo.zoo", ""
+    )  # where the job's own classes are
 
 
 @pytest.mark.sample("dp", "fsdp")
