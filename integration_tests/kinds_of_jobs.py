@@ -137,7 +137,7 @@ def many_evaluations(job: Job) -> None:
             value.backward()
             return value
 
-        optimizer.step(loss)  # type: ignore[arg-type,no-untyped-call]
+        optimizer.step(loss)
 
 
 def two_optimizers(job: Job) -> None:

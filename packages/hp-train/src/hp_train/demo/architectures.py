@@ -82,7 +82,7 @@ def examine(name: str) -> Architecture:
         try:
             fields = fields_of(name)
             config = transformers.AutoConfig.for_model(name, **fields)
-            _ = transformers.AutoModelForCausalLM._model_mapping[type(config)]  # noqa: SLF001
+            _ = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         except Exception as error:  # noqa: BLE001 - whatever a config refuses is told
             return made(reason=f"{type(error).__name__}: {error}".replace("\n", " ")[:300])
         reason = _forked(partial(_make, name, fields, folder), folder / "make")
