@@ -138,7 +138,8 @@ def run(
     began, marks = time.monotonic(), {}
     start_seconds, peak = 0.0, 0.0
     # Where it is set, every process would compile torch's sources again.
-    env = os.environ | {"PYTHONDONTWRITEBYTECODE": "", "OMP_NUM_THREADS": "1"} | (variables or {})
+    always = {"PYTHONDONTWRITEBYTECODE": "", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, **always, **(variables or {})}
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(  # noqa: S603  # our own
