@@ -303,3 +303,10 @@ def test_the_command_line_is_parted_at_its_marks() -> None:
 def test_half_a_command_line_is_refused(line: list[str]) -> None:
     with pytest.raises(ConfigError):
         split(line)
+
+
+def test_a_tensor_of_which_two_dims_may_be_samples_is_not_laid() -> None:
+    samples = Samples(torch.arange(24).view(4, 6), 0, None)
+    assert samples.laid(torch.zeros(4, 4, 3)) is None
+    for shape in ((4, 6, 3), (6, 4, 3), (4, 4)):
+        assert samples.laid(torch.zeros(shape)) is not None

@@ -227,6 +227,8 @@ class Samples:
     ) -> tuple[Tensor, tuple[int, ...]] | None:
         """Lay a tensor as `[samples, ...]`; and which dims of it follow that of samples."""
         count, length = len(self.names), self._length
+        if values.ndim >= 3 and shape[0] == shape[1] == count > 1:
+            return None  # either dim may be that of samples
         if values.ndim >= 1 and shape[0] == count:
             return values, tuple(range(1, values.ndim))
         if values.ndim >= 2 and shape[1] == count:
