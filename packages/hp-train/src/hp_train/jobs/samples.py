@@ -141,7 +141,7 @@ class Samples:
         local = batch.to_local() if isinstance(batch, DTensor) else batch
         self._call, self._local = call, local.detach()
         self.has_tokens = local.ndim == 2 and local.dtype in (torch.int64, torch.int32)
-        self._length = local.shape[1]
+        self._length, self._is_reference = local.shape[1], known is None
         names, time = hashes(local), ""
         if seen is not None:
             times = {name: f"~{seen[name]}" if seen[name] else "" for name in names}
@@ -227,7 +227,8 @@ class Samples:
     ) -> tuple[Tensor, tuple[int, ...]] | None:
         """Lay a tensor as `[samples, ...]`; and which dims of it follow that of samples."""
         count, length = len(self.names), self._length
-        if values.ndim >= 3 and shape[0] == shape[1] == count > 1:
+        is_square = values.ndim >= 3 and shape[0] == shape[1] == count > 1
+        if is_square and self._is_reference:
             return None  # either dim may be that of samples
         if values.ndim >= 1 and shape[0] == count:
             return values, tuple(range(1, values.ndim))
