@@ -30,8 +30,7 @@ def _weights_are_not_loaded(trainer: Trainer) -> None:
         with torch.no_grad():
             named(trainer, MATRIX).local.mul_(1 + 1e-9)
 
-    if (trainer.worker.run_dir / "checkpoints").exists():
-        after_call(trainer, "resume", then)
+    after_call(trainer, "resume", then)
 
 
 def _rate_begins_anew(trainer: Trainer) -> None:
@@ -65,7 +64,8 @@ def work(config: Config, *, worker: Worker) -> int:
         if config.run.name:
             (FAULTS | MORE)[config.run.name].apply(trainer)
         _spoil_one_step(trainer)
-        trainer.resume()
+        if (trainer.worker.run_dir / "checkpoints").exists():
+            trainer.resume()
         last = PROGRAM.steps if trainer.step else PROGRAM.reload_after
         train = config.train
         while trainer.step < last:

@@ -151,9 +151,9 @@ def without_group(trainer: Trainer, name: str, group: str) -> None:
     """Leave out the sum of one gradient over a group."""
 
     def change(parameter: Parameter) -> Parameter:
-        assert group in parameter.replicas
-        left = tuple(other for other in parameter.replicas if other != group)
-        return replace(parameter, replicas=left)
+        assert group in parameter.unsummed
+        left = tuple(other for other in parameter.unsummed if other != group)
+        return replace(parameter, unsummed=left)
 
     change_parameter(trainer, name, change)
 
