@@ -5,10 +5,15 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
+from hp_platform.testing import run_distributed
 from hp_train.errors import ConfigError
 from hp_train.jobs.command import split
 from hp_train.jobs.compare import Comparison, Floor, compare
@@ -21,7 +26,7 @@ from hp_train.jobs.names import Renaming, plain
 from hp_train.jobs.parts import Reference
 from hp_train.jobs.samples import Samples, batch_of
 from hp_train.jobs.sketch import digest_of
-from hp_train.jobs.slices import Slice
+from hp_train.jobs.slices import Slice, placed
 
 
 def test_names_lose_what_wraps_a_module() -> None:
@@ -196,6 +201,50 @@ def test_parts_of_a_sequence_are_laid_where_they_are_in_the_references() -> None
     assert {row for digest in digests for row in digest.rows} == {"sample"}
 
 
+@pytest.mark.parametrize(("ranks", "is_equal"), [(1, False), (2, True)])
+def test_an_output_that_ranks_have_parts_of_is_listed_where_nothing_comes_of_it(
+    ranks: int, is_equal: bool
+) -> None:
+    expected, actual = recording(), recording({FORWARD: 0.5})
+    actual.facts = [{"rank": str(rank)} for rank in range(ranks)]
+
+    comparison = compare(actual, expected, Floor(expected, []))
+
+    assert (comparison.first is None) is is_equal
+    told = comparison.unaligned.get("forward layer", "")
+    assert ("1/2 of the reference's on every rank" in told) is is_equal
+
+
+def test_an_output_that_is_a_part_stays_a_difference_where_a_gradient_differs() -> None:
+    expected, actual = recording(), recording({FORWARD: 0.5, GRADIENT: 1.1})
+    actual.facts = [{"rank": "0"}, {"rank": "1"}]
+
+    comparison = compare(actual, expected, Floor(expected, []))
+
+    assert comparison.first is not None
+    assert comparison.first.phase == FORWARD
+
+
+def strided_parts() -> list[tuple[int, int]]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = torch.arange(24.0).view(8, 3)
+    fused = torch.cat([part.chunk(size)[rank] for part in whole.chunk(2)])
+    mesh = init_device_mesh("cpu", (size,))
+    tensor = DTensor.from_local(fused, mesh, [_StridedShard(0, split_factor=2)])
+    values, parts, shape = placed(tensor)
+    assert shape == (8, 3)
+    for part in parts:
+        there = whole[tuple(slice(*span) for span in part.box)]
+        assert torch.equal(values[tuple(slice(*span) for span in part.local)], there)
+    return [part.box[0] for part in parts]
+
+
+def test_parts_of_a_fused_matrix_are_where_a_strided_placement_has_them() -> None:
+    found = run_distributed(strided_parts, world_size=2)
+
+    assert found == [[(0, 2), (4, 6)], [(2, 4), (6, 8)]]
+
+
 def test_a_lifted_model_computes_in_float64() -> None:
     with Lifting():
         model = nn.Linear(3, 3, dtype=torch.float32).to(torch.bfloat16)
@@ -227,7 +276,7 @@ def recording(changes: Mapping[str, float] | None = None) -> Recording:
         step.tensors[phase] = {"layer": Digests((4,), "float32", rows)}
     for phase in (LOSS, NORM):
         step.numbers[phase] = {"": {"rank-00000": [3.0 * changes.get(phase, 1.0)]}}
-    return Recording({1: step}, [{}])
+    return Recording({1: step}, [{"rank": "0"}])
 
 
 def judged(changes: Mapping[str, float] | None = None) -> Comparison:
@@ -310,3 +359,18 @@ def test_a_tensor_of_which_two_dims_may_be_samples_is_not_laid() -> None:
     assert samples.laid(torch.zeros(4, 4, 3)) is None
     for shape in ((4, 6, 3), (6, 4, 3), (4, 4)):
         assert samples.laid(torch.zeros(shape)) is not None
+    square = Samples(torch.arange(4).view(2, 2), 0, None)
+    assert square.laid(torch.zeros(2, 2, 5)) is not None  # tokens follow samples
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_has_no_error() -> None:
+    recordings = [recording(), recording(), recording()]
+    for sign, made in zip((1.0, -1.0, 1.0), recordings, strict=True):
+        rows = {"": ((sign * 1e-9, 0.0, 0.0, 0.0), 1e-9)}
+        made.steps[1].tensors[GRADIENT]["bias"] = Digests((4,), "float32", rows)
+    actual, expected, other = recordings
+
+    comparison = compare(actual, expected, Floor(expected, [other]))
+
+    assert comparison.first is None
+    assert comparison.largest[GRADIENT] == 0.0

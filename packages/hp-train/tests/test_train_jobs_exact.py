@@ -282,7 +282,7 @@ def gradients(own: Mapping[str, float], final: float) -> Comparison:
         step.tensors[OWN] = {"w": Digests((4,), "float32", {"": (before, 2.0 * abs(scale))})}
         after = tuple(factor * x for x in sums)
         step.tensors[GRADIENT] = {"w": Digests((4,), "float32", {"": (after, 2.0 * abs(factor))})}
-        return Recording({1: step}, [{}])
+        return Recording({1: step}, [{"rank": "0"}])
 
     expected = recording(1.0, 1.0)
     actual = recording(own["scale"], final, own.get("other", 0.0))
@@ -316,7 +316,7 @@ def randomly(drawn: set[str], *states: str) -> Comparison:
         rows = {"sample": (sums, 2.0 * scale)}
         step = Step(drawn=drawn, states={f"rank-{i}": {"torch": s} for i, s in enumerate(names)})
         step.tensors[FORWARD] = {"layer": Digests((4,), "float32", rows)}
-        return Recording({1: step}, [{}])
+        return Recording({1: step}, [{"rank": "0"}])
 
     expected = recording(1.0, "a")
     return compare(recording(1.5, *states), expected, Floor(expected, []))
@@ -355,7 +355,7 @@ def test_generators_of_all_three_are_seeded_and_told_apart() -> None:
 
 def test_the_second_run_looks_at_the_module_around_a_difference() -> None:
     comparison = randomly(set(), "a")
-    expected = Recording({1: Step()}, [{}])
+    expected = Recording({1: Step()}, [{"rank": "0"}])
     for name in ("layers.0.mlp.up", "layers.0.mlp", "layers.0", ""):
         sums: tuple[float, ...] = (1.0,) * 4
         rows = {"sample": (sums, 2.0)}

@@ -164,10 +164,35 @@ def compare(actual: Recording, expected: Recording, floor: Floor) -> Comparison:
                 _numbers(result, index, phase, mine, theirs, floor)
             elif phase != ev.START:
                 _phase(result, index, phase, mine, theirs, floor)
+        _list_terms(result, index, actual.num_ranks)
     for step in sorted(set(expected.steps) ^ set(actual.steps)):
         here = "the job" if step in actual.steps else "the reference"
         result.unaligned[f"step {step}"] = f"only {here} has it"
     return result
+
+
+def _list_terms(result: Comparison, index: int, num_ranks: int) -> None:
+    """List outputs that are a part of the reference's on every rank, where nothing comes of it.
+
+    Ranks may divide what they later add up. Where every weight's gradient is equal after that, they
+    have, and nothing is wrong; where one is not, the outputs stay differences.
+    """
+    here = [place for place in result.differences if place.step == index]
+    if not here or not all(_is_term(place, num_ranks) for place in here):
+        return
+    for place in here:
+        parts = f"it is 1/{round(1 / place.factor)} of the reference's on every rank"
+        where = f"{place.phase} {place.name}"
+        result.unaligned.setdefault(where, f"{parts}, and all gradients are equal")
+    result.differences = [place for place in result.differences if place.step != index]
+
+
+def _is_term(place: Place, num_ranks: int) -> bool:
+    if place.phase not in (ev.FORWARD, ev.BACKWARD) or not place.factor > 0 or place.who:
+        return False
+    parts = round(1 / place.factor)
+    is_part = abs(place.factor * parts - 1) <= place.bound
+    return 1 < parts <= num_ranks and is_part and place.rest <= place.bound
 
 
 def _phases(mine: Step, theirs: Step) -> Iterator[str]:
@@ -231,8 +256,9 @@ def _phase(  # noqa: PLR0917
             result.unaligned.setdefault(where, "ranks have different terms of it, or parts")
             continue
         result.num_compared += 1
-        result.largest[phase] = max(error, result.largest.get(phase, 0.0))
         tiny = _ULPS * _EPSILON.get(_shortest(tensor, reference), 1e-7) * scale
+        if not reference.norm <= tiny:  # of one that is zero but for rounding no digit is right
+            result.largest[phase] = max(error, result.largest.get(phase, 0.0))
         if tensor.disagree > bound and tensor.disagree * tensor.norm > tiny:
             origin = _origin(mine, theirs, phase, name, bound)
             result.differences.append(

@@ -252,7 +252,9 @@ class Recorder:
         """Note down a tensor that is made of samples."""
         laid = None if samples is None else samples.digest(tensor)
         if laid is None:
-            note = "not made of samples" if samples else "no batch was seen"
+            note = (
+                "not made of samples, or not told by which dim" if samples else "no batch was seen"
+            )
             entry = _Tensor(
                 self._place(phase), phase, name, tuple(tensor.shape), tensor.dtype, [], index, note
             )

@@ -228,8 +228,8 @@ class Samples:
         """Lay a tensor as `[samples, ...]`; and which dims of it follow that of samples."""
         count, length = len(self.names), self._length
         is_square = values.ndim >= 3 and shape[0] == shape[1] == count > 1
-        if is_square and self._is_reference:
-            return None  # either dim may be that of samples
+        if is_square and count != length and self._is_reference:
+            return None  # either dim may be that of samples, and neither that of tokens
         if values.ndim >= 1 and shape[0] == count:
             return values, tuple(range(1, values.ndim))
         if values.ndim >= 2 and shape[1] == count:
