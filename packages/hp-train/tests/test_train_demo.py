@@ -1,15 +1,31 @@
 """`hp verify --demo`: what it runs, and its page."""
 
+import math
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from hp_train.cli import main
 from hp_train.demo import command
-from hp_train.demo.cells import DIFFERENT, EQUAL, FAILED, WITHOUT, Architecture, Bred, Cell
+from hp_train.demo.causes import CAUSES, VERSION
+from hp_train.demo.cells import (
+    DIFFERENT,
+    EQUAL,
+    FAILED,
+    LAYOUTS,
+    WITHOUT,
+    Architecture,
+    Bred,
+    Cell,
+    finite,
+    read,
+    write,
+)
 from hp_train.demo.forks import run_ranks
 from hp_train.demo.page import page
 from hp_train.demo.shrinking import shrunk
+from hp_train.demo.table import table
 from hp_train.demo.zoo.bugs import BUGS
 
 
@@ -98,3 +114,47 @@ def test_a_config_is_shrunk_by_the_names_of_its_fields() -> None:
     assert small["attention_dropout"] == 0.0
     assert small["text_config"]["num_experts"] == 4
     assert "rms_norm_eps" not in small
+
+
+def red() -> Architecture:
+    cells = (
+        Cell(layout="fsdp 2", state=EQUAL, error=7e-15),
+        Cell(layout="tp 2", state=DIFFERENT, first="step 1, gradient", by_hand={"w": 0.9}),
+        Cell(layout="ep 2", state=WITHOUT),
+        Cell(layout="tp 2 ep 2", state=WITHOUT),
+    )
+    return Architecture(name="apertus", versions={"transformers": VERSION}, cells=cells)
+
+
+def test_a_red_cell_is_told_with_its_cause_of_that_version_alone() -> None:
+    newer = replace(red(), versions={"transformers": "99"})
+
+    assert "alpha_p" in page([], [red()], 1.0)
+    assert "alpha_p" not in page([], [newer], 1.0)
+    assert "**A gradient lacks the other rank's part:** apertus (tp 2)" in table([red()])
+    assert "**Not looked into:** apertus (tp 2)" in table([newer])
+
+
+def test_the_table_has_a_row_of_each_architecture_and_why_others_have_none() -> None:
+    text = table([red(), Architecture(name="blt", versions={}, reason="RuntimeError: `no`")])
+
+    assert "| apertus | 7.0e-15 | **different** | no experts | no experts |" in text
+    assert "| tp 2 | 1 | 0 | 0 |" in text
+    assert "- blt: `RuntimeError: no`" in text
+
+
+def test_causes_name_layouts_and_each_cell_once() -> None:
+    cells = [(name, layout) for c in CAUSES for name, some in c.cells.items() for layout in some]
+
+    assert len(set(cells)) == len(cells)
+    assert {layout for _, layout in cells} <= LAYOUTS.keys()
+
+
+def test_what_is_not_finite_is_kept_and_told(tmp_path: Path) -> None:
+    cell = Cell(layout="tp 2", state=DIFFERENT, error=finite(math.nan), by_hand={"w": None})
+    write(tmp_path, Architecture(name="other", versions={}, cells=(cell,)))
+
+    found = read(tmp_path)["other"]
+
+    assert found.cells == (cell,)
+    assert "not finite w" in page([], [found], 1.0)

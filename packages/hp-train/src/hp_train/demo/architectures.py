@@ -3,6 +3,7 @@
 import gc
 import importlib
 import json
+import math
 import os
 import tempfile
 import time
@@ -21,6 +22,7 @@ from hp_train import __version__
 from hp_train.demo import by_hand, job
 from hp_train.demo.cells import (
     DIFFERENT,
+    DOUBTED,
     EQUAL,
     FAILED,
     LAYOUTS,
@@ -29,6 +31,7 @@ from hp_train.demo.cells import (
     Architecture,
     Cell,
     Layout,
+    finite,
 )
 from hp_train.demo.forks import run_ranks
 from hp_train.demo.overrides import OVERRIDES
@@ -42,6 +45,8 @@ from hp_train.jobs.request import VARIABLE, Request
 SECONDS = 60.0
 """Most that one run may take."""
 _KEPT = 6
+_BY_HAND = 1e-4
+"""Relative error from which the program by hand, which is lifted nowhere, has seen a difference."""
 _JUDGED = (ev.GRADIENT, ev.WEIGHT)
 
 
@@ -175,19 +180,27 @@ class _Runs:
             raise _FailedError(reason)
         return join(folder)
 
-    def program(self, who: str) -> str:
+    def program(self, layout: Layout) -> str:
         """The program that compares by hand."""
-        return by_hand.program(self._name, self._fields, LAYOUTS[who])
+        return by_hand.program(self._name, self._fields, layout)
 
-    def by_hand(self, who: str) -> dict[str, float]:
+    def by_hand(self, layout: Layout) -> dict[str, float]:
         """Run the program that compares by hand; the largest errors first."""
-        folder = self._folder / "by-hand" / who.replace(" ", "-")
-        text = self.program(who)
+        folder = (
+            self._folder
+            / "by-hand"
+            / f"{layout.float64}-{len(layout.sizes)}-{next(iter(layout.sizes))}"
+        )
+        text = self.program(layout)
         out = folder / "errors.json"
         if reason := _forked(partial(_by_hand, text, folder, out), folder, 2):
             raise _FailedError(reason)
         errors: dict[str, float] = json.loads(out.read_text())
-        return dict(sorted(errors.items(), key=lambda item: -item[1]))
+        return dict(sorted(errors.items(), key=lambda item: -_size(item[1])))
+
+
+def _size(error: float) -> float:
+    return math.inf if math.isnan(error) else error
 
 
 def _record(model: Path, layout: Layout) -> None:
@@ -212,48 +225,58 @@ def _cell(runs: _Runs, layout: str, plans: Mapping[str, bool]) -> Cell:
     if "ep" in layout and not plans["experts"]:
         return Cell(layout=layout, state=WITHOUT)
     expected = runs.expected(float64=asked.float64)
+    judged = partial(Cell, layout=layout)
+    comparison, reason = None, ""
     try:
-        actual = runs.recorded(layout, asked)
+        comparison = compare(runs.recorded(layout, asked), *expected)
+        judged = partial(judged, **_told(comparison))
     except _FailedError as error:
-        no_plan = "was requested, but" in str(error) and "has no" in str(error)
-        return Cell(
-            layout=layout,
-            state=REFUSED if no_plan else FAILED,
-            reason=str(error),
-            seconds=round(time.monotonic() - began, 1),
-        )
-    comparison = compare(actual, *expected)
-    judged = partial(_judged, layout, comparison)
-    if comparison.first is None:
-        return judged({}, "", "", time.monotonic() - began)
-    largest, failed, program = {}, "", runs.program(layout)
-    try:
-        largest = runs.by_hand(layout)
-    except _FailedError as error:
-        failed = str(error)
-    return judged(largest, failed, program, time.monotonic() - began)
-
-
-def _judged(  # noqa: PLR0917
-    layout: str,
-    comparison: Comparison,
-    largest: Mapping[str, float],
-    failed: str,
-    program: str,
-    seconds: float,
-) -> Cell:
-    first, missing = comparison.first, comparison.unaligned
-    return Cell(
-        layout=layout,
-        state=EQUAL if first is None else DIFFERENT,
-        error=max(comparison.largest.get(phase, 0.0) for phase in _JUDGED),
-        first="" if first is None else str(first),
-        likely=tuple(explain(comparison)),
-        compared=comparison.num_compared,
-        unaligned=dict(list(missing.items())[:_KEPT]),
-        num_unaligned=len(missing),
-        by_hand=dict(list(largest.items())[:_KEPT]),
-        by_hand_failed=failed,
-        program=program,
-        seconds=round(seconds, 1),
+        reason = str(error)
+        if "was requested, but" in reason and "has no" in reason:
+            return judged(state=REFUSED, reason=reason)
+    if comparison is not None and comparison.first is None:
+        return judged(state=EQUAL, seconds=round(time.monotonic() - began, 1))
+    seen = _seen(runs, layout, fails=bool(reason))
+    state = DOUBTED if seen is None else FAILED if reason else DIFFERENT
+    return judged(
+        state=state, reason=reason, seconds=round(time.monotonic() - began, 1), **(seen or {})
     )
+
+
+def _seen(runs: _Runs, layout: str, *, fails: bool) -> dict[str, Any] | None:
+    """Fields of a cell about what is seen by hand: in float64, which a model may refuse, or less.
+
+    Args:
+        runs: Runs of its model.
+        layout: What it is about.
+        fails: Whether a failure is what must be seen, and not a difference.
+
+    Returns:
+        None: it is not seen.
+    """
+    for float64 in dict.fromkeys((LAYOUTS[layout].float64, False)):
+        asked = Layout(LAYOUTS[layout].sizes, float64)
+        found = {"program": runs.program(asked)}
+        try:
+            errors = runs.by_hand(asked)
+        except _FailedError as error:
+            if fails:
+                return {**found, "by_hand_failed": str(error)}
+            continue
+        if not fails and any(not error <= _BY_HAND for error in errors.values()):
+            largest = list(errors.items())[:_KEPT]
+            return {**found, "by_hand": {name: finite(error) for name, error in largest}}
+    return None
+
+
+def _told(comparison: Comparison) -> dict[str, Any]:
+    """Fields of a cell that a comparison tells."""
+    first, missing = comparison.first, comparison.unaligned
+    return {
+        "error": finite(max(comparison.largest.get(phase, 0.0) for phase in _JUDGED)),
+        "first": "" if first is None else str(first),
+        "likely": tuple(explain(comparison)),
+        "compared": comparison.num_compared,
+        "unaligned": dict(list(missing.items())[:_KEPT]),
+        "num_unaligned": len(missing),
+    }

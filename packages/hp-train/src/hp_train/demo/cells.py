@@ -1,5 +1,6 @@
 """What the demo finds, as data: a file for each architecture. No torch."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -7,14 +8,17 @@ import msgspec
 
 from hp_train.base.atomic_write import replace_file
 
-EQUAL, DIFFERENT, FAILED, REFUSED, WITHOUT = (
+EQUAL, DIFFERENT, DOUBTED, FAILED, REFUSED, WITHOUT = (
     "equal",
     "different",
+    "not reproduced",
     "failed",
     "no plan",
     "no experts",
 )
-"""States of a cell. `REFUSED`: transformers itself says that it has no such layout."""
+"""States of a cell. `DOUBTED`: the recorder calls it different or fails, and the same by hand does
+not. `REFUSED`: transformers itself says that it has no such layout."""
+RED = (DIFFERENT, DOUBTED, FAILED)
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -46,7 +50,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         layout: Key of `LAYOUTS`.
         state: One of those above.
-        error: Largest relative error of a gradient or a weight.
+        error: Largest relative error of a gradient or a weight; None: it is not finite, which JSON
+            has no number for. So in `by_hand`.
         first: The first difference.
         likely: What it looks like.
         reason: Why it failed or was refused.
@@ -62,14 +67,14 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     layout: str
     state: str
-    error: float = 0.0
+    error: float | None = 0.0
     first: str = ""
     likely: tuple[str, ...] = ()
     reason: str = ""
     compared: int = 0
     unaligned: dict[str, str] = {}
     num_unaligned: int = 0
-    by_hand: dict[str, float] = {}
+    by_hand: dict[str, float | None] = {}
     by_hand_failed: str = ""
     program: str = ""
     seconds: float = 0.0
@@ -117,6 +122,16 @@ class Bred(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     likely: tuple[str, ...] = ()
     compared: int = 0
     seconds: float = 0.0
+
+
+def told(error: float | None) -> str:
+    """An error in words."""
+    return "not finite" if error is None else f"{error:.1e}"
+
+
+def finite(error: float) -> float | None:
+    """An error as a cell has it."""
+    return error if math.isfinite(error) else None
 
 
 def write(folder: Path, found: Architecture) -> None:

@@ -12,8 +12,9 @@ from typing import NoReturn
 
 from hp_train.base.atomic_write import replace_file
 from hp_train.base.numbers import whole
-from hp_train.demo.cells import DIFFERENT, FAILED, Architecture, Bred, read, write
+from hp_train.demo.cells import DIFFERENT, DOUBTED, FAILED, Architecture, Bred, read, write
 from hp_train.demo.page import page
+from hp_train.demo.table import table
 from hp_train.demo.zoo.bugs import BUGS, SOUND
 from hp_train.errors import ConfigError, DifferenceError
 
@@ -64,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
         "--results", metavar="DIR", help="keep what is found of each architecture, and go on there"
     )
     made.add_argument("--output", default="hp-verify-demo.html", metavar="FILE", help="the page")
+    made.add_argument("--table", metavar="FILE", help="the architectures, as a page of Markdown")
     return made
 
 
@@ -86,6 +88,8 @@ def run(arguments: Sequence[str]) -> int:
     found = _architectures(options, until)
     seconds = time.monotonic() - began
     replace_file(Path(options.output), page(zoo, list(found.values()), seconds).encode())
+    if options.table:
+        replace_file(Path(options.table), table(list(found.values())).encode())
     sys.stdout.write(f"{summary(zoo, list(found.values()))}\nwritten to {options.output}\n")
     wrong = [one for one in zoo if not one.is_right]
     if wrong:
@@ -170,6 +174,10 @@ def _line(one: Architecture) -> str:
         return one.reason
     told = []
     for cell in one.cells:
-        more = {DIFFERENT: f": {cell.first}", FAILED: f": {cell.reason}"}.get(cell.state, "")
+        more = {
+            DIFFERENT: f": {cell.first}",
+            DOUBTED: f": {cell.first}{cell.reason}",
+            FAILED: f": {cell.reason}",
+        }.get(cell.state, "")
         told.append(f"{cell.layout} {cell.state}{more}")
     return "; ".join(told)

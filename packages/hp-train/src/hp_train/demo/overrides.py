@@ -21,7 +21,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 4},
     "gptj": {"rotary_dim": 4},
     "hunyuan_v1_dense": {"head_dim": 8},
-    "hunyuan_v1_moe": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
     "ministral": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 2},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
@@ -55,5 +55,5 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "topk_group": 1,
     },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "longcat_flash": {"qk_head_dim": 16, "head_dim": 8},
+    "longcat_flash": {"qk_head_dim": 16, "head_dim": 8, "zero_expert_num": 2},
 }

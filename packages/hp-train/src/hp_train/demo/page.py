@@ -4,18 +4,22 @@ import platform
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from hp_train.demo.causes import cause_of
 from hp_train.demo.cells import (
     DIFFERENT,
+    DOUBTED,
     EQUAL,
     FAILED,
     LAYOUTS,
+    RED,
     REFUSED,
     Architecture,
     Bred,
     Cell,
+    told,
 )
 
-_CLASSES = {EQUAL: "good", DIFFERENT: "bad", FAILED: "failed", REFUSED: "none"}
+_CLASSES = {EQUAL: "good", DIFFERENT: "bad", FAILED: "failed", DOUBTED: "failed", REFUSED: "none"}
 _STYLE = """
 :root{color-scheme:light dark;font:15px/1.45 system-ui,sans-serif}
 body{max-width:70em;margin:2em auto;padding:0 1em}
@@ -67,14 +71,14 @@ def _architectures(found: Sequence[Architecture]) -> Iterable[str]:
         yield "</tr>"
     yield "</table>"
     for one in found:
-        yield from (_told(one, cell) for cell in one.cells if cell.state in (DIFFERENT, FAILED))
+        yield from (_told(one, cell) for cell in one.cells if cell.state in RED)
 
 
 def _cell(one: Architecture, cell: Cell) -> str:
-    text = f"equal {cell.error:.1e}" if cell.state == EQUAL else cell.state
+    text = f"equal {told(cell.error)}" if cell.state == EQUAL else cell.state
     if cell.num_unaligned:
         text += f", {cell.num_unaligned} not compared"
-    if cell.state in (DIFFERENT, FAILED):
+    if cell.state in RED:
         text = f'<a href="#{_anchor(one, cell)}">{text}</a>'
     return f"<td class={_CLASSES.get(cell.state, 'none')}>{text}</td>"
 
@@ -84,10 +88,13 @@ def _anchor(one: Architecture, cell: Cell) -> str:
 
 
 def _told(one: Architecture, cell: Cell) -> str:
-    lines = [cell.first or cell.reason, *cell.likely]
+    lines = [cell.first or cell.reason, *(f"likely: {line}" for line in cell.likely)]
+    cause = cause_of(one.name, cell.layout, one.versions.get("transformers", ""))
+    if cause is not None:
+        lines.append(f"cause: {cause.what}. {cause.why}")
     if cell.by_hand:
         lines.append("the same by hand, in transformers and torch alone, relative errors:")
-        lines += [f"  {error:.1e} {name}" for name, error in cell.by_hand.items()]
+        lines += [f"  {told(error)} {name}" for name, error in cell.by_hand.items()]
     if cell.by_hand_failed:
         lines.append(f"by hand it fails: {cell.by_hand_failed}")
     lines += [f"not compared: {name}: {why}" for name, why in cell.unaligned.items()]
