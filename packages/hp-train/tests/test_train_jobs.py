@@ -366,8 +366,8 @@ def test_a_tensor_of_which_two_dims_may_be_samples_is_not_laid() -> None:
 def test_a_gradient_that_is_zero_but_for_rounding_has_no_error() -> None:
     recordings = [recording(), recording(), recording()]
     for sign, made in zip((1.0, -1.0, 1.0), recordings, strict=True):
-        rows = {"": ((sign * 1e-9, 0.0, 0.0, 0.0), 1e-9)}
-        made.steps[1].tensors[GRADIENT]["bias"] = Digests((4,), "float32", rows)
+        sums = (sign * 1e-9, 0.0, 0.0, 0.0)
+        made.steps[1].tensors[GRADIENT]["bias"] = Digests((4,), "float32", {"": (sums, 1e-9)})
     actual, expected, other = recordings
 
     comparison = compare(actual, expected, Floor(expected, [other]))
