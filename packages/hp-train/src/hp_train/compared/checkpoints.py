@@ -72,8 +72,8 @@ def compare(
     """Compare two checkpoints.
 
     Args:
-        ours: What errors are relative to.
-        theirs: To be judged.
+        ours: First checkpoint; errors are relative to its tensors.
+        theirs: Second checkpoint, which is judged.
         ignore: Regular expression of names that are not compared.
         names: What is declared: names in the second -> in the first.
     """

@@ -41,7 +41,7 @@ class Rows:
 
     Args:
         tensors: They are read once, one after the other.
-        dtype: To which their values are cast before they are compared.
+        dtype: Dtype that their values are cast to before they are compared.
     """
 
     def __init__(self, tensors: Mapping[str, Made], dtype: torch.dtype) -> None:
@@ -59,7 +59,7 @@ class Rows:
         """Say what a tensor is made of; None: most of its rows are nobody's.
 
         Args:
-            values: Of the dtype of this index.
+            values: A tensor of any shape, of the dtype of this index.
         """
         best = self._laid(values)
         if best is None and values.ndim >= 2:

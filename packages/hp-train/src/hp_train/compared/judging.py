@@ -48,8 +48,8 @@ def judge(ours: Tensor, theirs: Tensor) -> Verdict:
     """Compare tensors of one shape and any dtypes.
 
     Args:
-        ours: To which errors are relative.
-        theirs: To be judged.
+        ours: Reference, of any shape and dtype; errors are relative to its norm.
+        theirs: Tensor of the same shape that is judged.
     """
     if ours.dtype == theirs.dtype and _same(ours, theirs):
         return Verdict("equal", True)

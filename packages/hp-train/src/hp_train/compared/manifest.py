@@ -18,7 +18,7 @@ class Listed(msgspec.Struct, frozen=True):
     """A tensor.
 
     Attributes:
-        dtype: As safetensors calls it, such as `"BF16"`.
+        dtype: Its dtype as safetensors calls it, such as `"BF16"`.
         shape: Its shape.
         sha256: Of its bytes, little-endian, in C order; hexadecimal.
     """

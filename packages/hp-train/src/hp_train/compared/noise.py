@@ -36,7 +36,7 @@ class Answer:
     Attributes:
         differs: Whether the second curve differs from the first by more than noise.
         chance: How often noise alone would give as large a statistic; at least 1 / (draws + 1).
-        step: From about which step on it differs.
+        step: Step from which on, about, it differs.
         offset: Mean difference from there on.
         noise: Standard deviation of a single step's difference that is noise.
         correlation: Correlation of neighbouring steps' noise.
@@ -73,7 +73,7 @@ def tell_apart(
         repeats: Curves of the first run done again, other noise and all else alike.
         level: How often noise alone may be called a difference.
         draws: Series of noise that are drawn.
-        seed: Of these.
+        seed: Seed of these draws.
 
     Raises:
         DataError: When fewer than 20 steps are in all of them.

@@ -51,7 +51,7 @@ class Source:
     Attributes:
         path: Where it is.
         format: What it is, in a word or two.
-        tensors: By name.
+        tensors: Name -> tensor.
         left_out: Names of what is no tensor, or of a dtype that cannot be read.
         config: Configuration of the run that saved it, of hp-train's own; else empty.
     """
