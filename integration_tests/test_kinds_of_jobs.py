@@ -1,44 +1,30 @@
 """`hp verify` of training loops of many kinds: equal where they are, and different where not."""
 
 import functools
-import os
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from hp_platform.testing import run_distributed
-from hp_train.jobs.compare import Comparison, Floor, compare
+from hp_train.jobs.compare import Comparison, compare, with_floor
 from hp_train.jobs.explain import explain
-from hp_train.jobs.joined import Recording, join
-from hp_train.jobs.request import VARIABLE, Request
+from hp_train.jobs.joined import Recording
+from hp_train.jobs.request import Request
 from integration_tests.kinds_of_jobs import SOUND, STEPS, train
-
-
-def work(request: bytes, kind: str, fault: str) -> None:
-    os.environ[VARIABLE] = request.decode()
-    from hp_train.jobs.recorder import begin  # noqa: PLC0415 - in the rank alone
-
-    recorder = begin()
-    train(kind, fault)
-    recorder.flush()
-
-
-def recorded(request: Request, kind: str, fault: str = "", *, ranks: int = 1) -> Recording:
-    Path(request.folder).mkdir()
-    run_distributed(work, msgspec.json.encode(request), kind, fault, world_size=ranks)
-    return join(Path(request.folder))
+from integration_tests.recorded import record
 
 
 def compared(tmp_path: Path, kind: str, fault: str = "") -> Comparison:
-    request = functools.partial(Request, seed=0, steps=2 * STEPS)
-    reference = recorded(request(folder=str(tmp_path / "reference")), kind)
-    disturbed = [
-        recorded(request(folder=str(tmp_path / f"disturbed-{i}"), disturb=i), kind) for i in (1, 2)
-    ]
-    job = request(folder=str(tmp_path / "job"), reference=str(tmp_path / "reference"))
-    floor = Floor(reference, disturbed)
-    return compare(recorded(job, kind, fault, ranks=2), reference, floor)
+    theirs = str(tmp_path / "reference")
+
+    def referred(name: str, seed: int) -> Recording:
+        known = theirs if seed else ""
+        asked = Request(str(tmp_path / name), reference=known, steps=2 * STEPS, disturb=seed)
+        return record(asked, functools.partial(train, kind), ranks=1)
+
+    reference, floor = with_floor(referred)
+    request = Request(str(tmp_path / "job"), reference=theirs, steps=2 * STEPS)
+    job = record(request, functools.partial(train, kind, fault), ranks=2)
+    return compare(job, reference, floor)
 
 
 @pytest.mark.sample("images", "two_models", "closure")

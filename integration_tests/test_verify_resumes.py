@@ -1,20 +1,19 @@
 """`hp verify` of a job that is stopped and resumes, beside one that was never stopped."""
 
-import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from hp_platform.testing import run_distributed
 from hp_train.jobs.compare import Comparison, Floor, compare
-from hp_train.jobs.joined import Recording, join
-from hp_train.jobs.request import VARIABLE, Request
+from hp_train.jobs.joined import Recording
+from hp_train.jobs.request import Request
+from integration_tests.recorded import record
 from integration_tests.verify_resumes import LOST, train
 
 STEPS = 4
@@ -30,25 +29,15 @@ FIRST = {
 """What is lost -> the first difference; evaluation alone uses the buffers."""
 
 
-def work(request: bytes, path: str, first: int, last: int, lost: str) -> None:
-    os.environ[VARIABLE] = request.decode()
-    from hp_train.jobs.recorder import begin  # noqa: PLC0415 - in the rank alone
-
-    recorder = begin()
-    train(Path(path), first=first, last=last, lost=lost)
-    recorder.flush()
-
-
 def recorded(
     folder: Path, *spans: tuple[int, int, int], lost: str = "", reference: str = ""
 ) -> Recording:
     """Record a job that is launched once for every span: ranks, first step, last step."""
-    folder.mkdir()
     request = Request(str(folder), reference=reference, steps=STEPS, float64=True)
     for ranks, first, last in spans:
-        args = msgspec.json.encode(request), str(folder / "state.pt"), first, last, lost
-        run_distributed(work, *args, world_size=ranks)
-    return join(folder)
+        job = partial(train, folder / "state.pt", first=first, last=last, lost=lost)
+        found = record(request, job, ranks=ranks)
+    return found
 
 
 Judge = Callable[..., Comparison]

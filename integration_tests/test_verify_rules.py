@@ -1,18 +1,18 @@
 """`hp verify --rules`: a job that begins with other weights, under other names, in hidden parts."""
 
 import os
+from functools import partial
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hp_platform.testing import run_distributed
 from hp_train.jobs.compare import Comparison, Floor, compare
-from hp_train.jobs.joined import Recording, join
-from hp_train.jobs.request import VARIABLE, Request
+from hp_train.jobs.joined import Recording
+from hp_train.jobs.request import Request
+from integration_tests.recorded import record
 
 
 class Gathered(torch.autograd.Function):
@@ -68,12 +68,8 @@ class Cut(nn.Module):
         return logits
 
 
-def work(request: bytes, *, cut: bool) -> None:
-    os.environ[VARIABLE] = request.decode()
+def train(*, cut: bool) -> None:
     os.environ["WORLD_SIZE"] = str(dist.get_world_size())
-    from hp_train.jobs.recorder import begin  # noqa: PLC0415 - in the rank alone
-
-    recorder = begin()
     torch.manual_seed(5 + dist.get_rank() if cut else 1)  # as somebody else's weights
     model = Cut() if cut else Whole()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -84,7 +80,6 @@ def work(request: bytes, *, cut: bool) -> None:
         nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
-    recorder.flush()
 
 
 RULES = """
@@ -99,19 +94,7 @@ placement = ["shard 0 over tp"]
 
 
 def recorded(request: Request, *, cut: bool) -> Recording:
-    Path(request.folder).mkdir()
-    run_distributed(
-        work_cut if cut else work_whole, msgspec.json.encode(request), world_size=1 + cut
-    )
-    return join(Path(request.folder))
-
-
-def work_cut(request: bytes) -> None:
-    work(request, cut=True)
-
-
-def work_whole(request: bytes) -> None:
-    work(request, cut=False)
+    return record(request, partial(train, cut=cut), ranks=1 + cut)
 
 
 @pytest.fixture(scope="module")
@@ -158,12 +141,8 @@ def test_without_a_rule_hidden_parts_are_listed(
     assert "gradient mixer.weight" in comparison.unaligned
 
 
-def work_flat(request: bytes) -> None:
+def train_flat() -> None:
     """ZeRO-1 by hand: each rank updates half of a row of all values, rounded up to float32."""
-    os.environ[VARIABLE] = request.decode()
-    from hp_train.jobs.recorder import begin  # noqa: PLC0415 - in the rank alone
-
-    recorder = begin()
     torch.manual_seed(1)
     model = Whole()
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -185,7 +164,6 @@ def work_flat(request: bytes) -> None:
         dist.all_gather(parts, mine.detach())
         nn.utils.vector_to_parameters(torch.cat(parts), parameters)
         model.zero_grad()
-    recorder.flush()
 
 
 def test_parts_of_a_row_of_all_values_are_found_in_a_job_of_no_library(
@@ -193,10 +171,8 @@ def test_parts_of_a_row_of_all_values_are_found_in_a_job_of_no_library(
 ) -> None:
     folder, expected = reference
     asked = Request(str(tmp_path / "job"), reference=folder, steps=2)
-    Path(asked.folder).mkdir()
-    run_distributed(work_flat, msgspec.json.encode(asked), world_size=2)
 
-    comparison = compare(join(Path(asked.folder)), expected, Floor(expected, []))
+    comparison = compare(record(asked, train_flat, ranks=2), expected, Floor(expected, []))
 
     assert comparison.first is None, comparison.differences
     assert comparison.unaligned == {}

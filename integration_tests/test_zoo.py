@@ -1,51 +1,26 @@
 """Bugs of training systems, as public threads tell them: found and named from outside."""
 
 import functools
-import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from hp_platform.testing import run_distributed
 from hp_train.demo.zoo.bugs import BUGS
 from hp_train.demo.zoo.job import PRECISIONS, train
-from hp_train.jobs.compare import Comparison, Floor, compare
+from hp_train.jobs.compare import Comparison, compare, with_floor
 from hp_train.jobs.events import GRADIENT, OWN
 from hp_train.jobs.explain import explain
-from hp_train.jobs.joined import Recording, distance, join
+from hp_train.jobs.joined import Recording, distance
 from hp_train.jobs.reproduction import MOST_LINES
-from hp_train.jobs.request import VARIABLE, Focus, Request
+from hp_train.jobs.request import Focus, Request
 from hp_train.jobs.second import look_again
+from integration_tests.recorded import record
 
 WANTED = {(bug.layout, bug.name): bug for bug in BUGS}
-
-
-def work(request: bytes, layout: str, bug: str, *, tied: bool, precision: str) -> None:
-    os.environ[VARIABLE] = request.decode()
-    from hp_train.jobs.recorder import begin  # noqa: PLC0415 - in the rank alone
-
-    recorder = begin()
-    train(layout, bug, tied=tied, precision=precision)
-    recorder.flush()
-
-
-def recorded(
-    request: Request, layout: str = "one", bug: str = "", *, tied: bool, precision: str
-) -> Recording:
-    Path(request.folder).mkdir()
-    run_distributed(
-        functools.partial(work, tied=tied, precision=precision),
-        msgspec.json.encode(request),
-        layout,
-        bug,
-        world_size=1 if layout == "one" else 2,
-    )
-    return join(Path(request.folder))
 
 
 class Referee:
@@ -56,9 +31,9 @@ class Referee:
         self._float64 = precision == "float64"
         self._reference = str(folder / "reference")
         self._judged: dict[tuple[str, str], Recording] = {}
-        self._expected = self._recorded("reference", "one")
-        others = [self._recorded(f"other-{seed}", "one", disturb=seed) for seed in (1, 2)]
-        self._floor = Floor(self._expected, others)
+        self._expected, self._floor = with_floor(
+            lambda name, seed: self._recorded(name, "one", disturb=seed)
+        )
 
     def _recorded(
         self,
@@ -75,7 +50,8 @@ class Referee:
             float64=self._float64,
             focus=focus,
         )
-        return recorded(request, layout, bug, tied=self._tied, precision=self._precision)
+        job = functools.partial(train, layout, bug, tied=self._tied, precision=self._precision)
+        return record(request, job, ranks=1 if layout == "one" else 2)
 
     def judge(self, layout: str, bug: str = "", *, again: bool = False) -> Comparison:
         actual = self._judged.get((layout, bug))

@@ -90,10 +90,10 @@ def test_a_rank_that_fails_or_hangs_is_told_and_the_others_end(tmp_path: Path) -
         while True:
             pass
 
-    assert run_ranks(int, size=1, folder=tmp_path / "a", seconds=20.0, env={}) == ""
-    reason = run_ranks(fail, size=1, folder=tmp_path / "b", seconds=20.0, env={})
+    assert run_ranks(int, size=1, folder=tmp_path / "a", seconds=20.0) == ""
+    reason = run_ranks(fail, size=1, folder=tmp_path / "b", seconds=20.0)
     assert reason.startswith("ValueError: no (")
-    reason = run_ranks(hang, size=1, folder=tmp_path / "c", seconds=0.2, env={})
+    reason = run_ranks(hang, size=1, folder=tmp_path / "c", seconds=0.2)
     assert reason == "hangs: not done after 0 s"
 
 

@@ -18,13 +18,13 @@ from hp_train.errors import ConfigError
 from hp_train.jobs.command import split
 from hp_train.jobs.compare import Comparison, Floor, compare
 from hp_train.jobs.disturbing import Disturbing
-from hp_train.jobs.events import BACKWARD, FORWARD, GRADIENT, LOSS, NORM
+from hp_train.jobs.events import BACKWARD, FORWARD, GRADIENT, LOSS, NORM, RATE
 from hp_train.jobs.explain import explain
 from hp_train.jobs.joined import Digests, Recording, Step, distance
 from hp_train.jobs.lifting import Lifting
 from hp_train.jobs.names import Renaming, plain
 from hp_train.jobs.parts import Reference
-from hp_train.jobs.samples import Samples, batch_of
+from hp_train.jobs.samples import Samples, batch_of, hashes
 from hp_train.jobs.sketch import digest_of
 from hp_train.jobs.slices import Slice, placed
 
@@ -313,6 +313,40 @@ def test_the_first_difference_is_named(change: dict[str, float], phase: str, sai
     assert comparison.first is not None
     assert comparison.first.phase == phase
     assert said in " ".join(explain(comparison))
+
+
+def test_a_part_of_an_output_is_a_difference_where_no_gradient_was_compared() -> None:
+    expected, actual = recording(), recording({FORWARD: 0.5})
+    actual = Recording(actual.steps, [{"rank": "0"}, {"rank": "1"}])
+    floor = Floor(expected, [])
+    assert compare(actual, expected, floor).first is None  # all gradients are equal
+
+    actual.steps[1].tensors[GRADIENT]["layer"].problem = "not found"
+
+    first = compare(actual, expected, floor).first
+    assert first is not None
+    assert first.phase == FORWARD
+
+
+@pytest.mark.parametrize(("phase", "theirs"), [(RATE, 0.0), (LOSS, math.nan), (LOSS, math.inf)])
+def test_a_number_of_the_reference_may_be_zero_or_not_finite(phase: str, theirs: float) -> None:
+    expected, actual = recording(), recording()
+    for made, value in ((expected, theirs), (actual, 1e-3)):
+        made.steps[1].numbers[phase] = {"": {"rank-00000": [value]}}
+
+    comparison = compare(actual, expected, Floor(expected, [recording()]))
+
+    assert comparison.first is not None
+    assert comparison.first.phase == phase
+    explain(comparison)  # of a ratio that is none
+
+
+def test_names_of_rows_are_of_all_their_bits_and_those_of_samples_of_some() -> None:
+    wide = torch.zeros(2, 1 << 17)
+    wide[1, 1] = 1.0
+    assert len(set(hashes(wide))) == 2
+    assert len(set(Samples(wide + 1.0, 0, None).names)) == 1
+    assert len(set(Samples(torch.eye(2, 1 << 14), 0, None).names)) == 2
 
 
 def test_what_cannot_be_compared_is_listed() -> None:

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import transformers
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -37,10 +36,11 @@ from hp_train.demo.forks import run_ranks
 from hp_train.demo.overrides import OVERRIDES
 from hp_train.demo.shrinking import shrunk
 from hp_train.jobs import events as ev
-from hp_train.jobs.compare import Comparison, Floor, compare
+from hp_train.jobs.compare import Comparison, Floor, compare, with_floor
 from hp_train.jobs.explain import explain
 from hp_train.jobs.joined import Recording, join
-from hp_train.jobs.request import VARIABLE, Request
+from hp_train.jobs.recorder import recording
+from hp_train.jobs.request import Request
 
 SECONDS = 60.0
 """Most that one run may take."""
@@ -68,7 +68,6 @@ def prepare() -> None:
     """Import once what all runs need, before any of them is forked."""
     for module in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"):
         importlib.import_module(module)
-    importlib.import_module("hp_train.jobs.recorder")
     get_checkpoint_conversion_mapping("llama")  # it keeps those of all models
     transformers.logging.set_verbosity_error()
     gc.freeze()
@@ -128,9 +127,8 @@ def _make(name: str, fields: Mapping[str, Any], folder: Path) -> None:
     (folder / "plans.json").write_text(json.dumps(plans))
 
 
-def _forked(work: Callable[[], object], folder: Path, size: int = 1, env: str = "") -> str:
-    variables = {VARIABLE: env} if env else {}
-    return run_ranks(work, size=size, folder=folder, seconds=SECONDS, env=variables)
+def _forked(work: Callable[[], object], folder: Path, size: int = 1) -> str:
+    return run_ranks(work, size=size, folder=folder, seconds=SECONDS)
 
 
 class _FailedError(Exception):
@@ -160,9 +158,9 @@ class _Runs:
         """One process, and what rounding does to it."""
         if float64 not in self._expected:
             one = Layout({}, float64)
-            reference = self.recorded("reference", one)
-            others = [self.recorded(f"other-{seed}", one, disturb=seed) for seed in (1, 2)]
-            self._expected[float64] = reference, Floor(reference, others)
+            self._expected[float64] = with_floor(
+                lambda who, seed: self.recorded(who, one, disturb=seed)
+            )
         return self._expected[float64]
 
     def recorded(self, who: str, layout: Layout, disturb: int = 0) -> Recording:
@@ -173,10 +171,8 @@ class _Runs:
         request = Request(
             str(folder), reference=reference, steps=2, float64=layout.float64, disturb=disturb
         )
-        work = partial(_record, self._folder / "model", layout)
-        asked = msgspec.json.encode(request).decode()
-        reason = _forked(work, folder, 2 if layout.sizes else 1, asked)
-        if reason:
+        work = partial(_record, request, self._folder / "model", layout)
+        if reason := _forked(work, folder, 2 if layout.sizes else 1):
             raise _FailedError(reason)
         return join(folder)
 
@@ -186,11 +182,8 @@ class _Runs:
 
     def by_hand(self, layout: Layout) -> dict[str, float]:
         """Run the program that compares by hand; the largest errors first."""
-        folder = (
-            self._folder
-            / "by-hand"
-            / f"{layout.float64}-{len(layout.sizes)}-{next(iter(layout.sizes))}"
-        )
+        sizes = "-".join(layout.sizes)
+        folder = self._folder / "by-hand" / f"{sizes}-{layout.float64}"
         text = self.program(layout)
         out = folder / "errors.json"
         if reason := _forked(partial(_by_hand, text, folder, out), folder, 2):
@@ -203,12 +196,9 @@ def _size(error: float) -> float:
     return math.inf if math.isnan(error) else error
 
 
-def _record(model: Path, layout: Layout) -> None:
-    from hp_train.jobs.recorder import begin  # noqa: PLC0415 - it listens from now on
-
-    recorder = begin()
-    job.train(model, layout.sizes, float64=layout.float64)
-    recorder.flush()
+def _record(request: Request, model: Path, layout: Layout) -> None:
+    with recording(request):
+        job.train(model, layout.sizes, float64=layout.float64)
 
 
 def _by_hand(text: str, folder: Path, out: Path) -> None:

@@ -18,9 +18,7 @@ _POLL_SECONDS = 0.005
 _REASON = "reason"
 
 
-def run_ranks(
-    work: Callable[[], object], *, size: int, folder: Path, seconds: float, env: Mapping[str, str]
-) -> str:
+def run_ranks(work: Callable[[], object], *, size: int, folder: Path, seconds: float) -> str:
     """Fork the ranks of a run, and end what is left of them.
 
     Args:
@@ -28,7 +26,6 @@ def run_ranks(
         size: Number of ranks.
         folder: An empty folder; what ranks print is in it.
         seconds: Most that they may take.
-        env: What is added to their environment.
 
     Returns:
         Why it failed: the last line of the first rank that did. Empty: it did not.
@@ -38,7 +35,7 @@ def run_ranks(
     for rank in range(size):
         pid = os.fork()
         if pid == 0:
-            _be_rank(work, rank, size, folder, env)
+            _be_rank(work, rank, size, folder)
         alive[pid] = rank
     reason, until = "", time.monotonic() + seconds
     try:
@@ -76,16 +73,13 @@ def _reason(folder: Path, rank: int, status: int) -> str:
         return f"rank {rank} ended with status {os.WEXITSTATUS(status)}"
 
 
-def _be_rank(
-    work: Callable[[], object], rank: int, size: int, folder: Path, env: Mapping[str, str]
-) -> NoReturn:
+def _be_rank(work: Callable[[], object], rank: int, size: int, folder: Path) -> NoReturn:
     """Be a rank until its end; nothing of the parent's goes on here."""
     status = 1
     try:
         log = os.open(folder / f"log-{rank}.txt", os.O_WRONLY | os.O_CREAT, 0o600)
         for number in (1, 2):
             os.dup2(log, number)
-        os.environ.update(env)
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
         os.environ.update({name: str(value) for name, value in places.items()})
         if size > 1:

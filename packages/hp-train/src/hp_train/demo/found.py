@@ -7,16 +7,15 @@ from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
 
-import msgspec
-
 from hp_train.demo.cells import Bred
 from hp_train.demo.forks import run_ranks
 from hp_train.demo.zoo.bugs import Bug
 from hp_train.demo.zoo.job import train
-from hp_train.jobs.compare import Comparison, Floor, compare
+from hp_train.jobs.compare import Comparison, Floor, compare, with_floor
 from hp_train.jobs.explain import explain
 from hp_train.jobs.joined import Recording, join
-from hp_train.jobs.request import VARIABLE, Request
+from hp_train.jobs.recorder import recording
+from hp_train.jobs.request import Request
 
 _SECONDS = 60.0
 
@@ -84,9 +83,7 @@ class _Judge:
         return compare(self._recorded(f"{layout}-{bug}", layout, bug, tied=tied), *expected)
 
     def _reference(self, tied: bool) -> tuple[Recording, Floor]:
-        one = self._recorded("reference", "one", tied=tied)
-        others = [self._recorded(f"other-{i}", "one", tied=tied, disturb=i) for i in (1, 2)]
-        return one, Floor(one, others)
+        return with_floor(lambda who, seed: self._recorded(who, "one", tied=tied, disturb=seed))
 
     def _recorded(
         self, who: str, layout: str, bug: str = "", *, tied: bool, disturb: int = 0
@@ -95,20 +92,16 @@ class _Judge:
         reference = "" if who == "reference" else str(place / "reference")
         request = Request(str(place / who), reference=reference, disturb=disturb)
         reason = run_ranks(
-            partial(_record, layout, bug, tied=tied),
+            partial(_record, request, layout, bug, tied=tied),
             size=1 if layout == "one" else 2,
             folder=place / who,
             seconds=_SECONDS,
-            env={VARIABLE: msgspec.json.encode(request).decode()},
         )
         if reason:
             raise RuntimeError(f"{layout} {bug}: {reason}")
         return join(place / who)
 
 
-def _record(layout: str, bug: str, *, tied: bool) -> None:
-    from hp_train.jobs.recorder import begin  # noqa: PLC0415 - it listens from now on
-
-    recorder = begin()
-    train(layout, bug, tied=tied)
-    recorder.flush()
+def _record(request: Request, layout: str, bug: str, *, tied: bool) -> None:
+    with recording(request):
+        train(layout, bug, tied=tied)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hp_train.base.numbers import real, whole
 from hp_train.errors import ConfigError, DifferenceError, HpError
-from hp_train.jobs.compare import Comparison, Floor, Place, compare
+from hp_train.jobs.compare import Comparison, Place, compare, with_floor
 from hp_train.jobs.explain import explain
 from hp_train.jobs.joined import Recording, join
 from hp_train.jobs.request import Focus, Request, environment
@@ -140,22 +140,24 @@ def verify(
         "float64": options.float64,
         "outputs": not options.no_outputs,
     }
-    theirs = folder / "reference"
-    expected = _recorded(reference, Request(str(theirs), **common), "reference", options.seconds)
-    others = []
-    for seed in (1, 2):
-        place = folder / f"reference-{seed}"
-        asked = Request(str(place), reference=str(theirs), disturb=seed, **common)
-        others.append(_recorded(reference, asked, "reference, other sums", options.seconds))
+    theirs = str(folder / "reference")
+
+    def referred(name: str, seed: int) -> Recording:
+        who = "reference, other sums" if seed else "reference"
+        known = theirs if seed else ""
+        asked = Request(str(folder / name), reference=known, disturb=seed, **common)
+        return _recorded(reference, asked, who, options.seconds)
+
+    expected, floor = with_floor(referred)
     of_job = {
-        "reference": str(theirs),
+        "reference": theirs,
         "start": options.same_start,
         "rules": str(Path(options.rules).resolve()) if options.rules else "",
         **common,
     }
     asked = Request(str(folder / "job"), **of_job)
     actual = _recorded(job, asked, "job", options.seconds)
-    comparison = compare(actual, expected, Floor(expected, others))
+    comparison = compare(actual, expected, floor)
     if comparison.first is None or options.once:
         return comparison
 

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -139,6 +139,16 @@ class Floor:
         return max(_TIMES * max(own, typical), _LEAST.get(dtype, 1e-5))
 
 
+def with_floor(record: Callable[[str, int], Recording]) -> tuple[Recording, Floor]:
+    """Run a reference, and twice more with other sums.
+
+    Args:
+        record: Runs it by a name and a seed of how sums of products are taken; 0: as they are.
+    """
+    reference = record("reference", 0)
+    return reference, Floor(reference, [record(f"reference-{seed}", seed) for seed in (1, 2)])
+
+
 def compare(actual: Recording, expected: Recording, floor: Floor) -> Comparison:
     """Compare a job with its reference.
 
@@ -164,21 +174,24 @@ def compare(actual: Recording, expected: Recording, floor: Floor) -> Comparison:
                 _numbers(result, index, phase, mine, theirs, floor)
             elif phase != ev.START:
                 _phase(result, index, phase, mine, theirs, floor)
-        _list_terms(result, index, actual.num_ranks)
+        _list_terms(result, index, theirs, actual.num_ranks)
     for step in sorted(set(expected.steps) ^ set(actual.steps)):
         here = "the job" if step in actual.steps else "the reference"
         result.unaligned[f"step {step}"] = f"only {here} has it"
     return result
 
 
-def _list_terms(result: Comparison, index: int, num_ranks: int) -> None:
+def _list_terms(result: Comparison, index: int, theirs: Step, num_ranks: int) -> None:
     """List outputs that are a part of the reference's on every rank, where nothing comes of it.
 
     Ranks may divide what they later add up. Where every weight's gradient is equal after that, they
-    have, and nothing is wrong; where one is not, the outputs stay differences.
+    have, and nothing is wrong; where one is not, or was not compared, the outputs stay differences.
     """
     here = [place for place in result.differences if place.step == index]
     if not here or not all(_is_term(place, num_ranks) for place in here):
+        return
+    gradients = theirs.tensors.get(ev.GRADIENT, {})
+    if not gradients or any(f"{ev.GRADIENT} {name}" in result.unaligned for name in gradients):
         return
     for place in here:
         parts = f"it is 1/{round(1 / place.factor)} of the reference's on every rank"
@@ -385,7 +398,8 @@ def _numbers(  # noqa: PLR0917
         result.num_compared += 1
         result.largest[phase] = max(error, result.largest.get(phase, 0.0))
         if not error <= bound:
-            ratio = statistics.fmean(ours) / statistics.fmean(expected)
+            mean = statistics.fmean(expected) if expected else 0.0
+            ratio = statistics.fmean(ours) / mean if mean else math.nan
             result.differences.append(Place(index, phase, name, error, bound, ratio, 0.0))
 
 
@@ -405,7 +419,7 @@ def _apart(ours: Sequence[float], expected: Sequence[float]) -> float:
     microbatches, or by a power of two: what is made of them is seen in gradients.
     """
     mine, theirs = math.fsum(ours), math.fsum(expected)
-    if not ours or not expected or math.isnan(mine) or math.isinf(mine):
+    if not ours or not expected or not math.isfinite(mine) or not math.isfinite(theirs):
         return math.inf
     if not mine or not theirs:
         return abs(mine - theirs)

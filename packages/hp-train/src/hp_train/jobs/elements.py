@@ -12,6 +12,7 @@ from torch import Tensor
 from hp_train.jobs.events import Box
 from hp_train.jobs.kept import Part
 from hp_train.jobs.reproduction import Exact
+from hp_train.jobs.slices import index_of
 
 _MOST_RATIO = 64
 _MOST_SLICES = 1024
@@ -56,7 +57,7 @@ def exact(
     if not differs.any() and own:  # the first rank that holds it is right, another is not
         mine = mine.clone()
         for part in own:
-            mine[_index(part)] = part.values.double()
+            mine[index_of(part.box)] = part.values.double()
         differs = _differs(mine, theirs, tolerance)
     if not differs.any():
         return None
@@ -87,19 +88,11 @@ def _differs(mine: Tensor, theirs: Tensor, tolerance: float) -> Tensor:
     return ~((mine - theirs).abs() <= tolerance)
 
 
-def _index(part: Part) -> tuple[slice, ...]:
-    return _spans(part.box)
-
-
-def _spans(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(*span) for span in box)
-
-
 def _wrong_ranks(parts: Sequence[Part], theirs: Tensor, tolerance: float) -> tuple[int, ...]:
     wrong = {
         part.rank
         for part in parts
-        if bool(_differs(part.values.double(), theirs[_index(part)], tolerance).any())
+        if bool(_differs(part.values.double(), theirs[index_of(part.box)], tolerance).any())
     }
     return tuple(sorted(wrong))
 
@@ -203,7 +196,7 @@ def _by_rank(parts: Sequence[Part], theirs: Tensor, tolerance: float) -> str:
     """A factor for each rank."""
     found: dict[int, str] = {}
     for part in parts:
-        a, b = part.values.double().flatten(), theirs[_index(part)].flatten()
+        a, b = part.values.double().flatten(), theirs[index_of(part.box)].flatten()
         scale = _scale(a, b, tolerance) if bool(a.any()) and bool(b.any()) else ""
         if not scale or found.setdefault(part.rank, scale) != scale:
             return ""
@@ -221,7 +214,7 @@ def _untaken(parts: Sequence[Part], theirs: Tensor, tolerance: float) -> str:
     for how in ("sum", "mean"):
         made = {box: torch.stack(list(held.values())) for box, held in by_box.items()}
         taken = {box: x.sum(0) if how == "sum" else x.mean(0) for box, x in made.items()}
-        apart = [_differs(x, theirs[_spans(box)], tolerance).any() for box, x in taken.items()]
+        apart = [_differs(x, theirs[index_of(box)], tolerance).any() for box, x in taken.items()]
         if not any(map(bool, apart)):
             return f"terms of a {how} over {ranks} that was not taken"
     return ""

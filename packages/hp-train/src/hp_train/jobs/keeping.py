@@ -23,9 +23,9 @@ from hp_train.jobs import events as ev
 from hp_train.jobs.calls import kwargs_of_call
 from hp_train.jobs.recorder import Call, Recorder, rank_here
 from hp_train.jobs.request import Request
-from hp_train.jobs.samples import Laid, Samples, tensors_in
+from hp_train.jobs.samples import Laid, Samples
 from hp_train.jobs.slices import Slice, placed
-from hp_train.jobs.trees import expressions, replaced
+from hp_train.jobs.trees import expressions, replaced, tensors_in
 
 _MOST_BYTES = 2 << 30
 """Of a module that is pickled with its weights."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hp_train.jobs.events import FORWARD, OWN, Box
 from hp_train.jobs.joined import TERMS, rows_in, sample_names
+from hp_train.jobs.slices import index_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +66,7 @@ def whole_of(parts: Sequence[Part]) -> Whole:
         if part.shape == first.shape:
             by_box[part.box].append(part.values)
     for box, values in by_box.items():
-        total, index = values[0], _index(box)
+        total, index = values[0], index_of(box)
         for other in values[1:]:
             if parts[0].adds and _apart(other, total) > TERMS:
                 total, result.is_sum = total + other, True
@@ -73,10 +74,6 @@ def whole_of(parts: Sequence[Part]) -> Whole:
         seen[index] = True
     result.is_complete = bool(seen.all())
     return result
-
-
-def _index(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(*span) for span in box)
 
 
 def _apart(a: Tensor, b: Tensor) -> float:

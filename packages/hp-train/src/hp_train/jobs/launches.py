@@ -50,7 +50,7 @@ class Launches:
         """What parameters were at the first launch; None: this is it, or they are others.
 
         Args:
-            names: By names of parameters.
+            names: Names of parameters -> anything.
         """
         known = self._read() if self.steps else {}
         return {name: known[name] for name in names} if names.keys() <= known.keys() else None

@@ -11,6 +11,7 @@ from torch import Tensor
 from hp_train.jobs import events as ev
 from hp_train.jobs.keeping import HELD
 from hp_train.jobs.kept import Kept, Part, Whole, whole_of
+from hp_train.jobs.slices import index_of
 
 
 class CannotError(Exception):
@@ -260,7 +261,7 @@ def farthest(whole: Whole, expected: Tensor) -> Tensor:
     """
     actual, scale = whole.values.clone(), float(expected.double().norm())
     for part in whole.parts:
-        index = tuple(slice(*span) for span in part.box)
+        index = index_of(part.box)
         far = float((part.values - expected[index]).double().norm())
         if far > float((actual[index] - expected[index]).double().norm()) + 1e-9 * scale:
             actual[index] = part.values

@@ -15,6 +15,7 @@ from hp_train.jobs.joined import Step
 from hp_train.jobs.keeping import BEFORE
 from hp_train.jobs.kept import Kept, Part
 from hp_train.jobs.modules import CannotError, Pair, distance, farthest, index_of_largest
+from hp_train.jobs.slices import index_of
 
 _OF_NUMBERS = (ev.LOSS, ev.NORM, ev.RATE)
 Made = tuple[str, dict[str, Any]]
@@ -73,7 +74,7 @@ def _reduction(place: Place, pair: Pair, title: str) -> Made:
     at = index_of_largest(expected, actual)
     holders = [part for part in parts if _has(part, at)]
     box = holders[0].box
-    index = tuple(slice(*span) for span in box)
+    index = index_of(box)
     after = {part.rank: part.values for part in holders if part.box == box}
     own = {
         part.rank: part.values[_inside(index, part)]

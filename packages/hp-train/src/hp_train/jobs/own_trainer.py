@@ -8,25 +8,25 @@ import functools
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
+from hp_platform.testing import Part
+from hp_platform.testing.recording import parts_of
 from hp_train.jobs import events as ev
-from hp_train.jobs.events import Box, Event, Log, Number
+from hp_train.jobs.events import Event, Log, Number
 from hp_train.jobs.request import Request
 from hp_train.jobs.sketch import digest_of
-from hp_train.jobs.slices import whole
-from hp_train.model.parameters import Parameter
 from hp_train.training.batches import Share
 from hp_train.training.state import checkpoint_buffers
 from hp_train.training.train import Losses, Trainer
+from hp_train.verify.watched import part_of, parts_of_share
 
 _LOSSES = {"tokens": "loss", "balance": "balance loss", "prediction": "prediction loss"}
 
@@ -109,7 +109,7 @@ class TrainerRecorder:
         for key in ("exp_avg", "exp_avg_sq"):
             for parameter in trainer.parameters:
                 moment = trainer.optimizer.state[parameter.local][key]
-                self._part(f"{ev.MOMENT} {key}", parameter, moment)
+                self._tensor(f"{ev.MOMENT} {key}", parameter.name, part_of(parameter, moment))
         updates = next(iter(trainer.optimizer.state.values()))["step"]
         self._scalar(f"{ev.MOMENT} step", "", float(updates))
         self._log.flush()
@@ -126,18 +126,9 @@ class TrainerRecorder:
 
     def _batch(self, share: Share, which: str) -> None:
         """Note down the tokens and targets that this rank has of a global batch."""
-        config, mesh = self._trainer.config, self._trainer.mesh
-        shape = config.train.global_batch_size, config.data.seq_len
         phase = ev.EVALUATION if which else ev.INPUT
-        positions = self._trainer.pipeline.sequence.attended.tolist()
-        row = mesh.dp_index * (shape[0] // mesh.layout.dp)
-        for (tokens,), targets in zip(share.args, share.targets, strict=True):
-            for begin, end in _runs(positions):
-                span = positions[begin], positions[begin] + end - begin
-                box = (row, row + len(tokens)), span
-                for name, ids in (("tokens", tokens), ("targets", targets)):
-                    self._tensor(phase, f"{name}{which}", ids[:, begin:end].double(), box, shape)
-            row += len(tokens)
+        for name, part in parts_of_share(self._trainer, share):
+            self._tensor(phase, f"{name}{which}", replace(part, local=part.local.double()))
 
     def _before_update(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self._gradients(ev.CLIPPED)
@@ -147,49 +138,32 @@ class TrainerRecorder:
     def _gradients(self, phase: str) -> None:
         for parameter in self._trainer.parameters:
             if parameter.local.grad is not None:
-                self._part(phase, parameter, parameter.local.grad)
+                self._tensor(phase, parameter.name, part_of(parameter, parameter.local.grad))
 
     def _weights(self, phase: str) -> None:
         """Note down parameters, and buffers that a checkpoint has."""
         for parameter in self._trainer.parameters:
-            self._part(phase, parameter, parameter.local)
+            self._tensor(phase, parameter.name, part_of(parameter, parameter.local))
         for name, buffer in checkpoint_buffers(self._trainer.pipeline.modules.values()).items():
-            shape = tuple(buffer.shape)
-            self._tensor(phase, name.removeprefix("model."), buffer, whole(shape), shape)
-
-    def _part(self, phase: str, parameter: Parameter, values: Tensor) -> None:
-        """Note down what is here of a tensor that is cut as a parameter is."""
-        starts = [start for start, _ in parameter.span]
-        box = tuple((s, s + n) for s, n in zip(starts, values.shape, strict=True))
-        self._tensor(phase, parameter.name, values, box, parameter.shape)
+            for part in parts_of(buffer):
+                self._tensor(phase, name.removeprefix("model."), part)
 
     def _scalar(self, phase: str, name: str, value: float) -> None:
         if math.isfinite(value):
             dtype = getattr(torch, self._trainer.config.train.dtype)
-            self._tensor(phase, name, torch.tensor(value, dtype=torch.float64), (), (), dtype)
+            part = Part(torch.tensor(value, dtype=torch.float64), (), ())
+            self._tensor(phase, name, part, dtype)
 
-    def _tensor(  # noqa: PLR0917
-        self,
-        phase: str,
-        name: str,
-        values: Tensor,
-        box: Box,
-        shape: Sequence[int],
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        if values.numel():
-            kind = str(dtype or values.dtype).removeprefix("torch.")
-            pieces = digest_of(values, box).pieces()
-            self._add(Event(self._step, phase, name, tuple(shape), kind, pieces))
+    def _tensor(self, phase: str, name: str, part: Part, dtype: torch.dtype | None = None) -> None:
+        """Note down what is here of a tensor; `dtype`: what its values were computed in."""
+        if part.local.numel():
+            kind = str(dtype or part.local.dtype).removeprefix("torch.")
+            ends = zip(part.offset, part.local.shape, strict=True)
+            pieces = digest_of(part.local, tuple((o, o + n) for o, n in ends)).pieces()
+            self._add(Event(self._step, phase, name, part.shape, kind, pieces))
 
     def _add(self, line: Event | Number) -> None:
         last = self._request.steps
         is_late = isinstance(line, Event) and line.phase == ev.EVALUATION
         if line.step <= last + is_late:
             self._log.add(line)
-
-
-def _runs(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Positions that follow each other: first and last + 1 index."""
-    ends = [i + 1 for i, (a, b) in enumerate(pairwise(positions)) if b != a + 1]
-    yield from pairwise([0, *ends, len(positions)])

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from hp_train.jobs.events import Box
 from hp_train.jobs.names import Renaming
 from hp_train.jobs.runs import Runs
-from hp_train.jobs.slices import Flat, Slice, placed
+from hp_train.jobs.slices import Flat, Slice, index_of, placed
 
 
 class Reference:
@@ -243,7 +243,7 @@ def _row_bytes(values: Tensor) -> list[bytes]:
 
 
 def _cut(values: Tensor, box: Box) -> Tensor:
-    return values[tuple(slice(*span) for span in box)]
+    return values[index_of(box)]
 
 
 def _is_constant(values: Tensor) -> bool:

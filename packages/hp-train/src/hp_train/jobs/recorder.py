@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,17 +39,33 @@ from hp_train.jobs.lifting import lift
 from hp_train.jobs.names import plain
 from hp_train.jobs.owners import Owners
 from hp_train.jobs.parts import Reference
-from hp_train.jobs.request import Request, requested
+from hp_train.jobs.request import Request
 from hp_train.jobs.rules import read_rules
-from hp_train.jobs.samples import Made, Samples, batch_of, tensors_in
+from hp_train.jobs.samples import Made, Samples, batch_of
 from hp_train.jobs.sketch import Digest, digest_of, sum_of_digests
 from hp_train.jobs.slices import Run, Slice, all_of
+from hp_train.jobs.trees import tensors_in
 from hp_train.jobs.weights import keep_weights, read_weights, take_weights
 
 
-def begin() -> "Recorder":
-    """Record this process, as the command has asked; what it has recorded is written at its end."""
-    request = requested()
+@contextlib.contextmanager
+def recording(request: Request) -> Iterator[None]:
+    """Record what this process computes inside; nothing else must be recorded in it.
+
+    Args:
+        request: What is asked of it.
+    """
+    recorder = begin(request)
+    yield
+    recorder.flush()
+
+
+def begin(request: Request) -> "Recorder":
+    """Record this process from now on; what it has recorded is written at its end.
+
+    Args:
+        request: What is asked of it.
+    """
     randomness.seed(request.seed)
     if request.float64:
         lift()
@@ -187,6 +203,9 @@ class Recorder:
                 self._numbers.clear()
                 self._times.clear()
                 self._root_calls = 0
+            call.samples = None
+            if not self._is_wanted(call.phase):
+                return
             call.states = randomness.states()
             if not self._root_calls:
                 self._random = call.states
@@ -196,15 +215,13 @@ class Recorder:
             call.index = self._root_calls
             self._root_calls += 1
         batch = batch_of(args, kwargs)
-        call.samples = None
         if batch is not None:
             place = self._place(call.phase)
             known = None if self._known is None else self._known.get(place, {})
             given = self._made.samples_of(batch)
             seen = None if self._seen is None else self._seen.setdefault(id(root), Counter())
             call.samples = Samples(batch, call.index, known, given=given, seen=seen)
-        if call.samples is not None and self._is_wanted(call.phase):
-            self._write(call.samples.rows(self._place(call.phase), call.phase))
+            self._write(call.samples.rows(place, call.phase))
 
     def _leave(self, module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling() or in_backward():

@@ -2,8 +2,8 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,28 +14,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hp_train.jobs.events import Box, Rows
 from hp_train.jobs.sketch import Digest, digest_rows
 from hp_train.jobs.slices import placed, whole
+from hp_train.jobs.trees import tensors_in
 
 _TOKENS = ("input_ids", "tokens")
 _SMALL = 1 << 16
 """Most tokens of a batch that are written down themselves."""
 _READ = 1 << 14
-"""Most elements of a sample that are not tokens of which its name is made."""
-
-
-def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of nested tuples, lists, mappings and dataclasses, with paths."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from tensors_in(item, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, tuple | list):
-        for index, item in enumerate(value):
-            yield from tensors_in(item, f"{name}[{index}]")
-    elif is_dataclass(value) and not isinstance(value, type):
-        for item in fields(value):
-            path = f"{name}.{item.name}" if name else item.name
-            yield from tensors_in(getattr(value, item.name), path)
+"""About how many elements of a sample that are not tokens its name is made of."""
 
 
 def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -48,10 +33,7 @@ def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
 
 def hashes(values: Tensor) -> tuple[str, ...]:
     """A name for each sample, `[N, ...]`, that is the same where all bits are."""
-    rows = values.detach().reshape(values.shape[0], -1)
-    if values.is_floating_point():
-        rows = rows[:, :: 1 + rows.shape[1] // _READ]
-    rows = rows.contiguous().cpu()
+    rows = values.detach().reshape(values.shape[0], -1).contiguous().cpu()
     raw = rows.view(torch.uint8).numpy()
     return tuple(hashlib.blake2b(row.tobytes(), digest_size=8).hexdigest() for row in raw)
 
@@ -142,7 +124,7 @@ class Samples:
         self._call, self._local = call, local.detach()
         self.has_tokens = local.ndim == 2 and local.dtype in (torch.int64, torch.int32)
         self._length, self._is_reference = local.shape[1], known is None
-        names, time = hashes(local), ""
+        names, time = hashes(self._local if self.has_tokens else _some_of(self._local)), ""
         if seen is not None:
             times = {name: f"~{seen[name]}" if seen[name] else "" for name in names}
             seen.update(times.keys())
@@ -237,6 +219,12 @@ class Samples:
         if values.ndim >= 1 and shape[0] == count * length:
             return values.unflatten(0, (count, length)), ()
         return None
+
+
+def _some_of(values: Tensor) -> Tensor:
+    """Elements of each sample, `[N, ...]`, by which samples are told apart."""
+    rows = values.reshape(values.shape[0], -1)
+    return rows[:, :: max(1, rows.shape[1] // _READ)]
 
 
 def _runs(local: list[list[int]], known: Mapping[str, Sequence[int]]) -> list[Run]:

@@ -21,6 +21,7 @@ from hp_train.jobs.of_parameters import parameter
 from hp_train.jobs.reproduce import reproduce
 from hp_train.jobs.reproduction import Exact
 from hp_train.jobs.request import Focus
+from hp_train.jobs.slices import index_of
 
 _OF_MODULES = (ev.FORWARD, ev.EVALUATION, ev.BACKWARD)
 _OF_NUMBERS = (ev.LOSS, ev.NORM, ev.RATE)
@@ -249,7 +250,7 @@ def _of_own(pair: Pair, first: Place, actual: Tensor, parts: list[Part]) -> dict
     if len(is_alone) == len(parts) and len(ranks) > 1 and all(is_alone):
         found["what each rank has alone, as before the reduction"] = actual
     for box in {part.box for part in own} if len({part.rank for part in own}) > 1 else ():
-        index = tuple(slice(*span) for span in box)
+        index = index_of(box)
         values = {part.rank: part.values for part in own if part.box == box}
         for name, value in combinations(values):
             title = f"{name} before the reduction"

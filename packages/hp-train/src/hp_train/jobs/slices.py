@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hp_train.base.runs import runs_of
 from hp_train.jobs.events import Box
 
 
@@ -41,7 +42,7 @@ class Slice:
         if self.laid is not None:
             first, shape = self.laid
             values = values.reshape(-1)[first : first + math.prod(shape)].view(shape)
-        part = values[tuple(slice(*span) for span in self.local)]
+        part = values[index_of(self.local)]
         # A dim of one index may be more on either side: an expert alone and in a stack.
         return part.reshape(sizes_of(self.box))
 
@@ -95,6 +96,11 @@ def whole(shape: Sequence[int]) -> Box:
     return tuple((0, size) for size in shape)
 
 
+def index_of(box: Box) -> tuple[slice, ...]:
+    """Index of a box in its tensor."""
+    return tuple(slice(*span) for span in box)
+
+
 def sizes_of(box: Box) -> tuple[int, ...]:
     """Shape of a box."""
     return tuple(end - begin for begin, end in box)
@@ -117,7 +123,7 @@ def placed(tensor: Tensor | Flat) -> tuple[Tensor, list[Slice], tuple[int, ...]]
     local = tensor.to_local().detach()
     if not local.numel():
         return local, [], shape
-    spans = [list(_runs_of(places.tolist())) for places in _indices(tensor)]
+    spans = [_spans(places.tolist()) for places in _indices(tensor)]
     pairs = [tuple(zip(*some, strict=True)) or ((), ()) for some in product(*spans)]
     return local, [Slice("", shape, here, there) for here, there in pairs], shape
 
@@ -141,13 +147,9 @@ def _indices(tensor: DTensor) -> list[Tensor]:
     return indices
 
 
-def _runs_of(places: Sequence[int]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+def _spans(places: Sequence[int]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """Indices that follow each other: span here, span there."""
-    begin = 0
-    for i in range(1, len(places) + 1):
-        if i == len(places) or places[i] != places[i - 1] + 1:
-            yield (begin, i), (places[begin], places[begin] + i - begin)
-            begin = i
+    return [((b, e), (places[b], places[b] + e - b)) for b, e in runs_of(places)]
 
 
 def all_of(name: str, tensor: Tensor | Flat) -> list[Slice]:

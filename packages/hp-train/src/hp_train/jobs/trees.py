@@ -1,10 +1,14 @@
 """Tensors inside of what modules are given and give: tuples, lists, mappings, dataclasses."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
+
+_KEY = re.compile(r"\['([^']*)'\]")
+"""Of a mapping, as Python writes it."""
 
 
 def expressions(value: Any, text: str) -> Iterator[tuple[str, Tensor]]:
@@ -25,6 +29,12 @@ def expressions(value: Any, text: str) -> Iterator[tuple[str, Tensor]]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for item in dataclasses.fields(value):
             yield from expressions(getattr(value, item.name), f"{text}.{item.name}")
+
+
+def tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a nested value, with what people call their places: ``a.b[0]``."""
+    for text, tensor in expressions(value, ""):
+        yield _KEY.sub(r".\1", text).lstrip("."), tensor
 
 
 def replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hp_platform.testing import Part, Recorder
 from hp_platform.testing.recording import read_steps
-from hp_train.jobs.slices import Flat, Slice, placed
+from hp_train.jobs.slices import Flat, Slice, index_of, placed
 
 FIRST = "first weights"
 
@@ -53,5 +53,5 @@ def take_weights(
     for tensor, slices in tensors:
         local, _, _ = placed(tensor)
         for part in slices:
-            theirs = weights[part.name][tuple(slice(*span) for span in part.box)]
+            theirs = weights[part.name][index_of(part.box)]
             part.of(local).copy_(theirs)

@@ -1,6 +1,5 @@
 """Which experts every token chose, told by the layers while they run."""
 
-import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 
 from hp_expert import MoE, Routing
 from hp_platform.testing import CHOICES, SCORES, Part, Recorder
+from hp_train.base.runs import runs_of
 from hp_train.model import Microbatch
 from hp_train.model.block import Block
 from hp_train.training.train import Trainer
@@ -65,9 +65,3 @@ def _add(
                 part = row[None, first:last]
                 offset = (index - trainer.next_sequence, positions[first], 0)
                 record.add(quantity, {name: Part(part, (batch, length, width), offset)})
-
-
-def runs_of(positions: list[int]) -> list[tuple[int, int]]:
-    """First and last + 1 index of every run of positions that follow each other."""
-    breaks = [i for i in range(1, len(positions)) if positions[i] != positions[i - 1] + 1]
-    return list(itertools.pairwise([0, *breaks, len(positions)]))

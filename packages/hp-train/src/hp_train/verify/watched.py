@@ -1,7 +1,7 @@
 """The training job of hp-train, watched: what its trainer gets, computes, saves and loads."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -10,6 +10,7 @@ import msgspec
 from torch import Tensor
 
 from hp_platform.testing import Part, Recorder
+from hp_train.base.runs import runs_of
 from hp_train.checkpoint.verify import open_checkpoint
 from hp_train.config import Config
 from hp_train.data.dataset import Dataset
@@ -19,7 +20,7 @@ from hp_train.training.batches import Batches, Share
 from hp_train.training.startup import connect, prepare_data
 from hp_train.training.state import checkpoint_buffers
 from hp_train.training.train import Losses, Trainer
-from hp_train.verify.choices import listen_to_choices, runs_of
+from hp_train.verify.choices import listen_to_choices
 from hp_train.verify.job import Job
 from hp_train.verify.program import read_request
 
@@ -87,10 +88,10 @@ class TrainerJob(Job):
         record.add_scalar("learning rate", metrics.lr)
         states = trainer.optimizer.state
         for quantity, moment in MOMENTS.items():
-            tensors = {p.name: _part(p, states[p.local][moment]) for p in trainer.parameters}
+            tensors = {p.name: part_of(p, states[p.local][moment]) for p in trainer.parameters}
             record.add(quantity, tensors)
         record.add_scalar("updates", float(next(iter(states.values()))["step"]))
-        record.add("weight", {p.name: _part(p, p.local) for p in trainer.parameters})
+        record.add("weight", {p.name: part_of(p, p.local) for p in trainer.parameters})
         record.add("correction bias", checkpoint_buffers(trainer.pipeline.modules.values()))
 
     def close(self) -> None:
@@ -128,25 +129,17 @@ class TrainerJob(Job):
         states = trainer.optimizer.state
         found: dict[str, Tensor | Part] = {}
         for parameter in trainer.parameters:
-            found[f"model.{parameter.name}"] = _part(parameter, parameter.local)
+            found[f"model.{parameter.name}"] = part_of(parameter, parameter.local)
             for moment in MOMENTS.values():
                 tensor = states[parameter.local][moment]
-                found[f"optimizer.{moment}.{parameter.name}"] = _part(parameter, tensor)
+                found[f"optimizer.{moment}.{parameter.name}"] = part_of(parameter, tensor)
         return found | checkpoint_buffers(trainer.pipeline.modules.values())
 
     def _add_batch(self, share: Share, first: int, kind: Kind) -> None:
         """Note down the tokens and targets that this rank has got of a global batch."""
-        whole = self.config.train.global_batch_size, self.config.data.seq_len
-        size, mesh = self.config.train.microbatch_size, self.trainer.mesh
-        positions = self.trainer.pipeline.sequence.attended.tolist()
-        row = mesh.dp_index * (whole[0] // mesh.layout.dp)
         name = str(first) if kind else ""
-        for (tokens,), targets in zip(share.args, share.targets, strict=True):
-            for begin, end in runs_of(positions):
-                for quantity, ids in ((f"{kind}tokens", tokens), (f"{kind}targets", targets)):
-                    part = Part(ids[:, begin:end], whole, (row, positions[begin]))
-                    self._record.add(quantity, {name: part}, in_every_step=True)
-            row += size
+        for quantity, part in parts_of_share(self.trainer, share):
+            self._record.add(f"{kind}{quantity}", {name: part}, in_every_step=True)
 
 
 class _Trainer(Trainer):
@@ -184,12 +177,29 @@ class _Batches(Batches):
         return share
 
 
+def parts_of_share(trainer: Trainer, share: Share) -> Iterator[tuple[str, Part]]:
+    """Yield "tokens" and "targets" that a rank has got of a global batch, `[B, S]` int64.
+
+    Args:
+        trainer: That of the rank.
+        share: What it was given.
+    """
+    whole = trainer.config.train.global_batch_size, trainer.config.data.seq_len
+    positions = trainer.pipeline.sequence.attended.tolist()
+    row = trainer.mesh.dp_index * (whole[0] // trainer.mesh.layout.dp)
+    for (tokens,), targets in zip(share.args, share.targets, strict=True):
+        for begin, end in runs_of(positions):
+            for quantity, ids in (("tokens", tokens), ("targets", targets)):
+                yield quantity, Part(ids[:, begin:end], whole, (row, positions[begin]))
+        row += len(tokens)
+
+
 def _gradient(parameter: Parameter) -> tuple[str, Part]:
     gradient = parameter.local.grad
     assert gradient is not None, f"{parameter.name} has no gradient"
-    return parameter.name, _part(parameter, gradient)
+    return parameter.name, part_of(parameter, gradient)
 
 
-def _part(parameter: Parameter, local: Tensor) -> Part:
+def part_of(parameter: Parameter, local: Tensor) -> Part:
     """What this rank holds of a tensor that is cut as a parameter is."""
     return Part(local, parameter.shape, tuple(start for start, _ in parameter.span))

@@ -25,9 +25,9 @@ def _run_hidden() -> None:
 
 
 def _after_torch(_module: ModuleType) -> None:
-    from hp_train.jobs import recorder  # noqa: PLC0415 - needs torch
+    from hp_train.jobs import recorder, request  # noqa: PLC0415 - needs torch
 
-    begun = recorder.begin()
+    begun = recorder.begin(request.requested())
 
     def after_trainer(module: ModuleType) -> None:
         from hp_train.jobs import own_trainer  # noqa: PLC0415 - needs the trainer

@@ -1,0 +1,28 @@
+"""Jobs that are functions of this process's, recorded as `hp verify -- JOB` records programs."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+from hp_platform.testing import run_distributed
+from hp_train.jobs.joined import Recording, join
+from hp_train.jobs.recorder import recording
+from hp_train.jobs.request import Request
+
+
+def _work(request: Request, train: Callable[[], object]) -> None:
+    with recording(request):
+        train()
+
+
+def record(request: Request, train: Callable[[], object], *, ranks: int) -> Recording:
+    """Run a job, or one more launch of it, and put together what all have recorded.
+
+    Args:
+        request: What is asked of it.
+        train: What a rank does; it is pickled.
+        ranks: Number of ranks.
+    """
+    Path(request.folder).mkdir(exist_ok=True)
+    run_distributed(functools.partial(_work, request, train), world_size=ranks)
+    return join(Path(request.folder))
