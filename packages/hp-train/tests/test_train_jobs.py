@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hp_platform.testing import run_distributed
+from hp_train.cli import main
 from hp_train.errors import ConfigError
 from hp_train.jobs.command import split
 from hp_train.jobs.compare import Comparison, Floor, compare
@@ -378,6 +379,16 @@ def test_the_command_line_is_parted_at_its_marks() -> None:
     ]
 
     assert split(line) == (["--steps", "2"], ["torchrun", "job.py", "--against", "x"], ["python"])
+
+
+def test_a_wrong_flag_is_answered_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--stepz", "3", "--", "a", "--against", "--", "b"]) == 2
+    assert capsys.readouterr().err == (
+        "error: unrecognized arguments: --stepz 3 (see hp verify --help --)\n"
+    )
+    with pytest.raises(SystemExit):
+        main(["verify", "--help", "--"])
+    assert "REFERENCE" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

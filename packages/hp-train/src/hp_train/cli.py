@@ -5,9 +5,9 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from hp_train import __version__
+from hp_train.base.command_line import Parser
 from hp_train.base.environment import speaks_for_node
 from hp_train.base.numbers import whole
 from hp_train.compared import command as compared
@@ -30,16 +30,10 @@ _FLAG = re.compile(r"--[\w-]+")
 _JOBS = (
     " Or any training program beside another: hp verify [FLAGS] -- JOB --against -- REFERENCE; "
     "hp verify --help -- tells its flags. Or checkpoints, weights in an engine, curves of losses: "
-    "hp verify --checkpoint A B, --manifest FOLDER, --curves A B; their flags with --help behind."
+    "hp verify --checkpoint A B, --manifest FOLDER, --curves A B; or bugs and layouts of others: "
+    "hp verify --demo. Their flags with --help behind."
 )
 _OVERRIDES = "--section.key value, --section.key=value or section.key=value sets any key."
-
-
-class _Parser(argparse.ArgumentParser):
-    """Answers a wrong command line in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -132,9 +126,9 @@ def _train(resolved: Resolved, options: argparse.Namespace) -> int:
     return launcher.run(resolved)
 
 
-def _parser() -> tuple[_Parser, Mapping[str, _Parser]]:
+def _parser() -> tuple[Parser, Mapping[str, Parser]]:
     """The parser of ``hp``, and those of its commands by their names."""
-    parser = _Parser(prog="hp", description="Train mixture-of-experts language models.")
+    parser = Parser(prog="hp", description="Train mixture-of-experts language models.")
     parser.add_argument("--version", action="version", version=f"hp {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     train = _add_command(commands, "train", what="train a model")
@@ -163,7 +157,7 @@ def _parser() -> tuple[_Parser, Mapping[str, _Parser]]:
     return parser, dict(commands.choices)
 
 
-def _add_hugging_face(commands: "argparse._SubParsersAction[_Parser]") -> None:
+def _add_hugging_face(commands: "argparse._SubParsersAction[Parser]") -> None:
     imports = commands.add_parser(
         "import-hf",
         help="print a config that starts from a Hugging Face model",
@@ -195,7 +189,7 @@ def _hugging_face(options: argparse.Namespace) -> int:
     return command.export_hf(run, folder, step=step, dtype=options.dtype, tokenizer=tokenizer)
 
 
-def _add_plain_checkpoint(commands: "argparse._SubParsersAction[_Parser]") -> None:
+def _add_plain_checkpoint(commands: "argparse._SubParsersAction[Parser]") -> None:
     imports = commands.add_parser(
         "import-dcp",
         help="make a run that goes on from a checkpoint of torch.distributed.checkpoint",
@@ -215,9 +209,7 @@ def _add_plain_checkpoint(commands: "argparse._SubParsersAction[_Parser]") -> No
     )
 
 
-def _add_export(
-    commands: "argparse._SubParsersAction[_Parser]", name: str, *, what: str
-) -> _Parser:
+def _add_export(commands: "argparse._SubParsersAction[Parser]", name: str, *, what: str) -> Parser:
     """Add a command that writes a checkpoint of a run in another format."""
     parser = commands.add_parser(name, help=what, allow_abbrev=False)
     parser.add_argument("run", metavar="RUN", help="run directory")
@@ -241,8 +233,8 @@ def _plain_checkpoint(options: argparse.Namespace, overrides: list[tuple[str, st
 
 
 def _add_command(
-    commands: "argparse._SubParsersAction[_Parser]", name: str, *, what: str, more: str = ""
-) -> _Parser:
+    commands: "argparse._SubParsersAction[Parser]", name: str, *, what: str, more: str = ""
+) -> Parser:
     """Add a command that takes a config."""
     parser = commands.add_parser(name, help=what, epilog=_OVERRIDES + more, allow_abbrev=False)
     names = ", ".join(shipped())
@@ -263,7 +255,7 @@ def _add_command(
     return parser
 
 
-def _refuse_bare_keys(arguments: Sequence[str], commands: Mapping[str, _Parser]) -> None:
+def _refuse_bare_keys(arguments: Sequence[str], commands: Mapping[str, Parser]) -> None:
     """Point ``--steps`` to ``--train.steps``; argparse would take its value for the config."""
     command = next((argument for argument in arguments if argument in commands), "train")
     flags = (*_FLAG.findall(commands[command].format_usage()), "--help", "--version")

@@ -6,8 +6,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
+from hp_train.base.command_line import Parser
 from hp_train.base.numbers import real
 from hp_train.errors import CheckpointError, ConfigError, DifferenceError
 
@@ -20,15 +21,11 @@ _SHOWN = 12
 _LEVEL = 0.01
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (see hp verify --checkpoint --help)")
-
-
 def parser() -> argparse.ArgumentParser:
     """The flags of all of these commands."""
-    made = _Parser(
+    made = Parser(
         prog="hp verify",
+        see="hp verify --checkpoint --help",
         description="Compare checkpoints, weights in an engine, or curves of losses.",
         allow_abbrev=False,
     )

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NoReturn
 
 from hp_train.base.atomic_write import replace_file
+from hp_train.base.command_line import Parser
 from hp_train.base.numbers import whole
 from hp_train.demo.cells import DIFFERENT, DOUBTED, FAILED, Architecture, Bred, read, write
 from hp_train.demo.page import page
@@ -39,14 +39,9 @@ SHOWN = (
 """Architectures that the demo takes by itself; some of many families."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (see hp verify --demo --help)")
-
-
 def parser() -> argparse.ArgumentParser:
     """The flags of the command."""
-    made = _Parser(
+    made = Parser(
         prog="hp verify --demo",
         description="Look for the bugs of the zoo, and compare architectures of transformers in "
         "its own layouts (fsdp, tp, ep) on two ranks with one process.",

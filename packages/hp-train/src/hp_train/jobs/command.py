@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from hp_train.base.command_line import Parser
 from hp_train.base.numbers import real, whole
 from hp_train.errors import ConfigError, DifferenceError, HpError
 from hp_train.jobs.compare import Comparison, Place, compare, with_floor
@@ -32,8 +33,9 @@ class JobFailedError(HpError):
 
 def parser() -> argparse.ArgumentParser:
     """Flags that stand before the first ``--``."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="hp verify",
+        see="hp verify --help --",
         usage="hp verify [FLAGS] -- JOB [ARGS] --against -- REFERENCE [ARGS]",
         description="Run two training jobs as they are and compare all they compute.",
         allow_abbrev=False,
