@@ -149,3 +149,9 @@ def test_the_command_has_the_statuses_of_the_others(
     told = capsys.readouterr()
     assert "not told apart over 200 steps" in told.out
     assert "from about step" in told.err
+
+
+def test_curves_that_are_nowhere_finite_are_refused() -> None:
+    curve = dict.fromkeys(range(40), float("nan"))
+    with pytest.raises(DataError, match="20 steps with finite losses, and have 0"):
+        tell_apart(curve, dict(curve))

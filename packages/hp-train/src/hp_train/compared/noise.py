@@ -79,8 +79,7 @@ def tell_apart(
         DataError: When fewer than 20 steps are in all of them.
     """
     steps = sorted(set(first).intersection(second, *repeats))
-    if len(steps) < _LEAST_STEPS:
-        raise DataError(f"curves must have {_LEAST_STEPS} steps in common, and have {len(steps)}")
+    _require_enough(steps, "in common")
     rows = np.array([[c[s] for s in steps] for c in (first, *repeats, second)], dtype=np.float64)
     bad = ~np.isfinite(rows)
     if (apart := np.flatnonzero(bad[-1] != bad[:-1].any(axis=0))).size:
@@ -88,6 +87,7 @@ def tell_apart(
         return Answer(True, 0.0, step, math.nan, 0.0, 0.0, 0.0, len(steps), not_finite=True)
     good = np.flatnonzero(~bad.any(axis=0))
     rows, steps = rows[:, good], [steps[index] for index in good]
+    _require_enough(steps, "with finite losses")
     width = -(-len(steps) // _MOST_POINTS)
     groups = len(steps) // width
     rows = rows[:, : groups * width].reshape(len(rows), groups, width).mean(axis=2)
@@ -119,6 +119,11 @@ def tell_apart(
         visible=(threshold + 1.645) * error,
         num_steps=len(steps),
     )
+
+
+def _require_enough(steps: Sequence[int], which: str) -> None:
+    if len(steps) < _LEAST_STEPS:
+        raise DataError(f"curves must have {_LEAST_STEPS} steps {which}, and have {len(steps)}")
 
 
 @dataclass(frozen=True, slots=True)
