@@ -47,6 +47,8 @@ JOB = textwrap.dedent(
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+    if "abort" in sys.argv:
+        os.abort()
     if size > 1:
         dist.destroy_process_group()
     """
@@ -89,6 +91,21 @@ def test_a_loss_that_is_scaled_twice_is_named(tmp_path: Path) -> None:
     assert "likely: all 5 are 2 times the reference's" in done.stdout
     assert "exactly: all 30 elements differ, which ranks 0 and 1 hold: they are 2" in done.stdout
     assert "the job their mean on rank 0, their mean on rank 1" in done.stdout
+
+
+def test_what_goes_wrong_after_the_last_step_is_told_and_does_not_count(tmp_path: Path) -> None:
+    done = verify(tmp_path, "abort")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "note: the job ended with status 1, after all 2 steps" in done.stdout
+    assert "equal over 2 steps" in done.stdout
+
+
+def test_steps_that_are_missing_after_a_failure_count(tmp_path: Path) -> None:
+    done = verify(tmp_path, "abort", flags=["--steps", "3"])
+
+    assert done.returncode == 1
+    assert "the job ended with status 1" in done.stderr
 
 
 def test_a_module_of_the_program_itself_is_computed_again(tmp_path: Path) -> None:

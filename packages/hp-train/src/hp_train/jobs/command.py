@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hp_train.base.command_line import Parser
@@ -15,7 +15,7 @@ from hp_train.base.numbers import real, whole
 from hp_train.errors import ConfigError, DifferenceError, HpError
 from hp_train.jobs.compare import Comparison, Place, compare, with_floor
 from hp_train.jobs.explain import explain
-from hp_train.jobs.joined import Recording, join
+from hp_train.jobs.joined import NothingRecordedError, Recording, join
 from hp_train.jobs.request import Focus, Request, environment
 from hp_train.jobs.rules import read_rules
 from hp_train.launch.session import last_lines, status_of
@@ -192,12 +192,21 @@ def _recorded(command: Sequence[str], request: Request, who: str, seconds: float
     except OSError as error:
         raise ConfigError(f"{shlex.join(command)} cannot be started: {error.strerror}") from None
     took = time.monotonic() - began
-    if status != 0:
+    recording = None
+    if status:  # at its end: torch with Gloo aborts there now and then
+        with suppress(NothingRecordedError):
+            recording = join(folder)
+    if recording is not None and recording.is_whole(request.steps):
+        sys.stdout.write(
+            f"note: the {who} {_ended(status or 0)}, after all {request.steps} steps\n"
+        )
+    elif status != 0:
         ended = f"was not done after {took:.0f} s" if status is None else _ended(status)
         raise JobFailedError(f"the {who} {ended}: {shlex.join(command)}\n{last_lines(log)}")
-    recording = join(folder)
+    else:
+        recording = join(folder)
     ranks = f"{recording.num_ranks} process{'es' * (recording.num_ranks != 1)}"
-    sys.stdout.write(f"{who}: {ranks}, {len(recording.steps)} steps, {took:.1f} s\n")
+    sys.stdout.write(f"{who}: {ranks}, {recording.num_steps} steps, {took:.1f} s\n")
     sys.stdout.flush()
     return recording
 

@@ -162,8 +162,7 @@ def compare(actual: Recording, expected: Recording, floor: Floor) -> Comparison:
         mine = actual.steps.get(index)
         if mine is None:
             continue
-        # What is evaluated after the last update is no step of its own.
-        result.num_steps += bool(theirs.tensors.keys() - {ev.EVALUATION})
+        result.num_steps += theirs.is_update
         if index == 1:
             _phase(result, 1, ev.START, mine, theirs, floor)
         _batches(result, index, mine, theirs)

@@ -11,6 +11,7 @@ from msgspec import structs
 from hp_train.errors import HpError
 from hp_train.jobs.events import (
     BATCHES,
+    EVALUATION,
     FORWARD,
     NUM_SIGNS,
     SUFFIX,
@@ -82,6 +83,11 @@ class Step:
     states: dict[str, Mapping[str, str]] = field(default_factory=dict)
     drawn: set[str] = field(default_factory=set)
 
+    @property
+    def is_update(self) -> bool:
+        """Whether weights were updated; else it is what was evaluated after the last update."""
+        return bool(self.rows or self.numbers or self.tensors.keys() - {EVALUATION})
+
 
 @dataclass(slots=True)
 class Recording:
@@ -99,6 +105,17 @@ class Recording:
     def num_ranks(self) -> int:
         """Ranks that have recorded something, in whichever launch of the job."""
         return len({facts["rank"] for facts in self.facts})
+
+    @property
+    def num_steps(self) -> int:
+        """Updates of the weights."""
+        return sum(step.is_update for step in self.steps.values())
+
+    def is_whole(self, steps: int) -> bool:
+        """Whether every rank has recorded all of a number of updates."""
+        ranks = max((int(facts["ranks"]) for facts in self.facts), default=1)
+        last = self.steps.get(steps)
+        return last is not None and len(last.states) >= ranks
 
 
 class NothingRecordedError(HpError):

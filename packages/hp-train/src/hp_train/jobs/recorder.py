@@ -485,12 +485,18 @@ class Recorder:
             with self._lock:
                 if _has_closure(args, kwargs):  # which has computed the gradients
                     self._to_be_used(optimizer)
-                self._parameters(ev.WEIGHT, ((p, p) for p in _updated(optimizer)))
+                updated = [p for p in _updated(optimizer) if self._is_updated(optimizer, p)]
+                self._parameters(ev.WEIGHT, ((p, p) for p in updated))
                 self._states(optimizer)
                 self.flush()  # the process may be killed before another step begins
         self._has_updated = True
         if self._launches is not None:
             self._launches.count(self._step)
+
+    def _is_updated(self, optimizer: Optimizer, parameter: Tensor) -> bool:
+        """Whether an update may have changed it; of a model that was never called none does."""
+        is_used = parameter.grad is not None or bool(optimizer.state.get(parameter))
+        return is_used or bool(self._all_owners().parts(parameter))
 
     def _states(self, optimizer: Optimizer) -> None:
         for parameter in _updated(optimizer):
