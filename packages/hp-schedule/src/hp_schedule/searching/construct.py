@@ -37,6 +37,12 @@ class Plan:
     sequence: list[int]
     makespan: float
 
+    def order(self) -> list[int]:
+        """Return all steps, each after those that it waits for, as each rank runs them."""
+        if self.sequence:
+            return self.sequence
+        return sorted(range(len(self.starts)), key=lambda step: (self.starts[step], step))
+
     def mirrored_priorities(self, duration: Sequence[float]) -> list[float]:
         """Return the priorities that rebuild the plan with time running the other way."""
         return [

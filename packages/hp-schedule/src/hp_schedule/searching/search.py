@@ -15,6 +15,7 @@ from hp_schedule.placement import PlacementStyle, generate_stage_to_rank_mapping
 from hp_schedule.schedule import Schedule
 from hp_schedule.searching.closed_forms import closed_forms
 from hp_schedule.searching.fitting import check_ways, fit_memory
+from hp_schedule.searching.orders import first_orders
 from hp_schedule.searching.space import Recipe, Space
 from hp_schedule.searching.units import Units
 
@@ -30,6 +31,8 @@ _WIDE, _NARROW = 0.3, 0.04
 """How far behind a space may lie and still be tried after the first recipe, and with the last."""
 _NEW = 0.3
 """How often a pattern with new parameters is tried instead of a variation."""
+_WALKED = 0.6
+"""How often a plan's steps are moved instead of a plan built anew."""
 _FOCUS = 1.2
 """How much likelier the space with the best schedule is to be varied than the next one."""
 
@@ -113,6 +116,8 @@ def search(
     latency: Latency | None = None,
     placements: Sequence[PlacementStyle] = ("loop", "v"),
     split_backward: bool = True,
+    keep_order: bool = False,
+    blocking: bool = False,
     retention: Sequence[Retention] = (),
     num_candidates: int | None = None,
     time_budget: float | None = None,
@@ -135,6 +140,11 @@ def search(
         placements: Placements to try; with one stage per rank they are the same.
         split_backward: Whether to split backwards into I and W; without, weight gradients are
             computed with the input's.
+        keep_order: Whether every stage must take the microbatches in the order of their numbers, so
+            that sums over them are those of one process bit for bit. Otherwise the order is
+            searched too where their costs differ, and may differ from stage to stage; microbatches
+            that cost the same stay in order.
+        blocking: Whether a rank stands still until what it sends has arrived; see `simulate`.
         retention: How microbatches may make room where the memory does not suffice: "recompute",
             "offload" or both, see `fit_memory`. Schedules that need more memory are then searched
             too, each limit with an equal part of the budget, and made to fit.
@@ -160,6 +170,8 @@ def search(
             latency=latency,
             placements=placements,
             split_backward=split_backward,
+            keep_order=keep_order,
+            blocking=blocking,
             num_candidates=None if num_candidates is None else num_candidates // shares,
             time_budget=None if time_budget is None else time_budget / shares,
             seed=seed,
@@ -181,6 +193,8 @@ def search(
         places=[(v, style) for v in virtual for style in (placements if v > 1 else ("loop",))],
         memory_limit=memory_limit,
         split_backward=split_backward,
+        keep_order=keep_order,
+        blocking=blocking,
     )
     random = Random(seed)  # noqa: S311 - nothing is secret
     built = 0
@@ -245,6 +259,8 @@ class _Spaces:
         places: Sequence[Place],
         memory_limit: float,
         split_backward: bool,
+        keep_order: bool,
+        blocking: bool,
     ) -> None:
         self._units = Units.fitting(costs)
         self._all: list[tuple[Place, Space]] = []
@@ -255,16 +271,18 @@ class _Spaces:
                 else costs
             )
             mapping = generate_stage_to_rank_mapping(num_ranks, num_ranks * number, style)
-            for order in _orders(of_stages, num_ranks * number, num_microbatches):
-                space = Space(
-                    of_stages,
-                    stage_to_rank=[mapping[stage] for stage in range(len(mapping))],
-                    order=order,
-                    memory_limit=memory_limit,
-                    split_backward=split_backward,
-                    units=self._units,
-                )
-                self._all.append(((number, style), space))
+            orders = first_orders(of_stages, num_ranks * number, num_microbatches)
+            space = Space(
+                of_stages,
+                stage_to_rank=[mapping[stage] for stage in range(len(mapping))],
+                orders=orders,
+                memory_limit=memory_limit,
+                split_backward=split_backward,
+                keep_order=keep_order,
+                blocking=blocking,
+                units=self._units,
+            )
+            self._all.append(((number, style), space))
             forms = closed_forms(
                 num_ranks,
                 num_microbatches=num_microbatches,
@@ -282,14 +300,16 @@ class _Spaces:
         for index, recipe in enumerate(RECIPES):
             field = max(_WIDE / index, _NARROW) if index else math.inf
             for space in self._open(field):
-                yield partial(space.follow, recipe)
+                yield partial(space.follow, recipe, random)
             if index < _TIGHTENED:
                 for space in self._open(_WIDE):
                     yield space.tighten_next
         while spaces := self._open(math.inf):
             index = min(int(random.expovariate(_FOCUS)), len(spaces) - 1)
             if random.random() < _NEW:
-                yield partial(spaces[index].follow, _random_recipe(random))
+                yield partial(spaces[index].follow, _random_recipe(random), random)
+            elif random.random() < _WALKED:
+                yield partial(spaces[index].walk, random)
             else:
                 yield partial(spaces[index].vary, random)
 
@@ -340,17 +360,6 @@ def _random_recipe(random: Random) -> Recipe:
         weight_delay=random.choice((0.0, random.uniform(0.0, 1.0), _AT_WILL)),
         patience=random.choice((0.0, 0.5, 1.0)),
     )
-
-
-def _orders(costs: Costs, num_stages: int, num_microbatches: int) -> list[tuple[int, ...]]:
-    """Return the orders to try: as they come; if they differ, the long ones first or last too."""
-    microbatches = range(num_microbatches)
-    work = [0.0] * num_microbatches
-    for table in costs.durations(num_stages, num_microbatches):
-        for cell, duration in enumerate(table):
-            work[cell % num_microbatches] += duration
-    rising = tuple(sorted(microbatches, key=work.__getitem__))
-    return list(dict.fromkeys([tuple(microbatches), rising, rising[::-1]]))
 
 
 def _check_places(
