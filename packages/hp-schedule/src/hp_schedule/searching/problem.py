@@ -45,7 +45,9 @@ class Problem:
         successors: Which steps it precedes, each with the time from its end to their start.
         acquires: Memory that each step takes at its start.
         releases: Memory that each step gives back at its end.
-        needs: Memory that must be free for each step to start.
+        largest: For each stage the most memory that a microbatch takes.
+        earlier: For each stage those before it on its rank.
+        reserve: For each stage what those behind it on its rank take at most for one microbatch.
         num_predecessors: Number of steps that precede each step.
         lag: For each cell of a forward, the time of its message to the next stage; 0 on one rank.
         lag_back: For each cell of a backward, the time of the gradient's message to the stage
@@ -78,7 +80,16 @@ class Problem:
         nothing = [0.0] * (self.num_steps - self.part)
         self.acquires = activation + nothing
         self.releases = nothing + activation
-        self.needs = self._with_reserve(activation) + nothing
+        num = self.num_microbatches
+        self.largest = [max(activation[at : at + num]) for at in range(0, self.part, num)]
+        self.earlier = [
+            [other for other in range(stage) if stage_to_rank[other] == rank]
+            for stage, rank in enumerate(stage_to_rank)
+        ]
+        self.reserve = [0.0] * self.num_stages
+        for stage, others in enumerate(self.earlier):
+            for other in others:
+                self.reserve[other] += self.largest[stage]
         self._set_lags(costs)
         self.follow_with(self.all_successors())
 
@@ -107,8 +118,6 @@ class Problem:
                 turned[taken].append((then, 0.0))
         mirror.follow_with(turned)
         mirror.acquires, mirror.releases = self.releases, self.acquires
-        nothing = [0.0] * (self.num_steps - self.part)
-        mirror.needs = nothing + self._with_reserve(self.acquires[: self.part])
         return mirror
 
     def with_order(self, order: Sequence[int]) -> "Problem":
@@ -123,7 +132,6 @@ class Problem:
 
         other.duration = moved(self.duration)
         other.acquires, other.releases = moved(self.acquires), moved(self.releases)
-        other.needs = moved(self.needs)
         other.lag, other.lag_back = moved(self.lag), moved(self.lag_back)
         if other.lag != self.lag or other.lag_back != self.lag_back:
             other.follow_with(other.all_successors())
@@ -217,17 +225,6 @@ class Problem:
             for stage in range(self.num_stages)
             for microbatch in self.order
         ]
-
-    def _with_reserve(self, activation: Sequence[float]) -> list[float]:
-        """Return what a stage takes, and the most that each later stage of its rank may take."""
-        needs = list(activation)
-        reserve = [0.0] * self.num_ranks
-        num = self.num_microbatches
-        for stage, rank in reversed(list(enumerate(self.stage_to_rank))):
-            cells = slice(stage * num, (stage + 1) * num)
-            needs[cells] = [size + reserve[rank] for size in activation[cells]]
-            reserve[rank] += max(activation[cells])
-        return needs
 
     def _set_lags(self, costs: Costs) -> None:
         transmission = costs.transmission(self.num_stages, self.num_microbatches)

@@ -271,8 +271,9 @@ class Space:
         priority = [float(step % problem.num_microbatches) for step in range(problem.num_steps)]
         plan = construct(problem, priority)
         if plan is None:
+            needs = map(sum, zip(problem.largest, problem.reserve, strict=True))
             limit, least = (
-                memory * self._units.memory for memory in (problem.memory_limit, max(problem.needs))
+                memory * self._units.memory for memory in (problem.memory_limit, max(needs))
             )
             raise ValueError(
                 f"memory_limit ({limit:g}) must be >= what one microbatch holds on a rank "
