@@ -69,17 +69,25 @@ def in_order(problem: Problem, sequence: Sequence[int]) -> list[int]:
     step waits for is there no later than before.
     """
     num = problem.num_microbatches
-    tables = (problem.duration, problem.lag, problem.lag_back, problem.acquires)
-    costs = [tuple(v for table in tables for v in table[place::num]) for place in range(num)]
-    members: dict[tuple[float, ...], list[int]] = {}
-    for place in sorted(range(num), key=problem.order.__getitem__):
-        members.setdefault(costs[place], []).append(place)
+    groups = interchangeable(problem)
+    group_of = {place: index for index, group in enumerate(groups) for place in group}
     result = []
-    reached: dict[tuple[int, tuple[float, ...]], int] = {}
+    reached: dict[tuple[int, int], int] = {}
     for step in sequence:
         row, place = divmod(step, num)
-        key = row, costs[place]
+        key = row, group_of[place]
         index = reached.get(key, 0)
         reached[key] = index + 1
-        result.append(row * num + members[costs[place]][index])
+        result.append(row * num + groups[group_of[place]][index])
     return result
+
+
+def interchangeable(problem: Problem) -> list[list[int]]:
+    """Return the places of microbatches in groups that cost the same, each in order."""
+    num = problem.num_microbatches
+    tables = (problem.duration, problem.lag, problem.lag_back, problem.acquires)
+    groups: dict[tuple[float, ...], list[int]] = {}
+    for place in sorted(range(num), key=problem.order.__getitem__):
+        costs = tuple(cost for table in tables for cost in table[place::num])
+        groups.setdefault(costs, []).append(place)
+    return list(groups.values())

@@ -81,6 +81,10 @@ class Rows:
         starts = [end - time for end, time in zip(self._end, self._duration, strict=True)]
         return Plan(starts, self._order.copy(), self.makespan)
 
+    def fits(self) -> bool:
+        """Whether every row keeps within the memory."""
+        return all(max(held, default=0.0) <= self._limit for held in self._held)
+
     def make(self, move: Move) -> bool:
         """Make a move; undo it and return False if steps would wait for each other."""
         row = self.rows[move.rank]

@@ -14,6 +14,7 @@ from hp_schedule.passes.retention import Retention
 from hp_schedule.placement import PlacementStyle, generate_stage_to_rank_mapping
 from hp_schedule.schedule import Schedule
 from hp_schedule.searching.closed_forms import closed_forms
+from hp_schedule.searching.exact import check_engine
 from hp_schedule.searching.fitting import check_ways, fit_memory
 from hp_schedule.searching.orders import first_orders
 from hp_schedule.searching.space import Recipe, Space
@@ -121,6 +122,7 @@ def search(
     retention: Sequence[Retention] = (),
     num_candidates: int | None = None,
     time_budget: float | None = None,
+    exact: float = 0.0,
     seed: int = 0,
 ) -> SearchResult:
     """Find a short schedule.
@@ -152,13 +154,21 @@ def search(
         time_budget: Seconds of processor time of the calling thread, so that a busy machine gets
             the same plans, later; the closed forms and the bounds are worked out however little.
             Default: 10, or as many as `num_candidates` take.
+        exact: Effort of an exact engine after that, in its deterministic time (about seconds, the
+            same result on every machine): what it finds is proven to be the shortest, or bounded
+            from below. Needs `hp-schedule[exact]`.
         seed: Seed of the random numbers by which plans are varied.
 
     Raises:
         ValueError: If a count is below 1, costs are of stages and `virtual` has several numbers,
-            a way of retention is unknown, or nothing fits the memory.
+            a way of retention is unknown, nothing fits the memory, or `exact` is asked for and
+            OR-Tools is not installed.
     """
     check_ways(retention)
+    if not 0 <= exact < math.inf:
+        raise ValueError(f"exact ({exact}) must be >= 0 and finite")
+    if exact:
+        check_engine()
     if retention and memory_limit < math.inf:
         shares = len(_LIMITS)
         find = partial(
@@ -174,6 +184,7 @@ def search(
             blocking=blocking,
             num_candidates=None if num_candidates is None else num_candidates // shares,
             time_budget=None if time_budget is None else time_budget / shares,
+            exact=exact / shares,
             seed=seed,
         )
         return _made_to_fit(find, memory_limit, retention)
@@ -205,6 +216,8 @@ def search(
             break
         build()
         built += 1
+    if exact and ended_by != "bound" and spaces.solve(exact):
+        ended_by = "bound"
     return spaces.result(built, ended_by)
 
 
@@ -312,6 +325,15 @@ class _Spaces:
                 yield partial(spaces[index].walk, random)
             else:
                 yield partial(spaces[index].vary, random)
+
+    def solve(self, effort: float) -> bool:
+        """Let an exact engine shorten and bound what is open; return whether nothing is left."""
+        spaces = self._open(math.inf)
+        for space in spaces:
+            if space in self._open(math.inf):
+                space.solve(effort / len(spaces))
+        self._bound = min(space.bound for _, space in self._all)
+        return not self._open(math.inf)
 
     def result(
         self, num_candidates: int, ended_by: Literal["bound", "candidates", "time"]

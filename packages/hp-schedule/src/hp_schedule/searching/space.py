@@ -14,6 +14,7 @@ from hp_schedule.schedule import Schedule
 from hp_schedule.searching.blocking import while_sending
 from hp_schedule.searching.bounds import lower_bound
 from hp_schedule.searching.construct import Plan, construct, tighten
+from hp_schedule.searching.exact import rank_bound, solve_in_windows
 from hp_schedule.searching.orders import Order, in_order, neighbour, with_order
 from hp_schedule.searching.problem import Problem
 from hp_schedule.searching.template import template
@@ -31,6 +32,8 @@ _REORDERED = 0.4
 """How often a plan is varied with its microbatches in another order."""
 _KNOWN = 32
 """Orders whose problems are kept."""
+_BOUNDING = 0.3
+"""The part of an exact engine's time that bounds take."""
 _MOVES = 40
 """Moves that a walk makes at once."""
 _PATIENT = 8
@@ -231,6 +234,28 @@ class Space:
         if not self._idle and plan.makespan < self._pool[-1].makespan - _EPSILON:
             origin = f"{old.origin.removesuffix(', moved')}, moved"
             self._keep(Candidate(plan.makespan, origin, old.problem, plan, old.patience))
+
+    def solve(self, effort: float) -> None:
+        """Raise the bound and shorten the best plan by the exact engine, in that much of its time."""
+        problem, ranks = self.best.problem, range(self._problem.num_ranks)
+        share = effort * _BOUNDING / len(ranks)
+        for rank in ranks:
+            bound = rank_bound(problem, rank, effort=share, keep_order=self._keep_order)
+            self.bound = max(self.bound, bound)
+        if self.bound >= self.best.makespan - _EPSILON:
+            return
+        old = self.best
+        sequence = in_order(problem, old.plan.order())
+        starts = [0.0] * problem.num_steps
+        for step, renamed in zip(old.plan.order(), sequence, strict=True):
+            starts[renamed] = old.plan.starts[step]
+        plan = Plan(starts, sequence, old.plan.makespan)
+        left = effort * (1 - _BOUNDING)
+        found = solve_in_windows(problem, plan, effort=left, keep_order=self._keep_order)
+        self.bound = max(self.bound, found.bound)
+        if found.plan.makespan < old.makespan - _EPSILON:
+            origin = f"{old.origin}, solved"
+            self._keep(Candidate(found.plan.makespan, origin, problem, found.plan, old.patience))
 
     def _pick(self, random: Random) -> Candidate:
         return self._pool[min(int(random.expovariate(1.0)), len(self._pool) - 1)]
