@@ -1,10 +1,10 @@
 """Plans and bounds from a solver that proves what it finds: CP-SAT of `hp-schedule[exact]`.
 
-A plan is a start for every step: steps of a rank do not overlap, each comes after what it waits for,
-and what microbatches hold fits the memory at every time. Of a large plan a window in time is solved:
-what starts before stays where it is, what starts behind keeps its order. A rank alone, with the
-others as fast as their steps allow, is a relaxation whose optimum bounds the plan; it joins all
-stages of the rank in the one memory that they share.
+A plan is a start for every step: steps of a rank do not overlap, each comes after what it waits
+for, and what microbatches hold fits the memory at every time. Of a large plan a window in time is
+solved: what starts before it and behind it keeps its order. A rank alone, with the others as fast
+as their steps allow, is a relaxation whose optimum bounds the plan; it joins all stages of the rank
+in the one memory that they share.
 
 Times become whole numbers of ticks, rounded down, so that an optimum bounds the true one; plans are
 timed anew with the true durations. The effort is CP-SAT's deterministic time, about seconds, and it

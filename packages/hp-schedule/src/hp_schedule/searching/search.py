@@ -161,14 +161,16 @@ def search(
 
     Raises:
         ValueError: If a count is below 1, costs are of stages and `virtual` has several numbers,
-            a way of retention is unknown, nothing fits the memory, or `exact` is asked for and
-            OR-Tools is not installed.
+            a way of retention is unknown or comes with `blocking`, nothing fits the memory, or
+            `exact` is asked for and OR-Tools is not installed.
     """
     check_ways(retention)
     if not 0 <= exact < math.inf:
         raise ValueError(f"exact ({exact}) must be >= 0 and finite")
     if exact:
         check_engine()
+    if retention and blocking:
+        raise ValueError("blocking (True) must be left out with retention")
     if retention and memory_limit < math.inf:
         shares = len(_LIMITS)
         find = partial(

@@ -236,7 +236,7 @@ class Space:
             self._keep(Candidate(plan.makespan, origin, old.problem, plan, old.patience))
 
     def solve(self, effort: float) -> None:
-        """Raise the bound and shorten the best plan by the exact engine, in that much of its time."""
+        """Raise the bound and shorten the best plan by the exact engine, with so much effort."""
         problem, ranks = self.best.problem, range(self._problem.num_ranks)
         share = effort * _BOUNDING / len(ranks)
         for rank in ranks:
