@@ -88,7 +88,9 @@ def solve(
     if found is None:
         return Solution(plan, 0.0)
     starts, bound = found
-    sequence = sorted(range(problem.num_steps), key=lambda step: (starts[step], step))
+    # What takes no time comes first: it may give back the memory that the next step takes.
+    ends = [start + model.duration[step] for step, start in enumerate(starts)]
+    sequence = sorted(range(problem.num_steps), key=lambda step: (starts[step], ends[step], step))
     rows = Rows(problem, Plan(plan.starts, sequence, inf), keep_order=keep_order)
     if rows.makespan < plan.makespan - _EPSILON and rows.fits():
         plan = rows.plan()
@@ -146,15 +148,18 @@ class _Model:
         problem: The problem.
         ranks: Ranks that do one step at a time in their memory; the others have no limits.
         keep_order: Whether microbatches must not overtake each other.
+
+    Attributes:
+        duration: Of each step, in ticks.
     """
 
     def __init__(self, problem: Problem, ranks: Iterable[int], *, keep_order: bool) -> None:
         self._problem = problem
         self._ranks = tuple(ranks)
         self._tick = _tick(problem)
-        self._duration = [self._ticks(time) for time in problem.duration]
+        self.duration = [self._ticks(time) for time in problem.duration]
         lags = map(self._ticks, (*problem.lag, *problem.lag_back))
-        self._horizon = sum(self._duration) + sum(lags)
+        self._horizon = sum(self.duration) + sum(lags)
         self._cp = _engine()
         self._model: cp_model.CpModel = self._cp.CpModel()
         self._starts = [
@@ -175,7 +180,7 @@ class _Model:
             fixed += [(ahead[-1], step) for step in (*inside, *behind[:1]) if ahead]
             fixed += [(step, behind[0]) for step in inside if behind]
             for step, following in fixed:
-                model.add(starts[following] >= starts[step] + self._duration[step])
+                model.add(starts[following] >= starts[step] + self.duration[step])
 
     def minimize(self, effort: float, hint: Plan | None) -> tuple[list[int], float] | None:
         """Return starts in ticks and a bound of the makespan; None if nothing was found at all."""
@@ -184,7 +189,7 @@ class _Model:
             self._add_rank(rank)
         makespan = model.new_int_var(0, self._horizon, "")
         for step, start in enumerate(self._starts):
-            model.add(makespan >= start + self._duration[step])
+            model.add(makespan >= start + self.duration[step])
         model.minimize(makespan)
         for step, start in enumerate(hint.starts if hint else ()):
             model.add_hint(self._starts[step], self._ticks(start))
@@ -206,14 +211,14 @@ class _Model:
         before, lag, _ = problem.chains()
         for step, source in enumerate(before):
             if source >= 0:
-                gap = self._duration[source] + self._ticks(lag[step])
+                gap = self.duration[source] + self._ticks(lag[step])
                 model.add(starts[step] >= starts[source] + gap)
         num = problem.num_microbatches
         groups = [list(range(num))] if keep_order else interchangeable(problem)
         for group in groups:
             for place, following in pairwise(group):
                 for row in range(0, problem.num_steps, num):
-                    end = starts[row + place] + self._duration[row + place]
+                    end = starts[row + place] + self.duration[row + place]
                     model.add(starts[row + following] >= end)
 
     def _add_rank(self, rank: int) -> None:
@@ -222,7 +227,7 @@ class _Model:
         steps = [step for step in range(problem.num_steps) if problem.rank[step] == rank]
         interval: Callable[..., Any] = model.new_fixed_size_interval_var
         inside = [step for step in steps if parts[step] == _INSIDE]
-        model.add_no_overlap([interval(starts[s], self._duration[s], "") for s in inside])
+        model.add_no_overlap([interval(starts[s], self.duration[s], "") for s in inside])
         if isinf(problem.memory_limit):
             return
         last = problem.num_steps - problem.part
@@ -237,7 +242,7 @@ class _Model:
             if taken < _INSIDE < given:
                 room -= size
             elif _INSIDE in {taken, given}:
-                end = starts[last + cell] + self._duration[last + cell]
+                end = starts[last + cell] + self.duration[last + cell]
                 time = model.new_int_var(0, self._horizon, "")
                 held.append(model.new_interval_var(starts[cell], time, end, ""))
                 sizes.append(size)
