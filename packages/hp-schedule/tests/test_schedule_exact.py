@@ -38,6 +38,7 @@ def drawn(data: st.DataObject, *, largest: int = 4) -> Problem:
     style: PlacementStyle = data.draw(st.sampled_from(["loop", "v"]))
     num_stages = num_ranks * number
     times = st.sampled_from([0.5, 1.0, 1.5, 2.0])
+    sizes = [1.0 + stage % 2 for stage in range(num_stages)]
     stages = st.lists(times, min_size=num_stages, max_size=num_stages)
     mapping = placed(num_ranks, num_stages, style)
     return Problem(
@@ -45,7 +46,7 @@ def drawn(data: st.DataObject, *, largest: int = 4) -> Problem:
             data.draw(stages),
             data.draw(stages),
             data.draw(st.one_of(stages, st.just(0.0))),
-            data.draw(st.sampled_from([1.0, [1.0 + stage % 2 for stage in range(num_stages)]])),
+            data.draw(st.sampled_from([[1.0] * num_stages, sizes])),
             latency=data.draw(st.sampled_from([0.0, 0.5])),
         ),
         stage_to_rank=[mapping[stage] for stage in range(num_stages)],
@@ -182,7 +183,7 @@ class TestEngine:
         plan = construct(problem, [float(step % 18) for step in range(problem.num_steps)])
         assert plan is not None
         found = solve_in_windows(problem, plan, effort=4.0)
-        assert found.plan.makespan < plan.makespan - 1
+        assert found.plan.makespan < plan.makespan - 5
         schedule = problem.schedule(found.plan.sequence)
         costs = ModelCosts(latency=0.2).of_stages(4, 8)
         assert simulate(schedule, costs).makespan == pytest.approx(found.plan.makespan)
