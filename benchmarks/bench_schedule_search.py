@@ -20,6 +20,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import Pool
 from pathlib import Path
 from statistics import fmean
@@ -150,13 +151,13 @@ def table_values(point: Point) -> list[tuple[float, int]] | None:
     return None
 
 
-def num_candidates(point: Point, number: int) -> int:
-    """Return how many plans to build for a number of stages per rank."""
+def num_candidates(point: Point, number: int, most: int) -> int:
+    """Return how many plans to build for a number of stages per rank, at most that many."""
     steps = 3 * point.ranks * number * point.microbatches
-    return min(120, max(20, 500_000 // steps))
+    return min(120, max(20, 500_000 // steps), most)
 
 
-def measure(point: Point) -> Row:
+def measure(point: Point, most: int) -> Row:
     """Search one point."""
     searched = {}
     bound = math.inf
@@ -168,7 +169,7 @@ def measure(point: Point) -> Row:
             virtual=(number,),
             memory_limit=point.memory_limit,
             blocking=point.blocking,
-            num_candidates=num_candidates(point, number),
+            num_candidates=num_candidates(point, number, most),
             time_budget=math.inf,
         )
         searched[number] = result.makespan
@@ -235,6 +236,7 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="every point up to 32 ranks")
     parser.add_argument("--ranks", type=int, nargs="*", help="default 2 4")
     parser.add_argument("--blocking", action="store_true", help="sends hold up their ranks")
+    parser.add_argument("--candidates", type=int, default=120, help="at most, of each search")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     options = parser.parse_args()
     ranks = options.ranks or ([2, 4, 8, 16, 32] if options.all else [2, 4])
@@ -245,8 +247,9 @@ def main() -> None:
     print(" bound | gap | |")
     print("|--|--|--|--|--|--|--|--|--|--|--|--|")
     rows = []
+    chosen = list(points(ranks, blocking=options.blocking))
     with Pool(options.jobs) as pool:
-        for row in pool.imap(measure, points(ranks, blocking=options.blocking)):
+        for row in pool.imap(partial(measure, most=options.candidates), chosen):
             rows.append(row)
             print(line(row), flush=True)
     print()
