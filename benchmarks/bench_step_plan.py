@@ -30,14 +30,16 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=10)
     parser.add_argument("--packs", type=int, default=32)
     parser.add_argument("--effort", type=int, default=8)
+    parser.add_argument("--tries", type=int, default=2)
     parser.add_argument("--planner", type=int, nargs="*")
     options = parser.parse_args()
     model = resolve("llama-3.1-8b", [], env={}).config.model
     costs = StepCosts.of(model, MACHINES["h100"], num_stages=STAGES)
     if options.planner is not None:
-        _planner(costs, options.planner or [16, 64, 256], effort=options.effort)
+        _planner(costs, options)
         return
-    planner = Planner(costs, Pipeline(STAGES, RANKS, MEMORY), effort=options.effort)
+    effort, tries = options.effort, options.tries
+    planner = Planner(costs, Pipeline(STAGES, RANKS, MEMORY), effort=effort, tries=tries)
     every: list[Comparison] = []
     for name in GENERATORS:
         found = [
@@ -81,19 +83,24 @@ def _print(name: str, found: list[Comparison]) -> None:
     )
 
 
-def _planner(costs: StepCosts, sizes: list[int], *, effort: int) -> None:
-    """Time the planner by ranks of a stage, with 4,096 documents a step."""
-    for ranks in sizes:
-        planner = Planner(costs, Pipeline(STAGES, ranks, MEMORY), effort=effort)
+def _planner(costs: StepCosts, options: argparse.Namespace) -> None:
+    """Time the planner by ranks of a stage, with up to 4,096 documents a step."""
+    for ranks in options.planner or [16, 64, 256]:
+        pipeline = Pipeline(STAGES, ranks, MEMORY)
+        planner = Planner(costs, pipeline, effort=options.effort, tries=options.tries)
         documents = draw("lognormal-2k", tokens=PACK * 256, longest=PACK, seed=0)[:4096]
         began = time.process_time()
         plan = planner.plan(documents)
         took = time.process_time() - began
+        began = time.process_time()
+        planner.team([each + 1 for each in documents], 0)  # nothing of it is remembered
+        of_team = time.process_time() - began
         seconds = price(plan, documents, costs, planner.pipeline).seconds
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(
-            f"{STAGES * ranks} ranks, {len(documents)} documents: {took:.3f} CPU s, "
-            f"{took / seconds:.2%} of a step of {seconds:.2f} s, {peak:.0f} MiB of the process"
+            f"{STAGES * ranks} ranks, {len(documents)} documents, a step of {seconds:.2f} s: what "
+            f"a rank needs {of_team:.3f} CPU s ({of_team / seconds:.2%}), the plan of all "
+            f"{planner.num_teams} teams {took:.3f} s ({took / seconds:.2%}), {peak:.0f} MiB"
         )
 
 

@@ -81,7 +81,7 @@ def test_every_position_goes_to_one_rank_and_costs_are_those_of_the_mask(
 @pytest.mark.parametrize("node", [4, 8])
 def test_nodes_keep_their_documents_and_costs_know_what_is_far(node: int) -> None:
     for seed in range(6):
-        lengths = _lengths(seed, 16 * 4096, 20_000)
+        lengths = _lengths(seed, 16 * 4096, 6_000)
         costs = [
             deal_cost(deal_documents(lengths, 16, pairs_per_key=0.0, node=near), lengths, node=node)
             for near in (node, None)

@@ -9,9 +9,9 @@ Note [How documents are dealt]
     ranks with the most work swap runs of equal length with those with the least, until they are as
     balanced as asked.
     Where ranks are in several nodes, documents are first dealt out to these in the same way, but
-    for two things: one that is about as much as a node takes, or less, stays whole, and what nodes
-    swap are whole documents for short ones, so that few keys leave a node. Then each node deals out
-    what it has.
+    for two things: one that is about as much as a node takes, or less, stays whole, and nodes swap
+    whole documents for short ones as long as there are such, so that few keys leave a node. Then
+    each node deals out what it has.
 
 Shape symbols: S whole sequence, N ranks, s = S / N.
 """
@@ -30,6 +30,8 @@ from hp_context.batch.layout import Deal, HeadTail
 TOLERANCE = 1.005
 """Largest work of a rank, of the mean, at which swapping ends."""
 
+_OF_NODES = 1.012
+"""The same of nodes, where it takes keys that leave a node."""
 _SHORT = 32
 """Documents of less than this part of what a rank holds are one piece with their neighbours."""
 _SWAPS = 8
@@ -317,7 +319,7 @@ class _NodeDealer(_Dealer):
     whole = 0.7
 
     def _swap(self, most: int, least: int, wanted: float) -> bool:
-        """Swap a whole piece for short ones of the same length; tell whether it was."""
+        """Swap a whole piece for short ones of the same length, or else parts of pieces."""
         work = self._work
         light = sorted(self._held[least], key=lambda piece: (piece.stop, piece.document))
         sizes = [0, *accumulate(piece.size for piece in light)]
@@ -335,7 +337,8 @@ class _NodeDealer(_Dealer):
         gains = {piece: gain(piece) for piece in self._held[most]}
         heavy = max(gains, key=lambda piece: gains[piece] if gains[piece] <= wanted else -1.0)
         if not 0 < gains[heavy] <= wanted:
-            return False
+            is_far_off = -self._missing[most] > (_OF_NODES - 1) * self._mean
+            return is_far_off and super()._swap(most, least, wanted)
         self._move(most, least, heavy)
         left = heavy.size
         for piece in light:

@@ -31,8 +31,6 @@ _DENSITIES = (1.0, 1.5, 2.0, 2.5, 3.0)
 """Numbers of microbatches that are tried, by those with which 1F1B fills the memory."""
 _FRONT, _BACK = (0.1, 0.25, 0.5, 0.8), (0.8, 0.5)
 """Shares of the first microbatches and of the last ones, by that of the others."""
-_LOOKED_AT = 2
-"""Partitions for which schedules are searched."""
 
 
 class Planner:
@@ -41,11 +39,14 @@ class Planner:
     Args:
         costs: Costs of a stage.
         pipeline: The ranks and their memory.
-        effort: Schedules that a search builds, for each of a few partitions.
+        effort: Schedules that a search builds for each partition.
+        tries: Partitions for which schedules are searched, the most promising ones.
     """
 
-    def __init__(self, costs: StepCosts, pipeline: Pipeline, *, effort: int = 16) -> None:
-        self.costs, self.pipeline, self.effort = costs, pipeline, effort
+    def __init__(
+        self, costs: StepCosts, pipeline: Pipeline, *, effort: int = 8, tries: int = 2
+    ) -> None:
+        self.costs, self.pipeline, self.effort, self.tries = costs, pipeline, effort, tries
         sizes = [n for n in range(1, min(TEAM, pipeline.ranks) + 1) if pipeline.ranks % n == 0]
         self._ranks = max(sizes)
         self._thread: ThreadPoolExecutor | None = None
@@ -70,28 +71,53 @@ class Planner:
         Raises:
             ConfigError: When the documents do not fit the memory, whatever the plan.
         """
+        best: tuple[float, StepPlan] | None = None
+        looked_at = 0
+        for parts in self._partitions(lengths):
+            plan = self._made(lengths, parts)
+            if plan is None:
+                continue
+            looked_at += 1
+            best = plan if best is None or plan[0] < best[0] else best
+            if looked_at == self.tries:
+                break
+        if best is None:
+            raise self._too_much(lengths)
+        return best[1]
+
+    def team(self, lengths: Sequence[int], number: int) -> Team:
+        """Plan what one team does, as `plan` with one try, without what the others do.
+
+        Args:
+            lengths: Tokens of each document of the global batch.
+            number: Number of the team.
+
+        Raises:
+            ConfigError: When its documents do not fit the memory: `plan` may find others then.
+        """
+        parts = next(self._partitions(lengths), None)
+        found = None if parts is None else self._made(lengths, [parts[number]])
+        if found is None:
+            raise self._too_much(lengths)
+        return found[1].teams[0]
+
+    def _too_much(self, lengths: Sequence[int]) -> ConfigError:
+        return ConfigError(
+            f"{sum(lengths)} tokens, the longest document of {max(lengths)}, must fit "
+            f"{self.pipeline.ranks} ranks with memory for {self.pipeline.tokens} tokens each"
+        )
+
+    def _partitions(self, lengths: Sequence[int]) -> Iterator[list[list[list[int]]]]:
+        """Yield documents of each microbatch of each team, the most promising partition first."""
         if not lengths or min(lengths) < 1:
             raise ConfigError(f"documents ({len(lengths)}) must be one or more, and not empty")
         pairs = pairs_of(lengths, self.costs)
         pure = self.costs.pure
         work = [pure(t, p).total for t, p in zip(lengths, pairs, strict=True)]
-        best: tuple[float, StepPlan] | None = None
-        looked_at = 0
         for shares in sorted(self._shapes(lengths), key=lambda each: self._about(work, each)):
             parts = self._parted(lengths, work, shares)
-            plan = None if parts is None else self._made(lengths, parts)
-            if plan is None:
-                continue
-            looked_at += 1
-            best = plan if best is None or plan[0] < best[0] else best
-            if looked_at == _LOOKED_AT:
-                break
-        if best is None:
-            raise ConfigError(
-                f"{sum(lengths)} tokens, the longest document of {max(lengths)}, must fit "
-                f"{self.pipeline.ranks} ranks with memory for {self.pipeline.tokens} tokens each"
-            )
-        return best[1]
+            if parts is not None:
+                yield parts
 
     def _shapes(self, lengths: Sequence[int]) -> Iterator[list[float]]:
         """Yield shares of microbatches that are worth a try."""
