@@ -31,7 +31,7 @@ from hp_context import (
 )
 from hp_context.batch.deal_cost import Work
 from hp_context.batch.layout import without_deal
-from hp_platform.testing import RankError, run_distributed
+from hp_platform.testing import RankError, run_distributed, watch_operators
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -217,6 +217,32 @@ def test_a_layout_of_the_call_equals_one_process(mode: str) -> None:
     for errors in run_distributed(partial(_errors, mode), world_size=RANKS):
         assert max(errors) < 1e-12
         assert len(errors) >= 4 * (12 if mode in ("heads", "hybrid") else 18)
+
+
+def _sent_straight() -> tuple[int, int]:
+    """Keys that this rank sends in a forward of two documents on two ranks each, and messages."""
+    runs = [range(16), range(32, 48), range(48, 64), range(16, 32)]
+    deal = Deal(tuple((run,) for run in runs))
+    core = ContextParallel(ring=True).apply(Attention(Causal()), _world())
+    q = shard_sequence(_whole(0)[0], _world(), layout=deal)
+    mask = Causal() & Documents((32, 32)) & deal
+    core(q, q, q, attn_mask=mask)  # ranks compare what they have
+    sizes: list[int] = []
+
+    def see(name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        del kwargs
+        if name == "c10d::send":
+            assert isinstance(args[0], list)
+            sizes.extend(x.size(0) for x in args[0])
+
+    with watch_operators(see):
+        core(q, q, q, attn_mask=mask)
+    return sum(sizes), len(sizes)
+
+
+def test_in_a_ring_keys_go_straight_to_ranks_that_see_them() -> None:
+    sent = run_distributed(_sent_straight, world_size=RANKS)
+    assert sent == [(16, 1), (16, 1), (0, 0), (0, 0)]
 
 
 def _different_deals() -> None:

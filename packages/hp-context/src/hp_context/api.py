@@ -220,7 +220,7 @@ class ContextParallel:
             core = CoreMask(self.mask_kwarg_name, axes.mode, seq_len, spread, share)
             if isinstance(module, Attention):
                 mask = core.of_attention(module, limits, q, takes=mask_position is not None)
-                mask = self._over_parts(mask, core, axes, q.device.type)
+                mask = self._over_parts(mask, core, axes, q.device.type, layout=layout)
             else:
                 mask = core.of_other(limits, q.device)
         except (TypeError, ValueError) as caught:
@@ -256,13 +256,20 @@ class ContextParallel:
         return limits, self.layout if deal is None else deal
 
     def _over_parts(
-        self, mask: Mask | None, core: CoreMask, axes: Axes, device_type: str
+        self,
+        mask: Mask | None,
+        core: CoreMask,
+        axes: Axes,
+        device_type: str,
+        *,
+        layout: SequenceLayout,
     ) -> Mask | None:
         """Return the mask that gets keys from other ranks, where these have them."""
         if mask is None or core.spread is None:
             return mask
         if axes.ring:
-            return RingMask(mask, core.spread, core.mode, core.share)
+            straight = isinstance(layout, Deal)
+            return RingMask(mask, core.spread, core.mode, core.share, straight=straight)
         rates = self._rates_of_strides(device_type)
         return GatheredMask(mask, core.spread, core.mode, core.share, rates)
 
