@@ -7,8 +7,8 @@ shows it. `rivals` are plans by other rules, `generators` draws lengths, and `co
 
 from hp_train.step_plan.costs import StepCosts
 from hp_train.step_plan.plan import PlannedMicrobatch, StepPlan, from_text, to_text
-from hp_train.step_plan.planner import Pipeline, Planner
-from hp_train.step_plan.price import StepPrice, lower_bound, price
+from hp_train.step_plan.planner import Planner
+from hp_train.step_plan.price import Pipeline, StepPrice, lower_bound, price
 from hp_train.step_plan.proof import prove
 
 __all__ = [

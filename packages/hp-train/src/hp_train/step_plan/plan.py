@@ -151,13 +151,13 @@ class _Reader:
 
 
 def _team(reader: _Reader) -> Team:
-    microbatches = []
+    microbatches: list[PlannedMicrobatch] = []
     while reader.next_is("microbatch"):
         what = f"microbatch {len(microbatches)}"
         index, documents, padding, heads = reader.take(_MICROBATCH, what)
         if int(index) != len(microbatches):
             raise reader.error(what)
-        parts = []
+        parts: list[tuple[range, ...]] = []
         while reader.next_is("rank"):
             rank, runs = reader.take(_RANK, f"rank {len(parts)}")
             if int(rank) != len(parts):
