@@ -64,7 +64,7 @@ class _Parts:
     """Parts of a stage, each with a graph of its own.
 
     Args:
-        trace: Trace of the device they run on.
+        trace: Trace of their device.
     """
 
     def __init__(self, trace: Trace) -> None:

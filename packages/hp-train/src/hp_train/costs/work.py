@@ -53,8 +53,8 @@ class Kernels(NamedTuple):
     """What a part of a model launches for a microbatch, and how many times.
 
     Attributes:
-        forward: In forward.
-        backward: In backward, but for what runs again.
+        forward: Kernels of forward.
+        backward: Kernels of backward, without what runs again.
         again: What backward runs again.
     """
 

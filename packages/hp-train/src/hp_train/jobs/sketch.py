@@ -20,7 +20,7 @@ class Digest:
 
     Attributes:
         box: Where each is in its whole.
-        rows: Sample that each is of; empty names: they are of none.
+        rows: Sample of each; empty names: they have none.
         sums: `[N, NUM_SIGNS]`.
         norms: `[N]`.
     """

@@ -43,9 +43,9 @@ class StagePrice(NamedTuple):
 
     Attributes:
         forward: Forward.
-        input_grad: The part of backward that other stages wait for, with what runs again.
+        input_grad: Backward of activations, for which other stages wait, with what runs again.
         weight_grad: The rest of it.
-        exchanges: Of these, what the stage waits for others inside its layers.
+        exchanges: Seconds of these that are exchanges inside its layers.
         gathered: Gathering its parameters once; 0 where that happens block by block, within forward
             and backward.
         reduced: Likewise, reducing its gradients once.
@@ -88,7 +88,7 @@ class Prices:
     """Prices of the stages of layouts that differ in mesh, pipeline, microbatches, recomputation.
 
     Args:
-        machine: Machine that they are on.
+        machine: Their machine.
         vocab_size: Tokens of the vocabulary, the rows of the embedding.
         spread: Where the experts of a token are.
     """
@@ -374,7 +374,7 @@ def costs_of(
     Args:
         config: Configuration of the layout.
         machine: Its links.
-        prices: Of each stage.
+        prices: Prices of each stage.
         edges: Pairs of pipeline ranks that send to each other.
     """
     layout, latencies = Layout.of(config.mesh), {}

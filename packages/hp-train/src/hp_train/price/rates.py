@@ -14,7 +14,7 @@ class Compute(NamedTuple):
 
     Attributes:
         forward: Forward.
-        input_grad: The part of backward that other stages wait for.
+        input_grad: Backward of activations, for which other stages wait.
         weight_grad: The rest of it.
         again: What backward runs again.
         host: What the host takes to launch all of it.
