@@ -56,7 +56,7 @@ PROVEN_BY_FEW = ("etp", "dualpipe", "unequal")
 """Of these it is looked at that the ranks that stand for others prove the same for all."""
 
 
-@pytest.mark.sample("skewed", "unequal")
+@pytest.mark.sample("unequal")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_ranks_of_a_class_run_the_same_program_and_all_fit(name: str, tmp_path: Path) -> None:
     keys = dict(key.split("=", 1) for key in (*SMALL, *LAYOUTS[name]))
@@ -257,7 +257,7 @@ HELD = {
 }
 
 
-@pytest.mark.sample("replicated over both nodes", "etp", "tied")
+@pytest.mark.sample("etp")
 @pytest.mark.parametrize("name", HELD)
 def test_the_plan_counts_what_ranks_hold_of_nccl(name: str, tmp_path: Path) -> None:
     keys = dict(key.split("=", 1) for key in (*SMALL, "model.num_layers=3", *HELD[name]))
