@@ -203,6 +203,8 @@ class _Recorder:
             summed = partial(self._count, "summed")
             stage.place_exchanges(Exchanges(self._gather, summed, self._lose))
         stage.linear_cross_entropy = self._lose
+        blocks = [block for block in stage.blocks if isinstance(block, Block)]
+        self._balanced = {id(block.moe) for block in blocks if block.balance_coefficient}
         for part in stage.modules():
             if isinstance(part, Attention):
                 _replace_forward(part, partial(self._attend, part))
@@ -282,6 +284,7 @@ class _Recorder:
         loss = loss_of(logits[None], targets[None])
         for name in (TILED, LOSS):
             self._counts[name]["logits"] = logits.numel()
+            self._counts[name]["losses"] += targets.numel()
         self.enter(outer)
         return loss
 
@@ -319,6 +322,7 @@ class _Recorder:
         counts = self._counts[self._now]
         counts["flops"] += 6.0 * T * K * D * F
         counts["rows"] += T * K
+        counts["balances"] += T * (id(moe) in self._balanced)
         hidden = x_TD.new_empty(2, T, K, F)
         counts["routed"] += hidden.nbytes
         y = _keep(x.shape, x_TD, hidden, routing.weights, routing.experts)

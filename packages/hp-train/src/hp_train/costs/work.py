@@ -110,6 +110,8 @@ class Work:
         attentions: Number of layers whose attention has that exchange.
         rows: Rows of width D per token that travel to experts and back, in one direction.
         routed: Bytes per token of `kept` that are of such rows.
+        balances: Number of layers that sum the loads of experts over ranks that share a sequence.
+        losses: Number of losses, of which ranks that cut the vocabulary sum the parts.
         logits: Logits of a token, where this has the loss.
         again: What backward runs again of the forward, operations and exchanges; None: nothing.
     """
@@ -124,13 +126,16 @@ class Work:
     attentions: float = 0.0
     rows: float = 0.0
     routed: float = 0.0
+    balances: float = 0.0
+    losses: float = 0.0
     logits: float = 0.0
     again: "Work | None" = None
 
     @property
     def exchanged(self) -> tuple[float, ...]:
         """What `EXCHANGED` names."""
-        return (self.gathered + self.summed, self.heads, self.attentions, self.rows)
+        cut = self.gathered + self.summed
+        return (cut, self.heads, self.attentions, self.rows, self.balances, self.losses)
 
     def kept_bytes(self, tokens: int, *, tp: int = 1, padded: float = 1.0) -> float:
         """Bytes that a microbatch keeps from forward to backward on a rank.
@@ -184,5 +189,5 @@ def together(parts: Iterable[Work]) -> Work:
 
 _SUMMED = tuple(each.name for each in fields(Work) if each.name not in ("weights", "again"))
 
-EXCHANGED = ("summed", "heads", "attentions", "rows")
+EXCHANGED = ("summed", "heads", "attentions", "rows", "balances", "losses")
 """What ranks exchange inside layers: as much is what they gather and what they sum."""

@@ -17,6 +17,7 @@ class Compute(NamedTuple):
         input_grad: The part of backward that other stages wait for.
         weight_grad: The rest of it.
         again: What backward runs again.
+        device: What the device takes for all of it.
         host: What the host takes to launch all of it.
     """
 
@@ -24,7 +25,8 @@ class Compute(NamedTuple):
     input_grad: float
     weight_grad: float
     again: float
-    host: float = 0.0
+    device: float
+    host: float
 
 
 class Routed(NamedTuple):
@@ -88,8 +90,8 @@ class Rates:
         parts = [self._seconds(way, tokens, *shared, routed=routed) for way in kernels]
         forward, backward, again = (self._slowed * max(part) for part in parts)
         # Of each product in forward there is one for the input and one for the weight.
-        host = self._slowed * sum(part.host for part in parts)
-        return Compute(forward, backward / 2, backward / 2, again, host)
+        device, host = (self._slowed * sum(ends) for ends in zip(*parts, strict=True))
+        return Compute(forward, backward / 2, backward / 2, again, device, host)
 
     def _seconds(
         self, kernels: Counter[Kernel], tokens: float, dense: int, experts: int, *, routed: Routed

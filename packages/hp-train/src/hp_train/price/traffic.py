@@ -192,13 +192,20 @@ def expert_transfer(
 
 
 def activation_transfers(
-    config: Config, works: Sequence[Work], layout: StageLayout, machine: Machine, *, tokens: int
+    config: Config,
+    works: Sequence[Work],
+    layout: StageLayout,
+    machine: Machine,
+    *,
+    tokens: int,
+    backward: bool,
 ) -> list[Transfer]:
     """What tensor- and context-parallel ranks exchange for some tokens, in one direction.
 
     Tensor-parallel ranks put positions together before what they cut and sum after it; the reverse
     in backward. Context-parallel ranks send q, k, v and the output to the ranks that have their
-    heads; where groups of them gather keys and values instead, that is taken for the same.
+    heads; where groups of them gather keys and values instead, that is taken for the same. In
+    forward alone both sum the loads of experts, and the former two numbers of each token's loss.
 
     Args:
         config: Configuration of the run.
@@ -206,14 +213,21 @@ def activation_transfers(
         layout: Layout of the rank's stage.
         machine: Machine whose links are used.
         tokens: Number of tokens that attention sees on the rank.
+        backward: Whether it is that of backward.
     """
     size = BYTES[config.train.dtype]
     cut, heads = sum(w.gathered + w.summed for w in works), sum(w.heads for w in works)
     layers = sum(w.attentions for w in works)
+    losses, balances = (
+        (0.0, 0.0)
+        if backward
+        else (sum(2 * w.losses for w in works), sum(w.balances for w in works))
+    )
+    sums = cut / config.model.dim + losses + balances
     # And how many messages to each other rank.
     kinds: tuple[tuple[str, Axis, int, float, float], ...] = (
-        ("tensor", "tp", layout.tp, cut, cut / config.model.dim),
-        ("context", "cp", layout.cp, heads / layout.tp, 4 * layers),
+        ("tensor", "tp", layout.tp, cut, sums),
+        ("context", "cp", layout.cp, heads / layout.tp, 4 * layers + balances),
     )
     found = []
     for purpose, axis, ranks, elements, messages in kinds:
