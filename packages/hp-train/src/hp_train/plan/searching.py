@@ -125,9 +125,11 @@ class Search:
     def nearest(self) -> Config | None:
         """The layout that lacks least of those that do not fit, of those looked at."""
         if self.smallest is None and self._hopeless[1] is not None:
-            for _, narrower in self._of_pipelines(self._hopeless[1]):
-                assert callable(narrower)
-                list(narrower())  # finds that it does not fit
+            for _, places in self._of_pipelines(self._hopeless[1]):
+                assert callable(places)
+                for _, narrower in places():
+                    assert callable(narrower)
+                    list(narrower())  # finds that it does not fit
         return self.smallest
 
     def _families(self, meshes: Sequence[Config]) -> Iterator[_Found]:
@@ -138,7 +140,7 @@ class Search:
         families: dict[MeshConfig, list[Config]] = {}
         for mesh in meshes:
             dp = mesh.mesh.dp_replicate * mesh.mesh.dp_shard
-            families.setdefault(replace(mesh.mesh, dp_replicate=1, dp_shard=dp), []).append(mesh)
+            families.setdefault(replace(mesh.mesh, dp_replicate=dp, dp_shard=1), []).append(mesh)
         for family, members in families.items():
             # What is computed again comes on top.
             least = min(self._repeats(members[0]), key=lambda recompute: recompute != "none")
@@ -222,7 +224,7 @@ class Search:
         And a microbatch goes forward and back through all stages.
         """
         place = self._as_one(config)[1]
-        place = replace_place(place, dp_replicate=1, dp_shard=place.dp)
+        place = replace_place(place, dp_replicate=place.dp, dp_shard=1)
         key = place, config.mesh.pp, config.train.microbatch_size, config.train.recompute
         if key not in self._computes:
             self._computes[key] = self._computed(config, place)

@@ -1,7 +1,4 @@
-"""Bytes that a rank sends in a step, by what for, and how long they take on their links. No torch.
-
-Only the bytes of experts come from elsewhere: from hp-expert, whose import loads torch.
-"""
+"""Bytes that a rank sends in a step, by what for, and how long links take for them. No torch."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from hp_train.base.dtypes import BYTES
 from hp_train.config import Config, ModelConfig
+from hp_train.costs.dispatch import row_costs
 from hp_train.costs.machine import Link, Machine
 from hp_train.costs.memory import (
     local_elements,
@@ -115,18 +113,11 @@ def _expert_exchanges(
     ep = layout.ep
     if ep * layout.etp == 1:
         return ExpertExchanges(0.0, 0.0, 0, 0)
-    from hp_expert import (  # noqa: PLC0415 - imports torch
-        deduplication_pays,
-        dispatch_bytes,
-        expected_rows_per_token,
-    )
-
-    row_bytes, weight_bytes = model.dim * size, max(4, size)
-    shape = (model.num_experts, model.top_k, ep)
-    cost = dispatch_bytes(*shape, row_bytes=row_bytes, weight_bytes=weight_bytes)
-    pays = not padded and deduplication_pays(*shape, row_bytes=row_bytes, weight_bytes=weight_bytes)
+    row_bytes = model.dim * size
+    cost = row_costs(model.num_experts, model.top_k, row_bytes, max(4, size))[ep]
+    pays = not padded and cost.pays
     # Of a token, there and back.
-    rows = expected_rows_per_token(*shape) if pays else model.top_k
+    rows = cost.rows if pays else model.top_k
     sent = (cost.deduplicated if pays else cost.plain) / 2
     if padded:
         sent *= padded
