@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
@@ -16,7 +16,7 @@ from hp_train.costs.work import BlockWork, Kernel, Kernels, ModelWork, Work, ali
 from hp_train.layout.schedules import placement, split_layers
 from hp_train.layout.vocabulary import logit_tile
 
-T = TypeVar("T")
+T = TypeVar("T", StoredModel, StoredKernels)
 Key = tuple[ModelConfig, int, int, str]
 """What a run of the model depends on: its configuration, vocabulary, sequence length and dtype."""
 
@@ -79,18 +79,17 @@ def _key(config: Config, vocab_size: int) -> Key:
 
 @lru_cache(maxsize=64)
 def _model(key: Key) -> ModelWork:
-    model, vocab_size, seq_len, dtype = key
-
-    def learn() -> StoredModel:
-        from hp_train.costs.meta_run import run  # noqa: PLC0415 - imports torch
-
-        return StoredModel.of(run(model, vocab_size, seq_len=seq_len, dtype=dtype))
-
-    return _kept(key, StoredModel, learn).model
+    return _known(StoredModel, key).model
 
 
-def _kept(key: Key, kind: type[T], learn: Callable[[], T]) -> T:
-    """What other runs have learned; a model of one's own is code that may change."""
+def _known(kind: type[T], key: Key) -> T:
+    """What this run learns, or others have; a model of one's own is code that may change."""
+
+    def learn() -> T:
+        from hp_train.costs.learning import learned  # noqa: PLC0415 - imports torch
+
+        return learned(kind, key)
+
     return learn() if key[0].factory else kept(key, kind, learn)
 
 
@@ -180,16 +179,7 @@ def _kinds(key: Key, layers: Sequence[int]) -> tuple[BlockWork, ...]:
 @lru_cache(maxsize=64)
 def _learned(key: Key) -> tuple[dict[str, Kernels], dict[int, int]]:
     """Kernels of parts by name, and the layer that each one is like."""
-    model, vocab_size, seq_len, dtype = key
-    same = alike(model)
-
-    def run() -> StoredKernels:
-        from hp_train.costs.kernels import learn  # noqa: PLC0415 - imports torch
-
-        layers = sorted({*same.values()})
-        return StoredKernels.of(learn(model, vocab_size, layers, seq_len=seq_len, dtype=dtype))
-
-    return _kept(key, StoredKernels, run).kernels, same
+    return _known(StoredKernels, key).kernels, alike(key[0])
 
 
 @lru_cache(maxsize=1024)
