@@ -117,7 +117,10 @@ class Rates:
                 moved / self._machine.memory_bandwidth,
             )
             device += times * busy
-            launches += times * left * (kernel.launches + kernel.launches_per_token * tokens)
+            # Products of experts one by one are shared out as these are.
+            split = experts if kernel.is_expert and kernel.kind == "product" else 1
+            launched = kernel.launches / split + kernel.launches_per_token * tokens
+            launches += times * left * launched
         found = _Busy(device, launches * self._machine.launch_seconds)
         self._known[key] = kernels, found  # held, so that no others get their number
         return found
