@@ -33,12 +33,31 @@ PP_120B: dict[str, object] = {
     "train.microbatch_size": 1,
     "train.global_batch_size": 128,
 }
+PP_8B: dict[str, object] = {
+    "mesh.pp": 4,
+    "mesh.dp_replicate": 2,
+    "mesh.gather": "stage",
+    "pipeline.schedule": "1f1b",
+    "pipeline.stages_per_rank": 1,
+    "data.seq_len": 4096,
+    "train.microbatch_size": 1,
+    "train.global_batch_size": 16,
+}
 LAYOUTS: dict[str, tuple[str, dict[str, object]]] = {
     "Llama-3.1-8B, FSDP 8 by stage": ("llama-3.1-8b", {**FSDP_8B, "mesh.gather": "stage"}),
     "Llama-3.1-8B, FSDP 8 by block": ("llama-3.1-8b", {**FSDP_8B, "mesh.gather": "block"}),
     "Llama-3.1-8B, FSDP 4, tp 2": (
         "llama-3.1-8b",
         {**FSDP_8B, "mesh.dp_shard": 4, "mesh.tp": 2, "train.recompute": "none"},
+    ),
+    "Llama-3.1-8B, pp 4, all kept": ("llama-3.1-8b", PP_8B),
+    "Llama-3.1-8B, pp 4, all but one computed again": (
+        "llama-3.1-8b",
+        {**PP_8B, "pipeline.retention": "recompute"},
+    ),
+    "Llama-3.1-8B, pp 4, all but one offloaded": (
+        "llama-3.1-8b",
+        {**PP_8B, "pipeline.retention": "offload"},
     ),
     "Qwen3-30B-A3B, 8 GPUs, ep 8, all again": (
         "qwen3-30b-a3b",

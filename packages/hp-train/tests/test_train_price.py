@@ -356,7 +356,7 @@ def test_tensor_parallel_ranks_share_out_the_heads_that_context_parallel_ranks_e
         {
             transfer.purpose: transfer.bytes
             for transfer in activation_transfers(
-                config, works, StageLayout(cp=2, tp=tp), H100, tokens=64
+                config, works, StageLayout(cp=2, tp=tp), H100, tokens=64, backward=True
             )
         }
         for tp in (1, 2)

@@ -49,6 +49,7 @@ class StagePrice(NamedTuple):
         gathered: Gathering its parameters once; 0 where that happens block by block, within forward
             and backward.
         reduced: Likewise, reducing its gradients once.
+        device: What the device takes for all that it computes.
         host: What the host takes to launch all of it.
         kept: Bytes that a microbatch keeps from forward to backward.
         message: Bytes of what a stage is given for one.
@@ -60,6 +61,7 @@ class StagePrice(NamedTuple):
     exchanges: float
     gathered: float
     reduced: float
+    device: float
     host: float
     kept: float
     message: float
@@ -164,7 +166,7 @@ class Prices:
         self, config: Config, stage: Work, place: StageLayout, tokens: int, compute: Compute
     ) -> StagePrice:
         ahead, back, again = self._waits(config, stage, place)
-        gather, reduce = self._gather(config, stage, place)
+        gather, reduce = self.gather(config, stage, place)
         price = StagePrice(
             forward=compute.forward + ahead,
             input_grad=compute.input_grad + compute.again + back + again,
@@ -172,6 +174,7 @@ class Prices:
             exchanges=ahead + back + again,
             gathered=gather,
             reduced=reduce,
+            device=compute.device,
             host=compute.host,
             kept=stage.kept_bytes(tokens, tp=place.tp, padded=padding(config, place)),
             message=float(message_bytes(config, place)),
@@ -195,21 +198,21 @@ class Prices:
         """Seconds for one of each that `EXCHANGED` names, in forward and in backward."""
         found: list[list[float]] = []
         ranks = {"summed": place.tp, "heads": place.cp, "attentions": place.cp}
+        ranks |= {"balances": place.tp * place.cp, "losses": place.tp}
         for name in EXCHANGED:
             if ranks.get(name, place.ep * place.etp) == 1:
                 found.append([0.0, 0.0])
                 continue
             one: dict[str, Any] = {name: 1.0}
             way = partial(_way, config, [Work(**one)], place, self.machine, spread=self.spread)
-            # Only experts have other exchanges in backward than in forward.
             ends = [way(backward=False)]
-            if name == "rows":
+            if name in _UNLIKE_BACKWARD:
                 ends.append(way(backward=True))
             sums = [sum(transfer.seconds for transfer in end) for end in ends]
             found.append([sums[0], sums[-1]])
         return [list(column) for column in zip(*found, strict=True)]
 
-    def _gather(self, config: Config, stage: Work, place: StageLayout) -> tuple[float, float]:
+    def gather(self, config: Config, stage: Work, place: StageLayout) -> tuple[float, float]:
         """Seconds to gather the parameters of a stage, and to reduce their gradients."""
         key = (kinds_of(stage), place)
         found = self._gathers.get(key)
@@ -240,7 +243,8 @@ class Prices:
         busy = slowed * (number * stage.flops / machine.flops + layers * machine.layer_seconds)
         repeated = stage.again.flops / stage.flops if stage.again else 0.0
         # What runs again takes as long as it did.
-        return Compute(busy, busy, busy, again=busy * repeated)
+        whole = (3 + repeated) * busy
+        return Compute(busy, busy, busy, again=busy * repeated, device=whole, host=0.0)
 
     def ends(
         self, config: Config, stages: tuple[Work, ...], place: StageLayout
@@ -291,6 +295,10 @@ class Prices:
         return found
 
 
+_UNLIKE_BACKWARD = ("rows", "balances", "losses")
+"""What of `EXCHANGED` has other exchanges in backward than in forward."""
+
+
 def ways(
     config: Config,
     stages: Sequence[Work],
@@ -325,7 +333,9 @@ def _way(
     tokens = config.train.microbatch_size * config.data.seq_len // config.mesh.cp
     found: list[Transfer] = []
     if place.tp * place.cp > 1:
-        found += activation_transfers(config, works, place, machine, tokens=tokens)
+        found += activation_transfers(
+            config, works, place, machine, tokens=tokens, backward=backward
+        )
     if place.ep * place.etp > 1 and any(work.rows for work in works):
         dealt = tokens // place.tp
         found.append(
