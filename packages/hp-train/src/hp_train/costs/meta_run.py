@@ -266,9 +266,16 @@ class _Recorder:
         counts["heads"] += sum(tensor.numel() for tensor in (q, k, v, y))
         return y
 
-    def _mix(self, moe: MoE, x: Tensor, *, replay: Tensor | None = None) -> Any:
+    def _mix(
+        self,
+        moe: MoE,
+        x: Tensor,
+        *,
+        replay: Tensor | None = None,
+        padding: Tensor | None = None,
+    ) -> Any:
         """See `hp_expert.MoE.forward`."""
-        routing = moe.router(x, replay=replay)
+        routing = moe.router(x, replay=replay, padding=padding)
         x_TD = x.reshape(-1, x.shape[-1])
         T, K = routing.experts.shape
         _, F, D = moe.experts.w1.shape

@@ -139,7 +139,7 @@ def run(
         if options.generate is None:
             _verify_one(runs, config, others, options)
         else:
-            known = options.job is None and not config.model.factory
+            known = options.job is None and not _unknown_to_oracle(config)
             _verify_all(runs, others, has_oracle=known)
     return 0
 
@@ -158,6 +158,15 @@ def _small(configs: Sequence[Config], options: argparse.Namespace) -> list[Confi
     return shrink(configs) if options.shrink else list(configs)
 
 
+def _unknown_to_oracle(config: Config) -> str:
+    """What of a config the oracle does not know; nothing if it can train so."""
+    if config.model.factory:
+        return f"no model of model.factory ({shown(config.model.factory)})"
+    if config.data.packing != "stream":
+        return f"no padding of data.packing ({shown(config.data.packing)})"
+    return ""
+
+
 def _others(
     config: Config, options: argparse.Namespace, given: Sequence[tuple[str, object]]
 ) -> list[Config]:
@@ -166,11 +175,11 @@ def _others(
     Raises:
         ConfigError: When it would be compared with itself.
     """
-    factory = config.model.factory
-    if options.against == ORACLE and factory:
-        raise ConfigError(f"--against oracle knows no model of model.factory ({shown(factory)})")
+    unknown = _unknown_to_oracle(config)
+    if options.against == ORACLE and unknown:
+        raise ConfigError(f"--against oracle knows {unknown}")
     alone = options.against is None and config.world_size == 1 and options.job is None
-    if options.against == ORACLE or (alone and not factory):
+    if options.against == ORACLE or (alone and not unknown):
         return []
     other = one_process(config) if options.against is None else _given(options, given)
     if not differing_keys(config, other):
