@@ -29,12 +29,14 @@ if TYPE_CHECKING:
 _EPSILON = 1e-6
 _FINEST = 5_000
 """Ticks that the mean step has at most."""
-_WHOLE = 400
-"""Steps of a problem that is solved as a whole, and about as many as a window has at most."""
+_WHOLE = 300
+"""Steps of a problem that is solved as a whole."""
+_WINDOW = 80
+"""Steps of a window in a larger one."""
 _ROUNDS = 2
 """How often the windows pass over a plan."""
 _INSIDE = 1
-"""What stands in the window: what comes before it is less, what comes behind is more."""
+"""The part of steps in a window; those before it have less, those behind it more."""
 _SHARES = 10_000
 """Parts of which memory is counted."""
 
@@ -80,18 +82,25 @@ def solve(
         plan: Plan with microbatches that cost the same in order.
         effort: Deterministic time of the solver.
         keep_order: Whether microbatches must not overtake each other.
-        window: Steps that start in it, the end not included, may start anywhere from it on.
+        window: Steps that start in it, the end not included, may change places.
     """
-    model = _Model(problem, range(problem.num_ranks), keep_order=keep_order)
-    model.free(plan, window)
-    found = model.minimize(effort, plan)
+    rows = Rows(problem, plan, keep_order=keep_order)
+    low, high = window
+    parts = [(start >= low) + (start >= high) for start in rows.plan().starts]
+    model = _Model(problem, range(problem.num_ranks), keep_order=keep_order, parts=parts)
+    model.border_on(rows)
+    found = model.minimize(effort, rows.plan().starts)
     if found is None:
         return Solution(plan, 0.0)
     starts, bound = found
-    sequence = sorted(range(problem.num_steps), key=lambda step: (starts[step], step))
-    rows = Rows(problem, Plan(plan.starts, sequence, inf), keep_order=keep_order)
-    if rows.makespan < plan.makespan - _EPSILON and rows.fits():
-        plan = rows.plan()
+    # What takes no time comes first: it may give back the memory that the next step takes.
+    ends = {step: start + model.duration[step] for step, start in starts.items()}
+    inside = sorted(starts, key=lambda step: (starts[step], ends[step], step))
+    order = rows.plan().sequence
+    ahead, behind = ([step for step in order if parts[step] == part] for part in (0, 2))
+    solved = Rows(problem, Plan([], [*ahead, *inside, *behind], inf), keep_order=keep_order)
+    if solved.makespan < plan.makespan - _EPSILON and solved.fits():
+        plan = solved.plan()
     return Solution(plan, min(bound, plan.makespan))
 
 
@@ -108,15 +117,14 @@ def solve_in_windows(
     """
     if problem.num_steps <= _WHOLE:
         return solve(problem, plan, effort=effort, keep_order=keep_order)
-    number = -(-2 * problem.num_steps // _WHOLE)
-    rounds = [index / (number + 1) for index in range(number)] * _ROUNDS
-    for start in rounds:
-        length = 2 * plan.makespan / (number + 1)
-        low = start * plan.makespan
-        window = (low, low + length if low + length < plan.makespan else inf)
-        share = effort / len(rounds)
-        found = solve(problem, plan, effort=share, keep_order=keep_order, window=window)
-        plan = found.plan
+    # Each window shares half of its steps with the next one.
+    number = 2 * problem.num_steps // _WINDOW
+    for index in range(_ROUNDS * number):
+        length = 2 * plan.makespan / number
+        low = index % number * plan.makespan / number
+        share = effort / (_ROUNDS * number)
+        window = low, low + length
+        plan = solve(problem, plan, effort=share, keep_order=keep_order, window=window).plan
     return Solution(plan, 0.0)
 
 
@@ -129,7 +137,8 @@ def rank_bound(problem: Problem, rank: int, *, effort: float, keep_order: bool =
         effort: Deterministic time of the solver; if it does not suffice the bound is lower.
         keep_order: Whether microbatches must not overtake each other.
     """
-    found = _Model(problem, [rank], keep_order=keep_order).minimize(effort, None)
+    parts = [_INSIDE] * problem.num_steps
+    found = _Model(problem, [rank], keep_order=keep_order, parts=parts).minimize(effort, ())
     return 0.0 if found is None else found[1]
 
 
@@ -140,62 +149,82 @@ def _engine() -> "Any":
 
 
 class _Model:
-    """A problem in the words of CP-SAT.
+    """A problem, or a window of it, in the words of CP-SAT.
 
     Args:
         problem: The problem.
         ranks: Ranks that do one step at a time in their memory; the others have no limits.
         keep_order: Whether microbatches must not overtake each other.
+        parts: Whether each step stands before the window (0), in it (1) or behind it (2).
+
+    Attributes:
+        duration: Of each step, in ticks.
     """
 
-    def __init__(self, problem: Problem, ranks: Iterable[int], *, keep_order: bool) -> None:
+    def __init__(
+        self, problem: Problem, ranks: Iterable[int], *, keep_order: bool, parts: Sequence[int]
+    ) -> None:
         self._problem = problem
         self._ranks = tuple(ranks)
+        self._parts = parts
         self._tick = _tick(problem)
-        self._duration = [self._ticks(time) for time in problem.duration]
+        self.duration = [self._ticks(time) for time in problem.duration]
         lags = map(self._ticks, (*problem.lag, *problem.lag_back))
-        self._horizon = sum(self._duration) + sum(lags)
+        self._horizon = sum(self.duration) + sum(lags)
         self._cp = _engine()
         self._model: cp_model.CpModel = self._cp.CpModel()
-        self._starts = [
-            self._model.new_int_var(0, self._horizon, "") for _ in range(problem.num_steps)
-        ]
-        # Whether a step stands before the window, in it or behind it.
-        self._parts = [_INSIDE] * problem.num_steps
+        self._starts = {
+            step: self._model.new_int_var(0, self._horizon, "")
+            for step in range(problem.num_steps)
+            if parts[step] == _INSIDE
+        }
+        self._tails = dict.fromkeys(self._starts, 0)
         self._precede(keep_order)
 
-    def free(self, plan: Plan, window: tuple[float, float]) -> None:
-        """Keep the order of what a plan has before and behind a window."""
-        low, high = window
-        starts, model = self._starts, self._model
-        self._parts = [(start >= low) + (start >= high) for start in plan.starts]
-        for row in Rows(self._problem, plan, keep_order=False).rows:
-            ahead, inside, behind = ([s for s in row if self._parts[s] == p] for p in range(3))
-            fixed = [*pairwise(ahead), *pairwise(behind)]
-            fixed += [(ahead[-1], step) for step in (*inside, *behind[:1]) if ahead]
-            fixed += [(step, behind[0]) for step in inside if behind]
-            for step, following in fixed:
-                model.add(starts[following] >= starts[step] + self._duration[step])
+    def border_on(self, rows: Rows) -> None:
+        """Let the steps of a window come after what stands before it, and count what follows."""
+        before, lag, after = self._problem.chains()
+        for row in rows.rows:
+            ahead = [rows.end[step] for step in row if self._parts[step] == 0]
+            behind = [step for step in row if self._parts[step] > _INSIDE]
+            rest = max((self._rest(rows, step) for step in behind[:1]), default=0.0)
+            for step in row:
+                if self._parts[step] != _INSIDE:
+                    continue
+                first, source = max(ahead, default=0.0), before[step]
+                if source >= 0 and self._parts[source] == 0:
+                    first = max(first, rows.end[source] + lag[step])
+                self._model.add(self._starts[step] >= self._ticks(first))
+                tails = [
+                    gap + self._rest(rows, follower)
+                    for follower, gap in after[step]
+                    if self._parts[follower] > _INSIDE
+                ]
+                self._tails[step] = self._ticks(max([rest, *tails]))
 
-    def minimize(self, effort: float, hint: Plan | None) -> tuple[list[int], float] | None:
+    def minimize(self, effort: float, hint: Sequence[float]) -> tuple[dict[int, int], float] | None:
         """Return starts in ticks and a bound of the makespan; None if nothing was found at all."""
-        model, problem = self._model, self._problem
+        model = self._model
         for rank in self._ranks:
             self._add_rank(rank)
         makespan = model.new_int_var(0, self._horizon, "")
-        for step, start in enumerate(self._starts):
-            model.add(makespan >= start + self._duration[step])
+        for step, start in self._starts.items():
+            model.add(makespan >= start + self.duration[step] + self._tails[step])
+            if hint:
+                model.add_hint(start, self._ticks(hint[step]))
         model.minimize(makespan)
-        for step, start in enumerate(hint.starts if hint else ()):
-            model.add_hint(self._starts[step], self._ticks(start))
         solver = self._cp.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.max_deterministic_time = effort
         status = solver.solve(model)
         bound = max(0.0, solver.best_objective_bound) * self._tick
         if status not in {self._cp.OPTIMAL, self._cp.FEASIBLE}:
-            return None if hint else ([], bound)
-        return [solver.value(self._starts[step]) for step in range(problem.num_steps)], bound
+            return None if hint else ({}, bound)
+        return {step: solver.value(start) for step, start in self._starts.items()}, bound
+
+    def _rest(self, rows: Rows, step: int) -> float:
+        """Return the time from the start of a step behind the window to the end of all."""
+        return self._problem.duration[step] + rows.tail[step]
 
     def _ticks(self, time: float) -> int:
         return int(time / self._tick + _EPSILON)
@@ -204,42 +233,45 @@ class _Model:
         """Let each step come after those that it waits for."""
         problem, model, starts = self._problem, self._model, self._starts
         before, lag, _ = problem.chains()
-        for step, source in enumerate(before):
-            if source >= 0:
-                gap = self._duration[source] + self._ticks(lag[step])
-                model.add(starts[step] >= starts[source] + gap)
+        for step, start in starts.items():
+            source = before[step]
+            if source in starts:
+                gap = self.duration[source] + self._ticks(lag[step])
+                model.add(start >= starts[source] + gap)
         num = problem.num_microbatches
         groups = [list(range(num))] if keep_order else interchangeable(problem)
         for group in groups:
-            for place, following in pairwise(group):
-                for row in range(0, problem.num_steps, num):
-                    end = starts[row + place] + self._duration[row + place]
-                    model.add(starts[row + following] >= end)
+            for row in range(0, problem.num_steps, num):
+                steps = [row + place for place in group if row + place in starts]
+                for step, following in pairwise(steps):
+                    model.add(starts[following] >= starts[step] + self.duration[step])
 
     def _add_rank(self, rank: int) -> None:
         """Let a rank do one step at a time, in its memory."""
-        problem, model, starts, parts = self._problem, self._model, self._starts, self._parts
-        steps = [step for step in range(problem.num_steps) if problem.rank[step] == rank]
+        problem, model, starts = self._problem, self._model, self._starts
         interval: Callable[..., Any] = model.new_fixed_size_interval_var
-        inside = [step for step in steps if parts[step] == _INSIDE]
-        model.add_no_overlap([interval(starts[s], self._duration[s], "") for s in inside])
+        mine = [step for step in starts if problem.rank[step] == rank]
+        model.add_no_overlap([interval(starts[s], self.duration[s], "") for s in mine])
         if isinf(problem.memory_limit):
             return
         last = problem.num_steps - problem.part
         unit = max(problem.largest) / _SHARES or 1.0
         room = int(problem.memory_limit / unit + _EPSILON)
         held, sizes = [], []
-        for cell in steps:
-            if cell >= problem.part or not problem.acquires[cell]:
+        for cell in range(problem.part):
+            if problem.rank[cell] != rank or not problem.acquires[cell]:
                 continue
             size = int(problem.acquires[cell] / unit + _EPSILON)
-            taken, given = parts[cell], parts[last + cell]
+            taken, given = self._parts[cell], self._parts[last + cell]
             if taken < _INSIDE < given:
                 room -= size
             elif _INSIDE in {taken, given}:
-                end = starts[last + cell] + self._duration[last + cell]
+                start = starts.get(cell, 0)
+                end = self._horizon
+                if given == _INSIDE:
+                    end = starts[last + cell] + self.duration[last + cell]
                 time = model.new_int_var(0, self._horizon, "")
-                held.append(model.new_interval_var(starts[cell], time, end, ""))
+                held.append(model.new_interval_var(start, time, end, ""))
                 sizes.append(size)
         model.add_cumulative(held, sizes, room)
 

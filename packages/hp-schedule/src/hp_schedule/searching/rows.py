@@ -51,6 +51,11 @@ class Rows:
         keep_order: Whether no move may let one microbatch overtake another.
 
     Attributes:
+        rows: Steps of every rank in their order.
+        place: Place of each step in its row.
+        change: What its rank holds more of memory after each step.
+        end: When each step ends.
+        tail: The time from then to the end of all that must follow it.
         makespan: Time from the first start to the last end; infinite if it cannot be run.
     """
 
@@ -60,7 +65,6 @@ class Rows:
         self._duration = problem.duration
         self._before, self._lag, self._after = problem.chains()
         self._limit = problem.memory_limit + _EPSILON
-        # What a rank holds more after each step.
         pairs = zip(problem.acquires, problem.releases, strict=True)
         self.change = [taken - given for taken, given in pairs]
         self.rows: list[list[int]] = [[] for _ in range(problem.num_ranks)]
@@ -70,15 +74,15 @@ class Rows:
         self._held: list[list[float]] = [[] for _ in self.rows]
         for rank in range(problem.num_ranks):
             self._number(rank)
-        self._end: list[float] = []
-        self._tail: list[float] = []
+        self.end: list[float] = []
+        self.tail: list[float] = []
         self._order: list[int] = []
         self.makespan = inf
         self._evaluate()
 
     def plan(self) -> Plan:
         """Return the plan as it is now."""
-        starts = [end - time for end, time in zip(self._end, self._duration, strict=True)]
+        starts = [end - time for end, time in zip(self.end, self._duration, strict=True)]
         return Plan(starts, self._order.copy(), self.makespan)
 
     def fits(self) -> bool:
@@ -140,7 +144,7 @@ class Rows:
         row, low, high = self.rows[move.rank], *sorted((move.source, move.target))
         moved = row[low : high + 1]
         Move(move.rank, move.source - low, move.target - low, move.swaps).apply(moved)
-        end, before, lag, duration = self._end, self._before, self._lag, self._duration
+        end, before, lag, duration = self.end, self._before, self._lag, self._duration
         now = end[row[low - 1]] if low else 0.0
         ends: dict[int, float] = {}
         for step in moved:
@@ -150,7 +154,7 @@ class Rows:
             now += duration[step]
             ends[step] = now
         follower = row[high + 1] if high + 1 < len(row) else -1
-        rest = duration[follower] + self._tail[follower] if follower >= 0 else 0.0
+        rest = duration[follower] + self.tail[follower] if follower >= 0 else 0.0
         longest = 0.0
         for step in reversed(moved):
             rest = self._rest(step, rest)
@@ -175,7 +179,7 @@ class Rows:
 
     def _path(self, random: Random) -> list[int]:
         """Return a longest path, in order of time."""
-        end, duration, before, lag = self._end, self._duration, self._before, self._lag
+        end, duration, before, lag = self.end, self._duration, self._before, self._lag
         rank_of, makespan = self._problem.rank, self.makespan - _EPSILON
         step = random.choice([row[-1] for row in self.rows if row and end[row[-1]] >= makespan])
         path = [step]
@@ -212,9 +216,9 @@ class Rows:
             reached[rank] = self._run(rank, reached[rank], end, _Turns(order, waiting, runnable))
         if len(order) != len(end):
             return False
-        self._end, self._order, self.makespan = end, order, max(end)
+        self.end, self._order, self.makespan = end, order, max(end)
         tail, duration, rank_of = [0.0] * len(end), self._duration, self._problem.rank
-        self._tail = tail
+        self.tail = tail
         rest = [0.0] * len(self.rows)
         for step in reversed(order):
             rank = rank_of[step]
@@ -247,7 +251,7 @@ class Rows:
 
     def _rest(self, step: int, rest: float) -> float:
         """Return the time after the end of a step, told that of what follows it in its row."""
-        duration, tail = self._duration, self._tail
+        duration, tail = self._duration, self.tail
         for follower, gap in self._after[step]:
             time = gap + duration[follower] + tail[follower]
             if time > rest:  # noqa: PLR1730 - the innermost loop

@@ -32,6 +32,8 @@ _WIDE, _NARROW = 0.3, 0.04
 """How far behind a space may lie and still be tried after the first recipe, and with the last."""
 _NEW = 0.3
 """How often a pattern with new parameters is tried instead of a variation."""
+_WALKING = 2
+"""Spaces in which steps are moved after each recipe."""
 _WALKED = 0.6
 """How often a plan's steps are moved instead of a plan built anew."""
 _FOCUS = 1.2
@@ -319,6 +321,8 @@ class _Spaces:
             if index < _TIGHTENED:
                 for space in self._open(_WIDE):
                     yield space.tighten_next
+            for space in self._open(_NARROW)[:_WALKING]:
+                yield partial(space.walk, random)
         while spaces := self._open(math.inf):
             index = min(int(random.expovariate(_FOCUS)), len(spaces) - 1)
             if random.random() < _NEW:

@@ -34,8 +34,10 @@ _KNOWN = 32
 """Orders whose problems are kept."""
 _BOUNDING = 0.3
 """The part of an exact engine's time that bounds take."""
-_MOVES = 40
-"""Moves that a walk makes at once."""
+_MOVED = 8_000
+"""Steps that are timed anew at once by a walk, each of whose moves times all of them."""
+_MOVES = (4, 40)
+"""Moves that a walk makes at once, at least and at most."""
 _PATIENT = 8
 """Walks without a shorter plan after which another plan is the start."""
 
@@ -229,7 +231,9 @@ class Space:
             self._walk = Walk(old.problem, old.plan, random, keep_order=self._keep_order), old
             self._idle = 0
         rows, old = self._walk
-        self._idle = 0 if rows.improve(_MOVES) else self._idle + 1
+        fewest, most = _MOVES
+        moves = min(most, max(fewest, _MOVED // self._problem.num_steps))
+        self._idle = 0 if rows.improve(moves) else self._idle + 1
         plan = rows.best
         if not self._idle and plan.makespan < self._pool[-1].makespan - _EPSILON:
             origin = f"{old.origin.removesuffix(', moved')}, moved"
