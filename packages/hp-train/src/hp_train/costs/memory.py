@@ -381,6 +381,14 @@ def _kinds_of_units(stage: Work, *, has_ends: bool) -> tuple[tuple[str, Kinds], 
     return tuple(found.values())
 
 
+@lru_cache(maxsize=4096)
+def num_units(stage: Work, *, is_expert: bool) -> int:
+    """How many collectives gather those parameters of a stage that are experts, or the others."""
+    names = (weight.name for weight in stage.weights if weight.spec.is_expert is is_expert)
+    matches = (_BLOCK.match(name) for name in names)
+    return len({match and match[0] for match in matches})
+
+
 def _shards(weight: Weight, layout: StageLayout) -> int:
     """Ranks that FSDP shards a parameter over."""
     return layout.expert_shard if weight.spec.is_expert else layout.fsdp

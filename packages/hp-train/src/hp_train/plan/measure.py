@@ -3,10 +3,10 @@
 Processes train a few steps with microbatches of two sizes, which tells what a product and what a
 layer by itself takes: that of the config, and a smaller one, as ranks that share a sequence have.
 Twice as large ones leave the caches, and hide what a layer takes by itself. On a CPU processes are
-two: a core is slower while the others compute. They then train a layout in which layers exchange,
+two: a core is slower while the others compute. They then train layouts in which layers exchange,
 which tells what an exchange takes beside its bytes: the work of its host, and the wait for the rank
-that comes later. Where no such layout is allowed, two processes compute and exchange messages in
-turn; they tell what bytes take.
+that comes later. What bytes take is told by two processes that compute and exchange messages in
+turn; so is the rest where no such layout is allowed.
 """
 
 import json
@@ -15,7 +15,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -38,7 +38,7 @@ from hp_train.price.estimate import Plan
 from hp_train.training.train import start
 from hp_train.verify.pairs import checked_config, one_process
 
-_STEPS, _MICROBATCHES, _ROUNDS = 4, 4, 60
+_STEPS, _MICROBATCHES, _ROUNDS = 6, 4, 60
 _SMALL, _LARGE = 1 << 10, 1 << 22
 _FIRST, _LONGEST = 2, 3  # rounds that are not counted
 _RESULT = "measured.json"
@@ -72,10 +72,9 @@ def measure(config: Config) -> tuple[Machine, str]:
         link = _run(scratch, with_keys(_plain(config), {"mesh.dp_replicate": 2}), "time_link")
         sizes = (small_size, small), (large_size, large)
         machine = machine_of(config, dict(sizes), link)
-        exchanging = _exchanging(config, size=large_size)
-        if machine.cores > 1 and exchanging is not None:
-            found = _run(scratch, exchanging, "time_model")
-            machine = with_latency(machine, exchanging, found)
+        exchanging = _exchanging(config, size=large_size) if machine.cores > 1 else []
+        found = [(layout, _run(scratch, layout, "time_model")) for layout in exchanging]
+        machine = with_latency(machine, found)
     except HpError as error:
         if error.exit_code > 128:  # somebody wanted it to end: nothing to look at
             shutil.rmtree(scratch, ignore_errors=True)
@@ -119,10 +118,14 @@ def machine_of(
     parameters, gradients, optimizer = static_memory(config, [work], one)
     touched = 2 * parameters + gradients + 2 * optimizer
     bandwidth = (_LARGE - _SMALL) / max(link["large"] - link["small"], 1e-9)
+    # What a step does beside microbatches: sums over replicas, which have a price of their own,
+    # norms, and the update.
+    rest = min(small["rest"], large["rest"]) - small["ranks"] // 2 * gradients / bandwidth
+    updating = max(rest, small["optimizer"])
     return Machine(
         flops=work.flops / per_token,
         memory=small["memory"],
-        memory_bandwidth=touched / small["optimizer"],
+        memory_bandwidth=touched / updating,
         layer_seconds=fixed / config.model.num_layers,
         bandwidth=bandwidth,
         latency=link["small"],
@@ -133,31 +136,37 @@ def machine_of(
     ).with_values(**(GPU_MARGIN if small.get("is_gpu") else {}))
 
 
-def with_latency(machine: Machine, config: Config, found: dict[str, float]) -> Machine:
-    """Solve for what an exchange takes beside its bytes.
+def with_latency(machine: Machine, timed: Sequence[tuple[Config, dict[str, float]]]) -> Machine:
+    """Solve for what an exchange takes beside its bytes, on average.
 
     Args:
         machine: What is known else.
-        config: A layout of two ranks that exchange inside layers.
-        found: What `time_model` found with it.
+        timed: Layouts of two ranks that exchange inside layers, with what `time_model` found.
     """
-    free, dear = (
-        sum(
-            stage.full
-            for stage in Plan(
-                config,
-                machine.with_values(latency=latency, node_latency=latency),
-                vocab_size=int(found["vocab_size"]),
-            ).prices
+    waited = messages = 0.0
+    for config, found in timed:
+        free, dear = (
+            sum(
+                stage.full
+                for stage in Plan(
+                    config,
+                    machine.with_values(latency=latency, node_latency=latency),
+                    vocab_size=int(found["vocab_size"]),
+                ).prices
+            )
+            for latency in (0.0, 1.0)
         )
-        for latency in (0.0, 1.0)
-    )
-    latency = max(0.0, (found["microbatch"] - free) / (dear - free))
+        waited += found["microbatch"] - free
+        messages += dear - free
+    if not messages:
+        return machine
+    latency = max(0.0, waited / messages)
     return machine.with_values(latency=latency, node_latency=latency)
 
 
-def _exchanging(config: Config, *, size: int) -> Config | None:
-    """A layout of two ranks that exchange inside layers; None if none is allowed."""
+def _exchanging(config: Config, *, size: int) -> list[Config]:
+    """Layouts of two ranks that exchange inside layers, of those that are allowed the first two."""
+    layouts = []
     for axes in _EXCHANGING:
         ranks = 1 if "mesh.dp_replicate" not in axes else 2
         batch = {
@@ -166,8 +175,8 @@ def _exchanging(config: Config, *, size: int) -> Config | None:
         }
         found = with_keys(_plain(config), {**axes, **batch, "mesh.gather": "stage"})
         if rules.allows_mesh(found) and rules.allows_pipeline(found):
-            return found
-    return None
+            layouts.append(found)
+    return layouts[:2]
 
 
 def _timed(config: Config, scratch: Path, *, size: int) -> dict[str, float]:
@@ -200,11 +209,16 @@ def _run(scratch: Path, config: Config, function: str) -> dict[str, float]:
 def time_model(config: Config, *, worker: Worker) -> int:
     """Train a few steps, and leave the median times of their parts on this rank."""
     trainer = start(config, worker)
-    microbatches, updates = [], []
+    microbatches, updates, others = [], [], []
     for _ in range(_STEPS):
+        began = time.perf_counter()
         trainer.train_step()
+        _synchronize(trainer.device)
+        whole = time.perf_counter() - began
         spans = [span for span in trainer.timeline if span.step.type in _COMPUTE]
-        microbatches.append(sum(span.end - span.start for span in spans) / _MICROBATCHES)
+        computing = sum(span.end - span.start for span in spans)
+        microbatches.append(computing / _MICROBATCHES)
+        others.append(whole - computing)
         for parameter in trainer.parameters:
             parameter.local.grad = torch.zeros_like(parameter.local)
         _synchronize(trainer.device)
@@ -222,10 +236,12 @@ def time_model(config: Config, *, worker: Worker) -> int:
         # The first step allocates what the others find.
         "microbatch": statistics.median(microbatches[1:]),
         "optimizer": statistics.median(updates[1:]),
+        "rest": statistics.median(others[1:]),
         "vocab_size": trainer.tokenizer.vocab_size,
         "memory": memory,
         "is_gpu": float(trainer.device.type == "cuda"),
         "cores": _cores() if on_cpu else 0,
+        "ranks": worker.info.world_size,
     }
     if worker.info.rank == 0:
         (worker.run_dir / _RESULT).write_text(json.dumps(result))

@@ -265,19 +265,20 @@ class Search:
 
     def _of_pipelines(self, found: Config) -> Iterator[_Found]:
         """The pipelines of a mesh with microbatches of one size, by where their stages are."""
-        placed: dict[tuple[int, ...], list[PipelineConfig]] = {}
+        placed: dict[tuple[tuple[int, ...], int], list[PipelineConfig]] = {}
         for pipeline, stage_to_rank in self._possible(found):
             if not is_repeated(replace(found, pipeline=pipeline)):
-                placed.setdefault(stage_to_rank, []).append(pipeline)
+                parts = self.prices.parts(pipeline)
+                placed.setdefault((stage_to_rank, parts), []).append(pipeline)
         last = self._last(found)
-        for stage_to_rank, pipelines in placed.items():
+        for (stage_to_rank, _), pipelines in placed.items():
             bound = self._computing(found).by_places[stage_to_rank] + last
             yield bound, partial(self._of_places, found, stage_to_rank, pipelines)
 
     def _of_places(
         self, found: Config, stage_to_rank: tuple[int, ...], pipelines: Sequence[PipelineConfig]
     ) -> Iterator[_Found]:
-        """Pipelines that have the same stages at the same places."""
+        """Pipelines that have the same stages, in parts that cost the same, at the same places."""
         layout = replace(found, pipeline=pipelines[0])
         candidate = Candidate(self.prices, layout, stage_to_rank)
         for pipeline in pipelines:

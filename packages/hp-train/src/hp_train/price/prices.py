@@ -11,7 +11,7 @@ from operator import mul
 from typing import Any, NamedTuple
 
 from hp_schedule import Costs
-from hp_train.config import Config
+from hp_train.config import Config, PipelineConfig
 from hp_train.costs import modules
 from hp_train.costs.machine import Machine
 from hp_train.costs.memory import (
@@ -25,7 +25,7 @@ from hp_train.costs.memory import (
 )
 from hp_train.costs.work import EXCHANGED, Kernels, Work
 from hp_train.layout.ranks import Layout, StageLayout
-from hp_train.layout.schedules import count_microbatches, split_layers
+from hp_train.layout.schedules import KINDS, count_microbatches, split_layers
 from hp_train.price.rates import Compute, Routed, rates_of
 from hp_train.price.traffic import (
     Spread,
@@ -152,7 +152,8 @@ class Prices:
         """
         mesh = config.mesh
         once = count_microbatches(config) if mesh.reduce_once else 0
-        key = (stage, place, config.train.microbatch_size, mesh.gather, once, slowed)
+        parts = self.parts(config.pipeline)
+        key = (stage, place, config.train.microbatch_size, mesh.gather, once, slowed, parts)
         found = self._stages.get(key)
         if found is None:
             tokens = config.train.microbatch_size * config.data.seq_len // config.mesh.cp
@@ -161,6 +162,11 @@ class Prices:
             )
             found = self._stages[key] = self._stage(config, stage, place, tokens, compute)
         return found
+
+    def parts(self, pipeline: PipelineConfig) -> int:
+        """Parts of a microbatch that each take the time of layers by themselves."""
+        splits = KINDS[pipeline.schedule].splits_backward and bool(self.machine.layer_seconds)
+        return 2 + splits
 
     def _stage(
         self, config: Config, stage: Work, place: StageLayout, tokens: int, compute: Compute
@@ -240,11 +246,15 @@ class Prices:
             rates = rates_of(machine, is_compiled=compiled, slowed=slowed)
             routed = Routed(self.spread.load(place.ep), padding(config, place))
             return rates.compute(kernels, number, place, routed=routed)
-        busy = slowed * (number * stage.flops / machine.flops + layers * machine.layer_seconds)
+        alone = slowed * layers * machine.layer_seconds
+        busy = slowed * number * stage.flops / machine.flops + alone
         repeated = stage.again.flops / stage.flops if stage.again else 0.0
-        # What runs again takes as long as it did.
-        whole = (3 + repeated) * busy
-        return Compute(busy, busy, busy, again=busy * repeated, device=whole, host=0.0)
+        # What runs again takes as long as it did; weight gradients that are put off run by
+        # themselves, layer by layer.
+        weights = (self.parts(config.pipeline) - 2) * alone + busy
+        again = busy * repeated
+        whole = 2 * busy + weights + again
+        return Compute(busy, busy, weights, again=again, device=whole, host=0.0)
 
     def ends(
         self, config: Config, stages: tuple[Work, ...], place: StageLayout

@@ -13,6 +13,7 @@ from hp_train.costs.machine import Link, Machine
 from hp_train.costs.memory import (
     local_elements,
     message_bytes,
+    num_units,
     padding,
     parameter_bytes,
     sharded_bytes,
@@ -267,7 +268,7 @@ def shard_transfer(
     *,
     what: Literal["gathered", "reduced"],
 ) -> Transfer:
-    """Gathering a stage's parameters once, or reducing its gradients once."""
+    """Gathering a stage's parameters once, or reducing its gradients once; block after block."""
     size, seconds, far = 0.0, 0.0, False
     kinds: tuple[tuple[bool, tuple[Axis, ...], int], ...] = (
         (False, ("dp_shard", "cp"), layout.fsdp),
@@ -280,7 +281,7 @@ def shard_transfer(
         part = (shards - 1) * getattr(local, what)
         ring = _ring(layout, machine, *axes)
         size, far = size + part, far or ring.is_far
-        seconds += part * ring.per_byte + ring.wait
+        seconds += part * ring.per_byte + num_units(stage, is_expert=is_expert) * ring.wait
     return Transfer("parameters", size, seconds, far)
 
 
