@@ -90,7 +90,7 @@ def _known(kind: type[T], key: Key) -> T:
 
         return learned(kind, key)
 
-    return learn() if key[0].factory else kept(key, kind, learn)
+    return learn() if key[0].is_own else kept(key, kind, learn)
 
 
 @lru_cache(maxsize=4096)  # thousands of layouts cut a model in few ways

@@ -236,6 +236,6 @@ def alike(model: ModelConfig) -> dict[int, int]:
     firsts: dict[object, int] = {}
     found = {}
     for index in range(model.num_layers):
-        kind = index if model.factory else (model.is_dense(index), model.has_window(index))
+        kind = index if model.is_own else (model.is_dense(index), model.has_window(index))
         found[index] = firsts.setdefault(kind, index)
     return found

@@ -16,7 +16,6 @@ from hp_train.base.environment import require_unstarted
 from hp_train.base.numbers import real, whole
 from hp_train.config import Config
 from hp_train.config.options import Resolved, resolve, split_overrides
-from hp_train.config.schema import shown
 from hp_train.config.space import sample_layouts
 from hp_train.errors import ConfigError, DifferenceError, HpError
 from hp_train.verify.pairs import (
@@ -160,8 +159,8 @@ def _small(configs: Sequence[Config], options: argparse.Namespace) -> list[Confi
 
 def _unknown_to_oracle(config: Config) -> str:
     """What of a config the oracle does not know; nothing if it can train so."""
-    if config.model.factory:
-        return f"no model of model.factory ({shown(config.model.factory)})"
+    if config.model.is_own:
+        return f"no model of {config.model.origin}"
     if config.data.packing != "stream":
         return f"no padding of data.packing ({shown(config.data.packing)})"
     return ""
