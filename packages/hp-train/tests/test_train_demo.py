@@ -22,9 +22,9 @@ from hp_train.demo.cells import (
     read,
     write,
 )
-from hp_train.demo.forks import run_ranks
+from hp_train.architectures.forks import run_ranks
 from hp_train.demo.page import page
-from hp_train.demo.shrinking import shrunk
+from hp_train.architectures.shrinking import shrunk
 from hp_train.demo.table import table
 from hp_train.demo.zoo.bugs import BUGS
 

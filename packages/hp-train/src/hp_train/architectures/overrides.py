@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hp_train.demo.shrinking import HIDDEN
+from hp_train.architectures.shrinking import HIDDEN
 
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8}
 _GEMMA3N = {
