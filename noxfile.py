@@ -441,6 +441,14 @@ def demo(session: nox.Session) -> None:
     session.run("hp", "verify", "--demo", "--all", *kept, *session.posargs)
 
 
+@nox.session(default=False)
+def models(session: nox.Session) -> None:
+    """`hp verify --models`: all causal models of transformers in hp-train's layouts; it goes on."""
+    _install(session, "hp-train", group="test-transformers")
+    limit = ("--minutes", "150", "--results", str(SCRATCH / "models"))
+    session.run("hp", "verify", "--models", *limit, *session.posargs)
+
+
 # Their versions are pinned in integration_tests/libraries, Triton's is that of test-triton.
 LIBRARIES = ("deepspeed", "megatron-core", "torchtitan", "triton")
 LIBRARIES_TEST = "integration_tests/test_verify_libraries.py"

@@ -96,7 +96,6 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         name: Its type in transformers, or the name of its folder.
         versions: What has computed it.
         digest: Stands for the files of its code.
-        source: Stands for hp-train's own code.
         cells: One for each layout; none: it does not even train in one process.
         reason: Why not.
         reference: What the reference could not do as all others do, in words.
@@ -107,7 +106,6 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     name: str
     versions: dict[str, str]
     digest: str = ""
-    source: str = ""
     cells: tuple[Cell, ...] = ()
     reason: str = ""
     reference: str = ""

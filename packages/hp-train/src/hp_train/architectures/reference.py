@@ -77,9 +77,10 @@ def refer(model: Path, data: Path, *, trusted: bool) -> Reference:
 
 def load(folder: Path, **more: Any) -> Any:
     """Load a model in float64; of which torch has no grouped product, so experts go in a loop."""
-    return transformers.AutoModelForCausalLM.from_pretrained(
+    model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, experts_implementation="eager", **more
     )
+    return model.double()
 
 
 def _loaded(folder: Path, *, trusted: bool) -> tuple[Any, str]:

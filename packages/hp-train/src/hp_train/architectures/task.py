@@ -1,6 +1,7 @@
 """What the reference and hp-train compute alike: the batches, the optimizer, the steps."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -44,24 +45,17 @@ COMMON: dict[str, Any] = {
 rounding, a step would else be as long as any other."""
 
 
-def config_of(model: Path, data: Path, keys: dict[str, Any]) -> Config:
+def config_of(data: Path, keys: Mapping[str, Any]) -> Config:
     """The config of a cell.
 
     Args:
-        model: Folder of the model.
         data: Folder that `make_data` has made.
-        keys: What the cell has besides `COMMON`.
+        keys: What it has besides `COMMON`.
 
     Raises:
         hp_train.errors.ConfigError: When hp-train refuses it.
     """
-    given = {
-        **COMMON,
-        "model.transformers": str(model),
-        "data.tokenizer": str(data / TOKENIZER),
-        **keys,
-    }
-    config = build(given)
+    config = build({**COMMON, "data.tokenizer": str(data / TOKENIZER), **keys})
     rules.check(config)
     return config
 

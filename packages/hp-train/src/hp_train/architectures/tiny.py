@@ -118,7 +118,7 @@ class Tiny:
         return hasher.hexdigest()
 
     def make(self, folder: Path) -> Any:
-        """Write the model with random weights in float64, and return it.
+        """Write the model with random weights in float64 that float32 has as well, and return it.
 
         Args:
             folder: Folder to be made.
@@ -129,7 +129,11 @@ class Tiny:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=SPREAD)
+                # Some models make parameters in float32, whatever is asked for.
+                parameter.copy_(parameter.float())
         model.save_pretrained(folder)
+        if type(model.config) is not type(self.config):  # a part of it, of which nothing is known
+            self.config.save_pretrained(folder)
         if self.code is not None:
             self._add_code(folder)
         return model
