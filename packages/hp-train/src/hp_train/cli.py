@@ -32,7 +32,8 @@ _JOBS = (
     " Or any training program beside another: hp verify [FLAGS] -- JOB --against -- REFERENCE; "
     "hp verify --help -- tells its flags. Or checkpoints, weights in an engine, curves of losses: "
     "hp verify --checkpoint A B, --manifest FOLDER, --curves A B; or bugs and layouts of others: "
-    "hp verify --demo; or models of transformers: hp verify --models. Their flags with --help behind."
+    "hp verify --demo; or models of transformers: hp verify --models. "
+    "Their flags with --help behind."
 )
 _OVERRIDES = "--section.key value, --section.key=value or section.key=value sets any key."
 

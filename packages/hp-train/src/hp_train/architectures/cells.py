@@ -16,8 +16,8 @@ EQUAL, REFUSED, DIFFERENT, FAILED, WITHOUT = (
     "failed",
     "no experts",
 )
-"""States of a cell. `REFUSED`: hp-train says before it trains why it does not. `FAILED`: it began and
-broke, which is a mistake as `DIFFERENT` is one."""
+"""States of a cell. `REFUSED`: hp-train says before it trains why it does not. `FAILED`: it began
+and broke, which is a mistake as `DIFFERENT` is one."""
 RED = (DIFFERENT, FAILED)
 BOUND = 1e-12
 """Largest relative error of what is called equal, in float64."""

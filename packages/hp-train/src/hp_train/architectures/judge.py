@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hp_platform.testing.recording import RecordedStep
-from hp_train.architectures.reference import Trained
+from hp_train.architectures.trained import Trained
 
 LOGITS, LOSS, NORM, GRADIENT, WEIGHT, EXPORTED = (
     "logits",
@@ -63,14 +63,14 @@ def judge(
     ):
         found.flaws += [f"step {step.index}: {flaw}" for flaw in step.flaws]
         if step.index == 1:
-            _compare(found, f"step 1, {LOGITS}", step.tensors.get(LOGITS, {}), {"": expected.logits})
+            _compare(
+                found, f"step 1, {LOGITS}", step.tensors.get(LOGITS, {}), {"": expected.logits}
+            )
         for quantity, number in ((LOSS, losses), (NORM, norms)):
             scalar = {"": torch.tensor(number, dtype=torch.float64)}
             what = f"step {step.index}, {quantity}"
             _compare(found, what, step.tensors.get(quantity, {}), scalar)
-        _compare(
-            found, f"step {step.index}, {GRADIENT}", step.tensors.get(GRADIENT, {}), gradients
-        )
+        _compare(found, f"step {step.index}, {GRADIENT}", step.tensors.get(GRADIENT, {}), gradients)
     for quantity, weights in ((WEIGHT, steps[-1].tensors.get(WEIGHT, {})), (EXPORTED, exported)):
         _compare(found, quantity, weights, expected.weights)
     return found

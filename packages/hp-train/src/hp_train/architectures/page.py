@@ -7,6 +7,12 @@ from hp_train.architectures.cells import BOUND, KINDS, told
 from hp_train.hugging_face.proven import DIFFERENT, Table
 
 _NONE = "-"
+_LEGEND = (
+    "A number is the largest relative error of logits, losses, norms, all gradients, weights after",
+    f"three updates, and weights that were saved, loaded and exported: at most {BOUND:g} unless a",
+    f"note says why. A letter is a reason, below, why hp-train refuses the layout. `{_NONE}`: the",
+    "layout is not about the architecture, or was not looked at.",
+)
 
 
 def page(table: Table) -> str:
@@ -23,14 +29,11 @@ def page(table: Table) -> str:
         "",
         "<!-- written by `nox -s models -- --page`; not by hand -->",
         "",
-        f"{len(table.rows)} causal architectures, {len(trained)} of which train in one process; "
+        f"{len(table.rows)} causal architectures, {len(trained)} of which train in one process.",
         f"{facts}; {seconds / 60:.0f} CPU minutes on Gloo.",
-        "[How to run it](models.md#any-model-of-transformers).",
+        "[How it is made](verify.md#models-of-transformers).",
         "",
-        "A number is the largest relative error of logits, losses, norms, all gradients, weights "
-        f"after three updates, and weights that were saved, loaded and exported: at most {BOUND:g} "
-        "unless a note says why. A letter is a reason, below, why hp-train refuses the layout. "
-        f"`{_NONE}`: the layout is not about the architecture, or was not looked at.",
+        *_LEGEND,
         "",
         *_counts(table),
         "## Cells",

@@ -2,17 +2,16 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from hp_platform import RankInfo, Runtime, all_gather_json
+from hp_platform import RankInfo, all_gather_json
 from hp_platform.launch import INIT_METHOD_VARIABLE
 from hp_platform.testing import Part, Recorder
 from hp_platform.testing.recording import read_steps
@@ -29,7 +28,11 @@ from hp_train.architectures.task import (
 )
 from hp_train.base.runs import runs_of
 from hp_train.config import Config
-from hp_train.data import Tokenizer, load_tokenizer
+from hp_train.config.options import CONFIG
+from hp_train.config.render import to_toml
+from hp_train.config.schema import fields
+from hp_train.data import load_tokenizer
+from hp_train.errors import ConfigError
 from hp_train.hugging_face.command import export_hf
 from hp_train.jobs.lifting import Lifting
 from hp_train.launch.heartbeats import Heartbeats
@@ -87,15 +90,27 @@ def work(world: World, kinds: tuple[str, ...]) -> None:
         began = time.process_time()
         with world.fault(rank):
             run = _Run(world.config(kind), world, folder)
-            run.train()
+            run.start()
+            with _no_more_refusals():
+                run.train()
         if rank == 0:
-            cell = _judged(world, kind, expected)
+            with _no_more_refusals():
+                cell = _judged(world, kind, expected)
         spent = time.process_time() - began
         seconds = sum(all_gather_json(spent, of=float, group=run.trainer.runtime.control))
         run.trainer.close()
         if rank == 0:
             told = msgspec.structs.replace(cell, seconds=round(seconds, 2))
             (folder / RESULT).write_bytes(msgspec.json.encode(told))
+
+
+@contextmanager
+def _no_more_refusals() -> Iterator[None]:
+    """Make a refusal an error: what has begun may not be refused."""
+    try:
+        yield
+    except ConfigError as error:
+        raise RuntimeError(f"refused after it began: {error}") from error
 
 
 class _Run:
@@ -107,15 +122,23 @@ class _Run:
         run_dir = folder / "run"
         run_dir.mkdir(parents=True, exist_ok=True)
         data = world.data / "tokens"
+        if rank == 0:
+            origins = dict.fromkeys(fields(), "default")
+            (run_dir / CONFIG).write_text(to_toml(config, origins))
         worker = Worker(info, run_dir, Heartbeats.unwatched(), StopFlag(), data)
         runtime = connect(config, worker)
         tokenizer = load_tokenizer(str(world.data / TOKENIZER))
         self._record = Recorder(folder / "recorded", rank=rank)
-        self.trainer = _Lifted(config, worker, runtime, tokenizer, self._record)
+        with Lifting():  # what a model computes of its config as it is made, in float64 as well
+            self.trainer = Trainer(config, worker, runtime, tokenizer)
+
+    def start(self) -> None:
+        """Load weights, and compute the first logits."""
+        self.trainer.resume()
+        self._record_logits()
 
     def train(self) -> None:
         """Update, save, lose everything, load, update, save."""
-        self.trainer.resume()
         for step in range(1, STEPS + 1):
             self.trainer.train_step(before_update=self._before_update)
             if step == STEPS:
@@ -128,6 +151,26 @@ class _Run:
                 self._lose()
                 self.trainer.resume()
         dist.barrier(group=self.trainer.runtime.control)
+
+    def _record_logits(self) -> None:
+        """Note down what the last stage gives of the first batch, [B, S, V]."""
+        trainer, pipeline = self.trainer, self.trainer.pipeline
+        size = trainer.config.train.microbatch_size
+        args, kwargs, _, _ = trainer.batches.cut(trainer.data, 0)
+        wanted = [{"microbatch": replace(each["microbatch"], targets=None)} for each in kwargs]
+        runner = pipeline.runner(len(args), size)
+        result = runner.evaluate_microbatches(args, wanted)
+        pipeline.forget_casts()
+        shape = (BATCH, TOKENS, pipeline.vocab_size)
+        positions = pipeline.sequence.attended.tolist()
+        row = trainer.mesh.dp_index * (BATCH // trainer.mesh.layout.dp)
+        for logits in result.outputs if pipeline.is_last else ():
+            whole = logits.shape[-1] == pipeline.vocab_size
+            token = 0 if whole else pipeline.vocabulary.start
+            for begin, end in runs_of(positions):
+                part = Part(logits[:, begin:end], shape, (row, positions[begin], token))
+                self._record.add(LOGITS, {"": part})
+            row += size
 
     def _before_update(self, losses: Losses, grad_norm: float) -> None:
         self._record.add_scalar(LOSS, losses.tokens)
@@ -146,46 +189,6 @@ class _Run:
             for tensor in (parameter.local, *trainer.optimizer.state[parameter.local].values()):
                 tensor.fill_(7.0)
         trainer.step = trainer.next_sequence = 0
-
-
-class _Lifted(Trainer):
-    """A trainer whose model computes in float64 whatever it asks for, and tells its logits."""
-
-    def __init__(
-        self,
-        config: Config,
-        worker: Worker,
-        runtime: Runtime,
-        tokenizer: Tokenizer,
-        record: Recorder,
-    ) -> None:
-        self._record, self._microbatch = record, 0
-        with Lifting():
-            super().__init__(config, worker, runtime, tokenizer)
-
-    def compute_gradients(self) -> tuple[Losses, float]:
-        """See :class:`Trainer`."""
-        self._microbatch = 0
-        with Lifting():
-            return super().compute_gradients()
-
-    def loss_of(self, output: Tensor, targets: Tensor) -> Tensor:
-        """See :class:`Trainer`."""
-        if self.step == 0 and output.ndim:
-            self._record_logits(output.detach())
-        self._microbatch += 1
-        return super().loss_of(output, targets)
-
-    def _record_logits(self, logits: Tensor) -> None:
-        """Note down what the last stage gives of a microbatch, [B, S, V]."""
-        size = self.config.train.microbatch_size
-        row = self.mesh.dp_index * (BATCH // self.mesh.layout.dp) + self._microbatch * size
-        tokens = self.pipeline.vocabulary if logits.shape[-1] < self.pipeline.vocab_size else [0]
-        positions = self.pipeline.sequence.attended.tolist()
-        shape = (BATCH, TOKENS, self.pipeline.vocab_size)
-        for begin, end in runs_of(positions):
-            offset = (row, positions[begin], tokens[0])
-            self._record.add(LOGITS, {"": Part(logits[:, begin:end], shape, offset)})
 
 
 def _judged(world: World, kind: str, expected: Reference) -> Cell:

@@ -3,7 +3,7 @@
 Shape symbols: B sequences, S positions, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,28 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hp_train.architectures.task import BATCH, COMMON, STEPS, dataset
+from hp_train.architectures.trained import Trained
 from hp_train.data.dataset import Batch
 
 _ATTENTION = ("sdpa", "eager")
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What one process computes.
-
-    Attributes:
-        logits: Of the first step, float64 [B, S, V].
-        losses: Mean cross-entropy of each step.
-        norms: Norm of all gradients of each step.
-        gradients: Of each step, before they are clipped, by the names of transformers.
-        weights: After the last step.
-    """
-
-    logits: Tensor
-    losses: list[float]
-    norms: list[float]
-    gradients: list[Mapping[str, Tensor]]
-    weights: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -104,7 +86,9 @@ def _by_document(model: Any, batch: Batch) -> Tensor:
     """Logits [B, S, V] of sequences, each of whose documents is computed alone."""
     rows = []
     for tokens, lengths in zip(batch.tokens, batch.documents, strict=True):
-        parts = [model(input_ids=part[None], use_cache=False).logits for part in tokens.split(lengths)]
+        parts = [
+            model(input_ids=part[None], use_cache=False).logits for part in tokens.split(lengths)
+        ]
         rows.append(torch.cat(parts, dim=1))
     return torch.cat(rows)
 

@@ -1,4 +1,4 @@
-"""Tiny models of the causal architectures that the installed transformers has, or that a file has."""
+"""Tiny models of the causal architectures of transformers, or of a folder with its own code."""
 
 import gc
 import hashlib
@@ -145,4 +145,3 @@ class Tiny:
         path = folder / "config.json"
         auto_map = json.loads((self.code / "config.json").read_text())["auto_map"]
         path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": auto_map}))
-

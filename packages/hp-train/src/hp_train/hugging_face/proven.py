@@ -1,4 +1,4 @@
-"""What is proven of architectures of transformers: the table that comes with the package. No torch."""
+"""What is proven of architectures of transformers: the table that comes along. No torch."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -154,7 +154,7 @@ class Trainer:
             on_step=self._on_pipeline_step,
             on_progress=partial(self._beat, "make weights"),
         )
-        self.runner = self.pipeline.training(self.loss_of)
+        self.runner = self.pipeline.training(loss_of)
         self.parameters = self.pipeline.parameters
         self.optimizer = build_optimizer(self.parameters, config.train)
         self.norm = GradientNorm(self.parameters, self.mesh, control=runtime.control)
@@ -417,10 +417,6 @@ class Trainer:
         busy = sum([span.end - span.start for span in self.timeline if span.step.type in _COMPUTE])
         loss = self._once(result.losses) * self.runner.loss_scale
         return Losses(loss, float(sum(balances)), self._once(predictions)), busy / seconds
-
-    def loss_of(self, output: Tensor, targets: Tensor) -> Tensor:
-        """What the last stage returned and targets make of a microbatch; see `model.loss`."""
-        return loss_of(output, targets)
 
     def evaluate(self) -> float | None:
         """Mean cross-entropy on held-out text, in nats per token, the same number on all ranks.
