@@ -34,7 +34,6 @@ from hp_train.config.schema import fields
 from hp_train.data import load_tokenizer
 from hp_train.errors import ConfigError
 from hp_train.hugging_face.command import export_hf
-from hp_train.jobs.lifting import Lifting
 from hp_train.launch.heartbeats import Heartbeats
 from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
@@ -129,8 +128,7 @@ class _Run:
         runtime = connect(config, worker)
         tokenizer = load_tokenizer(str(world.data / TOKENIZER))
         self._record = Recorder(folder / "recorded", rank=rank)
-        with Lifting():  # what a model computes of its config as it is made, in float64 as well
-            self.trainer = Trainer(config, worker, runtime, tokenizer)
+        self.trainer = Trainer(config, worker, runtime, tokenizer)
 
     def start(self) -> None:
         """Load weights, and compute the first logits."""
@@ -194,7 +192,8 @@ class _Run:
 def _judged(world: World, kind: str, expected: Reference) -> Cell:
     folder = world.cell(kind)
     exported = folder / "exported"
-    export_hf(folder / "run", exported, step=None, dtype="float64")
+    tokenizer = world.data / TOKENIZER
+    export_hf(folder / "run", exported, step=None, dtype="float64", tokenizer=tokenizer)
     more = {"trust_remote_code": True} if world.trusted else {}
     weights = dict(load(exported, **more).named_parameters())
     steps = list(read_steps(folder / "recorded"))
