@@ -329,7 +329,7 @@ def _units(config: Config, stage: Work, layout: StageLayout) -> tuple[tuple[str,
 
     Of blocks that are alike it has one.
     """
-    has_ends = config.mesh.gather == "block" and not config.model.factory
+    has_ends = config.mesh.gather == "block" and not config.model.is_own
     units = _kinds_of_units(stage, has_ends=has_ends)
     return _units_of(units, layout, parameter_bytes(config), BYTES[config.train.dtype])
 

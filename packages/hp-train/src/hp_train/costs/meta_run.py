@@ -104,7 +104,7 @@ def run(model: ModelConfig, vocab_size: int, *, seq_len: int, dtype: str) -> Mod
     last = _outside(build(layers=range(model.num_layers)[-1:], first=False, last=True), blocks)
     with FakeTensorMode(allow_non_fake_inputs=True):
         stage.to_empty(device="cpu")
-        recorder = _Recorder(stage, is_own=bool(model.factory))
+        recorder = _Recorder(stage, is_own=model.is_own)
         for name, block in blocks.items():
             recorder.watch(name, block, is_layer=block in stage.layers.values())
         kept = torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor)
@@ -138,7 +138,7 @@ def alike(model: ModelConfig) -> dict[int, int]:
     firsts: dict[object, int] = {}
     found = {}
     for index in range(model.num_layers):
-        kind = index if model.factory else (model.is_dense(index), model.has_window(index))
+        kind = index if model.is_own else (model.is_dense(index), model.has_window(index))
         found[index] = firsts.setdefault(kind, index)
     return found
 

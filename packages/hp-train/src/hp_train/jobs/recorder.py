@@ -28,6 +28,7 @@ from torch.optim import optimizer as optimizers
 from torch.utils.hooks import RemovableHandle
 
 from hp_train.base._internals import in_backward
+from hp_train.base.lifting import lift
 from hp_train.jobs import events as ev
 from hp_train.jobs import randomness
 from hp_train.jobs.adapters import adapters
@@ -35,7 +36,6 @@ from hp_train.jobs.calls import around, kwargs_of_call
 from hp_train.jobs.disturbing import disturb
 from hp_train.jobs.events import Box, Event, Log, Number, Randomness, Rows
 from hp_train.jobs.launches import Launches
-from hp_train.jobs.lifting import lift
 from hp_train.jobs.names import plain
 from hp_train.jobs.owners import Owners
 from hp_train.jobs.parts import Reference

@@ -40,13 +40,12 @@ from hp_train.model.block import Block
 from hp_train.model.buffers import NO_BUFFERS, ExpertBuffers
 from hp_train.model.compiled import compile_blocks
 from hp_train.model.declared import declared
-from hp_train.model.initialization import initialize_parameters
 from hp_train.model.parameters import Parameter, named_parameters
 from hp_train.model.sharding import LastBackward, is_sharded, shard
 from hp_train.model.stage import Stage
 from hp_train.model.tensor_parallel import cut_tensors
-from hp_train.model.tied import merge_copies, share_table, tied_group
-from hp_train.model.transformer import build_stage
+from hp_train.model.tied import merge_copies, share_tables, tied_group
+from hp_train.model.transformer import build_stage, tied_parameters
 from hp_train.overlap import overlap_experts, overlap_pairs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -214,8 +213,8 @@ def build_pipeline(
         returns=KINDS[config.pipeline.schedule].returns,
         timeout=timeout,
     )
-    tied_ranks = None
-    if config.model.tie_embeddings:
+    tied, tied_ranks = tied_parameters(config.model), None
+    if tied:
         tied_ranks = tied_group(
             schedule.stage_to_rank,
             [stage.members for stage in mesh.layout.stages],
@@ -257,12 +256,10 @@ def build_pipeline(
         module.split_weight_gradients(is_split=is_split)
         module.recompute(config.train.recompute)
         compile_blocks(module, config.train.compile)
-        for buffer in module.buffers():  # correction biases
-            buffer.zero_()
-        if stage and config.model.tie_embeddings and stage == num_stages - 1 and 0 in modules:
-            share_table(modules[0], module)
+        if stage and stage == num_stages - 1 and 0 in modules:
+            share_tables(modules[0], module, tied)
         found = named_parameters(module, whole, mesh)
-        initialize_parameters(found, config.model, seed=config.run.seed, on_progress=on_progress)
+        module.initialize(found, config.model, seed=config.run.seed, on_progress=on_progress)
         modules[stage] = module
         parameters += found
     tokens = config.train.microbatch_size * -(-len(sequence.attended) // mesh.size("tp"))
@@ -275,7 +272,7 @@ def build_pipeline(
     )
     return Pipeline(
         modules,
-        merge_copies(parameters, tied_ranks),
+        merge_copies(parameters, tied, tied_ranks),
         num_stages,
         vocab_size,
         sequence,

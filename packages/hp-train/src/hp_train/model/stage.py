@@ -15,9 +15,10 @@ Shape symbols: B sequences, S positions of a rank, D width of the stream, V voca
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,9 +31,12 @@ from torch.distributed.tensor import DTensor
 from hp_context import Attention
 from hp_expert import GroupedExperts
 from hp_platform import set_fsdp_gather_dtype
+from hp_train.config import ModelConfig
 from hp_train.errors import ConfigError
+from hp_train.model.initialization import initialize_parameters
 from hp_train.model.layers import Embedding, Linear, WeightCasts, cast_linear
 from hp_train.model.loss import linear_cross_entropy
+from hp_train.model.parameters import Parameter
 from hp_train.model.recompute import Recompute, recomputed
 
 _SMALL = 1 << 14
@@ -128,6 +132,31 @@ class Stage(nn.Module):
         """What context-parallel ranks share out."""
         return [part for part in self.modules() if isinstance(part, Attention)]
 
+    @property
+    def kept_buffers(self) -> Mapping[str, Tensor]:
+        """What a checkpoint has besides parameters, by global name."""
+        return dict(self.named_buffers())
+
+    def initialize(
+        self,
+        parameters: Sequence[Parameter],
+        config: ModelConfig,
+        *,
+        seed: int,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Fill what is here of parameters and buffers, the same whatever the layout.
+
+        Args:
+            parameters: Parameters of this stage, cut and sharded.
+            config: The whole model.
+            seed: Seed of the run.
+            on_progress: Called again and again.
+        """
+        for buffer in self.buffers():  # correction biases
+            buffer.zero_()
+        initialize_parameters(parameters, config, seed=seed, on_progress=on_progress)
+
     def place_exchanges(self, exchanges: Exchanges) -> None:
         """Put what tensor-parallel ranks exchange where parameters with a `tp_dim` need it."""
         raise NotImplementedError(f"{type(self).__name__} cannot be cut over ranks")
@@ -209,7 +238,7 @@ def factory_of(name: str) -> Callable[..., Any]:
     path, _, function = name.rpartition(":")
     try:
         module = _from_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
-        found: Callable[..., Any] = getattr(module, function)
+        found: Callable[..., Any] = attrgetter(function)(module)
     except Exception as error:
         told = f"{type(error).__name__}: {error}"
         raise ConfigError(f'model.factory ("{name}") must be importable: {told}') from error

@@ -59,7 +59,7 @@ def plan_axes(config: Config, num_devices: int) -> tuple[Axis, ...]:
 def _recomputes(config: Config) -> tuple[str, ...]:
     """What of blocks may run again; not what the rules refuse of all layouts alike."""
     ways = ["none", "full", config.train.recompute]
-    if not config.model.factory and config.train.compile == "none":
+    if not config.model.is_own and config.train.compile == "none":
         ways.insert(1, "selective")
     return tuple(dict.fromkeys(ways))
 

@@ -16,7 +16,6 @@ from hp_train.base.environment import require_unstarted
 from hp_train.base.numbers import real, whole
 from hp_train.config import Config
 from hp_train.config.options import Resolved, resolve, split_overrides
-from hp_train.config.schema import shown
 from hp_train.config.space import sample_layouts
 from hp_train.errors import ConfigError, DifferenceError, HpError
 from hp_train.verify.pairs import (
@@ -139,7 +138,7 @@ def run(
         if options.generate is None:
             _verify_one(runs, config, others, options)
         else:
-            known = options.job is None and not config.model.factory
+            known = options.job is None and not config.model.is_own
             _verify_all(runs, others, has_oracle=known)
     return 0
 
@@ -166,11 +165,11 @@ def _others(
     Raises:
         ConfigError: When it would be compared with itself.
     """
-    factory = config.model.factory
-    if options.against == ORACLE and factory:
-        raise ConfigError(f"--against oracle knows no model of model.factory ({shown(factory)})")
+    is_own = config.model.is_own
+    if options.against == ORACLE and is_own:
+        raise ConfigError(f"--against oracle knows no model of {config.model.origin}")
     alone = options.against is None and config.world_size == 1 and options.job is None
-    if options.against == ORACLE or (alone and not factory):
+    if options.against == ORACLE or (alone and not is_own):
         return []
     other = one_process(config) if options.against is None else _given(options, given)
     if not differing_keys(config, other):

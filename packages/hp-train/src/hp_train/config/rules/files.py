@@ -27,6 +27,12 @@ def file_rules(config: Config) -> Iterator[str]:
         )
     elif code.endswith(".py") and not _is(code, Path.is_file):
         yield f"model.factory ({_path(code)}) must be a file{_neighbour(code)}"
+    folder = config.model.transformers
+    if folder and not _is(f"{folder}/config.json", Path.is_file):
+        yield (
+            f"model.transformers ({_path(folder)}) must be a folder with a config.json"
+            f"{_neighbour(folder)}"
+        )
     if data.tokenizer and not _is(data.tokenizer, Path.is_file):
         yield f"data.tokenizer ({_path(data.tokenizer)}) must be a file{_neighbour(data.tokenizer)}"
     if run.init_from and not _is(f"{run.init_from}/config.json", Path.is_file):
@@ -73,6 +79,7 @@ def extra_rules(config: Config) -> Iterator[str]:
     """What needs an optional package must find it."""
     needs = {"tensorboard": ("run.tensorboard", config.run.tensorboard)}
     needs["tokenizers"] = ("data.tokenizer", bool(config.data.tokenizer))
+    needs["transformers"] = ("model.transformers", bool(config.model.transformers))
     for extra, (key, is_wanted) in needs.items():
         if is_wanted and importlib.util.find_spec(extra) is None:
             yield f"{key} needs the extra {extra}: pip install 'hp-train[{extra}]'"

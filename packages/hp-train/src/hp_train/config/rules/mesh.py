@@ -34,7 +34,7 @@ def mesh_rules(config: Config, world: World | None) -> Iterator[str]:
             others = shown_factors(mesh, *STAGE_AXES[:-1])
             product, hint = f"{ranks} x {others} = {config.world_size}", ""
         yield f"{product} must equal {place}{hint}"
-    if config.model.factory:
+    if config.model.is_own:
         yield from _own_model(config)
     for stage_mesh in _stage_meshes(mesh):
         here = replace(config, mesh=stage_mesh)
@@ -70,7 +70,7 @@ def _stage_meshes(mesh: MeshConfig) -> list[MeshConfig]:
 
 def _own_model(config: Config) -> Iterator[str]:
     """What needs to know the inside of a block cannot be asked of one of the user's own."""
-    name, tp = f"model.factory ({shown(config.model.factory)})", max(config.mesh.tp_sizes)
+    name, tp = config.model.origin, max(config.mesh.tp_sizes)
     if tp > 1:
         yield f"mesh.tp ({tp}) must be 1 with {name}"
     if config.train.recompute not in ("none", "full"):
@@ -118,7 +118,7 @@ def _expert_buffer(config: Config) -> Iterator[str]:
 
 def _tensor_ranks(config: Config) -> Iterator[str]:
     tp, model = config.mesh.tp, config.model
-    if model.factory:  # its heads and hidden widths are not known
+    if model.is_own:  # its heads and hidden widths are not known
         return
     cut = {"num_heads": model.num_heads}
     if model.attention == "gqa":
