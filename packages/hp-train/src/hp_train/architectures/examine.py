@@ -24,7 +24,7 @@ from hp_train.architectures.rank import MODEL, REFERENCE, RESULT, World, work
 from hp_train.architectures.reference import refer
 from hp_train.architectures.tiny import Tiny, versions
 from hp_train.errors import ConfigError
-from hp_train.jobs.lifting import lift
+from hp_train.base.lifting import lift
 
 _SECONDS = 60.0
 """Most that a cell may take; a reference twice that."""

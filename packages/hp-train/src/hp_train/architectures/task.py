@@ -8,6 +8,7 @@ from typing import Any
 
 from hp_train.config import Config, rules
 from hp_train.config.options import build
+from hp_train.config.transformers_folder import shape_of_folder
 from hp_train.data import load_tokenizer
 from hp_train.data.dataset import Dataset
 from hp_train.data.prepare import prepare
@@ -55,7 +56,9 @@ def config_of(data: Path, keys: Mapping[str, Any]) -> Config:
     Raises:
         hp_train.errors.ConfigError: When hp-train refuses it.
     """
-    config = build({**COMMON, "data.tokenizer": str(data / TOKENIZER), **keys})
+    given = {**COMMON, "data.tokenizer": str(data / TOKENIZER), **keys}
+    shape = {key: value for key, value, _ in shape_of_folder(given)}
+    config = build({**given, **shape})
     rules.check(config)
     return config
 
