@@ -20,7 +20,7 @@ from hp_train.architectures.cells import (
     Cell,
 )
 from hp_train.architectures.forks import run_ranks
-from hp_train.architectures.rank import MODEL, REFERENCE, RESULT, World, work
+from hp_train.architectures.rank import MODEL, REFERENCE, RESULT, Fault, World, work
 from hp_train.architectures.reference import refer
 from hp_train.architectures.tiny import Tiny, versions
 from hp_train.errors import ConfigError
@@ -33,13 +33,16 @@ _LONGEST = 300
 _REFUSAL = f"{ConfigError.__name__}: "
 
 
-def examine(name: str, data: Path, kinds: Sequence[str] = tuple(KINDS)) -> Architecture:
+def examine(
+    name: str, data: Path, kinds: Sequence[str] = tuple(KINDS), *, fault: Fault | None = None
+) -> Architecture:
     """Compare an architecture in layouts with one process.
 
     Args:
         name: Type of a model in transformers, or a folder with code of its own.
         data: Folder of the tokens.
         kinds: Layouts, of `KINDS`.
+        fault: A mistake that is made in every rank of hp-train.
     """
     tiny = Tiny(name)
     made = partial(Architecture, name=tiny.name, versions=versions())
@@ -62,6 +65,7 @@ def examine(name: str, data: Path, kinds: Sequence[str] = tuple(KINDS)) -> Archi
             keys=_keys(folder / MODEL, trusted=tiny.code is not None),
             trusted=tiny.code is not None,
             bounds={kind: bound_of(tiny.name, kind)[0] for kind in kinds},
+            fault=fault,
         )
         asked = [k for k in kinds if facts.has_experts or not KINDS[k].needs_experts]
         found = {kind: Cell(kind=kind, state=WITHOUT) for kind in kinds if kind not in asked}

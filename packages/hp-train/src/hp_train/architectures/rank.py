@@ -42,6 +42,10 @@ from hp_train.training.train import Losses, Trainer
 from hp_train.verify.watched import part_of
 
 
+Fault = Callable[[int], AbstractContextManager[object]]
+"""Breaks something in a rank, for as long as it is entered."""
+
+
 @dataclass(frozen=True)
 class World:
     """What ranks that run cells have in common.
@@ -52,7 +56,7 @@ class World:
         keys: What configs of all cells say of the model.
         trusted: Whether the model brings code that is run.
         bounds: Largest error that is equal, of each kind of cell.
-        fault: Entered in every rank, around a cell: what a test breaks.
+        fault: What a test breaks, around each cell.
     """
 
     folder: Path
@@ -60,7 +64,7 @@ class World:
     keys: Mapping[str, object]
     trusted: bool
     bounds: Mapping[str, float]
-    fault: Callable[[int], AbstractContextManager[object]] = lambda _rank: nullcontext()
+    fault: Fault | None = None
 
     def cell(self, kind: str) -> Path:
         """Folder of a cell."""
@@ -87,7 +91,7 @@ def work(world: World, kinds: tuple[str, ...]) -> None:
         folder = world.cell(kind)
         os.environ[INIT_METHOD_VARIABLE] = (folder / f"meet-{os.getppid()}").as_uri()
         began = time.process_time()
-        with world.fault(rank):
+        with world.fault(rank) if world.fault else nullcontext():
             run = _Run(world.config(kind), world, folder)
             run.start()
             with _no_more_refusals():
