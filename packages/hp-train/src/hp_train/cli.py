@@ -182,6 +182,7 @@ def _add_hugging_face(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 def _hugging_face(options: argparse.Namespace) -> int:
     from hp_train.hugging_face import command  # noqa: PLC0415 - imports torch
+    from hp_train.transformers_model.export import write_folder  # noqa: PLC0415 - likewise
 
     folder = Path(options.folder)
     if options.command == "import-hf":
@@ -190,7 +191,14 @@ def _hugging_face(options: argparse.Namespace) -> int:
     if tokenizer is not None and not tokenizer.is_file():
         raise ConfigError(f"--tokenizer ({tokenizer}) must be a file")
     run, step = Path(options.run), options.step
-    return command.export_hf(run, folder, step=step, dtype=options.dtype, tokenizer=tokenizer)
+    return command.export_hf(
+        run,
+        folder,
+        step=step,
+        dtype=options.dtype,
+        tokenizer=tokenizer,
+        of_transformers=write_folder,
+    )
 
 
 def _add_plain_checkpoint(commands: "argparse._SubParsersAction[Parser]") -> None:

@@ -74,7 +74,9 @@ class Outline:
     def layer_of(self, name: str) -> int | None:
         """Index of the layer that a name is in; None: it is in none."""
         prefix = f"{self.layers}."
-        return int(name[len(prefix) :].split(".", maxsplit=1)[0]) if name.startswith(prefix) else None
+        return (
+            int(name[len(prefix) :].split(".", maxsplit=1)[0]) if name.startswith(prefix) else None
+        )
 
 
 def outline_of(model: ModelConfig) -> Outline:
