@@ -108,7 +108,8 @@ def run_cells(world: World, kinds: Iterable[str]) -> dict[str, Cell]:
             world.config(kind)
             pending.setdefault(KINDS[kind].ranks, []).append(kind)
         except ConfigError as error:
-            found[kind] = Cell(kind=kind, state=REFUSED, reason=_short(str(error)))
+            text = _without_folder(world, str(error))
+            found[kind] = Cell(kind=kind, state=REFUSED, reason=_short(text))
     for ranks, some in pending.items():
         while some:
             first = some[0]
@@ -120,19 +121,26 @@ def run_cells(world: World, kinds: Iterable[str]) -> dict[str, Cell]:
                 found[kind] = msgspec.json.decode(result.read_bytes(), type=Cell)
             if reason and some:
                 kind = some.pop(0)
-                found[kind] = _ended(kind, reason, log)
+                found[kind] = _ended(world, kind, reason, log)
     return found
 
 
-def _ended(kind: str, reason: str, log: Path) -> Cell:
+def _ended(world: World, kind: str, reason: str, log: Path) -> Cell:
     """A cell that ended its world: of what ranks say, what one refused comes first."""
-    told = [path.read_text() for path in sorted(log.glob("reason-*"))]
+    texts = [path.read_text() for path in sorted(log.glob("reason-*"))]
+    told = [_without_folder(world, text) for text in texts]
     refused = next((one for one in told if one.startswith(_REFUSAL)), "")
     if refused:
         text = refused.removeprefix(_REFUSAL).rpartition(" (")[0]
         return Cell(kind=kind, state=REFUSED, reason=_short(text))
     own = [one for one in told if not one.startswith("PeerError")]
     return Cell(kind=kind, state=FAILED, error=None, reason=_short(own[0] if own else reason))
+
+
+def _without_folder(world: World, text: str) -> str:
+    """A message without the path of the model, which is another one in each run."""
+    model = str(world.folder / MODEL)
+    return text.replace(f' ("{model}")', "").replace(f" ({model})", "").replace(model, "FOLDER")
 
 
 def bound_of(name: str, kind: str) -> tuple[float, str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -27,7 +28,7 @@ from hp_train.architectures.task import (
     config_of,
 )
 from hp_train.base.runs import runs_of
-from hp_train.config import Config
+from hp_train.config import Config, ModelConfig
 from hp_train.config.options import CONFIG
 from hp_train.config.render import to_toml
 from hp_train.config.schema import fields
@@ -39,6 +40,7 @@ from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
 from hp_train.training.startup import connect
 from hp_train.training.train import Losses, Trainer
+from hp_train.transformers_model.export import write_folder
 from hp_train.verify.watched import part_of
 
 
@@ -197,7 +199,20 @@ def _judged(world: World, kind: str, expected: Reference) -> Cell:
     folder = world.cell(kind)
     exported = folder / "exported"
     tokenizer = world.data / TOKENIZER
-    export_hf(folder / "run", exported, step=None, dtype="float64", tokenizer=tokenizer)
+
+
+    def write(folder: Path, boxes: Any, read: Any, model: ModelConfig, **more: Any) -> None:
+        trusting = msgspec.structs.replace(model, trust_remote_code=world.trusted)
+        write_folder(folder, boxes, read, trusting, **more)
+
+    export_hf(
+        folder / "run",
+        exported,
+        step=None,
+        dtype="float64",
+        tokenizer=tokenizer,
+        of_transformers=write,
+    )
     more = {"trust_remote_code": True} if world.trusted else {}
     weights = dict(load(exported, **more).named_parameters())
     steps = list(read_steps(folder / "recorded"))
