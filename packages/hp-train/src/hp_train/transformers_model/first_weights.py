@@ -8,6 +8,7 @@ it. Buffers, which are no weights, come out of the same rules.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,15 +49,19 @@ def fill(
         for tensor in (*(p.local for p in parameters), *buffers.values()):
             tensor.copy_(torch.zeros((), device="cpu").expand(tensor.shape))
         return
-    for path, part, values in drawn(config, seed, wanted.keys() | buffers.keys()):
-        del part
-        for leaf, value in values.items():
-            name = f"{path}.{leaf}".lstrip(".")
-            if name in wanted:
-                keep(wanted[name], value)
-            elif name in buffers:
-                buffers[name].copy_(value)
-        on_progress()
+    # Buffers are computed as all else is; weights are those of a run in float32.
+    for names, context in ((wanted.keys(), nullcontext()), (buffers.keys(), stage.lifted())):
+        with context:
+            for path, _, values in drawn(config, seed, set(names)):
+                for leaf, value in values.items():
+                    name = f"{path}.{leaf}".lstrip(".")
+                    if name not in names:
+                        continue
+                    if name in wanted:
+                        keep(wanted[name], value)
+                    else:
+                        buffers[name].copy_(value)
+                on_progress()
 
 
 def keep(parameter: Parameter, whole: Tensor) -> None:

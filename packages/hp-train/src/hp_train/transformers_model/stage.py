@@ -217,10 +217,11 @@ class TransformersStage(Stage):
         Of a stage itself these are parameters in none of its blocks.
         """
         parts = module.modules() if module is not self else self._outside
-        with self._lifted(), _cast([*parts], self.compute_dtype):
+        with self.lifted(), _cast([*parts], self.compute_dtype):
             return function(*args, **kwargs)
 
-    def _lifted(self) -> contextlib.AbstractContextManager[Any]:
+    def lifted(self) -> contextlib.AbstractContextManager[Any]:
+        """In float64, let whatever asks for less get float64."""
         is_double = self.compute_dtype == torch.float64
         return Lifting() if is_double else contextlib.nullcontext()
 
