@@ -17,8 +17,8 @@ from unittest.mock import patch
 import msgspec
 from torch import Tensor
 
-from hp_train.architectures import task, tiny
-from hp_train.architectures.examine import examine, run_in_fork
+from hp_train.architectures import task
+from hp_train.architectures.examine import examine, prepare, run_in_fork
 from hp_train.model import stage
 from hp_train.training import train
 from hp_train.training.batches import Batches, Share
@@ -157,7 +157,7 @@ FAULTS: dict[str, Callable[[int], Any]] = {
 def main() -> None:
     """Run the cases that are asked for."""
     out, *cases = sys.argv[1:]
-    tiny.prepare()
+    prepare()
     found = {}
     with tempfile.TemporaryDirectory() as text:
         data = Path(text) / "data"

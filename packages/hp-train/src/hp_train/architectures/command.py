@@ -122,7 +122,7 @@ def _examine_all(
     """Examine what is asked for and is not there yet; returns all of it that is there now."""
     from hp_train.architectures import examine, task, tiny  # noqa: PLC0415 - needs transformers
 
-    tiny.prepare()
+    examine.prepare()
     names = _names(options.models, tiny.names())
     if options.new:
         names = new_of(names, tiny.names(), table, tiny.Tiny, tiny.versions())

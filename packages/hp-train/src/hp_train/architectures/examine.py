@@ -1,5 +1,6 @@
 """An architecture in all layouts of hp-train, each beside one process of transformers."""
 
+import importlib
 import resource
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from hp_train.architectures import tiny
 from hp_train.architectures.bounds import BOUNDS
 from hp_train.architectures.cells import (
     BOUND,
@@ -29,6 +31,13 @@ from hp_train.base.lifting import lift
 _SECONDS = 60.0
 """Most that a cell may take; a reference twice that."""
 _FACTS = "facts.json"
+_IMPORTED = (
+    "hp_train.transformers_model.load",
+    "hp_train.transformers_model.stage",
+    "transformers.integrations.moe",
+    "transformers.masking_utils",
+    "transformers.modeling_layers",
+)
 _LONGEST = 300
 _REFUSAL = f"{ConfigError.__name__}: "
 
@@ -44,16 +53,16 @@ def examine(
         kinds: Layouts, of `KINDS`.
         fault: A mistake that is made in every rank of hp-train.
     """
-    tiny = Tiny(name)
-    made = partial(Architecture, name=tiny.name, versions=versions())
+    model = Tiny(name)
+    made = partial(Architecture, name=model.name, versions=versions())
     try:
-        tiny.load_code()
-        made = partial(made, digest=tiny.digest, fields=tiny.fields)
+        model.load_code()
+        made = partial(made, digest=model.digest, fields=model.fields)
     except Exception as error:  # noqa: BLE001 - whatever a config refuses is told
         return made(reason=_short(f"{type(error).__name__}: {error}"))
     with tempfile.TemporaryDirectory(prefix="hp-architecture-") as text:
         folder, before = Path(text), _spent()
-        refers = partial(_refer, tiny, folder, data)
+        refers = partial(_refer, model, folder, data)
         reason = run_ranks(refers, size=1, folder=folder / "log", seconds=2 * _SECONDS)
         made = partial(made, seconds=round(_spent() - before, 2))
         if reason:
@@ -62,15 +71,15 @@ def examine(
         world = World(
             folder,
             data,
-            keys=_keys(folder / MODEL, trusted=tiny.code is not None),
-            trusted=tiny.code is not None,
-            bounds={kind: bound_of(tiny.name, kind)[0] for kind in kinds},
+            keys=_keys(folder / MODEL, trusted=model.code is not None),
+            trusted=model.code is not None,
+            bounds={kind: bound_of(model.name, kind)[0] for kind in kinds},
             fault=fault,
         )
         asked = [k for k in kinds if facts.has_experts or not KINDS[k].needs_experts]
         found = {kind: Cell(kind=kind, state=WITHOUT) for kind in kinds if kind not in asked}
         found |= run_cells(world, asked)
-        cells = tuple(_explained(tiny.name, found[kind]) for kind in kinds)
+        cells = tuple(_explained(model.name, found[kind]) for kind in kinds)
         return made(cells=cells, reference=facts.told)
 
 
@@ -163,6 +172,13 @@ def _spent() -> float:
     """CPU seconds of all processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+def prepare() -> None:
+    """Import once what all ranks need, before any of them is forked."""
+    for module in _IMPORTED:
+        importlib.import_module(module)
+    tiny.prepare()
 
 
 def run_in_fork(work: Callable[[], object], folder: Path) -> str:

@@ -50,9 +50,13 @@ def fill(
             tensor.copy_(torch.zeros((), device="cpu").expand(tensor.shape))
         return
     # Buffers are computed as all else is; weights are those of a run in float32.
-    for names, context in ((wanted.keys(), nullcontext()), (buffers.keys(), stage.lifted())):
+    wide = torch.promote_types(stage.compute_dtype, torch.float32)
+    for names, dtype, context in (
+        (wanted.keys(), torch.float32, nullcontext()),
+        (buffers.keys(), wide, stage.lifted()),
+    ):
         with context:
-            for path, _, values in drawn(config, seed, set(names)):
+            for path, _, values in drawn(config, seed, set(names), dtype=dtype):
                 for leaf, value in values.items():
                     name = f"{path}.{leaf}".lstrip(".")
                     if name not in names:
@@ -70,7 +74,7 @@ def keep(parameter: Parameter, whole: Tensor) -> None:
 
 
 def drawn(
-    config: ModelConfig, seed: int, names: "set[str]"
+    config: ModelConfig, seed: int, names: "set[str]", *, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[str, nn.Module, dict[str, Tensor]]]:
     """Layers and other parts of a model, one at a time, filled.
 
@@ -78,13 +82,14 @@ def drawn(
         config: Names the folder.
         seed: Seed of the run.
         names: Global names that are wanted: parts without one are left out.
+        dtype: Dtype that they are made in.
 
     Yields:
         Path, module, and its parameters and buffers by their names in it.
     """
     from transformers.initialization import guard_torch_init_functions  # noqa: PLC0415
 
-    model = on_meta(config, torch.float32, buffers=True)
+    model = on_meta(config, dtype, buffers=True)
     for path, part, owner, recurse in _parts(model):
         prefix = f"{path}." if path else ""
         own = dict(part.named_parameters(recurse=recurse, remove_duplicate=False))

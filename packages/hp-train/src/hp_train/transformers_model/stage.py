@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from hp_train.base.lifting import Lifting
+from hp_train.base.lifting import lifting
 from hp_train.config import ModelConfig
 from hp_train.errors import ConfigError
 from hp_train.model import Microbatch, Stage
@@ -223,7 +223,7 @@ class TransformersStage(Stage):
     def lifted(self) -> contextlib.AbstractContextManager[Any]:
         """In float64, let whatever asks for less get float64."""
         is_double = self.compute_dtype == torch.float64
-        return Lifting() if is_double else contextlib.nullcontext()
+        return lifting() if is_double else contextlib.nullcontext()
 
     @property
     def _outside(self) -> Iterator[nn.Module]:
