@@ -65,7 +65,8 @@ def recomputed_is_other(_rank: int) -> Iterator[None]:
         def counted(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
             calls += 1
-            return part(*(a * OFF if calls > 1 and i == 0 else a for i, a in enumerate(args)), **kwargs)
+            first, *others = args
+            return part(first * OFF if calls > 1 else first, *others, **kwargs)
 
         return recomputed(counted, *args, **kwargs)
 

@@ -28,7 +28,7 @@ def run(folder: Path, *cases: str) -> Mapping[str, Mapping[str, Any]]:
     """Run cells in a process of its own, since ranks are forked; case -> cell."""
     out = folder / "cells.json"
     command = [sys.executable, str(HERE / "cells_with_faults.py"), str(out), *cases]
-    subprocess.run(command, check=True, timeout=240)  # noqa: S603 - our own
+    subprocess.run(command, check=True, timeout=240)
     return {case: cells[-1] for case, cells in json.loads(out.read_text()).items()}
 
 
@@ -65,7 +65,7 @@ def test_the_command_writes_the_table_and_the_page_and_goes_on_where_it_was(
         *(sys.executable, "-m", "hp_train", "verify", "--models", "gpt2"),
         *("--kinds", "one process", "--results", "kept", "--page", "page.md"),
     ]
-    ran = subprocess.run(  # noqa: S603 - our own
+    ran = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
     assert ran.returncode == 0, ran.stderr

@@ -34,7 +34,9 @@ class TidalAttention(nn.Module):
 
     def forward(self, x, angles, attention_mask=None, **kwargs):
         shape = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = (part(x).view(shape).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            part(x).view(shape).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj)
+        )
         q, k = rotate(q, *angles), rotate(k, *angles)
         attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         out, _ = attend(self, q, k, v, attention_mask, scaling=self.scaling, dropout=0.0, **kwargs)
@@ -56,7 +58,11 @@ class TidalLayer(nn.Module):
     def forward(self, hidden_states, angles, **kwargs):
         x = self.norm(hidden_states)
         wide = torch.relu(self.up_proj(x)).square()
-        return hidden_states + self.ebb * self.mix(x, angles, **kwargs) + self.flow * self.down_proj(wide)
+        return (
+            hidden_states
+            + self.ebb * self.mix(x, angles, **kwargs)
+            + self.flow * self.down_proj(wide)
+        )
 
 
 class TidalPreTrainedModel(PreTrainedModel):
@@ -80,7 +86,9 @@ class TidalModel(TidalPreTrainedModel):
         self.norm = nn.LayerNorm(config.hidden_size)
         self.post_init()
 
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None, **kwargs):
+    def forward(
+        self, input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None, **kwargs
+    ):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if position_ids is None:
             position_ids = torch.arange(x.shape[1], device=x.device)[None]
@@ -93,7 +101,7 @@ class TidalModel(TidalPreTrainedModel):
         )
         width = self.config.hidden_size // self.config.num_attention_heads
         steps = torch.arange(0, width, 2, device=x.device, dtype=torch.float) / width
-        turned = position_ids[:, None, :, None].float() * self.config.rope_theta ** -steps
+        turned = position_ids[:, None, :, None].float() * self.config.rope_theta**-steps
         angles = (turned.cos().to(x.dtype), turned.sin().to(x.dtype))
         kwargs.pop("use_cache", None)
         for layer in self.layers:
@@ -112,6 +120,8 @@ class TidalForCausalLM(TidalPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None, **kwargs):
+    def forward(
+        self, input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None, **kwargs
+    ):
         hidden = self.model(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
         return CausalLMOutputWithPast(logits=self.lm_head(hidden.last_hidden_state))

@@ -25,8 +25,8 @@ from hp_train.architectures.forks import run_ranks
 from hp_train.architectures.rank import MODEL, REFERENCE, RESULT, Fault, World, work
 from hp_train.architectures.reference import refer
 from hp_train.architectures.tiny import Tiny, versions
-from hp_train.errors import ConfigError
 from hp_train.base.lifting import lift
+from hp_train.errors import ConfigError
 
 _SECONDS = 60.0
 """Most that a cell may take; a reference twice that."""

@@ -43,7 +43,6 @@ from hp_train.training.train import Losses, Trainer
 from hp_train.transformers_model.export import write_folder
 from hp_train.verify.watched import part_of
 
-
 Fault = Callable[[int], AbstractContextManager[object]]
 """Breaks something in a rank, for as long as it is entered."""
 
@@ -199,7 +198,6 @@ def _judged(world: World, kind: str, expected: Reference) -> Cell:
     folder = world.cell(kind)
     exported = folder / "exported"
     tokenizer = world.data / TOKENIZER
-
 
     def write(folder: Path, boxes: Any, read: Any, model: ModelConfig, **more: Any) -> None:
         trusting = msgspec.structs.replace(model, trust_remote_code=world.trusted)
