@@ -95,7 +95,7 @@ def _outline(folder: str, trust: bool) -> Outline:
     watch = _Watch(made)
     tokens = torch.zeros(_SEQUENCES, _POSITIONS, dtype=torch.int64, device="meta")
     try:
-        with _Answers(), watch:
+        with Answers(), watch:
             logits = made(input_ids=tokens, use_cache=False).logits
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
@@ -106,7 +106,7 @@ def _outline(folder: str, trust: bool) -> Outline:
     return watch.outline(logits)
 
 
-class _Answers(TorchFunctionMode):
+class Answers(TorchFunctionMode):
     """Answers what a model asks of values that are not there: whether masks hide nothing."""
 
     _ANSWERS: Mapping[Any, Callable[[Tensor], Any]] = {

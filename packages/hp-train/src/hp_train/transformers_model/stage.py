@@ -178,7 +178,7 @@ class TransformersStage(Stage):
         inputs: dict[str, Any] = {"input_ids": x}
         if not self.is_first:
             inputs = {"inputs_embeds": self._nothing_embedded(x)}
-        inputs |= positions_of(self.whole, microbatch, x)
+        inputs |= positions_of(self.whole, self.config, microbatch, x)
         token = _call.set(_Call(None if self.is_first else x, wants_logits))
         try:
             return self._computing(self, self._run, inputs, microbatch)
