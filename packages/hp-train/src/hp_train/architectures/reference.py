@@ -125,7 +125,7 @@ def _train(
         gradients.append(found)
         scale = min(1.0, COMMON["train.max_grad_norm"] / norm.item())
         for parameter in named.values():
-            parameter.grad.mul_(scale)  # type: ignore[union-attr]
+            parameter.grad.mul_(scale)
         optimizer.step()
         optimizer.zero_grad()
     weights = {name: p.detach().clone() for name, p in named.items()}

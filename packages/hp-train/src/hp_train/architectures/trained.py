@@ -3,7 +3,7 @@
 Shape symbols: B sequences, S positions, V vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -24,5 +24,5 @@ class Trained:
     logits: Tensor
     losses: list[float]
     norms: list[float]
-    gradients: list[Mapping[str, Tensor]]
+    gradients: Sequence[Mapping[str, Tensor]]
     weights: Mapping[str, Tensor]

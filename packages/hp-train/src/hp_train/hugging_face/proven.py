@@ -64,7 +64,7 @@ def read_table() -> Table:
 
 
 def doubts(model_type: str, config: Config, transformers: str) -> list[str]:
-    """What was not compared with one process of transformers, in lines; none: all of it was.
+    """What was never compared with one process of transformers, in lines; none: all of it was.
 
     Args:
         model_type: Type of the model.
