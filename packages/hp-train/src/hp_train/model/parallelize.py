@@ -246,6 +246,7 @@ def build_pipeline(
         )
         # Parameters stay fp32 under bf16 compute: they are the masters that the optimizer updates.
         module.to(torch.promote_types(module.compute_dtype, torch.float32))
+        module.plan_tensors(mesh.size("tp"))
         whole = declared(module)
         _parallelize(module, mesh, context, vocab_size, by_block=by_block)
         if overlap is not None:

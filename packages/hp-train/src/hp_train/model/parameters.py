@@ -154,7 +154,11 @@ def named_parameters(
                 shape=shape,
                 cuts=cuts,
                 replicas=replicas,
-                unsummed=tuple(group for group in replicas if group != copies),
+                unsummed=tuple(
+                    group
+                    for group in replicas
+                    if group != copies and (group != "tp" or spec.sums_over_tp)
+                ),
                 spec=spec,
                 span=_span(shape, cuts, mesh),
             )

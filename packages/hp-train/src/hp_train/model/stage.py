@@ -50,6 +50,7 @@ class Exchanges:
     Attributes:
         gather: [B, s, D] of this rank's positions to [B, S, D] of all.
         scatter: [B, S, D] summed over ranks to this rank's positions [B, s, D].
+        group: These ranks.
         linear_cross_entropy: See `hp_train.model.loss`; takes [T, D] of all positions, this rank's
             rows of the output matrix, [v, D], and the targets of all positions.
     """
@@ -57,6 +58,7 @@ class Exchanges:
     gather: Callable[[Tensor], Tensor]
     scatter: Callable[[Tensor], Tensor]
     linear_cross_entropy: Callable[..., Tensor]
+    group: ProcessGroup | None = None
 
 
 class Stage(nn.Module):
@@ -156,6 +158,9 @@ class Stage(nn.Module):
         for buffer in self.buffers():  # correction biases
             buffer.zero_()
         initialize_parameters(parameters, config, seed=seed, on_progress=on_progress)
+
+    def plan_tensors(self, num_ranks: int) -> None:
+        """Declare what tensor-parallel ranks share out, if that depends on their number."""
 
     def place_exchanges(self, exchanges: Exchanges) -> None:
         """Put what tensor-parallel ranks exchange where parameters with a `tp_dim` need it."""

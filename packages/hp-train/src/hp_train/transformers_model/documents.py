@@ -24,7 +24,6 @@ from hp_train.model import Microbatch
 from hp_train.transformers_model.made import layers_of, on_meta
 from hp_train.transformers_model.outline import Answers
 
-
 _CARRIES = re.compile(
     r"mamba|rwkv|recurrent|lightning|deltanet|xlstm|shortconv|linearattention", re.IGNORECASE
 )

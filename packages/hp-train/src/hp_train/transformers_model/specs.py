@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from hp_train.layout.parameter import ParameterSpec
+from hp_train.layout.parameter import Kind, ParameterSpec
 from hp_train.model import declare
 
 
@@ -20,6 +20,5 @@ def declare_all(model: nn.Module) -> None:
 
 
 def _spec(leaf: str, parameter: Tensor) -> ParameterSpec:
-    if parameter.ndim > 1:
-        return ParameterSpec("matrix")
-    return ParameterSpec("bias" if "bias" in leaf else "norm")
+    kind: Kind = "matrix" if parameter.ndim > 1 else "bias" if "bias" in leaf else "norm"
+    return ParameterSpec(kind, sums_over_tp=False)

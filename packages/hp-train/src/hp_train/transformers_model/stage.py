@@ -16,16 +16,19 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from hp_train.base.lifting import lifting
 from hp_train.config import ModelConfig
 from hp_train.errors import ConfigError
-from hp_train.model import Microbatch, Stage
+from hp_train.model import Microbatch, Stage, declare
+from hp_train.model.stage import Exchanges
 from hp_train.model.parameters import Parameter
 from hp_train.transformers_model.documents import positions_of
 from hp_train.transformers_model.first_weights import fill
@@ -33,6 +36,14 @@ from hp_train.transformers_model.made import on_meta
 from hp_train.transformers_model.outline import Outline, outline_of
 from hp_train.transformers_model.refusals import require_same_in_every_layout
 from hp_train.transformers_model.specs import declare_all
+from hp_train.transformers_model.tensor_parallel import (
+    Style,
+    gather,
+    parts_of,
+    place,
+    split,
+    styles_of,
+)
 
 
 class _Call(NamedTuple):
@@ -91,6 +102,8 @@ class TransformersStage(Stage):
         self.config, self.is_first, self.is_last = config, first, last
         self.outline = outline_of(config)
         self.own_layers = [*layers]
+        self._styles: Mapping[str, Style] = {}
+        self._tensor_ranks: ProcessGroup | None = None
         model = on_meta(config, compute_dtype)
         require_same_in_every_layout(model)
         if not (first and last):
@@ -141,6 +154,26 @@ class TransformersStage(Stage):
             if name in saved and self._is_here(name)
         }
 
+    def plan_tensors(self, num_ranks: int) -> None:
+        """See `Stage.plan_tensors`: linear layers of blocks."""
+        if num_ranks == 1:
+            return
+        styles = styles_of(self.whole, self._listed, num_ranks)
+        own = {str(index) for index in self.own_layers}
+        self._styles = {p: style for p, style in styles.items() if p.split(".")[0] in own}
+        for path in self._styles:
+            module = self._listed.get_submodule(path)
+            for leaf, dim in parts_of(self._styles, path):
+                spec = module.__dict__["parameter_specs"].get(leaf)
+                if spec is not None:
+                    declare(module, **{leaf: replace(spec, tp_dim=dim)})
+
+    def place_exchanges(self, exchanges: Exchanges) -> None:
+        """See `Stage.place_exchanges`."""
+        assert exchanges.group is not None
+        self._tensor_ranks = exchanges.group
+        place(self._listed, self._styles, exchanges.group)
+
     def initialize(
         self,
         parameters: Sequence[Parameter],
@@ -174,6 +207,9 @@ class TransformersStage(Stage):
             x: Token ids int64 [B, S] on the first stage, what the stage before returned on others.
             microbatch: What travels with the call.
         """
+        ranks = self._tensor_ranks
+        if ranks is not None and not self.is_first:  # ranks send their positions
+            x = gather(x, 1, ranks)
         wants_logits = microbatch.targets is None or not self.outline.head
         inputs: dict[str, Any] = {"input_ids": x}
         if not self.is_first:
@@ -181,9 +217,10 @@ class TransformersStage(Stage):
         inputs |= positions_of(self.whole, self.config, microbatch, x)
         token = _call.set(_Call(None if self.is_first else x, wants_logits))
         try:
-            return self._computing(self, self._run, inputs, microbatch)
+            output: Tensor = self._computing(self, self._run, inputs, microbatch)
         finally:
             _call.reset(token)
+        return output if self.is_last or ranks is None else split(output, 1, ranks)
 
     def _run(self, inputs: Mapping[str, Any], microbatch: Microbatch) -> Tensor:
         try:

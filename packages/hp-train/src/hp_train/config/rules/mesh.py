@@ -71,7 +71,7 @@ def _stage_meshes(mesh: MeshConfig) -> list[MeshConfig]:
 def _own_model(config: Config) -> Iterator[str]:
     """What needs to know the inside of a block cannot be asked of one of the user's own."""
     name, tp = config.model.origin, max(config.mesh.tp_sizes)
-    if tp > 1:
+    if tp > 1 and config.model.factory:
         yield f"mesh.tp ({tp}) must be 1 with {name}"
     if config.train.recompute not in ("none", "full"):
         yield f"train.recompute ({shown(config.train.recompute)}) must be none or full with {name}"
