@@ -163,10 +163,9 @@ class TransformersStage(Stage):
         self._styles = {p: style for p, style in styles.items() if p.split(".")[0] in own}
         for path in self._styles:
             module = self._listed.get_submodule(path)
-            for leaf, dim in parts_of(self._styles, path):
-                spec = module.__dict__["parameter_specs"].get(leaf)
-                if spec is not None:
-                    declare(module, **{leaf: replace(spec, tp_dim=dim)})
+            for leaf, dim in parts_of(module, self._styles[path]):
+                spec = module.__dict__["parameter_specs"][leaf]
+                declare(module, **{leaf: replace(spec, tp_dim=dim)})
 
     def place_exchanges(self, exchanges: Exchanges) -> None:
         """See `Stage.place_exchanges`."""

@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from hp_platform import outside_graph
+from hp_train.errors import ConfigError
 
 Style = Literal["gathered", "columns", "rows", "summed"]
 """`gathered`: rows of the weight are cut, the output is put together. `columns`: the output stays
@@ -35,8 +36,6 @@ _OF_PLAN: Mapping[str, Style] = {
     "rowwise": "rows",
     "replicated_with_grad_allreduce": "summed",
 }
-TP_DIMS: Mapping[Style, int | None] = {"gathered": 0, "columns": 0, "rows": 1, "summed": None}
-"""Dim of a weight that is cut."""
 _ACROSS = frozenset({"Gemma3nTextMLP"})
 """Modules that compute something over all features between their layers, which no plan tells."""
 
@@ -48,6 +47,9 @@ def styles_of(model: Any, layers: nn.Module, num_ranks: int) -> dict[str, Style]
         model: The whole model, on the meta device.
         layers: Its list of layers.
         num_ranks: Tensor-parallel ranks.
+
+    Raises:
+        hp_train.errors.ConfigError: When there is nothing to be cut.
     """
     prefix = next(path for path, part in model.named_modules() if part is layers)
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
@@ -59,10 +61,25 @@ def styles_of(model: Any, layers: nn.Module, num_ranks: int) -> dict[str, Style]
         for name, child in parent.named_children():
             if name in pair:
                 found[f"{path}.{name}"] = pair[name]
-            elif type(child) is nn.Linear and child.weight not in shared:
-                if child.out_features % num_ranks == 0:
+            elif _is_linear(child) and child.weight not in shared:
+                if child.weight.shape[_rows_of(child)] % num_ranks == 0:
                     found[f"{path}.{name}"] = "gathered"
+    if all(style == "summed" for style in found.values()):
+        raise ConfigError(
+            f"mesh.tp ({num_ranks}) must be 1 with {type(model).__name__}: it has no linear layer "
+            "that so many ranks can share out"
+        )
     return found
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module computes nothing but a linear layer: torch's, or that of GPT-2."""
+    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+
+
+def _rows_of(module: nn.Module) -> int:
+    """Dim of a linear layer's weight that is the output."""
+    return int(type(module) is not nn.Linear)
 
 
 def _planned(plan: Mapping[str, str], path: str) -> Style | None:
@@ -126,7 +143,8 @@ def _gathered(module: nn.Module, group: ProcessGroup, x: Tensor) -> Tensor:
 def _columns(module: nn.Module, group: ProcessGroup, x: Tensor) -> Tensor:
     """[..., D] of all features to [..., d] of this rank's."""
     copied: Tensor = _Copy.apply(x, group)
-    return F.linear(copied, module.weight, module.bias)  # type: ignore[arg-type]
+    weight: Any = module.weight
+    return F.linear(copied, weight.t() if _rows_of(module) else weight, module.bias)  # type: ignore[arg-type]
 
 
 @outside_graph
@@ -248,15 +266,16 @@ class _Split(torch.autograd.Function):
         return _gather(grad, ctx.dim, ctx.group), None, None
 
 
-def parts_of(styles: Mapping[str, Style], path: str) -> Iterator[tuple[str, int]]:
+def parts_of(module: nn.Module, style: Style) -> Iterator[tuple[str, int]]:
     """Parameters of a module that are cut: their names in it, and dims.
 
     Args:
-        styles: How modules are cut.
-        path: The module's.
+        module: A module of the list of layers.
+        style: How it is cut.
     """
-    dim = TP_DIMS[styles[path]] if path in styles else None
-    if dim is not None:
-        yield "weight", dim
-        if dim == 0:
+    if style == "rows":
+        yield "weight", 1
+    elif style != "summed":
+        yield "weight", _rows_of(module)
+        if module.bias is not None:
             yield "bias", 0
