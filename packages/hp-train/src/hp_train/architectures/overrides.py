@@ -44,8 +44,10 @@ _DOTS3 = {
     },
 }
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "bamba": _MAMBA,
-    "granitemoehybrid": _MAMBA,
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "granitemoehybrid": {**_MAMBA, "layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
     "codegen": {"rotary_dim": 4},
     "gptj": {"rotary_dim": 4},
