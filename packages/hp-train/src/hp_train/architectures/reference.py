@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from hp_train.architectures.task import BATCH, COMMON, STEPS, dataset
 from hp_train.architectures.trained import Trained
+from hp_train.base.lifting import lifting
 from hp_train.data.dataset import Batch
 
 _ATTENTION = ("sdpa", "eager")
@@ -59,9 +60,10 @@ def refer(model: Path, data: Path, *, trusted: bool) -> Reference:
 
 def load(folder: Path, **more: Any) -> Any:
     """Load a model in float64; of which torch has no grouped product, so experts go in a loop."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, experts_implementation="eager", **more
-    )
+    with lifting():  # some make parameters in float32, whatever is asked for
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, experts_implementation="eager", **more
+        )
     return model.double()
 
 

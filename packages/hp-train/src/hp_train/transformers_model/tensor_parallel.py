@@ -2,7 +2,8 @@
 
 Note [Tensor parallelism of a stranger's model]. Every rank has all positions, and the same numbers
 between linear layers. A linear layer is cut by the rows of its weight, and what ranks compute is put
-together behind it: that is right in any model, whatever it does with the output. Where
+together behind it: that is right in any model, whatever it does with the output, unless it reads
+the weight by itself: then it is not cut. Where
 transformers' own plan says that a module needs no such exchange inside of it (columns of some
 layers feed rows of another, and nothing else in there has parameters but what the plan names), its
 first layers give parts and the last one sums: half of the exchanges. Heads must then be divisible;
@@ -12,9 +13,10 @@ gradient there.
 Shape symbols: B sequences, S positions, D features, d of them on a rank.
 """
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -61,7 +63,7 @@ def styles_of(model: Any, layers: nn.Module, num_ranks: int) -> dict[str, Style]
         for name, child in parent.named_children():
             if name in pair:
                 found[f"{path}.{name}"] = pair[name]
-            elif _is_linear(child) and child.weight not in shared:
+            elif _is_linear(child) and child.weight not in shared and not _is_read(parent, name):
                 if child.weight.shape[_rows_of(child)] % num_ranks == 0:
                     found[f"{path}.{name}"] = "gathered"
     if all(style == "summed" for style in found.values()):
@@ -70,6 +72,23 @@ def styles_of(model: Any, layers: nn.Module, num_ranks: int) -> dict[str, Style]
             "that so many ranks can share out"
         )
     return found
+
+
+def _is_read(parent: nn.Module, name: str) -> bool:
+    """Whether code of a module reads parameters of a child by itself, instead of calling it."""
+    return any(
+        re.search(rf"\b{name}\.(weight|bias)", _source(kind)) is not None
+        for kind in type(parent).__mro__
+        if issubclass(kind, nn.Module) and kind is not nn.Module
+    )
+
+
+@cache
+def _source(kind: type) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -102,6 +121,8 @@ def _pair(parent: nn.Module, kinds: Mapping[str, Style | None], num_ranks: int) 
     known = {name: kind for name in with_parameters if (kind := kinds[name]) is not None}
     is_whole = len(known) == len(with_parameters) and not list(parent.named_parameters(recurse=False))
     if not is_whole or not {"columns", "rows"} <= {*known.values()}:
+        return {}
+    if any(_is_read(parent, name) for name in known):
         return {}
     if type(parent).__name__ in _ACROSS:
         return {}
