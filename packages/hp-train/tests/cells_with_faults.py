@@ -22,6 +22,7 @@ from hp_train.architectures.examine import examine, prepare, run_in_fork
 from hp_train.model import stage
 from hp_train.training import train
 from hp_train.training.batches import Batches, Share
+from hp_train.transformers_model import tensor_parallel
 from hp_train.transformers_model.stage import TransformersStage
 
 OFF = 1 + 1e-9
@@ -135,6 +136,18 @@ def answer_is_off(_rank: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def sum_is_off(rank: int) -> Iterator[None]:
+    """A rank adds something else to what tensor-parallel ranks sum."""
+    summed = tensor_parallel._sum
+
+    def off(x: Tensor, group: Any) -> Tensor:
+        return summed(x * OFF if rank else x, group)
+
+    with patch.object(tensor_parallel, "_sum", off):
+        yield
+
+
 def _of_share(change: Callable[[Share, int], Share]) -> Callable[[int], Any]:
     return lambda rank: share_is_other(change, rank)
 
@@ -147,6 +160,7 @@ FAULTS: dict[str, Callable[[int], Any]] = {
     "pp 2 gpipe": message_is_off,
     "pp 2 1f1b": answer_is_off,
     "pp 2 zero bubble": answer_is_off,
+    "tp 2": sum_is_off,
     "cp 2 heads": _of_share(shifted),
     "cp 2 gather": _of_share(shifted),
     "cp 2 ring": _of_share(shifted),
