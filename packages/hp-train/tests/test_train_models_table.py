@@ -269,3 +269,17 @@ def test_an_architecture_that_there_is_not_is_refused(capsys: pytest.CaptureFixt
 
     assert main(["verify", "--models", "no-such-model"]) == 2
     assert "must be a causal model of transformers, or a folder" in capsys.readouterr().err
+
+
+def test_only_kinds_that_are_missing_or_red_are_run_again() -> None:
+    kinds = ["fsdp 2", "tp 2", "ep 2"]
+
+    assert command._missing(None, kinds) == kinds
+    assert command._missing(found(tp_2=DIFFERENT), kinds) == ["tp 2"]
+    assert command._missing(Architecture(name="musicgen", versions={}), kinds) == []
+
+    only = replace(found(tp_2=REFUSED), cells=(Cell(kind="tp 2", state=REFUSED),))
+    joined = command._joined(found(tp_2=DIFFERENT), only)
+    assert len(joined.cells) == len(KINDS)
+    assert [cell.kind for cell in joined.cells if cell.state != EQUAL] == ["tp 2"]
+    assert command._joined(found(digest="x"), only) == only

@@ -10,6 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from msgspec.structs import replace
+
 from hp_train.architectures.cells import EQUAL, KINDS, RED, Architecture, Cell, read, told, write
 from hp_train.architectures.compact import encoded, with_found
 from hp_train.architectures.page import page
@@ -127,30 +129,45 @@ def _examine_all(
     if options.new:
         names = new_of(names, tiny.names(), table, tiny.Tiny, tiny.versions())
     kinds = options.kinds or list(KINDS)
-    kept = {} if options.again else read(folder)
-    found = {
-        name: one
-        for name, one in kept.items()
-        if one.versions == tiny.versions()
-        and (not one.cells or all(one.cell(kind) for kind in kinds))
-    }
+    found = {n: one for n, one in read(folder).items() if one.versions == tiny.versions()}
     with TemporaryDirectory(prefix="hp-models-") as text:
         data = Path(text) / "data"
         reason = examine.run_in_fork(lambda: task.make_data(data), Path(text) / "log")
         if reason:
             raise ConfigError(f"the text could not be made: {reason}")
         for name in names:
-            one = found.get(Path(name).name)
-            if one is None:
-                if time.monotonic() > until:
-                    _say("out of time; the same command goes on")
-                    break
-                one = examine.examine(name, data, kinds)
-                write(folder, one)
-                found[one.name] = one
+            known = found.get(Path(name).name)
+            missing = kinds if options.again or _is_folder(name) else _missing(known, kinds)
+            if missing and time.monotonic() > until:
+                _say("out of time; the same command goes on")
+                break
+            if missing:
+                one = examine.examine(name, data, missing)
+                found[one.name] = one if known is None else _joined(known, one)
+                write(folder, found[one.name])
                 _say(_line(one))
     asked = {Path(name).name for name in names}
     return {name: one for name, one in sorted(found.items()) if name in asked}
+
+
+def _missing(known: Architecture | None, kinds: Sequence[str]) -> Sequence[str]:
+    """Kinds of cells that are not there, or red."""
+    if known is None:
+        return kinds
+    cells = {cell.kind for cell in known.cells if cell.state not in RED}
+    return [kind for kind in kinds if kind not in cells] if known.cells else []
+
+
+def _joined(known: Architecture, new: Architecture) -> Architecture:
+    """What was found anew in the place of what was known."""
+    if new.digest != known.digest or not new.cells:
+        return new
+    cells = {cell.kind: cell for cell in (*known.cells, *new.cells)}
+    return replace(new, cells=tuple(cells[kind] for kind in KINDS if kind in cells))
+
+
+def _is_folder(name: str) -> bool:
+    return (Path(name) / "config.json").is_file()
 
 
 def _names(asked: Sequence[str], installed: Sequence[str]) -> list[str]:
@@ -158,7 +175,7 @@ def _names(asked: Sequence[str], installed: Sequence[str]) -> list[str]:
         first = [name for name in FIRST if name in installed]
         return [*first, *(name for name in installed if name not in first)]
     for name in asked:
-        if name not in installed and not (Path(name) / "config.json").is_file():
+        if name not in installed and not _is_folder(name):
             raise ConfigError(
                 f"--models ({name}) must be a causal model of transformers, or a folder with "
                 "config.json"
