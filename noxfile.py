@@ -449,6 +449,15 @@ def models(session: nox.Session) -> None:
     session.run("hp", "verify", "--models", *limit, *session.posargs)
 
 
+@nox.session(name="models-sample", allow_parallel=True)
+@_recorded
+def models_sample(session: nox.Session) -> None:
+    """Run some cells of the table of models, each also with a mistake that it must find."""
+    _install(session, "hp-train", group="test-transformers")
+    tests = "packages/hp-train/tests/test_train_transformers_models.py"
+    _pytest(session, tests, *session.posargs)
+
+
 # Their versions are pinned in integration_tests/libraries, Triton's is that of test-triton.
 LIBRARIES = ("deepspeed", "megatron-core", "torchtitan", "triton")
 LIBRARIES_TEST = "integration_tests/test_verify_libraries.py"
