@@ -157,7 +157,9 @@ def train_plainly(config: Config, directory: Path, model: Any = None) -> Result:
             parameter.grad.zero_()  # one that was not used is decayed, too
     found.parameters.update({n: p.detach() for n, p in named.items()})
     for moment in ("exp_avg", "exp_avg_sq"):
-        found.moments.update({f"{moment}.{n}": optimizer.state[p][moment] for n, p in named.items()})
+        found.moments.update(
+            {f"{moment}.{n}": optimizer.state[p][moment] for n, p in named.items()}
+        )
     return found
 
 

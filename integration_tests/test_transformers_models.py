@@ -1,19 +1,11 @@
-"""Models of transformers in hp-train's layouts compute what plain transformers does in one process."""
+"""Models of transformers in hp-train's layouts compute what plain transformers does."""
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from hp_platform.testing import compare
-from hp_train.cli import main
-from hp_train.config import Config
-from hp_train.config.options import resolve
-from hp_train.config.render import to_toml
-from hp_train.errors import ConfigError
 from integration_tests.layouts import Result, train_in
 from integration_tests.plain_transformers import FIELDS, make_folder, run_of, train_plainly
 
@@ -30,6 +22,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp 2 zero bubble": {"mesh__pp": 2, "pipeline__schedule": "zero_bubble"},
     "pp 2 fsdp 2": {"mesh__pp": 2, "mesh__dp_shard": 2, "pipeline__schedule": "1f1b"},
     "recompute": {"mesh__pp": 2, "train__recompute": "full"},
+}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "ep 2": {"mesh__dp_replicate": 2, "mesh__ep": 2},
+    "fsdp 4 ep 2": {"mesh__dp_shard": 4, "mesh__ep": 2},
+    "pp 2 ep 2": {"mesh__pp": 2, "mesh__dp_shard": 2, "mesh__ep": 2, "train__recompute": "full"},
+}
+SEQUENCES: dict[str, dict[str, Any]] = {
+    "cp 2 heads": {"mesh__cp": 2},
+    "cp 2 gather": {"mesh__cp": 2, "mesh__cp_heads": 1},
+    "cp 2 ring": {"mesh__cp": 2, "mesh__cp_ring": True},
+    "pp 2 cp 2": {"mesh__pp": 2, "mesh__cp": 2, "pipeline__stages_per_rank": 2},
+    "cp 2 ep 2 recompute": {"mesh__cp": 2, "mesh__ep": 2, "train__recompute": "full"},
 }
 _SAMPLE = [
     *("llama-fsdp 2 by block", "llama-pp 2 zero bubble", "qwen3_moe-hsdp", "gemma2-recompute"),
@@ -70,6 +74,24 @@ def test_every_layout_computes_what_plain_transformers_does(
     folder, expected = _plainly(name, base)
     found = train_in(run_of(folder, **LAYOUTS[layout]), tmp_path)
     require_equal(found, expected)
+
+
+@pytest.mark.sample("qwen3_moe-fsdp 4 ep 2", "qwen3_next-pp 2 ep 2")
+@pytest.mark.parametrize("layout", EXPERTS)
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next"])
+def test_ranks_share_experts(name: str, layout: str, base: Path, tmp_path: Path) -> None:
+    folder, expected = _plainly(name, base)
+    require_equal(train_in(run_of(folder, **EXPERTS[layout]), tmp_path), expected)
+
+
+@pytest.mark.sample("gemma2-cp 2 gather", "llama-pp 2 cp 2", "qwen3_moe-cp 2 ep 2 recompute")
+@pytest.mark.parametrize("layout", SEQUENCES)
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2", "gpt2"])
+def test_ranks_share_sequences(name: str, layout: str, base: Path, tmp_path: Path) -> None:
+    if "ep" in layout and name != "qwen3_moe":
+        pytest.skip("of experts")
+    folder, expected = _plainly(name, base)
+    require_equal(train_in(run_of(folder, **SEQUENCES[layout]), tmp_path), expected)
 
 
 def test_documents_do_not_see_each_other(base: Path, tmp_path: Path) -> None:

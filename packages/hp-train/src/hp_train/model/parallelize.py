@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hp_context import ContextParallel
-from hp_expert import ExpertParallel, ExpertTensorParallel, GroupedExperts, save_routing
+from hp_expert import save_routing
 from hp_overlap import CommComputeOverlap, HookCoordinator
 from hp_platform import Runtime
 from hp_schedule import MetaStep
@@ -24,7 +24,6 @@ from hp_schedule.runtime import (
     TensorSpec,
 )
 from hp_train.config import Config
-from hp_train.errors import ConfigError
 from hp_train.layout.edges import Edges, build_edges
 from hp_train.layout.mesh import Mesh, small_group
 from hp_train.layout.parameter import chunk
@@ -127,7 +126,8 @@ class Pipeline:
             num_microbatches=num_microbatches,
             sharded=sharded,
         )
-        width, dtype = self.config.model.stage_width, DTYPES[self.config.train.dtype]
+        own = next(iter(self.modules.values())).width_sent
+        width, dtype = own or self.config.model.stage_width, DTYPES[self.config.train.dtype]
         whole = (microbatch_size, len(self.sequence.attended), width)
         activations = TensorSpec((microbatch_size, len(self.sequence.between), width), dtype)
         stages = [
@@ -246,7 +246,7 @@ def build_pipeline(
         )
         # Parameters stay fp32 under bf16 compute: they are the masters that the optimizer updates.
         module.to(torch.promote_types(module.compute_dtype, torch.float32))
-        module.plan_tensors(mesh.size("tp"))
+        module.expect_ranks({axis: mesh.size(axis) for axis in ("ep", "tp", "cp")})
         whole = declared(module)
         _parallelize(module, mesh, context, vocab_size, by_block=by_block)
         if overlap is not None:
@@ -307,20 +307,12 @@ def _parallelize(
     """Cut a stage, on the meta device, over the ranks that share it; the order matters."""
     if mesh.size("tp") > 1:
         cut_tensors(module, vocabulary_of(mesh, vocab_size), mesh.groups["tp"])
-    attentions = module.attentions if mesh.size("cp") > 1 else []
-    if mesh.size("cp") > 1 and not attentions:
-        raise ConfigError("mesh.cp must be 1 for a model without hp_context.Attention")
-    for attention in attentions:
-        context.apply(attention, mesh.groups["cp"])
+    if mesh.size("cp") > 1:
+        module.spread_attention(context, mesh.groups["cp"])
     for part in module.modules():
         if isinstance(part, Stage | Block) and mesh.size("sequence") > 1:
             part.sequence_ranks = mesh.groups["sequence"]
-        if isinstance(part, GroupedExperts) and mesh.size("etp") > 1:
-            # Ranks that share an expert's width have different positions.
-            style = ExpertTensorParallel(sliced=True)
-            style.apply(part, (mesh.groups["ep"], mesh.groups["etp"]))
-        elif isinstance(part, GroupedExperts):
-            ExpertParallel().apply(part, mesh.groups["ep"])
+    module.spread_experts(mesh.groups, hidden=mesh.size("etp") > 1)
     shard(module, mesh, by_block=by_block)
 
 

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from hp_context import Attention
-from hp_expert import GroupedExperts
+from hp_context import Attention, ContextParallel
+from hp_expert import ExpertParallel, ExpertTensorParallel, GroupedExperts
 from hp_platform import set_fsdp_gather_dtype
 from hp_train.config import ModelConfig
 from hp_train.errors import ConfigError
@@ -83,6 +83,8 @@ class Stage(nn.Module):
     """
 
     layers: nn.ModuleDict
+    width_sent: int | None = None
+    """Width of what travels from stage to stage; None: `ModelConfig.stage_width`."""
 
     def __init__(self, *, compute_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -159,8 +161,47 @@ class Stage(nn.Module):
             buffer.zero_()
         initialize_parameters(parameters, config, seed=seed, on_progress=on_progress)
 
-    def plan_tensors(self, num_ranks: int) -> None:
-        """Declare what tensor-parallel ranks share out, if that depends on their number."""
+    @property
+    def experts(self) -> Sequence[nn.Module]:
+        """Modules whose own parameters are experts, which ranks share out."""
+        return [part for part in self.modules() if isinstance(part, GroupedExperts)]
+
+    def expect_ranks(self, sizes: Mapping[str, int]) -> None:
+        """Hear how many ranks will share this stage, before anything of it is declared or cut.
+
+        Args:
+            sizes: Ranks by axis: "ep", "tp", "cp".
+        """
+
+    def spread_experts(self, groups: Mapping[str, ProcessGroup], *, hidden: bool) -> None:
+        """Spread experts over ranks.
+
+        Args:
+            groups: "ep", the ranks that share them out; "etp", those that share each of them.
+            hidden: Whether ranks share out the hidden width of each, too.
+        """
+        for part in self.experts:
+            if hidden:
+                # Ranks that share an expert's width have different positions.
+                style = ExpertTensorParallel(sliced=True)
+                style.apply(part, (groups["ep"], groups["etp"]))
+            else:
+                ExpertParallel().apply(part, groups["ep"])
+
+    def spread_attention(self, context: ContextParallel, group: ProcessGroup) -> None:
+        """Let ranks share sequences.
+
+        Args:
+            context: How they exchange.
+            group: The ranks, more than one.
+
+        Raises:
+            hp_train.errors.ConfigError: When nothing here knows how.
+        """
+        if not self.attentions:
+            raise ConfigError("mesh.cp must be 1 for a model without hp_context.Attention")
+        for attention in self.attentions:
+            context.apply(attention, group)
 
     def place_exchanges(self, exchanges: Exchanges) -> None:
         """Put what tensor-parallel ranks exchange where parameters with a `tp_dim` need it."""

@@ -62,7 +62,6 @@ from hp_train.training.state import (
     set_optimizer_steps,
 )
 from hp_train.training.utilization import Utilization
-from hp_train.transformers_model.load import has_weights, load_folder
 
 
 def main(config: Config, *, worker: Worker) -> int:
@@ -465,8 +464,6 @@ class Trainer:
     def resume(self) -> list[str]:
         """Load the newest good checkpoint of the run directory; returns what to say about it."""
         loaded = self.checkpointer.load()
-        if loaded is None and has_weights(self.config.model):
-            return [self._start_from(Path(self.config.model.transformers))]
         if loaded is None and self.config.run.init_from:
             return [self._start_from(Path(self.config.run.init_from))]
         if loaded is None:
@@ -518,10 +515,7 @@ class Trainer:
         """Take the weights of a Hugging Face model; every rank reads what it has."""
         named = {k: v for k, v in self.tensors().items() if k.startswith("model.")}
         tensors = {name.removeprefix("model."): tensor for name, tensor in named.items()}
-        if self.config.model.transformers:
-            load_folder(self.config.model, tensors, group=self.runtime.control)
-        else:
-            load_weights(folder, tensors, group=self.runtime.control)
+        load_weights(folder, tensors, group=self.runtime.control)
         self._update_tied_copies()
         return f"started from the weights of {folder}"
 

@@ -1,7 +1,7 @@
 """Names and forms of weights in files, and those in a model: transformers' own rules, by tensor.
 
 A rule of transformers renames a tensor, or makes tensors out of several, such as stacks of experts
-out of single ones. Here each is one `Group`, so that weights are read and written a group at a time.
+out of single ones. Here each is a `Group`, so that weights are read one group at a time.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

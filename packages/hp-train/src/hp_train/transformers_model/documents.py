@@ -21,8 +21,8 @@ from hp_context import Documents
 from hp_train.config import ModelConfig
 from hp_train.errors import ConfigError
 from hp_train.model import Microbatch
-from hp_train.transformers_model.made import layers_of, on_meta
-from hp_train.transformers_model.outline import Answers
+from hp_train.transformers_model.made import on_meta
+from hp_train.transformers_model.outline import Answers, outline_of
 
 _CARRIES = re.compile(
     r"mamba|rwkv|recurrent|lightning|deltanet|xlstm|shortconv|linearattention", re.IGNORECASE
@@ -31,29 +31,38 @@ _CARRIES = re.compile(
 
 
 def positions_of(
-    model: Any, config: ModelConfig, microbatch: Microbatch, x: Tensor
+    model: Any, config: ModelConfig, microbatch: Microbatch, x: Tensor, *, is_shared: bool
 ) -> dict[str, Tensor]:
-    """Arguments of a model that say where documents begin; none where there are none.
+    """Arguments of a model that say where its tokens are; none where it knows by itself.
 
     Args:
         model: Model of transformers.
         config: Names its folder.
         microbatch: Says where documents end.
         x: What the model gets, [B, S, ...].
+        is_shared: Whether ranks have other positions of the sequences.
 
     Raises:
         hp_train.errors.ConfigError: When the model would not keep documents apart.
     """
-    if microbatch.documents is None:
+    if microbatch.documents is None and not is_shared:
         return {}
-    if why := _why_not(config.transformers, config.trust_remote_code):
-        name = type(model).__name__
-        raise ConfigError(f'data.documents ("separate") must be "joined" with {name}: {why}')
+    name = type(model).__name__
+    if is_shared and "position_ids" not in inspect.signature(type(model).forward).parameters:
+        raise ConfigError(f"mesh.cp must be 1 with {name}, which takes no positions")
+    positions = microbatch.positions if is_shared else None
+    if microbatch.documents is None:
+        assert positions is not None
+        return {"position_ids": positions[None]}
+    # Attention of hp-context reads positions by itself.
+    if not is_shared and (why := _why_not(config.transformers, config.trust_remote_code)):
+        raise ConfigError(f'data.documents must be "joined" with {name}: {why}')
     rows = []
     for documents in microbatch.documents:
         assert isinstance(documents, Documents)
         rows.append(torch.cat([torch.arange(length) for length in documents.lengths]))
-    return {"position_ids": torch.stack(rows).to(x.device)}
+    whole = torch.stack(rows).to(x.device)
+    return {"position_ids": whole if positions is None else whole[:, positions]}
 
 
 class _AtFirstLayerError(Exception):
@@ -68,10 +77,11 @@ def _why_not(folder: str, trust: bool) -> str:
     """
     from transformers import masking_utils  # noqa: PLC0415 - of those who have it
 
-    model = on_meta(ModelConfig(transformers=folder, trust_remote_code=trust), torch.float32)
+    config = ModelConfig(transformers=folder, trust_remote_code=trust)
+    model, path = on_meta(config, torch.float32), outline_of(config).layers
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return "it takes no positions and so knows no documents"
-    path, layers = layers_of(model)
+    layers = model.get_submodule(path)
     for name, part in layers.named_modules():
         if isinstance(part, nn.Conv1d) or _CARRIES.search(type(part).__name__):
             return f"{path}.{name} ({type(part).__name__}) carries a state from token to token"

@@ -1,7 +1,7 @@
 """A checkpoint as a folder that `AutoModelForCausalLM.from_pretrained` loads.
 
-Names and forms of tensors are those of files that transformers itself would write. One layer, whole,
-is in memory at a time.
+Names and forms of tensors are those of files that transformers itself would write. One layer is in
+memory at a time, whole.
 """
 
 import os
@@ -21,7 +21,8 @@ from hp_train.base.atomic_write import replace_file
 from hp_train.config import ModelConfig
 from hp_train.errors import CheckpointError, ConfigError
 from hp_train.transformers_model.conversion import reverted, saved_tensors
-from hp_train.transformers_model.made import layers_of, on_meta
+from hp_train.transformers_model.made import on_meta
+from hp_train.transformers_model.outline import Outline, outline_of
 
 _SHARD_BYTES = 5 * 10**9  # of a file, as transformers cuts them
 _COPIED = ("generation_config.json", "*.py")
@@ -53,14 +54,14 @@ def write_folder(
         hp_train.errors.ConfigError: When the folder is in use, or the model's is gone.
         hp_train.errors.CheckpointError: When a tensor is missing.
     """
-    made = on_meta(model, dtype)
+    made, outline = on_meta(model, dtype), outline_of(model)
     if dtype == torch.float64:
         made.double()  # what a model keeps in float32, whatever is asked for
     _require_all(saved_tensors(made), boxes)
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.glob("*.safetensors")) or (folder / INDEX).exists():
         raise ConfigError(f'folder ("{folder}") must have no safetensors files')
-    listed = {n: t for part in _parts(made) for n, t in reverted(made, part).items()}
+    listed = {n: t for part in _parts(made, outline) for n, t in reverted(made, part).items()}
     shards = _shards(listed, shard_bytes)
     file_of = {
         name: f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -80,7 +81,7 @@ def write_folder(
                 os.truncate(descriptor, size)
                 write(descriptor, memoryview(header))
             opened[file] = os.open(folder / file, os.O_RDWR)
-        for part in _parts(made):
+        for part in _parts(made, outline):
             values = {n: _assembled(n, t, boxes[n], read) for n, t in part.items()}
             for name, value in reverted(made, values).items():
                 place = FileTensor(
@@ -101,16 +102,11 @@ def write_folder(
     fsync_directory(folder)
 
 
-def _parts(model: Any) -> Iterator[dict[str, Tensor]]:
+def _parts(model: Any, outline: Outline) -> Iterator[dict[str, Tensor]]:
     """Tensors of each layer, and of what is outside of layers, by global name."""
-    layers, listed = layers_of(model)
     tensors = saved_tensors(model)
-    inside = set()
-    for index in range(len(listed)):
-        names = [name for name in tensors if name.startswith(f"{layers}.{index}.")]
-        inside |= {*names}
-        yield {name: tensors[name] for name in names}
-    yield {name: tensor for name, tensor in tensors.items() if name not in inside}
+    for index in (*range(outline.num_layers), None):
+        yield {name: t for name, t in tensors.items() if outline.layer_of(name) == index}
 
 
 def _shards(listed: Mapping[str, Tensor], most: int) -> list[list[str]]:

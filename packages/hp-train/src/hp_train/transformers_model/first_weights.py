@@ -8,18 +8,20 @@ it. Buffers, which are no weights, come out of the same rules.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from hp_platform.dry import is_dry
+from hp_platform.store import Part
 from hp_train.base.randomness import derive_seed
 from hp_train.config import ModelConfig
 from hp_train.errors import ConfigError
 from hp_train.model.parameters import Parameter
+from hp_train.transformers_model.load import has_weights, load_folder
 from hp_train.transformers_model.made import on_meta
+from hp_train.transformers_model.outline import outline_of
 
 if TYPE_CHECKING:
     from hp_train.transformers_model.stage import TransformersStage
@@ -49,23 +51,22 @@ def fill(
         for tensor in (*(p.local for p in parameters), *buffers.values()):
             tensor.copy_(torch.zeros((), device="cpu").expand(tensor.shape))
         return
-    # Buffers are computed as all else is; weights are those of a run in float32.
-    wide = torch.promote_types(stage.compute_dtype, torch.float32)
-    for names, dtype, context in (
-        (wanted.keys(), torch.float32, nullcontext()),
-        (buffers.keys(), wide, stage.lifted()),
-    ):
-        with context:
-            for path, _, values in drawn(config, seed, set(names), dtype=dtype):
-                for leaf, value in values.items():
-                    name = f"{path}.{leaf}".lstrip(".")
-                    if name not in names:
-                        continue
-                    if name in wanted:
-                        keep(wanted[name], value)
-                    else:
-                        buffers[name].copy_(value)
-                on_progress()
+    from_files = has_weights(config)
+    names = {*buffers} if from_files else {*wanted, *buffers}
+    dtype = stage.compute_dtype
+    with stage.lifted():
+        for path, values in drawn(config, seed, names, dtype=dtype, buffers_alone=from_files):
+            for leaf, value in values.items():
+                name = f"{path}.{leaf}".lstrip(".")
+                if name in buffers:
+                    buffers[name].copy_(value)
+                elif name in wanted and not from_files:
+                    keep(wanted[name], value)
+            on_progress()
+    if from_files:
+        parts = {p.name: Part(p.local, p.shape, tuple(s for s, _ in p.span)) for p in parameters}
+        kept = {name: Part.of(buffer) for name, buffer in stage.kept_buffers.items()}
+        load_folder(config, parts | kept, on_progress=on_progress)
 
 
 def keep(parameter: Parameter, whole: Tensor) -> None:
@@ -74,42 +75,44 @@ def keep(parameter: Parameter, whole: Tensor) -> None:
 
 
 def drawn(
-    config: ModelConfig, seed: int, names: "set[str]", *, dtype: torch.dtype = torch.float32
-) -> Iterator[tuple[str, nn.Module, dict[str, Tensor]]]:
+    config: ModelConfig, seed: int, names: set[str], *, dtype: torch.dtype, buffers_alone: bool
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Layers and other parts of a model, one at a time, filled.
 
     Args:
         config: Names the folder.
         seed: Seed of the run.
         names: Global names that are wanted: parts without one are left out.
-        dtype: Dtype that they are made in.
+        dtype: Dtype that the model computes in, which some buffers are rounded to.
+        buffers_alone: Whether parameters are not drawn.
 
     Yields:
-        Path, module, and its parameters and buffers by their names in it.
+        Path, and parameters and buffers by their names behind it.
     """
     from transformers.initialization import guard_torch_init_functions  # noqa: PLC0415
 
     model = on_meta(config, dtype, buffers=True)
-    for path, part, owner, recurse in _parts(model):
+    for path, part, owner, recurse in _parts(model, outline_of(config).layers):
         prefix = f"{path}." if path else ""
         own = dict(part.named_parameters(recurse=recurse, remove_duplicate=False))
         own |= dict(part.named_buffers(recurse=recurse, remove_duplicate=False))
         if not any(f"{prefix}{leaf}" in names for leaf in own):
             continue
-        _give_memory(part, recurse=recurse)
+        if not buffers_alone:
+            _give_memory(part, recurse=recurse)
         with torch.random.fork_rng(devices=[]), guard_torch_init_functions():
             torch.manual_seed(derive_seed(seed, "init", path))
             _apply(part, owner, recurse=recurse)
         values: dict[str, Tensor] = dict(
             part.named_parameters(recurse=recurse, remove_duplicate=False)
         )
-        for leaf, value in values.items():
+        for leaf, value in () if buffers_alone else values.items():
             if not value.isfinite().all():
                 raise ConfigError(
                     f"{type(model).__name__} must have a rule for the first values of "
                     f"{prefix}{leaf}; start from the weights of a folder"
                 )
-        yield path, part, values | dict(part.named_buffers(recurse=recurse))
+        yield path, values | dict(part.named_buffers(recurse=recurse))
         _give_memory(part, recurse=recurse, device="meta")
 
 
@@ -120,17 +123,15 @@ def _give_memory(part: nn.Module, *, recurse: bool, device: str = "cpu") -> None
         for leaf, old in [*module.named_parameters(recurse=False)]:
             if id(old) not in made:
                 new = torch.full_like(old, torch.nan, device=device) if old.is_meta else old
-                made[id(old)] = nn.Parameter(new.to(device), requires_grad=old.requires_grad)
+                new = new.to(device, torch.float32)
+                made[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad)
             setattr(module, leaf, made[id(old)])
 
 
-def _parts(model: Any) -> Iterator[tuple[str, nn.Module, Any, bool]]:
+def _parts(model: Any, layers: str) -> Iterator[tuple[str, nn.Module, Any, bool]]:
     """What is filled at once: path, module, who has the rule, and whether children belong to it."""
     from transformers import PreTrainedModel  # noqa: PLC0415
 
-    from hp_train.transformers_model.made import layers_of  # noqa: PLC0415
-
-    layers, _ = layers_of(model)
     above = {layers.rsplit(".", n)[0] for n in range(layers.count(".") + 1)} | {""}
 
     def visit(
@@ -148,7 +149,7 @@ def _parts(model: Any) -> Iterator[tuple[str, nn.Module, Any, bool]]:
 
 
 def _apply(module: nn.Module, owner: Any, *, recurse: bool) -> None:
-    """Fill a module by the rule of the model that it is in, children first, as transformers does."""
+    """Fill a module by the rule of the model that it is in, children first."""
     from transformers import PreTrainedModel  # noqa: PLC0415
 
     for child in module.children() if recurse else ():

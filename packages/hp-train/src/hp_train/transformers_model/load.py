@@ -5,21 +5,18 @@ as experts that lie one by one in files, is made whole, one tensor at a time, an
 """
 
 import re
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from hp_platform.store import Box, Part
 from hp_platform.store.safetensors import FileTensor
 from hp_train.config import ModelConfig
 from hp_train.config.schema import shown
 from hp_train.errors import ConfigError
-from hp_train.hugging_face.all_ranks import on_all_ranks
 from hp_train.hugging_face.load import opened_files
 from hp_train.transformers_model.conversion import Group, groups_of, one_name, saved_tensors
 from hp_train.transformers_model.made import on_meta
@@ -34,49 +31,39 @@ def has_weights(model: ModelConfig) -> bool:
 
 
 def load_folder(
-    model: ModelConfig, tensors: Mapping[str, Tensor], *, group: ProcessGroup | None = None
+    model: ModelConfig,
+    parts: Mapping[str, Part],
+    *,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """Fill tensors in place from the files of the folder of a model.
+    """Fill parts of tensors in place from the files of the folder of a model.
 
     Args:
         model: Names the folder.
-        tensors: What this rank has, by global name; a DTensor takes its part.
-        group: CPU group of the ranks that call together; None: this rank is alone.
+        parts: What this rank has, by global name.
+        on_progress: Called after every tensor.
 
     Raises:
-        hp_train.errors.ConfigError: On every rank and before any tensor is touched: the files lack
-            a tensor, have one that is not of the model, or one that cannot be read.
-        hp_platform.PeerError: When another rank failed for another reason.
+        hp_train.errors.ConfigError: Before anything is touched: the files lack a tensor, have one
+            that is not of the model, or one that cannot be read.
     """
-    with ExitStack() as stack:
-
-        def prepare() -> tuple[list[Group], dict[str, str], Mapping[str, FileTensor]]:
-            files = stack.enter_context(opened_files(Path(model.transformers)))
-            made = on_meta(model, torch.float32)
-            names = one_name(made)
-            groups = groups_of(made, {name: entry.shape for name, entry in files.items()})
-            return _checked(made, groups, names, files), names, files
-
-        def read() -> None:
-            for each in groups:
-                _read(each, names, files, tensors)
-
-        found = on_all_ranks(prepare, group=group, where="find the weights to load")
-        groups, names, files = found
-        with torch.no_grad():
-            on_all_ranks(read, group=group, where="load weights")
+    with opened_files(Path(model.transformers)) as files:
+        made = on_meta(model, torch.float32)
+        names = one_name(made)
+        groups = groups_of(made, {name: entry.shape for name, entry in files.items()})
+        for each in _checked(made, groups, names, files):
+            _read(each, names, files, parts)
+            on_progress()
 
 
 def _read(
     group: Group,
     names: Mapping[str, str],
     files: Mapping[str, FileTensor],
-    tensors: Mapping[str, Tensor],
+    parts: Mapping[str, Part],
 ) -> None:
     """Fill what is here of the tensors of a group."""
-    here = {
-        t: Part.of(tensors[names.get(t, t)]) for t in group.targets if names.get(t, t) in tensors
-    }
+    here = {t: parts[names.get(t, t)] for t in group.targets if names.get(t, t) in parts}
     if not any(part.local.numel() for part in here.values()):
         return
     if group.rule is None:

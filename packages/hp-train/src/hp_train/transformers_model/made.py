@@ -73,10 +73,10 @@ def choose_experts(model: Any, implementation: str) -> None:
         config._experts_implementation = implementation  # noqa: SLF001 - its own setter asks for more
 
 
-def layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The list of layers of a model, and its path.
+def lists_of(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
+    """What may be the list of layers of a model, with their paths.
 
-    It is the list with the most parameters of all that are as long as the config says.
+    These are the lists that are as long as the config says, those with most parameters first.
 
     Raises:
         hp_train.errors.ConfigError: When there is none.
@@ -88,10 +88,9 @@ def layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
         for path, part in model.named_modules()
         if isinstance(part, nn.ModuleList) and len(part) == count
     ]
-    sizes = [sum(p.numel() for p in part.parameters()) for _, part in lists]
     if not lists:
         raise ConfigError(
             f"{type(model).__name__} must have a list of num_hidden_layers ({count}) layers, which "
             "is how a model is cut into stages"
         )
-    return lists[sizes.index(max(sizes))]
+    return sorted(lists, key=lambda it: -sum(p.numel() for p in it[1].parameters()))

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from hp_train.config import ModelConfig
 from hp_train.errors import ConfigError
-from hp_train.transformers_model.made import choose_experts, layers_of, on_meta
+from hp_train.transformers_model.made import choose_experts, lists_of, on_meta
 
 BEFORE, AFTER = -1, 1 << 30
 """Places of what comes in front of all layers, and behind them; a layer's is its index."""
@@ -90,9 +90,21 @@ def outline_of(model: ModelConfig) -> Outline:
 
 @cache
 def _outline(folder: str, trust: bool) -> Outline:
-    made = on_meta(ModelConfig(transformers=folder, trust_remote_code=trust), torch.float32)
+    config = ModelConfig(transformers=folder, trust_remote_code=trust)
+    made = on_meta(config, torch.float32)
+    reasons = []
+    for path, _ in lists_of(made):
+        try:
+            return _seen(on_meta(config, torch.float32), folder, path)
+        except ConfigError as error:  # there may be another list
+            reasons.append(error)
+    raise reasons[0]
+
+
+def _seen(made: Any, folder: str, path: str) -> Outline:
+    """Run a model, and see what goes through a list of layers."""
     choose_experts(made, "batched_mm")  # the one whose shapes do not depend on choices
-    watch = _Watch(made)
+    watch = _Watch(made, path)
     tokens = torch.zeros(_SEQUENCES, _POSITIONS, dtype=torch.int64, device="meta")
     try:
         with Answers(), watch:
@@ -110,6 +122,9 @@ class Answers(TorchFunctionMode):
     """Answers what a model asks of values that are not there: whether masks hide nothing."""
 
     _ANSWERS: Mapping[Any, Callable[[Tensor], Any]] = {
+        Tensor.__contains__: lambda _: False,
+        Tensor.nonzero: lambda x: x.new_zeros(1, x.ndim, dtype=torch.int64),
+        torch.nonzero: lambda x: x.new_zeros(1, x.ndim, dtype=torch.int64),
         Tensor.__bool__: lambda _: True,
         Tensor.item: lambda x: True if x.dtype == torch.bool else 1,
         Tensor.__int__: lambda _: 1,
@@ -126,6 +141,8 @@ class Answers(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Call a function of torch, or answer in its place."""
+        if func is torch.where and len(args) == 1 and not kwargs:
+            return tuple(args[0].new_zeros(1, dtype=torch.int64) for _ in range(args[0].ndim))
         if func in self._ANSWERS and args[0].device.type == "meta":
             return self._ANSWERS[func](args[0])
         return func(*args, **(kwargs or {}))
@@ -136,11 +153,12 @@ class _Watch(TorchDispatchMode):
 
     Args:
         model: On the meta device; its layers are wrapped.
+        path: Path of the list of layers.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, path: str) -> None:
         super().__init__()
-        self._path, self._layers = layers_of(model)
+        self._path, self._layers = path, model.get_submodule(path)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._sources: dict[int, frozenset[int]] = {}  # of tensors -> places that they are of
         self._alive: list[Any] = []  # so that no id is used twice

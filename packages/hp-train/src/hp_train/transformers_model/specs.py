@@ -1,7 +1,12 @@
 """What parameters of a model of transformers are, and their names: the model's own."""
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 from torch import Tensor, nn
 
+from hp_expert.hugging_face.layout import expert_modules, refusal
+from hp_train.errors import ConfigError
 from hp_train.layout.parameter import Kind, ParameterSpec
 from hp_train.model import declare
 
@@ -17,6 +22,28 @@ def declare_all(model: nn.Module) -> None:
         declare(module, **specs)
         for name, child in module.named_children():
             declare(child, name)
+
+
+def declare_experts(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
+    """Declare stacked weights of experts, which ranks are to share out.
+
+    Raises:
+        hp_train.errors.ConfigError: When ranks cannot share them.
+    """
+    for block in blocks:
+        for path, experts in expert_modules(block):
+            if (why := refusal(experts)) is not None:
+                raise ConfigError(
+                    f"mesh.ep must be 1: {path} ({type(experts).__name__}) cannot be shared by "
+                    f"ranks: {why}"
+                )
+            specs = {
+                leaf: replace(_spec(leaf, parameter), is_expert=True)
+                for leaf, parameter in experts.named_parameters(recurse=False)
+            }
+            declare(experts, **specs)
+    if not any(True for _ in expert_modules(model)):
+        raise ConfigError("mesh.ep must be 1: the model has no experts in stacked weights")
 
 
 def _spec(leaf: str, parameter: Tensor) -> ParameterSpec:

@@ -17,25 +17,31 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import partial
+from functools import partial, update_wrapper
+from math import prod
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from hp_context import ContextParallel
+from hp_expert.hugging_face import apply_to_transformers
+from hp_expert.hugging_face.layout import expert_modules
+from hp_expert.hugging_face.modules import DispatchedExperts
 from hp_train.base.lifting import lifting
 from hp_train.config import ModelConfig
 from hp_train.errors import ConfigError
 from hp_train.model import Microbatch, Stage, declare
-from hp_train.model.stage import Exchanges
 from hp_train.model.parameters import Parameter
+from hp_train.model.stage import Exchanges
 from hp_train.transformers_model.documents import positions_of
 from hp_train.transformers_model.first_weights import fill
 from hp_train.transformers_model.made import on_meta
 from hp_train.transformers_model.outline import Outline, outline_of
 from hp_train.transformers_model.refusals import require_same_in_every_layout
-from hp_train.transformers_model.specs import declare_all
+from hp_train.transformers_model.sequence import hidden_of_trial, spread
+from hp_train.transformers_model.specs import declare_all, declare_experts
 from hp_train.transformers_model.tensor_parallel import (
     Style,
     gather,
@@ -99,11 +105,18 @@ class TransformersStage(Stage):
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(compute_dtype=compute_dtype)
+        del vocab_size  # the folder has its own
         self.config, self.is_first, self.is_last = config, first, last
         self.outline = outline_of(config)
         self.own_layers = [*layers]
         self._styles: Mapping[str, Style] = {}
         self._tensor_ranks: ProcessGroup | None = None
+        self.width_sent = prod(self.outline.width)  # of several residual streams, all
+        if self.outline.num_layers != config.num_layers:
+            raise ConfigError(
+                f"num_hidden_layers ({config.num_layers}) of {config.transformers} must be the "
+                f"length of {self.outline.layers} ({self.outline.num_layers})"
+            )
         model = on_meta(config, compute_dtype)
         require_same_in_every_layout(model)
         if not (first and last):
@@ -113,12 +126,12 @@ class TransformersStage(Stage):
             self.add_module(name, child)
         self._listed = model.get_submodule(self.outline.layers)
         self._stand_ins = self._take_away()
+        self._shares_sequence = False
+        self._outside: list[nn.Module] = []  # modules in none of the blocks
         for index, layer in enumerate(self._listed):
             if index not in self.own_layers:
                 is_before = index < self.own_layers[0]
                 layer.forward = self._skip if is_before else _leave
-            else:
-                layer.forward = partial(self._computing, layer, layer.forward)
         if self.outline.head and last:
             head = model.get_submodule(self.outline.head)
             head.forward = partial(_head_of, head.forward)
@@ -154,10 +167,34 @@ class TransformersStage(Stage):
             if name in saved and self._is_here(name)
         }
 
-    def plan_tensors(self, num_ranks: int) -> None:
-        """See `Stage.plan_tensors`: linear layers of blocks."""
-        if num_ranks == 1:
-            return
+    def initialize(
+        self,
+        parameters: Sequence[Parameter],
+        config: ModelConfig,
+        *,
+        seed: int,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """See `Stage.initialize`: by the model's own rule."""
+        fill(self, parameters, config, seed=seed, on_progress=on_progress)
+
+    @property
+    def experts(self) -> Sequence[nn.Module]:
+        """See `Stage.experts`: those that were spread; others are parameters as all are."""
+        return [part for part in self.modules() if isinstance(part, DispatchedExperts)]
+
+    def expect_ranks(self, sizes: Mapping[str, int]) -> None:
+        """See `Stage.expect_ranks`.
+
+        Raises:
+            hp_train.errors.ConfigError: When ranks cannot share what the model has.
+        """
+        if sizes["ep"] > 1:
+            declare_experts(self, self.blocks)
+        if sizes["tp"] > 1:
+            self._plan_tensors(sizes["tp"])
+
+    def _plan_tensors(self, num_ranks: int) -> None:
         styles = styles_of(self.whole, self._listed, num_ranks)
         own = {str(index) for index in self.own_layers}
         self._styles = {p: style for p, style in styles.items() if p.split(".")[0] in own}
@@ -173,16 +210,19 @@ class TransformersStage(Stage):
         self._tensor_ranks = exchanges.group
         place(self._listed, self._styles, exchanges.group)
 
-    def initialize(
-        self,
-        parameters: Sequence[Parameter],
-        config: ModelConfig,
-        *,
-        seed: int,
-        on_progress: Callable[[], None] = lambda: None,
-    ) -> None:
-        """See `Stage.initialize`: by the model's own rule."""
-        fill(self, parameters, config, seed=seed, on_progress=on_progress)
+    def spread_attention(self, context: ContextParallel, group: ProcessGroup) -> None:
+        """See `Stage.spread_attention`: by transformers' registry."""
+        spread(self.whole, context, group)
+        self._shares_sequence = True
+        forward = self.whole.forward
+        self.whole.forward = update_wrapper(partial(self._in_trial, forward), forward)
+
+    def spread_experts(self, groups: Mapping[str, ProcessGroup], *, hidden: bool) -> None:
+        """See `Stage.spread_experts`; one rank computes them as transformers does."""
+        del hidden
+        for block in self.blocks if "ep" in groups and groups["ep"].size() > 1 else ():
+            if any(True for _ in expert_modules(block)):
+                apply_to_transformers(block, groups["ep"])
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> "TransformersStage":
         """Give parameters and buffers memory, and stand-ins of those of others zeros without."""
@@ -194,6 +234,7 @@ class TransformersStage(Stage):
         for (first, name), *others in shared.values():
             for module, leaf in others:  # each has got memory of its own
                 setattr(module, leaf, getattr(first, name))
+        self._compute_blocks()
         for module, leaf, shape in self._stand_ins:
             zero = torch.zeros((), dtype=self.compute_dtype, device=device)
             module.__dict__[leaf] = zero.expand(shape)
@@ -213,10 +254,13 @@ class TransformersStage(Stage):
         inputs: dict[str, Any] = {"input_ids": x}
         if not self.is_first:
             inputs = {"inputs_embeds": self._nothing_embedded(x)}
-        inputs |= positions_of(self.whole, self.config, microbatch, x)
-        token = _call.set(_Call(None if self.is_first else x, wants_logits))
+        inputs |= positions_of(
+            self.whole, self.config, microbatch, x, is_shared=self._shares_sequence
+        )
+        hidden = None if self.is_first else x.unflatten(2, self.outline.width)
+        token = _call.set(_Call(hidden, wants_logits))
         try:
-            output: Tensor = self._computing(self, self._run, inputs, microbatch)
+            output: Tensor = self._computing(self._outside, self._run, inputs, microbatch)
         finally:
             _call.reset(token)
         return output if self.is_last or ranks is None else split(output, 1, ranks)
@@ -226,10 +270,24 @@ class TransformersStage(Stage):
             logits: Tensor = self.whole(**inputs, use_cache=False).logits
         except _LeftError as left:
             if not self.is_last:
-                return left.hidden
+                return left.hidden.flatten(2)
             head = self.whole.get_submodule(self.outline.head)
             return self.predict(left.hidden, head.weight, microbatch.targets)
         return logits
+
+    def _in_trial(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Be the forward of the whole model; see Note [A stage is tried as the whole is]."""
+        hidden = hidden_of_trial(kwargs, self.outline.width)
+        if hidden is None:
+            return forward(*args, **kwargs)
+        mine = None if self.is_first else hidden.to(self.compute_dtype)
+        token = _call.set(_Call(mine, wants_logits=True))
+        try:
+            return forward(*args, **kwargs)
+        except _LeftError as left:
+            return left.hidden
+        finally:
+            _call.reset(token)
 
     def _nothing_embedded(self, x: Tensor) -> Tensor:
         """What a model gets in place of embeddings of tokens where nothing is made of them."""
@@ -245,27 +303,30 @@ class TransformersStage(Stage):
         kind, count = self.outline.returned
         return kind([hidden, *[None] * (count - 1)])
 
-    def _computing(
-        self, module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Call something of a module that reads its parameters in `compute_dtype`.
+    def _compute_blocks(self) -> None:
+        """Let what FSDP gathers at once be cast at once: blocks, and experts that were spread."""
+        spread = {*self.experts}
+        inside_blocks = {part for block in self._listed for part in block.modules()}
+        self._outside = [part for part in self.modules() if part not in inside_blocks]
+        for part in (*self.blocks, *spread):
+            inside = [p for p in part.modules() if p is part or p not in spread]
+            part.forward = partial(self._computing, inside, part.forward)
 
-        Of a stage itself these are parameters in none of its blocks.
-        """
-        parts = module.modules() if module is not self else self._outside
-        with self.lifted(), _cast([*parts], self.compute_dtype):
+    def _computing(
+        self,
+        modules: Sequence[nn.Module],
+        function: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Call what reads parameters of some modules in `compute_dtype`."""
+        with self.lifted(), _cast(modules, self.compute_dtype):
             return function(*args, **kwargs)
 
     def lifted(self) -> contextlib.AbstractContextManager[Any]:
         """In float64, let whatever asks for less get float64."""
         is_double = self.compute_dtype == torch.float64
         return lifting() if is_double else contextlib.nullcontext()
-
-    @property
-    def _outside(self) -> Iterator[nn.Module]:
-        """Modules in none of the blocks."""
-        inside = {part for block in self.blocks for part in block.modules()}
-        return (part for part in self.modules() if part not in inside)
 
     def _is_here(self, name: str) -> bool:
         return self.outline.is_on(name, self.own_layers, first=self.is_first, last=self.is_last)
@@ -326,11 +387,6 @@ def _require_cut(model: Any, outline: Outline, config: ModelConfig) -> None:
         raise ConfigError(
             f"{name} cannot be cut into stages (mesh.pp must be 1): more than hidden states "
             f"travels between layers: {outline.beside}"
-        )
-    if outline.width != (config.stage_width,):
-        raise ConfigError(
-            f"{name} cannot be cut into stages (mesh.pp must be 1): behind sequences and positions "
-            f"hidden states have sizes {outline.width}, not ({config.stage_width},)"
         )
     if "inputs_embeds" not in inspect.signature(model.forward).parameters:
         raise ConfigError(

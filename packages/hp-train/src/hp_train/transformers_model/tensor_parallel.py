@@ -58,7 +58,9 @@ def styles_of(model: Any, layers: nn.Module, num_ranks: int) -> dict[str, Style]
     shared = _shared(model)
     found: dict[str, Style] = {}
     for path, parent in layers.named_modules():
-        kinds = {name: _planned(plan, f"{prefix}.{path}.{name}") for name, _ in parent.named_children()}
+        kinds = {
+            name: _planned(plan, f"{prefix}.{path}.{name}") for name, _ in parent.named_children()
+        }
         pair = _pair(parent, kinds, num_ranks)
         for name, child in parent.named_children():
             if name in pair:
@@ -119,7 +121,9 @@ def _pair(parent: nn.Module, kinds: Mapping[str, Style | None], num_ranks: int) 
     children = dict(parent.named_children())
     with_parameters = [n for n, child in children.items() if any(True for _ in child.parameters())]
     known = {name: kind for name in with_parameters if (kind := kinds[name]) is not None}
-    is_whole = len(known) == len(with_parameters) and not list(parent.named_parameters(recurse=False))
+    is_whole = len(known) == len(with_parameters) and not list(
+        parent.named_parameters(recurse=False)
+    )
     if not is_whole or not {"columns", "rows"} <= {*known.values()}:
         return {}
     if any(_is_read(parent, name) for name in known):
@@ -219,7 +223,9 @@ def split(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 
 def _gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    parts = [
+        torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())
+    ]
     dist.all_gather(parts, x.contiguous(), group=group)
     return torch.cat(parts, dim)
 

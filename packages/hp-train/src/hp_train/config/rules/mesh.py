@@ -73,6 +73,12 @@ def _own_model(config: Config) -> Iterator[str]:
     name, tp = config.model.origin, max(config.mesh.tp_sizes)
     if tp > 1 and config.model.factory:
         yield f"mesh.tp ({tp}) must be 1 with {name}"
+    for key in ("etp", "ep_buffer") if config.model.transformers else ():
+        size, least = getattr(config.mesh, key), 1 if key == "etp" else 0
+        if size > least:
+            yield f"mesh.{key} ({size:g}) must be {least} with {name}"
+    if config.model.transformers and config.pipeline.overlap:
+        yield f"pipeline.overlap (true) must be false with {name}"
     if config.train.recompute not in ("none", "full"):
         yield f"train.recompute ({shown(config.train.recompute)}) must be none or full with {name}"
 
