@@ -449,6 +449,23 @@ def demo(session: nox.Session) -> None:
     session.run("hp", "verify", "--demo", "--all", *kept, *session.posargs)
 
 
+@nox.session(default=False)
+def models(session: nox.Session) -> None:
+    """`hp verify --models`: all causal models of transformers in hp-train's layouts; it goes on."""
+    _install(session, "hp-train", group="test-transformers")
+    limit = ("--minutes", "150", "--results", str(SCRATCH / "models"))
+    session.run("hp", "verify", "--models", *limit, *session.posargs)
+
+
+@nox.session(name="models-sample", allow_parallel=True)
+@_recorded
+def models_sample(session: nox.Session) -> None:
+    """Run some cells of the table of models, each also with a mistake that it must find."""
+    _install(session, "hp-train", group="test-transformers")
+    tests = "packages/hp-train/tests/test_train_transformers_models.py"
+    _pytest(session, tests, *session.posargs)
+
+
 # Their versions are pinned in integration_tests/libraries, Triton's is that of test-triton.
 LIBRARIES = ("deepspeed", "megatron-core", "torchtitan", "triton")
 LIBRARIES_TEST = "integration_tests/test_verify_libraries.py"

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from hp_train.architectures.forks import run_ranks
+from hp_train.architectures.shrinking import shrunk
 from hp_train.cli import main
 from hp_train.demo import command
 from hp_train.demo.by_hand import MOST_LINES, program
@@ -23,9 +25,7 @@ from hp_train.demo.cells import (
     read,
     write,
 )
-from hp_train.demo.forks import run_ranks
 from hp_train.demo.page import page
-from hp_train.demo.shrinking import shrunk
 from hp_train.demo.table import table
 from hp_train.demo.zoo.bugs import BUGS
 

@@ -50,6 +50,7 @@ class Exchanges:
     Attributes:
         gather: [B, s, D] of this rank's positions to [B, S, D] of all.
         scatter: [B, S, D] summed over ranks to this rank's positions [B, s, D].
+        group: These ranks.
         linear_cross_entropy: See `hp_train.model.loss`; takes [T, D] of all positions, this rank's
             rows of the output matrix, [v, D], and the targets of all positions.
     """
@@ -57,6 +58,7 @@ class Exchanges:
     gather: Callable[[Tensor], Tensor]
     scatter: Callable[[Tensor], Tensor]
     linear_cross_entropy: Callable[..., Tensor]
+    group: ProcessGroup | None = None
 
 
 class Stage(nn.Module):

@@ -55,6 +55,8 @@ def write_folder(
         hp_train.errors.CheckpointError: When a tensor is missing.
     """
     made, outline = on_meta(model, dtype), outline_of(model)
+    if dtype == torch.float64:
+        made.double()  # what a model keeps in float32, whatever is asked for
     _require_all(saved_tensors(made), boxes)
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.glob("*.safetensors")) or (folder / INDEX).exists():

@@ -54,14 +54,15 @@ def fill(
     from_files = has_weights(config)
     names = {*buffers} if from_files else {*wanted, *buffers}
     dtype = stage.compute_dtype
-    for path, values in drawn(config, seed, names, dtype=dtype, buffers_alone=from_files):
-        for leaf, value in values.items():
-            name = f"{path}.{leaf}".lstrip(".")
-            if name in buffers:
-                buffers[name].copy_(value)
-            elif name in wanted and not from_files:
-                keep(wanted[name], value)
-        on_progress()
+    with stage.lifted():
+        for path, values in drawn(config, seed, names, dtype=dtype, buffers_alone=from_files):
+            for leaf, value in values.items():
+                name = f"{path}.{leaf}".lstrip(".")
+                if name in buffers:
+                    buffers[name].copy_(value)
+                elif name in wanted and not from_files:
+                    keep(wanted[name], value)
+            on_progress()
     if from_files:
         parts = {p.name: Part(p.local, p.shape, tuple(s for s, _ in p.span)) for p in parameters}
         kept = {name: Part.of(buffer) for name, buffer in stage.kept_buffers.items()}

@@ -107,7 +107,7 @@ def _seen(made: Any, folder: str, path: str) -> Outline:
     watch = _Watch(made, path)
     tokens = torch.zeros(_SEQUENCES, _POSITIONS, dtype=torch.int64, device="meta")
     try:
-        with _Answers(), watch:
+        with Answers(), watch:
             logits = made(input_ids=tokens, use_cache=False).logits
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
@@ -118,7 +118,7 @@ def _seen(made: Any, folder: str, path: str) -> Outline:
     return watch.outline(logits)
 
 
-class _Answers(TorchFunctionMode):
+class Answers(TorchFunctionMode):
     """Answers what a model asks of values that are not there: whether masks hide nothing."""
 
     _ANSWERS: Mapping[Any, Callable[[Tensor], Any]] = {

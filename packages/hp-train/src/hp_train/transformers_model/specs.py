@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from hp_expert.hugging_face.layout import expert_modules, refusal
 from hp_train.errors import ConfigError
-from hp_train.layout.parameter import ParameterSpec
+from hp_train.layout.parameter import Kind, ParameterSpec
 from hp_train.model import declare
 
 
@@ -47,6 +47,5 @@ def declare_experts(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
 
 
 def _spec(leaf: str, parameter: Tensor) -> ParameterSpec:
-    if parameter.ndim > 1:
-        return ParameterSpec("matrix")
-    return ParameterSpec("bias" if "bias" in leaf else "norm")
+    kind: Kind = "matrix" if parameter.ndim > 1 else "bias" if "bias" in leaf else "norm"
+    return ParameterSpec(kind, sums_over_tp=False)

@@ -16,6 +16,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial, update_wrapper
 from math import prod
 from typing import Any, NamedTuple, NoReturn
@@ -28,11 +29,12 @@ from hp_context import ContextParallel
 from hp_expert.hugging_face import apply_to_transformers
 from hp_expert.hugging_face.layout import expert_modules
 from hp_expert.hugging_face.modules import DispatchedExperts
-from hp_train.base.lifting import Lifting
+from hp_train.base.lifting import lifting
 from hp_train.config import ModelConfig
 from hp_train.errors import ConfigError
-from hp_train.model import Microbatch, Stage
+from hp_train.model import Microbatch, Stage, declare
 from hp_train.model.parameters import Parameter
+from hp_train.model.stage import Exchanges
 from hp_train.transformers_model.documents import positions_of
 from hp_train.transformers_model.first_weights import fill
 from hp_train.transformers_model.made import on_meta
@@ -40,6 +42,14 @@ from hp_train.transformers_model.outline import Outline, outline_of
 from hp_train.transformers_model.refusals import require_same_in_every_layout
 from hp_train.transformers_model.sequence import hidden_of_trial, spread
 from hp_train.transformers_model.specs import declare_all, declare_experts
+from hp_train.transformers_model.tensor_parallel import (
+    Style,
+    gather,
+    parts_of,
+    place,
+    split,
+    styles_of,
+)
 
 
 class _Call(NamedTuple):
@@ -99,6 +109,8 @@ class TransformersStage(Stage):
         self.config, self.is_first, self.is_last = config, first, last
         self.outline = outline_of(config)
         self.own_layers = [*layers]
+        self._styles: Mapping[str, Style] = {}
+        self._tensor_ranks: ProcessGroup | None = None
         self.width_sent = prod(self.outline.width)  # of several residual streams, all
         if self.outline.num_layers != config.num_layers:
             raise ConfigError(
@@ -179,6 +191,24 @@ class TransformersStage(Stage):
         """
         if sizes["ep"] > 1:
             declare_experts(self, self.blocks)
+        if sizes["tp"] > 1:
+            self._plan_tensors(sizes["tp"])
+
+    def _plan_tensors(self, num_ranks: int) -> None:
+        styles = styles_of(self.whole, self._listed, num_ranks)
+        own = {str(index) for index in self.own_layers}
+        self._styles = {p: style for p, style in styles.items() if p.split(".")[0] in own}
+        for path in self._styles:
+            module = self._listed.get_submodule(path)
+            for leaf, dim in parts_of(module, self._styles[path]):
+                spec = module.__dict__["parameter_specs"][leaf]
+                declare(module, **{leaf: replace(spec, tp_dim=dim)})
+
+    def place_exchanges(self, exchanges: Exchanges) -> None:
+        """See `Stage.place_exchanges`."""
+        assert exchanges.group is not None
+        self._tensor_ranks = exchanges.group
+        place(self._listed, self._styles, exchanges.group)
 
     def spread_attention(self, context: ContextParallel, group: ProcessGroup) -> None:
         """See `Stage.spread_attention`: by transformers' registry."""
@@ -217,17 +247,23 @@ class TransformersStage(Stage):
             x: Token ids int64 [B, S] on the first stage, what the stage before returned on others.
             microbatch: What travels with the call.
         """
+        ranks = self._tensor_ranks
+        if ranks is not None and not self.is_first:  # ranks send their positions
+            x = gather(x, 1, ranks)
         wants_logits = microbatch.targets is None or not self.outline.head
         inputs: dict[str, Any] = {"input_ids": x}
         if not self.is_first:
             inputs = {"inputs_embeds": self._nothing_embedded(x)}
-        inputs |= positions_of(self.whole, microbatch, x, is_shared=self._shares_sequence)
+        inputs |= positions_of(
+            self.whole, self.config, microbatch, x, is_shared=self._shares_sequence
+        )
         hidden = None if self.is_first else x.unflatten(2, self.outline.width)
         token = _call.set(_Call(hidden, wants_logits))
         try:
-            return self._computing(self._outside, self._run, inputs, microbatch)
+            output: Tensor = self._computing(self._outside, self._run, inputs, microbatch)
         finally:
             _call.reset(token)
+        return output if self.is_last or ranks is None else split(output, 1, ranks)
 
     def _run(self, inputs: Mapping[str, Any], microbatch: Microbatch) -> Tensor:
         try:
@@ -284,12 +320,13 @@ class TransformersStage(Stage):
         **kwargs: Any,
     ) -> Any:
         """Call what reads parameters of some modules in `compute_dtype`."""
-        with self._lifted(), _cast(modules, self.compute_dtype):
+        with self.lifted(), _cast(modules, self.compute_dtype):
             return function(*args, **kwargs)
 
-    def _lifted(self) -> contextlib.AbstractContextManager[Any]:
+    def lifted(self) -> contextlib.AbstractContextManager[Any]:
+        """In float64, let whatever asks for less get float64."""
         is_double = self.compute_dtype == torch.float64
-        return Lifting() if is_double else contextlib.nullcontext()
+        return lifting() if is_double else contextlib.nullcontext()
 
     def _is_here(self, name: str) -> bool:
         return self.outline.is_on(name, self.own_layers, first=self.is_first, last=self.is_last)
