@@ -16,6 +16,7 @@ from hp_train.base.environment import require_unstarted
 from hp_train.base.numbers import real, whole
 from hp_train.config import Config
 from hp_train.config.options import Resolved, resolve, split_overrides
+from hp_train.config.schema import shown
 from hp_train.config.space import sample_layouts
 from hp_train.errors import ConfigError, DifferenceError, HpError
 from hp_train.verify.pairs import (
