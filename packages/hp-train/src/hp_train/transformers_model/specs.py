@@ -47,5 +47,6 @@ def declare_experts(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
 
 
 def _spec(leaf: str, parameter: Tensor) -> ParameterSpec:
-    kind: Kind = "matrix" if parameter.ndim > 1 else "bias" if "bias" in leaf else "norm"
+    is_matrix = parameter.ndim > 1 and parameter.requires_grad  # what is frozen must not decay
+    kind: Kind = "matrix" if is_matrix else "bias" if "bias" in leaf else "norm"
     return ParameterSpec(kind, sums_over_tp=False)
