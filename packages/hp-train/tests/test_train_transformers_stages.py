@@ -185,8 +185,10 @@ def test_files_that_are_not_those_of_the_model_are_refused(
 
 def test_keys_follow_from_the_folder_or_are_refused(tmp_path: Path) -> None:
     folder = make_folder("qwen3_moe", tmp_path / "model", weights=False)
-    keys = {"model.transformers": str(folder)}
-    resolved = resolve("quickstart", keys.items(), env={})
+    keys: dict[str, object] = {"model.transformers": str(folder)}
+    (tmp_path / "run.toml").write_text("[data]\nseq_len = 32\n")
+    source = str(tmp_path / "run.toml")
+    resolved = resolve(source, keys.items(), env={})
     model = resolved.config.model
     assert (model.dim, model.num_layers, model.num_experts, model.top_k) == (32, 4, 4, 2)
     assert resolved.origins["model.dim"] == f"{folder}/config.json"
@@ -199,7 +201,7 @@ def test_keys_follow_from_the_folder_or_are_refused(tmp_path: Path) -> None:
         ({"train.recompute": "attention"}, "train.recompute .* must be none or full with"),
     ):
         with pytest.raises(ConfigError, match=reason):
-            resolve("quickstart", (keys | given).items(), env={})
+            resolve(source, (keys | given).items(), env={})
 
 
 OWN = """
