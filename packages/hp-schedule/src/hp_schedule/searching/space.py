@@ -206,7 +206,7 @@ class Space:
         problem = old.problem
         if len(self._orders) > 1 and random.random() < _REORDERED:
             problem = self._of(neighbour(problem.order, random))
-        windows = self._windows_of(old.plan) if random.random() < 0.5 else None
+        windows = _windows_of(old.problem, old.plan) if random.random() < 0.5 else None
         if windows and random.random() < 0.5:
             stage = random.randrange(len(windows))
             wider = max(1, windows[stage] + random.choice((-1, 1)))
@@ -310,24 +310,6 @@ class Space:
             )
         return Candidate(plan.makespan, "microbatches in order", problem, plan, 1.0)
 
-    def _windows_of(self, plan: Plan) -> tuple[int, ...]:
-        """Return how many microbatches each stage holds at most in a plan."""
-        problem = self._problem
-        num, last = problem.num_microbatches, problem.num_steps - problem.part
-        windows = []
-        for start in range(0, problem.part, num):
-            window = freed = 0
-            for place in range(num):
-                while (
-                    freed < place
-                    and plan.starts[last + start + freed] + problem.duration[last + start + freed]
-                    <= plan.starts[start + place] + _EPSILON
-                ):
-                    freed += 1
-                window = max(window, place + 1 - freed)
-            windows.append(window)
-        return tuple(windows)
-
     def _disturbed(self, plan: Plan, random: Random) -> list[float]:
         """Return the start times with noise for each step, or for each part of a stage."""
         problem = self._problem
@@ -366,6 +348,24 @@ class Space:
                     time -= problem.duration[step]
                     starts[step] = time
         return starts
+
+
+def _windows_of(problem: Problem, plan: Plan) -> tuple[int, ...]:
+    """Return how many microbatches each stage holds at most in a plan."""
+    num, last = problem.num_microbatches, problem.num_steps - problem.part
+    windows = []
+    for start in range(0, problem.part, num):
+        window = freed = 0
+        for place in range(num):
+            while (
+                freed < place
+                and plan.starts[last + start + freed] + problem.duration[last + start + freed]
+                <= plan.starts[start + place] + _EPSILON
+            ):
+                freed += 1
+            window = max(window, place + 1 - freed)
+        windows.append(window)
+    return tuple(windows)
 
 
 def _steps_of(problem: Problem, code: int) -> tuple[int, ...]:
