@@ -307,9 +307,9 @@ def test_infinite_costs_are_refused_by_name() -> None:
 
 
 def test_candidates_asked_for_are_built_however_long_they_take() -> None:
-    find = partial(search, ModelCosts(latency=0.2), num_ranks=3, num_microbatches=4)
-    assert find(num_candidates=25, memory_limit=2).num_candidates == 25
-    assert find(num_candidates=25, memory_limit=2, time_budget=0).ended_by == "time"
+    find = partial(search, ModelCosts(latency=0.2), num_ranks=4, num_microbatches=8)
+    assert find(num_candidates=25, memory_limit=2.5).num_candidates == 25
+    assert find(num_candidates=25, memory_limit=2.5, time_budget=0).ended_by == "time"
 
 
 def test_a_machine_that_is_busy_with_other_work_takes_nothing_from_the_budget(
@@ -318,7 +318,9 @@ def test_a_machine_that_is_busy_with_other_work_takes_nothing_from_the_budget(
     hours = itertools.count(step=3600.0)
     for clock in ("monotonic", "perf_counter", "time"):
         monkeypatch.setattr(time, clock, lambda: next(hours))
-    find = partial(search, ModelCosts(latency=0.2), num_ranks=3, num_microbatches=4, memory_limit=2)
+    find = partial(
+        search, ModelCosts(latency=0.2), num_ranks=4, num_microbatches=8, memory_limit=2.5
+    )
     assert find(num_candidates=25, time_budget=600) == find(num_candidates=25)
     # It is this thread's processor time that counts.
     seconds = itertools.count()

@@ -12,7 +12,7 @@ from hp_schedule.searching.joined import joined_bound
 from hp_schedule.searching.problem import Problem
 
 _EPSILON = 1e-9
-_SMALL = 400
+_SMALL = 150
 """Steps up to which all ranks are looked at."""
 _LARGE = 20_000
 """Steps from which the one bound that takes long is worked out for some ranks only."""
