@@ -7,7 +7,7 @@ other is better than in every respect. Where there are too many, some are merged
 good as each of them: the result stays a bound.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import ceil, inf
 from typing import NamedTuple
@@ -15,10 +15,12 @@ from typing import NamedTuple
 from hp_schedule.searching.problem import Problem
 
 _EPSILON = 1e-9
-_STATES = 4_000
+_STATES = 3_500
 """States from which a rank is left alone."""
-_WAYS = 12_000
+_WAYS = 10_000
 """Ways that are gone, of all states together."""
+_NEAR = 0.9
+"""The share of a known bound from which a rank is looked at closely."""
 _KEPT = 24
 """Ways to come to one state that are kept apart at most."""
 _FIXED = 2
@@ -51,18 +53,24 @@ class _Chain(NamedTuple):
     tail: float
 
 
-def joined_bound(problem: Problem, rank: int) -> float:
+def joined_bound(problem: Problem, ranks: Iterable[int], *, known: float = 0.0) -> float:
     """Return a bound for problems whose microbatches all cost the same; 0 for large ones.
 
     Args:
         problem: Problem whose plans are bounded.
-        rank: Rank that the bound is worked out for.
+        ranks: Ranks of which one alone is looked at, the one with the largest bound closely.
+        known: A bound that is known: what is much lower is not looked at closely.
     """
-    stages = [stage for stage, place in enumerate(problem.stage_to_rank) if place == rank]
-    ways = _Ways(_chain(problem, stages), problem)
-    bound, num_states = ways.shortest(1)
+    found: list[tuple[float, int, _Ways]] = []
+    for rank in ranks:
+        stages = [stage for stage, place in enumerate(problem.stage_to_rank) if place == rank]
+        ways = _Ways(_chain(problem, stages), problem)
+        found.append((*ways.shortest(1), ways))
+    bound, num_states, ways = max(found, key=lambda entry: entry[0])
     kept = min(_KEPT, _WAYS // max(1, num_states))
-    return max(bound, ways.shortest(kept)[0]) if kept > 1 else bound
+    if kept < 2 or bound < known * _NEAR:
+        return bound
+    return max(bound, ways.shortest(kept)[0])
 
 
 def _chain(problem: Problem, stages: Sequence[int]) -> _Chain:
