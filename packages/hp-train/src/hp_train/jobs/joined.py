@@ -16,6 +16,7 @@ from hp_train.jobs.events import (
     NUM_SIGNS,
     SUFFIX,
     TENSORS,
+    WEIGHT,
     Box,
     Event,
     Piece,
@@ -116,6 +117,12 @@ class Recording:
         ranks = max((int(facts["ranks"]) for facts in self.facts), default=1)
         last = self.steps.get(steps)
         return last is not None and len(last.states) >= ranks
+
+    def before_failing(self) -> "Recording":
+        """What a job that has failed had computed by then: its steps whose updates are whole."""
+        whole = {i: step for i, step in self.steps.items() if self.is_whole(i)}
+        done = {i: step for i, step in whole.items() if WEIGHT in step.tensors}
+        return Recording(done, self.facts)
 
 
 class NothingRecordedError(HpError):
