@@ -30,24 +30,31 @@ def compared(tmp_path: Path, kind: str, fault: str = "") -> Comparison:
     return compare(job, reference, floor)
 
 
-@pytest.mark.sample("images", "two_models", "closure")
-@pytest.mark.parametrize("kind", SOUND)
+@pytest.mark.sample("images", "two_models", "closure", "uneven")
+@pytest.mark.parametrize("kind", SOUND | MORE)
 def test_what_computes_the_same_is_equal(tmp_path: Path, kind: str) -> None:
     result = compared(tmp_path, kind)
     assert not result.differences
     assert not result.unaligned
-    assert {"first weight", "forward", "loss", "gradient", "weight"} <= result.largest.keys()
+    outputs = set() if kind == "compiled" else {"forward"}
+    assert {"first weight", *outputs, "loss", "gradient", "weight"} <= result.largest.keys()
 
 
 @pytest.mark.sample("many_evaluations")
-@pytest.mark.parametrize("kind", [kind for kind in SOUND if kind != "doubled"])  # equal anyway
+@pytest.mark.parametrize("kind", [k for k in SOUND | MORE if k != "doubled"])  # equal anyway
 def test_a_model_that_is_not_reduced_is_found(tmp_path: Path, kind: str) -> None:
     result = compared(tmp_path, kind, "no-sync")
     first = result.differences[0]
-    # The first model's update is the second; the second evaluation is of weights updated wrongly.
-    step = 2 if kind == "two_models" else 1
+    # The first model is updated after others; the second evaluation is of weights updated wrongly.
+    step = {"two_models": 2, "critic": 3}.get(kind, 1)
     phase = "forward" if kind == "many_evaluations" else "gradient"
     assert (first.step, first.phase) == (step, phase)
+
+
+def test_a_rank_that_ends_before_others_is_found(tmp_path: Path) -> None:
+    first = compared(tmp_path, "short").differences[0]
+    assert str(first).startswith("step 2, update: ")
+    assert first.note == "rank 1 makes it no more, and others do"
 
 
 def test_statistics_of_own_samples_are_found(tmp_path: Path) -> None:

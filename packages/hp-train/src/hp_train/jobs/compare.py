@@ -176,6 +176,7 @@ def compare(actual: Recording, expected: Recording, floor: Floor) -> Comparison:
             elif phase != ev.START:
                 _phase(result, index, phase, mine, theirs, floor)
         _list_terms(result, index, theirs, actual.num_ranks)
+        _left(result, index, mine, actual.steps.get(index - 1, Step()))
     for index in sorted(set(expected.steps) ^ set(actual.steps)):
         here = "the job" if index in actual.steps else "the reference"
         step = actual.steps.get(index) or expected.steps[index]
@@ -185,6 +186,15 @@ def compare(actual: Recording, expected: Recording, floor: Floor) -> Comparison:
         else:
             result.unaligned[f"step {index}"] = f"only {here} has it"
     return result
+
+
+def _left(result: Comparison, index: int, mine: Step, before: Step) -> None:
+    """Find processes that make no more updates while others, which were beside them, go on."""
+    gone = before.updated - mine.updated
+    if gone and before.updated & mine.updated:
+        ranks = " and ".join(str(int(who.split("-")[1])) for who in sorted(gone))
+        note = f"rank {ranks} makes it no more, and others do"
+        result.differences.append(Place(index, UPDATE, "", 1.0, 0.0, note=note))
 
 
 def _list_terms(result: Comparison, index: int, theirs: Step, num_ranks: int) -> None:
