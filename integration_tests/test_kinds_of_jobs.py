@@ -30,7 +30,7 @@ def compared(tmp_path: Path, kind: str, fault: str = "") -> Comparison:
     return compare(job, reference, floor)
 
 
-@pytest.mark.sample("images", "two_models", "closure", "uneven")
+@pytest.mark.sample("images", "two_models", "closure")
 @pytest.mark.parametrize("kind", SOUND | MORE)
 def test_what_computes_the_same_is_equal(tmp_path: Path, kind: str) -> None:
     result = compared(tmp_path, kind)

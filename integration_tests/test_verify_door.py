@@ -154,7 +154,7 @@ TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m",
 
 def through_the_command(
     corpus: str, tmp_path: Path, start: list[str], *changes: str
-) -> "subprocess.CompletedProcess[str]":
+) -> subprocess.CompletedProcess[str]:
     """Compare a run that modules of Python start, and what is changed in it, with one process."""
     keys = {**SMALL, "train.dtype": "float64", "train.steps": 2, "train.eval_every": 2}
     train = ["train", str(ROOT / "verify.toml")]
@@ -172,7 +172,7 @@ def through_the_command(
     )
 
 
-@pytest.mark.sample("hp_train")
+@pytest.mark.sample
 @pytest.mark.parametrize("start", [["hp_train"], TORCHRUN], ids=lambda start: start[0])
 def test_hp_train_itself_is_a_job(start: list[str], corpus: str, tmp_path: Path) -> None:
     """With ranks that the launcher forks, or torchrun starts."""
@@ -183,6 +183,7 @@ def test_hp_train_itself_is_a_job(start: list[str], corpus: str, tmp_path: Path)
     assert "could not be compared" not in done.stdout
 
 
+@pytest.mark.sample
 def test_what_ranks_of_torchrun_do_otherwise_is_found(corpus: str, tmp_path: Path) -> None:
     changes = "--mesh.dp_shard=2", "--train.max_grad_norm=0.01"
     done = through_the_command(corpus, tmp_path, TORCHRUN, *changes)

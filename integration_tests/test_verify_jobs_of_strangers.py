@@ -76,6 +76,7 @@ def verify(
     )
 
 
+@pytest.mark.sample
 def test_a_job_that_breaks_is_compared_until_then(tmp_path: Path) -> None:
     done = verify(tmp_path, "break", "scaled")
 
@@ -85,6 +86,7 @@ def test_a_job_that_breaks_is_compared_until_then(tmp_path: Path) -> None:
     assert "out of memory" in done.stderr
 
 
+@pytest.mark.sample
 def test_updates_that_are_not_made_are_a_difference(tmp_path: Path) -> None:
     done = verify(tmp_path, "early")
 
