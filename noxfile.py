@@ -184,8 +184,9 @@ if os.environ.setdefault("HP_NOX", str(os.getpid())) == str(os.getpid()):
 
 
 def _with_extras(name: str) -> str:
-    extras = PACKAGES[name].get("optional-dependencies", {})
-    return f"{name}[{','.join(extras)}]" if extras else name
+    # Transformers is large: sessions that need it name its group.
+    extras = {*PACKAGES[name].get("optional-dependencies", {})} - {"transformers"}
+    return f"{name}[{','.join(sorted(extras))}]" if extras else name
 
 
 def _sources() -> list[str]:
@@ -449,6 +450,23 @@ def demo(session: nox.Session) -> None:
     session.run("hp", "verify", "--demo", "--all", *kept, *session.posargs)
 
 
+@nox.session(default=False)
+def models(session: nox.Session) -> None:
+    """`hp verify --models`: all causal models of transformers in hp-train's layouts; it goes on."""
+    _install(session, "hp-train", group="test-transformers")
+    limit = ("--minutes", "150", "--results", str(SCRATCH / "models"))
+    session.run("hp", "verify", "--models", *limit, *session.posargs)
+
+
+@nox.session(name="models-sample", allow_parallel=True)
+@_recorded
+def models_sample(session: nox.Session) -> None:
+    """Run some cells of the table of models, each also with a mistake that it must find."""
+    _install(session, "hp-train", group="test-transformers")
+    tests = "packages/hp-train/tests/test_train_transformers_models.py"
+    _pytest(session, tests, *session.posargs)
+
+
 # Their versions are pinned in integration_tests/libraries, Triton's is that of test-triton.
 LIBRARIES = ("deepspeed", "megatron-core", "torchtitan", "triton")
 LIBRARIES_TEST = "integration_tests/test_verify_libraries.py"
@@ -465,11 +483,12 @@ TRANSFORMERS_TESTS = {
 
 
 def _transformers_tests() -> list[str]:
-    return [
+    of_packages = [
         str(file)
         for name, pattern in TRANSFORMERS_TESTS.items()
         for file in sorted(Path(f"packages/{name}/tests").glob(pattern))
     ]
+    return [*of_packages, "integration_tests/test_transformers_models.py"]
 
 
 @nox.session(default=False)

@@ -77,7 +77,7 @@ BY_FSDP = {
 }
 
 
-@pytest.mark.sample("block, pipeline", "copies, stage", "copies, pipeline", "once")
+@pytest.mark.sample("block, pipeline", "copies, pipeline", "once")
 @pytest.mark.parametrize("name", BY_FSDP)
 def test_however_parameters_are_gathered_a_layout_is_equal(
     name: str, corpus: str, runs: Runs

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hp_platform.testing import run_distributed
+from hp_train.base.lifting import Lifting
 from hp_train.cli import main
 from hp_train.errors import ConfigError
 from hp_train.jobs.command import split
@@ -22,7 +23,6 @@ from hp_train.jobs.disturbing import Disturbing
 from hp_train.jobs.events import BACKWARD, FORWARD, GRADIENT, LOSS, NORM, RATE
 from hp_train.jobs.explain import explain
 from hp_train.jobs.joined import Digests, Recording, Step, distance
-from hp_train.jobs.lifting import Lifting
 from hp_train.jobs.names import Renaming, plain
 from hp_train.jobs.parts import Reference
 from hp_train.jobs.samples import Samples, batch_of, hashes

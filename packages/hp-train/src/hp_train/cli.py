@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hp_train import __version__
+from hp_train.architectures import command as architectures
 from hp_train.base.command_line import Parser
 from hp_train.base.environment import speaks_for_node
 from hp_train.base.numbers import whole
@@ -32,7 +33,8 @@ _JOBS = (
     " Or any training program beside another: hp verify [FLAGS] -- JOB --against -- REFERENCE; "
     "hp verify --help -- tells its flags. Or checkpoints, weights in an engine, curves of losses: "
     "hp verify --checkpoint A B, --manifest FOLDER, --curves A B; or bugs and layouts of others: "
-    "hp verify --demo. Their flags with --help behind."
+    "hp verify --demo; or models of transformers: hp verify --models. "
+    "Their flags with --help behind."
 )
 _OVERRIDES = "--section.key value, --section.key=value or section.key=value sets any key."
 
@@ -96,6 +98,8 @@ def _other_door(argv: Sequence[str]) -> Callable[[Sequence[str]], int] | None:
         return jobs.run
     if demo.FLAG in argv:
         return demo.run
+    if architectures.FLAG in argv:
+        return architectures.run
     return compared.run if any(argument in compared.FLAGS for argument in argv) else None
 
 
@@ -181,6 +185,7 @@ def _add_hugging_face(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 def _hugging_face(options: argparse.Namespace) -> int:
     from hp_train.hugging_face import command  # noqa: PLC0415 - imports torch
+    from hp_train.transformers_model.export import write_folder  # noqa: PLC0415 - likewise
 
     folder = Path(options.folder)
     if options.command == "import-hf":
@@ -189,7 +194,14 @@ def _hugging_face(options: argparse.Namespace) -> int:
     if tokenizer is not None and not tokenizer.is_file():
         raise ConfigError(f"--tokenizer ({tokenizer}) must be a file")
     run, step = Path(options.run), options.step
-    return command.export_hf(run, folder, step=step, dtype=options.dtype, tokenizer=tokenizer)
+    return command.export_hf(
+        run,
+        folder,
+        step=step,
+        dtype=options.dtype,
+        tokenizer=tokenizer,
+        of_transformers=write_folder,
+    )
 
 
 def _add_plain_checkpoint(commands: "argparse._SubParsersAction[Parser]") -> None:

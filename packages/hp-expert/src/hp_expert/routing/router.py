@@ -91,6 +91,8 @@ class TopKRouter(nn.Module):
             others are dropped; the weights of a token's other slots stay as they are. None: all.
         drop_policy: Which it takes: those with the highest weights ("score") or of the first tokens
             ("position"). Of equal weights, those of the first tokens.
+        counts_load: Whether `load` is counted; where nothing reads it, that is a layer's work for
+            nothing.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
 
@@ -116,6 +118,7 @@ class TopKRouter(nn.Module):
         group_score: GroupScore = "top2_sum",
         capacity_factor: float | None = None,
         drop_policy: DropPolicy = "score",
+        counts_load: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -126,6 +129,7 @@ class TopKRouter(nn.Module):
         self.num_groups, self.num_limited_groups = num_groups, num_limited_groups
         self.group_score = group_score
         self.capacity_factor, self.drop_policy = capacity_factor, drop_policy
+        self.counts_load = counts_load
         _check(self)
         self.weight = nn.Parameter(torch.empty(num_experts, dim, device=device, dtype=dtype))
         empty = torch.empty(num_experts, device=device, dtype=dtype)
@@ -259,7 +263,8 @@ class TopKRouter(nn.Module):
 
     def _counter(self, scores: Tensor) -> Tensor | None:
         """What the slots of experts are counted in; None if they are not."""
-        if not (self.training and torch.is_grad_enabled() and scores.requires_grad):
+        wanted = self.counts_load and self.training
+        if not (wanted and torch.is_grad_enabled() and scores.requires_grad):
             return None
         return self.load if self.load.device == scores.device else self._load_on(scores)
 

@@ -6,6 +6,7 @@ command lines are read by :mod:`hp_train.config.options`, rules across keys are 
 before torch is loaded.
 """
 
+import json
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta, Struct, to_builtins
@@ -207,6 +208,16 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     factory: Annotated[
         str, _help("A model of your own: package.module:function or file.py:function. Empty: none.")
     ] = ""
+    transformers: Annotated[
+        str,
+        _help(
+            "Folder with the config.json of a causal language model of transformers, which is "
+            "trained as it is, and maybe its weights. It says the shape of the model. Empty: none."
+        ),
+    ] = ""
+    trust_remote_code: Annotated[
+        bool, _help("Run Python files of that folder, where its config.json names some.")
+    ] = False
     vocab_size: Annotated[
         CountOrZero, _help("Rows of the embedding. 0: as many as the tokenizer has tokens.")
     ] = 0
@@ -326,6 +337,17 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     dropout: Annotated[BelowOne, _help("Share of activations dropped in training.")] = 0.0
     init_std: Annotated[Positive, _help("Standard deviation of the first weights.")] = 0.02
     tie_embeddings: Annotated[bool, _help("Use the embedding as the output matrix too.")] = False
+
+    @property
+    def is_own(self) -> bool:
+        """Whether its blocks are not hp-train's: of a factory, or of transformers."""
+        return bool(self.factory or self.transformers)
+
+    @property
+    def origin(self) -> str:
+        """The key that says where such blocks come from, with its value, for messages."""
+        key = "factory" if self.factory else "transformers"
+        return f"model.{key} ({json.dumps(getattr(self, key))})"
 
     @property
     def stage_width(self) -> int:

@@ -24,6 +24,7 @@ from hp_train.config.schema import (
     shown,
     unknown_key,
 )
+from hp_train.config.transformers_folder import shape_of_folder
 from hp_train.errors import ConfigError
 
 CONFIG = "config.toml"
@@ -123,6 +124,10 @@ def resolve(
     for key, raw in given.items():
         values[key] = _convert_override(fields()[key], raw)
         origins[key] = COMMAND_LINE
+    if resume is not None and values.get("model.trust_remote_code"):
+        _require_trust(given)
+    for key, value, origin in shape_of_folder(values):
+        values[key], origins[key] = value, origin
     world = external_world(env)
     if world is not None and values.get("launch.num_processes", 0) == 0:
         values["launch.num_processes"] = world.size
@@ -132,6 +137,14 @@ def resolve(
     config = build(values)
     rules.check(config, world)
     return Resolved(config, {key: origins.get(key, "default") for key in fields()}, path.stem)
+
+
+def _require_trust(given: Mapping[str, object]) -> None:
+    if "model.trust_remote_code" not in given:
+        raise ConfigError(
+            "model.trust_remote_code (true) must be given on the command line too: what a run "
+            "directory names is not run without being asked for"
+        )
 
 
 def saved_values(run: Path) -> dict[str, Any]:
@@ -167,13 +180,15 @@ def for_saving(resolved: Resolved) -> Config:
     paths = tuple(str(Path(path).absolute()) for path in data.paths)
     code, colon, function = config.model.factory.rpartition(":")
     factory = str(Path(code).absolute()) if code.endswith(".py") else code
+    folder = config.model.transformers
+    folder = str(Path(folder).absolute()) if folder else ""
     output_dir = str(Path(config.run.output_dir).absolute())
     init_from = str(Path(config.run.init_from).absolute()) if config.run.init_from else ""
     return replace(
         config,
         run=replace(config.run, output_dir=output_dir, init_from=init_from, resume=""),
         launch=launch,
-        model=replace(config.model, factory=f"{factory}{colon}{function}"),
+        model=replace(config.model, factory=f"{factory}{colon}{function}", transformers=folder),
         data=replace(data, paths=paths, tokenizer=tokenizer),
     )
 

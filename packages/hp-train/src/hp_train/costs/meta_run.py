@@ -12,7 +12,7 @@ token, F hidden width of an expert, V vocabulary.
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
@@ -26,7 +26,7 @@ from hp_expert import MoE
 from hp_train.base._internals import FakeTensorMode
 from hp_train.config import ModelConfig
 from hp_train.costs.kernels import seen_positions
-from hp_train.costs.work import Weight, Work
+from hp_train.costs.work import BlockWork, ModelWork, Weight, Work, alike
 from hp_train.layout.vocabulary import LogitTile
 from hp_train.model import DropoutKey, Microbatch, look_ahead
 from hp_train.model.block import Block
@@ -38,43 +38,6 @@ from hp_train.model.transformer import build_stage
 
 _SEQUENCES = 2
 BEFORE, AFTER, LOSS, TILED = "before", "after", "loss", "tiled loss"
-
-
-@dataclass(frozen=True, slots=True)
-class BlockWork:
-    """What a block does, by its parts.
-
-    Attributes:
-        attend: Up to the first residual connection; of a block of one's own, nothing.
-        feed: What follows it; of a block of one's own, all of it.
-        rest: What runs only once, whatever backward runs again.
-    """
-
-    attend: Work
-    feed: Work
-    rest: Work
-
-
-@dataclass(frozen=True, slots=True)
-class ModelWork:
-    """What a model does.
-
-    Attributes:
-        before: What the first stage has in front of its blocks.
-        blocks: The blocks, by global name; those of multi-token prediction are behind the others.
-        after: What the last stage has behind its blocks, up to the output matrix.
-        loss: The product with the output matrix, and the loss of all logits at once.
-        tiled_loss: The same by tiles of logits, see `hp_train.layout.vocabulary`; of a model of
-            one's own, which has its own loss, all logits at once.
-        tied: Parameters of `before` that the last stage has too.
-    """
-
-    before: Work
-    blocks: Mapping[str, BlockWork]
-    after: Work
-    loss: Work
-    tiled_loss: Work
-    tied: tuple[Weight, ...]
 
 
 def run(model: ModelConfig, vocab_size: int, *, seq_len: int, dtype: str) -> ModelWork:
@@ -92,19 +55,21 @@ def run(model: ModelConfig, vocab_size: int, *, seq_len: int, dtype: str) -> Mod
     build = partial(build_stage, model, vocab_size, compute_dtype=getattr(torch, dtype))
     same = alike(model)
     stage = build(layers=sorted({*same.values()}), first=True, last=True)
+    stage.expect_no_values()
     names = {id(block): name for name, block in stage.named_modules()}
+    names |= {id(block): f"layers.{index}" for index, block in stage.layers.items()}
     blocks = {names[id(block)]: block for block in stage.blocks}
     weights = {
         name: _weights(_parameters(block), _names_of_cast(block, stage.casting))
         for name, block in blocks.items()
     }
     cast = _names_of_cast(stage, stage.casting)
-    outside = _outside(stage, blocks)
-    first = _outside(build(layers=range(1), first=True, last=False), blocks)
-    last = _outside(build(layers=range(model.num_layers)[-1:], first=False, last=True), blocks)
+    outside = _outside(stage)
+    first = _outside(build(layers=range(1), first=True, last=False))
+    last = _outside(build(layers=range(model.num_layers)[-1:], first=False, last=True))
     with FakeTensorMode(allow_non_fake_inputs=True):
         stage.to_empty(device="cpu")
-        recorder = _Recorder(stage, is_own=bool(model.factory))
+        recorder = _Recorder(stage, is_own=model.is_own)
         for name, block in blocks.items():
             recorder.watch(name, block, is_layer=block in stage.layers.values())
         kept = torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor)
@@ -131,16 +96,6 @@ def run(model: ModelConfig, vocab_size: int, *, seq_len: int, dtype: str) -> Mod
         tiled_loss=replace(tiled, again=Work(flops=tiled.flops)) if tiled.flops else loss,
         tied=_weights({name: d for name, d in last.items() if name in first}, cast),
     )
-
-
-def alike(model: ModelConfig) -> dict[int, int]:
-    """The first layer of the kind of each; of a model of one's own nothing is known of kinds."""
-    firsts: dict[object, int] = {}
-    found = {}
-    for index in range(model.num_layers):
-        kind = index if model.factory else (model.is_dense(index), model.has_window(index))
-        found[index] = firsts.setdefault(kind, index)
-    return found
 
 
 def _forward(stage: Stage, model: ModelConfig, seq_len: int, recorder: "_Recorder") -> None:
@@ -170,10 +125,11 @@ def _names_of_cast(whole: nn.Module, casting: Sequence[nn.Module]) -> set[str]:
     return {name for name, weight in whole.named_parameters() if id(weight) in cast}
 
 
-def _outside(stage: Stage, blocks: Mapping[str, nn.Module]) -> dict[str, Declared]:
+def _outside(stage: Stage) -> dict[str, Declared]:
     """Parameters of a stage that are in none of its blocks."""
-    inside = tuple(f"{name}." for name in blocks)
-    return {n: tensor for n, tensor in _parameters(stage).items() if not n.startswith(inside)}
+    inside = {id(parameter) for block in stage.blocks for parameter in block.parameters()}
+    found = _parameters(stage)
+    return {name: found[name] for name, p in stage.named_parameters() if id(p) not in inside}
 
 
 class _Recorder:
@@ -203,6 +159,8 @@ class _Recorder:
             summed = partial(self._count, "summed")
             stage.place_exchanges(Exchanges(self._gather, summed, self._lose))
         stage.linear_cross_entropy = self._lose
+        blocks = [block for block in stage.blocks if isinstance(block, Block)]
+        self._balanced = {id(block.moe) for block in blocks if block.balance_coefficient}
         for part in stage.modules():
             if isinstance(part, Attention):
                 _replace_forward(part, partial(self._attend, part))
@@ -282,6 +240,7 @@ class _Recorder:
         loss = loss_of(logits[None], targets[None])
         for name in (TILED, LOSS):
             self._counts[name]["logits"] = logits.numel()
+            self._counts[name]["losses"] += targets.numel()
         self.enter(outer)
         return loss
 
@@ -326,6 +285,7 @@ class _Recorder:
         counts = self._counts[self._now]
         counts["flops"] += 6.0 * T * K * D * F
         counts["rows"] += T * K
+        counts["balances"] += T * (id(moe) in self._balanced)
         hidden = x_TD.new_empty(2, T, K, F)
         counts["routed"] += hidden.nbytes
         y = _keep(x.shape, x_TD, hidden, routing.weights, routing.experts)

@@ -1,7 +1,5 @@
 """An architecture of transformers in its layouts, each beside one process, under the recorder."""
 
-import gc
-import importlib
 import json
 import math
 import os
@@ -12,12 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-from hp_train import __version__
+from hp_train.architectures.forks import run_ranks
+from hp_train.architectures.tiny import Tiny, versions
 from hp_train.demo import by_hand, job
 from hp_train.demo.cells import (
     DIFFERENT,
@@ -32,9 +26,6 @@ from hp_train.demo.cells import (
     Layout,
     finite,
 )
-from hp_train.demo.forks import run_ranks
-from hp_train.demo.overrides import OVERRIDES
-from hp_train.demo.shrinking import shrunk
 from hp_train.jobs import events as ev
 from hp_train.jobs.compare import Comparison, Floor, compare, with_floor
 from hp_train.jobs.explain import explain
@@ -50,29 +41,6 @@ _BY_HAND = 1e-4
 _JUDGED = (ev.GRADIENT, ev.WEIGHT)
 
 
-def names() -> list[str]:
-    """Types of all causal language models that the installed transformers has."""
-    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-
-
-def versions() -> dict[str, str]:
-    """What a result depends on."""
-    return {
-        "transformers": transformers.__version__,
-        "torch": str(torch.__version__),
-        "hp-train": __version__,
-    }
-
-
-def prepare() -> None:
-    """Import once what all runs need, before any of them is forked."""
-    for module in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"):
-        importlib.import_module(module)
-    get_checkpoint_conversion_mapping("llama")  # it keeps those of all models
-    transformers.logging.set_verbosity_error()
-    gc.freeze()
-
-
 def examine(name: str) -> Architecture:
     """Compare an architecture in all layouts with one process.
 
@@ -84,16 +52,15 @@ def examine(name: str) -> Architecture:
     with tempfile.TemporaryDirectory(prefix="hp-demo-") as text:
         folder = Path(text)
         try:
-            fields = fields_of(name)
-            config = transformers.AutoConfig.for_model(name, **fields)
-            _ = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+            tiny = Tiny(name)
+            tiny.load_code()
         except Exception as error:  # noqa: BLE001 - whatever a config refuses is told
             return made(reason=f"{type(error).__name__}: {error}".replace("\n", " ")[:300])
-        reason = _forked(partial(_make, name, fields, folder), folder / "make")
+        reason = _forked(partial(_make, tiny, folder), folder / "make")
         if reason:
             return made(reason=reason, seconds=time.monotonic() - began)
         plans = json.loads((folder / "plans.json").read_text())
-        runs = _Runs(folder, name, fields)
+        runs = _Runs(folder, name, tiny.fields)
         try:
             cells = tuple(_cell(runs, layout, plans) for layout in LAYOUTS)
         except _FailedError as error:
@@ -101,29 +68,13 @@ def examine(name: str) -> Architecture:
         return made(
             cells=cells,
             num_parameters=runs.num_parameters,
-            fields=fields,
+            fields=tiny.fields,
             seconds=round(time.monotonic() - began, 1),
         )
 
 
-def fields_of(name: str) -> dict[str, Any]:
-    """Fields of a tiny config of a model's type."""
-    default = transformers.AutoConfig.for_model(name).to_dict()
-    return _merged(shrunk(default), OVERRIDES.get(name, {}))
-
-
-def _merged(fields: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    result = dict(fields)
-    for key, value in more.items():
-        known = result.get(key)
-        if isinstance(known, dict) and isinstance(value, dict):
-            value = _merged(known, value)  # noqa: PLW2901
-        result[key] = value
-    return result
-
-
-def _make(name: str, fields: Mapping[str, Any], folder: Path) -> None:
-    plans = job.make(name, fields, folder / "model")
+def _make(tiny: Tiny, folder: Path) -> None:
+    plans = job.plans_of(tiny.make(folder / "model"))
     (folder / "plans.json").write_text(json.dumps(plans))
 
 
@@ -238,7 +189,7 @@ def _seen(runs: _Runs, layout: str, *, fails: bool) -> dict[str, Any] | None:
 
     Args:
         runs: Runs of its model.
-        layout: What it is about.
+        layout: Layout of its cell.
         fails: Whether a failure is what must be seen, and not a difference.
 
     Returns:

@@ -132,22 +132,23 @@ def _architectures(options: argparse.Namespace, until: float) -> dict[str, Archi
     if find_spec("transformers") is None:
         sys.stdout.write("architectures: pip install transformers compares them as well\n")
         return {}
-    from hp_train.demo import architectures  # noqa: PLC0415 - needs transformers
+    from hp_train.architectures import tiny  # noqa: PLC0415 - needs transformers
+    from hp_train.demo.architectures import examine  # noqa: PLC0415
 
-    installed = architectures.names()
+    installed = tiny.names()
     asked = options.architectures or [name for name in SHOWN if name in installed]
     names = installed if options.all else asked
     unknown = [name for name in names if name not in installed]
     if unknown:
         raise ConfigError(f"--architectures ({unknown[0]}) must be a causal model of transformers")
-    architectures.prepare()
-    versions = architectures.versions()
+    tiny.prepare()
+    versions = tiny.versions()
     with _folder(options.results) as folder:
         found = {n: one for n, one in read(folder).items() if one.versions == versions}
         for name in names:
             if name in found or time.monotonic() > until:
                 continue
-            found[name] = one = architectures.examine(name)
+            found[name] = one = examine(name)
             write(folder, one)
             sys.stdout.write(f"{name}: {_line(one)} ({one.seconds:.1f} s)\n")
             sys.stdout.flush()

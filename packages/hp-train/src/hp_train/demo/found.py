@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
 
+from hp_train.architectures.forks import run_ranks
 from hp_train.demo.cells import Bred
-from hp_train.demo.forks import run_ranks
 from hp_train.demo.zoo.bugs import Bug
 from hp_train.demo.zoo.job import train
 from hp_train.jobs.compare import Comparison, Floor, compare, with_floor
@@ -24,7 +24,7 @@ def look_for(bugs: Iterable[Bug], sound: Iterable[str]) -> Iterator[Bred]:
     """Run jobs with bugs and without, each beside one process.
 
     Args:
-        bugs: Bugs to look for.
+        bugs: Bugs, by name.
         sound: Layouts without a bug, as in `hp_train.demo.zoo.bugs.SOUND`.
 
     Yields:

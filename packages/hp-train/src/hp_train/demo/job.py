@@ -1,7 +1,7 @@
 """A job of a stranger: a tiny model of transformers, trained by its own code in a layout.
 
-`make` writes a model with random weights, `train` trains it: alone, or with the sizes of
-transformers' `DistributedConfig`. Nothing of hp-* is in here.
+`train` trains it: alone, or with the sizes of transformers' `DistributedConfig`. Nothing of hp-* is
+in here.
 """
 
 from collections.abc import Mapping
@@ -12,31 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 BATCH, TOKENS, FIRST_TOKEN, LAST_TOKEN = 4, 16, 5, 60
-SPREAD = 0.05
-"""Of what is added to first weights: none stays a constant that hides a mistake."""
 
 
-def make(name: str, fields: Mapping[str, Any], folder: Path) -> dict[str, bool]:
-    """Write a model.
-
-    Args:
-        name: Type of the model.
-        fields: Fields of its config.
-        folder: Where it is written.
-
-    Returns:
-        Which of transformers' plans it has: `tp`, `ep`, `fsdp`; whether it has `experts`.
-    """
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **fields)).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=SPREAD)
-    model.save_pretrained(folder)
+def plans_of(model: Any) -> dict[str, bool]:
+    """Which of transformers' plans a model has: `tp`, `ep`, `fsdp`; whether it has `experts`."""
     names = [n for n, _ in model.named_modules()]
     plans = {kind: bool(getattr(model, f"_{kind}_plan", None)) for kind in ("tp", "ep", "fsdp")}
     return {**plans, "experts": any(n.endswith("experts") for n in names)}

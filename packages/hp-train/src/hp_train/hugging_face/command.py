@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,13 @@ def import_hf(folder: Path, out: Path | None) -> int:
 
 @with_exit_code()
 def export_hf(
-    run: Path, folder: Path, *, step: int | None, dtype: str | None, tokenizer: Path | None = None
+    run: Path,
+    folder: Path,
+    *,
+    step: int | None,
+    dtype: str | None,
+    tokenizer: Path | None = None,
+    of_transformers: Callable[..., None],
 ) -> int:
     """Write the weights of a checkpoint as a folder that transformers loads.
 
@@ -86,6 +93,7 @@ def export_hf(
         dtype: Dtype of the files; None: what the run computed in.
         tokenizer: Tokenizer file to copy; None: the run's copy, or what it names if that is in its
             directory.
+        of_transformers: What writes a model of `model.transformers`; as `write_model`.
 
     Returns:
         Exit status.
@@ -104,7 +112,6 @@ def export_hf(
     except (KeyError, msgspec.ValidationError) as damage:
         raise CheckpointError(f"{path}: {damage}") from None
     tokenizer = tokenizer or _tokenizer_of(config.data.tokenizer, run)
-    model = _whole_config(config, manifest)
     boxes: dict[str, list[Box]] = {
         name.removeprefix(_PREFIX): [chunk.box for chunk in tensor.chunks]
         for name, tensor in manifest.tensors.items()
@@ -115,7 +122,12 @@ def export_hf(
         return checkpoint.chunk(_PREFIX + name, box.offsets)
 
     name = dtype or config.train.dtype
-    write_model(folder, boxes, read, model, dtype=getattr(torch, name))
+    if config.model.transformers:
+        # What a run directory names is not run: nobody has asked for it here.
+        model, write = replace(config.model, trust_remote_code=False), of_transformers
+    else:
+        model, write = _whole_config(config, manifest), write_model
+    write(folder, boxes, read, model, dtype=getattr(torch, name))
     if tokenizer is not None:
         shutil.copyfile(tokenizer, folder / "tokenizer.json")
     sys.stdout.write(f"wrote {folder} from {path}, {name}\n")

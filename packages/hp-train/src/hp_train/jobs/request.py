@@ -6,6 +6,8 @@ from pathlib import Path
 import msgspec
 
 VARIABLE = "HP_VERIFY_JOB"
+RUN = "HP_VERIFY_RUN"
+"""Another word for each run of a job or its reference, for what must not be there twice."""
 SITE = Path(__file__).parent / "site"
 
 
@@ -33,7 +35,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         folder: Where its processes write.
         reference: Folder that the reference has written; empty: this is the reference.
-        seed: Of the random numbers that a program begins with; its own seeds come later and count.
+        seed: Seed of random numbers at the start of a program; its own come later and count.
         steps: Updates of the weights that are recorded.
         float64: Whether parameters and casts are lifted to float64.
         disturb: Whether sums of products are taken in another order, to learn what rounding does.
@@ -60,6 +62,7 @@ def environment(request: Request) -> dict[str, str]:
     paths = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH", "")])]
     return {
         **os.environ,
+        RUN: Path(request.folder).name,
         VARIABLE: msgspec.json.encode(request).decode(),
         "PYTHONPATH": os.pathsep.join(paths),
     }

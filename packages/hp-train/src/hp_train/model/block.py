@@ -226,6 +226,7 @@ def make_moe(config: ModelConfig) -> MoE:
         scaling_factor=config.router_scale,
         bias=config.router_bias,
         correction_bias=config.correction_bias,
+        counts_load=config.correction_bias,  # which alone is corrected by it
         num_groups=config.num_expert_groups,
         num_limited_groups=config.num_limited_groups,
     )

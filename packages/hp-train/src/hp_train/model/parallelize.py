@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hp_context import ContextParallel
-from hp_expert import ExpertParallel, ExpertTensorParallel, GroupedExperts, save_routing
+from hp_expert import save_routing
 from hp_overlap import CommComputeOverlap, HookCoordinator
 from hp_platform import Runtime
 from hp_schedule import MetaStep, Schedule
@@ -24,7 +24,6 @@ from hp_schedule.runtime import (
     TensorSpec,
 )
 from hp_train.config import Config
-from hp_train.errors import ConfigError
 from hp_train.layout.edges import Edges, build_edges
 from hp_train.layout.mesh import Mesh, small_group
 from hp_train.layout.parameter import chunk
@@ -40,13 +39,12 @@ from hp_train.model.block import Block
 from hp_train.model.buffers import NO_BUFFERS, ExpertBuffers
 from hp_train.model.compiled import compile_blocks
 from hp_train.model.declared import declared
-from hp_train.model.initialization import initialize_parameters
 from hp_train.model.parameters import Parameter, named_parameters
 from hp_train.model.sharding import LastBackward, is_sharded, shard
 from hp_train.model.stage import Stage
 from hp_train.model.tensor_parallel import cut_tensors
-from hp_train.model.tied import merge_copies, share_table, tied_group
-from hp_train.model.transformer import build_stage
+from hp_train.model.tied import merge_copies, share_tables, tied_group
+from hp_train.model.transformer import build_stage, tied_parameters
 from hp_train.overlap import overlap_experts, overlap_pairs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -133,7 +131,8 @@ class Pipeline:
             sharded=sharded,
             compute=compute,
         )
-        width, dtype = self.config.model.stage_width, DTYPES[self.config.train.dtype]
+        own = next(iter(self.modules.values())).width_sent
+        width, dtype = own or self.config.model.stage_width, DTYPES[self.config.train.dtype]
         whole = (microbatch_size, len(self.sequence.attended), width)
         activations = TensorSpec((microbatch_size, len(self.sequence.between), width), dtype)
         stages = [
@@ -219,8 +218,8 @@ def build_pipeline(
         returns=KINDS[config.pipeline.schedule].returns,
         timeout=timeout,
     )
-    tied_ranks = None
-    if config.model.tie_embeddings:
+    tied, tied_ranks = tied_parameters(config.model), None
+    if tied:
         tied_ranks = tied_group(
             schedule.stage_to_rank,
             [stage.members for stage in mesh.layout.stages],
@@ -252,6 +251,7 @@ def build_pipeline(
         )
         # Parameters stay fp32 under bf16 compute: they are the masters that the optimizer updates.
         module.to(torch.promote_types(module.compute_dtype, torch.float32))
+        module.expect_ranks({axis: mesh.size(axis) for axis in ("ep", "tp", "cp")})
         whole = declared(module)
         _parallelize(module, mesh, context, vocab_size, by_block=by_block)
         if overlap is not None:
@@ -262,12 +262,10 @@ def build_pipeline(
         module.split_weight_gradients(is_split=is_split)
         module.recompute(config.train.recompute)
         compile_blocks(module, config.train.compile)
-        for buffer in module.buffers():  # correction biases
-            buffer.zero_()
-        if stage and config.model.tie_embeddings and stage == num_stages - 1 and 0 in modules:
-            share_table(modules[0], module)
+        if stage and stage == num_stages - 1 and 0 in modules:
+            share_tables(modules[0], module, tied)
         found = named_parameters(module, whole, mesh)
-        initialize_parameters(found, config.model, seed=config.run.seed, on_progress=on_progress)
+        module.initialize(found, config.model, seed=config.run.seed, on_progress=on_progress)
         modules[stage] = module
         parameters += found
     tokens = config.train.microbatch_size * -(-len(sequence.attended) // mesh.size("tp"))
@@ -280,7 +278,7 @@ def build_pipeline(
     )
     return Pipeline(
         modules,
-        merge_copies(parameters, tied_ranks),
+        merge_copies(parameters, tied, tied_ranks),
         num_stages,
         vocab_size,
         sequence,
@@ -314,20 +312,12 @@ def _parallelize(
     """Cut a stage, on the meta device, over the ranks that share it; the order matters."""
     if mesh.size("tp") > 1:
         cut_tensors(module, vocabulary_of(mesh, vocab_size), mesh.groups["tp"])
-    attentions = module.attentions if mesh.size("cp") > 1 else []
-    if mesh.size("cp") > 1 and not attentions:
-        raise ConfigError("mesh.cp must be 1 for a model without hp_context.Attention")
-    for attention in attentions:
-        context.apply(attention, mesh.groups["cp"])
+    if mesh.size("cp") > 1:
+        module.spread_attention(context, mesh.groups["cp"])
     for part in module.modules():
         if isinstance(part, Stage | Block) and mesh.size("sequence") > 1:
             part.sequence_ranks = mesh.groups["sequence"]
-        if isinstance(part, GroupedExperts) and mesh.size("etp") > 1:
-            # Ranks that share an expert's width have different positions.
-            style = ExpertTensorParallel(sliced=True)
-            style.apply(part, (mesh.groups["ep"], mesh.groups["etp"]))
-        elif isinstance(part, GroupedExperts):
-            ExpertParallel().apply(part, mesh.groups["ep"])
+    module.spread_experts(mesh.groups, hidden=mesh.size("etp") > 1)
     shard(module, mesh, by_block=by_block)
 
 

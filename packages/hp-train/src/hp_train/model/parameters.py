@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
+from hp_train.errors import ConfigError
 from hp_train.layout.mesh import Mesh
 from hp_train.layout.parameter import ParameterSpec, chunk
 from hp_train.model.declared import Declared, declared
@@ -140,6 +141,10 @@ def named_parameters(
     known = declared(stage) if whole is None else whole
     found = []
     for name, tensor in stage.named_parameters():
+        if name not in known:
+            raise ConfigError(
+                f"mesh.dp_shard must be 1 with a model whose layers share parameters: {name}"
+            )
         shape, spec, _ = known[name]
         cuts: tuple[Cut, ...] = ()
         replicas: tuple[str, ...] = ()
@@ -154,7 +159,11 @@ def named_parameters(
                 shape=shape,
                 cuts=cuts,
                 replicas=replicas,
-                unsummed=tuple(group for group in replicas if group != copies),
+                unsummed=tuple(
+                    group
+                    for group in replicas
+                    if group != copies and (group != "tp" or spec.sums_over_tp)
+                ),
                 spec=spec,
                 span=_span(shape, cuts, mesh),
             )

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
-from hp_expert import GroupedExperts, fully_shard_experts
+from hp_expert import fully_shard_experts
 from hp_platform import set_fsdp_exchanges
 from hp_schedule import MetaStep, MetaStepType
 from hp_train.layout.mesh import Mesh
@@ -32,18 +32,17 @@ def shard(module: Stage, mesh: Mesh, *, by_block: bool) -> None:
     """Apply FSDP2 to a stage; gradients are sums, as everywhere here.
 
     Args:
-        module: On the meta device, cut already.
+        module: A stage on the meta device, cut already.
         mesh: Mesh of the run.
         by_block: Whether FSDP gathers and reduces by itself, see Note [Units of FSDP].
     """
     if mesh.size("expert_shard") > 1:
         over = _with_copies(mesh, "expert_replicate", "expert_shard")
         fully_shard_experts(module, over, divide_gradients_by=1.0)
-        for part in module.modules():
-            if isinstance(part, GroupedExperts):
-                set_fsdp_exchanges(part, group=mesh.groups["expert_shard"])
+        for part in module.experts:
+            set_fsdp_exchanges(part, group=mesh.groups["expert_shard"])
     if mesh.size("fsdp") > 1:
-        _shard_dense(module, mesh, module.units if by_block else module.blocks)
+        _shard_dense(module, mesh, module.units if by_block else module.apart)
     if by_block:
         prefetch_blocks(module)
 
@@ -54,12 +53,7 @@ def _with_copies(mesh: Mesh, copies: str, shards: str) -> DeviceMesh:
 
 def _shard_dense(module: Stage, mesh: Mesh, units: Sequence[nn.Module]) -> None:
     device_mesh, group = _with_copies(mesh, "dp_replicate", "fsdp"), mesh.groups["fsdp"]
-    experts = {
-        parameter
-        for part in module.modules()
-        if isinstance(part, GroupedExperts)
-        for parameter in part.parameters(recurse=False)
-    }
+    experts = {parameter for part in module.experts for parameter in part.parameters(recurse=False)}
     for part in (*units, module):
         fully_shard(part, mesh=device_mesh, ignored_params=experts)
         assert isinstance(part, FSDPModule)
@@ -89,7 +83,7 @@ def prefetch_blocks(module: Stage) -> None:
     forward = [*root, *itertools.chain(*units)]
     for one, other in itertools.pairwise(forward):
         one.set_modules_to_forward_prefetch([other])
-    if isinstance(module.units[0], Embedding):  # whose backward does not read it
+    if module.units and isinstance(module.units[0], Embedding):  # whose backward does not read it
         (table,) = units.pop(0)
         table.set_unshard_in_backward(False)
         table.set_modules_to_backward_prefetch([table])

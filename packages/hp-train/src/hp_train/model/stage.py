@@ -15,9 +15,10 @@ Shape symbols: B sequences, S positions of a rank, D width of the stream, V voca
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,12 +28,15 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from hp_context import Attention
-from hp_expert import GroupedExperts
+from hp_context import Attention, ContextParallel
+from hp_expert import ExpertParallel, ExpertTensorParallel, GroupedExperts
 from hp_platform import set_fsdp_gather_dtype
+from hp_train.config import ModelConfig
 from hp_train.errors import ConfigError
+from hp_train.model.initialization import initialize_parameters
 from hp_train.model.layers import Embedding, Linear, WeightCasts, cast_linear
 from hp_train.model.loss import linear_cross_entropy
+from hp_train.model.parameters import Parameter
 from hp_train.model.recompute import Recompute, recomputed
 
 _SMALL = 1 << 14
@@ -46,6 +50,7 @@ class Exchanges:
     Attributes:
         gather: [B, s, D] of this rank's positions to [B, S, D] of all.
         scatter: [B, S, D] summed over ranks to this rank's positions [B, s, D].
+        group: These ranks.
         linear_cross_entropy: See `hp_train.model.loss`; takes [T, D] of all positions, this rank's
             rows of the output matrix, [v, D], and the targets of all positions.
     """
@@ -53,6 +58,7 @@ class Exchanges:
     gather: Callable[[Tensor], Tensor]
     scatter: Callable[[Tensor], Tensor]
     linear_cross_entropy: Callable[..., Tensor]
+    group: ProcessGroup | None = None
 
 
 class Stage(nn.Module):
@@ -77,6 +83,8 @@ class Stage(nn.Module):
     """
 
     layers: nn.ModuleDict
+    width_sent: int | None = None
+    """Width of what travels from stage to stage; None: `ModelConfig.stage_width`."""
 
     def __init__(self, *, compute_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -108,12 +116,17 @@ class Stage(nn.Module):
         return [*self.layers.values()]
 
     @property
+    def apart(self) -> Sequence[nn.Module]:
+        """Blocks whose parameters are in no other block: FSDP shards each as one unit."""
+        return self.blocks
+
+    @property
     def units(self) -> Sequence[nn.Module]:
         """What FSDP shards as one unit each where it gathers by block, in the order of forward.
 
         Of each unit parameters are read in its `forward` alone, or in `Lender.lend`.
         """
-        return self.blocks
+        return self.apart
 
     @property
     def casting(self) -> Sequence[nn.Module]:
@@ -127,6 +140,76 @@ class Stage(nn.Module):
     def attentions(self) -> Sequence[Attention]:
         """What context-parallel ranks share out."""
         return [part for part in self.modules() if isinstance(part, Attention)]
+
+    @property
+    def kept_buffers(self) -> Mapping[str, Tensor]:
+        """What a checkpoint has besides parameters, by global name."""
+        return dict(self.named_buffers())
+
+    def initialize(
+        self,
+        parameters: Sequence[Parameter],
+        config: ModelConfig,
+        *,
+        seed: int,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Fill what is here of parameters and buffers, the same whatever the layout.
+
+        Args:
+            parameters: Parameters of this stage, cut and sharded.
+            config: The whole model.
+            seed: Seed of the run.
+            on_progress: Called again and again.
+        """
+        for buffer in self.buffers():  # correction biases
+            buffer.zero_()
+        initialize_parameters(parameters, config, seed=seed, on_progress=on_progress)
+
+    @property
+    def experts(self) -> Sequence[nn.Module]:
+        """Modules whose own parameters are experts, which ranks share out."""
+        return [part for part in self.modules() if isinstance(part, GroupedExperts)]
+
+    def expect_no_values(self) -> None:
+        """Hear that it will run on tensors without values: no shape may depend on them."""
+
+    def expect_ranks(self, sizes: Mapping[str, int]) -> None:
+        """Hear how many ranks will share this stage, before anything of it is declared or cut.
+
+        Args:
+            sizes: Ranks by axis: "ep", "tp", "cp".
+        """
+
+    def spread_experts(self, groups: Mapping[str, ProcessGroup], *, hidden: bool) -> None:
+        """Spread experts over ranks.
+
+        Args:
+            groups: "ep", the ranks that share them out; "etp", those that share each of them.
+            hidden: Whether ranks share out the hidden width of each, too.
+        """
+        for part in self.experts:
+            if hidden:
+                # Ranks that share an expert's width have different positions.
+                style = ExpertTensorParallel(sliced=True)
+                style.apply(part, (groups["ep"], groups["etp"]))
+            else:
+                ExpertParallel().apply(part, groups["ep"])
+
+    def spread_attention(self, context: ContextParallel, group: ProcessGroup) -> None:
+        """Let ranks share sequences.
+
+        Args:
+            context: How they exchange.
+            group: The ranks, more than one.
+
+        Raises:
+            hp_train.errors.ConfigError: When nothing here knows how.
+        """
+        if not self.attentions:
+            raise ConfigError("mesh.cp must be 1 for a model without hp_context.Attention")
+        for attention in self.attentions:
+            context.apply(attention, group)
 
     def place_exchanges(self, exchanges: Exchanges) -> None:
         """Put what tensor-parallel ranks exchange where parameters with a `tp_dim` need it."""
@@ -209,7 +292,7 @@ def factory_of(name: str) -> Callable[..., Any]:
     path, _, function = name.rpartition(":")
     try:
         module = _from_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
-        found: Callable[..., Any] = getattr(module, function)
+        found: Callable[..., Any] = attrgetter(function)(module)
     except Exception as error:
         told = f"{type(error).__name__}: {error}"
         raise ConfigError(f'model.factory ("{name}") must be importable: {told}') from error

@@ -21,8 +21,6 @@ from hp_platform import new_group
 from hp_train.model.parameters import Parameter
 from hp_train.model.stage import Stage
 
-_TIED = "embedding.weight"
-
 
 def tied_group(
     places: Sequence[int],
@@ -49,22 +47,34 @@ def tied_group(
     return new_group(pairs, name="tied embeddings", backend=backend, timeout=timeout)
 
 
-def share_table(first: Stage, last: Stage) -> None:
-    """Let two stages of one rank have one table in memory, unless FSDP shards each by itself."""
-    table = first.get_parameter(_TIED)
-    if not isinstance(table, DTensor):
-        module, _, leaf = _TIED.rpartition(".")
-        setattr(last.get_submodule(module), leaf, nn.Parameter(table.detach()))
+def share_tables(first: Stage, last: Stage, names: Iterable[str]) -> None:
+    """Let two stages of one rank have tables in one memory, unless FSDP shards each by itself.
+
+    Args:
+        first: First stage.
+        last: Last stage.
+        names: Global names of the tables.
+    """
+    for name in names:
+        table, copy = first.get_parameter(name), last.get_parameter(name)
+        if isinstance(table, DTensor):
+            continue
+        shared = nn.Parameter(table.detach())
+        for module in last.modules():
+            for leaf, parameter in [*module.named_parameters(recurse=False)]:
+                if parameter is copy:  # wherever a module has it
+                    setattr(module, leaf, shared)
 
 
 def merge_copies(
-    parameters: Iterable[Parameter], tied_ranks: ProcessGroup | None
+    parameters: Iterable[Parameter], tied: Iterable[str], tied_ranks: ProcessGroup | None
 ) -> list[Parameter]:
     """List every parameter of a rank once, however many of its stages have it.
 
     Args:
         parameters: Parameters of all stages.
-        tied_ranks: Ranks with copies of the embedding.
+        tied: Global names of what the first and the last stage both have.
+        tied_ranks: Ranks with copies of it.
     """
     known: dict[str, Parameter] = {}
     for parameter in parameters:
@@ -73,6 +83,6 @@ def merge_copies(
             known[parameter.name] = replace(
                 first, tied_copies=(*first.tied_copies, parameter.tensor)
             )
-    if _TIED in known:
-        known[_TIED] = replace(known[_TIED], tied_ranks=tied_ranks)
+    for name in known.keys() & {*tied}:
+        known[name] = replace(known[name], tied_ranks=tied_ranks)
     return list(known.values())

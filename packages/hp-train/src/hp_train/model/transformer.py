@@ -25,6 +25,9 @@ from hp_train.model.recompute import Recompute
 from hp_train.model.rotary import Rotation, rotation
 from hp_train.model.stage import Exchanges, Stage, factory_of
 
+_OF_TRANSFORMERS = "hp_train.transformers_model.stage:TransformersStage"
+"""A room above this one; it is imported by those alone who train such a model."""
+
 
 class TransformerStage(Stage):
     """One pipeline stage of the model.
@@ -168,6 +171,14 @@ class TransformerStage(Stage):
         return holder.lend(self.predict, x, targets)
 
 
+def tied_parameters(config: ModelConfig) -> tuple[str, ...]:
+    """Parameters that the first and the last stage of a model both have, by global name."""
+    if config.transformers:
+        found: tuple[str, ...] = factory_of(f"{_OF_TRANSFORMERS}.tied_parameters")(config)
+        return found
+    return ("embedding.weight",) if config.tie_embeddings else ()
+
+
 def build_stage(
     config: ModelConfig,
     vocab_size: int,
@@ -177,12 +188,13 @@ def build_stage(
     last: bool,
     compute_dtype: torch.dtype = torch.float32,
 ) -> Stage:
-    """Make a stage on the meta device: of `model.factory`, or a transformer's.
+    """Make a stage on the meta device: of `model.factory`, of transformers, or a transformer's.
 
     Raises:
         hp_train.errors.ConfigError: When the factory cannot be imported, or makes something else.
     """
-    make = factory_of(config.factory) if config.factory else TransformerStage
+    name = _OF_TRANSFORMERS if config.transformers else config.factory
+    make = factory_of(name) if name else TransformerStage
     with torch.device("meta"):
         stage = make(
             config,

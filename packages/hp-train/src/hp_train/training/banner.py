@@ -1,17 +1,23 @@
 """The first lines of a run: what is trained, where, and how it is laid out."""
 
 import os
+from importlib.metadata import version
+from pathlib import Path
 
 import torch
 
 from hp_platform import Runtime
 from hp_train import __version__
 from hp_train.config import Config
+from hp_train.hugging_face.json_file import read_json
+from hp_train.hugging_face.proven import doubts
 from hp_train.layout.mesh import Mesh
 from hp_train.price.gather import in_words
 from hp_train.training.gpu_settings import in_force
 from hp_train.training.gradients import GradientNorm
 from hp_train.training.metrics import METRICS
+
+_MOST_BYTES = 1 << 20  # of a config
 
 
 def banner(config: Config, mesh: Mesh, runtime: Runtime, norm: GradientNorm) -> list[str]:
@@ -39,8 +45,17 @@ def banner(config: Config, mesh: Mesh, runtime: Runtime, norm: GradientNorm) -> 
         f"model  {size}: {model.num_layers} layers of {model.dim}, {experts}",
         f"batch  {batch} in microbatches of {train.microbatch_size}, {train.steps} steps",
     ]
+    if model.transformers:
+        lines += _doubts(config)
     if train.compile != "none":
         lines.append(f"compile {train.compile}: in the first steps; what it takes is in {METRICS}")
     if runtime.device.type == "cuda":
         lines.append(f"gpu    {' '.join(in_force(os.environ)) or 'nothing set'}")
     return lines
+
+
+def _doubts(config: Config) -> list[str]:
+    """What of a run of `model.transformers` was never compared with one process, in lines."""
+    path = Path(config.model.transformers) / "config.json"
+    model_type = str(read_json(path, most_bytes=_MOST_BYTES).get("model_type"))
+    return doubts(model_type, config, version("transformers"))

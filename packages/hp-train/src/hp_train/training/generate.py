@@ -62,7 +62,10 @@ def _next_token(
     place = sequence.place(len(window) - 1)
     if pipeline.is_last and pipeline.mesh.dp_index == 0 and place is not None:
         here = pipeline.vocabulary
-        logits[here.start : here.stop] = result.outputs[0][0, place]
+        found = result.outputs[0][0, place]
+        if len(found) == pipeline.vocab_size:  # of a model whose ranks all have all logits
+            found = found[here.start : here.stop]
+        logits[here.start : here.stop] = found
     dist.all_reduce(logits, group=pipeline.mesh.world)
     return _sample(logits.cpu(), pipeline.config.run.seed, index, temperature)
 

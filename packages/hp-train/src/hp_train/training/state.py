@@ -7,10 +7,11 @@ checkpoint says nothing of the layout it was saved under.
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hp_train.layout.mesh import Mesh
 from hp_train.model.parameters import Parameter
+from hp_train.model.stage import Stage
 from hp_train.training.optimizer import MOMENTS
 
 
@@ -43,6 +44,8 @@ def checkpoint_tensors(
     return tensors
 
 
-def checkpoint_buffers(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
+def checkpoint_buffers(stages: Iterable[Stage]) -> dict[str, Tensor]:
     """What stages keep besides parameters, under global names: correction biases of routers."""
-    return {f"model.{name}": buffer for stage in stages for name, buffer in stage.named_buffers()}
+    return {
+        f"model.{name}": buffer for stage in stages for name, buffer in stage.kept_buffers.items()
+    }

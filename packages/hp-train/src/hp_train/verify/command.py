@@ -160,8 +160,8 @@ def _small(configs: Sequence[Config], options: argparse.Namespace) -> list[Confi
 
 def _unknown_to_oracle(config: Config) -> str:
     """What of a config the oracle does not know; nothing if it can train so."""
-    if config.model.factory:
-        return f"no model of model.factory ({shown(config.model.factory)})"
+    if config.model.is_own:
+        return f"no model of {config.model.origin}"
     if config.data.packing != "stream":
         return f"no padding of data.packing ({shown(config.data.packing)})"
     return ""

@@ -19,14 +19,7 @@ def file_rules(config: Config) -> Iterator[str]:
             yield f"data.paths ({_path(path)}) must exist{_neighbour(path)}"
         elif not (_is(path, Path.is_file) or _is(path, Path.is_dir)):
             yield f"data.paths ({_path(path)}) must be a regular file or a folder"
-    code, _, function = config.model.factory.rpartition(":")
-    if config.model.factory and not (code and function):
-        yield (
-            f"model.factory ({_path(config.model.factory)}) must be package.module:function or "
-            "file.py:function"
-        )
-    elif code.endswith(".py") and not _is(code, Path.is_file):
-        yield f"model.factory ({_path(code)}) must be a file{_neighbour(code)}"
+    yield from _model_files(config)
     if data.tokenizer and not _is(data.tokenizer, Path.is_file):
         yield f"data.tokenizer ({_path(data.tokenizer)}) must be a file{_neighbour(data.tokenizer)}"
     if run.init_from and not _is(f"{run.init_from}/config.json", Path.is_file):
@@ -41,6 +34,24 @@ def file_rules(config: Config) -> Iterator[str]:
     problem = _not_writable(target)
     if problem:
         yield f"{key} ({_path(target)}) must be a writable folder: {problem}"
+
+
+def _model_files(config: Config) -> Iterator[str]:
+    """What a model is made of must be there."""
+    code, _, function = config.model.factory.rpartition(":")
+    if config.model.factory and not (code and function):
+        yield (
+            f"model.factory ({_path(config.model.factory)}) must be package.module:function or "
+            "file.py:function"
+        )
+    elif code.endswith(".py") and not _is(code, Path.is_file):
+        yield f"model.factory ({_path(code)}) must be a file{_neighbour(code)}"
+    folder = config.model.transformers
+    if folder and not _is(f"{folder}/config.json", Path.is_file):
+        yield (
+            f"model.transformers ({_path(folder)}) must be a folder with a config.json"
+            f"{_neighbour(folder)}"
+        )
 
 
 def require_run_directory(path: str) -> None:
@@ -73,6 +84,7 @@ def extra_rules(config: Config) -> Iterator[str]:
     """What needs an optional package must find it."""
     needs = {"tensorboard": ("run.tensorboard", config.run.tensorboard)}
     needs["tokenizers"] = ("data.tokenizer", bool(config.data.tokenizer))
+    needs["transformers"] = ("model.transformers", bool(config.model.transformers))
     for extra, (key, is_wanted) in needs.items():
         if is_wanted and importlib.util.find_spec(extra) is None:
             yield f"{key} needs the extra {extra}: pip install 'hp-train[{extra}]'"

@@ -34,7 +34,7 @@ def mesh_rules(config: Config, world: World | None) -> Iterator[str]:
             others = shown_factors(mesh, *STAGE_AXES[:-1])
             product, hint = f"{ranks} x {others} = {config.world_size}", ""
         yield f"{product} must equal {place}{hint}"
-    if config.model.factory:
+    if config.model.is_own:
         yield from _own_model(config)
     for stage_mesh in _stage_meshes(mesh):
         here = replace(config, mesh=stage_mesh)
@@ -53,10 +53,12 @@ def stage_list_rules(mesh: MeshConfig) -> Iterator[str]:
     """Sizes of single stages must be as many as stages, and stand alone."""
     for name in ("tp", "ep"):
         sizes, shared = getattr(mesh, f"stage_{name}"), getattr(mesh, name)
+        if not sizes:
+            continue
         key = f"mesh.stage_{name} ({shown(sizes)})"
-        if sizes and len(sizes) != mesh.pp:
+        if len(sizes) != mesh.pp:
             yield f"{key} must have a size for each of mesh.pp ({mesh.pp}) pipeline ranks"
-        if sizes and shared != 1:
+        if shared != 1:
             yield f"mesh.{name} ({shared}) must be 1 with {key}"
 
 
@@ -70,9 +72,15 @@ def _stage_meshes(mesh: MeshConfig) -> list[MeshConfig]:
 
 def _own_model(config: Config) -> Iterator[str]:
     """What needs to know the inside of a block cannot be asked of one of the user's own."""
-    name, tp = f"model.factory ({shown(config.model.factory)})", max(config.mesh.tp_sizes)
-    if tp > 1:
+    name, tp = config.model.origin, max(config.mesh.tp_sizes)
+    if tp > 1 and config.model.factory:
         yield f"mesh.tp ({tp}) must be 1 with {name}"
+    for key in ("etp", "ep_buffer") if config.model.transformers else ():
+        size, least = getattr(config.mesh, key), 1 if key == "etp" else 0
+        if size > least:
+            yield f"mesh.{key} ({size:g}) must be {least} with {name}"
+    if config.model.transformers and config.pipeline.overlap:
+        yield f"pipeline.overlap (true) must be false with {name}"
     if config.train.recompute not in ("none", "full"):
         yield f"train.recompute ({shown(config.train.recompute)}) must be none or full with {name}"
 
@@ -118,7 +126,7 @@ def _expert_buffer(config: Config) -> Iterator[str]:
 
 def _tensor_ranks(config: Config) -> Iterator[str]:
     tp, model = config.mesh.tp, config.model
-    if model.factory:  # its heads and hidden widths are not known
+    if model.is_own:  # its heads and hidden widths are not known
         return
     cut = {"num_heads": model.num_heads}
     if model.attention == "gqa":

@@ -12,7 +12,7 @@ _GQA_ONLY = ("qk_norm", "attention_bias", "attention_sinks")
 def model_rules(config: Config) -> Iterator[str]:
     """The parts of a model must fit each other and the length of a sequence."""
     model = config.model
-    if model.factory:
+    if model.is_own:
         yield from _own(config)
     else:
         yield from _attention(model)
@@ -49,10 +49,12 @@ def model_rules(config: Config) -> Iterator[str]:
 
 def _own(config: Config) -> Iterator[str]:
     """What needs to know the inside of a model cannot be asked of one of the user's own."""
-    name = f"model.factory ({shown(config.model.factory)})"
+    name = config.model.origin
+    if config.model.factory and config.model.transformers:
+        yield f"model.transformers ({shown(config.model.transformers)}) must be empty with {name}"
     if config.model.num_mtp_modules:
         yield f"model.num_mtp_modules ({config.model.num_mtp_modules}) must be 0 with {name}"
-    if config.model.tie_embeddings:
+    if config.model.tie_embeddings and config.model.factory:
         yield f"model.tie_embeddings (true) must be false with {name}"
     if config.run.init_from:
         yield f"run.init_from ({shown(config.run.init_from)}) must be empty with {name}"

@@ -16,6 +16,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"num_experts_per_tok(en)?|(moe_)?top_?k|moe_k|num_experts_per_token", 2),
     (r"n_group|topk_group|n_shared_experts|num_shared_experts|moe_num_shared_experts", 1),
     (r"first_k_dense_replace|num_dense_layers|moe_layer_start_index", 1),
+    (r"index_topk", HEAD_DIM),
     (r"(q_lora|kv_lora|o_lora|low)_rank|(.*_)?lora_rank", 16),
     (
         r"(.*_)?(qk_rope|qk_nope|v|qk)_head_dim|(.*_)?head_dim|index_head_dim|kv_channels|d_kv",

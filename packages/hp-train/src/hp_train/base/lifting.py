@@ -3,7 +3,8 @@
 So what remains of the rounding of a job is 1e-16, and what differs by more is a mistake.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +28,18 @@ class Lifting(TorchFunctionMode):
         if func in _CASTS:
             return args[0].double()
         return func(*map(lifted, args), **{k: lifted(v) for k, v in (kwargs or {}).items()})
+
+
+@contextmanager
+def lifting() -> Iterator[None]:
+    """Compute in float64 for a while, in this thread; see :func:`lift`."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Lifting():
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def lift() -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hp_train.demo.shrinking import HIDDEN
+from hp_train.architectures.shrinking import HIDDEN, VOCAB, WIDTH
 
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8}
 _GEMMA3N = {
@@ -14,9 +14,40 @@ _GEMMA3N = {
 }
 _KINDS = ("full_attention", "sliding_attention")
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_INDEXER = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+}
+_ZAMBA = {
+    "num_hidden_layers": 4,
+    "layers_block_type": ["mamba", "hybrid"] * 2,
+    "attention_hidden_size": 64,
+    "attention_head_dim": 16,
+}
+_DOTS3 = {
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "per_layer_config": {
+        1: {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "head_dim": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+        }
+    },
+}
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "bamba": _MAMBA,
-    "granitemoehybrid": _MAMBA,
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "granitemoehybrid": {**_MAMBA, "layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
     "codegen": {"rotary_dim": 4},
     "gptj": {"rotary_dim": 4},
@@ -41,10 +72,21 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "ffn_config": {"moe_top_k": 2},
     },
     "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
-    "qwen4_exp": {"text_config": {"token_budget": 16, "compress_ratio": 4}},
-    "qwen4_exp_text": {"token_budget": 16, "compress_ratio": 4},
-    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2},
-    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2},
+    "qwen4_exp": {"text_config": _INDEXER},
+    "qwen4_exp_text": _INDEXER,
+    "zamba": _ZAMBA,
+    "zamba2": _ZAMBA,
+    "dots3_note": {
+        "text_config": _DOTS3,
+        "vision_config": {"adapter_in_dim": WIDTH, "adapter_out_dim": WIDTH},
+        "audio_config": {"adapter_input_size": WIDTH, "adapter_out_dim": WIDTH},
+    },
+    "dots3_note_text": _DOTS3,
+    "blt": {
+        "encoder_hash_byte_group_vocab": VOCAB,
+        "encoder_config": {"hidden_size_global": WIDTH},
+        "decoder_config": {"hidden_size_global": WIDTH},
+    },
     "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
     "dots1": {
         "n_routed_experts": 4,
@@ -54,6 +96,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
     },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"qk_head_dim": 16, "head_dim": 8, "zero_expert_num": 2},
 }

@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,20 +19,25 @@ _POLL_SECONDS = 0.005
 _REASON = "reason"
 
 
-def run_ranks(work: Callable[[], object], *, size: int, folder: Path, seconds: float) -> str:
+def run_ranks(
+    work: Callable[[], object], *, size: int, folder: Path, seconds: float, meets: bool = True
+) -> str:
     """Fork the ranks of a run, and end what is left of them.
 
     Args:
-        work: What a rank does, with its process group made where there are several.
+        work: What a rank does.
         size: Number of ranks.
         folder: An empty folder; what ranks print is in it.
         seconds: Most that they may take.
+        meets: Whether the process group of several ranks is made before they work.
 
     Returns:
         Why it failed: the last line of the first rank that did. Empty: it did not.
     """
     folder.mkdir(parents=True, exist_ok=True)
     alive = {}
+    if meets and size > 1:
+        work = partial(_meet, work, size, folder)
     for rank in range(size):
         pid = os.fork()
         if pid == 0:
@@ -82,8 +88,7 @@ def _be_rank(work: Callable[[], object], rank: int, size: int, folder: Path) -> 
             os.dup2(log, number)
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
         os.environ.update({name: str(value) for name, value in places.items()})
-        if size > 1:
-            _meet(rank, size, folder)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         work()
         status = 0
     except BaseException as error:  # noqa: BLE001 - told by its last line
@@ -96,12 +101,12 @@ def _be_rank(work: Callable[[], object], rank: int, size: int, folder: Path) -> 
         os._exit(status)
 
 
-def _meet(rank: int, size: int, folder: Path) -> None:
+def _meet(work: Callable[[], object], size: int, folder: Path) -> None:
     import torch.distributed as dist  # noqa: PLC0415 - of those who have it
 
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    place = (folder / "store").as_uri()
+    place, rank = (folder / "store").as_uri(), int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=place, rank=rank, world_size=size)
+    work()
 
 
 def _last_line(error: BaseException) -> str:

@@ -1,0 +1,140 @@
+"""A model of transformers trained in one process by transformers and torch, as anybody would.
+
+Shape symbols: B sequences, S positions, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.nn import functional as F
+
+from hp_train.architectures.task import BATCH, COMMON, STEPS, dataset
+from hp_train.architectures.trained import Trained
+from hp_train.base.lifting import lifting
+from hp_train.data.dataset import Batch
+
+_ATTENTION = ("sdpa", "eager")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one process computes of a model.
+
+    Attributes:
+        joined: With each sequence as one document.
+        separate: With every document by itself.
+        attention: What computes attention.
+        has_experts: Whether the model has some.
+    """
+
+    joined: Trained
+    separate: Trained
+    attention: str
+    has_experts: bool
+
+    def of(self, documents: str) -> Trained:
+        """What belongs to a value of `data.documents`."""
+        return self.separate if documents == "separate" else self.joined
+
+
+def refer(model: Path, data: Path, *, trusted: bool) -> Reference:
+    """Train a model in one process; everything that asks for a shorter float must be lifted.
+
+    Args:
+        model: Its folder.
+        data: Folder of the tokens.
+        trusted: Whether code in the folder of the model is run.
+    """
+    first, attention = _loaded(model, trusted=trusted)
+    joined = _train(first, data, _whole, separate=False)
+    second, _ = _loaded(model, trusted=trusted)
+    separate = _train(second, data, _by_document, separate=True)
+    has_experts = any(name.endswith("experts") for name, _ in first.named_modules())
+    return Reference(joined, separate, attention, has_experts)
+
+
+def load(folder: Path, **more: Any) -> Any:
+    """Load a model in float64; of which torch has no grouped product, so experts go in a loop."""
+    with lifting():  # some make parameters in float32, whatever is asked for
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, experts_implementation="eager", **more
+        )
+    return model.double()
+
+
+def _loaded(folder: Path, *, trusted: bool) -> tuple[Any, str]:
+    more = {"trust_remote_code": True} if trusted else {}
+    for attention in _ATTENTION:
+        try:
+            return load(folder, attn_implementation=attention, **more).train(), attention
+        except ValueError as error:
+            if attention == _ATTENTION[-1] or "attention" not in str(error):
+                raise
+    raise AssertionError
+
+
+def _whole(model: Any, batch: Batch) -> Tensor:
+    """Logits [B, S, V] of sequences."""
+    logits: Tensor = model(input_ids=batch.tokens, use_cache=False).logits
+    return logits
+
+
+def _by_document(model: Any, batch: Batch) -> Tensor:
+    """Logits [B, S, V] of sequences, each of whose documents is computed alone."""
+    rows = []
+    for tokens, lengths in zip(batch.tokens, batch.documents, strict=True):
+        parts = [
+            model(input_ids=part[None], use_cache=False).logits for part in tokens.split(lengths)
+        ]
+        rows.append(torch.cat(parts, dim=1))
+    return torch.cat(rows)
+
+
+def _train(
+    model: Any, data: Path, forward: Callable[[Any, Batch], Tensor], *, separate: bool
+) -> Trained:
+    named = dict(model.named_parameters())
+    decayed = [p for p in named.values() if p.ndim > 1]
+    others = [p for p in named.values() if p.ndim <= 1]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": decayed, "weight_decay": COMMON["train.weight_decay"]},
+            {"params": others, "weight_decay": 0.0},
+        ],
+        lr=COMMON["train.learning_rate"],
+        betas=(COMMON["train.beta1"], COMMON["train.beta2"]),
+        eps=COMMON["train.adam_eps"],
+    )
+    logits: list[Tensor] = []
+    losses, norms, gradients = [], [], []
+    for batch in _batches(data, separate=separate):
+        logits.append(forward(model, batch))
+        flat, targets = logits[-1].flatten(0, 1), batch.targets.flatten()
+        loss = F.cross_entropy(flat, targets, ignore_index=-1)
+        loss.backward()
+        for parameter in named.values():  # of what took no part, too
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        found = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+        norm = torch.stack([g.norm() for g in found.values()]).norm()
+        losses.append(loss.item())
+        norms.append(norm.item())
+        gradients.append(found)
+        scale = min(1.0, COMMON["train.max_grad_norm"] / norm.item())
+        for parameter in named.values():
+            parameter.grad.mul_(scale)
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {name: p.detach().clone() for name, p in named.items()}
+    return Trained(logits[0].detach(), losses, norms, gradients, weights)
+
+
+def _batches(data: Path, *, separate: bool) -> Iterator[Batch]:
+    sequences = dataset(data, separate=separate)
+    for step in range(STEPS):
+        yield sequences.batch(range(step * BATCH, (step + 1) * BATCH))

@@ -1,0 +1,1 @@
+"""Causal language models of transformers, trained as they are: cut into stages by their layers."""

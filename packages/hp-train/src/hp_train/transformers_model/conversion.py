@@ -1,0 +1,118 @@
+"""Names and forms of weights in files, and those in a model: transformers' own rules, by tensor.
+
+A rule of transformers renames a tensor, or makes tensors out of several, such as stacks of experts
+out of single ones. Here each is a `Group`, so that weights are read one group at a time.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tensors of files, and those of a model that they are together.
+
+    Attributes:
+        sources: Names in files, in the order in which the rule wants them.
+        targets: Names in the model.
+        rule: Converts; None: source and target are the same values.
+    """
+
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+    rule: "_Rule | None" = None
+
+    def convert(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of the model from those of files, both whole."""
+        if self.rule is None:
+            return {self.targets[0]: values[self.sources[0]]}
+        return self.rule.apply(values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """A converter of transformers, for some tensors.
+
+    Attributes:
+        converter: Without tensors.
+        name: Under what it collects them.
+        patterns: Which of its patterns each source has matched.
+        model: Model that it is of.
+    """
+
+    converter: Any
+    name: str
+    patterns: Mapping[str, str]
+    model: Any
+
+    def apply(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        converter = deepcopy(self.converter)
+        for source, pattern in self.patterns.items():
+            converter.add_tensor(self.name, source, pattern, values[source])
+        made = converter.convert(self.name, model=self.model, config=self.model.config)
+        return {n: v[0] if isinstance(v, list) else v for n, v in made.items()}
+
+
+def groups_of(model: Any, shapes: Mapping[str, Sequence[int]]) -> list[Group]:
+    """Say what tensors of files are in a model; those of names that it has not, too.
+
+    Args:
+        model: Model of transformers, on the meta device.
+        shapes: Shape of each tensor of the files.
+    """
+    from transformers import core_model_loading as loading  # noqa: PLC0415
+    from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
+
+    rules = get_model_conversion_mapping(model)
+    renamings = [r for r in rules if isinstance(r, loading.WeightRenaming)]
+    converters = [r for r in rules if isinstance(r, loading.WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    known, prefix = model.state_dict(), model.base_model_prefix
+    plain: list[Group] = []
+    collected: dict[str, dict[str, str]] = {}
+    for source in sorted(shapes, key=loading.dot_natural_key):
+        target, pattern = loading.rename_source_key(source, renamings, converters, prefix, known)
+        if target not in known and source in known:  # it has the model's own name already
+            target, pattern = loading.rename_source_key(source, [], [], prefix, known)
+        if pattern is None:
+            plain.append(Group((source,), (target,)))
+        else:
+            collected.setdefault(target, {})[source] = pattern
+    made = [*plain]
+    for name, patterns in collected.items():
+        rule = _Rule(by_pattern[next(iter(patterns.values()))], name, patterns, model)
+        empty = {s: torch.empty(tuple(shapes[s]), device="meta") for s in patterns}
+        made.append(Group(tuple(patterns), tuple(rule.apply(empty)), rule))
+    return made
+
+
+def reverted(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of files from those of a layer, or of another part, of a model; all of them whole.
+
+    Args:
+        model: Model of transformers.
+        tensors: By their names in the model.
+    """
+    from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415
+
+    made: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
+    return made
+
+
+def saved_tensors(model: Any) -> dict[str, Tensor]:
+    """What files of a model have, by name; what is one parameter there under one name."""
+    kept = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    saved = model.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in kept.items() if name in saved}
+
+
+def one_name(model: nn.Module) -> dict[str, str]:
+    """Each name of a parameter -> the first name of it."""
+    firsts = {id(parameter): name for name, parameter in model.named_parameters()}
+    all_names: Iterable[tuple[str, Tensor]] = model.named_parameters(remove_duplicate=False)
+    return {name: firsts[id(parameter)] for name, parameter in all_names}

@@ -1,0 +1,96 @@
+"""A causal language model of transformers from its folder, without memory for weights."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hp_train.config import ModelConfig
+from hp_train.config.schema import shown
+from hp_train.config.transformers_folder import config_of, text_config_of
+from hp_train.errors import ConfigError
+
+
+def on_meta(model: ModelConfig, dtype: torch.dtype, *, buffers: bool = False) -> Any:
+    """Make `AutoModelForCausalLM` of a folder on the meta device, in training mode.
+
+    Args:
+        model: Names the folder.
+        dtype: Dtype of parameters.
+        buffers: Whether buffers are to have their values, on the CPU.
+
+    Raises:
+        hp_train.errors.ConfigError: When transformers refuses to make it.
+    """
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - of those who have it
+
+    config = config_of(model.transformers, trust=model.trust_remote_code)
+    try:
+        with _parameters_on_meta() if buffers else torch.device("meta"):
+            made = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=model.trust_remote_code
+            )
+    except Exception as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ConfigError(
+            f"model.transformers ({shown(model.transformers)}) must be a causal language model "
+            f"that can be made: {text}"
+        ) from error
+    if dtype == torch.float64:  # of which torch has no product of groups
+        choose_experts(made, "eager")
+    return made.train()
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Let matrices, one by one, lose their memory as soon as a module gets them.
+
+    The rest, which is small, may have values that no rule but the constructor gives.
+    """
+    from transformers.initialization import no_init_weights  # noqa: PLC0415
+
+    register = nn.Module.register_parameter
+
+    def without_memory(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(module, name, param)
+        if param is not None and not param.is_meta and param.ndim > 1:
+            empty = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+            module._parameters[name] = empty  # noqa: SLF001 - not through what is replaced here
+
+    nn.Module.register_parameter = without_memory  # type: ignore[method-assign, assignment]
+    try:
+        with no_init_weights():
+            yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def choose_experts(model: Any, implementation: str) -> None:
+    """Say how experts are computed, by a name of transformers' registry."""
+    for config in (model.config, text_config_of(model.config)):
+        config._experts_implementation = implementation  # noqa: SLF001 - its own setter asks for more
+
+
+def lists_of(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
+    """What may be the list of layers of a model, with their paths.
+
+    These are the lists that are as long as the config says, those with most parameters first.
+
+    Raises:
+        hp_train.errors.ConfigError: When there is none.
+    """
+    config: Any = model.config
+    count = text_config_of(config).num_hidden_layers
+    lists = [
+        (path, part)
+        for path, part in model.named_modules()
+        if isinstance(part, nn.ModuleList) and len(part) == count
+    ]
+    if not lists:
+        raise ConfigError(
+            f"{type(model).__name__} must have a list of num_hidden_layers ({count}) layers, which "
+            "is how a model is cut into stages"
+        )
+    return sorted(lists, key=lambda it: -sum(p.numel() for p in it[1].parameters()))

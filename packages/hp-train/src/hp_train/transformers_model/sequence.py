@@ -1,0 +1,68 @@
+"""Context parallelism of a stage: transformers' registry of attention, and the trial of a model.
+
+Note [A stage is tried as the whole is]. hp-context runs a model once, before its first forward, on
+two short sequences that have tokens in common, to find what mixes positions besides attention. A
+stage that is not the first gets some vector of each token for that; what it does to them is
+compared as in the whole model.
+
+Shape symbols: B sequences, S positions, D width of the stream.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hp_context import ContextParallel, register_attention
+from hp_context.hugging_face.mixers import current_trial
+from hp_train.config.transformers_folder import text_config_of
+from hp_train.errors import ConfigError
+
+_NAME = "hp_train"
+
+
+def spread(model: Any, context: ContextParallel, group: ProcessGroup) -> None:
+    """Let attention of a model see sequences that ranks share.
+
+    Args:
+        model: Model of transformers.
+        context: How ranks exchange.
+        group: The ranks.
+
+    Raises:
+        hp_train.errors.ConfigError: When the model takes no positions, or no other attention.
+    """
+    register_attention(
+        group,
+        name=_NAME,
+        ulysses_degree=context.ulysses_degree,
+        ring=context.ring,
+        layout=context.layout,
+    )
+    try:
+        model.set_attn_implementation(_NAME)
+    except (ValueError, NotImplementedError) as error:
+        text = " ".join(str(error).split())[:200]
+        raise ConfigError(f"mesh.cp must be 1 for {type(model).__name__}: {text}") from error
+    for config in (model.config, text_config_of(model.config)):
+        if config._attn_implementation != _NAME:  # noqa: SLF001 - there is no other way to ask
+            raise ConfigError(
+                f"mesh.cp must be 1 for {type(model).__name__}: its attention is not by "
+                "transformers' registry"
+            )
+
+
+def hidden_of_trial(inputs: dict[str, Any], width: tuple[int, ...]) -> Tensor | None:
+    """Hidden states [B, S, D] that stand for tokens of a trial; None: there is no trial now.
+
+    Args:
+        inputs: Arguments of the model.
+        width: Sizes of hidden states behind those of sequences and positions.
+    """
+    if current_trial() is None:
+        return None
+    tokens: Tensor = inputs["input_ids"]
+    drawn = torch.Generator().manual_seed(0)
+    table = torch.randn(int(tokens.max()) + 1, *width, generator=drawn, dtype=torch.float64)
+    return table.to(tokens.device)[tokens]

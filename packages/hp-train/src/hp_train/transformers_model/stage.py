@@ -1,0 +1,427 @@
+"""A pipeline stage of a causal language model of transformers, which is run by its own code.
+
+Note [Stages of a stranger's model]. Every stage has the modules of the whole model, and parameters
+of its own layers alone; the first has those in front of layers as well, and the last those behind
+them. A stage calls the forward of the whole model. Layers of stages before are skipped: the first
+of them puts the hidden states in that have arrived, whatever the model made of the token ids.
+Parameters in front of layers, which it reads for that, are zeros without memory. The first layer
+of the stages behind leaves the forward with the hidden states it gets. So masks, positions and all
+else that a layer takes are what the model itself computes, and there is no code for any
+architecture. What of it would not be the same is told by Note [What a cut must not cut].
+
+Shape symbols: B sequences, S positions, D width of the stream, V vocabulary.
+"""
+
+import contextlib
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import partial, update_wrapper
+from math import prod
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from hp_context import ContextParallel
+from hp_expert.hugging_face import apply_to_transformers
+from hp_expert.hugging_face.layout import expert_modules
+from hp_expert.hugging_face.modules import DispatchedExperts
+from hp_train.base.lifting import lifting
+from hp_train.config import ModelConfig
+from hp_train.config.transformers_folder import text_config_of
+from hp_train.errors import ConfigError
+from hp_train.model import Microbatch, Stage, declare
+from hp_train.model.parameters import Parameter
+from hp_train.model.stage import Exchanges
+from hp_train.transformers_model.documents import positions_of
+from hp_train.transformers_model.first_weights import fill
+from hp_train.transformers_model.made import choose_experts, on_meta
+from hp_train.transformers_model.outline import Outline, outline_of
+from hp_train.transformers_model.refusals import require_same_in_every_layout
+from hp_train.transformers_model.sequence import hidden_of_trial, spread
+from hp_train.transformers_model.specs import declare_all, declare_experts
+from hp_train.transformers_model.tensor_parallel import (
+    Style,
+    gather,
+    parts_of,
+    place,
+    split,
+    styles_of,
+)
+
+
+class _Call(NamedTuple):
+    """What modules of a stage read of the call that is running.
+
+    Attributes:
+        hidden: What the stage before has sent; None: there is none.
+        wants_logits: Whether the output matrix is to be used, and not what it would get.
+    """
+
+    hidden: Tensor | None
+    wants_logits: bool
+
+
+_call: ContextVar[_Call] = ContextVar("call")
+
+
+class _LeftError(Exception):
+    """Leaves the forward of a model.
+
+    Args:
+        hidden: With these hidden states.
+    """
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class TransformersStage(Stage):
+    """One pipeline stage of the model in `model.transformers`; see `Stage`.
+
+    Args:
+        config: The whole model.
+        vocab_size: V, as the folder says it.
+        layers: Global indices of the layers this stage holds.
+        first: Whether it is the first stage.
+        last: Whether it is the last.
+        compute_dtype: Dtype of activations; parameters may be wider.
+
+    Raises:
+        hp_train.errors.ConfigError: When the model cannot be cut, or depends on the layout.
+    """
+
+    whole: Any
+    _listed: Any
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        vocab_size: int,
+        *,
+        layers: Sequence[int],
+        first: bool,
+        last: bool,
+        compute_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(compute_dtype=compute_dtype)
+        del vocab_size  # the folder has its own
+        self.config, self.is_first, self.is_last = config, first, last
+        self.outline = outline_of(config)
+        self.own_layers = [*layers]
+        self._styles: Mapping[str, Style] = {}
+        self._tensor_ranks: ProcessGroup | None = None
+        if self.outline.width:
+            self.width_sent = prod(self.outline.width)  # of several residual streams, all
+        if self.outline.num_layers != config.num_layers:
+            raise ConfigError(
+                f"num_hidden_layers ({config.num_layers}) of {config.transformers} must be the "
+                f"length of {self.outline.layers} ({self.outline.num_layers})"
+            )
+        model = on_meta(config, compute_dtype)
+        require_same_in_every_layout(model)
+        if not (first and last):
+            _require_cut(model, self.outline, config)
+        self.__dict__["whole"] = model  # its children are this stage's, so that names are its own
+        for name, child in model.named_children():
+            self.add_module(name, child)
+        self.__dict__["_listed"] = model.get_submodule(self.outline.layers)  # a child already
+        self._stand_ins = self._take_away()
+        self._shares_sequence = False
+        self._outside: list[nn.Module] = []  # modules in none of the blocks
+        for index, layer in enumerate(self._listed):
+            if index not in self.own_layers:
+                is_before = index < self.own_layers[0]
+                layer.forward = self._skip if is_before else _leave
+        if self.outline.head and last:
+            head = model.get_submodule(self.outline.head)
+            head.forward = partial(_head_of, head.forward)
+        declare_all(self)
+
+    @staticmethod
+    def tied_parameters(config: ModelConfig) -> tuple[str, ...]:
+        """Parameters that the first and the last stage both have, by global name."""
+        return outline_of(config).tied
+
+    @property
+    def layers(self) -> Mapping[str, nn.Module]:  # type: ignore[override]
+        """Blocks of this stage, by their index in the whole model."""
+        return {str(index): self._listed[index] for index in self.own_layers}
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        """See `Stage.blocks`."""
+        return [*self.layers.values()]
+
+    @property
+    def apart(self) -> Sequence[nn.Module]:
+        """See `Stage.apart`; what layers share is FSDP's with all that is in no block."""
+        owners = Counter(id(p) for block in self.blocks for p in {*block.parameters()})
+        shared = {key for key, count in owners.items() if count > 1}
+        return [b for b in self.blocks if not shared & {id(p) for p in b.parameters()}]
+
+    @property
+    def casting(self) -> Sequence[nn.Module]:
+        """See `Stage.casting`: all modules, whose parameters are cast around their calls."""
+        return [*self.modules()]
+
+    @property
+    def kept_buffers(self) -> Mapping[str, Tensor]:
+        """See `Stage.kept_buffers`: those that transformers saves, of layers and parts here."""
+        saved = self.state_dict(keep_vars=True).keys()
+        return {
+            name: buffer
+            for name, buffer in self.named_buffers()
+            if name in saved and self._is_here(name)
+        }
+
+    def initialize(
+        self,
+        parameters: Sequence[Parameter],
+        config: ModelConfig,
+        *,
+        seed: int,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """See `Stage.initialize`: by the model's own rule."""
+        fill(self, parameters, config, seed=seed, on_progress=on_progress)
+
+    @property
+    def experts(self) -> Sequence[nn.Module]:
+        """See `Stage.experts`: those that were spread; others are parameters as all are."""
+        return [part for part in self.modules() if isinstance(part, DispatchedExperts)]
+
+    def expect_no_values(self) -> None:
+        """See `Stage.expect_no_values`."""
+        choose_experts(self.whole, "batched_mm")
+
+    def expect_ranks(self, sizes: Mapping[str, int]) -> None:
+        """See `Stage.expect_ranks`.
+
+        Raises:
+            hp_train.errors.ConfigError: When ranks cannot share what the model has.
+        """
+        if sizes["ep"] > 1:
+            declare_experts(self, self.blocks)
+        if sizes["tp"] > 1:
+            self._plan_tensors(sizes["tp"])
+
+    def _plan_tensors(self, num_ranks: int) -> None:
+        styles = styles_of(self.whole, self._listed, num_ranks)
+        own = {str(index) for index in self.own_layers}
+        self._styles = {p: style for p, style in styles.items() if p.split(".")[0] in own}
+        for path in self._styles:
+            module = self._listed.get_submodule(path)
+            for leaf, dim in parts_of(module, self._styles[path]):
+                spec = module.__dict__["parameter_specs"][leaf]
+                declare(module, **{leaf: replace(spec, tp_dim=dim)})
+
+    def place_exchanges(self, exchanges: Exchanges) -> None:
+        """See `Stage.place_exchanges`."""
+        assert exchanges.group is not None
+        self._tensor_ranks = exchanges.group
+        place(self._listed, self._styles, exchanges.group)
+
+    def spread_attention(self, context: ContextParallel, group: ProcessGroup) -> None:
+        """See `Stage.spread_attention`: by transformers' registry."""
+        spread(self.whole, context, group)
+        self._shares_sequence = True
+        forward = self.whole.forward
+        self.whole.forward = update_wrapper(partial(self._in_trial, forward), forward)
+
+    def spread_experts(self, groups: Mapping[str, ProcessGroup], *, hidden: bool) -> None:
+        """See `Stage.spread_experts`; one rank computes them as transformers does."""
+        del hidden
+        for block in self.blocks if "ep" in groups and groups["ep"].size() > 1 else ():
+            if any(True for _ in expert_modules(block)):
+                apply_to_transformers(block, groups["ep"])
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> "TransformersStage":
+        """Give parameters and buffers memory, and stand-ins of those of others zeros without."""
+        shared = _places_of_parameters(self)
+        super().to_empty(device=device, recurse=recurse)
+        for (first, name), *others in shared.values():
+            for module, leaf in others:  # each has got memory of its own
+                setattr(module, leaf, getattr(first, name))
+        self._require_products(torch.device(device))
+        self._compute_blocks()
+        for module, leaf, shape in self._stand_ins:
+            zero = torch.zeros((), dtype=self.compute_dtype, device=device)
+            module.__dict__[leaf] = zero.expand(shape)
+        return self
+
+    def forward(self, x: Tensor, *, microbatch: Microbatch) -> Tensor:
+        """Run the stage; see `Stage`.
+
+        Args:
+            x: Token ids int64 [B, S] on the first stage, what the stage before returned on others.
+            microbatch: What travels with the call.
+        """
+        ranks = self._tensor_ranks
+        if ranks is not None and not self.is_first:  # ranks send their positions
+            x = gather(x, 1, ranks)
+        wants_logits = microbatch.targets is None or not self.outline.head
+        inputs: dict[str, Any] = {"input_ids": x}
+        if not self.is_first:
+            inputs = {"inputs_embeds": self._nothing_embedded(x)}
+        inputs |= positions_of(
+            self.whole, self.config, microbatch, x, is_shared=self._shares_sequence
+        )
+        hidden = None if self.is_first else x.unflatten(2, self.outline.width)
+        token = _call.set(_Call(hidden, wants_logits))
+        try:
+            output: Tensor = self._computing(self._outside, self._run, inputs, microbatch)
+        finally:
+            _call.reset(token)
+        return output if self.is_last or ranks is None else split(output, 1, ranks)
+
+    def _run(self, inputs: Mapping[str, Any], microbatch: Microbatch) -> Tensor:
+        try:
+            logits: Tensor = self.whole(**inputs, use_cache=False).logits
+        except _LeftError as left:
+            if not self.is_last:
+                return left.hidden.flatten(2)
+            head = self.whole.get_submodule(self.outline.head)
+            return self.predict(left.hidden, head.weight, microbatch.targets)
+        return logits
+
+    def _in_trial(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Be the forward of the whole model; see Note [A stage is tried as the whole is]."""
+        hidden = hidden_of_trial(kwargs, self.outline.width)
+        if hidden is None:
+            return forward(*args, **kwargs)
+        mine = None if self.is_first else hidden.to(self.compute_dtype)
+        token = _call.set(_Call(mine, wants_logits=True))
+        try:
+            return forward(*args, **kwargs)
+        except _LeftError as left:
+            return left.hidden
+        finally:
+            _call.reset(token)
+
+    def _nothing_embedded(self, x: Tensor) -> Tensor:
+        """What a model gets in place of embeddings of tokens where nothing is made of them."""
+        width = self.whole.get_input_embeddings().embedding_dim
+        return x.new_zeros(*x.shape[:2], width)
+
+    def _skip(self, *args: Any, **kwargs: Any) -> Any:
+        """Be a layer of a stage before: return what has arrived."""
+        del args, kwargs
+        hidden = _call.get().hidden
+        if self.outline.returned is None:
+            return hidden
+        kind, count = self.outline.returned
+        return kind([hidden, *[None] * (count - 1)])
+
+    def _require_products(self, device: torch.device) -> None:
+        """Refuse experts in a dtype in which a GPU has no product of groups."""
+        chosen = text_config_of(self.whole.config)._experts_implementation  # noqa: SLF001
+        if device.type != "cuda" or self.compute_dtype == torch.bfloat16 or self.experts:
+            return
+        if chosen == "grouped_mm" and any(True for _ in expert_modules(self)):
+            raise ConfigError(
+                "train.dtype must be bfloat16 for experts of transformers on GPUs, where torch has "
+                "no grouped product of others, or mesh.ep greater than 1"
+            )
+
+    def _compute_blocks(self) -> None:
+        """Let what FSDP gathers at once be cast at once: blocks, and experts that were spread."""
+        spread = {*self.experts}
+        inside_blocks = {part for block in self._listed for part in block.modules()}
+        self._outside = [part for part in self.modules() if part not in inside_blocks]
+        for part in (*self.blocks, *spread):
+            inside = [p for p in part.modules() if p is part or p not in spread]
+            part.forward = partial(self._computing, inside, part.forward)
+
+    def _computing(
+        self,
+        modules: Sequence[nn.Module],
+        function: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Call what reads parameters of some modules in `compute_dtype`."""
+        with self.lifted(), _cast(modules, self.compute_dtype):
+            return function(*args, **kwargs)
+
+    def lifted(self) -> contextlib.AbstractContextManager[Any]:
+        """In float64, let whatever asks for less get float64."""
+        is_double = self.compute_dtype == torch.float64
+        return lifting() if is_double else contextlib.nullcontext()
+
+    def _is_here(self, name: str) -> bool:
+        return self.outline.is_on(name, self.own_layers, first=self.is_first, last=self.is_last)
+
+    def _take_away(self) -> list[tuple[nn.Module, str, torch.Size]]:
+        """Take parameters of other stages from modules.
+
+        Returns:
+            Those that the model reads all the same, in front of layers: module, name and shape.
+        """
+        read = []
+        names = {id(parameter): name for name, parameter in self.named_parameters()}
+        for module in [*self.modules()]:
+            for leaf, parameter in [*module.named_parameters(recurse=False)]:
+                name = names[id(parameter)]
+                if self._is_here(name):
+                    continue
+                module.register_parameter(leaf, None)
+                if self.outline.layer_of(name) is None:
+                    del module._parameters[leaf]  # noqa: SLF001 - what takes its place is no parameter
+                    module.__dict__[leaf] = None
+                    read.append((module, leaf, parameter.shape))
+        return read
+
+
+def _places_of_parameters(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Modules and names that have each parameter."""
+    found: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            found.setdefault(id(parameter), []).append((module, leaf))
+    return found
+
+
+def _leave(*args: Any, **kwargs: Any) -> NoReturn:
+    """Be a layer of a stage behind."""
+    raise _LeftError(args[0] if args else kwargs["hidden_states"])
+
+
+def _head_of(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Be an output matrix that is not to be used, where a loss needs no logits."""
+    if _call.get().wants_logits:
+        return forward(x)
+    raise _LeftError(x)
+
+
+@contextlib.contextmanager
+def _cast(modules: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[None]:
+    """Let modules find their parameters in a dtype; gradients are those of the parameters."""
+    replaced = []
+    for module in modules:
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if parameter.dtype != dtype and parameter.is_floating_point():
+                module.__dict__[leaf] = parameter.to(dtype)  # found before what is registered
+                replaced.append((module, leaf))
+    try:
+        yield
+    finally:
+        for module, leaf in replaced:
+            module.__dict__.pop(leaf, None)
+
+
+def _require_cut(model: Any, outline: Outline, config: ModelConfig) -> None:
+    """Refuse to cut a model whose stages would not compute what the whole computes."""
+    name = f"{type(model).__name__} ({config.transformers})"
+    if outline.beside:
+        raise ConfigError(f"{name} cannot be cut into stages (mesh.pp must be 1): {outline.beside}")
+    if "inputs_embeds" not in inspect.signature(model.forward).parameters:
+        raise ConfigError(
+            f"{name} cannot be cut into stages (mesh.pp must be 1): its forward takes no "
+            "inputs_embeds, so it makes masks of token ids, which only the first stage has"
+        )

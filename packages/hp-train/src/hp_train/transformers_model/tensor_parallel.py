@@ -1,0 +1,308 @@
+"""Tensor parallelism of a model of transformers: linear layers cut over ranks.
+
+Note [Tensor parallelism of a stranger's model]. Every rank has all positions, and the same numbers
+between linear layers. A linear layer is cut by the rows of its weight, and what ranks compute is put
+together behind it: that is right in any model, whatever it does with the output, unless it reads
+the weight by itself: then it is not cut. Where
+transformers' own plan says that a module needs no such exchange inside of it (columns of some
+layers feed rows of another, and nothing else in there has parameters but what the plan names), its
+first layers give parts and the last one sums: half of the exchanges. Heads must then be divisible;
+else the module is taken as any other. All else is on every rank, whole, and has all of its
+gradient there.
+
+Shape symbols: B sequences, S positions, D features, d of them on a rank.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from hp_platform import outside_graph
+from hp_train.errors import ConfigError
+
+Style = Literal["gathered", "columns", "rows", "summed"]
+"""`gathered`: rows of the weight are cut, the output is put together. `columns`: the output stays
+cut. `rows`: the input is cut, the output is summed. `summed`: nothing is cut; parts of the gradient
+are summed."""
+
+_OF_PLAN: Mapping[str, Style] = {
+    "colwise": "columns",
+    "rowwise": "rows",
+    "replicated_with_grad_allreduce": "summed",
+}
+_ACROSS = frozenset({"Gemma3nTextMLP"})
+"""Modules that compute something over all features between their layers, which no plan tells."""
+
+
+def styles_of(model: Any, layers: nn.Module, num_ranks: int) -> dict[str, Style]:
+    """How modules of layers are cut, by their path in the list of layers.
+
+    Args:
+        model: The whole model, on the meta device.
+        layers: Its list of layers.
+        num_ranks: Tensor-parallel ranks.
+
+    Raises:
+        hp_train.errors.ConfigError: When there is nothing to be cut.
+    """
+    prefix = next(path for path, part in model.named_modules() if part is layers)
+    plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    shared = _shared(model)
+    found: dict[str, Style] = {}
+    for path, parent in layers.named_modules():
+        kinds = {
+            name: _planned(plan, f"{prefix}.{path}.{name}") for name, _ in parent.named_children()
+        }
+        pair = _pair(parent, kinds, num_ranks)
+        for name, child in parent.named_children():
+            if name in pair:
+                found[f"{path}.{name}"] = pair[name]
+            elif _is_linear(child) and child.weight not in shared and not _is_read(parent, name):
+                if child.weight.shape[_rows_of(child)] % num_ranks == 0:
+                    found[f"{path}.{name}"] = "gathered"
+    if all(style == "summed" for style in found.values()):
+        raise ConfigError(
+            f"mesh.tp ({num_ranks}) must be 1 with {type(model).__name__}: it has no linear layer "
+            "that so many ranks can share out"
+        )
+    return found
+
+
+def _is_read(parent: nn.Module, name: str) -> bool:
+    """Whether code of a module reads parameters of a child by itself, instead of calling it."""
+    return any(
+        re.search(rf"\b{name}\.(weight|bias)", _source(kind)) is not None
+        for kind in type(parent).__mro__
+        if issubclass(kind, nn.Module) and kind is not nn.Module
+    )
+
+
+@cache
+def _source(kind: type) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module computes nothing but a linear layer: torch's, or that of GPT-2."""
+    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+
+
+def _rows_of(module: nn.Module) -> int:
+    """Dim of a linear layer's weight that is the output."""
+    return int(type(module) is not nn.Linear)
+
+
+def _planned(plan: Mapping[str, str], path: str) -> Style | None:
+    return _OF_PLAN.get(plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path), ""))
+
+
+def _shared(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that several modules have."""
+    seen: set[nn.Parameter] = set()
+    twice = set()
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        (twice if parameter in seen else seen).add(parameter)
+    return twice
+
+
+def _pair(parent: nn.Module, kinds: Mapping[str, Style | None], num_ranks: int) -> dict[str, Style]:
+    """Styles of children of a module that needs no exchange inside; none: it is not one."""
+    children = dict(parent.named_children())
+    with_parameters = [n for n, child in children.items() if any(True for _ in child.parameters())]
+    known = {name: kind for name in with_parameters if (kind := kinds[name]) is not None}
+    is_whole = len(known) == len(with_parameters) and not list(
+        parent.named_parameters(recurse=False)
+    )
+    if not is_whole or not {"columns", "rows"} <= {*known.values()}:
+        return {}
+    if any(_is_read(parent, name) for name in known):
+        return {}
+    if type(parent).__name__ in _ACROSS:
+        return {}
+    head = getattr(parent, "head_dim", 1)
+    for name, kind in known.items():
+        child = children[name]
+        if kind == "summed":
+            continue
+        if type(child) is not nn.Linear:
+            return {}
+        width = child.out_features if kind == "columns" else child.in_features
+        if not isinstance(head, int) or width % head or (width // head) % num_ranks:
+            return {}
+    return known
+
+
+def place(layers: nn.Module, styles: Mapping[str, Style], group: ProcessGroup) -> None:
+    """Let modules whose weights are cut exchange what they must.
+
+    Args:
+        layers: List of layers; changed in place.
+        styles: How its modules are cut, by their path in it.
+        group: The tensor-parallel ranks.
+    """
+    for path, style in styles.items():
+        module = layers.get_submodule(path)
+        if style == "summed":
+            module.forward = partial(_with_summed_gradients, module, module.forward, group)
+        else:
+            module.forward = partial(_FORWARDS[style], module, group)
+
+
+@outside_graph
+def _gathered(module: nn.Module, group: ProcessGroup, x: Tensor) -> Tensor:
+    return gather(_columns(module, group, x), -1, group)
+
+
+@outside_graph
+def _columns(module: nn.Module, group: ProcessGroup, x: Tensor) -> Tensor:
+    """[..., D] of all features to [..., d] of this rank's."""
+    copied: Tensor = _Copy.apply(x, group)
+    weight: Any = module.weight
+    return F.linear(copied, weight.t() if _rows_of(module) else weight, module.bias)  # type: ignore[arg-type]
+
+
+@outside_graph
+def _rows(module: nn.Module, group: ProcessGroup, x: Tensor) -> Tensor:
+    """[..., d] of this rank's features to [..., D] of all."""
+    summed: Tensor = _Sum.apply(F.linear(x, module.weight), group)  # type: ignore[arg-type]
+    return summed if module.bias is None else summed + module.bias  # type: ignore[operator]
+
+
+_FORWARDS: Mapping[str, Callable[..., Tensor]] = {
+    "gathered": _gathered,
+    "columns": _columns,
+    "rows": _rows,
+}
+
+
+def _with_summed_gradients(
+    module: nn.Module, forward: Callable[..., Any], group: ProcessGroup, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a module that sees this rank's features alone, with parameters that all ranks have."""
+    before = {}
+    for leaf, _ in [*module.named_parameters(recurse=False)]:
+        before[leaf] = module.__dict__.get(leaf)
+        module.__dict__[leaf] = _Copy.apply(getattr(module, leaf), group)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        for leaf, value in before.items():
+            if value is None:
+                del module.__dict__[leaf]
+            else:
+                module.__dict__[leaf] = value
+
+
+def gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Parts of all ranks, one after the other; backward keeps the part of this one.
+
+    Args:
+        x: As large on all ranks.
+        dim: Along which they are put together.
+        group: The ranks, which go on with the same numbers.
+    """
+    whole: Tensor = _Gather.apply(x, dim, group)
+    return whole
+
+
+def split(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """This rank's part of what all ranks have; backward gathers."""
+    part: Tensor = _Split.apply(x, dim, group)
+    return part
+
+
+def _gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    parts = [
+        torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())
+    ]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts, dim)
+
+
+def _split(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    return x.chunk(group.size(), dim)[group.rank()].contiguous()
+
+
+def _sum(x: Tensor, group: ProcessGroup) -> Tensor:
+    summed = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(summed, group=group)
+    return summed
+
+
+class _Copy(torch.autograd.Function):
+    """What ranks go on with in parts: backward sums what these give."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _sum(grad, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of what ranks have, on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        del ctx
+        return _sum(x, group)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        del ctx
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _gather(x, dim, group)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _split(grad, ctx.dim, ctx.group), None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _split(x, dim, group)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _gather(grad, ctx.dim, ctx.group), None, None
+
+
+def parts_of(module: nn.Module, style: Style) -> Iterator[tuple[str, int]]:
+    """Parameters of a module that are cut: their names in it, and dims.
+
+    Args:
+        module: A module of the list of layers.
+        style: How it is cut.
+    """
+    if style == "rows":
+        yield "weight", 1
+    elif style != "summed":
+        yield "weight", _rows_of(module)
+        if module.bias is not None:
+            yield "bias", 0
