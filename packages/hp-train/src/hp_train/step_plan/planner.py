@@ -12,7 +12,6 @@ Note [How a step is planned]
     in, and every count of attempts is fixed: all ranks that know the lengths make the same plan.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -137,7 +136,7 @@ class Planner:
         of_rank = sum(lengths) / pipeline.ranks
         fewest = max(pipeline.num_stages, of_rank * pipeline.num_stages / pipeline.tokens)
         most = max(1, len(lengths) // self.num_teams)
-        for count in sorted({max(1, min(most, math.ceil(fewest * by))) for by in _DENSITIES}):
+        for count in sorted({max(1, min(most, round(fewest * by))) for by in _DENSITIES}):
             yield from _shapes(count)
 
     def _parted(

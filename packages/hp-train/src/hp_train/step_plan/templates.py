@@ -38,7 +38,7 @@ def template_for(
     return _searched(
         tuple(round(share * len(shares), 3) for share in shares),
         num_stages,
-        (*ratios, late, math.floor(room * 2) / 2),
+        (*ratios, late, math.floor(room * 2 - 0.25) / 2),  # a bit less, since lengths vary
         effort,
     )
 
