@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--packs", type=int, default=32)
     parser.add_argument("--effort", type=int, default=8)
     parser.add_argument("--tries", type=int, default=2)
-    parser.add_argument("--prepared", type=int, default=200)
+    parser.add_argument("--prepared", type=int, default=100)
     parser.add_argument("--planner", type=int, nargs="*")
     options = parser.parse_args()
     model = resolve("llama-3.1-8b", [], env={}).config.model
