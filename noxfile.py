@@ -184,8 +184,9 @@ if os.environ.setdefault("HP_NOX", str(os.getpid())) == str(os.getpid()):
 
 
 def _with_extras(name: str) -> str:
-    extras = PACKAGES[name].get("optional-dependencies", {})
-    return f"{name}[{','.join(extras)}]" if extras else name
+    # Transformers is large: sessions that need it name its group.
+    extras = {*PACKAGES[name].get("optional-dependencies", {})} - {"transformers"}
+    return f"{name}[{','.join(sorted(extras))}]" if extras else name
 
 
 def _sources() -> list[str]:
@@ -474,11 +475,12 @@ TRANSFORMERS_TESTS = {
 
 
 def _transformers_tests() -> list[str]:
-    return [
+    of_packages = [
         str(file)
         for name, pattern in TRANSFORMERS_TESTS.items()
         for file in sorted(Path(f"packages/{name}/tests").glob(pattern))
     ]
+    return [*of_packages, "integration_tests/test_transformers_models.py"]
 
 
 @nox.session(default=False)
